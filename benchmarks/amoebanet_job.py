@@ -32,7 +32,9 @@ class Job:
 
     def task(self, filters: int) -> Task:
         """The model of so many filters."""
-        return build("amoebanet", layers=self.layers, filters=filters, image_size=self.image_size, pooling="average")
+        return build(
+            "amoebanet", layers=self.layers, filters=filters, image_size=self.image_size, pooling="average"
+        )
 
     def demand(self, recompute: Recompute) -> Demand:
         """How it is trained, for our own search of splits, of one device a stage as theirs are."""
@@ -57,5 +59,9 @@ class Job:
         batch = self.microbatches * self.microbatch_size
         training = Training(batch_size=batch, microbatches=self.microbatches, schedule=SCHEDULES[recompute])
         return Setting(
-            task=self.task(filters), profile=costs, cluster=self.cluster, training=training, recompute=recompute
+            task=self.task(filters),
+            profile=costs,
+            cluster=self.cluster,
+            training=training,
+            recompute=recompute,
         )

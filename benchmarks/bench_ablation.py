@@ -111,10 +111,14 @@ ASKED = (
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Make the rows that are missing, and print what they say."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", default=[], help="models, such as bert-0.64B or flash")
     parser.add_argument("--again", action="store_true", help="make rows anew that are there")
-    parser.add_argument("--tables", action="store_true", help="put the table of the JSON into the page, plan nothing")
+    parser.add_argument(
+        "--tables", action="store_true", help="put the table of the JSON into the page, plan nothing"
+    )
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     rows = read(options.json)
@@ -173,7 +177,14 @@ def at_the_host(case: tuple[int, float, float]) -> str:
 
 def offload_plan(tokens: int, k: float, stages: int = 8) -> Plan:
     """So many equal blocks on A100s, one each, with ample memory."""
-    settings = {"layers": stages, "hidden": 4096, "heads": 32, "sequence": tokens, "vocabulary": 1000, "dropout": 0.0}
+    settings = {
+        "layers": stages,
+        "hidden": 4096,
+        "heads": 32,
+        "sequence": tokens,
+        "vocabulary": 1000,
+        "dropout": 0.0,
+    }
     found = profiled("gpt", settings, 1, "bfloat16")
     block = blocks(found, layer_seconds(found.at(1), kind_of("dgx-a100"), "bfloat16"))[0]
     return offloadable(found, k * (block.forward + block.backward) / 2, stages)

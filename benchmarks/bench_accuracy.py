@@ -33,7 +33,18 @@ from measured_on import machine
 from random_cases import Account, Case, accounts, plan_for, random_case
 
 OWN_SHARE = 0.2  # of the cases, with models that no zoo knows
-COLUMNS = ("model", "settings", "batch", "schedule", "split", "device", "step", "oracle B", "dry run B", "simulator %")
+COLUMNS = (
+    "model",
+    "settings",
+    "batch",
+    "schedule",
+    "split",
+    "device",
+    "step",
+    "oracle B",
+    "dry run B",
+    "simulator %",
+)
 
 
 def cases(count: int, seed: int) -> Iterator[Case]:
@@ -68,7 +79,10 @@ def summarise(found: Sequence[Account], count: int, seconds: float) -> dict[str,
     """The totals: how many, how many exact, and the largest errors."""
     steps = [abs(account.simulator_error) for account in found]
     devices = [
-        abs(max(first.simulated_bytes, steady.simulated_bytes) / max(first.oracle_bytes, steady.oracle_bytes) - 1)
+        abs(
+            max(first.simulated_bytes, steady.simulated_bytes) / max(first.oracle_bytes, steady.oracle_bytes)
+            - 1
+        )
         for first, steady in zip(found[::2], found[1::2], strict=True)
     ]
     return {
@@ -104,7 +118,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--cases", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1, help="of the kernels, in the profile and in training")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="of the kernels, in the profile and in training"
+    )
     parser.add_argument("--json", type=Path, help="write totals, the machine and differing rows here")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

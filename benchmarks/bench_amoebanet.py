@@ -143,7 +143,10 @@ def compare(
     began = time.perf_counter()
     ours = edge_of(find(setting("filters", job.task, job.demand(recompute), job.values)))
     our_seconds = time.perf_counter() - began
-    found = {name: ours if name == OURS else searched(job, recompute, split, costs) for name, split in asked.items()}
+    found = {
+        name: ours if name == OURS else searched(job, recompute, split, costs)
+        for name, split in asked.items()
+    }
     return Comparison(balance(given, edges), largest(certified(found, job, each)), our_seconds)
 
 
@@ -158,7 +161,9 @@ def searched(job: Job, recompute: Recompute, split: Splitter, costs: Costs) -> E
     def plan(_: OnDemand, filters: int) -> Answer:
         given = job.setting(costs(filters), filters, recompute)
         edges = split(given)
-        return Answer(replace(plan_at(given, edges), prediction=Prediction(**outcome(given, edges)._asdict())))
+        return Answer(
+            replace(plan_at(given, edges), prediction=Prediction(**outcome(given, edges)._asdict()))
+        )
 
     def profiles(filters: int) -> OnDemand:
         return OnDemand(job.task(filters), target=job.target)
@@ -197,12 +202,17 @@ def balance(given: Setting, edges: Mapping[str, Edges]) -> list[Balance]:
 def certified(found: Mapping[str, Edge], job: Job, each: Each) -> dict[str, Edge]:
     """The same with a dry run of every plan; equal plans are run once, and those that were run are not run again."""
     attempts = {place(attempt): attempt for edge in found.values() for attempt in edge}
-    peaks = {place(a): a.certified_bytes for edge in found.values() for a in edge if a.certified_bytes is not None}
+    peaks = {
+        place(a): a.certified_bytes for edge in found.values() for a in edge if a.certified_bytes is not None
+    }
     missing = [attempt for of, attempt in attempts.items() if of not in peaks]
     runs = each(certify, [job.task(a.value) for a in missing], [a.plan for a in missing])
     peaks |= {place(attempt): run.peak_bytes for attempt, run in zip(missing, runs, strict=True)}
     return {
-        name: (replace(best, certified_bytes=peaks[place(best)]), replace(beyond, certified_bytes=peaks[place(beyond)]))
+        name: (
+            replace(best, certified_bytes=peaks[place(best)]),
+            replace(beyond, certified_bytes=peaks[place(beyond)]),
+        )
         for name, (best, beyond) in found.items()
     }
 
@@ -253,7 +263,8 @@ def summarised(found: Comparison) -> dict[str, Any]:
         "peak_to_best_baseline": ours.peak_to_torchgpipe / balanced[emptiest].peak_to_torchgpipe,
         "best_baseline_by_peak": emptiest,
         "throughput_to_torchgpipe": ours.throughput_to_torchgpipe,
-        "throughput_to_best_baseline_by_peak": ours.samples_per_second / balanced[emptiest].samples_per_second,
+        "throughput_to_best_baseline_by_peak": ours.samples_per_second
+        / balanced[emptiest].samples_per_second,
         "search_seconds": found.our_seconds,
     }
 
@@ -280,7 +291,9 @@ def alone(job: Job, times: list[int], costs: Costs) -> dict[str, Any]:
     return {
         "microseconds": times,
         "split": lengths(edges),
-        "largest": {recompute: {"filters": of.value, "parameters": of.parameters} for recompute, of in best.items()},
+        "largest": {
+            recompute: {"filters": of.value, "parameters": of.parameters} for recompute, of in best.items()
+        },
     }
 
 
@@ -326,7 +339,9 @@ def summary_table(summary: Mapping[str, Mapping[str, Any]]) -> Table:
             f"{of['parameters_to_best_baseline']:.2f} ({of['best_baseline_by_parameters']})" for of in rows
         ],
         "peak": [f"{of['peak_to_torchgpipe'] - 1:+.1%}" for of in rows],
-        "to the lowest": [f"{of['peak_to_best_baseline'] - 1:+.1%} ({of['best_baseline_by_peak']})" for of in rows],
+        "to the lowest": [
+            f"{of['peak_to_best_baseline'] - 1:+.1%} ({of['best_baseline_by_peak']})" for of in rows
+        ],
         "samples/s": [f"{of['throughput_to_torchgpipe'] - 1:+.1%}" for of in rows],
         "to the same": [f"{of['throughput_to_best_baseline_by_peak'] - 1:+.1%}" for of in rows],
         "search s": ["-" if of["search_seconds"] is None else f"{of['search_seconds']:.0f}" for of in rows],
@@ -360,12 +375,21 @@ def run(job: Job, options: argparse.Namespace, each: Each) -> dict[str, Any]:
     began, devices = time.perf_counter(), len(job.cluster.devices)
     measured = measure(job) if options.times is None else measured_before(options.times)
     torchgpipe, one = (median_splits(measured[FILTERS, size], devices) for size in (job.microbatch_size, 1))
-    slow: dict[str, Splitter] = {} if options.skip_bayesian else {BAYESIAN: partial(planned, planner=BAYESIAN)}
+    slow: dict[str, Splitter] = (
+        {} if options.skip_bayesian else {BAYESIAN: partial(planned, planner=BAYESIAN)}
+    )
     chosen = splitters(lambda _: torchgpipe) | {ONE_SAMPLE: fixed(one.own)} | slow
     costs, rows, summary = cache(job.profile), {}, {}
     for recompute in SCHEDULES:
         found = compare(
-            job, FILTERS, recompute, chosen, costs, once=(BAYESIAN,), certify=not options.no_certify, each=each
+            job,
+            FILTERS,
+            recompute,
+            chosen,
+            costs,
+            once=(BAYESIAN,),
+            certify=not options.no_certify,
+            each=each,
         )
         tables = [balance_table(recompute, FILTERS, found.balance), largest_table(recompute, found.largest)]
         print(plain(tables), end="\n\n", flush=True)

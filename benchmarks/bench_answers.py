@@ -91,7 +91,10 @@ def measured(model: str, command: str, words: list[str], folder: Path) -> Row:
 def _fresh(folder: Path) -> dict[str, str]:
     """An environment with byte code of its own for all calls in a folder, and a cache of kernels for this one."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return kept | {"PYTHONPYCACHEPREFIX": str(folder / "byte code"), "XDG_CACHE_HOME": tempfile.mkdtemp(dir=folder)}
+    return kept | {
+        "PYTHONPYCACHEPREFIX": str(folder / "byte code"),
+        "XDG_CACHE_HOME": tempfile.mkdtemp(dir=folder),
+    }
 
 
 def _read(process: subprocess.Popen[bytes], began: float) -> tuple[float | None, bytes]:
@@ -120,7 +123,9 @@ def table(rows: list[Row]) -> str:
         known = [found.get((model, command)) for model in models]
         return ["" if row is None else f"{row.seconds:.1f} s ({row.cpu_seconds:.1f})" for row in known]
 
-    return markdown(["", *(f"`{model}`" for model in models)], [[command, *cells(command)] for command in COMMANDS])
+    return markdown(
+        ["", *(f"`{model}`" for model in models)], [[command, *cells(command)] for command in COMMANDS]
+    )
 
 
 def load() -> float:
@@ -130,13 +135,18 @@ def load() -> float:
 
 def write(path: Path, rows: list[Row], highest: float) -> None:
     """Write the rows so far, with the highest load."""
-    document: dict[str, Any] = {"machine": machine() | {"load": highest}, "rows": [asdict(row) for row in rows]}
+    document: dict[str, Any] = {
+        "machine": machine() | {"load": highest},
+        "rows": [asdict(row) for row in rows],
+    }
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
     """Print the rows; with --json write them too, and with --page put the table into the docs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=list(CLUSTERS), default=list(CLUSTERS))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--page", action="store_true")

@@ -58,7 +58,9 @@ def measure(name: str) -> dict[str, Any]:
         "model": TITLES[name],
         "blocks": len(chain.blocks),
         "layers": len(chain.layers),
-        "parameters": sum({id(p): p.numel() for layer in chain.layers for p in layer.module.parameters()}.values()),
+        "parameters": sum(
+            {id(p): p.numel() for layer in chain.layers for p in layer.module.parameters()}.values()
+        ),
     }
     for step, target in STEPS.items():
         began = time.process_time()
@@ -87,7 +89,9 @@ def main() -> None:
         command = [sys.executable, __file__, "--one", name]
         with tempfile.TemporaryDirectory() as empty:
             environment = os.environ | {"XDG_CACHE_HOME": empty}
-            output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+            output = subprocess.run(
+                command, check=True, capture_output=True, text=True, env=environment
+            ).stdout
         rows.append(json.loads(output.splitlines()[-1]))
     if options.json:
         options.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")

@@ -77,7 +77,11 @@ def by_nobody(trainer: Trainer, folder: Path) -> Saved:
     return trainer.finish
 
 
-SYSTEMS: dict[str, Callable[[Trainer, Path], Saved]] = {"none": by_nobody, "pipefit": by_pipefit, "torch": by_torch}
+SYSTEMS: dict[str, Callable[[Trainer, Path], Saved]] = {
+    "none": by_nobody,
+    "pipefit": by_pipefit,
+    "torch": by_torch,
+}
 
 
 def measure(trainer: Trainer, repeats: int, folder: Path) -> list[Cost]:
@@ -94,7 +98,9 @@ def measure(trainer: Trainer, repeats: int, folder: Path) -> list[Cost]:
             trainer.step(batch)
             times.append(time.perf_counter())
             whole()
-            still, behind, rest = (b - a for a, b in zip(times, [*times[1:], time.perf_counter()], strict=True))
+            still, behind, rest = (
+                b - a for a, b in zip(times, [*times[1:], time.perf_counter()], strict=True)
+            )
             nbytes = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
             cost = Cost(
                 system=name,
@@ -129,11 +135,15 @@ def line(cost: Cost, tensor_bytes: int) -> str:
 
 def main() -> None:
     """Print the table; with --json, write it too."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--folder", type=Path, help="on the disk to save to; one for temporary files unless given")
+    parser.add_argument(
+        "--folder", type=Path, help="on the disk to save to; one for temporary files unless given"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -114,7 +114,9 @@ def of_model(model: str, turns: int, steps: int) -> Iterator[Step]:
         cluster = linked(*link_between_processes())
         how = Training(batch_size=samples * MICROBATCHES, microbatches=MICROBATCHES)
         for way, degrees in WAYS.items():
-            plan = pipefit.plan(costs, cluster, how, planner="time", **degrees)  # stages take as equal times as can be
+            plan = pipefit.plan(
+                costs, cluster, how, planner="time", **degrees
+            )  # stages take as equal times as can be
             _, trace = pipefit.train(make, plan, steps=steps)
             predicted, seconds = Simulation(plan).step_seconds[-1], statistics.median(trace.step_seconds[1:])
             taken[way].append((predicted, seconds))
@@ -186,7 +188,9 @@ def paced_plans() -> Iterator[tuple[str, Plan]]:
     """All degrees of all stages on four devices, with one bucket and many, recomputed and not, of two sizes."""
     costs = profile(small_gpt(), microbatch_size=[8, 4, 2, 1], tensor=[2, 4])
     cluster = paced_cluster(costs)
-    ways = product((8, 4), ((4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)), ("never", "always"))
+    ways = product(
+        (8, 4), ((4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)), ("never", "always")
+    )
     for size, (stages, data, tensor), again in ways:
         how = Training(batch_size=32, microbatches=32 // size)
         shard: Sharding | None = "none" if data > 1 else None
@@ -289,7 +293,12 @@ def pace_messages(network: type[Network], wires: Wires, cluster: Cluster) -> Non
         return [wires.carry(message.target, seconds, lambda: start(self, action, tensors, message))]
 
     def collected(
-        self: Network, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Any = ()
+        self: Network,
+        action: Action,
+        tensors: list[Tensor],
+        members: tuple[int, ...],
+        device: int,
+        owners: Any = (),
     ) -> Any:
         around = members[(members.index(device) + 1) % len(members)]
         summed = Collective(kind="all_reduce", nbytes=sum(tensor.nbytes for tensor in tensors))
@@ -321,7 +330,9 @@ def without(runs: list[dict[str, Any]], models: list[str]) -> Iterator[dict[str,
 
 def main() -> None:
     """Run a part, print, and write the JSON, which keeps the other part."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", choices=["measured", "paced"], default="measured")
     parser.add_argument("--models", nargs="+", choices=[*MODELS], default=[*MODELS], metavar="NAME")
     parser.add_argument("--turns", type=int, default=3)
@@ -334,7 +345,9 @@ def main() -> None:
     if asked.part == "measured":
         made = [asdict(one) for model in asked.models for one in of_model(model, asked.turns, asked.steps)]
         runs = [*without(known.get("measured", []), asked.models), {**told, "rows": made}]
-        made = sorted((row for run in runs for row in run["rows"]), key=lambda row: [*MODELS].index(row["model"]))
+        made = sorted(
+            (row for run in runs for row in run["rows"]), key=lambda row: [*MODELS].index(row["model"])
+        )
         for row in made:
             print(f"{row['model']:10} {row['way']:14} {row['error']:+.1%}")
         for small in (False, True):

@@ -176,7 +176,9 @@ def within(row: Row, share: float = 0.1) -> bool:
 def line(row: Row) -> str:
     """One line of the table."""
     over = asdict(row.over) if row.over else {}
-    cells = (f"{v:7.1f} {over[c]:+6.1%}" if over else f"{v:7.1f}       " for c, v in asdict(row.demand).items())
+    cells = (
+        f"{v:7.1f} {over[c]:+6.1%}" if over else f"{v:7.1f}       " for c, v in asdict(row.demand).items()
+    )
     return f"{row.model:20} {row.kept:26} {' '.join(cells)}  {'-'.join(map(str, row.split))}"
 
 

@@ -75,7 +75,9 @@ def measure(name: str, task: Task, plan: Plan, repeat: int) -> Row:
             start = process_time()
             traces[fold] = certify(task, plan, fold=fold)
             times.append(process_time() - start)
-        assert traces[True] == traces[False], f"{name}: the folded dry run tells something else than the unfolded one"
+        assert traces[True] == traces[False], (
+            f"{name}: the folded dry run tells something else than the unfolded one"
+        )
     return Row(
         name=name,
         layers=len(plan.profile.layers),
@@ -87,7 +89,9 @@ def measure(name: str, task: Task, plan: Plan, repeat: int) -> Row:
 
 def main() -> None:
     """Print the table; with --json, write it too."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--layers", type=int, default=400)

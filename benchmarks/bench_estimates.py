@@ -35,7 +35,14 @@ from pipefit.models.hugging_face import hf
 from pipefit.units import format_bytes
 
 PAGE, TITLE = Path(__file__).parents[1] / "docs" / "fit.md", "compared with accelerate"
-ASKED = (("distilbert", 1, 128), ("bert", 1, 128), ("gpt2", 1, 128), ("gpt2", 1, 512), ("opt", 1, 128), ("vit", 1, 0))
+ASKED = (
+    ("distilbert", 1, 128),
+    ("bert", 1, 128),
+    ("gpt2", 1, 128),
+    ("gpt2", 1, 512),
+    ("opt", 1, 128),
+    ("vit", 1, 0),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +79,9 @@ def by_accelerate(name: str) -> int:
     """What `accelerate estimate-memory` prints as "Training using Adam" in float32."""
     from accelerate.commands import estimate
 
-    asked = Namespace(model_name=name, library_name="transformers", trust_remote_code=False, dtypes=["float32"])
+    asked = Namespace(
+        model_name=name, library_name="transformers", trust_remote_code=False, dtypes=["float32"]
+    )
     with mock.patch.object(estimate, "create_empty_model", lambda name, **_: empty(name)):
         ((_, _, _, usage),) = estimate.gather_data(asked)
     return int(max(usage.values()))
@@ -84,7 +93,9 @@ def empty(name: str) -> torch.nn.Module:
     from accelerate import init_empty_weights
 
     with init_empty_weights():
-        return transformers.AutoModel.from_config(transformers.AutoConfig.for_model(name), dtype=torch.float32)
+        return transformers.AutoModel.from_config(
+            transformers.AutoConfig.for_model(name), dtype=torch.float32
+        )
 
 
 def trained(task: pipefit.Task, samples: int, steps: int = 2) -> int:
@@ -116,7 +127,16 @@ def uncollected() -> Iterator[None]:
 
 def table(rows: Sequence[Row]) -> str:
     """A line for each model; how far both are from what was trained."""
-    columns = ("model", "parameters", "batch", "accelerate", "pipefit", "training takes", "accelerate is", "pipefit is")
+    columns = (
+        "model",
+        "parameters",
+        "batch",
+        "accelerate",
+        "pipefit",
+        "training takes",
+        "accelerate is",
+        "pipefit is",
+    )
     return markdown(columns, [_cells(one) for one in rows])
 
 

@@ -79,14 +79,17 @@ def case(seed: int, layers: int, devices: int) -> tuple[ModelProfile, Cluster, T
     """A chain whose layers keep much, on devices that cannot keep it."""
     rng = Random(seed)
     widths = [rng.choice((2, 4, 8)) for _ in range(layers)]
-    costs = [keeping_layer(8, 8 * width, rng.choice((4, 8, 16)), float(rng.randint(2, 9))) for width in widths]
+    costs = [
+        keeping_layer(8, 8 * width, rng.choice((4, 8, 16)), float(rng.randint(2, 9))) for width in widths
+    ]
     how = training("1f1b", 6)
     chain = profile(measurement(costs, layer((value(8), value(1)), (value(4),), seconds=0.5)))
     ample = cluster([1 << 40] * devices, host_rate=1.0, peer_rate=rng.choice((8.0, 40.0)))
     even = [layers * n // devices for n in range(devices + 1)]
     kept = Simulation(plan_of(chain, ample, how, even, ())).peak_bytes
     every = [
-        Decision(stage=s, subject=Run(start=a, stop=b), what=What.RECOMPUTE) for s, (a, b) in enumerate(pairwise(even))
+        Decision(stage=s, subject=Run(start=a, stop=b), what=What.RECOMPUTE)
+        for s, (a, b) in enumerate(pairwise(even))
     ]
     least = Simulation(plan_of(chain, ample, how, even, every)).peak_bytes
     cap = round(max(least) + rng.uniform(0.1, 0.6) * max(max(kept) - max(least), 1))
@@ -115,23 +118,40 @@ def columns(chain: ModelProfile, on: Cluster, how: Training) -> Iterator[Column]
                 yield from of_layers(chain, on, how, stage, (start, stop))
 
 
-def of_layers(chain: ModelProfile, on: Cluster, how: Training, stage: int, layers: Layers) -> Iterator[Column]:
+def of_layers(
+    chain: ModelProfile, on: Cluster, how: Training, stage: int, layers: Layers
+) -> Iterator[Column]:
     """The ways to recompute parts of a stage that fit."""
     (start, stop), count = layers, len(on.devices)
     before = [start * n // max(stage, 1) for n in range(stage)]
-    after = [stop + (len(chain.layers) - stop) * (n + 1) // max(count - 1 - stage, 1) for n in range(count - 1 - stage)]
+    after = [
+        stop + (len(chain.layers) - stop) * (n + 1) // max(count - 1 - stage, 1)
+        for n in range(count - 1 - stage)
+    ]
     edges = [*before, start, stop, *after]
     for runs in recomputations(start, stop):
-        decisions = [Decision(stage=stage, subject=Run(start=a, stop=b), what=What.RECOMPUTE) for a, b in runs]
-        if Simulation(plan_of(chain, on, how, edges, decisions), steps=2).peak_bytes[stage] <= on.budgets[stage]:
+        decisions = [
+            Decision(stage=stage, subject=Run(start=a, stop=b), what=What.RECOMPUTE) for a, b in runs
+        ]
+        if (
+            Simulation(plan_of(chain, on, how, edges, decisions), steps=2).peak_bytes[stage]
+            <= on.budgets[stage]
+        ):
             costs = chain.measurements[0].costs
-            times = [(c.forward.seconds or 0.0, c.backward.seconds or 0.0, c.update.seconds or 0.0) for c in costs]
+            times = [
+                (c.forward.seconds or 0.0, c.backward.seconds or 0.0, c.update.seconds or 0.0) for c in costs
+            ]
             forward, backward, update = (sum(one[k] for one in times[start:stop]) for k in range(3))
             again = sum(times[layer][0] for a, b in runs for layer in range(a, b))
             if stop == len(chain.layers):
                 loss = chain.measurements[0].loss
-                forward, backward = forward + (loss.forward.seconds or 0.0), backward + (loss.backward.seconds or 0.0)
-            early = sum(times[place][0] for place in range(*runs[-1])) if runs and runs[-1][1] == stop else 0.0
+                forward, backward = (
+                    forward + (loss.forward.seconds or 0.0),
+                    backward + (loss.backward.seconds or 0.0),
+                )
+            early = (
+                sum(times[place][0] for place in range(*runs[-1])) if runs and runs[-1][1] == stop else 0.0
+            )
             yield Column(stage, layers, runs, forward, backward + again, update, early)
 
 
@@ -190,7 +210,11 @@ def solve(chain: ModelProfile, on: Cluster, how: Training) -> Exact | None:
     """The fastest plan; None where none fits."""
     began, stages, count = time.process_time(), len(on.devices), how.microbatches
     given = [*columns(chain, on, how)]
-    model, width, rate = Model(given, stages, count), chain.measurements[0].costs[0].inputs[0].nbytes, on.links[-1]
+    model, width, rate = (
+        Model(given, stages, count),
+        chain.measurements[0].costs[0].inputs[0].nbytes,
+        on.links[-1],
+    )
     message = rate.latency_seconds + width / rate.bytes_per_second
     of_stage = [[n for n, one in enumerate(given) if one.stage == stage] for stage in range(stages)]
     if not all(of_stage):
@@ -256,7 +280,11 @@ def answered(seed: int, layers: int, devices: int) -> dict[str, Any] | None:
         exact.seconds,
     )
     question = Question(
-        profile=chain, cluster=on, training=how, options=Options(stages=devices, allow_infeasible=True), means=MEANS
+        profile=chain,
+        cluster=on,
+        training=how,
+        options=Options(stages=devices, allow_infeasible=True),
+        means=MEANS,
     )
     row: dict[str, Any] = {
         "layers": layers, "devices": devices, "seed": seed, "variables": exact.variables, "binaries": exact.binaries,
@@ -269,7 +297,10 @@ def answered(seed: int, layers: int, devices: int) -> dict[str, Any] | None:
         assert made.prediction is not None, "planners predict"
         assert made.provenance is not None, "and say who they are"
         fits = max(made.prediction.peak_bytes) <= on.budgets[0]
-        row |= {name: made.prediction.step_seconds if fits else None, f"{name} cpu": time.process_time() - began}
+        row |= {
+            name: made.prediction.step_seconds if fits else None,
+            f"{name} cpu": time.process_time() - began,
+        }
         row["bound"] = made.provenance.bound
     return row
 
@@ -304,9 +335,13 @@ def gaps(own: Sequence[dict[str, Any]], name: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Answer the questions, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--questions", type=int, default=10, help="for each size")
-    parser.add_argument("--tables", action="store_true", help="put the table of the JSON into the page, solve nothing")
+    parser.add_argument(
+        "--tables", action="store_true", help="put the table of the JSON into the page, solve nothing"
+    )
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
@@ -322,7 +357,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 found += 1
                 rows.append(row)
                 print(
-                    {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()},
+                    {
+                        key: round(value, 3) if isinstance(value, float) else value
+                        for key, value in row.items()
+                    },
                     flush=True,
                 )
                 options.json.write_text(

@@ -41,8 +41,12 @@ ANSWER = "joint"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Ask all planners, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", action="store_true", help="put the table of the JSON into the page, plan nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tables", action="store_true", help="put the table of the JSON into the page, plan nothing"
+    )
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     if not options.tables:

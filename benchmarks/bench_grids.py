@@ -111,7 +111,9 @@ def cluster(devices: int) -> Cluster:
     text += ['[[hosts]]\nmemory = "948GB"\nmemory_bandwidth = "409.6GB/s"\n' for _ in groups]
     for group in groups:
         near = f"device{group[0]}-{group[-1]}" if len(group) > 1 else f"device{group[0]}"
-        text.append(f'[[links]]\nmembers = ["{near}"]\nbytes_per_second = "258GB/s"\nlatency_seconds = 1e-5\n')
+        text.append(
+            f'[[links]]\nmembers = ["{near}"]\nbytes_per_second = "258GB/s"\nlatency_seconds = 1e-5\n'
+        )
         for first in group[::2]:
             pair = f"device{first}-{first + 1}" if first + 1 in group else f"device{first}"
             text.append(
@@ -199,7 +201,13 @@ def on_all(asked: list[Question], shard: Sharding, *kinds: tuple[What, StateKind
         plan = plan_of(question, Split((0, question.blocks), devices[:1], (grid,)))
         cuts = [0, *bucket_edges(plan, 0), len(question.profile.layers)]
         decisions = [
-            Decision(stage=0, subject=State(start=a, stop=b, kind=kind), what=what, place=parse_place("host"), ahead=1)
+            Decision(
+                stage=0,
+                subject=State(start=a, stop=b, kind=kind),
+                what=what,
+                place=parse_place("host"),
+                ahead=1,
+            )
             for what, kind in kinds
             for a, b in pairwise(cuts)
         ]
@@ -210,7 +218,9 @@ OFFLOAD: tuple[tuple[What, StateKind], ...] = ((What.UPDATE, "optimizer"),)
 INFINITY: tuple[tuple[What, StateKind], ...] = ((What.OFFLOAD, "optimizer"), (What.OFFLOAD, "parameters"))
 PLANNERS: dict[str, Callable[[list[Question]], Plan]] = {
     "capture": lambda asked: chosen(capture, asked),
-    "capture early": lambda asked: chosen(lambda one: capture(one, CaptureOptions(early_release=True)), asked),
+    "capture early": lambda asked: chosen(
+        lambda one: capture(one, CaptureOptions(early_release=True)), asked
+    ),
     "alpa": lambda asked: chosen(alpa, asked),
     "megatron": lambda asked: fixed(uniform, asked),
     "deepspeed": lambda asked: fixed(parameters, asked),
@@ -235,7 +245,9 @@ def rows(costs: ModelProfile, on: Cluster, schedule: str, names: Iterable[str]) 
         seconds = time.process_time() - began
         simulation = Simulation(plan)
         peak = max(simulation.peak_bytes)
-        stages = [f"{count(plan, stage)}x{stage.grid.data}{SHARDED[stage.grid.shard]}" for stage in plan.stages]
+        stages = [
+            f"{count(plan, stage)}x{stage.grid.data}{SHARDED[stage.grid.shard]}" for stage in plan.stages
+        ]
         again = sum(decision.what is What.RECOMPUTE for decision in plan.decisions)
         yield Row(
             planner=name,
@@ -265,20 +277,26 @@ def measured(model: str) -> ModelProfile:
 
 def main() -> None:
     """Plan every model on every number of devices, and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--devices", nargs="+", type=int, default=[4, 8, 16, 32, 64])
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "gpipe"])
     parser.add_argument("--planners", nargs="+", choices=PLANNERS, default=list(PLANNERS))
     parser.add_argument("--json", type=Path, default=RESULTS)
-    parser.add_argument("--tables", action="store_true", help="put the tables of the JSON into the page, plan nothing")
+    parser.add_argument(
+        "--tables", action="store_true", help="put the tables of the JSON into the page, plan nothing"
+    )
     options = parser.parse_args()
     kept = json.loads(options.json.read_text()) if options.json.exists() else {"rows": []}
     made = kept["rows"]
     for model in () if options.tables else options.models:
         asked = [(devices, schedule) for schedule in options.schedules for devices in options.devices]
         known = {(*key(row), row["planner"]) for row in made}
-        missing = {one: [name for name in options.planners if (model, *one, name) not in known] for one in asked}
+        missing = {
+            one: [name for name in options.planners if (model, *one, name) not in known] for one in asked
+        }
         if not any(missing.values()):
             continue
         began = time.process_time()
@@ -290,12 +308,17 @@ def main() -> None:
                 found.append({"model": model, "devices": devices, "schedule": schedule, **row._asdict()})
                 print(line(found[-1]), flush=True)
             made = sorted(
-                [*made, *found], key=lambda row: (list(MODELS).index(row["model"]), row["schedule"], row["devices"])
+                [*made, *found],
+                key=lambda row: (list(MODELS).index(row["model"]), row["schedule"], row["devices"]),
             )
             options.json.write_text(json.dumps({**kept, "machine": machine(), "rows": made}, indent=1) + "\n")
     if options.tables:
         put(
-            {"grids": table(made), "grids by hand": by_hand(made), "grids in short": "\n".join(summary(made))},
+            {
+                "grids": table(made),
+                "grids by hand": by_hand(made),
+                "grids in short": "\n".join(summary(made)),
+            },
             page=PAGE,
         )
 
@@ -341,7 +364,9 @@ def table(made: list[dict[str, Any]]) -> str:
 def by_hand(made: list[dict[str, Any]]) -> str:
     """The same of plans by hand, beside ours."""
     columns = ("model, devices, schedule", *HAND, *OURS)
-    return markdown(columns, [(title(own), *(cell(own.get(name)) for name in columns[1:])) for own in groups(made)])
+    return markdown(
+        columns, [(title(own), *(cell(own.get(name)) for name in columns[1:])) for own in groups(made)]
+    )
 
 
 def title(own: dict[str, dict[str, Any]]) -> str:
@@ -353,7 +378,9 @@ def cell(row: dict[str, Any] | None) -> str:
     """GiB of the fullest device, and seconds of a step; nothing where that was not run."""
     if row is None:
         return ""
-    return f"{row['peak_bytes'] / GIB:.2f} / {row['step_seconds']:.3g}" + ("" if row["fits"] else " (does not fit)")
+    return f"{row['peak_bytes'] / GIB:.2f} / {row['step_seconds']:.3g}" + (
+        "" if row["fits"] else " (does not fit)"
+    )
 
 
 def summary(made: list[dict[str, Any]]) -> Iterator[str]:
@@ -369,7 +396,9 @@ def summary(made: list[dict[str, Any]]) -> Iterator[str]:
         for own in asked:
             best = min((own[name] for name in names if own[name]["fits"]), key=lambda row: row[what])
             if best[what] < own[ours][what] * (1 - 1e-9):
-                worse.append(f"{title(own)}: {best['planner']} {100 * (1 - best[what] / own[ours][what]):.1f} % less")
+                worse.append(
+                    f"{title(own)}: {best['planner']} {100 * (1 - best[what] / own[ours][what]):.1f} % less"
+                )
         yield f"- `{ours}` against {len(names)} others in {len(asked)} questions: " + (
             f"not the best in {len(worse)}: {'; '.join(worse)}." if worse else "the best in all."
         )

@@ -76,7 +76,9 @@ def row(schedule: str, answers: Sequence[Answer]) -> tuple[str, ...]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a row for each schedule."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--questions", type=int, default=50, help="for each schedule")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)

@@ -114,13 +114,16 @@ class Result:
     def as_certified(self) -> bool:
         """Whether every plan's peaks were those that were certified, and none above the cap."""
         return all(
-            one.peak_bytes == one.certified_bytes and max(one.peak_bytes) <= self.cap_bytes for one in self.trained
+            one.peak_bytes == one.certified_bytes and max(one.peak_bytes) <= self.cap_bytes
+            for one in self.trained
         )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train the models that are missing, and print what came of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="of a turn; the first is not counted")
@@ -237,7 +240,9 @@ def result(name: str, *, turns: int, steps: int) -> Result:
     )
 
 
-def figures(name: str, way: str, plan: Plan, taken: Sequence[float], peaks: tuple[int, ...], steps: int) -> Trained:
+def figures(
+    name: str, way: str, plan: Plan, taken: Sequence[float], peaks: tuple[int, ...], steps: int
+) -> Trained:
     """What is told of a plan that was trained."""
     low, middle, high = statistics.quantiles(taken, n=4)
     return Trained(
@@ -283,7 +288,9 @@ def pace(passes: type[Passes], stage: type[StageRunner], seconds: Sequence[Secon
 
     def update(stage: StageRunner, action: Action) -> float:
         layers = range(*(action.layers or (stage.start, stage.stop)))
-        return sum(seconds[number].update for number in layers) if action.place is None else 0.0  # else the host's
+        return (
+            sum(seconds[number].update for number in layers) if action.place is None else 0.0
+        )  # else the host's
 
     for name, runner, least in (
         ("forward", passes, ahead),
@@ -320,7 +327,10 @@ def read(path: Path) -> dict[str, Result]:
 
 def result_of(document: dict[str, Any]) -> Result:
     """A result as it was written."""
-    trained = [{name: tuple(v) if isinstance(v, list) else v for name, v in one.items()} for one in document["trained"]]
+    trained = [
+        {name: tuple(v) if isinstance(v, list) else v for name, v in one.items()}
+        for one in document["trained"]
+    ]
     return Result(**{**document, "trained": tuple(Trained(**one) for one in trained)})
 
 
@@ -353,7 +363,9 @@ def tables(results: Sequence[Result]) -> dict[str, str]:
     lines = []
     for one in results:
         plans = {plan.way: plan for plan in one.trained}
-        cells = [f"{p.predicted_seconds:.2f}, {p.seconds:.2f}" if (p := plans.get(way)) else "-" for way in WAYS]
+        cells = [
+            f"{p.predicted_seconds:.2f}, {p.seconds:.2f}" if (p := plans.get(way)) else "-" for way in WAYS
+        ]
         lines.append((one.model, f"{one.cap_bytes / one.lowest_split_bytes:.0%}", *cells))
     text = "\n".join(f"- {line}." for line in summary(results).splitlines())
     return {"trained": f"{markdown(('model', 'cap', *WAYS), lines)}\n\n{text}"}
@@ -363,7 +375,9 @@ def ordered(one: Result) -> Iterator[bool]:
     """Of every two plans whose predictions differ by more than the noise, whether they are in order."""
     noise = max(NOISE, 2 * statistics.median(plan.spread for plan in one.trained))
     for a, b in combinations(one.trained, 2):
-        if abs(a.predicted_seconds - b.predicted_seconds) > noise * max(a.predicted_seconds, b.predicted_seconds):
+        if abs(a.predicted_seconds - b.predicted_seconds) > noise * max(
+            a.predicted_seconds, b.predicted_seconds
+        ):
             yield (a.predicted_seconds < b.predicted_seconds) == (a.seconds < b.seconds)
 
 

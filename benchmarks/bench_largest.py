@@ -99,7 +99,9 @@ class Timed:
         model = given.profile.fingerprint
         if model not in self.known:
             size = given.training.microbatch_size
-            self.known[model] = torchgpipe_splits(given.task, samples=size, devices=given.devices, seconds=self.seconds)
+            self.known[model] = torchgpipe_splits(
+                given.task, samples=size, devices=given.devices, seconds=self.seconds
+            )
         return self.known[model]
 
 
@@ -120,7 +122,9 @@ class Runs:
 
     def largest(self, recompute: Recompute, split: Splitter) -> Run:
         """That of the largest F that trains under a partitioner."""
-        found = edge(lambda filters: self.of(recompute, filters, split).trained_bytes is not None, self.job.values)
+        found = edge(
+            lambda filters: self.of(recompute, filters, split).trained_bytes is not None, self.job.values
+        )
         assert found.holds is not None  # the smallest value is small enough
         return self.of(recompute, found.holds, split)
 
@@ -133,7 +137,9 @@ def run(given: Setting, filters: int, edges: Edges) -> Run:
         filters=filters,
         split=lengths(edges),
         planned_bytes=planned.peak_bytes,
-        said_to_fit=all(peak <= room for peak, room in zip(planned.peak_bytes, given.cluster.budgets, strict=True)),
+        said_to_fit=all(
+            peak <= room for peak, room in zip(planned.peak_bytes, given.cluster.budgets, strict=True)
+        ),
         trained_bytes=trained(given.task, plan_at(given, edges)),
     )
 
@@ -247,11 +253,19 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)  # profiles assume one thread
     began, job = time.perf_counter(), small_job()
-    chosen = {name: split for name, split in every.items() if name in {OURS, TORCHGPIPE, *options.partitioners}}
+    chosen = {
+        name: split for name, split in every.items() if name in {OURS, TORCHGPIPE, *options.partitioners}
+    }
     runs, rows = Runs(job), list[Largest]()
     for recompute in options.recompute:
         found = compare(job, chosen, recompute, runs)
-        print(plain([table(recompute, found)]), f"parameters, ours {ratios(found)}", sep="\n\n", end="\n\n", flush=True)
+        print(
+            plain([table(recompute, found)]),
+            f"parameters, ours {ratios(found)}",
+            sep="\n\n",
+            end="\n\n",
+            flush=True,
+        )
         rows += found
         of = totals(rows, list(runs.made.values())) | {"seconds": time.perf_counter() - began}
         write(options.json, job, rows, runs, of)

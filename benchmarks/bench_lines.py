@@ -63,7 +63,10 @@ def table(made: Iterable[dict[str, Any]]) -> str:
     rows = list(made)
     sizes = [error["samples"] for error in rows[0]["errors"]]
     lines = [
-        (row["model"], *(f"{100 * one['worst']:+.1f} % ({100 * one['median']:.1f} %)" for one in row["errors"]))
+        (
+            row["model"],
+            *(f"{100 * one['worst']:+.1f} % ({100 * one['median']:.1f} %)" for one in row["errors"]),
+        )
         for row in rows
     ]
     return markdown(("model", *(f"{size} sample{'s' if size > 1 else ''}" for size in sizes)), lines)
@@ -71,20 +74,28 @@ def table(made: Iterable[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Compare lines with runs, model by model, and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument(
         "--tables", action="store_true", help="put the table of the JSON into the page, profile nothing"
     )
     asked = parser.parse_args()
-    made = {row["model"]: row for row in json.loads(asked.json.read_text())["rows"]} if asked.json.exists() else {}
+    made = (
+        {row["model"]: row for row in json.loads(asked.json.read_text())["rows"]}
+        if asked.json.exists()
+        else {}
+    )
     for model in () if asked.tables else asked.models:
         found = list(errors(measured(model)))
         print(model, *(f"{one.samples}: {one.worst:+.2%} ({one.median:.2%})" for one in found), flush=True)
         made[model] = {"model": model, "errors": [one._asdict() for one in found]}
         rows = [made[name] for name in MODELS if name in made]
-        asked.json.write_text(json.dumps({"machine": machine(), "fitted": FITTED, "rows": rows}, indent=1) + "\n")
+        asked.json.write_text(
+            json.dumps({"machine": machine(), "fitted": FITTED, "rows": rows}, indent=1) + "\n"
+        )
     if asked.tables:
         put({"lines": table(made[name] for name in MODELS if name in made)}, page=PAGE)
 

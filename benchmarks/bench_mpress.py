@@ -161,11 +161,15 @@ class Row:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Make the rows that are missing, and print what they say."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", default=[], help="machines, models, or microbatches as M=32")
     parser.add_argument("--again", nargs="+", choices=WAYS, default=[], help="ways whose rows are made anew")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="ways to make rows of")
-    parser.add_argument("--tables", action="store_true", help="put the tables of the JSON into the page, plan nothing")
+    parser.add_argument(
+        "--tables", action="store_true", help="put the tables of the JSON into the page, plan nothing"
+    )
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     rows = read(options.json)
@@ -341,7 +345,9 @@ def speeds_row(own: dict[str, Row]) -> tuple[str, ...]:
         str(first.microbatches),
         *cells,
         "" if gain is None else f"{gain:.2f}",
-        f"{100 * (joint.step_seconds / joint.bound - 1):.0f} %" if joint and joint.step_seconds and joint.bound else "",
+        f"{100 * (joint.step_seconds / joint.bound - 1):.0f} %"
+        if joint and joint.step_seconds and joint.bound
+        else "",
         f"{joint.planning_seconds:.0f} s" if joint else "",
     )
 
@@ -361,7 +367,9 @@ def techniques(rows: Sequence[Row]) -> str:
             row = own.get(way)
             if row is not None and row.microbatches == 32 and row.step_seconds is not None:
                 stages = [stage_cell(row, stage) for stage in range(len(row.split))]
-                lines.append((row.model, way if row.fits else f"{way} (short)", "-".join(map(str, row.split)), *stages))
+                lines.append(
+                    (row.model, way if row.fits else f"{way} (short)", "-".join(map(str, row.split)), *stages)
+                )
     return markdown(("model", "planner", "layers", *(f"stage {n}" for n in range(8))), lines)
 
 
@@ -399,12 +407,19 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
                 f"- {name}: `joint` against `mpress` {mean(gains):.2f} in the mean of {len(gains)}, "
                 f"from {min(gains):.2f} to {max(gains):.2f}."
             )
-        for title, pair in {"recompute against host": ("recompute", "host"), "balanced against none": BALANCED}.items():
+        for title, pair in {
+            "recompute against host": ("recompute", "host"),
+            "balanced against none": BALANCED,
+        }.items():
             found = [f"{title_of(one)} {r:.2f}" for one in own if (r := pure(one, *pair)) is not None]
             yield f"- {name}: {title}: {', '.join(found) or 'never both'}."
         for family in ("bert", "gpt"):
             fits = {way: largest(own, family, way) for way in WAYS}
-            yield f"- {name}, largest {family}: " + ", ".join(f"{way} {size}" for way, size in fits.items()) + "."
+            yield (
+                f"- {name}, largest {family}: "
+                + ", ".join(f"{way} {size}" for way, size in fits.items())
+                + "."
+            )
 
 
 BALANCED = ("balanced", "none")
@@ -429,7 +444,9 @@ def title_of(own: dict[str, Row]) -> str:
 
 def largest(own: Sequence[dict[str, Row]], family: str, way: str) -> str:
     """The largest member of a family that fits with M = 32; `or more` where a larger one was not asked about."""
-    asked = [one for one in own if title_of(one).startswith(family) and next(iter(one.values())).microbatches == 32]
+    asked = [
+        one for one in own if title_of(one).startswith(family) and next(iter(one.values())).microbatches == 32
+    ]
     sizes = {float(title_of(one).rpartition("-")[2].removesuffix("B")): one.get(way) for one in asked}
     best = max((size for size, row in sizes.items() if row is not None and row.fits), default=0.0)
     more = any(size > best and row is None for size, row in sizes.items())

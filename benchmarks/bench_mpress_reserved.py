@@ -103,7 +103,9 @@ def row_of(asked: Asked, way: str, segments: str, devices: Sequence[DeviceTrace]
 
 def read(path: Path) -> list[Row]:
     """The rows that are there."""
-    return [Row(**row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"]] if path.exists() else []
+    return (
+        [Row(**row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"]] if path.exists() else []
+    )
 
 
 def written(path: Path, rows: Sequence[Row]) -> None:
@@ -140,7 +142,10 @@ def _largest(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
     for name, family, way in product(MACHINES, ("bert", "gpt"), ("mpress", "joint")):
         own = [row for row in rows if (row.machine, row.way) == (name, way) and row.model.startswith(family)]
         if own:
-            fits = [[_size(row) for row in own if row.segments == one and not row.short_devices] for one in SETTINGS]
+            fits = [
+                [_size(row) for row in own if row.segments == one and not row.short_devices]
+                for one in SETTINGS
+            ]
             asked = sorted({_size(row) for row in own})
             yield name, family, way, *(f"{max(sizes, default=0):g}B" for sizes in fits), _listed(asked)
 
@@ -155,10 +160,14 @@ def _listed(sizes: Sequence[float]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Make the rows that are missing, and print them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", default=[], help="machines, models, or microbatches as M=32")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["mpress", "joint"], help="ways to plan")
-    parser.add_argument("--tables", action="store_true", help="put the tables of the JSON into the page, run nothing")
+    parser.add_argument(
+        "--tables", action="store_true", help="put the tables of the JSON into the page, run nothing"
+    )
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     rows = read(options.json)

@@ -131,7 +131,9 @@ def line(one: Row) -> str:
 
 def main() -> None:
     """Print the table and the agreement; with --json, write them too."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--compute", choices=["sleeping", "kernels"], default="sleeping")
     parser.add_argument("--plans", type=int, default=24, help="random ones")
     parser.add_argument("--repeats", type=int, default=5)

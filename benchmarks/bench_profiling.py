@@ -139,12 +139,18 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     found: list[Row] = []
-    print(f"{'model':11}{'layers':>7}{'devices':>8}  {'recompute':11}{'way':12}{'runs':>5}{'seconds':>9}", end="")
+    print(
+        f"{'model':11}{'layers':>7}{'devices':>8}  {'recompute':11}{'way':12}{'runs':>5}{'seconds':>9}",
+        end="",
+    )
     print(f"{'90 % within':>13}{'largest error':>15}")
     for (name, (settings, devices)), recompute in itertools.product(MODELS.items(), options.recompute):
         for row in rows(name, setting(name, settings, devices, recompute), options.splits):
             found.append(row)
-            print(f"{row.model:11}{row.layers:7}{row.devices:8}  {row.recompute:11}{row.way:12}{row.runs:5}", end="")
+            print(
+                f"{row.model:11}{row.layers:7}{row.devices:8}  {row.recompute:11}{row.way:12}{row.runs:5}",
+                end="",
+            )
             print(f"{row.seconds:9.2f}{row.ninth_decile_error:13.2%}{row.largest_error:15.2%}", flush=True)
     if options.json is not None:
         document = {

@@ -58,7 +58,9 @@ class Row:
         one, other = default[worst], expandable[worst]
         sizes = one.requested_bytes, one.allocated_bytes, one.reserved_bytes, other.reserved_bytes
         asked = sum(peaks.requested_bytes for peaks in default)
-        over = [sum(peaks.reserved_bytes for peaks in devices) / asked - 1 for devices in (default, expandable)]
+        over = [
+            sum(peaks.reserved_bytes for peaks in devices) / asked - 1 for devices in (default, expandable)
+        ]
         return (
             f"| {self.name}, {self.microbatch_size} | {' | '.join(map(format_bytes, sizes))} "
             f"| {' | '.join(f'{100 * share:.1f} %' for share in over)} |"
@@ -70,7 +72,9 @@ def planned(task: Task, size: int) -> Plan:
     """The plan with the lowest peak."""
     found = profile(task, microbatch_size=size, target="cuda")
     cluster = Cluster.preset(CLUSTER)
-    return make_plan(found, cluster, batch_size=size * MICROBATCHES, microbatches=MICROBATCHES, planner="exact")
+    return make_plan(
+        found, cluster, batch_size=size * MICROBATCHES, microbatches=MICROBATCHES, planner="exact"
+    )
 
 
 def measure(name: str, task: Task, size: int, steps: int) -> Row:
@@ -94,7 +98,9 @@ def measure(name: str, task: Task, size: int, steps: int) -> Row:
 
 def main() -> None:
     """Print the table; with --json, write it too."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", help="one of the names in the table")
     parser.add_argument("--steps", type=int, default=2)

@@ -36,7 +36,12 @@ from unittest import mock
 
 SETTINGS = {"layers": 6, "hidden": 352, "heads": 8, "vocabulary": 512, "sequence": 128, "dropout": 0.0}
 BATCH, MICROBATCHES, STEPS = 16, 8, 3
-OURS = "pipefit 1f1b", "pipefit 1f1b metered", "torch 1f1b, huge pages", "pipefit gpipe"  # in pipefit's processes
+OURS = (
+    "pipefit 1f1b",
+    "pipefit 1f1b metered",
+    "torch 1f1b, huge pages",
+    "pipefit gpipe",
+)  # in pipefit's processes
 TORCH, TORCHGPIPE = "torch 1f1b", "torchgpipe gpipe"
 SYSTEMS = (*OURS, TORCH, TORCHGPIPE)
 RATIOS = {
@@ -148,7 +153,11 @@ def torchgpipe_worker(settings: dict[str, Any], pipe: Connection) -> None:
     module = task.build()
     half = len(module) // 2
     model = GPipe(
-        module, balance=[half, len(module) - half], devices=["cpu", "cpu"], chunks=MICROBATCHES, checkpoint="never"
+        module,
+        balance=[half, len(module) - half],
+        devices=["cpu", "cpu"],
+        chunks=MICROBATCHES,
+        checkpoint="never",
     )
     optimizer = task.optimizer(model.parameters())
     inputs, targets = task.batch(BATCH)
@@ -170,7 +179,10 @@ def predictor(settings: dict[str, Any], pipe: Connection) -> None:
     SETTINGS.update(settings)
     schedules = "1f1b", "gpipe"
     pipe.send(
-        {f"pipefit {s}": simulate(make_plan(s, "cpu", device="cpu"), steps=2).step_seconds[-1] for s in schedules}
+        {
+            f"pipefit {s}": simulate(make_plan(s, "cpu", device="cpu"), steps=2).step_seconds[-1]
+            for s in schedules
+        }
     )
 
 
@@ -230,7 +242,9 @@ def setting(text: str) -> tuple[str, int]:
 
 def main() -> None:
     """Print the table; with `--json`, write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json")
     parser.add_argument("--set", nargs="*", type=setting, default=(), help="of the model, such as layers=2")

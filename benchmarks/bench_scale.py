@@ -69,7 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(row, flush=True)
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"machine": machine(), "rows": [*map(asdict, rows)]}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps({"machine": machine(), "rows": [*map(asdict, rows)]}, indent=1) + "\n"
+        )
 
 
 def measured(sizes: Sequence[str], *, differ: bool = False) -> Iterator[Row]:
@@ -124,7 +126,9 @@ def differing(costs: ModelProfile) -> ModelProfile:
 def _part_of(work: Work, part: float) -> Work:
     """So large a part of work that is known operation by operation."""
     every = work.operations
-    return Work.of(one._replace(flops=int(one.flops * part), moved_bytes=int(one.moved_bytes * part)) for one in every)
+    return Work.of(
+        one._replace(flops=int(one.flops * part), moved_bytes=int(one.moved_bytes * part)) for one in every
+    )
 
 
 if __name__ == "__main__":

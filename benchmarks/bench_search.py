@@ -127,7 +127,9 @@ def main() -> None:
     """Print both tables, and write them where asked."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--skip", nargs="+", choices=SEARCHES[1:], default=[], help="searches to leave out")
-    parser.add_argument("--bayesian", type=int, default=2, help="questions of every size for Bayesian optimisation")
+    parser.add_argument(
+        "--bayesian", type=int, default=2, help="questions of every size for Bayesian optimisation"
+    )
     parser.add_argument("--json", type=Path, help="write summary, versions and rows here")
     options = parser.parse_args()
     rows: list[Row] = []
@@ -235,7 +237,9 @@ def reason(search: str, case: Case, skip: Sequence[str]) -> str:
 
 def searched(case: Case, search: str) -> Answer:
     """The answer, with the least seconds of several runs."""
-    run: Callable[[Case], Answer] = by_predictor if search == "best_split" else lambda of: by_planner(of, search)
+    run: Callable[[Case], Answer] = (
+        by_predictor if search == "best_split" else lambda of: by_planner(of, search)
+    )
     began, found = time.perf_counter(), []
     while not found or (len(found) < REPEATS and time.perf_counter() - began < ENOUGH):
         found.append(run(case))
@@ -266,13 +270,17 @@ def by_planner(case: Case, planner: str) -> Answer:
 def by_predictor(case: Case) -> Answer:
     """By `best_split` over our predictor, whose tables are a part of its time."""
     began = time.process_time()
-    edges = best_split(true_peaks(case.profile, case.training, stages=case.devices), case.layers, case.devices)
+    edges = best_split(
+        true_peaks(case.profile, case.training, stages=case.devices), case.layers, case.devices
+    )
     return Answer(edges, time.process_time() - began, None, None)
 
 
 def descending_peaks(case: Case, edges: Sequence[int]) -> tuple[int, ...]:
     """The peaks of all devices, the fullest first, simulated: no search's own word."""
-    stages = tuple(Stage(start=a, stop=b, grid=Grid.of(device)) for device, (a, b) in enumerate(pairwise(edges)))
+    stages = tuple(
+        Stage(start=a, stop=b, grid=Grid.of(device)) for device, (a, b) in enumerate(pairwise(edges))
+    )
     split = Plan(profile=case.profile, cluster=case.cluster, training=case.training, stages=stages)
     return tuple(sorted(Simulation(split, steps=2).peak_bytes, reverse=True))
 
@@ -309,7 +317,11 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
     summary = []
     for size in dict.fromkeys((row.layers, row.devices) for row in rows):
         for search in SEARCHES:
-            own = [r for r in rows if (r.layers, r.devices, r.search) == (*size, search) and r.seconds is not None]
+            own = [
+                r
+                for r in rows
+                if (r.layers, r.devices, r.search) == (*size, search) and r.seconds is not None
+            ]
             if own:
                 summary.append(totals(own))
     return summary

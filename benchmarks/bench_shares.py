@@ -65,7 +65,9 @@ def gains() -> Iterator[tuple[str, float]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a line for each schedule."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--questions", type=int, default=80)
     found = [*islice(gains(), parser.parse_args(arguments).questions)]
     for schedule in SCHEDULES:

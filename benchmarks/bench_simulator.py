@@ -41,7 +41,11 @@ from simulator_beside import least_seconds
 LAYERS, STAGES, MICROBATCHES = 100, 8, 64
 LARGE_LAYERS, FEWER_MICROBATCHES = 128, 32
 STEPS = 1
-RUNS, BUNDLES, TOGETHER = 2, 4, 3  # of a stage: recomputed runs, bundles; layers of a run, tensors of a bundle
+RUNS, BUNDLES, TOGETHER = (
+    2,
+    4,
+    3,
+)  # of a stage: recomputed runs, bundles; layers of a run, tensors of a bundle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +63,17 @@ def example(layers: int | None = None, microbatches: int | None = None) -> Plan:
     """The plan that is measured: LAYERS layers in uneven stages, MICROBATCHES microbatches, links of 10 GB/s."""
     layers, microbatches = layers or LAYERS, microbatches or MICROBATCHES
     profile = equal_profile(
-        layers, input_bytes=10**7, output_bytes=10**7, kept_bytes=10**7, forward_seconds=1e-3, backward_seconds=2e-3
+        layers,
+        input_bytes=10**7,
+        output_bytes=10**7,
+        kept_bytes=10**7,
+        forward_seconds=1e-3,
+        backward_seconds=2e-3,
     )
     split = [layers // STAGES + (number < layers % STAGES) for number in range(STAGES)]
-    return make_plan(profile, split, microbatches=microbatches, cluster=make_cluster(STAGES, bytes_per_second=1e10))
+    return make_plan(
+        profile, split, microbatches=microbatches, cluster=make_cluster(STAGES, bytes_per_second=1e10)
+    )
 
 
 def programs() -> Iterator[tuple[str, Plan, Program]]:
@@ -130,7 +141,11 @@ def measure(name: str, plan: Plan, program: Program, repeat: int) -> Iterator[Ro
     for reading, run in readings.items():
         seconds = best_seconds(run, repeat)
         yield Row(
-            program=name, reading=reading, actions=actions, seconds=seconds, us_per_action=seconds / actions * 1e6
+            program=name,
+            reading=reading,
+            actions=actions,
+            seconds=seconds,
+            us_per_action=seconds / actions * 1e6,
         )
 
 
@@ -148,8 +163,12 @@ def line(row: Row) -> str:
 
 def main() -> None:
     """Print the table; with --json, write it too."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--beside", type=Path, help="the checkout of an older version to simulate with, in turns")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--beside", type=Path, help="the checkout of an older version to simulate with, in turns"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--repeat", type=int, default=5)
     options = parser.parse_args()

@@ -71,8 +71,12 @@ def asked(workers: list[subprocess.Popen[str]], schedule: str) -> tuple[float, f
 def measure(trees: dict[str, Path], repeats: int) -> dict[str, dict[str, list[tuple[float, float]]]]:
     """Seconds by schedule and tree, repeat by repeat; the first repeat warms up."""
     with tempfile.TemporaryDirectory() as folder:
-        workers = {name: [started(tree, rank, f"{folder}/{name}") for rank in (0, 1)] for name, tree in trees.items()}
-        seconds: dict[str, dict[str, list[tuple[float, float]]]] = {s: {name: [] for name in trees} for s in SCHEDULES}
+        workers = {
+            name: [started(tree, rank, f"{folder}/{name}") for rank in (0, 1)] for name, tree in trees.items()
+        }
+        seconds: dict[str, dict[str, list[tuple[float, float]]]] = {
+            s: {name: [] for name in trees} for s in SCHEDULES
+        }
         for repeat in range(repeats + 1):
             for schedule, found in seconds.items():
                 for name in list(trees)[:: 1 if repeat % 2 else -1]:
@@ -86,7 +90,9 @@ def measure(trees: dict[str, Path], repeats: int) -> dict[str, dict[str, list[tu
 
 def main() -> None:
     """Print the ratios; with `--json`, write them with the seconds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("tree", type=Path, help="the root of another checkout")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json")

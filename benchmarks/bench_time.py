@@ -59,7 +59,9 @@ class Published:
     recomputed: bool = False
 
 
-def bert(cluster: str, sequence: int, size: int, throughput: float, half: bool, accumulated: int = 1) -> Published:
+def bert(
+    cluster: str, sequence: int, size: int, throughput: float, half: bool, accumulated: int = 1
+) -> Published:
     """A row of NVIDIA's BERT for PyTorch (DeepLearningExamples, 20.06), on one GPU."""
     precision: Precision = "master-float16" if half else "float32"
     return Published(
@@ -167,8 +169,17 @@ def megatron_flops(size: int, *, layers: int, hidden: int, sequence: int, vocabu
 
 # -------------------------------------------------------------------- PipeOffload
 
-OFFLOAD = ((4096, 1.70, 0.311), (8192, 1.46, 0.200), (16384, 1.15, 0.062), (32768, 0.80, -0.074))  # tokens, k, lost
-_HIDDEN, _COPY_RATE, _BYTES = 4096, 15e9, 20  # theirs: hidden size, bytes per second, bytes a token and hidden unit
+OFFLOAD = (
+    (4096, 1.70, 0.311),
+    (8192, 1.46, 0.200),
+    (16384, 1.15, 0.062),
+    (32768, 0.80, -0.074),
+)  # tokens, k, lost
+_HIDDEN, _COPY_RATE, _BYTES = (
+    4096,
+    15e9,
+    20,
+)  # theirs: hidden size, bytes per second, bytes a token and hidden unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +202,14 @@ class Offload:
 
 def offload(tokens: int, k: float, lost: float) -> Offload:
     """A row of PipeOffload's table, on an A100, with its rate of copies and bytes of a block."""
-    settings = {"layers": 8, "hidden": _HIDDEN, "heads": 32, "sequence": tokens, "vocabulary": 1000, "dropout": 0.0}
+    settings = {
+        "layers": 8,
+        "hidden": _HIDDEN,
+        "heads": 32,
+        "sequence": tokens,
+        "vocabulary": 1000,
+        "dropout": 0.0,
+    }
     found = profiled("gpt", settings, 1, "bfloat16")
     block = blocks(found, layer_seconds(found.at(1), kind_of("dgx-a100"), "bfloat16"))[0]
     passes = block.forward + block.backward
@@ -215,15 +233,21 @@ def offloadable(found: ModelProfile, copy_seconds: float, stages: int = 8) -> Pl
     box, names = Cluster.preset("dgx-a100"), found.layers
     cost = found.at(1).costs[names.index("block1")]
     rate = sum(cost.storages[index] for index in own_storages(cost)) / copy_seconds
-    nvlink = next(link for link in box.links if all(member.kind is MemberKind.DEVICE for member in link.members))
+    nvlink = next(
+        link for link in box.links if all(member.kind is MemberKind.DEVICE for member in link.members)
+    )
     peers = replace(nvlink, members=tuple(map(Member.device, range(stages))))
-    uplinks = tuple(Link.between(f"device{device}", "host0", bytes_per_second=rate) for device in range(stages))
+    uplinks = tuple(
+        Link.between(f"device{device}", "host0", bytes_per_second=rate) for device in range(stages)
+    )
     edges = (0, *(names.index(f"block{number}") for number in range(1, stages)), len(names))
     return Plan(
         profile=found,
         cluster=replace(box, devices=box.devices[:1] * stages, links=(peers, *uplinks)),
         training=Training(batch_size=4 * stages, microbatches=4 * stages, precision="bfloat16"),
-        stages=tuple(Stage(start=a, stop=b, grid=Grid.of(device)) for device, (a, b) in enumerate(pairwise(edges))),
+        stages=tuple(
+            Stage(start=a, stop=b, grid=Grid.of(device)) for device, (a, b) in enumerate(pairwise(edges))
+        ),
     )
 
 
@@ -232,7 +256,9 @@ def offloaded(plan: Plan, actions: int) -> Plan:
     decisions = []
     for number, name in enumerate(plan.profile.layers):
         stage = next(n for n, there in enumerate(plan.stages) if there.start <= number < there.stop)
-        if name.startswith("block") and stage + 1 < len(plan.stages):  # the last one has one microbatch at a time
+        if name.startswith("block") and stage + 1 < len(
+            plan.stages
+        ):  # the last one has one microbatch at a time
             saved = own_storages(plan.measurement.costs[number])
             decisions.append(
                 Decision(
@@ -250,13 +276,20 @@ def offloaded(plan: Plan, actions: int) -> Plan:
 def own_storages(cost: LayerCost) -> dict[int, int]:
     """The storages that a layer allocates and saves but does not hand on, each with the first tensor that names it."""
     returned = {origin.index for origin in cost.output_origins if origin.kind == "own"}
-    saved = [tensor for tensor in cost.saved if tensor.origin.kind == "own" and tensor.origin.index not in returned]
+    saved = [
+        tensor for tensor in cost.saved if tensor.origin.kind == "own" and tensor.origin.index not in returned
+    ]
     return {tensor.origin.index: tensor.index for tensor in reversed(saved)}
 
 
 # -------------------------------------------------------------------- MPress
 
-SWAPPED = ((216, 42, 6), (115, 22, 3), (384, 74, 9), (1152, 222, 27))  # MB, ms to the host and back, ms over NVLink
+SWAPPED = (
+    (216, 42, 6),
+    (115, 22, 3),
+    (384, 74, 9),
+    (1152, 222, 27),
+)  # MB, ms to the host and back, ms over NVLink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,7 +86,9 @@ PUBLISHED = {"mCAP's, published": (0, 3, 6, 11, 30), "torchgpipe's, published": 
 Place = tuple[int, int, int]  # role, first layer, stop
 Peaks = tuple[int, ...]  # bytes, of every stage
 Predictor = Callable[[int, int, int], int]
-Each = Callable[[Callable[[Edges], Any], Sequence[Edges]], Iterable[Any]]  # `map`, or the same in several processes
+Each = Callable[
+    [Callable[[Edges], Any], Sequence[Edges]], Iterable[Any]
+]  # `map`, or the same in several processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +172,9 @@ def all_splits(setting: Setting) -> list[Edges]:
 def roles(setting: Setting) -> tuple[int, ...]:
     """For every stage, the first one whose program is the same but for the stage's number."""
     program = lower(plan_at(setting, all_splits(setting)[0]))
-    texts = [[str(action).removeprefix(str(stage)) for action in own] for stage, own in enumerate(program.actions)]
+    texts = [
+        [str(action).removeprefix(str(stage)) for action in own] for stage, own in enumerate(program.actions)
+    ]
     return tuple(map(texts.index, texts))
 
 
@@ -214,7 +218,9 @@ def composed(setting: Setting, runs: Mapping[Edges, Peaks]) -> dict[Edges, Peaks
     """The peaks of all splits, from those in which every place was found."""
     of = roles(setting)
     known = {
-        place: nbytes for edges, peaks in runs.items() for place, nbytes in zip(places(of, edges), peaks, strict=True)
+        place: nbytes
+        for edges, peaks in runs.items()
+        for place, nbytes in zip(places(of, edges), peaks, strict=True)
     }
     return {edges: tuple(known[place] for place in places(of, edges)) for edges in all_splits(setting)}
 
@@ -236,7 +242,10 @@ def additive_costs(setting: Setting, run: Callable[[Plan], Peaks] | None = None)
 
 def predicted(predictor: Predictor, splits: Iterable[Edges]) -> list[Peaks]:
     """What a predictor says of all these splits."""
-    return [tuple(predictor(stage, *ends) for stage, ends in enumerate(itertools.pairwise(edges))) for edges in splits]
+    return [
+        tuple(predictor(stage, *ends) for stage, ends in enumerate(itertools.pairwise(edges)))
+        for edges in splits
+    ]
 
 
 def errors(said: Sequence[Peaks], true: Sequence[Peaks]) -> Errors:
@@ -281,7 +290,9 @@ def compare(
     again = runs_of(setting, Random(seed).sample([*true], whole), each)
     predictors: dict[str, Predictor] = {
         "additive": additive_costs(setting, lambda plan: true[0, *(stage.stop for stage in plan.stages)]),
-        "ours": true_peaks(setting.profile, setting.training, stages=setting.devices, recompute=setting.recompute),
+        "ours": true_peaks(
+            setting.profile, setting.training, stages=setting.devices, recompute=setting.recompute
+        ),
     }
     layers, batch = len(setting.profile.layers), setting.training.batch_size
     splits = {name: split(setting) for name, split in splitters(lambda _: timed).items()} | dict(others)
@@ -293,9 +304,14 @@ def compare(
         run_wholly=len(again),
         composed_equal=sum(true[edges] == peaks for edges, peaks in again.items()),
         errors={name: errors(predicted(says, true), [*true.values()]) for name, says in predictors.items()},
-        chosen={name: standing(best_split(says, layers, setting.devices), true) for name, says in predictors.items()},
+        chosen={
+            name: standing(best_split(says, layers, setting.devices), true)
+            for name, says in predictors.items()
+        },
         partitioners={name: standing(edges, true) for name, edges in splits.items()},
-        samples_per_second={name: batch / outcome(setting, edges).step_seconds for name, edges in splits.items()},
+        samples_per_second={
+            name: batch / outcome(setting, edges).step_seconds for name, edges in splits.items()
+        },
         seconds=time.perf_counter() - began,
     )
 
@@ -345,7 +361,10 @@ def show_comparison(found: Comparison) -> None:
     show(
         f"Recompute {found.recompute}: partitioners",
         ("partitioner", *STANDING, "samples/s"),
-        ((name, *one.cells, f"{found.samples_per_second[name]:.0f}") for name, one in found.partitioners.items()),
+        (
+            (name, *one.cells, f"{found.samples_per_second[name]:.0f}")
+            for name, one in found.partitioners.items()
+        ),
     )
 
 
@@ -364,11 +383,19 @@ def parsed() -> argparse.Namespace:
     """What was asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--recompute", nargs="+", choices=SCHEDULES, default=[*SCHEDULES])
-    parser.add_argument("--real", type=int, default=60, help="splits to train for real, for each way of recomputing")
-    parser.add_argument("--whole", type=int, default=30, help="splits to dry-run wholly, to check the composed ones")
+    parser.add_argument(
+        "--real", type=int, default=60, help="splits to train for real, for each way of recomputing"
+    )
+    parser.add_argument(
+        "--whole", type=int, default=30, help="splits to dry-run wholly, to check the composed ones"
+    )
     parser.add_argument("--truth", choices=TRUTHS, default="dry run", help="whose peaks are the true ones")
-    parser.add_argument("--samples", type=int, default=MICROBATCH, help="that torchgpipe times the layers with")
-    parser.add_argument("--target", choices=get_args(Target), default="cuda", help="whose kernels the dry run follows")
+    parser.add_argument(
+        "--samples", type=int, default=MICROBATCH, help="that torchgpipe times the layers with"
+    )
+    parser.add_argument(
+        "--target", choices=get_args(Target), default="cuda", help="whose kernels the dry run follows"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write everything here, with the machine")
@@ -386,7 +413,9 @@ def main() -> None:
         given = {"seed": options.seed, "each": partial(pool.map, chunksize=4)}
         for recompute in options.recompute:
             paper = setting_of(vgg11(), titan, recompute, (MICROBATCHES, MICROBATCH), options.target)
-            compared.append(compare(paper, timed, others=PUBLISHED, whole=options.whole, truth=options.truth, **given))
+            compared.append(
+                compare(paper, timed, others=PUBLISHED, whole=options.whole, truth=options.truth, **given)
+            )
             show_comparison(compared[-1])
             write(options, compared, real)
         for recompute in options.recompute if options.real else ():

@@ -72,21 +72,31 @@ WAYS: dict[str, tuple[Way, ...]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Make the rows that are missing, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", default=list(GPT.sizes), choices=GPT.sizes)
-    parser.add_argument("--tables", action="store_true", help="put the table of the JSON into the page, plan nothing")
+    parser.add_argument(
+        "--tables", action="store_true", help="put the table of the JSON into the page, plan nothing"
+    )
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     rows = json.loads(options.json.read_text(encoding="utf-8"))["rows"] if options.json.exists() else []
     for size in () if options.tables else options.only:
-        asked = [name for name in MACHINES if not any((row["machine"], row["size"]) == (name, size) for row in rows)]
+        asked = [
+            name
+            for name in MACHINES
+            if not any((row["machine"], row["size"]) == (name, size) for row in rows)
+        ]
         costs = profiled(size) if asked else None
         for name in asked:
             assert costs is not None, "it is asked for"
             for way, plans in WAYS.items():
                 rows.append({"machine": name, "size": size, "way": way, **best(by_hand(costs, name, plans))})
                 print(rows[-1], flush=True)
-            options.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+            options.json.write_text(
+                json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n", encoding="utf-8"
+            )
     print(table(rows))
     if options.tables:
         put({"zero": table(rows)})
@@ -106,19 +116,28 @@ def by_hand(costs: ModelProfile, name: str, ways: Sequence[Way]) -> Iterator[Pla
         for one in SLICES:
             grid = Grid(devices=devices, data=DEVICES, shard=way.shard, buckets=len(costs.edges) - 1)
             how = Training(
-                batch_size=BATCH, microbatches=BATCH // (DEVICES * one), precision=GPT.precision, schedule="1f1b"
+                batch_size=BATCH,
+                microbatches=BATCH // (DEVICES * one),
+                precision=GPT.precision,
+                schedule="1f1b",
             )
             stage = Stage(start=0, stop=len(costs.layers), grid=grid)
             plan = Plan(profile=costs, cluster=capped(name), training=how, stages=(stage,))
             runs = [*pairwise([0, *bucket_edges(plan, 0), len(costs.layers)])]
             moves = [
                 Decision(
-                    stage=0, subject=State(start=a, stop=b, kind=kind), what=what, place=parse_place("host"), ahead=1
+                    stage=0,
+                    subject=State(start=a, stop=b, kind=kind),
+                    what=what,
+                    place=parse_place("host"),
+                    ahead=1,
                 )
                 for what, kind in way.moves
                 for a, b in runs
             ]
-            again = [Decision(stage=0, subject=Run(start=a, stop=b), what=What.RECOMPUTE) for a, b in runs[:-1]]
+            again = [
+                Decision(stage=0, subject=Run(start=a, stop=b), what=What.RECOMPUTE) for a, b in runs[:-1]
+            ]
             yield replace(plan, decisions=tuple(moves))
             yield replace(plan, decisions=(*moves, *again))
 
@@ -153,7 +172,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             if own:
                 others = [known[name, f"gpt-{size}", 32, way] for way in ("mpress", "joint")]
                 made = [cell(own[way]) for way in WAYS]
-                lines.append((name, f"gpt-{size}", *made, *map(bench_mpress.cell, others), *gains(own, others)))
+                lines.append(
+                    (name, f"gpt-{size}", *made, *map(bench_mpress.cell, others), *gains(own, others))
+                )
     columns = "machine", "model", *WAYS, "mpress", "joint", "mpress / best ZeRO", "joint / best ZeRO"
     return markdown(columns, lines)
 
@@ -174,7 +195,11 @@ def gains(own: dict[str, dict[str, Any]], others: Sequence[bench_mpress.Row]) ->
         (r["samples_per_second"] for r in own.values() if not r["host"] and not r["short_bytes"]), default=0.0
     )
     for row in others:
-        yield f"{row.samples_per_second / fastest:.2f}" if row.fits and row.samples_per_second and fastest else ""
+        yield (
+            f"{row.samples_per_second / fastest:.2f}"
+            if row.fits and row.samples_per_second and fastest
+            else ""
+        )
 
 
 if __name__ == "__main__":

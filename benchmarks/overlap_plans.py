@@ -95,7 +95,9 @@ def make_task(compute: str) -> Task:
     def layers() -> nn.Module:
         return nn.Sequential(*stage(), *stage())
 
-    return Task(layers, batch=make_batch, loss=nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.01))
+    return Task(
+        layers, batch=make_batch, loss=nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.01)
+    )
 
 
 def make_batch(size: int) -> tuple[Tensor, Tensor]:
@@ -133,7 +135,9 @@ def random_plans(still: Plan, count: int, seed: int = 0) -> Iterator[tuple[str, 
     rng = Random(seed)
     for number in range(count):
         microbatches, schedule = rng.randint(3, MICROBATCHES), rng.choice(list(SCHEDULES))
-        training = replace(still.training, batch_size=ROWS * microbatches, microbatches=microbatches, schedule=schedule)
+        training = replace(
+            still.training, batch_size=ROWS * microbatches, microbatches=microbatches, schedule=schedule
+        )
         yield f"random {number}", compacted(replace(still, training=training), rng)
 
 
@@ -149,5 +153,10 @@ def _moved(still: Plan, stage: int, place: str, gap: int) -> Decision:
     results = tuple((n, next(t.index for t in costs[n].saved if t.origin.kind == "own")) for n in layers)
     where = parse_place(place if place == "host" else f"device{1 - stage}")
     return Decision(
-        stage=stage, subject=SavedTensors(tensors=results), what=What.OFFLOAD, place=where, behind=gap, ahead=gap
+        stage=stage,
+        subject=SavedTensors(tensors=results),
+        what=What.OFFLOAD,
+        place=where,
+        behind=gap,
+        ahead=gap,
     )

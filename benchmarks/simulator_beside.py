@@ -50,7 +50,13 @@ def least_seconds(other: Path, repeat: int) -> list[Beside]:
                 turns = [[ask(program, reading) for ask in versions] for _ in range(repeat)]
                 ours, theirs = map(min, zip(*turns, strict=True))
                 found.append(
-                    Beside(program=program, reading=reading, seconds=ours, others_seconds=theirs, ratio=ours / theirs)
+                    Beside(
+                        program=program,
+                        reading=reading,
+                        seconds=ours,
+                        others_seconds=theirs,
+                        ratio=ours / theirs,
+                    )
                 )
     return found
 

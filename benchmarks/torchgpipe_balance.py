@@ -54,7 +54,9 @@ def torchgpipe_split(times: list[int], devices: int) -> list[int]:
 
 def main() -> None:
     """Prints the split of AmoebaNet-D."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--filters", type=int, default=32)
     parser.add_argument("--devices", type=int, default=4)

@@ -33,7 +33,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     steps = parser.parse_args().steps
 
-    task = pipefit.Task(make_module, batch=make_batch, loss=nn.functional.mse_loss, optimizer=torch.optim.Adam)
+    task = pipefit.Task(
+        make_module, batch=make_batch, loss=nn.functional.mse_loss, optimizer=torch.optim.Adam
+    )
     profile = pipefit.profile(task, microbatch_size=8)
     plan = pipefit.plan(profile, pipefit.load_cluster("emulated:3x1MiB"), batch_size=BATCH_SIZE, stages=3)
     trainer = pipefit.Trainer(task, plan)

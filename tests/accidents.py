@@ -60,7 +60,9 @@ def _happen(accident: str) -> None:
 def make(accident: str = "none", layers: int = 3) -> Task:
     """Layers, and at the end the one with the accident."""
     spots = [Spot(accident if number == layers - 1 else "none") for number in range(layers)]
-    return Task(nn.Sequential(*spots), batch=make_batch, loss=nn.functional.mse_loss, optimizer=torch.optim.SGD)
+    return Task(
+        nn.Sequential(*spots), batch=make_batch, loss=nn.functional.mse_loss, optimizer=torch.optim.SGD
+    )
 
 
 def make_batch(size: int) -> tuple[Tensor, Tensor]:
@@ -76,7 +78,9 @@ def make_nothing() -> Task:
 def make_late(accident: str) -> Task:
     """Worker 0 takes 1.5 seconds to make its batch, and then comes the accident, at its first layer."""
     spots = [Spot(accident if number == 0 else "none") for number in range(3)]
-    return Task(nn.Sequential(*spots), batch=_late_batch, loss=nn.functional.mse_loss, optimizer=torch.optim.SGD)
+    return Task(
+        nn.Sequential(*spots), batch=_late_batch, loss=nn.functional.mse_loss, optimizer=torch.optim.SGD
+    )
 
 
 def _late_batch(size: int) -> tuple[Tensor, Tensor]:

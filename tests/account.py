@@ -174,7 +174,9 @@ class Flight:
         self.targets: list[Storage | None] = []
         self.values: list[Storage | None] = []  # at the next layer forward
         self.gradients: list[Gradient | None] = []  # of the values behind the next layer backward
-        self.kept: dict[int, tuple[list[Storage | None], list[Storage | None]]] = {}  # by the first layer of an N
+        self.kept: dict[
+            int, tuple[list[Storage | None], list[Storage | None]]
+        ] = {}  # by the first layer of an N
         self.saved: dict[int, list[Storage | None]] = {}  # by layer, in the order of its saved tensors
         self.entered: dict[int, list[Storage | None]] = {}  # what every layer was given
         self.copied: set[int] = set()  # the first layers of runs that work on copies of their buffers
@@ -224,8 +226,15 @@ class StageAccount:
         for shared in self.shared:
             users = set(self._users(shared))
             groups = [*(g for g in groups if not g & users), set().union(*(g for g in groups if g & users))]
-        counted = ["state"] + ["gradient"] * (self.shard != "optimizer") + ["parameter"] * (self.shard == "parameters")
-        sizes = {min(group): sum(self._alone(layer, what) for layer in group for what in counted) for group in groups}
+        counted = (
+            ["state"]
+            + ["gradient"] * (self.shard != "optimizer")
+            + ["parameter"] * (self.shard == "parameters")
+        )
+        sizes = {
+            min(group): sum(self._alone(layer, what) for layer in group for what in counted)
+            for group in groups
+        }
         found: list[list[int]] = [[] for _ in range(replicas)]
         owned = [0] * replicas
         for group in sorted(groups, key=lambda group: (-sizes[min(group)], min(group))):
@@ -248,9 +257,15 @@ class StageAccount:
             cost, shared = self.costs[layer], self._shared_by(layer)
             changing = sum(p.nbytes for p in cost.parameters if p.trainable)
             changing -= sum(s.nbytes for s in shared if s.gradient_bytes)
-            trained[layer] = changing + sum(s.nbytes for s in shared if s.gradient_bytes and self._users(s)[0] == layer)
+            trained[layer] = changing + sum(
+                s.nbytes for s in shared if s.gradient_bytes and self._users(s)[0] == layer
+            )
             own = sum(p.nbytes for p in cost.parameters) - sum(s.nbytes for s in shared) - changing
-            held = cost.buffer_bytes + cost.constant_bytes - sum(b.nbytes for b in self.buffers if layer in b.users)
+            held = (
+                cost.buffer_bytes
+                + cost.constant_bytes
+                - sum(b.nbytes for b in self.buffers if layer in b.users)
+            )
             device.new(own * self._keeps(layer) + held, self._of("parameters"))
             early = cost.early_state_bytes - sum(s.early_state_bytes for s in shared)
             device.new(early * (layer in self.owned), self._of("optimizer"))
@@ -260,7 +275,9 @@ class StageAccount:
             device.new(frozen * self._keeps(first), self._of("parameters"))
             device.new(parameter.early_state_bytes * (first in self.owned), self._of("optimizer"))
         for buffer in self.buffers:
-            device.new(buffer.nbytes * any(layer in buffer.users for layer in self.layers), self._of("parameters"))
+            device.new(
+                buffer.nbytes * any(layer in buffer.users for layer in self.layers), self._of("parameters")
+            )
         device.new(4 * microbatches if self.last else 0, FOREVER)
         self.trained = trained
         self._new_weights(self.layers)
@@ -353,7 +370,9 @@ class StageAccount:
                 self._keep_weights(layers)
             case Kind.STEP:
                 for weights in self._newest(layers):
-                    assert weights.holders <= {self._of("newest"), self._of("current")}, "a microbatch needs them"
+                    assert weights.holders <= {self._of("newest"), self._of("current")}, (
+                        "a microbatch needs them"
+                    )
                     assert not weights.away, "weights that are updated are away"
                 self._step(layers)
 
@@ -485,7 +504,11 @@ class StageAccount:
                 self.device.reach(cost.forward_peak_bytes, cost.forward_workspace_bytes)
             else:
                 self.device.reach(cost.checkpoint_peak_bytes, cost.checkpoint_workspace_bytes)
-            needed = range(len(cost.storages)) if saving else [o.index for o in cost.output_origins if o.kind == "own"]
+            needed = (
+                range(len(cost.storages))
+                if saving
+                else [o.index for o in cost.output_origins if o.kind == "own"]
+            )
             making = ("making", id(flight))
             own = {k: self.device.new(cost.storages[k], making) for k in sorted(set(needed))}
             if saving:
@@ -514,7 +537,9 @@ class StageAccount:
         targets = flight.targets if self.loss in layers else []
         flight.kept[layers.start] = flight.values, targets
         self.device.hold(("kept", id(flight), layers.start), [*flight.values, *targets])
-        self.device.new(sum(self.costs[n].fed_back_bytes for n in layers), ("copies", id(flight), layers.start))
+        self.device.new(
+            sum(self.costs[n].fed_back_bytes for n in layers), ("copies", id(flight), layers.start)
+        )
         flight.copied.add(layers.start)
         values = flight.values
         if self.costs[layers.start].mutates_inputs:
@@ -568,13 +593,17 @@ class StageAccount:
             device.new(parameter.gradient_bytes, "adding")
         assert not any(s is not None and s.away for s in flight.saved[layer]), "what a backward needs is away"
         lasting = [
-            s for s in self._shared_by(layer) if len(self._users(s)) > 1 and s not in adding and layer in self.born
+            s
+            for s in self._shared_by(layer)
+            if len(self._users(s)) > 1 and s not in adding and layer in self.born
         ]
         all_wait = bool(lasting) and sum(s.gradient_bytes for s in lasting) == cost.gradient_bytes > 0
         for parameter in lasting if not all_wait else ():
             device.new(parameter.gradient_bytes, "adding")
         added_to = layer in self.born and not all_wait
-        usual, inner = (cost.backward_later, cost.inner_later) if added_to else (cost.backward_first, cost.inner_first)
+        usual, inner = (
+            (cost.backward_later, cost.inner_later) if added_to else (cost.backward_first, cost.inner_first)
+        )
         for span in inner if inner and layer + 1 in self.layers else usual:
             device.reach(span.peak_bytes - self._released(flight, layer, span), span.workspace_bytes)
         device.release("adding")
@@ -590,7 +619,11 @@ class StageAccount:
         mine, given = ("graph", id(flight), layer), flight.entered[layer]
         saved = {t.origin.index for t in self.costs[layer].saved if t.origin.kind == "input"}
         needed = {given[k] for k in saved - set(span.released)}
-        own = {s for s, t in zip(flight.saved[layer], self.costs[layer].saved, strict=True) if t.origin.kind == "own"}
+        own = {
+            s
+            for s, t in zip(flight.saved[layer], self.costs[layer].saved, strict=True)
+            if t.origin.kind == "own"
+        }
         gone = {given[k] for k in saved & set(span.released)} - needed - own
         return sum(storage.nbytes for storage in gone if storage is not None and storage.holders == {mine})
 
@@ -651,7 +684,9 @@ class StageAccount:
             has_own = cost.state_bytes > sum(s.state_bytes for s in shared)
             if mine and not has_own and all(any(s.name == name for s in shared) for name in mine):
                 continue
-            known = sum(s.state_bytes - s.early_state_bytes for s in self._shared_by(layer) if s.name in updated)
+            known = sum(
+                s.state_bytes - s.early_state_bytes for s in self._shared_by(layer) if s.name in updated
+            )
             if layer in self.stepped:
                 self.device.reach(cost.update_peak_bytes, cost.update_workspace_bytes)
             else:
@@ -696,7 +731,9 @@ class StageAccount:
 
 def _found(origin: Origin, own: dict[int, Storage], inputs: Sequence[Storage | None]) -> Storage | None:
     """The storage of an origin; None for parameters and constants, which exist anyway."""
-    return {"own": own.get, "input": dict(enumerate(inputs)).get}.get(origin.kind, lambda _: None)(origin.index)
+    return {"own": own.get, "input": dict(enumerate(inputs)).get}.get(origin.kind, lambda _: None)(
+        origin.index
+    )
 
 
 # -------------------------------------------------------------------- programs
@@ -722,7 +759,9 @@ class Account:
             if action.moves_state:
                 self.stages[action.stage].put_away(program.moved(action))
         self.rest_bytes = self.device.level
-        self.samples = [self._sample(step, action) for step in range(steps) for action in program.actions[device]]
+        self.samples = [
+            self._sample(step, action) for step in range(steps) for action in program.actions[device]
+        ]
         self.peak_bytes = max((sample.peak_bytes for sample in self.samples), default=0)
 
     def _sample(self, step: int, action: Action) -> Sample:
@@ -736,5 +775,6 @@ class Account:
 def peaks(plan: Plan, *, program: Program | None = None, steps: int = 2) -> tuple[int, ...]:
     """The highest bytes of every device of a plan."""
     return tuple(
-        Account(plan, device, program=program, steps=steps).peak_bytes for device in range(len(plan.cluster.devices))
+        Account(plan, device, program=program, steps=steps).peak_bytes
+        for device in range(len(plan.cluster.devices))
     )

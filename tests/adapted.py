@@ -19,7 +19,9 @@ class Adapted(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Both, added up."""
-        found: Tensor = self.base(inputs) + self.up(self.down(inputs.to(self.up.weight.dtype))).to(inputs.dtype)
+        found: Tensor = self.base(inputs) + self.up(self.down(inputs.to(self.up.weight.dtype))).to(
+            inputs.dtype
+        )
         return found
 
 

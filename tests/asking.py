@@ -10,7 +10,11 @@ from pipefit.schema.training import Training
 
 
 def asked(
-    planner: Planner, profile: ModelProfile, cluster: Cluster, training: Training, options: Options | None = None
+    planner: Planner,
+    profile: ModelProfile,
+    cluster: Cluster,
+    training: Training,
+    options: Options | None = None,
 ) -> Plan:
     """The plan that `planner` finds, which is known by its function's name."""
     question = Question(profile=profile, cluster=cluster, training=training, options=options or Options())

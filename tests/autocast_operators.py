@@ -158,7 +158,9 @@ def overload(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, base), form or "default")
 
 
-def made(sample: Sequence[Any], dtypes: Sequence[torch.dtype], device: str, *, leaves: bool = False) -> list[Any]:
+def made(
+    sample: Sequence[Any], dtypes: Sequence[torch.dtype], device: str, *, leaves: bool = False
+) -> list[Any]:
     """The arguments of a sample: its floating-point tensors have the dtypes in turn; `leaves` get gradients."""
     count = 0
 
@@ -222,7 +224,11 @@ def cuda_casts(low: torch.dtype) -> Iterator[None]:
 
 def on_cuda(name: str, dtypes: Sequence[torch.dtype], low: torch.dtype) -> tuple[list[Any], Kernels, str]:
     """The arguments of an operator, what reaches a fake `cuda` under torch's own autocast, and what is raised."""
-    with FakeTensorMode(allow_fallback_kernels=False), torch.no_grad(), torch.backends.cudnn.flags(enabled=False):
+    with (
+        FakeTensorMode(allow_fallback_kernels=False),
+        torch.no_grad(),
+        torch.backends.cudnn.flags(enabled=False),
+    ):
         arguments = made(SAMPLES[name], dtypes, "cuda")
         with cuda_casts(low), Kernels() as kernels:
             return arguments, kernels, raised(lambda: overload(name)(*arguments))
@@ -245,7 +251,9 @@ def replayed(arguments: Sequence[Any], kernels: Kernels, own: Sequence[Any], dev
     known = dict(zip(map(id, pytree.tree_leaves(arguments)), pytree.tree_leaves(own), strict=True))
     out = None
     for call in kernels.calls:
-        args, kwargs = pytree.tree_map_only(Tensor, lambda t, known=known: known[id(t)], (call.args, call.kwargs))
+        args, kwargs = pytree.tree_map_only(
+            Tensor, lambda t, known=known: known[id(t)], (call.args, call.kwargs)
+        )
         kwargs |= {"device": device} if "device" in kwargs else {}
         out = call.func(*args, **kwargs)
         known |= dict(zip(map(id, pytree.tree_leaves(call.out)), pytree.tree_leaves(out), strict=True))

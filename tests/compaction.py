@@ -59,7 +59,10 @@ def _runs(plan: Plan, stage: int, rng: Random) -> list[Decision]:
     for _ in range(rng.randint(0, RUNS)):
         start = rng.randrange(place.start, place.stop)
         layers = range(start, min(place.stop, start + rng.randint(1, 4)))
-        share, taken = _share(plan, rng), {n for one in found for n in range(one.layers[0], one.layers[1] + 1)}
+        share, taken = (
+            _share(plan, rng),
+            {n for one in found for n in range(one.layers[0], one.layers[1] + 1)},
+        )
         if not taken.isdisjoint(layers) and any(_meet(plan, share, one.microbatches) for one in found):
             continue
         if cuts_a_shared_parameter(plan, place, layers.start, layers.stop) or not _repeatable(plan, layers):
@@ -146,7 +149,9 @@ def _may_move(plan: Plan, decision: Decision) -> bool:
     if decision.subject.kind != "parameters":
         return True
     costs = plan.measurement.costs[decision.subject.start : decision.subject.stop]
-    return any(cost.trained_bytes for cost in costs) and all(c.trained_bytes == c.parameter_bytes for c in costs)
+    return any(cost.trained_bytes for cost in costs) and all(
+        c.trained_bytes == c.parameter_bytes for c in costs
+    )
 
 
 def _versions(plan: Plan, rng: Random) -> Iterator[Decision]:

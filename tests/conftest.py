@@ -23,7 +23,9 @@ torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 # Property tests draw the same cases every time, and may take as long as they like: none fails by chance, or on a loaded
 # machine. `pytest --hypothesis-profile default` draws others.
-settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("steady")
 
 

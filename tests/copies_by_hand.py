@@ -29,7 +29,9 @@ class ByHand:
         self.clip_norm, self.microbatches = clip_norm, microbatches
         self.names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         self.halves = {name: module.get_parameter(name) for name in self.names}
-        self.copies = {name: half.detach().float().clone().requires_grad_() for name, half in self.halves.items()}
+        self.copies = {
+            name: half.detach().float().clone().requires_grad_() for name, half in self.halves.items()
+        }
         self.optimizer = optimizer(
             [{"params": [copy], **groups(name, self.halves[name])} for name, copy in self.copies.items()]
         )
@@ -43,7 +45,9 @@ class ByHand:
         for x, y in zip(inputs.split(size), targets.split(size), strict=True):
             loss = self.loss(self.module(x), y)
             loss.backward(torch.tensor(self.scale / self.microbatches, dtype=loss.dtype))
-        gradients = {n: half.grad.float() / self.scale for n, half in self.halves.items() if half.grad is not None}
+        gradients = {
+            n: half.grad.float() / self.scale for n, half in self.halves.items() if half.grad is not None
+        }
         self.module.zero_grad()
         if not all(gradient.isfinite().all() for gradient in gradients.values()):
             self.scale /= 2

@@ -34,5 +34,7 @@ def fetched(folder: Path, wanted: Callable[[str], bool]) -> Path:
                 with zipfile.ZipFile(wheel) as packed:
                     packed.extractall(folder, filter(wanted, packed.namelist()))
     if not library.exists():
-        raise SystemExit("pip has found a build of torch without CUDA: let it look at an index that has the other one")
+        raise SystemExit(
+            "pip has found a build of torch without CUDA: let it look at an index that has the other one"
+        )
     return folder

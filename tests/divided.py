@@ -40,7 +40,11 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(WIDTH, WIDER), nn.BatchNorm1d(WIDER), nn.Linear(WIDER, WIDTH)
+        self.up, self.norm, self.down = (
+            nn.Linear(WIDTH, WIDER),
+            nn.BatchNorm1d(WIDER),
+            nn.Linear(WIDER, WIDTH),
+        )
         self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDER), persistent=False)
         self.shift = torch.linspace(-0.1, 0.1, WIDTH, dtype=torch.float64)
 
@@ -66,7 +70,14 @@ def dropped() -> list[nn.Module]:
 
 def still() -> list[nn.Module]:
     """Layers without draws or statistics, whose numbers are the same in any slices."""
-    return [Wide(dropout=0.0), Wide(dropout=0.0), nn.Tanh(), Wide(dropout=0.0), nn.Tanh(), nn.Linear(WIDTH, 4)]
+    return [
+        Wide(dropout=0.0),
+        Wide(dropout=0.0),
+        nn.Tanh(),
+        Wide(dropout=0.0),
+        nn.Tanh(),
+        nn.Linear(WIDTH, 4),
+    ]
 
 
 def normed() -> list[nn.Module]:
@@ -136,7 +147,11 @@ def grid_plan(
             **training,
         ),
         stages=tuple(
-            Stage(start=start, stop=stop, grid=Grid(devices=tuple(devices[first:last]), data=data, tensor=tensor))
+            Stage(
+                start=start,
+                stop=stop,
+                grid=Grid(devices=tuple(devices[first:last]), data=data, tensor=tensor),
+            )
             for (start, stop), (first, last), (data, tensor) in zip(
                 pairwise(edges), pairwise(places), degrees, strict=True
             )

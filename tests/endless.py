@@ -11,5 +11,8 @@ from pipefit.schema.program import Program, joined
 
 def one_program(plan: Plan, sizes: Sequence[int], *, drained: bool = False) -> Program:
     """Steps of so many microbatches, one after the other, with a drain behind them if `drained`."""
-    parts = [lower(plan, microbatches=size, entered=sum(sizes[:step]), steps=step) for step, size in enumerate(sizes)]
+    parts = [
+        lower(plan, microbatches=size, entered=sum(sizes[:step]), steps=step)
+        for step, size in enumerate(sizes)
+    ]
     return joined([*parts, lower_drain(plan, entered=sum(sizes), steps=len(sizes))] if drained else parts)

@@ -129,7 +129,9 @@ class Gradients:
             self._note(updates, layers, own)
             step(updates, layers)
 
-        def watched_elsewhere(updates: Updates, layers: Layers, gradients: updating.Gradients, seconds: float) -> Any:
+        def watched_elsewhere(
+            updates: Updates, layers: Layers, gradients: updating.Gradients, seconds: float
+        ) -> Any:
             gradients.arrive()
             self._note(updates, layers, gradients.there)
             return elsewhere(updates, layers, gradients, seconds)
@@ -150,7 +152,11 @@ class Gradients:
 
 
 def trained(
-    task: Task, plan: Plan, batches: Sequence[tuple[Any, Any]], drains: Sequence[int], patch: pytest.MonkeyPatch
+    task: Task,
+    plan: Plan,
+    batches: Sequence[tuple[Any, Any]],
+    drains: Sequence[int],
+    patch: pytest.MonkeyPatch,
 ) -> Numbers:
     """The same training by pipefit, all devices in this process."""
     trainer = Trainer(task, plan, seed=SEED)

@@ -18,7 +18,11 @@ class Entangled(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.first, self.second, self.third = Twice(width, width), nn.Linear(width, width), nn.Linear(width, width)
+        self.first, self.second, self.third = (
+            Twice(width, width),
+            nn.Linear(width, width),
+            nn.Linear(width, width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x, other = self.first(x)

@@ -35,7 +35,9 @@ def _attention_bias(p: nn.ParameterList, x: Tensor) -> Tensor:
 MIXES: dict[str, Callable[[nn.ParameterList, Tensor], Tensor]] = {
     "attention bias": _attention_bias,
     "cat": lambda p, x: x @ torch.cat(tuple(p))[4:12],
-    "cat with the value": lambda p, x: torch.cat((p[0].expand(len(x), 8, 8), x, p[1].expand(len(x), 8, 8)), 1)[:, 5:13],
+    "cat with the value": lambda p, x: torch.cat(
+        (p[0].expand(len(x), 8, 8), x, p[1].expand(len(x), 8, 8)), 1
+    )[:, 5:13],
     "cat of columns": lambda p, x: x @ torch.cat(tuple(p), 1)[:, 7:15],
     "stack": lambda p, x: x @ torch.stack(tuple(p)).sum(0),
     "stack of flat ones": lambda p, x: x * torch.stack([one.view(64) for one in p]).mean(0).view(8, 8),
@@ -43,7 +45,9 @@ MIXES: dict[str, Callable[[nn.ParameterList, Tensor], Tensor]] = {
     "sum of views": lambda p, x: x + p[0].view(64).view(8, 8) + p[1].view(1, 8, 8) + p[2].unsqueeze(0),
     "difference": lambda p, x: x - (p[0] - p[1].view(1, 8, 8)),
     "rows": lambda p, x: x + p[0][:1] + p[1][3:4],
-    "split": lambda p, x: x * p[0].split(4)[0].sum() + torch.tanh(p[0].split(4)[1]).sum() + p[1].chunk(2)[1].mean(),
+    "split": lambda p, x: (
+        x * p[0].split(4)[0].sum() + torch.tanh(p[0].split(4)[1]).sum() + p[1].chunk(2)[1].mean()
+    ),
     "unbind": lambda p, x: x * p[0].unbind()[0] + p[0].unbind()[1] + torch.stack(p[1].unbind()[::-1]),
     "expand": lambda p, x: x + p[0].expand(len(x), 8, 8) + p[1][:1].expand(8, 8),
     "transposed": lambda p, x: x @ p[0].t() + p[1].t(),
@@ -62,7 +66,9 @@ class Entwined(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
-        self.parts = nn.ParameterList(nn.Parameter(torch.randn(8, 8, dtype=torch.float64) / 4) for _ in range(3))
+        self.parts = nn.ParameterList(
+            nn.Parameter(torch.randn(8, 8, dtype=torch.float64) / 4) for _ in range(3)
+        )
 
     def forward(self, x: Any) -> Any:
         return MIXES[self.name](self.parts, x)

@@ -23,7 +23,9 @@ def every_plan(
     """All cuts, replicas of every stage, and all that they may divide, on devices in their order."""
     layers, most = len(profile.layers), len(cluster.devices)
     sizes = {one.microbatch_size for one in profile.measurements}
-    degrees = [d for d in range(1, most + 1) if how.microbatch_size % d == 0 and how.microbatch_size // d in sizes]
+    degrees = [
+        d for d in range(1, most + 1) if how.microbatch_size % d == 0 and how.microbatch_size // d in sizes
+    ]
     stages = [(degree, shard) for degree in degrees for shard in SHARDINGS if degree > 1 or shard == "none"]
     for count in range(1, min(layers, most) + 1):
         for cuts, chosen in product(combinations(range(1, layers), count - 1), product(stages, repeat=count)):
@@ -51,7 +53,9 @@ def _written(
                 buckets=stop - start if shard in IN_BLOCKS else 1,
             ),
         )
-        for (start, stop), (first, last), (degree, shard) in zip(pairwise(edges), pairwise(firsts), chosen, strict=True)
+        for (start, stop), (first, last), (degree, shard) in zip(
+            pairwise(edges), pairwise(firsts), chosen, strict=True
+        )
     )
     decisions = recompute_decisions(stages, profile.edges, recompute, how.schedule, how.microbatches)
     return Plan(profile=profile, cluster=cluster, training=how, stages=stages, decisions=decisions)

@@ -72,7 +72,11 @@ def by_name(name: str) -> Task:
 
 
 def of_class(
-    name: str, config: str, batch: Callable[[int], Any], loss: Callable[[Any, Any], Any] | None = None, **settings: Any
+    name: str,
+    config: str,
+    batch: Callable[[int], Any],
+    loss: Callable[[Any, Any], Any] | None = None,
+    **settings: Any,
 ) -> Task:
     """A class of transformers, of a configuration with these settings, with its own loss or another."""
     import transformers
@@ -100,7 +104,11 @@ def split(text: str) -> tuple[str, dict[str, str], str]:
     before, _, rest = text.partition(HEAD)
     lines = list(takewhile(lambda line: line.startswith("| "), rest.splitlines(keepends=True)))
     cells = (line[2:].partition(" | ") for line in lines)
-    return before + HEAD, {name: row.removesuffix(" |\n") for name, _, row in cells}, rest[sum(map(len, lines)) :]
+    return (
+        before + HEAD,
+        {name: row.removesuffix(" |\n") for name, _, row in cells},
+        rest[sum(map(len, lines)) :],
+    )
 
 
 def page_with(text: str, rows: Mapping[str, str]) -> str:

@@ -29,7 +29,11 @@ from pipefit.schema.plan import Plan
 from resuming import HAPPENED, SEED, faulty, named, plan_for
 
 PAGE = Path(__file__).parents[1] / "docs" / "faults.md"
-STEP, EVERY, TIMEOUT = 5, 2, 3  # the step of the fault, those between checkpoints, the seconds an action may take
+STEP, EVERY, TIMEOUT = (
+    5,
+    2,
+    3,
+)  # the step of the fault, those between checkpoints, the seconds an action may take
 START = 8  # the seconds that the start may take where a worker stands still in it
 SPLIT = (3, 3)
 
@@ -58,7 +62,9 @@ def plan_on(data: int, tensor: int) -> Plan:
     return grid_plan(profiled, [0, 6], [(data, tensor)], microbatches=4)
 
 
-def suffered(folder: Path, fault: str, place: str, worker: int, plan: Plan | None = None) -> tuple[str, float]:
+def suffered(
+    folder: Path, fault: str, place: str, worker: int, plan: Plan | None = None
+) -> tuple[str, float]:
     """What training says of a fault, and how many seconds after it all is over."""
     stage = worker if plan is None else 0
     at = place if place in ("start", "batch", "save") else f"{stage}{place}"
@@ -88,8 +94,12 @@ def assert_named(folder: Path, fault: str, place: str, worker: int, plan: Plan |
     stage = worker if plan is None else 0
     where = PLACES[place][1].format(worker=stage)
     if fault == "stands still (SIGSTOP)" and plan is not None and plan.stages[0].grid.tensor > 1:
-        said = re.sub(r"^worker \d (.*), or device \d of its tensor group, hangs", rf"worker {worker} \1 hangs", said)
-        said = re.sub(r"device \d", f"device {worker}", said, count=1)  # one of those that wait for each other
+        said = re.sub(
+            r"^worker \d (.*), or device \d of its tensor group, hangs", rf"worker {worker} \1 hangs", said
+        )
+        said = re.sub(
+            r"device \d", f"device {worker}", said, count=1
+        )  # one of those that wait for each other
     expected = FAULTS[fault].format(where=where, silent=START if place == "start" else TIMEOUT)
     assert said.startswith(f"worker {worker} (device {worker}, ") and expected in said
     done = 0 if place == "start" else STEP + (place == "save")
@@ -184,7 +194,10 @@ def table() -> str:
         found.setdefault((fault, place), []).append((seconds, lost(said)))
     worst = {case: (max(s for s, _ in each), max(n for _, n in each)) for case, each in found.items()}
     rows = [
-        [fault, *(f"{seconds:.1f} s, {steps}" for seconds, steps in (worst[fault, place] for place in PLACES))]
+        [
+            fault,
+            *(f"{seconds:.1f} s, {steps}" for seconds, steps in (worst[fault, place] for place in PLACES)),
+        ]
         for fault in FAULTS
     ]
     return markdown(["a worker", *(words for words, _ in PLACES.values())], rows)

@@ -191,7 +191,11 @@ FEEDING_BACK: dict[str, tuple[Callable[[], nn.Module], set[str], tuple[bool, ...
     "observed": (Observed, {"low", "high"}, (False, True)),
     "gradient alone": (GradientAlone, {"average"}, (False, True)),
     "twice": (Twice, {"average.average"}, (False, True)),
-    "spectral norm": (spectral, {"parametrizations.weight.0._u", "parametrizations.weight.0._v"}, (False, True)),
+    "spectral norm": (
+        spectral,
+        {"parametrizations.weight.0._u", "parametrizations.weight.0._v"},
+        (False, True),
+    ),
     "fused observer": (
         fused_observer,
         {"1.scale", "1.zero_point", "1.activation_post_process.min_val", "1.activation_post_process.max_val"},

@@ -136,11 +136,20 @@ def file_cases(folder: Path, random: Random) -> Iterator[tuple[str, bytes, list[
     readers: dict[str, list[list[str]]] = {
         "plan.json": [["show", "given.json"], ["simulate", "given.json"]],
         "moving.json": [["simulate", "given.json"], ["export", "given.json", "--to", "perfetto"]],
-        "profile.json": [["show", "given.json"], ["plan", "given.json", "--cluster", "emulated:2x1GiB", *uniform]],
-        "cluster.json": [["show", "given.json"], ["plan", "profile.json", "--cluster", "given.json", *uniform]],
+        "profile.json": [
+            ["show", "given.json"],
+            ["plan", "given.json", "--cluster", "emulated:2x1GiB", *uniform],
+        ],
+        "cluster.json": [
+            ["show", "given.json"],
+            ["plan", "profile.json", "--cluster", "given.json", *uniform],
+        ],
         "program.json": [["show", "given.json"]],
         "trace.json": [["compare", "trace.json", "given.json"], ["report", "given.json", "-o", "page.html"]],
-        "cluster.toml": [["show", "given.toml"], ["plan", "profile.json", "--cluster", "given.toml", *uniform]],
+        "cluster.toml": [
+            ["show", "given.toml"],
+            ["plan", "profile.json", "--cluster", "given.toml", *uniform],
+        ],
         "checkpoints/step-00000004/manifest.json": [["checkpoint", "given"]],
         "checkpoints/step-00000004/worker-00001.safetensors": [["checkpoint", "given"]],
     }
@@ -157,7 +166,12 @@ def lines(random: Random) -> Iterator[list[str]]:
     commands: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
     while True:
         name = random.choice(list(commands))
-        options = [option for parameter in commands[name].params for option in parameter.opts if option.startswith("-")]
+        options = [
+            option
+            for parameter in commands[name].params
+            for option in parameter.opts
+            if option.startswith("-")
+        ]
         drawn = [random.choice(WORDS) for _ in range(random.randint(0, 3))]
         for _ in range(random.randint(0, 4)):
             drawn += [random.choice(options)] + [random.choice(WORDS)] * random.randint(0, 1)
@@ -210,13 +224,18 @@ def wrong(words: list[str], folder: Path, *, nbytes: int = 0) -> str:
     named = {os.path.normpath(word.partition("=")[2] or word) for word in words}
     named |= {f"{os.path.splitext(name)[0]}.html" for name in named}  # where a report goes
     named |= {"page.html"}
-    unasked = sorted(n for n in set(after) - set(before) if not {n, os.path.dirname(n)} & named)  # or in a new folder
+    unasked = sorted(
+        n for n in set(after) - set(before) if not {n, os.path.dirname(n)} & named
+    )  # or in a new folder
     took = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - most
     checks: tuple[tuple[Callable[[], bool], str], ...] = (
         (lambda: code not in CODES or "Traceback" in said, f"ends with {code}: {said[-300:]}"),
         (lambda: code not in (0, 4) and not said.startswith("pipefit: "), f"says {said[:300]!r}"),
         (lambda: "\x1b" in said, "writes to the terminal"),
-        (lambda: any(after.get(name) != digest for name, digest in before.items()), "changes a file that was there"),
+        (
+            lambda: any(after.get(name) != digest for name, digest in before.items()),
+            "changes a file that was there",
+        ),
         (lambda: bool(unasked), f"leaves {unasked}"),
         (lambda: took > 10 * nbytes + (64 << 20), f"takes {took >> 20} MiB for {nbytes} bytes"),
     )
@@ -255,7 +274,9 @@ def can_be_sent(words: list[str]) -> bool:
 def fuzz_processes(folder: Path, *, command_lines: int, seed: int) -> list[str]:
     """What goes wrong with so many command lines, each a process of its own, in a folder that has documents."""
     drawn = (words for words in lines(Random(seed)) if can_be_sent(words))
-    told = ((words, wrong_alone(words, folder)) for words, _ in zip(drawn, range(command_lines), strict=False))
+    told = (
+        (words, wrong_alone(words, folder)) for words, _ in zip(drawn, range(command_lines), strict=False)
+    )
     return [f"pipefit {words}, alone, {what}" for words, what in told if what]
 
 
@@ -263,7 +284,11 @@ def fuzz(folder: Path, *, files: int, command_lines: int, seed: int) -> list[str
     """What goes wrong with so many mutated files and command lines, in an empty folder, which is the current one."""
     random, found = Random(seed), list[str]()
     documents(folder)
-    for words in (["show", "plan.json"], ["checkpoint", "checkpoints"], ["report", "trace.json", "-o", "page.html"]):
+    for words in (
+        ["show", "plan.json"],
+        ["checkpoint", "checkpoints"],
+        ["report", "trace.json", "-o", "page.html"],
+    ):
         wrong(words, folder)  # what is imported once is imported
     for (name, content, readers), _ in zip(file_cases(folder, random), range(files), strict=False):
         given = folder / ("given" if "/" in name else f"given{Path(name).suffix}")

@@ -16,7 +16,9 @@ from pipefit.schema.cluster import Cluster
 def lend(arenas: Sequence[Arena], pipe: Connection) -> None:
     """Tell of these arenas; when asked, tell which of them hold something else than the zeros of the beginning."""
     torch.cuda.set_device(0)
-    memory = CudaMemory(Cluster.emulated((2, 1)), arenas, lambda number: torch.device("cuda", 0), CudaDriver())
+    memory = CudaMemory(
+        Cluster.emulated((2, 1)), arenas, lambda number: torch.device("cuda", 0), CudaDriver()
+    )
     told = [memory.lend(arena)[0] for arena in arenas]
     lent = [slots[0].owner for slots in map(memory.borrow, arenas, told)]
     for tensor in lent:

@@ -60,7 +60,9 @@ def profiled(name: str) -> ModelProfile:
 def plan_of_grids(name: str, grids: str) -> Plan:
     edges, degrees, shard, schedule, kinds, updated = (GRIDS | ENDLESS)[grids]
     plan = grid_plan(profiled(name), edges, degrees, schedule=schedule)
-    stages = (replace(s, grid=replace(s.grid, shard=shard if s.grid.data > 1 else "none")) for s in plan.stages)
+    stages = (
+        replace(s, grid=replace(s.grid, shard=shard if s.grid.data > 1 else "none")) for s in plan.stages
+    )
     decisions = [away(n, s.start, s.stop, kind=kind) for n, s in enumerate(plan.stages) for kind in kinds]
     decisions += [away(n, s.start, s.stop, What.UPDATE) for n, s in enumerate(plan.stages) if updated]
     return replace(plan, stages=tuple(stages), decisions=tuple(decisions))

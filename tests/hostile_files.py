@@ -53,7 +53,9 @@ def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str |
     """Every place in a document once, looking only into the first element of a list."""
     if path:
         yield path
-    inner = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    inner = (
+        value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    )
     for key, part in inner:
         yield from places(part, (*path, key))
 
@@ -131,7 +133,9 @@ def main(folder: Path, size: int, every: int) -> None:
             for kind, value in values.items():
                 if number % every == 0 or (kind, path[-1]) == ("pairs", "tensors"):  # where pairs are valid
                     target.write_text(damaged(text, path, value))
-                    print(json.dumps({"damage": f"{source.name} {path} {kind}", **measured(target)}), flush=True)
+                    print(
+                        json.dumps({"damage": f"{source.name} {path} {kind}", **measured(target)}), flush=True
+                    )
 
 
 if __name__ == "__main__":

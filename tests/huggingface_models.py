@@ -7,7 +7,12 @@ from typing import Any
 Settings = dict[str, Any]
 
 WORDS = 64
-SMALL: Settings = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "num_hidden_layers": 3}
+SMALL: Settings = {
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+}
 TEXT: Settings = {"vocab_size": WORDS, "max_position_embeddings": 32}
 STILL: Settings = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 BOTH_SIDES: Settings = {

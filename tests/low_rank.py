@@ -37,7 +37,9 @@ class Product(torch.autograd.Function):
     """Inputs times weights of four bits, which are unpacked for the forward and again for the backward."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, packed: Tensor, scales: Tensor, levels: Tensor, shape: Any) -> Tensor:
+    def forward(
+        ctx: Any, inputs: Tensor, packed: Tensor, scales: Tensor, levels: Tensor, shape: Any
+    ) -> Tensor:
         """Saves the packed weights alone."""
         ctx.save_for_backward(packed, scales, levels)
         ctx.shape = shape

@@ -27,7 +27,9 @@ TASK = Fingerprint(
     precision="float32", optimizer="AdamW", options=("weight_decay=1",), groups="",
 )  # fmt: skip
 
-OWNER = Owner(training="a" * 32, run="b" * 32, host="here", pid=7, started_seconds=1.7e9, plan="a model on devices")
+OWNER = Owner(
+    training="a" * 32, run="b" * 32, host="here", pid=7, started_seconds=1.7e9, plan="a model on devices"
+)
 
 
 def tensors_of(rank: int) -> dict[str, Tensor]:
@@ -60,7 +62,9 @@ def part_of(partial: Path, rank: int) -> Part:
         stages=(TrainedStage(start=rank, stop=rank + 1, device=rank, batches=5),),
         groups=(
             GroupSettings(
-                parameters=(f"{rank}.weight",), options={"lr": 0.1, "betas": (0.9, 0.95)}, scheduled={"base_lrs": 0.1}
+                parameters=(f"{rank}.weight",),
+                options={"lr": 0.1, "betas": (0.9, 0.95)},
+                scheduled={"base_lrs": 0.1},
             ),
         ),
         numbers=(ParameterNumbers(name=f"{rank}.weight", values={"updates": 5}),),

@@ -121,8 +121,12 @@ def layer(
         forward_peak_bytes=sum(storages) + scratch_bytes,
         checkpoint_peak_bytes=sum(storages) if checkpoint_peak_bytes is None else checkpoint_peak_bytes,
         mutates_inputs=mutates_inputs,
-        backward_first=(Span(peak_bytes=leaving + gradient_bytes + scratch_bytes),) if first is None else first,
-        backward_later=(Span(peak_bytes=leaving + gradient_bytes + scratch_bytes),) if later is None else later,
+        backward_first=(Span(peak_bytes=leaving + gradient_bytes + scratch_bytes),)
+        if first is None
+        else first,
+        backward_later=(Span(peak_bytes=leaving + gradient_bytes + scratch_bytes),)
+        if later is None
+        else later,
         gradient_bytes=gradient_bytes,
         input_gradients=input_gradients
         or tuple(GradientOrigin(kind="own" if v.requires_grad else "none") for v in inputs),
@@ -137,7 +141,9 @@ def layer(
     )
 
 
-def _saved(index: int, origin: Origin, storages: Sequence[int], inputs: Sequence[Value], lasting: bool) -> SavedTensor:
+def _saved(
+    index: int, origin: Origin, storages: Sequence[int], inputs: Sequence[Value], lasting: bool
+) -> SavedTensor:
     sizes = {"own": storages, "input": [v.nbytes for v in inputs]}.get(origin.kind)
     nbytes = sizes[origin.index] if sizes else 0
     return SavedTensor(index=index, nbytes=nbytes, dtype="uint8", origin=origin, lasting=lasting)
@@ -194,7 +200,9 @@ def block_sizes(rng: Random, layers: int, blocks: int) -> list[int]:
 
 def training(schedule: str = "1f1b", microbatches: int = 4, *, clip_norm: float | None = None) -> Training:
     """Microbatches of one sample."""
-    return Training(batch_size=microbatches, microbatches=microbatches, schedule=schedule, clip_norm=clip_norm)
+    return Training(
+        batch_size=microbatches, microbatches=microbatches, schedule=schedule, clip_norm=clip_norm
+    )
 
 
 def devices(*budgets: int) -> Cluster:
@@ -229,8 +237,14 @@ class Settings:
 def chain(rng: Random, like: Settings) -> Measurement:
     """Layers and a loss, drawn one after the other."""
     count = len(like.weights)
-    early = rng.choice((0.0, 0.5, 1.0)) if _odd(rng, like) else 0.0  # the part of the state that exists before a step
-    shared = tuple(_shared_parameter(rng, k, count, like.size, early) for k in range(like.shared)) if count > 1 else ()
+    early = (
+        rng.choice((0.0, 0.5, 1.0)) if _odd(rng, like) else 0.0
+    )  # the part of the state that exists before a step
+    shared = (
+        tuple(_shared_parameter(rng, k, count, like.size, early) for k in range(like.shared))
+        if count > 1
+        else ()
+    )
     boundaries = [_values(rng, width, like, given=k == 0) for k, width in enumerate(like.widths)]
     layers = [
         _layer(rng, like, k, ends, early, [s for s in shared if k in s.users])
@@ -246,7 +260,8 @@ def _knowing_unused(layers: Sequence[LayerCost], loss: LayerCost) -> tuple[list[
     for cost in (loss, *reversed(layers)):
         none = GradientOrigin(kind="none")
         origins = [
-            none if o.kind == "output" and not outputs[o.index].has_gradient else o for o in cost.input_gradients
+            none if o.kind == "output" and not outputs[o.index].has_gradient else o
+            for o in cost.input_gradients
         ]
         unused = [v.requires_grad and o.kind == "none" for v, o in zip(cost.inputs, origins, strict=True)]
         inputs = tuple(replace(v, unused=flag) for v, flag in zip(cost.inputs, unused, strict=True))
@@ -265,7 +280,9 @@ def _values(rng: Random, width: int, like: Settings, *, given: bool) -> tuple[Va
         return (value(width),)
     sizes = [rng.randrange(like.size), like.size // 2, width]  # the second often, so that values can pass by
     count = rng.randrange(1, 4) if _odd(rng, like) else 1
-    return tuple(value(rng.choice(sizes), requires_grad=not given and rng.random() < 0.75) for _ in range(count))
+    return tuple(
+        value(rng.choice(sizes), requires_grad=not given and rng.random() < 0.75) for _ in range(count)
+    )
 
 
 def _shared_parameter(rng: Random, number: int, count: int, size: int, early: float) -> SharedParameter:
@@ -314,7 +331,9 @@ def _layer(
     weight, state = like.weights[number], like.states[number]
     if like.odd:
         found = _odd_layer(rng, like, inputs, outputs, weight, state, early, shared, like.seconds[number])
-        return copied(found, [(s.name, s.copy_bytes, number in s.cast_only) for s in shared if number in s.copying])
+        return copied(
+            found, [(s.name, s.copy_bytes, number in s.cast_only) for s in shared if number in s.copying]
+        )
     if like.keeps:
         return _keeping_layer(inputs, outputs, weight, state)
     return layer(
@@ -328,7 +347,9 @@ def _layer(
     )
 
 
-def _keeping_layer(inputs: tuple[Value, ...], outputs: tuple[Value, ...], weight: int, state: int) -> LayerCost:
+def _keeping_layer(
+    inputs: tuple[Value, ...], outputs: tuple[Value, ...], weight: int, state: int
+) -> LayerCost:
     """A layer that saves its input and as much of its own; its passes need as much again, its update the gradient."""
     inward, outward = inputs[0].nbytes, outputs[0].nbytes
     spans = (2 * inward + outward, ()), (2 * inward, (0,))
@@ -375,7 +396,9 @@ def _odd_layer(
     elsewhere = [Origin(kind="parameter"), Origin(kind="constant")]
     origins = tuple(rng.choice(candidates + elsewhere * _odd(rng, like)) for _ in outputs)
     saved = [o for o in candidates + elsewhere if rng.random() < 0.5]
-    saved += rng.choices(saved, k=rng.randrange(3)) if saved and _odd(rng, like) else []  # another view of the same
+    saved += (
+        rng.choices(saved, k=rng.randrange(3)) if saved and _odd(rng, like) else []
+    )  # another view of the same
     parameters = _parameters(rng, like, weight, shared)
     learned = sum(p.nbytes for p in parameters if p.trainable)
     own_state = state if learned else 0
@@ -443,10 +466,14 @@ def _update(rng: Random, size: int) -> tuple[int, int]:
     return first, later
 
 
-def _parameters(rng: Random, like: Settings, weight: int, shared: Sequence[SharedParameter]) -> tuple[Parameter, ...]:
+def _parameters(
+    rng: Random, like: Settings, weight: int, shared: Sequence[SharedParameter]
+) -> tuple[Parameter, ...]:
     """A weight, or none, sometimes frozen or with a frozen one beside it; and those that other layers use too."""
     own = [parameter("weight", weight, trainable=not _odd(rng, like))] if weight else []
-    own += [parameter("frozen", rng.randrange(like.size), trainable=False)] if weight and _odd(rng, like) else []
+    own += (
+        [parameter("frozen", rng.randrange(like.size), trainable=False)] if weight and _odd(rng, like) else []
+    )
     return (*own, *(parameter(s.name, s.nbytes, trainable=s.gradient_bytes > 0) for s in shared))
 
 
@@ -558,7 +585,9 @@ def keeping(rng: Random, *, widths: Sequence[int], weights: Sequence[int]) -> Me
 def alike(count: int, *, size: int = 8) -> Measurement:
     """`count` layers that are all the same."""
     none, once = [0] * count, [1.0] * count
-    like = Settings(widths=[size] * (count + 1), weights=[3 * size] * count, states=none, scratch=none, seconds=once)
+    like = Settings(
+        widths=[size] * (count + 1), weights=[3 * size] * count, states=none, scratch=none, seconds=once
+    )
     return chain(Random(0), like)
 
 
@@ -580,7 +609,12 @@ def vgg_like(count: int = 30) -> Measurement:
 # ------------------------------------------------------------------ plans
 
 
-WHOLE_STAGES: tuple[Recompute, ...] = ("never", "stages", "except_last", "except_one")  # whole stages, or nothing
+WHOLE_STAGES: tuple[Recompute, ...] = (
+    "never",
+    "stages",
+    "except_last",
+    "except_one",
+)  # whole stages, or nothing
 
 
 def small_first(seed: int, *, largest: int) -> int:
@@ -594,7 +628,12 @@ def any_training(rng: Random) -> Training:
 
 
 def any_plan(
-    rng: Random, of: Measurement, how: Training, *, stages: int | None = None, recompute: Recompute | None = None
+    rng: Random,
+    of: Measurement,
+    how: Training,
+    *,
+    stages: int | None = None,
+    recompute: Recompute | None = None,
 ) -> Plan:
     """Any split of the layers over up to four devices, in any order, some of them unused, with any recomputation of
     whole stages unless told which.
@@ -616,13 +655,17 @@ def plan_of(
 ) -> Plan:
     """Stage s holds layers `edges[s]` to `edges[s + 1] - 1`, on device s or `order[s]`."""
     order = range(len(edges) - 1) if order is None else order
-    stages = tuple(Stage(start=a, stop=b, grid=Grid.of(d)) for (a, b), d in zip(pairwise(edges), order, strict=True))
+    stages = tuple(
+        Stage(start=a, stop=b, grid=Grid.of(d)) for (a, b), d in zip(pairwise(edges), order, strict=True)
+    )
     return Plan(
         profile=profile(of),
         cluster=devices(*[AMPLE] * (max(order) + 1)),
         training=how,
         stages=stages,
-        decisions=recompute_decisions(stages, range(len(of.layers) + 1), recompute, how.schedule, how.microbatches),
+        decisions=recompute_decisions(
+            stages, range(len(of.layers) + 1), recompute, how.schedule, how.microbatches
+        ),
     )
 
 
@@ -637,7 +680,9 @@ def any_runs(rng: Random, plan: Plan) -> tuple[Decision, ...]:
         which = Microbatches(taken=rng.randrange(1, every + 1), every=every, first=rng.randrange(every))
         run = Run(start=start, stop=stop)
         ahead = rng.choice((0, 0, 1, 2))
-        decisions.append(Decision(stage=number, subject=run, what=What.RECOMPUTE, microbatches=which, ahead=ahead))
+        decisions.append(
+            Decision(stage=number, subject=run, what=What.RECOMPUTE, microbatches=which, ahead=ahead)
+        )
     return tuple(decisions)
 
 

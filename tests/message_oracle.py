@@ -136,7 +136,9 @@ class _Oracle:
     def _members(self, start: Start) -> frozenset[int]:
         if start.word == "AGREE":
             return frozenset(range(len(self.placement)))
-        alike = (one for one in self.starts.values() if (one.word, one.subject) == (start.word, start.subject))
+        alike = (
+            one for one in self.starts.values() if (one.word, one.subject) == (start.word, start.subject)
+        )
         return frozenset(one.stage for one in alike)
 
     def _complete(self, met: dict[int, tuple[int, int]]) -> bool:

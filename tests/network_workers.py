@@ -37,7 +37,9 @@ def talk(rank: int, plan: Plan, store: str, pipe: Connection, by_way_of_the_host
     """
     torch.set_num_threads(1)
     world = len(plan.stages)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=PATIENCE)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=PATIENCE
+    )
     direct = connect(plan, lower(plan), torch.device("cpu"), PATIENCE)
     network = HostBuffers(direct) if by_way_of_the_host else direct
     total = torch.tensor([float(rank)])
@@ -45,13 +47,21 @@ def talk(rank: int, plan: Plan, store: str, pipe: Connection, by_way_of_the_host
     sums = [(agree, network.collect(agree, [total], plan.workers, here))]
     sent, received, handles = [], {}, []
     for microbatch in range(20):
-        for word, other in (("RECV_F", rank - 1), ("RECV_B", rank + 1), ("SEND_B", rank - 1), ("SEND_F", rank + 1)):
+        for word, other in (
+            ("RECV_F", rank - 1),
+            ("RECV_B", rank + 1),
+            ("SEND_B", rank - 1),
+            ("SEND_F", rank + 1),
+        ):
             if not 0 <= other < world:
                 continue
             action = parse_action(f"{rank}{word}{microbatch}")
             size = 100_000 if microbatch % 3 == 0 else 5
             if word.startswith("SEND"):
-                tensors = [torch.full((size,), what_is_sent(rank, word, microbatch)), torch.tensor([microbatch])]
+                tensors = [
+                    torch.full((size,), what_is_sent(rank, word, microbatch)),
+                    torch.tensor([microbatch]),
+                ]
                 sent.append(tensors)
             else:
                 tensors = [torch.zeros(size), torch.zeros(1, dtype=torch.int64)]
@@ -74,7 +84,11 @@ def _kept_bytes(network: Network, plan: Plan, rank: int) -> int:
     """What a meter counts of a sum and of messages to and from the next stages when they have been joined."""
     here = plan.stages[rank].device
     with Meter(here) as meter:
-        for text in (f"{rank}AGREE", *([f"{rank}SEND_F0"] if rank < 2 else []), *([f"{rank}RECV_F0"] if rank else [])):
+        for text in (
+            f"{rank}AGREE",
+            *([f"{rank}SEND_F0"] if rank < 2 else []),
+            *([f"{rank}RECV_F0"] if rank else []),
+        ):
             tensors, action = [torch.ones(36)], parse_action(text)
             if text.endswith("AGREE"):
                 handle = network.collect(action, tensors, plan.workers, here)
@@ -165,7 +179,9 @@ def join_late(flags: Path, worker: str) -> None:
         mock.patch.object(dist, "init_process_group", joins).start()
 
 
-if __name__ == "__main__":  # FLAGS SCRIPT ARGUMENTS...: a script that torchrun starts, with workers that are late
+if (
+    __name__ == "__main__"
+):  # FLAGS SCRIPT ARGUMENTS...: a script that torchrun starts, with workers that are late
     join_late(Path(sys.argv[1]), f"torchrun-worker-{os.environ['RANK']}")
     del sys.argv[:2]
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -92,7 +92,9 @@ KINDS: dict[str, Kind] = {
     "two views": fork(lambda m, x: (x, x.view(x.shape))),
     "bent": fork(lambda m, x: (torch.tanh(x), x)),
     "halves": fork(lambda m, x: tuple(m(x).chunk(2, -1)), lambda: linear(2 * WIDTH)),
-    "copied halves": fork(lambda m, x: tuple(h.contiguous() for h in m(x).chunk(2, -1)), lambda: linear(2 * WIDTH)),
+    "copied halves": fork(
+        lambda m, x: tuple(h.contiguous() for h in m(x).chunk(2, -1)), lambda: linear(2 * WIDTH)
+    ),
     "mask": fork(lambda m, x: (x, (x.detach() > 0).float())),
     "detached": fork(lambda m, x: (x, x.detach().clone())),
     "sum": join(lambda m, x, y: x + y),

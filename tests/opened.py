@@ -36,7 +36,9 @@ class Opened:
         """Open a file, and wait for its script to be ready."""
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self.ask(
+            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False
+        )
         for domain in ("Runtime", "Log", "Page"):
             self.ask(f"{domain}.enable")
         self.ask("Performance.enable", timeDomain="threadTicks")
@@ -95,7 +97,10 @@ class Opened:
                 "params": {"type": "error" | "warning" | "assert", "args": args},
             }:
                 self.complaints.append(str(args))
-            case {"method": "Log.entryAdded", "params": {"entry": {"level": "error" | "warning", "text": text}}}:
+            case {
+                "method": "Log.entryAdded",
+                "params": {"entry": {"level": "error" | "warning", "text": text}},
+            }:
                 self.complaints.append(text)
 
 

@@ -47,7 +47,9 @@ def function(call: Callable[..., object], *shapes: tuple[int, ...], dtype: torch
 
 def backward(out: object) -> None:
     """From all results that need it, with dense gradients."""
-    results = [r for r in (out if isinstance(out, tuple) else (out,)) if isinstance(r, Tensor) and r.requires_grad]
+    results = [
+        r for r in (out if isinstance(out, tuple) else (out,)) if isinstance(r, Tensor) and r.requires_grad
+    ]
     if results:
         torch.autograd.backward(results, [torch.ones_like(result) for result in results])
 
@@ -118,7 +120,9 @@ def optimizer(make: Callable[..., torch.optim.Optimizer]) -> Run:
 
 def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention written out."""
-    scores = (q @ k.transpose(-1, -2) * 0.3).masked_fill(torch.ones(q.shape[-2], q.shape[-2]).triu(1) > 0, -1e9)
+    scores = (q @ k.transpose(-1, -2) * 0.3).masked_fill(
+        torch.ones(q.shape[-2], q.shape[-2]).triu(1) > 0, -1e9
+    )
     return F.dropout(scores.softmax(-1), 0.1) @ v
 
 
@@ -281,7 +285,9 @@ OTHERS: dict[str, Run] = {
     **{f"bag, {mode}": embedding_bag(mode) for mode in ("sum", "mean")},
     "fold": function(lambda x: F.fold(x, (6, 6), 3), (2, 18, 16)),
     "linear interpolation": function(lambda x: F.interpolate(x, scale_factor=2, mode="linear"), (2, 3, 9)),
-    "trilinear interpolation": function(lambda x: F.interpolate(x, size=4, mode="trilinear"), (1, 2, 3, 3, 3)),
+    "trilinear interpolation": function(
+        lambda x: F.interpolate(x, size=4, mode="trilinear"), (1, 2, 3, 3, 3)
+    ),
     "glu": function(F.glu, (6, 20)),
     "scattered": function(
         lambda x: x.detach().scatter_add(0, torch.zeros(3, 5, dtype=torch.long), x[:3].detach()), (6, 5)
@@ -304,7 +310,9 @@ OTHERS: dict[str, Run] = {
 QUANTISATION: dict[str, Run] = {
     "one scale": function(lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -128, 127), MATRIX),
     "one scale as a tensor": function(
-        lambda x: torch.fake_quantize_per_tensor_affine(x, torch.ones(1), torch.zeros(1, dtype=torch.int), 0, 255),
+        lambda x: torch.fake_quantize_per_tensor_affine(
+            x, torch.ones(1), torch.zeros(1, dtype=torch.int), 0, 255
+        ),
         MATRIX,
     ),
     "a scale for each column": function(
@@ -314,7 +322,9 @@ QUANTISATION: dict[str, Run] = {
         MATRIX,
     ),
     "a scale that is learnt": function(
-        lambda x, scale: torch._fake_quantize_learnable_per_tensor_affine(x, scale, torch.zeros(1), 0, 255, 1.0),
+        lambda x, scale: torch._fake_quantize_learnable_per_tensor_affine(
+            x, scale, torch.zeros(1), 0, 255, 1.0
+        ),
         MATRIX,
         (1,),
     ),
@@ -347,7 +357,11 @@ COMPLEX: dict[str, Run] = {
         ("linear", F.linear, ((6, 70), (40, 70), (40,))),
         ("linear in three dimensions", lambda x, w: F.linear(x, w.conj()), ((2, 6, 70), (40, 70))),
         ("einsum of modes", partial(torch.einsum, "bix,iox->box"), ((4, 6, 9), (6, 8, 9))),
-        ("einsum of modes in a plane", partial(torch.einsum, "bixy,ioxy->boxy"), ((2, 6, 5, 4), (6, 8, 5, 4))),
+        (
+            "einsum of modes in a plane",
+            partial(torch.einsum, "bixy,ioxy->boxy"),
+            ((2, 6, 5, 4), (6, 8, 5, 4)),
+        ),
         ("outer product", lambda a, b: torch.outer(a, b.conj()), ((70,), (50,))),
         ("product with a conjugate", lambda a, b: a * b.conj() + a.conj(), (MATRIX, MATRIX)),
         ("numbers", lambda a: (a * 2 + 1j) / 3, (MATRIX,)),
@@ -358,7 +372,11 @@ COMPLEX: dict[str, Run] = {
         ("view as real", lambda a: torch.view_as_real(a) * 2, (MATRIX,)),
         ("view of pairs as complex", lambda a: torch.view_as_complex(torch.view_as_real(a) * 2), (MATRIX,)),
         ("conjugated in memory", lambda a: (a.conj_physical(), a.conj().resolve_conj()), (MATRIX,)),
-        ("negated in memory", lambda a: torch._neg_view(a).resolve_neg() + a.conj().imag.resolve_neg(), (MATRIX,)),
+        (
+            "negated in memory",
+            lambda a: torch._neg_view(a).resolve_neg() + a.conj().imag.resolve_neg(),
+            (MATRIX,),
+        ),
         ("exponential", lambda a: torch.exp(a) + torch.sqrt(a), (MATRIX,)),
         ("joined", lambda a, b: torch.cat((a, b.conj())), (MATRIX, MATRIX)),
         ("copied", lambda a: a.conj().contiguous().t().contiguous() + a.conj().clone().t(), (MATRIX,)),

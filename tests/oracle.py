@@ -101,5 +101,9 @@ def _changes(observed: profile, device: int) -> list[int]:
     events = observed.profiler.kineto_results.events()  # type: ignore[union-attr]
     ranges = sorted((e.start_ns(), e.end_ns()) for e in events if e.name() == f"device:{device}")
     starts = [start for start, _ in ranges]
-    memory = sorted(((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"), key=lambda event: event[0])
-    return [nbytes for at, nbytes in memory if (k := bisect_right(starts, at) - 1) >= 0 and at <= ranges[k][1]]
+    memory = sorted(
+        ((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"), key=lambda event: event[0]
+    )
+    return [
+        nbytes for at, nbytes in memory if (k := bisect_right(starts, at) - 1) >= 0 and at <= ranges[k][1]
+    ]

@@ -30,7 +30,18 @@ STANDS_ON = (
 LINUX = ("memfd_create", "sched_getaffinity", "sched_setaffinity", "posix_fadvise", "O_DIRECT")
 POSIX = {
     os: (
-        *("fork", "pread", "preadv", "pwrite", "pwritev", "posix_spawn", "sysconf", "statvfs", "getuid", "geteuid"),
+        *(
+            "fork",
+            "pread",
+            "preadv",
+            "pwrite",
+            "pwritev",
+            "posix_spawn",
+            "sysconf",
+            "statvfs",
+            "getuid",
+            "geteuid",
+        ),
         *("O_CLOEXEC", "O_DIRECTORY", "O_NOFOLLOW", "killpg", "getpgid", "WNOHANG", "register_at_fork"),
     ),
     signal: ("SIGHUP", "SIGQUIT", "SIGKILL", "SIGUSR1", "SIGCHLD", "SIGALRM", "SIGPIPE", "pthread_sigmask"),

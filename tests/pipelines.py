@@ -75,7 +75,9 @@ def make_loss(outputs: Sequence[Value], *, target_bytes: int = 4) -> LayerCost:
     )
 
 
-def chain_profile(costs: Sequence[LayerCost], *, microbatch_size: int = 1, target_bytes: int = 4) -> ModelProfile:
+def chain_profile(
+    costs: Sequence[LayerCost], *, microbatch_size: int = 1, target_bytes: int = 4
+) -> ModelProfile:
     """The profile of these layers, one after the other; equal ones share a kind."""
     loss = make_loss(costs[-1].outputs, target_bytes=target_bytes)
     return profile(measurement(costs, loss, microbatch_size=microbatch_size))
@@ -100,7 +102,10 @@ def make_cluster(
     hosts: int = 1,
 ) -> Cluster:
     """Equal devices on one host. Without `links`, a switch joins them all, by default in no time."""
-    members = (*(f"device{number}" for number in range(devices)), *(f"host{number}" for number in range(hosts)))
+    members = (
+        *(f"device{number}" for number in range(devices)),
+        *(f"host{number}" for number in range(hosts)),
+    )
     switch = Link.between(*members, bytes_per_second=bytes_per_second, latency_seconds=latency_seconds)
     return Cluster(
         name="synthetic",
@@ -143,7 +148,9 @@ def make_plan(
     )
 
 
-def offload_all(plan: Plan, *, place: str = "host", tensor: int = 0, stages: Sequence[int] | None = None) -> Program:
+def offload_all(
+    plan: Plan, *, place: str = "host", tensor: int = 0, stages: Sequence[int] | None = None
+) -> Program:
     """The plan's program in segments of one layer, each of which moves one saved tensor away and has it back in time.
 
     `stages` are those that do so, by default all.
@@ -158,7 +165,9 @@ def offload_all(plan: Plan, *, place: str = "host", tensor: int = 0, stages: Seq
                 moved
                 for action in actions
                 for moved in (
-                    _moved(action, plan.stages[action.stage], place, tensor) if action.stage in moving else [action]
+                    _moved(action, plan.stages[action.stage], place, tensor)
+                    if action.stage in moving
+                    else [action]
                 )
             )
             for actions in program.actions
@@ -169,7 +178,9 @@ def offload_all(plan: Plan, *, place: str = "host", tensor: int = 0, stages: Seq
 def lent(simulation: Simulation) -> list[tuple[int, ...]]:
     """What devices lend to each other: lender, borrower, slots and bytes of a slot."""
     return [
-        (arena.lender.number or 0, *arena[1:]) for arena in simulation.arenas if arena.lender.kind is MemberKind.DEVICE
+        (arena.lender.number or 0, *arena[1:])
+        for arena in simulation.arenas
+        if arena.lender.kind is MemberKind.DEVICE
     ]
 
 
@@ -177,7 +188,11 @@ def _moved(action: Action, stage: Stage, place: str, tensor: int) -> Iterator[Ac
     layers = range(stage.start, stage.stop)
     moves = {
         layer: Action(
-            Kind.OFFLOAD, action.stage, action.microbatch, subject=Subject(layer, tensor), place=parse_place(place)
+            Kind.OFFLOAD,
+            action.stage,
+            action.microbatch,
+            subject=Subject(layer, tensor),
+            place=parse_place(place),
         )
         for layer in layers
     }

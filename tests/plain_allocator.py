@@ -24,8 +24,12 @@ class Plain:
     large: int = 20 * MIB
     capacity: int = 1 << 60
     taken: int = 0
-    segments: list[tuple[int, bool, int]] = field(default_factory=list)  # size, small, stream; (0, ...) when given back
-    tensors: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)  # by name: segment, start, end, bytes
+    segments: list[tuple[int, bool, int]] = field(
+        default_factory=list
+    )  # size, small, stream; (0, ...) when given back
+    tensors: dict[int, tuple[int, int, int, int]] = field(
+        default_factory=dict
+    )  # by name: segment, start, end, bytes
     peak: int = 0
 
     @property
@@ -113,10 +117,14 @@ class Pages:
         page = 2 * MIB if small else self.large
         last = round_up(self.capacity + self.capacity // 8, page)
         mine = [
-            (start, end) for kind, whose, start, end, _ in self.tensors.values() if (kind, whose) == (small, stream)
+            (start, end)
+            for kind, whose, start, end, _ in self.tensors.values()
+            if (kind, whose) == (small, stream)
         ]
         known = {number * page for kind, whose, number in self.pages if (kind, whose) == (small, stream)}
-        edges = sorted({0, last, *known, *(k + page for k in known), *(edge for span in mine for edge in span)})
+        edges = sorted(
+            {0, last, *known, *(k + page for k in known), *(edge for span in mine for edge in span)}
+        )
         found: list[tuple[int, int, bool]] = []
         for start, stop in itertools.pairwise(edges):
             if any(a <= start < b for a, b in mine):
@@ -152,7 +160,9 @@ class Pages:
         """The lowest address with room for `size`, on pages that all have memory from now on."""
         page = 2 * MIB if small else self.large
         start = self.lowest(self.runs(small, stream), size)
-        wanted = {(small, stream, n) for n in range(start // page, (start + size - 1) // page + 1)} - self.pages
+        wanted = {
+            (small, stream, n) for n in range(start // page, (start + size - 1) // page + 1)
+        } - self.pages
         if self.taken + self.reserved + len(wanted) * page > self.capacity:
             raise MemoryError
         self.pages |= wanted
@@ -167,7 +177,11 @@ class Pages:
                 continue
             first = place - 1 if place and runs[place - 1][1] == runs[place][0] else place
             last = first
-            while runs[last][1] - runs[first][0] < size and last + 1 < len(runs) and runs[last][1] == runs[last + 1][0]:
+            while (
+                runs[last][1] - runs[first][0] < size
+                and last + 1 < len(runs)
+                and runs[last][1] == runs[last + 1][0]
+            ):
                 last += 1
             if runs[last][1] - runs[first][0] >= size:
                 return runs[first][0]

@@ -125,11 +125,16 @@ class _Played:
             if start is not None:
                 under_way[word] = self._start(device, start)
             elif word.replace("WAIT_", "") in under_way:
-                self.call("cudaStreamWaitEvent", self._stream(device), under_way.pop(word.replace("WAIT_", "")), 0)
+                self.call(
+                    "cudaStreamWaitEvent", self._stream(device), under_way.pop(word.replace("WAIT_", "")), 0
+                )
 
     def _start(self, device: int, start: Operation) -> c_void_p:
         """An operation behind what the device has queued; the event behind it."""
-        stream, mine = self._stream((start.line, device)), self.communicators[start.line][start.ends.index(device)]
+        stream, mine = (
+            self._stream((start.line, device)),
+            self.communicators[start.line][start.ends.index(device)],
+        )
         self.call("cudaStreamWaitEvent", stream, self._recorded(self._stream(device)), 0)
         number = self.numbers[start.content]
         given, found = c_float(number), c_float(-1.0)

@@ -253,7 +253,9 @@ PRETRAINED: dict[str, Pretrained] = {
         language,
     ),
     "gpt-oss": Pretrained(
-        "GptOssForCausalLM", {**_LLAMA, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}, language
+        "GptOssForCausalLM",
+        {**_LLAMA, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+        language,
     ),
     "deepseek": Pretrained(
         "DeepseekV3ForCausalLM",

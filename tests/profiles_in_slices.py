@@ -23,8 +23,12 @@ def resized(made: Measurement, samples: int) -> Measurement:
     def values(ones: tuple[Value, ...]) -> tuple[Value, ...]:
         return tuple(map(value, ones))
 
-    kinds = tuple(replace(kind, inputs=values(kind.inputs), outputs=values(kind.outputs)) for kind in made.kinds)
-    return replace(made, kinds=kinds, loss=replace(made.loss, inputs=values(made.loss.inputs)), microbatch_size=samples)
+    kinds = tuple(
+        replace(kind, inputs=values(kind.inputs), outputs=values(kind.outputs)) for kind in made.kinds
+    )
+    return replace(
+        made, kinds=kinds, loss=replace(made.loss, inputs=values(made.loss.inputs)), microbatch_size=samples
+    )
 
 
 def gridded(
@@ -49,7 +53,10 @@ def gridded(
         profile=replace(profile, measurements=tuple(resized(alone, size) for size in sizes)),
         cluster=make_cluster(sum(degrees), **links),
         training=Training(
-            batch_size=samples * microbatches, microbatches=microbatches, schedule=schedule, clip_norm=clip_norm
+            batch_size=samples * microbatches,
+            microbatches=microbatches,
+            schedule=schedule,
+            clip_norm=clip_norm,
         ),
         stages=tuple(
             Stage(start=n, stop=n + 1, grid=Grid(devices=tuple(range(first, first + degree)), data=degree))

@@ -44,16 +44,22 @@ HAPPENS: dict[str, Callable[[], object]] = {
     "RecursionError: maximum recursion depth": _recurse,
     "ExceptionGroup: several": lambda: _raise(ExceptionGroup("several", [ValueError(1), TypeError(2)])),
     "BrokenPipeError: [Errno 32]": lambda: _raise(BrokenPipeError(32, "Broken pipe")),
-    "OSError: [Errno 24] Too many open files; a process may open": lambda: _raise(OSError(24, "Too many open files")),
+    "OSError: [Errno 24] Too many open files; a process may open": lambda: _raise(
+        OSError(24, "Too many open files")
+    ),
     "KeyboardInterrupt": lambda: _raise(KeyboardInterrupt()),
     "SystemExit: 0": lambda: sys.exit(0),
     "GeneratorExit": lambda: _raise(GeneratorExit()),
-    "BaseExceptionGroup: all": lambda: _raise(BaseExceptionGroup("all", [KeyboardInterrupt(), ValueError(1)])),
+    "BaseExceptionGroup: all": lambda: _raise(
+        BaseExceptionGroup("all", [KeyboardInterrupt(), ValueError(1)])
+    ),
     "its process exited with code 3": lambda: os._exit(3),
     "its process exited with code 255": lambda: os._exit(255),
     "killed by signal 11 (Segmentation fault)": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "ran out of memory": lambda: _raise(MemoryError()),
-    "ran out of memory ": lambda: _raise(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")),
+    "ran out of memory ": lambda: _raise(
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")
+    ),
 }
 
 

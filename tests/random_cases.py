@@ -45,8 +45,12 @@ class Case:
         settings = " ".join(f"{key}={value}" for key, value in self.settings.items())
         split = "-".join(map(str, self.plan.split))
         batch = f"{training.microbatches}x{training.microbatch_size}"
-        devices = "" if len(self.plan.ranks) == len(self.plan.stages) else f" on {len(self.plan.ranks)} devices"
-        decisions = "".join(f"; {one} of microbatches {tuple(one.microbatches)}" for one in self.plan.decisions)
+        devices = (
+            "" if len(self.plan.ranks) == len(self.plan.stages) else f" on {len(self.plan.ranks)} devices"
+        )
+        decisions = "".join(
+            f"; {one} of microbatches {tuple(one.microbatches)}" for one in self.plan.decisions
+        )
         return f"{self.name} {settings} {batch} {training.schedule} {split}{devices}{decisions}"
 
 
@@ -138,20 +142,27 @@ def random_decisions(plan: Plan, rng: Random) -> tuple[Decision, ...]:
         which = Microbatches(taken=rng.randint(1, every), every=every, first=rng.randrange(every))
         subject = Run(start=start, stop=stop)
         ahead = rng.choice([0, 0, 1, 2])
-        runs.append(Decision(stage=number, subject=subject, what=What.RECOMPUTE, microbatches=which, ahead=ahead))
+        runs.append(
+            Decision(stage=number, subject=subject, what=What.RECOMPUTE, microbatches=which, ahead=ahead)
+        )
     return tuple(runs)
 
 
 def cuts_a_shared_parameter(plan: Plan, stage: Stage, start: int, stop: int) -> bool:
     """Whether recomputing layers `start` to `stop - 1` puts users of one parameter into two pieces of the stage."""
     pieces = ((stage.start, start), (start, stop), (stop, stage.stop))
-    return any(sum(any(a <= user < b for user in one.users) for a, b in pieces) > 1 for one in plan.measurement.shared)
+    return any(
+        sum(any(a <= user < b for user in one.users) for a, b in pieces) > 1
+        for one in plan.measurement.shared
+    )
 
 
 def _holds_copies_apart(found: ModelProfile, stages: tuple[Stage, ...]) -> bool:
     """Whether no device has two stages that share a parameter."""
     for shared in found.measurements[0].shared:
-        holders = [stage.device for stage in stages if any(stage.start <= user < stage.stop for user in shared.users)]
+        holders = [
+            stage.device for stage in stages if any(stage.start <= user < stage.stop for user in shared.users)
+        ]
         if len(set(holders)) != len(holders):
             return False
     return True

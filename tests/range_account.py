@@ -18,7 +18,9 @@ class Moment(NamedTuple):
     after_bytes: int
 
 
-def range_account(measurement: Measurement, start: int, stop: int, *, microbatches: int = 1) -> dict[str, int]:
+def range_account(
+    measurement: Measurement, start: int, stop: int, *, microbatches: int = 1
+) -> dict[str, int]:
     """What layers `start` to `stop - 1` cost as a stage, by the names of the closed forms' `Band`.
 
     Each number is the difference that one action makes, in a step without recomputation or one with it.
@@ -74,7 +76,10 @@ def _actions(
             yield "receive" + suffix, do(Kind.RECV_FORWARD, microbatch) if start else Moment(0, 0)
             yield "load" + suffix, do(Kind.LOAD, microbatch)
             arrived = device.level
-            yield ("N" if again else "F") + suffix, do(Kind.FORWARD_ONLY if again else Kind.FORWARD, microbatch)
+            yield (
+                ("N" if again else "F") + suffix,
+                do(Kind.FORWARD_ONLY if again else Kind.FORWARD, microbatch),
+            )
             yield "WAIT_SEND_F" + suffix, do(Kind.SEND_FORWARD, microbatch, wait=True)
             if again:
                 yield "R" + suffix, do(Kind.RECOMPUTE, microbatch)

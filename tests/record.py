@@ -63,7 +63,10 @@ SHOTS = (
 def recorded(shots: tuple[Shot, ...] = SHOTS) -> str:
     """The page: every command with what it prints, in a folder of its own and on a terminal of 80 columns."""
     with tempfile.TemporaryDirectory() as folder:
-        parts = [_HEAD, *(f"{shot.why}\n\n```text\n$ {shot.line}\n{_shown(shot, folder)}\n```\n" for shot in shots)]
+        parts = [
+            _HEAD,
+            *(f"{shot.why}\n\n```text\n$ {shot.line}\n{_shown(shot, folder)}\n```\n" for shot in shots),
+        ]
     return "\n".join(parts)
 
 

@@ -91,7 +91,10 @@ def replayed(
                 value = _forward(stages, used, x, (seed, step, microbatch))
                 slices = stages[-1].slices
                 seed_layer(CPU, seed, step, microbatch * slices, len(chain))
-                loss = sum(task.loss(*one) for one in zip(value.chunk(slices), y.chunk(slices), strict=True)) / slices
+                loss = (
+                    sum(task.loss(*one) for one in zip(value.chunk(slices), y.chunk(slices), strict=True))
+                    / slices
+                )
             share = 1.0 if alone else len(y) / sum(len(other) for _, other in parts)
             loss.backward(torch.full((), share, dtype=loss.dtype))
             losses.append(loss.item())
@@ -109,7 +112,9 @@ def _parts(batch: tuple[Any, Any], size: int) -> Iterator[tuple[Any, Tensor]]:
     if isinstance(inputs, Tensor):
         yield from zip(inputs.split(size), targets.split(size), strict=True)
     else:
-        yield from zip(zip(*(part.split(size) for part in inputs), strict=True), targets.split(size), strict=True)
+        yield from zip(
+            zip(*(part.split(size) for part in inputs), strict=True), targets.split(size), strict=True
+        )
 
 
 def _forward(
@@ -119,7 +124,8 @@ def _forward(
     for stage, weights in zip(stages, used, strict=True):
         parts = value.chunk(stage.slices) if stage.slices > 1 else [value]
         found = [
-            _through(stage, weights, part, (*draws[:2], draws[2] * stage.slices + n)) for n, part in enumerate(parts)
+            _through(stage, weights, part, (*draws[:2], draws[2] * stage.slices + n))
+            for n, part in enumerate(parts)
         ]
         value = torch.cat(found) if stage.slices > 1 else found[0]
     return value

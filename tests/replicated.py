@@ -99,7 +99,13 @@ def precise(precision: Precision) -> Task:
 def plain_layers() -> nn.Sequential:
     """Layers in float64 without draws or statistics."""
     return nn.Sequential(
-        *(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4))
+        *(
+            nn.Linear(WIDTH, WIDTH),
+            nn.Tanh(),
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, 4),
+        )
     ).double()
 
 

@@ -169,7 +169,9 @@ def batches_of(name: str) -> list[tuple[Tensor, Tensor]]:
 
 def trainer_for(name: str, plan: Plan, seed: int = 3) -> Trainer:
     """A trainer of a feature's task."""
-    return Trainer(FEATURES[name].task(), plan, seed=seed, accumulate=FEATURES[name].accumulate, numbers=False)
+    return Trainer(
+        FEATURES[name].task(), plan, seed=seed, accumulate=FEATURES[name].accumulate, numbers=False
+    )
 
 
 def kept(trainer: Trainer) -> dict[str, Tensor]:
@@ -177,7 +179,9 @@ def kept(trainer: Trainer) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.state_dict(optimizer=True).items()}
 
 
-def broken(name: str, before: Plan, after: Plan, directory: Path) -> tuple[list[float], dict[str, Tensor], Trainer]:
+def broken(
+    name: str, before: Plan, after: Plan, directory: Path
+) -> tuple[list[float], dict[str, Tensor], Trainer]:
     """Training with a break: half of the steps under one plan, and the others by a new trainer under another one."""
     batches, first = batches_of(name), trainer_for(name, before)
     losses = [first.step(batch) for batch in batches[:SAVED]]
@@ -190,7 +194,9 @@ def broken(name: str, before: Plan, after: Plan, directory: Path) -> tuple[list[
     return [loss for loss in losses if loss == loss], kept(second), second
 
 
-def unbroken(name: str, plan: Plan, directory: Path | None = None) -> tuple[list[float], dict[str, Tensor], Trainer]:
+def unbroken(
+    name: str, plan: Plan, directory: Path | None = None
+) -> tuple[list[float], dict[str, Tensor], Trainer]:
     """The same training without a break; it saves at the same step if `directory` is given."""
     trainer, losses = trainer_for(name, plan), []
     for step, batch in enumerate(batches_of(name)):

@@ -82,7 +82,9 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm_1(x)).chunk(3, -1))
+        q, k, v = (
+            t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm_1(x)).chunk(3, -1)
+        )
         y = self.dropout(F.softmax(q @ k.transpose(-1, -2), -1)) @ v
         x = x + self.dropout(self.out(y.transpose(1, 2).reshape(x.shape)))
         h = self.up(self.norm_2(x))
@@ -112,7 +114,10 @@ class First(nn.Module):
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "cnn": (cnn, (8, 3, 32, 32)),
     "gpt": (lambda: Block(64, 4, 0.1), (2, 16, 64)),
-    "attention": (lambda: First(nn.MultiheadAttention(64, 4, dropout=0.1, batch_first=True), times=3), (2, 16, 64)),
+    "attention": (
+        lambda: First(nn.MultiheadAttention(64, 4, dropout=0.1, batch_first=True), times=3),
+        (2, 16, 64),
+    ),
     "encoder": (
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 2),
         (2, 16, 64),

@@ -224,7 +224,9 @@ class Plain:
         trained = {name: parameter for name, parameter in names.items() if parameter.requires_grad}
         self.masters = {name: nn.Parameter(parameter.detach().float()) for name, parameter in trained.items()}
         self.worked_on = self.masters if task.master_weights else trained
-        groups = [{"params": [self.worked_on[name]], **self._options(name, trained[name])} for name in trained]
+        groups = [
+            {"params": [self.worked_on[name]], **self._options(name, trained[name])} for name in trained
+        ]
         self.optimizer = task.optimizer(groups)
 
     def _options(self, name: str, parameter: nn.Parameter) -> dict[str, Any]:

@@ -15,7 +15,14 @@ from torch.utils import _pytree as pytree
 from pipefit.capture import Task, capture
 from pipefit.capture.exporting import arguments, the_loss
 from pipefit.capture.random_state import seed_torch
-from pipefit.tensor_parallel import LockstepCollectives, Prices, ShardedStage, assembled, in_lockstep, shard_stage
+from pipefit.tensor_parallel import (
+    LockstepCollectives,
+    Prices,
+    ShardedStage,
+    assembled,
+    in_lockstep,
+    shard_stage,
+)
 
 CHEAP = Prices(stored=1.0)  # so that tiny models are divided wherever they can be
 DEAR = Prices(stored=0.01)
@@ -51,17 +58,25 @@ class Case:
         """The module itself, without anything of pipefit."""
         module = copy.deepcopy(self.module)
         seed_torch(1, target="cpu")
-        args, kwargs = arguments(self.inputs) if not isinstance(module, nn.Sequential) else ((self.inputs,), {})
+        args, kwargs = (
+            arguments(self.inputs) if not isinstance(module, nn.Sequential) else ((self.inputs,), {})
+        )
         with InDouble():
             outputs = module(*args, **kwargs)
-            loss = the_loss(outputs, "plain") if self.task.loss is None else self.task.loss(outputs, self.targets)
+            loss = (
+                the_loss(outputs, "plain")
+                if self.task.loss is None
+                else self.task.loss(outputs, self.targets)
+            )
         loss.backward()
         gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
         return Numbers(loss=loss.detach(), gradients=gradients, buffers=dict(module.named_buffers()))
 
     def sharded(self, ranks: int, prices: Prices = CHEAP, **options: Any) -> tuple[ShardedStage, Any, Any]:
         """The whole model as one stage, and its flat inputs and targets."""
-        task = Task(copy.deepcopy(self.module), batch=self.task.batch, loss=self.task.loss, name=self.task.name)
+        task = Task(
+            copy.deepcopy(self.module), batch=self.task.batch, loss=self.task.loss, name=self.task.name
+        )
         with InDouble():
             chain = capture(task, self.inputs, self.targets)
             values, targets = chain.flatten(self.inputs), chain.flatten_targets(self.targets)
@@ -69,7 +84,9 @@ class Case:
             stage = shard_stage(chain.layers, ranks, values, **given)
         return stage, values, targets
 
-    def by_ranks(self, ranks: int, prices: Prices = CHEAP, **options: Any) -> tuple[ShardedStage, list[Numbers]]:
+    def by_ranks(
+        self, ranks: int, prices: Prices = CHEAP, **options: Any
+    ) -> tuple[ShardedStage, list[Numbers]]:
         """What the ranks compute, with gradients and buffers put together; the loss of each."""
         stage, values, targets = self.sharded(ranks, prices, **options)
 
@@ -85,14 +102,20 @@ class Case:
                 if (original := layer.originals.get(local))
             }
             gradients = {name: t.grad for name, t in tensors.items() if t.grad is not None}
-            return loss.detach(), gradients, {n: t for n, t in tensors.items() if not isinstance(t, nn.Parameter)}
+            return (
+                loss.detach(),
+                gradients,
+                {n: t for n, t in tensors.items() if not isinstance(t, nn.Parameter)},
+            )
 
         found = in_lockstep(ranks, run)
         shards = [stage.shards(rank) for rank in range(ranks)]
 
         def together(what: int) -> dict[str, Tensor]:
             names = found[0][what]
-            return {name: assembled([s[name] for s in shards], [f[what][name] for f in found]) for name in names}
+            return {
+                name: assembled([s[name] for s in shards], [f[what][name] for f in found]) for name in names
+            }
 
         gradients, buffers = together(1), together(2)
         return stage, [Numbers(loss=f[0], gradients=gradients, buffers=buffers) for f in found]
@@ -144,9 +167,15 @@ def _double(tensor: Tensor) -> Tensor:
 def differences(ours: Numbers, plain: Numbers, tolerance: float = 1e-12) -> list[str]:
     """What is not equal, relative to the largest number of each tensor."""
     pairs = [("loss", ours.loss, plain.loss)]
-    pairs += [(f"gradient of {name}", ours.gradients.get(name), whole) for name, whole in plain.gradients.items()]
-    pairs += [(name, ours.buffers[name], whole) for name, whole in plain.buffers.items() if name in ours.buffers]
-    return [f"{name}: {_far(mine, whole)}" for name, mine, whole in pairs if not _far(mine, whole) <= tolerance]
+    pairs += [
+        (f"gradient of {name}", ours.gradients.get(name), whole) for name, whole in plain.gradients.items()
+    ]
+    pairs += [
+        (name, ours.buffers[name], whole) for name, whole in plain.buffers.items() if name in ours.buffers
+    ]
+    return [
+        f"{name}: {_far(mine, whole)}" for name, mine, whole in pairs if not _far(mine, whole) <= tolerance
+    ]
 
 
 def _far(mine: Tensor | None, whole: Tensor) -> float:

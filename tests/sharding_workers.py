@@ -33,7 +33,12 @@ def both(group: Collectives) -> tuple[dict[str, list[float]], list[float]]:
 def kept_bytes(group: Collectives) -> int:
     """What a meter counts of what collectives have read and made, when nobody has these tensors any more."""
     with Meter(group.rank) as meter:
-        for collective in (group.all_gather, group.all_to_all, group.all_reduce, lambda x: group.broadcast(x, 0)):
+        for collective in (
+            group.all_gather,
+            group.all_to_all,
+            group.all_reduce,
+            lambda x: group.broadcast(x, 0),
+        ):
             collective(torch.ones(group.size, 36))
     return meter.total
 
@@ -53,7 +58,9 @@ def all_collectives(group: Collectives) -> dict[str, list[float]]:
 def through_seams(group: Collectives) -> list[float]:
     """Gradients of a small network whose weights the ranks share, each seam once."""
     torch.manual_seed(0)
-    x, up, down = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 4), (8, 4), (4, 8)))
+    x, up, down = (
+        torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 4), (8, 4), (4, 8))
+    )
     inner = copied(x, group) @ sliced(up, Split(0), group).T
     whole = reduced(inner.tanh() @ sliced(down, Split(1), group).T, group)
     some = scattered(inner.tanh() @ sliced(down, Split(1), group).T, Split(1), group)

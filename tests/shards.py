@@ -38,7 +38,8 @@ def sharded(
         profile=replace(
             profile,
             measurements=tuple(
-                replace(resized(alone if tensor == 1 else divided, size), tensor=tensor) for size, tensor in wanted
+                replace(resized(alone if tensor == 1 else divided, size), tensor=tensor)
+                for size, tensor in wanted
             ),
         ),
         cluster=make_cluster(sum(counts), **(links or {})),

@@ -48,7 +48,9 @@ def stubborn(number: int = 0, layers: int = 2) -> Task:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a program in the background may have it ignored
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a program in the background may have it ignored
     timer = threading.Timer(float(sys.argv[2]), os.kill, (os.getpid(), signal.Signals[sys.argv[1]]))
     timer.daemon = True
     timer.start()

@@ -16,7 +16,9 @@ from pipefit.schema.profile import Measurement, ModelProfile
 from pipefit.schema.training import Training
 
 
-def sized(of: Measurement, *sizes: int, fixed: Sequence[int] = (), blocks: Sequence[int] = ()) -> ModelProfile:
+def sized(
+    of: Measurement, *sizes: int, fixed: Sequence[int] = (), blocks: Sequence[int] = ()
+) -> ModelProfile:
     """A profile at these sizes, of layers that `of` has for one sample.
 
     Values have their samples along the first dimension; those of as many bytes as `fixed` names have no samples.
@@ -36,7 +38,9 @@ def written(
     """The plan of stages between these edges, on the next so many devices each."""
     firsts = [0, *accumulate(degrees)]
     stages = tuple(
-        Stage(start=start, stop=stop, grid=Grid(devices=tuple(range(firsts[n], firsts[n + 1])), data=degrees[n]))
+        Stage(
+            start=start, stop=stop, grid=Grid(devices=tuple(range(firsts[n], firsts[n + 1])), data=degrees[n])
+        )
         for n, (start, stop) in enumerate(pairwise(edges))
     )
     decisions = recompute_decisions(stages, profile.edges, recompute, how.schedule, how.microbatches)

@@ -40,7 +40,9 @@ def random_grids(rng: Random, counts: Sequence[int]) -> tuple[list[int], list[in
 
 def parameters(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The parameters of a state; of buffers, every replica has its own."""
-    return {name: tensor for name, tensor in state.items() if "running" not in name and "num_batches" not in name}
+    return {
+        name: tensor for name, tensor in state.items() if "running" not in name and "num_batches" not in name
+    }
 
 
 def sliced_plan(

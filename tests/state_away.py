@@ -30,7 +30,15 @@ STEPS = 3
 def layers() -> list[nn.Module]:
     """Layers with parameters of several kinds, and without."""
     norm = nn.BatchNorm1d(16), nn.Dropout(0.2), nn.LayerNorm(16)
-    return [nn.Linear(8, 16), nn.Sigmoid(), *norm, nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), nn.Linear(16, 4)]
+    return [
+        nn.Linear(8, 16),
+        nn.Sigmoid(),
+        *norm,
+        nn.Linear(16, 16),
+        nn.GELU(),
+        nn.Linear(16, 16),
+        nn.Linear(16, 4),
+    ]
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -87,7 +95,9 @@ def tensors(state: StageState) -> Iterator[tuple[str, Tensor]]:
     """All tensors of a state, with names."""
     yield from state.tensors.items()
     yield from ((f"copy of {name}", tensor) for name, tensor in state.master_weights.items())
-    yield from ((f"{name} {key}", tensor) for name, of in state.optimizer.items() for key, tensor in of.items())
+    yield from (
+        (f"{name} {key}", tensor) for name, of in state.optimizer.items() for key, tensor in of.items()
+    )
 
 
 def assert_same(one: StageState, other: StageState) -> None:
@@ -113,7 +123,10 @@ def away(
 
 def one_stage(*decisions: Decision, kind: str = "adamw", **settings: Any) -> Plan:
     """All layers on one device of two, with these decisions."""
-    plan, costs = plan_of(task_named("adamw"), [9], profiled=found("adamw"), devices=2, **settings), found(kind)
+    plan, costs = (
+        plan_of(task_named("adamw"), [9], profiled=found("adamw"), devices=2, **settings),
+        found(kind),
+    )
     training = replace(plan.training, precision=costs.assumptions.precision)
     return replace(plan, profile=costs, training=training, decisions=decisions)
 

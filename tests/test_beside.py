@@ -211,7 +211,9 @@ with mock.patch("os.sched_getaffinity", lambda _: {0, 1}), stoppable(at_once=Tru
 @pytest.mark.parametrize("does", ["wait", "work"])
 def test_a_fork_ends_with_its_process(how: signal.Signals, does: str) -> None:
     """However that ends, and whether or not it waits for a result."""
-    with subprocess.Popen([sys.executable, "-c", _PROGRAM, does], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM, does], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         fork = int(process.stdout.readline())
         assert is_there(fork)

@@ -13,7 +13,9 @@ from pipefit.units import MIB
 from pipelines import KIND, make_cluster
 
 
-def link(*members: str, speed: float = 1e9, latency: float = 0.0, lanes: int = 1, wire: str | None = None) -> Link:
+def link(
+    *members: str, speed: float = 1e9, latency: float = 0.0, lanes: int = 1, wire: str | None = None
+) -> Link:
     """A link of a gigabyte per second, unless said otherwise."""
     return Link.between(*members, bytes_per_second=speed, latency_seconds=latency, lanes=lanes, wire=wire)
 
@@ -29,7 +31,9 @@ def test_a_direct_link_carries_its_lanes_together() -> None:
 
 def test_the_fastest_of_several_links_is_taken() -> None:
     """Between two members joined twice, the wider link carries the bytes."""
-    cluster = make_cluster(2, link("device0", "device1", speed=10e9), link("device0", "device1", speed=4e9, lanes=3))
+    cluster = make_cluster(
+        2, link("device0", "device1", speed=10e9), link("device0", "device1", speed=4e9, lanes=3)
+    )
     assert cluster.route(Member.device(0), Member.device(1)).bytes_per_second == 12e9
 
 
@@ -72,9 +76,12 @@ def test_a_link_is_full_duplex() -> None:
 
 def test_a_shared_wire_is_the_same_for_both_links() -> None:
     """Two devices behind one uplink occupy the same wire on the way to the host."""
-    cluster = make_cluster(2, link("device0", "host0", wire="uplink"), link("device1", "host0", wire="uplink"))
+    cluster = make_cluster(
+        2, link("device0", "host0", wire="uplink"), link("device1", "host0", wire="uplink")
+    )
     assert (
-        cluster.route(Member.device(0), Member.host(0)).wires == cluster.route(Member.device(1), Member.host(0)).wires
+        cluster.route(Member.device(0), Member.host(0)).wires
+        == cluster.route(Member.device(1), Member.host(0)).wires
     )
 
 
@@ -136,7 +143,10 @@ def test_impossible_clusters_are_refused() -> None:
     """Devices on missing hosts, links to missing members and impossible figures are refused by name."""
     with pytest.raises(UsageError, match="names host 1"):
         Cluster(
-            name="c", backend="cpu", devices=(Device(kind=KIND, memory_bytes=1, host=1),), hosts=(Host(memory_bytes=1),)
+            name="c",
+            backend="cpu",
+            devices=(Device(kind=KIND, memory_bytes=1, host=1),),
+            hosts=(Host(memory_bytes=1),),
         )
     with pytest.raises(UsageError, match="device7"):
         make_cluster(2, link("device0", "device7"))
@@ -177,10 +187,16 @@ def test_impossible_clusters_are_refused() -> None:
 def test_a_dtype_without_a_figure_runs_at_the_float32_rate() -> None:
     """`peak_flops` falls back to float32, then to the slowest listed."""
     assert (
-        DeviceKind(name="k", flops={"float32": 2.0, "float16": 8.0}, memory_bandwidth=1.0).peak_flops("bfloat16") == 2.0
+        DeviceKind(name="k", flops={"float32": 2.0, "float16": 8.0}, memory_bandwidth=1.0).peak_flops(
+            "bfloat16"
+        )
+        == 2.0
     )
     assert (
-        DeviceKind(name="k", flops={"bfloat16": 3.0, "float16": 8.0}, memory_bandwidth=1.0).peak_flops("float32") == 3.0
+        DeviceKind(name="k", flops={"bfloat16": 3.0, "float16": 8.0}, memory_bandwidth=1.0).peak_flops(
+            "float32"
+        )
+        == 3.0
     )
 
 

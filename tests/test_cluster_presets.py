@@ -85,7 +85,9 @@ def test_a_preset_has_its_drivers_memory_and_its_data_sheets_rates(name: str) ->
 
 def sheet_rate(cluster: Cluster, source: Member, target: Member) -> float:
     """The data sheets' rate of the link between two members, all lanes; of the host's link where none joins them."""
-    rates = [link.bytes_per_second * link.lanes for link in cluster.links if {source, target} <= {*link.members}]
+    rates = [
+        link.bytes_per_second * link.lanes for link in cluster.links if {source, target} <= {*link.members}
+    ]
     return max(rates) if rates else sheet_rate(cluster, source, Member.host(0))
 
 
@@ -111,7 +113,9 @@ def test_a_disk_is_reached_through_the_host(name: str) -> None:
     cluster = Cluster.preset(name)
     disk = Member(MemberKind.DISK, 0)
     for device in range(len(cluster.devices)):
-        up, down = (cluster.route(*ends) for ends in ((Member.device(device), disk), (disk, Member.device(device))))
+        up, down = (
+            cluster.route(*ends) for ends in ((Member.device(device), disk), (disk, Member.device(device)))
+        )
         assert up.bytes_per_second == down.bytes_per_second == pytest.approx(3.94e9)
         assert len(up.wires) == 2 and not set(up.wires) & set(down.wires)
         assert up.wires[0] == cluster.route(Member.device(device), Member.host(0)).wires[0]
@@ -141,7 +145,9 @@ def test_gpus_of_a_pair_contend_for_their_uplink() -> None:
 
 def test_an_unknown_preset_is_answered_with_the_closest() -> None:
     """The refusal names the one that was probably meant, and where all are listed, in a sentence."""
-    with pytest.raises(UsageError, match=r"did you mean hgx-h100\? pipefit clusters lists .*emulated:4x256MiB") as told:
+    with pytest.raises(
+        UsageError, match=r"did you mean hgx-h100\? pipefit clusters lists .*emulated:4x256MiB"
+    ) as told:
         Cluster.preset("hgx-h10")
     assert len(str(told.value)) < 240
 
@@ -215,7 +221,9 @@ def links_of(text: str) -> tuple[Link, ...]:
 def test_links_are_written_in_three_ways() -> None:
     """A switch by pattern, a link for each pair with its lanes, and one from each of a range to one member."""
     first, second, third, host = *map(Member.device, range(3)), Member.host(0)
-    assert [link.members for link in links_of('members = ["device*", "host0"]')] == [(first, second, third, host)]
+    assert [link.members for link in links_of('members = ["device*", "host0"]')] == [
+        (first, second, third, host)
+    ]
     assert [(link.members, link.lanes) for link in links_of('pairs = ["0-1:4", "1-2"]')] == [
         ((first, second), 4),
         ((second, third), 1),
@@ -232,7 +240,10 @@ def test_efficiency_and_the_hosts_bandwidth_are_written_in_toml() -> None:
     (half,) = links_of('pairs = ["0-1:4"]\nefficiency = 0.5')
     assert half.copy_rate == 2e9
     said = Cluster.parse(HEAD + 'memory_bandwidth = "150GB/s"', "mine.toml")
-    assert [cluster.hosts[0].memory_bandwidth for cluster in (said, Cluster.parse(HEAD, "mine.toml"))] == [150e9, None]
+    assert [cluster.hosts[0].memory_bandwidth for cluster in (said, Cluster.parse(HEAD, "mine.toml"))] == [
+        150e9,
+        None,
+    ]
 
 
 def test_what_estimates_reckon_with_is_written_in_toml() -> None:
@@ -251,17 +262,26 @@ def test_what_a_process_takes_besides_tensors_is_written_in_toml() -> None:
     """Sizes, zero among them; cuBLAS's workspaces also as in `CUBLAS_WORKSPACE_CONFIG`; the usual where not said."""
 
     def overheads(line: str) -> Overheads:
-        return Cluster.parse(HEAD.replace("[[devices]]", f"{line}\n[[devices]]"), "mine.toml").devices[0].kind.overheads
+        return (
+            Cluster.parse(HEAD.replace("[[devices]]", f"{line}\n[[devices]]"), "mine.toml")
+            .devices[0]
+            .kind.overheads
+        )
 
     assert overheads("") == Overheads()
-    assert Overheads().cublas_workspace_bytes == overheads('cublas_workspace = ":4096:2:16:8"').cublas_workspace_bytes
+    assert (
+        Overheads().cublas_workspace_bytes
+        == overheads('cublas_workspace = ":4096:2:16:8"').cublas_workspace_bytes
+    )
     said = overheads('context = "300MiB"\ncommunicator = 0\ncublas_workspace = ":4096:8"')
     assert said == Overheads(context_bytes=300 << 20, communicator_bytes=0, cublas_workspace_bytes=32 << 20)
     assert overheads('cublas_workspace = "1MiB"').cublas_workspace_bytes == 1 << 20
     assert overheads('cublas_workspace = ":0:0"').cublas_workspace_bytes == 0
 
 
-@pytest.mark.parametrize(("written", "left"), [('"10%"', 107_374_182), ('"64MiB"', 64 << 20), ("0", 0), ('"0%"', 0)])
+@pytest.mark.parametrize(
+    ("written", "left"), [('"10%"', 107_374_182), ('"64MiB"', 64 << 20), ("0", 0), ('"0%"', 0)]
+)
 def test_a_reserve_is_a_size_or_a_part_of_the_device(written: str, left: int) -> None:
     """It is left of each device of its group; where none is written, a GPU leaves what its kind says."""
     said = Cluster.parse(HEAD.replace('"1GiB"', f'"1GiB"\nreserve = {written}'), "mine.toml")
@@ -287,7 +307,10 @@ def test_what_may_be_none_at_all_is_zero_as_a_number_or_as_text(none: str) -> No
 @pytest.mark.parametrize(
     ("name", "mebibytes"),
     [
-        *((name, 32) for name in ("hgx-h100", "hgx-h200", "gh200", "hgx-b200", "1x-rtx-5090", "1x-rtx-pro-6000")),
+        *(
+            (name, 32)
+            for name in ("hgx-h100", "hgx-h200", "gh200", "hgx-b200", "1x-rtx-5090", "1x-rtx-pro-6000")
+        ),
         *((name, 8.125) for name in ("dgx1-v100", "dgx-a100", "1x-l4", "1x-rtx-4090", "1x-t4")),
     ],
 )
@@ -314,7 +337,10 @@ MISTAKES = {
     ),
     "a size of too many digits": (HEAD.replace("1GiB", f"{NINES}GB"), "is not a size"),
     "endless hosts": (HEAD + "count = 1000000000", "group of hosts has a count from 1 to 4096"),
-    "too many digits in a pair": (HEAD + f'[[links]]\nbytes_per_second = 1.0\npairs = ["0-{NINES}"]', "is not a pair"),
+    "too many digits in a pair": (
+        HEAD + f'[[links]]\nbytes_per_second = 1.0\npairs = ["0-{NINES}"]',
+        "is not a pair",
+    ),
     "too many lanes": (HEAD + f'[[links]]\nbytes_per_second = 1.0\npairs = ["0-1:{NINES}"]', "is not a pair"),
     "too many digits in a member": (
         HEAD + f'[[links]]\nbytes_per_second = 1.0\nmembers = ["device{NINES}"]',
@@ -335,7 +361,10 @@ MISTAKES = {
     "no count": (HEAD.replace("count = 3", "count = 0"), "from 1 to 4096"),
     "a count in quotes": (HEAD.replace("count = 3", 'count = "3"'), r"devices\[0\].count.*integer"),
     "infinite rate": (HEAD.replace("1e12", "inf"), r"kinds\.small\.\S+: a number must be finite"),
-    "a rate that is too large": (HEAD.replace("1e12", "1e400"), r"kinds\.small\.\S+: a number must be finite"),
+    "a rate that is too large": (
+        HEAD.replace("1e12", "1e400"),
+        r"kinds\.small\.\S+: a number must be finite",
+    ),
     "a rate that is too small": (HEAD.replace("1e12", "1e-400"), r"kinds\.small: "),
     "memory below a byte": (HEAD.replace('"1GiB"', "-1"), r"devices\[0\]: "),
     "a date": (HEAD.replace("count = 3", "count = 2020-01-01"), r"devices\[0\].count"),
@@ -345,13 +374,19 @@ MISTAKES = {
         HEAD + '[[links]]\nbytes_per_second = 1.0\nmembers = ["device*"]\npairs = ["0-1"]',
         "one of: members, pairs, or each",
     ),
-    "each without to": (HEAD + '[[links]]\nbytes_per_second = 1.0\neach = "device*"', "each together with to"),
+    "each without to": (
+        HEAD + '[[links]]\nbytes_per_second = 1.0\neach = "device*"',
+        "each together with to",
+    ),
     "a pair of words": (HEAD + '[[links]]\nbytes_per_second = 1.0\npairs = ["a-b"]', "'a-b' is not a pair"),
     "a member unknown": (
         HEAD + '[[links]]\nbytes_per_second = 1.0\nmembers = ["gpu0", "gpu1"]',
         "'gpu0' names no members",
     ),
-    "a member too many": (HEAD + '[[links]]\nbytes_per_second = 1.0\nmembers = ["device0-7"]', "has 3 devices"),
+    "a member too many": (
+        HEAD + '[[links]]\nbytes_per_second = 1.0\nmembers = ["device0-7"]',
+        "has 3 devices",
+    ),
     "a pair too many": (HEAD + '[[links]]\nbytes_per_second = 1.0\npairs = ["0-7"]', "names device7"),
 }
 
@@ -379,7 +414,10 @@ def test_several_machines_are_as_many_with_a_network_between_them() -> None:
         for inner in range(1, 8):
             here, there = (one.route(Member.device(0), Member.device(inner)), Member.device(first + inner))
             found = several.route(Member.device(first), there)
-            assert (found.bytes_per_second, found.latency_seconds) == (here.bytes_per_second, here.latency_seconds)
+            assert (found.bytes_per_second, found.latency_seconds) == (
+                here.bytes_per_second,
+                here.latency_seconds,
+            )
             assert several.route(there, Member.host(machine)).seconds(10**9) == pytest.approx(
                 one.route(Member.device(inner), Member.host(0)).seconds(10**9)
             )

@@ -18,7 +18,10 @@ RECOMPUTED: dict[str, Any] = {"stage": 0, "subject": Run(start=0, stop=2), "what
     [
         (lambda: Run(start=3, stop=3), "a run holds at least one layer, not layers 3 to 2"),
         (lambda: Run(start=-1, stop=2), "a run holds at least one layer, not layers -1 to 1"),
-        (lambda: State(start=3, stop=3, kind="gradients"), "a state is of at least one layer, not layers 3 to 2"),
+        (
+            lambda: State(start=3, stop=3, kind="gradients"),
+            "a state is of at least one layer, not layers 3 to 2",
+        ),
         (lambda: SavedTensors(tensors=()), "a decision about saved tensors names at least one"),
     ],
 )

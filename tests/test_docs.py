@@ -42,11 +42,15 @@ COMMANDS = (
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = ("sh", "console")
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)#?([^)\s]*)\)")
-PROFILED: dict[tuple[str, ...], dict[str, bytes]] = {}  # files that a line has made, for pages with the same line
+PROFILED: dict[
+    tuple[str, ...], dict[str, bytes]
+] = {}  # files that a line has made, for pages with the same line
 # What differs from one machine or run to another: how long something took, and the processor's name
 VARYING = re.compile(r"in \d\S* (s|ms|us)\b|(?<=Peaks are those of ).*(?= and \d+ threads?:)")
 # Of a run; a Python's release; losses, which after some steps depend on a processor's last bits
-RATES = r"[0-9.,]+ (s|ms|us|tokens/s|TFLOP/s|samples/s)\b|python +3[0-9.]+|(?<=loss )[0-9.]+|[0-9.]+ in the last"
+RATES = (
+    r"[0-9.,]+ (s|ms|us|tokens/s|TFLOP/s|samples/s)\b|python +3[0-9.]+|(?<=loss )[0-9.]+|[0-9.]+ in the last"
+)
 # What Python shows of warnings unless asked for less, as errors; those of workers, and of C++, are read on stderr
 QUIETLY = pytest.mark.filterwarnings(
     "error",
@@ -147,13 +151,17 @@ def test_the_blocks_of_a_page_run(
 @QUIETLY
 @pytest.mark.gallery
 @pytest.mark.timeout(1800)
-def test_the_slow_lines_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_slow_lines_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Those that take a minute or more, by their own words: the demo, a fit, a refusal and a plan."""
     monkeypatch.chdir(tmp_path)
     blocks = [block for page in PAGES for block in BLOCK.findall(page.read_text())]
     shell = [(line, "") for language, block in blocks if language == "sh" for line in block.splitlines()]
     consoles = [one for language, block in blocks if language == "console" for one in sessions(block)]
-    slow = [(line, shown) for line, shown in (*shell, *consoles) if line.startswith("pipefit ") and is_slow(line)]
+    slow = [
+        (line, shown) for line, shown in (*shell, *consoles) if line.startswith("pipefit ") and is_slow(line)
+    ]
     assert {line.split()[1] for line, _ in slow} >= {"demo", "plan", "fit"}
     for line, shown in slow:
         capfd.readouterr()
@@ -174,7 +182,9 @@ def test_the_recording_is_what_the_commands_print_today() -> None:
 
 def test_every_command_is_shown_in_a_line_that_the_tests_run() -> None:
     """Some page has it; only lines that train say that they need GPUs, and those of the README name its plan."""
-    blocks = [block for page in PAGES for language, block in BLOCK.findall(page.read_text()) if language in SHELL]
+    blocks = [
+        block for page in PAGES for language, block in BLOCK.findall(page.read_text()) if language in SHELL
+    ]
     lines = [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
     ours = [line for line in lines if line.startswith("pipefit ")]
     shown = {line.split()[1] for line in ours if "# needs GPUs" not in line}
@@ -197,9 +207,13 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
     """Every relative link names a file or folder that is there or that commands of the page make, and its heading."""
     text = page.read_text()
     links = LINK.findall(text)
-    assert [link for link, _ in links if not (page.parent / link).exists() and f" -o {link}\n" not in text] == []
+    assert [
+        link for link, _ in links if not (page.parent / link).exists() and f" -o {link}\n" not in text
+    ] == []
     places = [(page.parent / link if link else page, heading) for link, heading in links if heading]
-    assert [(named(there.resolve()), heading) for there, heading in places if heading not in headings(there)] == []
+    assert [
+        (named(there.resolve()), heading) for there, heading in places if heading not in headings(there)
+    ] == []
 
 
 def headings(page: Path) -> set[str]:
@@ -212,7 +226,9 @@ def test_the_site_has_every_page() -> None:
     """Each page under docs is in the site's navigation once, and nothing else is."""
     text = (ROOT / "mkdocs.yml").read_text()
     named_there = re.findall(r"[\w/]+\.md", text.partition("\nnav:\n")[2])
-    assert sorted(named_there) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+    assert sorted(named_there) == sorted(
+        str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")
+    )
 
 
 def test_the_reference_names_what_the_package_offers() -> None:

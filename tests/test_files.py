@@ -40,7 +40,9 @@ TRACE = Trace(
         DeviceTrace(
             device=0,
             budget_bytes=100,
-            events=(Event(step=0, action="0F0", stream=Stream.COMPUTE, start_seconds=0.1, end_seconds=1 / 3),),
+            events=(
+                Event(step=0, action="0F0", stream=Stream.COMPUTE, start_seconds=0.1, end_seconds=1 / 3),
+            ),
             memory=(MemorySample(step=0, action="0F0", seconds=0.1, bytes=(1, 2, 3, 4, 5, 6, 7, 8, 9)),),
         ),
     ),
@@ -66,11 +68,18 @@ MOVED = (
         place=parse_place("device0*2+host0*1"),
         behind=2,
     ),
-    Decision(stage=0, subject=State(start=0, stop=2, kind="optimizer"), what=What.OFFLOAD, place=parse_place("host")),
+    Decision(
+        stage=0,
+        subject=State(start=0, stop=2, kind="optimizer"),
+        what=What.OFFLOAD,
+        place=parse_place("host"),
+    ),
 )
 
 
-def plan_of(*, layers: int = 6, seed: int = 0, split: tuple[int, ...] = (2, 4), schedule: str = "1f1b") -> Plan:
+def plan_of(
+    *, layers: int = 6, seed: int = 0, split: tuple[int, ...] = (2, 4), schedule: str = "1f1b"
+) -> Plan:
     """A plan with everything a plan can have."""
     plan = make_plan(random_profile(layers, seed, shared=0), split, schedule=schedule, decisions=DECISIONS)
     made_by = Provenance(
@@ -86,10 +95,16 @@ def plan_of(*, layers: int = 6, seed: int = 0, split: tuple[int, ...] = (2, 4), 
 
 
 PLAN = plan_of()
-TOGETHER = Work(flops=1, moved_bytes=2, collectives=(Collective("all_reduce", 4), Collective("all_gather", 8)))
+TOGETHER = Work(
+    flops=1, moved_bytes=2, collectives=(Collective("all_reduce", 4), Collective("all_gather", 8))
+)
 ALONE = PLAN.profile.measurements[0]
-WHOLE = Whole(layer="h.0", operator="linear", parameter_bytes=4, flops=8, reason="there is no rule for this operator")
-SHARES = Shares(ranks=2, parameter_bytes=8, divided_bytes=4, rank_bytes=6, flops=16, divided_flops=8, whole=(WHOLE,))
+WHOLE = Whole(
+    layer="h.0", operator="linear", parameter_bytes=4, flops=8, reason="there is no rule for this operator"
+)
+SHARES = Shares(
+    ranks=2, parameter_bytes=8, divided_bytes=4, rank_bytes=6, flops=16, divided_flops=8, whole=(WHOLE,)
+)
 DIVIDED = replace(ALONE, tensor=2, shares=SHARES, forms="0a", loss=replace(ALONE.loss, forward=TOGETHER))
 DECIDED = replace(
     PLAN,
@@ -124,10 +139,19 @@ DIED = PostMortem(
 )
 DOCUMENTS = [PLAN, PLAN.profile, PLAN.cluster, lower(PLAN), TRACE, DIED]
 IDS = ["plan", "profile", "cluster", "program", "trace", "post-mortem"]
-MAKERS = ["pipefit plan", "pipefit profile", "write one", "pipefit.lower", "pipefit simulate", "pipefit train"]
+MAKERS = [
+    "pipefit plan",
+    "pipefit profile",
+    "write one",
+    "pipefit.lower",
+    "pipefit simulate",
+    "pipefit train",
+]
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, DECIDED, BODY], ids=[*IDS, "plan with decisions", "endless program"])
+@pytest.mark.parametrize(
+    "document", [*DOCUMENTS, DECIDED, BODY], ids=[*IDS, "plan with decisions", "endless program"]
+)
 def test_what_is_saved_loads_equal(document: Any, tmp_path: Path) -> None:
     """Every kind of document comes back equal, with its type given and with its type read from the file."""
     save(document, tmp_path / "it.json")
@@ -199,32 +223,76 @@ BAD: dict[str, tuple[str, type, list[str]]] = {
     "newer version": (text_with(PLAN, version=3), Plan, ["version 3", "reads version 2", "newer pipefit"]),
     "version 0": (text_with(PLAN, version=0), Plan, ["version 0", "pipefit plan"]),
     **{
-        f"{name} of version 1": (text_with(it, version=1), type(it), ["of version 1", "reads version 2", maker])
+        f"{name} of version 1": (
+            text_with(it, version=1),
+            type(it),
+            ["of version 1", "reads version 2", maker],
+        )
         for it, name, maker in zip(DOCUMENTS, IDS, MAKERS, strict=True)
     },
     "version true": (text_with(PLAN, version=True), Plan, ["without a version"]),
     "no version": ('{"pipefit": "plan"}', Plan, ["without a version"]),
     "unknown key": (text_with(PLAN, colour="red"), Plan, ["colour", "not known"]),
-    "unknown key inside": (changed(PLAN, ("stages", 1, "colour"), 1), Plan, ["stages[1].colour", "not known"]),
+    "unknown key inside": (
+        changed(PLAN, ("stages", 1, "colour"), 1),
+        Plan,
+        ["stages[1].colour", "not known"],
+    ),
     "key missing": ('{"pipefit": "plan", "version": 2}', Plan, ["profile: this is missing", "(and more)"]),
     "text for a number": (
         changed(PLAN, ("training", "batch_size"), "4"),
         Plan,
         ["training.batch_size", "integer", '"4"'],
     ),
-    "true for a number": (changed(PLAN, ("training", "batch_size"), True), Plan, ["training.batch_size", "true"]),
+    "true for a number": (
+        changed(PLAN, ("training", "batch_size"), True),
+        Plan,
+        ["training.batch_size", "true"],
+    ),
     "a number for a table": (text_with(PLAN, training=3), Plan, ["training", "keys and values", "not 3"]),
     "a stage twice": (text_with(PLAN, stages=[STAGE, STAGE]), Plan, ["layers 0 to 5 once each"]),
-    "a stage without layers": (changed(PLAN, ("stages", 0, "stop"), 0), Plan, ["stages[0]", "at least one layer"]),
+    "a stage without layers": (
+        changed(PLAN, ("stages", 0, "stop"), 0),
+        Plan,
+        ["stages[0]", "at least one layer"],
+    ),
     "a device twice": (changed(PLAN, ("stages", 1, "grid", "devices"), [0, 0]), Plan, ["grid", "not 2"]),
-    "a device named twice": (changed(DECIDED, ("stages", 0, "grid", "devices"), [0, 1, 2, 2]), Plan, ["each", "once"]),
-    "grids that overlap": (changed(DECIDED, ("stages", 1, "grid", "devices"), [3]), Plan, ["devices or none"]),
+    "a device named twice": (
+        changed(DECIDED, ("stages", 0, "grid", "devices"), [0, 1, 2, 2]),
+        Plan,
+        ["each", "once"],
+    ),
+    "grids that overlap": (
+        changed(DECIDED, ("stages", 1, "grid", "devices"), [3]),
+        Plan,
+        ["devices or none"],
+    ),
     "a device too many": (changed(PLAN, ("stages", 1, "grid", "devices"), [7]), Plan, ["is on device 7"]),
-    "a decision elsewhere": (changed(DECIDED, ("decisions", 0, "stage"), 1), Plan, ["stage 1: recompute layer 0"]),
-    "a decision about no stage": (changed(DECIDED, ("decisions", 0, "stage"), 2), Plan, ["the plan has 2 stages"]),
-    "a place that is none": (changed(DECIDED, ("decisions", 1, "place"), "attic"), Plan, ["'attic' is not a place"]),
-    "a place that is not there": (changed(DECIDED, ("decisions", 1, "place"), "device9"), Plan, ["names device9"]),
-    "a disk that its host lacks": (changed(DECIDED, ("decisions", 1, "place"), "disk"), Plan, ["names disk0"]),
+    "a decision elsewhere": (
+        changed(DECIDED, ("decisions", 0, "stage"), 1),
+        Plan,
+        ["stage 1: recompute layer 0"],
+    ),
+    "a decision about no stage": (
+        changed(DECIDED, ("decisions", 0, "stage"), 2),
+        Plan,
+        ["the plan has 2 stages"],
+    ),
+    "a place that is none": (
+        changed(DECIDED, ("decisions", 1, "place"), "attic"),
+        Plan,
+        ["'attic' is not a place"],
+    ),
+    "a place that is not there": (
+        changed(DECIDED, ("decisions", 1, "place"), "device9"),
+        Plan,
+        ["names device9"],
+    ),
+    "a disk that its host lacks": (
+        changed(DECIDED, ("decisions", 1, "place"), "disk"),
+        Plan,
+        ["names disk0"],
+    ),
     "a program with too many digits": (
         text_with(lower(PLAN), lines=[f"{'9' * 5000}F0", ""]),
         Program,
@@ -240,14 +308,34 @@ BAD: dict[str, tuple[str, type, list[str]]] = {
     "enormous number": (dumps(PLAN).replace("1.5", "1" + "0" * 5000), Plan, ["is not a number"]),
     "key twice": ('{"pipefit": "plan", "pipefit": "trace"}', Plan, ["'pipefit'", "twice"]),
     "nested deeply": ("[" * 200_000, Plan, ["holds no object"]),
-    "nested deeply inside": (text_with(PLAN)[:-1] + ', "training":' + "[" * 200_000, Plan, ["'training'", "twice"]),
-    "nested where nothing nests": (text_with(PLAN.cluster, name=NESTED), Cluster, ["name", "nested too deeply"]),
+    "nested deeply inside": (
+        text_with(PLAN)[:-1] + ', "training":' + "[" * 200_000,
+        Plan,
+        ["'training'", "twice"],
+    ),
+    "nested where nothing nests": (
+        text_with(PLAN.cluster, name=NESTED),
+        Cluster,
+        ["name", "nested too deeply"],
+    ),
     "nested where all is passed over": ('{"note":' + "[" * 200_000, Plan, ["nested too deeply"]),
     "half a character": (text_with(PLAN.cluster, name="\ud800"), Cluster, ["Unicode"]),
-    "unknown dtype of a source": (text_with(TRACE, source="guess"), Trace, ["source", "'dry run'", '"guess"']),
-    "samples too short": (changed(TRACE, ("devices", 0, "memory", 0, "bytes"), [1]), Trace, ["memory[0].bytes"]),
+    "unknown dtype of a source": (
+        text_with(TRACE, source="guess"),
+        Trace,
+        ["source", "'dry run'", '"guess"'],
+    ),
+    "samples too short": (
+        changed(TRACE, ("devices", 0, "memory", 0, "bytes"), [1]),
+        Trace,
+        ["memory[0].bytes"],
+    ),
     "no device": (text_with(PLAN.cluster, devices=[]), Cluster, ["no devices"]),
-    "no such action": (text_with(lower(PLAN), lines=["0F0 0FLY0", ""]), Program, ["'0FLY0' is not an action"]),
+    "no such action": (
+        text_with(lower(PLAN), lines=["0F0 0FLY0", ""]),
+        Program,
+        ["'0FLY0' is not an action"],
+    ),
     "an action elsewhere": (text_with(lower(PLAN), lines=["1F0", ""]), Program, ["stage 1 is not on it"]),
     "no measurement": (text_with(PLAN.profile, measurements=[]), ModelProfile, ["no measurement"]),
 }
@@ -376,7 +464,9 @@ class DiskFull(OSError):
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_a_failed_save_leaves_the_old_file_alone(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_leaves_the_old_file_alone(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever fails while saving, the old document still loads and nothing else lies beside it."""
     path = tmp_path / "it.json"
     save(PLAN, path)
@@ -460,7 +550,10 @@ def test_a_cluster_is_named_in_four_ways(tmp_path: Path) -> None:
         (lambda trace: trace["devices"][0]["events"][0].update(step=-1), "0F0 of step -1"),
         (lambda trace: trace["devices"][0]["memory"][0].update(step=-1), "0F0 of step -1"),
         (lambda trace: trace["devices"][0]["memory"][0].update(seconds=-1e308), "-1e+308 s"),
-        (lambda trace: trace["devices"][0]["memory"][0].update(bytes=[0] * 8 + [-1]), "fewer bytes than none"),
+        (
+            lambda trace: trace["devices"][0]["memory"][0].update(bytes=[0] * 8 + [-1]),
+            "fewer bytes than none",
+        ),
         (lambda trace: trace["devices"][0]["memory"][0].update(seconds=1e101), "more than 1e+100 s away"),
         (lambda trace: trace["devices"][0]["events"][0].update(end_seconds=1e101), "more than 1e+100 s away"),
     ],
@@ -481,17 +574,25 @@ def test_a_trace_that_cannot_be_is_refused(change: Callable[[Any], None], said: 
             lambda told: told["utilisation"].pop(),
             "2 peaks tells the utilisation of as many devices, or of none, not of 1",
         ),
-        (lambda told: told.update(processes=[None]), "2 peaks tells the processes of as many devices, or of none"),
+        (
+            lambda told: told.update(processes=[None]),
+            "2 peaks tells the processes of as many devices, or of none",
+        ),
         (
             lambda told: told.update(peak_bytes=[1, -5]),
             "peak_bytes of a prediction are zero or more, not -5",
         ),
         (lambda told: told.update(step_seconds=-1.0), "step_seconds of a prediction are zero or more"),
         (lambda told: told.update(utilisation=[0.5, -0.5]), "utilisation of a prediction are zero or more"),
-        (lambda told: told["processes"][0].update(reserved_bytes=-1), "reserved_bytes of an allocator is zero or more"),
+        (
+            lambda told: told["processes"][0].update(reserved_bytes=-1),
+            "reserved_bytes of an allocator is zero or more",
+        ),
     ],
 )
-def test_a_prediction_that_cannot_be_is_refused(change: Callable[[Any], None], said: str, tmp_path: Path) -> None:
+def test_a_prediction_that_cannot_be_is_refused(
+    change: Callable[[Any], None], said: str, tmp_path: Path
+) -> None:
     """As the plan is read: it is printed and drawn as what was found."""
     peaks = AllocatorPeaks(settings="", requested_bytes=1, allocated_bytes=512, reserved_bytes=2 << 20)
     known = Prediction(peak_bytes=(1, 1), step_seconds=1.0, utilisation=(0.5, 0.5), processes=(peaks, None))

@@ -18,7 +18,9 @@ from pipefit.schema.presets import preset_text
 from pipefit.schema.validation import DTYPES
 
 
-def test_mutated_documents_and_lines_are_refused_or_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutated_documents_and_lines_are_refused_or_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a sentence and a code of ours, in time, without a file that was not asked for and without code being run."""
     monkeypatch.chdir(tmp_path)
     assert fuzz(tmp_path, files=20, command_lines=20, seed=0) == []
@@ -52,7 +54,10 @@ def test_what_the_fuzzer_found_stays_mended(
     program = json.loads(Path("program.json").read_text())
     for change, words in (
         ({"placement": [program["placement"][0], []]}, "stage 1 is on no device"),
-        ({"lines": [*program["lines"], "carried in 0:"]}, "starts are carried over on 1 device, and the program has 2"),
+        (
+            {"lines": [*program["lines"], "carried in 0:"]},
+            "starts are carried over on 1 device, and the program has 2",
+        ),
     ):
         Path("program.json").write_text(json.dumps(program | change))
         assert main(["show", "program.json"]) == 6
@@ -65,7 +70,9 @@ def test_what_the_fuzzer_found_stays_mended(
 
 def test_every_dtype_of_torch_is_one_in_documents() -> None:
     """And nothing else is."""
-    assert {str(one).removeprefix("torch.") for one in vars(torch).values() if isinstance(one, torch.dtype)} <= DTYPES
+    assert {
+        str(one).removeprefix("torch.") for one in vars(torch).values() if isinstance(one, torch.dtype)
+    } <= DTYPES
 
 
 def dtypes_in(data: Any) -> Iterator[dict[str, Any]]:
@@ -86,7 +93,9 @@ def test_a_document_with_an_unknown_dtype_is_refused(
     path = tmp_path / f"{name}.json"
     data = json.loads(path.read_text())
     kinds = {tuple(part): part for part in dtypes_in(data)}
-    assert {"saved" if "origin" in kind else "parameter" if "trainable" in kind else "value" for kind in kinds} == {
+    assert {
+        "saved" if "origin" in kind else "parameter" if "trainable" in kind else "value" for kind in kinds
+    } == {
         "saved",
         "parameter",
         "value",

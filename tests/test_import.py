@@ -19,7 +19,12 @@ def loaded_by(code: str) -> set[str]:
     report = f"import sys\n{code}\nprint(*[name for name in {HEAVY} if name in sys.modules], file=sys.stderr)"
     environment = os.environ | {"PYTHONPATH": str(Path(pipefit.__file__).parents[1])}
     done = subprocess.run(
-        [sys.executable, "-c", report], capture_output=True, text=True, timeout=300, check=True, env=environment
+        [sys.executable, "-c", report],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+        env=environment,
     )
     return set(done.stderr.split())
 

@@ -101,7 +101,10 @@ def test_the_oracle_agrees_on_one_communicator_for_both_directions(schedule: str
 
 def test_every_direction_of_a_boundary_is_a_channel() -> None:
     """Both ends of a message name the same channel, no two directions or boundaries share one, devices with none do."""
-    ends = [parse_action(text) for text in ("0SEND_F3", "1RECV_F3", "1SEND_B0", "0RECV_B0", "1SEND_F1", "2RECV_F1")]
+    ends = [
+        parse_action(text)
+        for text in ("0SEND_F3", "1RECV_F3", "1SEND_B0", "0RECV_B0", "1SEND_F1", "2RECV_F1")
+    ]
     devices, there, back = (4, 5, 5, 4, 5, 4), Channel(0, 1, 4, 5), Channel(1, 0, 5, 4)
     found = [channel(device, end, ((4,), (5,), (4,))) for device, end in zip(devices, ends, strict=True)]
     assert found == [there, there, back, back, Channel(1, 2, 5, 4), Channel(1, 2, 5, 4)]
@@ -291,14 +294,18 @@ def test_an_endless_body_goes_on_from_what_is_under_way() -> None:
     """What both ends started before is complete; what one end started before waits for the other, here."""
     parse_program(BODY, placement=((0,), (1,)), microbatches=1)
     parse_program(MET, placement=((0,), (1,)), microbatches=1)
-    with pytest.raises(UsageError, match="device 0 stands at 0WAIT_RECV_B-1 until device 1 starts 1SEND_B-1; device 1"):
+    with pytest.raises(
+        UsageError, match="device 0 stands at 0WAIT_RECV_B-1 until device 1 starts 1SEND_B-1; device 1"
+    ):
         parse_program(UNMET, placement=((0,), (1,)), microbatches=1)
 
 
 # -------------------------------------------------------------------- random programs
 
 
-def shuffled(program: Program, rng: Random, *, moves: int, devices: int) -> tuple[tuple[int, ...], list[list[str]]]:
+def shuffled(
+    program: Program, rng: Random, *, moves: int, devices: int
+) -> tuple[tuple[int, ...], list[list[str]]]:
     """A program of the same actions: some moved within their stage, the stages dealt out to `devices`.
 
     Every start stays before its join. Stages that share a device take turns there, action by action or in runs.
@@ -315,7 +322,9 @@ def shuffled(program: Program, rng: Random, *, moves: int, devices: int) -> tupl
         changed.insert(target, changed.pop(source))
         if all(changed.index(word.replace("WAIT_", "")) <= changed.index(word) for word in changed):
             words[:] = changed
-    placement = tuple(rng.randrange(devices) if devices < len(stages) else stage for stage in range(len(stages)))
+    placement = tuple(
+        rng.randrange(devices) if devices < len(stages) else stage for stage in range(len(stages))
+    )
     lines: list[list[str]] = [[] for _ in range(max(devices, len(stages)))]
     run = rng.choice([1, 3, 12])
     while any(stages):
@@ -336,7 +345,13 @@ def verdict(placement: tuple[int, ...], lines: list[list[str]]) -> bool:
 
 
 @settings(max_examples=300)
-@given(st.sampled_from(["gpipe", "1f1b"]), st.integers(2, 4), st.integers(1, 4), st.integers(0, 6), st.integers(0, 999))
+@given(
+    st.sampled_from(["gpipe", "1f1b"]),
+    st.integers(2, 4),
+    st.integers(1, 4),
+    st.integers(0, 6),
+    st.integers(0, 999),
+)
 def test_what_is_accepted_ends_and_what_is_refused_does_not(
     schedule: str, stages: int, microbatches: int, moves: int, seed: int
 ) -> None:
@@ -354,7 +369,9 @@ def test_random_programs_are_of_both_kinds() -> None:
     """The reorderings above are no one-sided trial: many end, many do not, and some only under gloo."""
     rng, found = Random(0), Counter()
     for _ in range(300):
-        placement, lines = shuffled(lowered("1f1b", 3, 3), rng, moves=rng.randrange(7), devices=rng.choice([2, 3, 3]))
+        placement, lines = shuffled(
+            lowered("1f1b", 3, 3), rng, moves=rng.randrange(7), devices=rng.choice([2, 3, 3])
+        )
         found[outcome(lines, placement, by_direction), outcome(lines, placement, by_tag)] += 1
     assert found["ends", "ends"] >= 50
     assert found["hangs", "hangs"] >= 50

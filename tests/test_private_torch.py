@@ -69,4 +69,6 @@ def test_torch_still_has_it(name: str) -> None:
 
 def test_private_torch_stays_in_one_package() -> None:
     """No module but those of `torch_internals` uses a private name of torch."""
-    assert {file for files in uses().values() for file in files if not file.startswith("torch_internals/")} == set()
+    assert {
+        file for files in uses().values() for file in files if not file.startswith("torch_internals/")
+    } == set()

@@ -9,12 +9,22 @@ import pytest
 
 from made_up import layer, measurement, value
 from pipefit.errors import UsageError
-from pipefit.schema.layer_costs import Alike, GradientOrigin, Origin, SharedBuffer, SharedParameter, Span, Work
+from pipefit.schema.layer_costs import (
+    Alike,
+    GradientOrigin,
+    Origin,
+    SharedBuffer,
+    SharedParameter,
+    Span,
+    Work,
+)
 from pipefit.schema.profile import Block
 from pipelines import equal_profile, random_profile
 
 COST = layer((value(10),), (value(20),), saved=(Origin(kind="input"),))
-MODEL = measurement([COST, layer((value(20),), (value(40),), saved=())], layer((value(40),), (value(4),), saved=()))
+MODEL = measurement(
+    [COST, layer((value(20),), (value(40),), saved=())], layer((value(40),), (value(4),), saved=())
+)
 SHARED = SharedParameter(name="w", users=(0, 2), nbytes=1, gradient_bytes=1, state_bytes=0)
 MASK = SharedBuffer(name="mask", users=(0, 2), nbytes=1)
 
@@ -31,9 +41,18 @@ MASK = SharedBuffer(name="mask", users=(0, 2), nbytes=1)
         ({"output_origins": (Origin(kind="own", index=7),)}, "names own storage 7; it has 1"),
         ({"output_origins": (Origin(kind="input", index=-1),)}, "names input storage -1; it has 1"),
         ({"input_gradients": ()}, "has 1 input, but gradients for 0"),
-        ({"input_gradients": (GradientOrigin(kind="own", index=7),)}, "names own gradient storage 7; it has "),
-        ({"input_gradients": (GradientOrigin(kind="output", index=1),)}, "names output gradient storage 1; it has 1"),
-        ({"backward_first": (Span(peak_bytes=0, released=(1,)),)}, "releases input 1 in a backward; it has 1 input"),
+        (
+            {"input_gradients": (GradientOrigin(kind="own", index=7),)},
+            "names own gradient storage 7; it has ",
+        ),
+        (
+            {"input_gradients": (GradientOrigin(kind="output", index=1),)},
+            "names output gradient storage 1; it has 1",
+        ),
+        (
+            {"backward_first": (Span(peak_bytes=0, released=(1,)),)},
+            "releases input 1 in a backward; it has 1 input",
+        ),
     ],
 )
 def test_a_layer_that_contradicts_itself_is_refused(given: dict[str, Any], message: str) -> None:
@@ -49,7 +68,10 @@ def test_a_layer_that_contradicts_itself_is_refused(given: dict[str, Any], messa
         ({"microbatch_size": 0}, "a microbatch has at least one sample, not 0"),
         ({"layers": ()}, "a measurement needs at least one layer"),
         ({"layers": (0, 9)}, "layer 1 is of kind 9, and there are layers of 2 kinds"),
-        ({"kinds": (replace(COST, inputs=(), input_gradients=(), saved=()), COST)}, "layer 0 takes no inputs"),
+        (
+            {"kinds": (replace(COST, inputs=(), input_gradients=(), saved=()), COST)},
+            "layer 0 takes no inputs",
+        ),
         (
             {"loss": replace(MODEL.loss, inputs=(), input_gradients=())},
             "layer 1 returns 1 value, but the loss takes 0",
@@ -61,7 +83,10 @@ def test_a_layer_that_contradicts_itself_is_refused(given: dict[str, Any], messa
             "shared buffer 'mask' has 9223372036854775808 bytes, which no device has: profile again",
         ),
         *(
-            ({"shared": (replace(SHARED, users=(0, 1), **{size: nbytes}),)}, f"shared parameter 'w' has {nbytes} bytes")
+            (
+                {"shared": (replace(SHARED, users=(0, 1), **{size: nbytes}),)},
+                f"shared parameter 'w' has {nbytes} bytes",
+            )
             for size in ("nbytes", "gradient_bytes", "state_bytes", "early_state_bytes", "copy_bytes")
             for nbytes in (-1, 1 << 46)
         ),
@@ -87,12 +112,16 @@ def test_a_profile_has_one_measurement_of_each_size_and_number_of_ranks() -> Non
     """Of two, which may differ, planners would take the first without a word."""
     profile = equal_profile(3)
     (one,) = profile.measurements
-    with pytest.raises(UsageError, match="has 2 measurements of microbatches of 1 sample for 1 rank: keep one"):
+    with pytest.raises(
+        UsageError, match="has 2 measurements of microbatches of 1 sample for 1 rank: keep one"
+    ):
         replace(profile, measurements=(one, one))
     assert len(replace(profile, measurements=(one, replace(one, tensor=2))).measurements) == 2
 
 
-@pytest.mark.parametrize("what", ["nbytes", "gradient_bytes", "state_bytes", "early_state_bytes", "copy_bytes"])
+@pytest.mark.parametrize(
+    "what", ["nbytes", "gradient_bytes", "state_bytes", "early_state_bytes", "copy_bytes"]
+)
 def test_a_layer_shares_no_more_than_it_has(what: str) -> None:
     """Peaks would be too low, or below zero: what is shared is subtracted from what layers have. All of it may be."""
     profile = random_profile(6, shared=1)

@@ -28,7 +28,9 @@ PLACES = (
     )
     .filter(
         # a host without a number may be any of those with one
-        lambda shares: all(m.number is not None or [n.kind for n, _ in shares].count(m.kind) == 1 for m, _ in shares)
+        lambda shares: all(
+            m.number is not None or [n.kind for n, _ in shares].count(m.kind) == 1 for m, _ in shares
+        )
     )
     .map(lambda shares: Place(Share(*item) for item in shares))
 )
@@ -88,7 +90,9 @@ def test_what_is_not_a_place_is_refused(text: str, message: str) -> None:
 
 @settings(max_examples=40)
 @given(st.sampled_from(["gpipe", "torchgpipe", "1f1b"]), st.integers(1, 5), st.integers(1, 6), st.booleans())
-def test_a_program_parses_back_from_its_text(schedule: str, stages: int, microbatches: int, moving: bool) -> None:
+def test_a_program_parses_back_from_its_text(
+    schedule: str, stages: int, microbatches: int, moving: bool
+) -> None:
     """`parse_program` inverts `str`, with and without segments and moved tensors."""
     plan = make_plan(equal_profile(2 * stages), [2] * stages, microbatches=microbatches, schedule=schedule)
     program = offload_all(plan) if moving else lower(plan)
@@ -275,7 +279,9 @@ def test_a_program_lists_its_bundles() -> None:
     assert program.moved(program.actions[0][0]) == (Subject(3, 1),)
     assert program.moved(parse_action("0RELOAD0[5.3]@host")) == (Subject(5, 3),)
     assert str(program) == text
-    with pytest.raises(UsageError, match=r"0OFFLOAD0#2@host moves nothing that is known: .* one of 2 bundles"):
+    with pytest.raises(
+        UsageError, match=r"0OFFLOAD0#2@host moves nothing that is known: .* one of 2 bundles"
+    ):
         program.moved(parse_action("0OFFLOAD0#2@host"))
     with pytest.raises(UsageError, match=r"'0.weights' is no saved tensor"):
         parse_program("device 0:\nbundle 0: 0.weights", placement=((0,),), microbatches=1)
@@ -338,7 +344,10 @@ def test_what_fills_and_what_drains_an_endless_schedule_need_no_partner_for_what
 
 def test_parts_of_an_endless_schedule_join_to_a_program_of_their_own() -> None:
     """Microbatches are counted through, and what one part carries out the next one joins."""
-    parts = [parse_program(text, placement=((0,), (1,)), microbatches=n) for text, n in ((FILLING, 1), (DRAINING, 0))]
+    parts = [
+        parse_program(text, placement=((0,), (1,)), microbatches=n)
+        for text, n in ((FILLING, 1), (DRAINING, 0))
+    ]
     whole = joined(parts)
     assert [" ".join(map(str, actions)) for actions in whole.actions] == [
         "0LOAD0 0F0 0SEND_F0 0WAIT_SEND_F0 0RECV_B0 0WAIT_RECV_B0 0B0 0STEP0",

@@ -56,9 +56,17 @@ def test_the_dimension_of_samples_is_the_one_that_changes_with_them() -> None:
             value(2, 2),
             "value 0 has no dimension of the samples .* 4x4 for 4 samples and 2x2 for 2 samples",
         ),
-        (value(12, 5), value(6, 5), "value 0 has no dimension of the samples that could be divided: it is 12x5"),
+        (
+            value(12, 5),
+            value(6, 5),
+            "value 0 has no dimension of the samples that could be divided: it is 12x5",
+        ),
         (value(4, 5), value(5), "value 0 has no dimension of the samples that could be divided"),
-        (value(7, 4), value(7, 2), r"value 0 has its samples along dimension 1, not the first \(7x4 for 4 samples"),
+        (
+            value(7, 4),
+            value(7, 2),
+            r"value 0 has its samples along dimension 1, not the first \(7x4 for 4 samples",
+        ),
     ],
 )
 def test_values_that_cannot_be_divided_are_refused(one: Value, other: Value, message: str) -> None:

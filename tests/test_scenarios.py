@@ -42,12 +42,18 @@ def compacted(**links: float) -> Plan:
         ),
     )
     cluster = make_cluster(4, **links)  # type: ignore[arg-type]
-    return make_plan(chain_profile(layers), [9, 1, 1, 1], microbatches=8, decisions=decisions, cluster=cluster)
+    return make_plan(
+        chain_profile(layers), [9, 1, 1, 1], microbatches=8, decisions=decisions, cluster=cluster
+    )
 
 
 # Microbatch 4 on device 0, drawn by hand; what belongs to other microbatches in between is left out.
-WAY_OUT = "0LOAD4 0F4[0:3] 0N4[3:6] 0F4[6:9] 0SEND_F4 0OFFLOAD4[7.2]@{p} 0WAIT_SEND_F4 0WAIT_OFFLOAD4[7.2]@{p}"
-WAY_BACK = "0RELOAD4[7.2]@{p} 0R4[3:6] 0RECV_B4 0WAIT_RECV_B4 0WAIT_RELOAD4[7.2]@{p} 0B4[6:9] 0B4[3:6] 0B4[0:3]"
+WAY_OUT = (
+    "0LOAD4 0F4[0:3] 0N4[3:6] 0F4[6:9] 0SEND_F4 0OFFLOAD4[7.2]@{p} 0WAIT_SEND_F4 0WAIT_OFFLOAD4[7.2]@{p}"
+)
+WAY_BACK = (
+    "0RELOAD4[7.2]@{p} 0R4[3:6] 0RECV_B4 0WAIT_RECV_B4 0WAIT_RELOAD4[7.2]@{p} 0B4[6:9] 0B4[3:6] 0B4[0:3]"
+)
 BETWEEN = (  # where the others stand: what of microbatches 0 to 7 is computed after what
     "0F0[0:3] 0N0[3:6] 0F0[6:9] 0F1[0:3] 0N1[3:6] 0F1[6:9] 0F2[0:3] 0N2[3:6] 0F2[6:9] "
     "0R0[3:6] 0F3[0:3] 0N3[3:6] 0F3[6:9] 0B0[6:9] 0B0[3:6] 0B0[0:3] "
@@ -167,7 +173,9 @@ def test_a_body_of_pipedream_holds_a_version_for_every_microbatch_in_flight() ->
 
 def test_a_part_of_an_endless_schedule_is_not_simulated_alone() -> None:
     """Nothing has begun what it joins; the error says what to simulate instead."""
-    with pytest.raises(UsageError, match="a part of an endless schedule, which nothing has begun: simulate its plan"):
+    with pytest.raises(
+        UsageError, match="a part of an endless schedule, which nothing has begun: simulate its plan"
+    ):
         simulate(pipedream(), program=step_programs(pipedream())[-1])
 
 
@@ -216,7 +224,9 @@ def test_grids_are_a_program() -> None:
     assert "0SEND_F0{2:4}@device4" in map(str, program.actions[1])
     assert "1SEND_B0{4:6}@device2" in map(str, program.actions[4])
     lost = str(program).replace("1RECV_F0{2:4}@device1 ", "").replace("1WAIT_RECV_F0{2:4}@device1 ", "")
-    with pytest.raises(UsageError, match=r"0SEND_F0\{2:4\}@device4 has no partner: 1RECV_F0\{2:4\}@device1 is missing"):
+    with pytest.raises(
+        UsageError, match=r"0SEND_F0\{2:4\}@device4 has no partner: 1RECV_F0\{2:4\}@device1 is missing"
+    ):
         parse_program(lost, placement=GRIDS, microbatches=1)
 
 
@@ -228,11 +238,16 @@ def with_ranks(found: ModelProfile) -> ModelProfile:
 def test_shards_have_a_program() -> None:
     """A plan with shards can be made and lowered: every shard gets the same rows, and one of them sends them back."""
     plan = make_plan(equal_profile(2), [1, 1], microbatches=1, cluster=make_cluster(6))
-    stages = (Stage(start=0, stop=1, grid=Grid.of(0)), Stage(start=1, stop=2, grid=Grid(devices=GRIDS[1], tensor=2)))
+    stages = (
+        Stage(start=0, stop=1, grid=Grid.of(0)),
+        Stage(start=1, stop=2, grid=Grid(devices=GRIDS[1], tensor=2)),
+    )
     wide = replace(plan, stages=stages, profile=with_ranks(plan.profile))
     assert wide.placement == ((0,), GRIDS[1])
     assert wide.ranks == ((0,), (1,))
-    messages = [[str(action) for action in own if action.part and not action.wait] for own in lower(wide).actions]
+    messages = [
+        [str(action) for action in own if action.part and not action.wait] for own in lower(wide).actions
+    ]
     assert messages[0] == ["0RECV_B0{0:1}@device4", "0SEND_F0{0:1}@device4", "0SEND_F0{0:1}@device5"]
     assert messages[4] == ["1RECV_F0{0:1}", "1SEND_B0{0:1}"]
     assert messages[5] == ["1RECV_F0{0:1}"]

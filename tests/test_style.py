@@ -15,7 +15,9 @@ ROOT = HERE.parent
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", sorted(HERE.rglob("test_*.py")), ids=lambda path: str(path.relative_to(HERE)))
+@pytest.mark.parametrize(
+    "path", sorted(HERE.rglob("test_*.py")), ids=lambda path: str(path.relative_to(HERE))
+)
 def test_every_test_says_what_it_shows(path: Path) -> None:
     """Every test has a docstring that states the behaviour."""
     tests = [
@@ -44,6 +46,9 @@ def test_the_architecture_shows_the_order_of_imports_that_is_checked() -> None:
     """The layers on the page are those of the contract, line by line."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     section = (
-        (ROOT / "ARCHITECTURE.md").read_text().partition("## The order of imports")[2].partition("Imports point")[0]
+        (ROOT / "ARCHITECTURE.md")
+        .read_text()
+        .partition("## The order of imports")[2]
+        .partition("Imports point")[0]
     )
     assert [line.strip() for line in section.strip().splitlines()] == contracts[0]["layers"]

@@ -16,7 +16,13 @@ PLAN = "plan zoo:mlp --cluster 2x-rtx-3090 --batch-size 8 --planner uniform -o p
 @pytest.mark.parametrize("system", ["win32", pytest.param("darwin", marks=pytest.mark.gallery)])
 def test_plans_and_pages_are_made_and_workers_refused(system: str, tmp_path: Path) -> None:
     """A plan with its dry run, a page, a look around; training by workers says what to do instead."""
-    lines = (PLAN, "report plan.json", "certify plan.json zoo:mlp", "train plan.json zoo:mlp --save runs", "doctor")
+    lines = (
+        PLAN,
+        "report plan.json",
+        "certify plan.json zoo:mlp",
+        "train plan.json zoo:mlp --save runs",
+        "doctor",
+    )
     done = subprocess.run(
         [sys.executable, str(HERE / "other_system.py"), system, *lines],
         cwd=tmp_path,

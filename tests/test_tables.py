@@ -44,12 +44,17 @@ def test_a_terminal_gets_the_same_words() -> None:
 
 def test_what_is_over_is_red_and_what_is_tight_yellow(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a terminal's cells, by the word at their end; a pipe, and one who asks for no colour, reads the word alone."""
-    shown = Table(("full",), (("110.0 % over",), ("96.0 % tight",), ("80.0 %",), ("turnover",), ("out of memory",)))
+    shown = Table(
+        ("full",), (("110.0 % over",), ("96.0 % tight",), ("80.0 %",), ("turnover",), ("out of memory",))
+    )
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     stream = Terminal()
     write([shown], stream)
-    codes = {words.strip(): code for code, words in re.findall(r"\x1b\[([0-9;]+)m([^\x1b]*)\x1b", stream.getvalue())}
+    codes = {
+        words.strip(): code
+        for code, words in re.findall(r"\x1b\[([0-9;]+)m([^\x1b]*)\x1b", stream.getvalue())
+    }
     assert {words: codes.get(words) for (words,) in shown.rows} == {
         "110.0 % over": "1;31", "96.0 % tight": "33", "80.0 %": None, "turnover": None, "out of memory": "1;31",
     }  # fmt: skip
@@ -62,7 +67,10 @@ def test_what_is_over_is_red_and_what_is_tight_yellow(monkeypatch: pytest.Monkey
 def test_a_cell_that_is_over_is_told_to_a_style_sheet() -> None:
     """By a class, beside that of figures."""
     made = html([Table(("full", "at"), (("110.0 % over", "over"), ("96.0 % tight", "1F2")))])
-    assert '<td class="number over">110.0 % over</td>' in made and '<td class="number tight">96.0 % tight</td>' in made
+    assert (
+        '<td class="number over">110.0 % over</td>' in made
+        and '<td class="number tight">96.0 % tight</td>' in made
+    )
     assert "<td>1F2</td>" in made
 
 
@@ -117,7 +125,11 @@ def test_spare_columns_give_way_before_a_table_is_parted(monkeypatch: pytest.Mon
     assert [lines[0].split() for lines in shown] == [
         ["name", "count", "figure"], ["name", "count", "figure"], ["name", "figure"],
     ]  # fmt: skip
-    assert [lines[-1].split() for lines in shown] == [list(rows[0]), list(rows[1][:3]), [rows[2][0], rows[2][2]]]
+    assert [lines[-1].split() for lines in shown] == [
+        list(rows[0]),
+        list(rows[1][:3]),
+        [rows[2][0], rows[2][2]],
+    ]
     assert "count" in plain([tables[2]])
 
 
@@ -162,7 +174,8 @@ def test_a_word_among_figures_is_not_the_name_of_a_row(monkeypatch: pytest.Monke
 def test_rows_of_the_same_name_are_told_apart_in_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the first name is that of several rows, the next ones are repeated with it."""
     rows = tuple(
-        ("layer0", operation, *(f"{place}000.00 KiB" for place in range(7))) for operation in ("Addmm", "Gelu")
+        ("layer0", operation, *(f"{place}000.00 KiB" for place in range(7)))
+        for operation in ("Addmm", "Gelu")
     )
     lines = on_80_columns(monkeypatch, Table(("layer", "operation", *"abcdefg"), rows))
     assert sum("Addmm" in line for line in lines) == sum("Gelu" in line for line in lines) == 2
@@ -171,7 +184,11 @@ def test_rows_of_the_same_name_are_told_apart_in_every_part(monkeypatch: pytest.
 
 def test_a_bar_of_characters_is_drawn_in_html() -> None:
     """As full as it says, with the words behind it; a cell of dots or with a number sign is text as ever."""
-    made = html([Table(("full", ""), (("75.0 %", "###############....."), ("120.0 % over", "#" * 20 + " and more")))])
+    made = html(
+        [Table(("full", ""), (("75.0 %", "###############....."), ("120.0 % over", "#" * 20 + " and more")))]
+    )
     assert "currentcolor 75%" in made and "currentcolor 100%" in made and "</i> and more</td>" in made
     assert "##" not in made and made.count('aria-hidden="true"') == 2
-    assert "<td>...</td>" in html([Table(("a",), (("...",),))]) and "<td>#1</td>" in html([Table(("a",), (("#1",),))])
+    assert "<td>...</td>" in html([Table(("a",), (("...",),))]) and "<td>#1</td>" in html(
+        [Table(("a",), (("#1",),))]
+    )

@@ -18,7 +18,9 @@ def test_all_is_divided_only_where_nothing_is_left_whole() -> None:
         divided_flops=7,
         whole=(),
     )
-    assert "divide 99.9 % of 976.56 KiB" in str(all_but_one) and str(all_but_one).endswith("100.0 % of the operations")
+    assert "divide 99.9 % of 976.56 KiB" in str(all_but_one) and str(all_but_one).endswith(
+        "100.0 % of the operations"
+    )
     assert str(replace(all_but_one, flops=0, divided_flops=0)).endswith("0.0 % of the operations")
 
 
@@ -29,7 +31,13 @@ def test_operations_that_stay_whole_alike_are_told_once() -> None:
     others = tuple(replace(small, layer=layer) for layer in ("block0", "block0", "block1"))
     told = str(
         Shares(
-            ranks=2, parameter_bytes=8, divided_bytes=4, rank_bytes=6, flops=2, divided_flops=1, whole=(head, *others)
+            ranks=2,
+            parameter_bytes=8,
+            divided_bytes=4,
+            rank_bytes=6,
+            flops=2,
+            divided_flops=1,
+            whole=(head, *others),
         )
     )
     assert told.splitlines()[1:] == [

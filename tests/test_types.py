@@ -42,9 +42,17 @@ DECISION = {"stage": 0, "subject": Run(start=0, stop=1), "what": What.RECOMPUTE}
         (Device, {"kind": KIND, "memory_bytes": 9}, {"kind": "H100"}),
         (Device, {"kind": KIND, "memory_bytes": 9}, {"host": None}),
         (Host, {"memory_bytes": 9}, {"disk_bytes": "1TB"}),
-        (DeviceKind, {"name": "k", "flops": {"float32": 1.0}, "memory_bandwidth": 1.0}, {"flops": {"float32": "1"}}),
+        (
+            DeviceKind,
+            {"name": "k", "flops": {"float32": 1.0}, "memory_bandwidth": 1.0},
+            {"flops": {"float32": "1"}},
+        ),
         (DeviceKind, {"name": "k", "flops": {"float32": 1.0}, "memory_bandwidth": 1.0}, {"flops": 1e12}),
-        (DeviceKind, {"name": "k", "flops": {"float32": 1.0}, "memory_bandwidth": 1.0}, {"flops": {32: 1e12}}),
+        (
+            DeviceKind,
+            {"name": "k", "flops": {"float32": 1.0}, "memory_bandwidth": 1.0},
+            {"flops": {32: 1e12}},
+        ),
         (Link, LINK, {"lanes": 2.0}),
         (Link, LINK, {"members": ("device0", "host0")}),
         (Link, LINK, {"wire": 3}),
@@ -75,7 +83,9 @@ def test_a_wrong_type_is_refused_by_the_name_of_its_field(
     name, value = next(iter(wrong.items()))
     with pytest.raises(UsageError) as refused:
         kind(**{**good, **wrong})
-    assert str(refused.value).startswith(f"{kind.__name__}.{name} must be ") and "\n" not in str(refused.value)
+    assert str(refused.value).startswith(f"{kind.__name__}.{name} must be ") and "\n" not in str(
+        refused.value
+    )
     if not isinstance(value, (tuple, list, dict)):
         assert repr(value) in str(refused.value)
 
@@ -92,7 +102,12 @@ def test_a_plan_refuses_stages_that_are_none() -> None:
 
 def test_every_number_in_parts_is_checked() -> None:
     """Numbers given to `plan` in parts are refused like those of a `Training`."""
-    for parts in ({"batch_size": True}, {"batch_size": "8"}, {"batch_size": 8, "microbatches": 4.0}, {"stages": 2.0}):
+    for parts in (
+        {"batch_size": True},
+        {"batch_size": "8"},
+        {"batch_size": 8, "microbatches": 4.0},
+        {"stages": 2.0},
+    ):
         with pytest.raises(UsageError, match=f"{list(parts)[-1]} must be an? "):
             plan(equal_profile(4), make_cluster(2), **parts)  # type: ignore[arg-type]
 

@@ -39,7 +39,11 @@ def test_a_part_is_a_size_or_a_percentage() -> None:
 def test_a_rate_in_bits_is_refused_with_its_bytes() -> None:
     """Networks are sold in bits; eight times the rate would make every plan over them too fast."""
     assert [parse_rate(text) for text in ("25GB/s", "1.5 MiB/s", "2000")] == [25 * 10**9, 3 << 19, 2000]
-    for bits, words in (("200Gb/s", "write 25GB/s"), ("400 Gbps", "write 50GB/s"), ("100Mb", "write 12.5MB/s")):
+    for bits, words in (
+        ("200Gb/s", "write 25GB/s"),
+        ("400 Gbps", "write 50GB/s"),
+        ("100Mb", "write 12.5MB/s"),
+    ):
         with pytest.raises(UsageError, match=words):
             parse_rate(bits)
     with pytest.raises(UsageError, match="is not a size"):

@@ -74,7 +74,8 @@ def random_case(rng: Random, schedules: Sequence[str], *, layers: int = 3, most:
     """Layers that keep several times their input, on devices that cannot keep everything."""
     width = rng.randrange(1, 4)
     costs = [
-        keeping_layer(width, rng.randrange(40), rng.randrange(8), float(rng.randrange(1, 5))) for _ in range(layers)
+        keeping_layer(width, rng.randrange(40), rng.randrange(8), float(rng.randrange(1, 5)))
+        for _ in range(layers)
     ]
     found = profile(measurement(costs, layer((value(width), value(1)), (value(4),), seconds=0.5)))
     devices = rng.randrange(1, 3) if layers < 4 else 2
@@ -92,7 +93,9 @@ def plans(case: Case, techniques: Sequence[str]) -> Iterator[Plan]:
     """Every split of the layers over all devices in their order, with every technique for every layer."""
     count, devices = len(case.profile.layers), len(case.cluster.devices)
     for cuts in combinations(range(1, count), devices - 1):
-        stages = tuple(Stage(start=a, stop=b, grid=Grid.of(n)) for n, (a, b) in enumerate(pairwise((0, *cuts, count))))
+        stages = tuple(
+            Stage(start=a, stop=b, grid=Grid.of(n)) for n, (a, b) in enumerate(pairwise((0, *cuts, count)))
+        )
         for chosen in product(techniques, repeat=count):
             decisions = None if PEER in chosen and devices == 1 else _decisions(stages, chosen)
             if decisions is not None:
@@ -139,7 +142,9 @@ def fastest(case: Case, techniques: Sequence[str] = EVERY) -> float | None:
                 found = Assembled(early, parts)
             except UsageError:  # what this schedule does not carry out
                 continue
-            fits = all(p <= d.memory_bytes for p, d in zip(found.peak_bytes, case.cluster.devices, strict=True))
+            fits = all(
+                p <= d.memory_bytes for p, d in zip(found.peak_bytes, case.cluster.devices, strict=True)
+            )
             if fits and (best is None or found.step_seconds[-1] < best[0]):
                 best = found.step_seconds[-1], early
             if not plan.decisions:

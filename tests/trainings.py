@@ -37,7 +37,14 @@ class Training:
         if not plan.exists():
             save(plan_for("dropout", "1f1b", (3, 3)), plan)
         command = ["train", str(plan), "resuming:mortal", "--no-numbers", "--json"]
-        command += ["--set", f"folder='{self.folder}'", "--set", f"seed={self.seed}", "--steps", str(self.steps)]
+        command += [
+            "--set",
+            f"folder='{self.folder}'",
+            "--set",
+            f"seed={self.seed}",
+            "--steps",
+            str(self.steps),
+        ]
         command += ["--save", str(self.runs), "--every", str(EVERY), *more]
         return command + (["--seed", str(self.seed)] if seed else [])
 

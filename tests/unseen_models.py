@@ -41,7 +41,9 @@ class Squeezed(nn.Module):
         gate = torch.sigmoid(self.more(F.relu(self.less(y.mean(dim=(2, 3), keepdim=True)))))
         skip = F.avg_pool2d(x, 2) if self.stride == 2 else x
         b, c, h, w = (y := self.leave(y * gate)).shape
-        mixed = y.view(b, 4, c // 4, h, w).transpose(1, 2).reshape(b, c, h, w)  # ShuffleNet's exchange of groups
+        mixed = (
+            y.view(b, 4, c // 4, h, w).transpose(1, 2).reshape(b, c, h, w)
+        )  # ShuffleNet's exchange of groups
         return mixed + skip
 
 
@@ -50,7 +52,9 @@ class Grouped(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, WIDTH, 3, stride=2, padding=1), nn.BatchNorm2d(WIDTH), nn.Hardswish())
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, WIDTH, 3, stride=2, padding=1), nn.BatchNorm2d(WIDTH), nn.Hardswish()
+        )
         self.first = nn.ModuleList([Squeezed(WIDTH, 1, 4), Squeezed(WIDTH, 2, 4)])
         self.second = nn.ModuleList([Squeezed(WIDTH, 1, 8), Squeezed(WIDTH, 2, 2)])
         self.early, self.late = nn.Linear(WIDTH, CLASSES), nn.Linear(2 * WIDTH, CLASSES)
@@ -87,7 +91,9 @@ class Recurrent(nn.Module):
         self.squeeze = nn.Linear(2 * WIDTH, WIDTH)
         self.cell = nn.GRUCell(WIDTH, WIDTH)
         inner = 4 * WIDTH
-        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, inner), nn.GELU(), nn.Linear(inner, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, inner), nn.GELU(), nn.Linear(inner, WIDTH)
+        )
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, words: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,7 +154,9 @@ class Expert(nn.Module):
     def __init__(self, layers: int = 2) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
-        self.attention = nn.ModuleList(nn.MultiheadAttention(WIDTH, 4, batch_first=True) for _ in range(layers))
+        self.attention = nn.ModuleList(
+            nn.MultiheadAttention(WIDTH, 4, batch_first=True) for _ in range(layers)
+        )
         self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) for _ in range(2 * layers))
         self.experts = nn.ModuleList(Experts() for _ in range(layers))
         self.head.weight = self.embed.weight
@@ -209,7 +217,9 @@ class Positions(nn.Module):
 
     def forward(self, words: Tensor) -> Tensor:
         x = self.embed(words)
-        for norm, attention, gated, down in zip(self.norms, self.attention, self.gated, self.down, strict=True):
+        for norm, attention, gated, down in zip(
+            self.norms, self.attention, self.gated, self.down, strict=True
+        ):
             y = norm(x)
             one, other = gated(y).chunk(2, dim=-1)
             x = x + attention(y) + down(F.gelu(one) * other)
@@ -231,7 +241,8 @@ class Reused(nn.Module):
         self.embed, self.norm = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH)
         self.block = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
         self.middle = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(3)
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(3)
         )
         self.there = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
         self.scale = nn.Parameter(torch.ones(WIDTH))
@@ -256,7 +267,9 @@ class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         channels = {"fine": (3, 16), "middle": (16, 32), "coarse": (32, 64)}
-        self.convolutions = nn.ModuleDict({name: nn.Conv2d(*both, 3, 2, 1) for name, both in channels.items()})
+        self.convolutions = nn.ModuleDict(
+            {name: nn.Conv2d(*both, 3, 2, 1) for name, both in channels.items()}
+        )
 
     def forward(self, images: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         found, x = {}, images
@@ -282,7 +295,11 @@ class Pyramid(nn.Module):
         levels = self.encoder(images)
         x = self.across["coarse"](levels["coarse"][0])
         for name in ("middle", "fine"):
-            x = F.interpolate(x, scale_factor=2, mode="nearest") + self.across[name](levels[name][0]) + self.up(x)
+            x = (
+                F.interpolate(x, scale_factor=2, mode="nearest")
+                + self.across[name](levels[name][0])
+                + self.up(x)
+            )
         x = F.instance_norm(self.smooth(x)).relu()
         answer = self.classes(levels["coarse"][1], levels["middle"][1])
         found = F.cross_entropy(answer, (weights > 0).sum(1) % CLASSES)

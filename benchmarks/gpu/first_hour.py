@@ -45,9 +45,8 @@ LONGEST_SECONDS = 600
 def shown(row: Row) -> str:
     """A line: what, expected, found, and whether the claim holds."""
     verdict = {True: "ok", False: "DIFFERS", None: ""}[row.holds]
-    return (
-        f"{row.what:60}  {_figure(row.expected, row.unit):>14}  {_figure(row.found, row.unit):>14}  {verdict}".rstrip()
-    )
+    expected, found = _figure(row.expected, row.unit), _figure(row.found, row.unit)
+    return f"{row.what:60}  {expected:>14}  {found:>14}  {verdict}".rstrip()
 
 
 def _figure(value: float | None, unit: str) -> str:
@@ -72,12 +71,16 @@ def alone(name: str, options: argparse.Namespace, left: float) -> dict[str, Any]
         told = Path(folder) / "part.json"
         line = [sys.executable, __file__, "--part", name, "--json", str(told), "--kind", options.kind]
         began = time.perf_counter()
-        part = subprocess.Popen([*line, *[f"--{options.scale}"] * (options.scale != "full")], start_new_session=True)
+        part = subprocess.Popen(
+            [*line, *[f"--{options.scale}"] * (options.scale != "full")], start_new_session=True
+        )
         try:
             code = part.wait(longest)
             failure = None if code == 0 else f"exit code {code}"
         except subprocess.TimeoutExpired:
-            failure = f"longer than {longest:.0f} s" + (", which were left" if longest < LONGEST_SECONDS else "")
+            failure = f"longer than {longest:.0f} s" + (
+                ", which were left" if longest < LONGEST_SECONDS else ""
+            )
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(part.pid, signal.SIGKILL)  # with what it has started, which would hold the GPU
@@ -100,7 +103,9 @@ def one_part(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts that are asked for; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--kind", default="hgx-h100")
@@ -129,13 +134,19 @@ def keep(options: argparse.Namespace, done: Sequence[dict[str, Any]], waiting: S
     """Write what has been found so far, and what has not begun, if a file is named."""
     if options.json:
         document = {"machine": described(), "scale": options.scale, "minutes": options.minutes, "parts": done}
-        options.json.write_text(json.dumps(document | {"not_begun": waiting}, indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(
+            json.dumps(document | {"not_begun": waiting}, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 def concluded(done: Sequence[dict[str, Any]], waiting: Sequence[str]) -> int:
     """What is said at the end, and the exit code."""
-    failed = [part["part"] for part in done if part["failure"] or any(row["holds"] is False for row in part["rows"])]
-    print(f"not as expected: {', '.join(failed)}" if failed else f"{'all' if done else 'nothing'} as expected")
+    failed = [
+        part["part"] for part in done if part["failure"] or any(row["holds"] is False for row in part["rows"])
+    ]
+    print(
+        f"not as expected: {', '.join(failed)}" if failed else f"{'all' if done else 'nothing'} as expected"
+    )
     if waiting:
         print(f"not begun: {', '.join(waiting)}")
     return 1 if failed or waiting else 0

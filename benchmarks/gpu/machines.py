@@ -68,7 +68,9 @@ class Gpu:
         torch.cuda.synchronize(self.device)
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(1.0, self.device)  # a trainer holds it to its plan's memory
+        torch.cuda.set_per_process_memory_fraction(
+            1.0, self.device
+        )  # a trainer holds it to its plan's memory
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def figures(self, trainer: Trainer | None = None) -> Figures:
@@ -77,7 +79,11 @@ class Gpu:
         own = None if trainer is None else trainer.trace.devices[0].allocator
         if own is None:
             return figures
-        peaks = {"requested": own.requested_bytes, "allocated": own.allocated_bytes, "reserved": own.reserved_bytes}
+        peaks = {
+            "requested": own.requested_bytes,
+            "allocated": own.allocated_bytes,
+            "reserved": own.reserved_bytes,
+        }
         return {**figures, **peaks}
 
     def held(self) -> int | None:

@@ -43,7 +43,9 @@ from pipefit.simulator import simulate
 Scale = Literal["full", "small", "dry"]
 SMALL_GPT = {"layers": 4, "hidden": 256, "heads": 8, "vocabulary": 5000, "sequence": 256}
 DRY_GPT = {"layers": 2, "hidden": 32, "heads": 2, "vocabulary": 50, "sequence": 16}
-MODELS: Mapping[str, Mapping[Scale, tuple[int, Mapping[str, Any]]]] = {  # microbatches, and what models are of
+MODELS: Mapping[
+    str, Mapping[Scale, tuple[int, Mapping[str, Any]]]
+] = {  # microbatches, and what models are of
     "gpt": {"full": (8, {}), "small": (8, SMALL_GPT), "dry": (2, DRY_GPT)},
     "bert": {"full": (16, {}), "small": (8, SMALL_GPT), "dry": (2, DRY_GPT)},
     "vgg11": {
@@ -98,7 +100,9 @@ def plan_on(machine: Machine, task: Task, size: int, memory_bytes: int | None = 
     return Plan(
         profile=found,
         cluster=machine.cluster(memory_bytes),
-        training=Training(batch_size=MICROBATCHES * size, microbatches=MICROBATCHES, precision=task.precision),
+        training=Training(
+            batch_size=MICROBATCHES * size, microbatches=MICROBATCHES, precision=task.precision
+        ),
         stages=(Stage(start=0, stop=len(found.layers), grid=Grid.of(0)),),
     )
 
@@ -117,7 +121,9 @@ def constants(machine: Machine, scale: Scale) -> Iterator[Row]:
     after = machine.held()
     workspaces = None if before is None or after is None else after - before
     yield Row(what="context", expected=own.context_bytes, found=context, within=0.5)
-    yield Row(what="two workspaces of cuBLAS", expected=2 * own.cublas_workspace_bytes, found=workspaces, within=0.0)
+    yield Row(
+        what="two workspaces of cuBLAS", expected=2 * own.cublas_workspace_bytes, found=workspaces, within=0.0
+    )
 
 
 def _multiply(device: torch.device, side: int) -> None:
@@ -153,9 +159,15 @@ def peaks(name: str, machine: Machine, scale: Scale) -> Iterator[Row]:
         )
         yield from _actions(what, trace.devices[0].memory, trainer.trace.devices[0].memory, workspaces)
         if own:
-            yield Row(what=f"{what}: allocated", expected=own.allocated_bytes, found=found["allocated"], within=0.02)
-            yield Row(what=f"{what}: reserved", expected=own.reserved_bytes, found=found["reserved"], within=0.05)
-            yield Row(what=f"{what}: process", expected=own.process_bytes, found=found["process_total"], within=0.1)
+            yield Row(
+                what=f"{what}: allocated", expected=own.allocated_bytes, found=found["allocated"], within=0.02
+            )
+            yield Row(
+                what=f"{what}: reserved", expected=own.reserved_bytes, found=found["reserved"], within=0.05
+            )
+            yield Row(
+                what=f"{what}: process", expected=own.process_bytes, found=found["process_total"], within=0.1
+            )
         del trainer
 
 
@@ -176,19 +188,25 @@ def saved(machine: Machine, scale: Scale) -> Iterator[Row]:
     for name in MODELS:
         task, size = task_of(name, scale, precision)
         (costs,) = profile(task, microbatch_size=size, target=machine.target).measurements
-        chain = capture(built(task, seed=0, target=machine.target), *sample(task, size), target=machine.target)
+        chain = capture(
+            built(task, seed=0, target=machine.target), *sample(task, size), target=machine.target
+        )
         values = tuple(value.to(machine.device) for value in chain.flatten(sample(task, size)[0]))
         met = set[int]()
         for layer, kind in zip(chain.layers, costs.layers, strict=True):
             layer.module.to(machine.device)
             values = tuple(
                 value.detach().requires_grad_(flag).clone()  # for layers that work in place
-                for value, flag in zip(values, (v.requires_grad for v in costs.kinds[kind].inputs), strict=True)
+                for value, flag in zip(
+                    values, (v.requires_grad for v in costs.kinds[kind].inputs), strict=True
+                )
             )
             kept, values = _kept(layer, costs.kinds[kind], values)
             if kind not in met:
                 met.add(kind)
-                yield Row(what=f"{name}: {layer.name}", expected=_keeps(costs.kinds[kind]), found=kept, within=0.0)
+                yield Row(
+                    what=f"{name}: {layer.name}", expected=_keeps(costs.kinds[kind]), found=kept, within=0.0
+                )
 
 
 def _keeps(cost: LayerCost) -> int:
@@ -228,7 +246,9 @@ def largest(machine: Machine, scale: Scale) -> Iterator[Row]:
 
     def lacks(size: int, memory: int | None) -> bool:
         plan = plan_on(machine, task, size, memory)
-        return bool(certify(task, plan, target=machine.target, allocator=machine.allocator).devices[0].lack_bytes)
+        return bool(
+            certify(task, plan, target=machine.target, allocator=machine.allocator).devices[0].lack_bytes
+        )
 
     memory = 12 << 30 if scale == "full" else _taken(machine, task, first + 2)
     sizes = range(first, 64)
@@ -278,7 +298,9 @@ def seconds(machine: Machine, scale: Scale) -> Iterator[Row]:
         found, close = statistics.median(times[1:]), 0.25 if scale == "full" else None
         claims = ((f"{name}: estimated", plan, None), (f"{name}: measured profile", measured, close))
         for what, one, within in claims:
-            yield Row(what=what, expected=simulate(one).step_seconds[-1], found=found, unit="seconds", within=within)
+            yield Row(
+                what=what, expected=simulate(one).step_seconds[-1], found=found, unit="seconds", within=within
+            )
 
 
 # ---------------------------------------------------------------- the allocator itself
@@ -329,10 +351,14 @@ def tests(file: Path, machine: Machine, scale: Scale) -> Iterator[Row]:
     line = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *wanted, str(file)]
     ended = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     print("\n".join((ended.stdout + ended.stderr).splitlines()[-15:]))
-    yield Row(what=f"pytest -m gpu {file.name}", expected=0, found=ended.returncode, unit="exit code", within=0.0)
+    yield Row(
+        what=f"pytest -m gpu {file.name}", expected=0, found=ended.returncode, unit="exit code", within=0.0
+    )
 
 
-TESTS: Mapping[str, Part] = {file.stem.replace("test_", "tests-", 1): partial(tests, file) for file in marked()}
+TESTS: Mapping[str, Part] = {
+    file.stem.replace("test_", "tests-", 1): partial(tests, file) for file in marked()
+}
 PARTS: Mapping[str, Part] = {  # in the order of their value
     "constants": constants,
     "tests-gpu": TESTS["tests-gpu"],

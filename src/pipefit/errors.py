@@ -3,8 +3,8 @@
     PipefitError            1   base class: catch this one
     ├── UsageError          2   the request is wrong: an option, a size, a name
     ├── InfeasibleError     3   no plan fits; says which device, by how much, and what would help
-    ├── OutOfMemory         4   a run exceeded a device's memory; says where, at which action, what held the bytes
-    ├── WorkerFailed        5   a worker died, hung or raised; names the one that failed first
+    ├── OutOfMemory         4   a run exceeded a device's memory; says where, at which action, what held the
+    bytes ├── WorkerFailed        5   a worker died, hung or raised; names the one that failed first
     │   ├── PeerLost            error of the other workers: a message does not arrive
     │   └── LimitMet            a worker met a limit of the system on its process
     ├── FileError           6   a document is missing, truncated, of another version, or for another model
@@ -115,7 +115,9 @@ class LossNotFinite(PipefitError):
 
 
 class PipefitWarning(UserWarning):
-    """A fact that does not stop the run, but that the user should know, such as a figure with a limitation."""
+    """A fact that does not stop the run, but that the user should know, such as a figure with a
+    limitation.
+    """
 
 
 _LONGEST = 300  # characters of a foreign exception that our messages repeat
@@ -130,7 +132,9 @@ def _text(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of any exception's text; its type's name if the text is empty or cannot be printed."""
+    """Return the first line of any exception's text; its type's name if the text is empty or cannot be
+    printed.
+    """
     lines = _text(error).strip().splitlines()
     return lines[0][:_LONGEST] if lines else type(error).__name__
 
@@ -153,7 +157,9 @@ _NO_MEMORY = re.compile(
 
 def no_memory(error: BaseException) -> bool:
     """Return whether an error's type and text say that memory ran out."""
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(_text(error))))
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(_text(error)))
+    )
 
 
 def in_one_line(error: BaseException) -> str:

@@ -57,7 +57,9 @@ def uncollected() -> Iterator[None]:
 # ---- Signals by which a terminal, a scheduler or a user ends all processes of a group
 
 _NAMES = "SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"
-ENDING = tuple(signal.Signals[name] for name in _NAMES if hasattr(signal, name))  # Windows has only the first two
+ENDING = tuple(
+    signal.Signals[name] for name in _NAMES if hasattr(signal, name)
+)  # Windows has only the first two
 
 
 # ---- The system's limits on a process, in words for error messages
@@ -67,7 +69,8 @@ if sys.platform != "win32":
 
 _STACK_BYTES = 1 << 16
 _NO_ROOM = re.compile(
-    r".*(failed to map segment|cannot allocate memory|cannot create shared object|memory protections).*", re.IGNORECASE
+    r".*(failed to map segment|cannot allocate memory|cannot create shared object|memory protections).*",
+    re.IGNORECASE,
 )
 
 
@@ -132,7 +135,9 @@ def room_for_threads(count: int) -> bool:
 
 
 def no_room_for(library: BaseException) -> str:
-    """Return the line of an import error that says that memory for a library was lacking; empty for other errors."""
+    """Return the line of an import error that says that memory for a library was lacking; empty for other
+    errors.
+    """
     said = _NO_ROOM.search(str(library)) if isinstance(library, ImportError) else None
     return "" if said is None else said[0].strip()
 
@@ -156,7 +161,10 @@ def _of_control_groups() -> list[int]:
         if controllers not in ("", "pids"):
             continue
         root = Path("/sys/fs/cgroup") / controllers
-        for folder in (root / path.lstrip("/"), root):  # the second, for a container that sees only its own group
+        for folder in (
+            root / path.lstrip("/"),
+            root,
+        ):  # the second, for a container that sees only its own group
             try:
                 result.append(int((folder / "pids.max").read_text()))
                 break
@@ -168,7 +176,11 @@ def _of_control_groups() -> list[int]:
 # ---- Forks
 
 LOOKS, LOOK_SECONDS = 60, 1.0  # a fork that has slept through this many consecutive looks stands still
-_DIE_WITH_PARENT, _ADOPT, _ADOPTS = 1, 36, 37  # prctl's PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER and PR_GET_...
+_DIE_WITH_PARENT, _ADOPT, _ADOPTS = (
+    1,
+    36,
+    37,
+)  # prctl's PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER and PR_GET_...
 
 
 class Fork:
@@ -220,7 +232,9 @@ class Fork:
             left = left - 1 if now == before and self._sleeps() else LOOKS
             before = now
             if not left:
-                raise TimeoutError(f"process {self._process} has stood still for {LOOKS * LOOK_SECONDS:.0f} s")
+                raise TimeoutError(
+                    f"process {self._process} has stood still for {LOOKS * LOOK_SECONDS:.0f} s"
+                )
         return os.read(self._reading, most)
 
     def end(self) -> int:
@@ -228,7 +242,9 @@ class Fork:
         return self._ending() or 0
 
     def _sleeps(self) -> bool:
-        """Return whether the fork waits for something other than a processor or a disk, and is not stopped."""
+        """Return whether the fork waits for something other than a processor or a disk, and is not
+        stopped.
+        """
         return Path(f"/proc/{self._process}/stat").read_text().rpartition(")")[2].split()[0] == "S"
 
 
@@ -281,7 +297,9 @@ T = TypeVar("T")
 
 _LENGTH = 8  # bytes in which the fork sends the length of a result
 
-_forks: ContextVar[weakref.WeakSet[_Fork] | None] = ContextVar("_forks", default=None)  # running; None outside
+_forks: ContextVar[weakref.WeakSet[_Fork] | None] = ContextVar(
+    "_forks", default=None
+)  # running; None outside
 
 
 @contextmanager
@@ -298,7 +316,9 @@ def forking() -> Iterator[None]:
 
 
 def forks_left() -> int:
-    """Return the number of further forks that have a core while this process waits for them; 0 outside of `forking`."""
+    """Return the number of further forks that have a core while this process waits for them; 0 outside of
+    `forking`.
+    """
     running, cores = _forks.get(), len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
     return 0 if running is None or cores == 1 else max(0, cores - len(running))
 

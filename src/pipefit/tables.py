@@ -26,13 +26,19 @@ if TYPE_CHECKING:
 
 NO_BREAK = "\N{NO-BREAK SPACE}"  # a space without a line break
 _NUMBER_LIKE = re.compile(r"[-+]?[0-9].*|-|")
-_FIGURE = re.compile(r"(?<=[0-9]) (?=%|(?:[KMGT]?i?B|m?s|us|[kMGT]?FLOP)\b)")  # the space between a figure and its unit
+_FIGURE = re.compile(
+    r"(?<=[0-9]) (?=%|(?:[KMGT]?i?B|m?s|us|[kMGT]?FLOP)\b)"
+)  # the space between a figure and its unit
 _OPTION = re.compile(r"(--[a-z-]+) (?=[^\s-])")  # an option and its value
 _HYPHENED = re.compile(r"--[a-z]+(-[a-z]+)*")
 _WHOLE = r'<span style="white-space:nowrap">\g<0></span>'
 _ENDLESS = 1 << 20  # characters, more than any line has
 _COUNT_LIKE = re.compile(r"[0-9]+(-[0-9]+)?|")
-_ALARMS = {"over": "over", "out of memory": "over", "tight": "tight"}  # the kind of problem, by the end of a cell
+_ALARMS = {
+    "over": "over",
+    "out of memory": "over",
+    "tight": "tight",
+}  # the kind of problem, by the end of a cell
 _COLOURS = {"": "", "over": "bold red", "tight": "yellow"}
 _METER = re.compile(r"(?=[#.]{5})(#*)(\.*)(.*)")  # a bar of characters, followed by words
 
@@ -68,7 +74,9 @@ class Table:
             for place in range(len(self.columns))
         ]
         first = next((place for place, counts in enumerate(counting) if not counts), 0)
-        after = next((place for place in range(first, len(self.columns)) if self.numeric[place]), len(self.columns))
+        after = next(
+            (place for place in range(first, len(self.columns)) if self.numeric[place]), len(self.columns)
+        )
         names = range(first + 1, after + 1)
         apart = (count for count in names if len({row[:count] for row in self.rows}) == len(self.rows))
         return next(apart, names[0] if names else 1)
@@ -83,12 +91,16 @@ Block = Table | str
 
 
 def plain(blocks: Iterable[Block], width: int = _ENDLESS) -> str:
-    """Format the blocks as text, separated by empty lines, in lines of at most `width` except for longer words."""
+    """Format the blocks as text, separated by empty lines, in lines of at most `width` except for longer
+    words.
+    """
     return "\n\n".join(_plain(block, width) for block in blocks)
 
 
 def write(blocks: Sequence[Block], stream: TextIO | None = None, width: int = _ENDLESS) -> None:
-    """Write the blocks to `stream`, default stdout: in colour and fitted to a terminal, or to `width` elsewhere."""
+    """Write the blocks to `stream`, default stdout: in colour and fitted to a terminal, or to `width`
+    elsewhere.
+    """
     out = sys.stdout if stream is None else stream
     if not out.isatty():
         out.write(plain(blocks, width) + "\n")
@@ -132,7 +144,9 @@ class Shown:
         return html(self._blocks())
 
     def _blocks(self) -> list[Block]:
-        result: list[Block] = import_module("pipefit.report.show").describe(self)  # a module above all documents
+        result: list[Block] = import_module("pipefit.report.show").describe(
+            self
+        )  # a module above all documents
         return result
 
 
@@ -151,7 +165,9 @@ def _html_table(table: Table) -> str:
     rows = ("".join(map(_html_cell, row, table.numeric)) for row in table.rows)
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     caption = f"<caption>{escape(printable(table.title))}</caption>" if table.title else ""
-    return f'<div class="wide"><table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return (
+        f'<div class="wide"><table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
 
 
 def _html_cell(cell: str, numeric: bool) -> str:
@@ -171,7 +187,9 @@ def _html_words(cell: str) -> str:
         return escape(cell)
     full, empty, words = meter.groups()
     share = 100 * len(full) // (len(full) + len(empty))
-    style = f"background:linear-gradient(90deg,currentcolor {share}%,transparent 0);border:1px solid;opacity:.55"
+    style = (
+        f"background:linear-gradient(90deg,currentcolor {share}%,transparent 0);border:1px solid;opacity:.55"
+    )
     return f'<i aria-hidden="true" style="display:inline-block;width:8em;height:.7em;{style}"></i>{escape(words)}'
 
 
@@ -184,13 +202,17 @@ def wrapped(text: str, width: int) -> str:
 
     Longer words stay whole. Continuations of an indented line are indented by two more.
     """
-    return "\n".join(_wrapped_line(line, width) for line in kept_together(text).splitlines()).replace(NO_BREAK, " ")
+    return "\n".join(_wrapped_line(line, width) for line in kept_together(text).splitlines()).replace(
+        NO_BREAK, " "
+    )
 
 
 def _wrapped_line(line: str, width: int) -> str:
     indent = len(line) - len(line.lstrip(" "))
     further = " " * (indent + 2 if indent else 0)
-    return textwrap.fill(line, width, subsequent_indent=further, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        line, width, subsequent_indent=further, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def kept_together(text: str) -> str:

@@ -14,7 +14,9 @@ _USUAL = {"gpu": "cuda"}  # other common names
 
 def printable(text: str) -> str:
     """Replace control characters, which a file could use to rewrite a terminal."""
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
+    return "".join(
+        character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text
+    )
 
 
 def shortened(text: str) -> str:

@@ -175,7 +175,11 @@ def _exchange(cluster: Cluster, hops: Iterable[Hop], delay_seconds: float, reach
 
 
 def _latency(cluster: Cluster, source: int, target: int) -> float:
-    return cluster.route(Member.device(source), Member.device(target)).latency_seconds if source != target else 0.0
+    return (
+        cluster.route(Member.device(source), Member.device(target)).latency_seconds
+        if source != target
+        else 0.0
+    )
 
 
 def _around(members: Sequence[int], sent: Sequence[int]) -> Iterator[Hop]:
@@ -309,6 +313,8 @@ def host_update_seconds(cost: LayerCost, host: Host) -> float:
         UsageError: the host's memory bandwidth is unknown.
     """
     if host.memory_bandwidth is None:
-        raise UsageError("an update on a host takes as long as its memory needs: give the host a memory_bandwidth")
+        raise UsageError(
+            "an update on a host takes as long as its memory needs: give the host a memory_bandwidth"
+        )
     moved = 2 * (cost.trained_bytes + cost.state_bytes) + cost.gradient_bytes
     return moved / (host.memory_bandwidth * HOST_BANDWIDTH_REACHED)

@@ -45,11 +45,14 @@ def parse_bytes(text: str, *, least: Literal[0, 1] = 1) -> int:
     unit = match and _UNITS.get(match[2].lower())
     if not match or not unit:
         raise UsageError(
-            f"{text[:_LONGEST]!r} is not a size: write a positive number and a unit, such as 256MiB, 24GB or 1048576"
+            f"{text[:_LONGEST]!r} is not a size: write a positive number and a unit, such as 256MiB, 24GB or "
+            "1048576"
         )
     nbytes = round(float(match[1]) * unit)
     if not match[2] and 0 < nbytes < KIB:
-        raise UsageError(f"{text!r} has no unit: write {match[1]}GiB or {match[1]}MiB, or {match[1]}B for bytes")
+        raise UsageError(
+            f"{text!r} has no unit: write {match[1]}GiB or {match[1]}MiB, or {match[1]}B for bytes"
+        )
     if nbytes < least:
         raise UsageError(f"{text!r} is not a usable size: memory must be at least one byte")
     return nbytes
@@ -64,7 +67,9 @@ def parse_rate(text: str) -> int:
     size = text.strip().removesuffix("/s")
     if bits := _BITS.fullmatch(size):
         eighth = f"{float(bits[1]) / 8:g}{bits[2].upper()}B/s"
-        raise UsageError(f"{text!r} has the unit of bits: write {eighth}, or {bits[1]}{bits[2].upper()}B/s for bytes")
+        raise UsageError(
+            f"{text!r} has the unit of bits: write {eighth}, or {bits[1]}{bits[2].upper()}B/s for bytes"
+        )
     return parse_bytes(size)
 
 
@@ -83,7 +88,9 @@ def parse_part(text: str, whole: int) -> int:
 
 
 def format_bytes(nbytes: int) -> str:
-    """Format `nbytes` in the largest binary unit that leaves at least one, with two decimals: `13.50 GiB`, `812 B`."""
+    """Format `nbytes` in the largest binary unit that leaves at least one, with two decimals: `13.50 GiB`,
+    `812 B`.
+    """
     for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(nbytes) >= unit:
             return f"{nbytes / unit:.2f} {name}"

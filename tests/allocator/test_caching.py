@@ -77,7 +77,11 @@ def test_it_does_what_its_rules_say(text: str, seed: int) -> None:
             nbytes, stream = drawn_size(rng), int(rng.random() < 0.2)
             live[name] = found.allocate(nbytes, stream)
             model.allocate(name, nbytes, stream)
-        assert (found.requested, found.allocated, found.reserved) == (model.requested, model.allocated, model.reserved)
+        assert (found.requested, found.allocated, found.reserved) == (
+            model.requested,
+            model.allocated,
+            model.reserved,
+        )
         if name % 40 == 0:
             check_invariants(found, live)
         if name % 97 == 0:
@@ -196,7 +200,9 @@ def test_as_torch_reuses_oversize_blocks() -> None:
         found.free(block)
     found.allocate(120 * MIB)
     assert found.reserved == 120 * MIB
-    assert found.retries == 1  # of the request that failed: for the last one oversize blocks are given back before
+    assert (
+        found.retries == 1
+    )  # of the request that failed: for the last one oversize blocks are given back before
 
 
 def test_as_torch_tells_segments_in_a_snapshot() -> None:

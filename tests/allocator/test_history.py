@@ -30,12 +30,20 @@ def grown(before: Plain | Pages, model: Plain | Pages) -> list[Entry]:
     if isinstance(model, Plain):
         pairs = enumerate(zip([*before.segments, *[(0, False, 0)] * 9], model.segments, strict=False))
         return [
-            entry("segment_alloc" if old[0] == 0 else "segment_free", base_of(number), max(old[0], new[0]), new[2])
+            entry(
+                "segment_alloc" if old[0] == 0 else "segment_free",
+                base_of(number),
+                max(old[0], new[0]),
+                new[2],
+            )
             for number, (old, new) in pairs
             if old[0] != new[0]
         ]
     found = []
-    for action, pages in (("segment_map", model.pages - before.pages), ("segment_unmap", before.pages - model.pages)):
+    for action, pages in (
+        ("segment_map", model.pages - before.pages),
+        ("segment_unmap", before.pages - model.pages),
+    ):
         for (small, stream), own in groupby(sorted(pages), key=lambda page: page[:2]):
             page = 2 * MIB if small else model.large
             numbers = [number for _, _, number in own]
@@ -70,7 +78,9 @@ def recorded(seed: int, model: Plain | Pages) -> list[Entry]:
             entries += grown(before, model)
         elif live and rng.random() < 0.5:
             gone, where = (
-                live.popitem() if rng.random() < 0.5 else (name_of := rng.choice(list(live)), live.pop(name_of))
+                live.popitem()
+                if rng.random() < 0.5
+                else (name_of := rng.choice(list(live)), live.pop(name_of))
             )
             model.free(gone)
             entries += [entry("free_requested", where, 0), entry("free_completed", where, 0)]
@@ -114,5 +124,7 @@ def test_the_driver_decides_between_equal_blocks() -> None:
 
 def test_a_history_that_begins_in_the_middle_is_refused() -> None:
     """What it frees without having allocated it is named, and how to record from the beginning."""
-    with pytest.raises(UsageError, match="entry 0 frees 0x5, which the history does not allocate: record it from"):
+    with pytest.raises(
+        UsageError, match="entry 0 frees 0x5, which the history does not allocate: record it from"
+    ):
         replay([entry("free_completed", 5, 1)])

@@ -75,7 +75,9 @@ def simulated(lines: Sequence[Line], settings: str, memory: int) -> list[str]:
         if what == "s":
             for number, one in enumerate(own.snapshot()):
                 states = [f"{block.nbytes}:{block.requested_bytes}" for block in one.blocks]
-                answers.append(" ".join([str(number), str(one.nbytes), str(one.stream), str(int(one.small)), *states]))
+                answers.append(
+                    " ".join([str(number), str(one.nbytes), str(one.stream), str(int(one.small)), *states])
+                )
             answers.append(".")
             continue
         if what == "e":

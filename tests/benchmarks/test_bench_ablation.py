@@ -37,7 +37,9 @@ def test_the_longest_lived_half_is_more_than_half_of_the_activations() -> None:
     """With more stages there is less left of them, at no cost while copies are shorter than passes."""
     left = []
     for stages in (8, 16):
-        found = re.fullmatch(r".* (\d+)% of the activations are left, 0.0% longer", bench_ablation.longest_half(stages))
+        found = re.fullmatch(
+            r".* (\d+)% of the activations are left, 0.0% longer", bench_ablation.longest_half(stages)
+        )
         assert found is not None
         left.append(int(found[1]))
     assert 25 < left[1] < 50 < left[0] < 75

@@ -26,7 +26,17 @@ from bench_amoebanet import (
     summarised,
     summary_table,
 )
-from partitioners import ADDITIVE, OURS, SCHEDULES, SOLVED, TORCHGPIPE, TorchgpipeSplits, outcome, plan_at, splitters
+from partitioners import (
+    ADDITIVE,
+    OURS,
+    SCHEDULES,
+    SOLVED,
+    TORCHGPIPE,
+    TorchgpipeSplits,
+    outcome,
+    plan_at,
+    splitters,
+)
 from pipefit.capture import Task
 from pipefit.largest.growth import with_memory
 from pipefit.lowering import lower
@@ -93,7 +103,8 @@ def test_parameters_are_those_of_the_module() -> None:
     """Parameters are counted on the model itself, and the ratio is of them."""
     rows = {row.partitioner: row for row in found("except_last").largest}
     counted = {
-        name: sum(p.numel() for p in JOB.task(rows[name].filters).build().parameters()) for name in (OURS, TORCHGPIPE)
+        name: sum(p.numel() for p in JOB.task(rows[name].filters).build().parameters())
+        for name in (OURS, TORCHGPIPE)
     }
     assert {name: rows[name].parameters for name in counted} == counted
     assert rows[TORCHGPIPE].ours_to_this == counted[OURS] / counted[TORCHGPIPE]
@@ -101,7 +112,9 @@ def test_parameters_are_those_of_the_module() -> None:
 
 def test_without_dry_runs_the_plans_are_believed() -> None:
     """The same F and bytes for every partitioner, which nothing certifies and nobody timed."""
-    believed = compare(JOB, 40, "except_last", splitters(lambda _: FRONT_HEAVY), costs, once=("time",), certify=False)
+    believed = compare(
+        JOB, 40, "except_last", splitters(lambda _: FRONT_HEAVY), costs, once=("time",), certify=False
+    )
     for believes, knows in zip(believed.largest, found("except_last").largest, strict=True):
         assert (believes.certified, believes.off_plan_bytes) == (False, None)
         assert replace(believes, certified=True, off_plan_bytes=0) == knows
@@ -112,7 +125,11 @@ def test_without_dry_runs_the_plans_are_believed() -> None:
 def test_measurings_are_read_from_an_earlier_run(tmp_path: Path) -> None:
     """By F and samples, in their order."""
     times = [[3, 1, 2], [4, 1, 2]]
-    earlier = {"filters": 544, "samples": 8, "measurings": [{"microseconds": of, "split": [1, 2]} for of in times]}
+    earlier = {
+        "filters": 544,
+        "samples": 8,
+        "measurings": [{"microseconds": of, "split": [1, 2]} for of in times],
+    }
     (tmp_path / "earlier.json").write_text(json.dumps({"torchgpipe": [earlier]}))
     assert measured_before(tmp_path / "earlier.json") == {(544, 8): times}
 

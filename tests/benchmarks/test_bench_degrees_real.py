@@ -31,7 +31,11 @@ def test_a_link_carries_one_transfer_after_the_other_and_two_links_carry_two() -
         there.append((name, time.monotonic() - began))
         return []
 
-    names = (("first", 1), ("other", 2), ("second", 1))  # so that the second is due last, however slowly they are begun
+    names = (
+        ("first", 1),
+        ("other", 2),
+        ("second", 1),
+    )  # so that the second is due last, however slowly they are begun
     for transfer in [wires.carry(to, SECONDS, lambda name=name: begin(name)) for name, to in names]:  # type: ignore[misc]
         transfer.wait()
     at = dict(there)
@@ -46,14 +50,19 @@ def test_rows_that_are_kept_tell_of_their_own_run(tmp_path: Path) -> None:
     def run(day: str, *models: str) -> None:
         with (
             mock.patch.object(bench, "machine", return_value=day),
-            mock.patch.object(bench, "of_model", lambda model, *_: [Step(model=model, way=day, **SECONDS_OF)]),
+            mock.patch.object(
+                bench, "of_model", lambda model, *_: [Step(model=model, way=day, **SECONDS_OF)]
+            ),
             mock.patch("sys.argv", ["bench", "--models", *models, "--json", str(file)]),
         ):
             bench.main()
 
     run("monday", "gpt", "mlp")
     run("tuesday", "mlp")
-    told = [(one["machine"], [row["way"] for row in one["rows"]]) for one in json.loads(file.read_text())["measured"]]
+    told = [
+        (one["machine"], [row["way"] for row in one["rows"]])
+        for one in json.loads(file.read_text())["measured"]
+    ]
     assert told == [("monday", ["monday"]), ("tuesday", ["tuesday"])]
     run("friday", "gpt", "mlp")
     (last,) = json.loads(file.read_text())["measured"]

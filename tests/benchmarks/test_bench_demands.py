@@ -42,7 +42,11 @@ def test_blocks_are_spread_evenly() -> None:
     assert split_of(GPT, 128) == (16, 16, 16, 16, 16, 16, 16, 16)
     assert split_of(GPT, 28, longer=(0, 2)) == (5, 3, 4, 3, 3, 3, 3, 4)
     assert split_of(BERT, 26) == (4, 3, 3, 3, 3, 3, 3, 4)
-    assert [sum(split_of(job, layers)) for job, layers in ((GPT, 53), (BERT, 34), (BERT, 124))] == [53, 34, 124]
+    assert [sum(split_of(job, layers)) for job, layers in ((GPT, 53), (BERT, 34), (BERT, 124))] == [
+        53,
+        34,
+        124,
+    ]
 
 
 def test_demands_are_compared_column_by_column() -> None:

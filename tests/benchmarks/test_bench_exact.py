@@ -21,7 +21,9 @@ def test_the_optimum_is_that_of_all_plans_by_simulation(seed: int) -> None:
     for edges in ([0, cut, 4] for cut in (1, 2, 3)):
         for runs in product(*(recomputations(*stage) for stage in pairwise(edges))):
             again = ((stage, run) for stage, own in enumerate(runs) for run in own)
-            decisions = [Decision(stage=s, subject=Run(start=a, stop=b), what=What.RECOMPUTE) for s, (a, b) in again]
+            decisions = [
+                Decision(stage=s, subject=Run(start=a, stop=b), what=What.RECOMPUTE) for s, (a, b) in again
+            ]
             simulation = Simulation(plan_of(chain, on, how, edges, decisions))
             if max(simulation.peak_bytes) <= on.budgets[0]:
                 fitting.append(simulation.step_seconds[-1])

@@ -28,7 +28,12 @@ def trained(way: str, predicted: float, measured: float, peak: int = 90, certifi
 
 def result(*plans: Trained) -> Result:
     return Result(
-        model="one", blocks=4, cap_bytes=90, lowest_split_bytes=100, out_of_memory="device 0 ...", trained=plans
+        model="one",
+        blocks=4,
+        cap_bytes=90,
+        lowest_split_bytes=100,
+        out_of_memory="device 0 ...",
+        trained=plans,
     )
 
 

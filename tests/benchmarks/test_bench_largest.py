@@ -13,7 +13,19 @@ import pytest
 import torch
 
 from amoebanet_job import Job
-from bench_largest import Largest, Run, Runs, Timed, compare, parameters_of, ratios, run, small_job, table, totals
+from bench_largest import (
+    Largest,
+    Run,
+    Runs,
+    Timed,
+    compare,
+    parameters_of,
+    ratios,
+    run,
+    small_job,
+    table,
+    totals,
+)
 from oracle import measured_peaks
 from partitioners import ADDITIVE, OURS, SCHEDULES, SOLVED, TORCHGPIPE, TorchgpipeSplits, plan_at, splitters
 from pipefit.capture import Task
@@ -135,11 +147,23 @@ def test_wrong_plans_are_counted() -> None:
     def made(planned: int, fits: bool, trained: int | None) -> Run:
         peaks = None if trained is None else (trained,)
         return Run(
-            recompute="never", filters=8, split=(1,), planned_bytes=(planned,), said_to_fit=fits, trained_bytes=peaks
+            recompute="never",
+            filters=8,
+            split=(1,),
+            planned_bytes=(planned,),
+            said_to_fit=fits,
+            trained_bytes=peaks,
         )
 
     of = totals(
-        [], [made(90, True, 100), made(95, True, None), made(120, False, None), made(105, False, 100), made(7, True, 7)]
+        [],
+        [
+            made(90, True, 100),
+            made(95, True, None),
+            made(120, False, None),
+            made(105, False, 100),
+            made(7, True, 7),
+        ],
     )
     assert (of["plans"], of["said_to_fit"], of["said_to_fit_and_trained"]) == (5, 3, 2)
     assert (of["said_not_to_fit"], of["said_not_to_fit_and_ran_out"]) == (2, 1)

@@ -89,7 +89,15 @@ def test_what_a_device_lacks_stands_where_a_speed_would() -> None:
 def test_the_pattern_is_told_in_numbers() -> None:
     """Ratios where something had to be done, the largest models, and the mean gain."""
     ways = {"none": 3 << 30, "balanced": 0, "recompute": 0, "host": 0, "peers": 1, "mpress": 0, "joint": 0}
-    speeds = {"none": 10.0, "balanced": 6.0, "recompute": 9.0, "host": 7.2, "peers": 10.0, "mpress": 8.0, "joint": 9.6}
+    speeds = {
+        "none": 10.0,
+        "balanced": 6.0,
+        "recompute": 9.0,
+        "host": 7.2,
+        "peers": 10.0,
+        "mpress": 8.0,
+        "joint": 9.6,
+    }
     rows = [row(way, speeds[way], short=short) for way, short in ways.items()]
     told = "\n".join(bench_mpress.summary(rows))
     assert "`joint` against `mpress` 1.20 in the mean of 1, from 1.20 to 1.20" in told
@@ -98,7 +106,10 @@ def test_the_pattern_is_told_in_numbers() -> None:
     assert "largest bert: none none, balanced 1.67B, recompute 1.67B, host 1.67B, peers none" in told
     larger = [*rows, row("none", 5.0, model="bert-4.0B"), row("host", 4.0, model="bert-4.0B", short=1)]
     told = "\n".join(bench_mpress.summary(larger))
-    assert "largest bert: none 4B, balanced 1.67B or more, recompute 1.67B or more, host 1.67B, peers none or" in told
+    assert (
+        "largest bert: none 4B, balanced 1.67B or more, recompute 1.67B or more, host 1.67B, peers none or"
+        in told
+    )
 
 
 def test_techniques_are_told_by_stage() -> None:

@@ -30,7 +30,9 @@ def test_a_row_has_what_the_plan_says(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_layers_that_differ_are_of_as_many_kinds() -> None:
     """Each has work and a peak of its own, at every size, and what it keeps is that of before."""
-    same = profiled(models.build("gpt", layers=4, hidden=8, heads=1, sequence=4), microbatch_size=[1, 2], target="cuda")
+    same = profiled(
+        models.build("gpt", layers=4, hidden=8, heads=1, sequence=4), microbatch_size=[1, 2], target="cuda"
+    )
     assert len(same.measurements[0].kinds) < len(same.layers)
     for before, after in zip(same.measurements, differing(same).measurements, strict=True):
         assert len(after.kinds) == len(after.layers)

@@ -9,7 +9,19 @@ from math import comb
 import pytest
 
 import bench_search
-from bench_search import SEARCHES, SIZES, Answer, Case, Row, cases, chain_case, compared, line, searched, summarise
+from bench_search import (
+    SEARCHES,
+    SIZES,
+    Answer,
+    Case,
+    Row,
+    cases,
+    chain_case,
+    compared,
+    line,
+    searched,
+    summarise,
+)
 from pipefit.planner import bayesian
 from sampled import sampled, seeds
 
@@ -101,7 +113,9 @@ def test_the_summary_is_the_slowest_and_the_farthest_from_the_optimum() -> None:
         case = {"model": "m", "schedule": "1f1b", "layers": layers, "devices": 4, "search": "bisection"}
         return Row(**case, seconds=seconds, plan_seconds=seconds + 1, over_optimum=over, all_as_low=over == 1)
 
-    first, second = summarise([row(30, 0.5, 1.0), row(30, 0.25, 1.5), row(30, 0.125, 1.25), row(42, 2.0, 3.0)])
+    first, second = summarise(
+        [row(30, 0.5, 1.0), row(30, 0.25, 1.5), row(30, 0.125, 1.25), row(42, 2.0, 3.0)]
+    )
     assert first == {
         "layers": 30, "devices": 4, "search": "bisection", "cases": 3, "slowest_search_seconds": 0.5,
         "slowest_plan_seconds": 1.5, "median_over_optimum": 1.25, "worst_over_optimum": 1.5, "all_as_low": 1,

@@ -27,7 +27,9 @@ def few(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Plan, Program]]:
 
 def every(program: Program, kind: Kind) -> list[Action]:
     """The actions of a kind, without joins."""
-    return [action for actions in program.actions for action in actions if action.kind is kind and not action.wait]
+    return [
+        action for actions in program.actions for action in actions if action.kind is kind and not action.wait
+    ]
 
 
 def test_in_every_stage_two_runs_go_forward_twice(few: dict[str, tuple[Plan, Program]]) -> None:

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from bench_time import FUSED, OFFLOAD, SWAPPED, TRAINING, Published, kind_of, megatron_flops, offload, swap, throughput
+from bench_time import (
+    FUSED,
+    OFFLOAD,
+    SWAPPED,
+    TRAINING,
+    Published,
+    kind_of,
+    megatron_flops,
+    offload,
+    swap,
+    throughput,
+)
 
 WITHIN = 0.25
 
@@ -35,7 +46,9 @@ def test_offloading_a_block_is_free_from_the_published_length_on() -> None:
     assert found.estimated_k == pytest.approx(found.k, rel=0.1)
     assert found.estimated_lost == pytest.approx(found.lost, abs=0.08)
     assert found.simulated_lost == pytest.approx(found.lost, abs=0.08)
-    assert found.simulated_lost_with_slack == pytest.approx(0.0, abs=0.01)  # both directions at once, each k / 2
+    assert found.simulated_lost_with_slack == pytest.approx(
+        0.0, abs=0.01
+    )  # both directions at once, each k / 2
 
 
 @pytest.mark.gallery
@@ -61,11 +74,17 @@ def test_operations_are_counted_as_megatron_does() -> None:
     b, s, h, layers, vocabulary = 2, 64, 32, 3, 100
     forward = layers * (24 * b * s * h**2 + 4 * b * s**2 * h)
     by_hand = 4 * forward + 3 * 2 * b * s * h * vocabulary
-    assert megatron_flops(b, layers=layers, hidden=h, sequence=s, vocabulary=vocabulary) == pytest.approx(by_hand)
+    assert megatron_flops(b, layers=layers, hidden=h, sequence=s, vocabulary=vocabulary) == pytest.approx(
+        by_hand
+    )
 
 
 def test_the_kinds_are_those_of_the_presets() -> None:
     """Three numbers were chosen by published figures: those of the V100 and the A100."""
     assert kind_of("dgx1-v100").flops_reached == {"float32": 0.72, "float16": 0.5}
-    assert kind_of("dgx2-a100").flops_reached == kind_of("dgx-a100").flops_reached == {"bfloat16": 0.7, "float16": 0.7}
+    assert (
+        kind_of("dgx2-a100").flops_reached
+        == kind_of("dgx-a100").flops_reached
+        == {"bfloat16": 0.7, "float16": 0.7}
+    )
     assert {kind_of(name).operation_seconds for name in ("dgx1-v100", "dgx2-a100")} == {5e-6}

@@ -57,7 +57,9 @@ def setting(recompute: Recompute) -> Setting:
 @cache
 def truth(recompute: Recompute) -> dict[bench.Edges, bench.Peaks]:
     """The composed peaks of all splits."""
-    return bench.composed(setting(recompute), bench.runs_of(setting(recompute), bench.covering(setting(recompute))))
+    return bench.composed(
+        setting(recompute), bench.runs_of(setting(recompute), bench.covering(setting(recompute)))
+    )
 
 
 @cache

@@ -57,7 +57,9 @@ def test_nothing_is_expected_after_a_training(name: str, monkeypatch: pytest.Mon
     called = []
     for word in ("profile", "certify", "Trainer"):
         real = getattr(parts, word)
-        monkeypatch.setattr(parts, word, lambda *a, real=real, word=word, **b: (called.append(word), real(*a, **b))[1])
+        monkeypatch.setattr(
+            parts, word, lambda *a, real=real, word=word, **b: (called.append(word), real(*a, **b))[1]
+        )
     check(name)
     assert called.count("Trainer") > 1
     assert "Trainer" not in called[: -called.count("Trainer")]

@@ -47,7 +47,10 @@ def batches(inputs: Any, *, count: int = STEPS) -> list[Inputs]:
 def microbatches(batch: Inputs) -> Iterator[Inputs]:
     """The batch in parts; flags are the same in all."""
     for start in range(0, SIZE * COUNT, SIZE):
-        yield {name: item[start : start + SIZE] if isinstance(item, Tensor) else item for name, item in batch.items()}
+        yield {
+            name: item[start : start + SIZE] if isinstance(item, Tensor) else item
+            for name, item in batch.items()
+        }
 
 
 def trained_plainly(module: nn.Module, steps: list[Inputs], *, last_first: bool) -> list[float]:
@@ -85,7 +88,9 @@ def test_trained_as_it_is(name: str) -> None:
     trained = trainer.state_dict()
     assert trained.keys() == theirs.state_dict().keys()
     for key, tensor in theirs.state_dict().items():
-        torch.testing.assert_close(trained[key], tensor, **tolerance(plan), msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(
+            trained[key], tensor, **tolerance(plan), msg=lambda text, key=key: f"{key}: {text}"
+        )
     assert repr(ours.config) == before
 
 
@@ -129,13 +134,17 @@ def test_a_loss_that_reads_the_cache_is_refused() -> None:
 
     def task(loss: Any, **options: Any) -> Task:
         return Task(
-            model, batch=lambda size: ({"input_ids": tokens(size), **options}, torch.zeros(size)), loss=loss, name="GPT"
+            model,
+            batch=lambda size: ({"input_ids": tokens(size), **options}, torch.zeros(size)),
+            loss=loss,
+            name="GPT",
         )
 
     for options in ({}, {"use_cache": True}):
         with pytest.raises(UsageError, match=r"the loss of GPT cannot be run.*no attribute 'layers'"):
             profile(
-                task(lambda outputs, _: outputs.past_key_values.layers[0].keys.mean(), **options), microbatch_size=1
+                task(lambda outputs, _: outputs.past_key_values.layers[0].keys.mean(), **options),
+                microbatch_size=1,
             )
     third = task(lambda outputs, _: outputs[2][0].mean(), output_hidden_states=True, return_dict=False)
     assert profile(third, microbatch_size=1).measurements

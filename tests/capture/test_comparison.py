@@ -27,7 +27,14 @@ from pipefit.models import build
 from pipefit.models.hugging_face import hf
 from sampled import sampled
 
-DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "hidden_dropout_prob", "attention_probs_dropout_prob")
+DROPOUT = (
+    "resid_pdrop",
+    "embd_pdrop",
+    "attn_pdrop",
+    "dropout",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+)
 
 
 # Sums do not depend on the number of cores
@@ -115,9 +122,13 @@ def breaking(layer: int, how: type[Wrapped]) -> Callable[[Chain], Chain]:
 def test_a_wrong_backward_is_seen_by_the_gradients_before_it(how: type[Wrapped]) -> None:
     """The losses are the same; the gradients of the layers up to the wrong one are not, and the rest are."""
     found = numbers(task_of(Layered), breaking(SECOND, how))
-    wanted = [f"the gradient of {layer}.{kind}" for layer in ("first", "second") for kind in ("weight", "bias")]
+    wanted = [
+        f"the gradient of {layer}.{kind}" for layer in ("first", "second") for kind in ("weight", "bias")
+    ]
     assert named(found) == wanted
-    with pytest.raises(UsageError, match=r"gradient of first.weight is \d.*a backward was lost.*pipefit.chain"):
+    with pytest.raises(
+        UsageError, match=r"gradient of first.weight is \d.*a backward was lost.*pipefit.chain"
+    ):
         found.check()
 
 
@@ -170,7 +181,9 @@ def test_an_update_that_only_evaluation_reads_is_seen_in_the_buffer() -> None:
     """Batch norm trains without its running statistics; these are compared themselves."""
     task = task_of(lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)))
     found = numbers(task, breaking(1, NoUpdate), size=3)
-    assert named(found) == [f"the buffer 1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")]
+    assert named(found) == [
+        f"the buffer 1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
+    ]
 
 
 def test_a_draw_too_many_is_seen() -> None:
@@ -186,7 +199,9 @@ def test_a_layer_that_fails_is_named_as_a_failure_of_the_chain() -> None:
         def forward(self, values: Any) -> Any:
             raise RuntimeError("no such kernel")
 
-    with pytest.raises(UsageError, match=r"forgetful fails as a chain, and as a module it does not.*no such kernel"):
+    with pytest.raises(
+        UsageError, match=r"forgetful fails as a chain, and as a module it does not.*no such kernel"
+    ):
         numbers(task_of(Layered), breaking(0, Failing))
 
 
@@ -252,7 +267,11 @@ def test_by_hand_layers_are_held_to_the_module_that_they_are_of() -> None:
     "name",
     [
         *gallery.SAMPLE,
-        *(pytest.param(name, marks=pytest.mark.gallery) for name in gallery.MODELS if name not in gallery.SAMPLE),
+        *(
+            pytest.param(name, marks=pytest.mark.gallery)
+            for name in gallery.MODELS
+            if name not in gallery.SAMPLE
+        ),
     ],
 )
 def test_what_is_right_is_equal_bit_by_bit(name: str) -> None:
@@ -310,7 +329,9 @@ def test_buffers_that_share_memory_do_so_in_both_runs() -> None:
     found = numbers(task)
     assert (found.differences, found.buffers) == ((), 2)
     assert isinstance(module, nn.Module)
-    plain = [F.cross_entropy(module(x), y).item() for x, y in (sample(task, 2, seed=number) for number in range(2))]
+    plain = [
+        F.cross_entropy(module(x), y).item() for x, y in (sample(task, 2, seed=number) for number in range(2))
+    ]
     assert list(found.losses) == plain
 
 

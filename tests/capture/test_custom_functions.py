@@ -129,7 +129,9 @@ def of_torch(b: nn.Module, x: Tensor) -> Tensor:
     return noise.flatten(1)
 
 
-@pytest.mark.parametrize("between", [several, nested, apart, without_graph, local, of_weights, of_integers, of_torch])
+@pytest.mark.parametrize(
+    "between", [several, nested, apart, without_graph, local, of_weights, of_integers, of_torch]
+)
 def test_gradients_are_those_of_the_authors_backward(between: Callable[..., Tensor]) -> None:
     """Outputs and every gradient of the chain are the module's own, bit by bit."""
     torch.manual_seed(0)
@@ -162,7 +164,8 @@ def test_what_only_a_backward_needs_is_not_traced() -> None:
 def test_the_name_says_which_function_it_is() -> None:
     """Tasks that differ in a custom function, or in one of its numbers, are different tasks."""
     prints = {
-        profile(task_of(Three(between)), microbatch_size=2).fingerprint.layers for between in (nested, several, local)
+        profile(task_of(Three(between)), microbatch_size=2).fingerprint.layers
+        for between in (nested, several, local)
     }
     assert len(prints) == 3
 
@@ -216,7 +219,10 @@ def compiled(x: Tensor) -> Tensor:
 
 
 TRACED = [
-    (lambda b, x: InPlace.apply(b(x)), "InPlace.apply changes its arguments in place; give pipefit the parts"),
+    (
+        lambda b, x: InPlace.apply(b(x)),
+        "InPlace.apply changes its arguments in place; give pipefit the parts",
+    ),
     (lambda b, x: WithModule.apply(x, b), "WithModule.apply takes a Linear"),
     (inference, r"torch.inference_mode\(\), which a trace loses; use torch.no_grad"),
     (tensor_hook, "registers a hook on a tensor"),
@@ -240,7 +246,9 @@ def test_what_a_trace_would_lose_is_refused_with_its_line(between: Callable[...,
 
 
 @pytest.mark.parametrize(("between", "says"), ANYWHERE)
-def test_what_changes_memory_is_refused_in_layers_by_hand_too(between: Callable[..., Tensor], says: str) -> None:
+def test_what_changes_memory_is_refused_in_layers_by_hand_too(
+    between: Callable[..., Tensor], says: str
+) -> None:
     """The sentence names the layer."""
     parts = chain([nn.Linear(4, 4), ("middle", Three(between))])
     with pytest.raises(UsageError, match=rf"layer middle \(Three\) cannot be planned: .*{says}"):
@@ -273,7 +281,9 @@ def compiled_in_place(module: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("compiler", [torch.compile, compiled_in_place])
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("built", [False, True])
-def test_compiled_modules_are_refused(compiler: Callable[[nn.Module], nn.Module], by_hand: bool, built: bool) -> None:
+def test_compiled_modules_are_refused(
+    compiler: Callable[[nn.Module], nn.Module], by_hand: bool, built: bool
+) -> None:
     """By the place in the model, whether the module exists or a function builds it."""
 
     def build() -> nn.Module:

@@ -167,7 +167,9 @@ def test_a_slice_of_what_is_computed_closes_no_cut() -> None:
     for layer in found.layers:
         values = layer(values)
     assert torch.equal(values[0], module(x))
-    ours, theirs = (torch.autograd.grad(out.sum(), list(module.parameters())) for out in (values[0], module(x)))
+    ours, theirs = (
+        torch.autograd.grad(out.sum(), list(module.parameters())) for out in (values[0], module(x))
+    )
     assert all(map(torch.allclose, ours, theirs))
 
 

@@ -15,7 +15,9 @@ from pipefit.errors import UsageError
 from tiny import task_of
 
 
-@pytest.mark.parametrize("model", ["zoo:gpt --set hidden=8 --set heads=1", "hf:gpt2 --set n_embd=8 --set n_head=1"])
+@pytest.mark.parametrize(
+    "model", ["zoo:gpt --set hidden=8 --set heads=1", "hf:gpt2 --set n_embd=8 --set n_head=1"]
+)
 def test_a_trillion_layers_are_refused_in_words(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     """By commands too, whoever wrote the model; the words say how far it was built, and what may be the slip."""
     if model.startswith("hf:"):
@@ -32,7 +34,9 @@ def test_a_trillion_layers_are_refused_in_words(model: str, capsys: pytest.Captu
 def test_a_model_may_have_as_many_modules_as_are_allowed() -> None:
     """Two layers are two modules of one more; afterwards nothing is counted, and others may build what they like."""
     with mock.patch.object(task, "MOST_MODULES", 2):
-        assert len(profile(task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 4)]), microbatch_size=1).layers) == 2
+        assert (
+            len(profile(task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 4)]), microbatch_size=1).layers) == 2
+        )
         with pytest.raises(UsageError, match="more than 2 modules"):
             profile(task_of(lambda: [nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)]), microbatch_size=1)
         assert len(nn.Sequential(*(nn.ReLU() for _ in range(9)))) == 9

@@ -29,7 +29,9 @@ def captured(task: Task, size: int = 2) -> Chain:
 
 def of(module: nn.Module, *inputs: Tensor) -> Chain:
     """The chain of a module on these inputs."""
-    return captured(Task(module, batch=lambda _: (inputs, None), loss=lambda output, _: output.sum(), name="mine"))
+    return captured(
+        Task(module, batch=lambda _: (inputs, None), loss=lambda output, _: output.sum(), name="mine")
+    )
 
 
 def names(found: Chain) -> list[str]:
@@ -84,7 +86,17 @@ def test_a_module_that_runs_again_is_a_layer_again() -> None:
 
 def test_names_are_the_models_own() -> None:
     """The layers' state, under its original names, is the model's state: each entry once, the very tensors."""
-    for name in ("resnet", "densenet", "unet", "tied", "frozen", "two losses", "repeated", "quantised", "centring"):
+    for name in (
+        "resnet",
+        "densenet",
+        "unet",
+        "tied",
+        "frozen",
+        "two losses",
+        "repeated",
+        "quantised",
+        "centring",
+    ):
         task = gallery.task(name)
         module = task.build()
         found = captured(replace(task, module=module))
@@ -139,7 +151,8 @@ def test_equal_blocks_have_equal_code() -> None:
     """The generated code of like layers is the same text, so that a profile measures one of them."""
     found = captured(Task(lambda: Masked(blocks=4), **_settings("masked")))
     codes = [
-        [layer.module.pipefit_code.text for layer in found.layers[start:stop]] for start, stop in pairwise(edges(found))
+        [layer.module.pipefit_code.text for layer in found.layers[start:stop]]
+        for start, stop in pairwise(edges(found))
     ]
     assert codes[2] == codes[3]
 
@@ -218,7 +231,9 @@ class Careful(nn.Module):
 def test_contexts_are_entered_again() -> None:
     """Gradients flow, and dtypes are, as in the model, wherever it is cut."""
     x, module = torch.randn(2, 8), Careful()
-    task = Task(module, batch=lambda _: ((x,), None), loss=lambda output, _: output.sum(), granularity="layers")
+    task = Task(
+        module, batch=lambda _: ((x,), None), loss=lambda output, _: output.sum(), granularity="layers"
+    )
     found = captured(task)
     values = found.flatten((x,))
     for layer in found.layers:
@@ -296,7 +311,9 @@ class Within(nn.Module):
         (Writes, "changes its input x in place"),
     ],
 )
-def test_refusals_say_where_and_why(kind: type[nn.Module], words: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_refusals_say_where_and_why(
+    kind: type[nn.Module], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A refusal names the module, the line of the user's file, the reason and the way out; torch stays silent."""
     with pytest.raises(UsageError) as refused:
         of(Within(kind()), torch.randn(2, 3))
@@ -308,13 +325,17 @@ def test_refusals_say_where_and_why(kind: type[nn.Module], words: str, capfd: py
 
 def test_strange_outputs_are_refused() -> None:
     """A set is no structure of tensors."""
-    with pytest.raises(UsageError, match=r"test_export.py:\d+\): it returns a set, which is neither a tensor nor a"):
+    with pytest.raises(
+        UsageError, match=r"test_export.py:\d+\): it returns a set, which is neither a tensor nor a"
+    ):
         of(Within(Returns()), torch.randn(2, 3))
 
 
 def test_a_loss_must_be_there() -> None:
     """Without a loss in the task the model must return one."""
-    task = Task(nn.Bilinear(3, 3, 2), batch=lambda _: ((torch.randn(2, 3), torch.randn(2, 3)), None), loss=None)
+    task = Task(
+        nn.Bilinear(3, 3, 2), batch=lambda _: ((torch.randn(2, 3), torch.randn(2, 3)), None), loss=None
+    )
     with pytest.raises(UsageError, match="has no loss of its own"):
         captured(task)
 
@@ -332,7 +353,9 @@ def test_capture_allocates_nothing() -> None:
                 x = F.relu(part(x))
             return x
 
-    task = Task(Huge, batch=lambda size: (torch.randn(size, 1 << 19), None), loss=lambda output, _: output.mean())
+    task = Task(
+        Huge, batch=lambda size: (torch.randn(size, 1 << 19), None), loss=lambda output, _: output.mean()
+    )
     with FakeTarget("cpu") as fake:
         found = fake_chain(task, fake, sample(task, 1))
     assert names(found) == ["parts.0", "parts.1", "parts.2", "parts.3"]

@@ -47,7 +47,9 @@ def test_attention_takes_its_fast_path() -> None:
     task = hf("llama", **TINY["llama"])
     code = code_of(task)
     calls = [line for line in code.splitlines() if "scaled_dot_product_attention.default(" in line]
-    assert len(calls) == TINY["llama"]["num_hidden_layers"] and all("None, 0.0, True" in call for call in calls)
+    assert len(calls) == TINY["llama"]["num_hidden_layers"] and all(
+        "None, 0.0, True" in call for call in calls
+    )
     assert "cumsum" not in code
 
 
@@ -104,12 +106,18 @@ def test_labels_may_stay_outside() -> None:
         ("gpt2", {"optimizer": "lion"}, "adamw"),
         ("gpt2", {"lr": -1.0}, "lr must be a finite number above 0, or None, not -1.0"),
         ("clip_text_model", {}, "pass the module to pipefit.Task"),
-        ("moonshine", {}, "samples cannot be made up .*max_source_positions.* with a batch function of your own"),
+        (
+            "moonshine",
+            {},
+            "samples cannot be made up .*max_source_positions.* with a batch function of your own",
+        ),
         ("esm", {}, "set what is missing"),
         ("gemma4_assistant", {}, "hidden_size_per_layer_input must be 0"),
     ],
 )
-def test_a_refusal_of_a_name_or_setting_says_what_would_do(name: str, settings: dict[str, object], words: str) -> None:
+def test_a_refusal_of_a_name_or_setting_says_what_would_do(
+    name: str, settings: dict[str, object], words: str
+) -> None:
     """An unknown name or setting is answered with the nearest one, a wrong value with what would do."""
     with pytest.raises(UsageError, match=words):
         hf(name, **settings)  # type: ignore[arg-type]

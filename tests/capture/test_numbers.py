@@ -15,7 +15,9 @@ LIMITS = [(torch.float32, 1e-4), (torch.float64, 1e-9), (torch.bfloat16, 6e-2), 
 
 
 def run(
-    loss: float = 1.0, gradients: dict[str, Tensor | None] | None = None, buffers: dict[str, Tensor] | None = None
+    loss: float = 1.0,
+    gradients: dict[str, Tensor | None] | None = None,
+    buffers: dict[str, Tensor] | None = None,
 ) -> Run:
     return Run([torch.tensor(loss, dtype=torch.float64)] * 2, gradients or {}, buffers or {})
 
@@ -101,4 +103,6 @@ def test_a_buffer_alone_is_told_as_such() -> None:
 
 def test_losses_that_are_not_finite_tell_nothing() -> None:
     """Two of them are equal, whatever the chain does: that is said instead of an agreement."""
-    assert str(held(run(nan), run(nan))).startswith("the numbers of model cannot be compared: its losses are nan and")
+    assert str(held(run(nan), run(nan))).startswith(
+        "the numbers of model cannot be compared: its losses are nan and"
+    )

@@ -168,7 +168,9 @@ def make() -> Callable[[str], Task]:
             case "complex values between layers":
                 return replace(base, module=chain([nn.Linear(8, 8), There(), Back(), nn.Linear(8, 8)]))
             case "nested batch":
-                return replace(base, module=Nested(), batch=nested, loss=lambda o, t: F.mse_loss(o["logits"], t[0]))
+                return replace(
+                    base, module=Nested(), batch=nested, loss=lambda o, t: F.mse_loss(o["logits"], t[0])
+                )
         return replace(base, batch=speech, loss=letters)
 
     return task
@@ -202,7 +204,9 @@ def test_oddities_are_trained(make: Callable[[str], Task], name: str) -> None:
         losses = []
         for number in range(COUNT):
             inputs, targets = pytree.tree_map(lambda tensor: tensor.split(SIZE)[number], whole)  # noqa: B023
-            losses.append(task.loss(theirs(**inputs) if isinstance(inputs, dict) else theirs(inputs), targets))
+            losses.append(
+                task.loss(theirs(**inputs) if isinstance(inputs, dict) else theirs(inputs), targets)
+            )
         for loss in reversed(losses) if plan.training.schedule == "torchgpipe" else losses:
             (loss / COUNT).backward()
         optimizer.step()

@@ -83,7 +83,9 @@ def in_two(task: Task, **options: Any) -> Plan:
 
 @pytest.mark.parametrize("module", [written, traced])
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_hooks_of_parameters_train_as_in_a_plain_loop(module: Callable[[], nn.Module], recompute: str) -> None:
+def test_hooks_of_parameters_train_as_in_a_plain_loop(
+    module: Callable[[], nn.Module], recompute: str
+) -> None:
     """Each microbatch's gradient passes the hook, on every stage, with and without recomputation."""
     task = task_of(hooked(module), optimizer=partial(torch.optim.SGD, lr=0.1))
     plan = in_two(task, recompute=recompute)
@@ -108,7 +110,9 @@ def test_what_a_hook_takes_is_planned(made: Callable[[Callable[[], nn.Module]], 
 def test_a_layer_with_a_hook_costs_what_no_other_layer_costs(hooked_layer: int) -> None:
     """Of seven equal layers in a row one has a hook: it is not taken for one of the others, nor they for it."""
     module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(7)))
-    module[hooked_layer].weight.register_hook(lambda gradient: torch.stack([gradient] * 9).sum(0))  # takes much
+    module[hooked_layer].weight.register_hook(
+        lambda gradient: torch.stack([gradient] * 9).sum(0)
+    )  # takes much
     task = task_of(module, optimizer=torch.optim.SGD)
     case = Case(name="hooked", settings={}, task=task, plan=plan_of(task, [7]))
     found = [(a.simulated_bytes - a.oracle_bytes, a.dry_run_difference) for a in accounts(case)]

@@ -74,7 +74,12 @@ def labelled(size: int) -> tuple[Any, Points]:
 
 def outside(outputs: Found, targets: Points) -> Tensor:
     """A loss that is given the dataclasses themselves."""
-    assert type(outputs) is Found and type(outputs.around) is Points and outputs.made == 0 and outputs.loss is None
+    assert (
+        type(outputs) is Found
+        and type(outputs.around) is Points
+        and outputs.made == 0
+        and outputs.loss is None
+    )
     assert type(targets) is Points and targets.name == "labels" and targets.weights is None
     return F.cross_entropy(outputs.logits, targets.at)
 

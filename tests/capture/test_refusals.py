@@ -143,7 +143,9 @@ class Packs(Part):
 
     def forward(self, x: Tensor) -> Tensor:
         lengths = (x > 0).sum(1).clamp(min=1)
-        packed = nn.utils.rnn.pack_padded_sequence(x[..., None], lengths, batch_first=True, enforce_sorted=False)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            x[..., None], lengths, batch_first=True, enforce_sorted=False
+        )
         last: Tensor = self.recurrent(packed)[1][0]
         return self.linear(last)
 
@@ -394,7 +396,10 @@ def test_refusals_say_what_where_and_the_way_out(make: Callable[[], Task], parts
             {"loss": nn.Bilinear(8, 8, 1)},
             "loss of a Task has parameters, .*: make it a part of the module, .* loss=None",
         ),
-        ({"loss": "mse"}, "loss of a Task must be a function of .*, or None where the module computes it, not a str"),
+        (
+            {"loss": "mse"},
+            "loss of a Task must be a function of .*, or None where the module computes it, not a str",
+        ),
     ],
 )
 def test_a_task_is_checked_where_it_is_born(settings: dict[str, Any], text: str) -> None:
@@ -416,7 +421,9 @@ def test_modules_that_cannot_be_copied_are_named() -> None:
             return self.linear(x)
 
     made = within(nn.Sequential(nn.Linear(8, 8), Open()))
-    with pytest.raises(UsageError, match=r"inner\.1 of mine \(Open\) cannot be copied \(TypeError: cannot pickle"):
+    with pytest.raises(
+        UsageError, match=r"inner\.1 of mine \(Open\) cannot be copied \(TypeError: cannot pickle"
+    ):
         profile(made, microbatch_size=2)
     assert isinstance(made.module, Model) and isinstance(made.module.inner, nn.Sequential)
     made.module.inner[1].held.close()  # type: ignore[union-attr, operator]
@@ -443,7 +450,9 @@ def test_a_float64_model_under_a_default_training() -> None:
     """The sentence names both ways out, and both work: float64 in the training, or float32 in the task."""
     task = replace(BASE, module=lambda: Model().double(), batch=lambda n: tuple(t.double() for t in batch(n)))
     cluster, default = load_cluster("emulated:2x64MiB"), Training(batch_size=4, microbatches=2)
-    with pytest.raises(UsageError, match=r"with --precision float32, or plan for Training\(..., precision='float64'\)"):
+    with pytest.raises(
+        UsageError, match=r"with --precision float32, or plan for Training\(..., precision='float64'\)"
+    ):
         plan(profile(task, microbatch_size=2), cluster, default)
     cast = replace(task, precision="float32")
     for one, training in ((task, replace(default, precision="float64")), (cast, default)):

@@ -35,7 +35,9 @@ def test_an_older_release_is_refused_with_one_that_works(version: str) -> None:
 @pytest.mark.parametrize("version", ["2.16.0", "2.16.0a0+git1234", "3.0.0"])
 def test_a_newer_release_is_taken_with_a_warning(version: str) -> None:
     """It says what is tested, what may be off, and what to install."""
-    with pytest.warns(PipefitWarning, match=r"torch 2\.11 to 2\.15: .* may be off, .* pip install 'torch==2\.15\.\*'"):
+    with pytest.warns(
+        PipefitWarning, match=r"torch 2\.11 to 2\.15: .* may be off, .* pip install 'torch==2\.15\.\*'"
+    ):
         check_release(version)
 
 

@@ -45,7 +45,9 @@ def trained(task: Task, steps: int = 2) -> tuple[list[float], dict[str, torch.Te
         (forgetful.OwnGenerator, r"no tensor, such as a torch.Generator", "pipefit.chain"),
     ],
 )
-def test_what_a_trace_would_repeat_or_lose_is_refused(model: type[nn.Module], reason: str, way_out: str) -> None:
+def test_what_a_trace_would_repeat_or_lose_is_refused(
+    model: type[nn.Module], reason: str, way_out: str
+) -> None:
     """The sentence says what, where a line can be told also where, and what to do; a profile refuses it already, and
     leaves the generators as they were.
     """
@@ -69,7 +71,9 @@ def test_a_hidden_module_may_be_frozen() -> None:
     assert same_as_plain(task)
 
 
-@pytest.mark.parametrize("model", [forgetful.ReadingData, forgetful.Settling, forgetful.doubled, forgetful.hooked])
+@pytest.mark.parametrize(
+    "model", [forgetful.ReadingData, forgetful.Settling, forgetful.doubled, forgetful.hooked]
+)
 def test_what_a_trace_keeps_trains_as_a_plain_loop_does(model: Callable[[], nn.Module]) -> None:
     """Data read by `.data` and changed through it; a number that each call sets to the same; a Sequential with a
     forward or a hook of its own.
@@ -97,7 +101,9 @@ def same_as_plain(task: Task) -> bool:
     """Whether two steps lead where they lead a plain loop, which shares nothing with pipefit."""
     plan = plan_of(task, [len(profile(task, microbatch_size=2).layers)])
     module = task.module
-    before = {name: tensor.clone() for name, tensor in module.state_dict().items()} if is_module(module) else {}
+    before = (
+        {name: tensor.clone() for name, tensor in module.state_dict().items()} if is_module(module) else {}
+    )
     wanted_losses, wanted = alone(task, plan, steps=2)
     wanted = {name: tensor.clone() for name, tensor in wanted.items()}
     if is_module(module):
@@ -123,4 +129,6 @@ def test_a_model_that_asks_for_the_precision_is_answered_as_it_will_be(precision
     with torch.autocast("cpu", torch.bfloat16) if precision else nullcontext():
         wanted = [task.loss(module(x), y) for x, y in zip(*(part.split(2) for part in inputs), strict=True)]  # type: ignore[misc]
     torch.manual_seed(0)
-    assert Trainer(task, plan, numbers=False).step(inputs) == pytest.approx(torch.stack(wanted).mean().item(), rel=1e-6)
+    assert Trainer(task, plan, numbers=False).step(inputs) == pytest.approx(
+        torch.stack(wanted).mean().item(), rel=1e-6
+    )

@@ -27,7 +27,9 @@ class Guess(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
         mean, variance = self.head(self.body(x).tanh()).chunk(2, 1)
-        return F.gaussian_nll_loss(mean, y, F.softplus(variance)) if self._own else (mean, F.softplus(variance))
+        return (
+            F.gaussian_nll_loss(mean, y, F.softplus(variance)) if self._own else (mean, F.softplus(variance))
+        )
 
 
 def task_of_guesses(own: bool) -> Task:

@@ -54,7 +54,9 @@ def of_two_classes(count: int) -> nn.Module:
 
 def lists_in_blocks(count: int) -> nn.Module:
     """A list of blocks, each with a list of parts with parts."""
-    blocks = (nn.ModuleList(nn.Sequential(nn.Linear(1, 1), nn.ReLU()) for _ in range(2)) for _ in range(count))
+    blocks = (
+        nn.ModuleList(nn.Sequential(nn.Linear(1, 1), nn.ReLU()) for _ in range(2)) for _ in range(count)
+    )
     return nn.ModuleDict({"blocks": nn.ModuleList(nn.ModuleDict({"parts": parts}) for parts in blocks)})
 
 

@@ -72,7 +72,10 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.experts = nn.Linear(WIDTH, 3), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.gate, self.experts = (
+            nn.Linear(WIDTH, 3),
+            nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)),
+        )
 
     def forward(self, x: Tensor, *, scale: float = 0.5, mask: None = None) -> dict[str, Any]:
         weights, numbers = self.gate(x).softmax(-1).max(-1)
@@ -304,14 +307,20 @@ def test_each_is_a_layer_that_calls_it() -> None:
     task = task_of(lambda: Row(Chooses(), nn.ReLU(), Chooses()))
     chain = capture(built(task), *sample(task, SIZE))
     assert isinstance(task.module, Row)
-    first, relu, second = (next(one for one in chain.layers if one.name == f"parts.{number}") for number in range(3))
+    first, relu, second = (
+        next(one for one in chain.layers if one.name == f"parts.{number}") for number in range(3)
+    )
     kept = [part for layer in (first, second) for part in layer.module.modules() if isinstance(part, Chooses)]
-    assert [part.linear.weight is task.module.parts[n].linear.weight for n, part in zip((0, 2), kept, strict=True)] == [
+    assert [
+        part.linear.weight is task.module.parts[n].linear.weight for n, part in zip((0, 2), kept, strict=True)
+    ] == [
         True,
         True,
     ]
     assert cost_key(first.module) == cost_key(second.module) != cost_key(relu.module)
-    assert dict(first.originals) == {f"whole.linear.{name}": f"parts.0.linear.{name}" for name in ("weight", "bias")}
+    assert dict(first.originals) == {
+        f"whole.linear.{name}": f"parts.0.linear.{name}" for name in ("weight", "bias")
+    }
 
 
 def test_blocks_that_cannot_be_divided_say_so() -> None:
@@ -320,10 +329,14 @@ def test_blocks_that_cannot_be_divided_say_so() -> None:
     found = profile(task, microbatch_size=SIZE)
     (told,) = filter(None, (block.undivided for block in found.blocks))
     assert (
-        told.startswith("parts.0 stays whole (") and f"{HERE}" in told and "depends on the values of a tensor" in told
+        told.startswith("parts.0 stays whole (")
+        and f"{HERE}" in told
+        and "depends on the values of a tensor" in told
     )
     (unknown,) = found.kernels.unknown
-    assert unknown.operation == "aten._local_scalar_dense.default" and "every condition held" in unknown.reason
+    assert (
+        unknown.operation == "aten._local_scalar_dense.default" and "every condition held" in unknown.reason
+    )
 
 
 def test_what_holds_only_otherwise_is_said() -> None:

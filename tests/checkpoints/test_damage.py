@@ -146,7 +146,10 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "a step below zero": (change(step=-1), "no step or seed that can be"),
     "a step too large": (change(step=1 << 70), "no step or seed|is expected"),
     "a step that is text": (change(step="5"), "is expected, not"),
-    "a path out of the folder": (of_shard(file="../step-00000004/worker-00000.safetensors"), "not the name of a shard"),
+    "a path out of the folder": (
+        of_shard(file="../step-00000004/worker-00000.safetensors"),
+        "not the name of a shard",
+    ),
     "an absolute path": (of_shard(file="/etc/passwd"), "not the name of a shard"),
     "a shard with a line break": (of_shard(file="worker-00000.safetensors\n"), "not the name of a shard"),
     "a digest that is none": (of_shard(sha256="0" * 63), "no SHA-256"),
@@ -177,7 +180,9 @@ def test_a_manifest_that_lies_is_refused(folder: Path, lie: str) -> None:
     tell(document)
     header = {key: document.pop(key) for key in ("pipefit", "version")}
     rest = '", ' + json.dumps(document)[1:]
-    path.write_text(f'{json.dumps(header)[:-1]}, "sha256": "{hashlib.sha256(rest.encode()).hexdigest()}{rest}')
+    path.write_text(
+        f'{json.dumps(header)[:-1]}, "sha256": "{hashlib.sha256(rest.encode()).hexdigest()}{rest}'
+    )
     with pytest.raises(FileError, match=words) as caught:
         read_all(folder)
     assert "\n" not in str(caught.value)

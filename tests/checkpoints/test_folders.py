@@ -25,11 +25,15 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     """The manifest comes back as it was, and so does every tensor, bit by bit, from the shard that holds it."""
     folder = write(tmp_path, 5)
     found = find(folder)
-    expected = [part_of(tmp_path / "again", rank) for rank in (0, 1) if not (tmp_path / "again").mkdir(exist_ok=True)]
+    expected = [
+        part_of(tmp_path / "again", rank) for rank in (0, 1) if not (tmp_path / "again").mkdir(exist_ok=True)
+    ]
     assert found.manifest == manifest_of(expected, 5)
     tensors = found.read(found.manifest.tensors)
     assert tensors.keys() == (tensors_of(0) | tensors_of(1)).keys()
-    assert all(torch.equal(tensors[key], tensor) for rank in (0, 1) for key, tensor in tensors_of(rank).items())
+    assert all(
+        torch.equal(tensors[key], tensor) for rank in (0, 1) for key, tensor in tensors_of(rank).items()
+    )
     assert sorted(path.name for path in folder.iterdir()) == [
         "manifest.json", "worker-00000.safetensors", "worker-00001.safetensors",
     ]  # fmt: skip
@@ -40,7 +44,9 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
     old, new = write(tmp_path, 5), write(tmp_path, 12)
     folders.begin(tmp_path, 30, OWNER)
     (tmp_path / "step-00000040").mkdir()
-    with pytest.warns(PipefitWarning, match=r"step-00000040 is passed over: it has no manifest.json; .*12 is taken"):
+    with pytest.warns(
+        PipefitWarning, match=r"step-00000040 is passed over: it has no manifest.json; .*12 is taken"
+    ):
         assert find(tmp_path).folder == new
     assert find(old).manifest.step == 5
     assert [step for step, _ in folders.whole(tmp_path)] == [5, 12]
@@ -147,14 +153,26 @@ def of(training: str, run: str) -> Callable[[Path], None]:
 
 PASSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "without a manifest": (lambda folder: (folder / MANIFEST).unlink(), "it has no manifest.json"),
-    "with a pipe as its manifest": (lambda folder: put_fifo(folder / MANIFEST), "its manifest.json is not a regular"),
-    "with a pipe as a shard": (lambda folder: put_fifo(folder / "worker-00001.safetensors"), "is not a regular file"),
+    "with a pipe as its manifest": (
+        lambda folder: put_fifo(folder / MANIFEST),
+        "its manifest.json is not a regular",
+    ),
+    "with a pipe as a shard": (
+        lambda folder: put_fifo(folder / "worker-00001.safetensors"),
+        "is not a regular file",
+    ),
     "without a shard": (
         lambda folder: (folder / "worker-00001.safetensors").unlink(),
         "worker-00001.safetensors is mi",
     ),
-    "with a damaged manifest": (lambda folder: flip(folder / MANIFEST), "manifest.json is damaged|is not JSON|is not"),
-    "with another bit in a shard": (lambda folder: flip(folder / "worker-00001.safetensors"), "SHA-256 differs"),
+    "with a damaged manifest": (
+        lambda folder: flip(folder / MANIFEST),
+        "manifest.json is damaged|is not JSON|is not",
+    ),
+    "with another bit in a shard": (
+        lambda folder: flip(folder / "worker-00001.safetensors"),
+        "SHA-256 differs",
+    ),
     "that is a link": (put_link, "it is a symbolic link, and links are not followed"),
     "that is a file": (put_file, "it is no folder"),
 }
@@ -172,7 +190,9 @@ def test_a_newest_that_cannot_be_read_is_passed_over_and_told(damage: str, tmp_p
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     (said,) = (str(one.message) for one in told)
     folder = re.escape(str(tmp_path))
-    assert re.search(rf"^{folder}/step-00000008 is passed over: .*({words}).*; {folder}/step-00000004 is taken", said)
+    assert re.search(
+        rf"^{folder}/step-00000008 is passed over: .*({words}).*; {folder}/step-00000004 is taken", said
+    )
     assert "the checkpoint before it" not in said
 
 
@@ -180,7 +200,9 @@ def test_where_nothing_is_left_the_newest_is_named(tmp_path: Path) -> None:
     """With what is wrong with it."""
     for step in (4, 8):
         (write(tmp_path, step) / "worker-00001.safetensors").unlink()
-    with pytest.raises(FileError, match=r"there is no whole checkpoint in .*: .*step-00000008 cannot .*is missing$"):
+    with pytest.raises(
+        FileError, match=r"there is no whole checkpoint in .*: .*step-00000008 cannot .*is missing$"
+    ):
         find(tmp_path)
 
 
@@ -196,7 +218,9 @@ def test_what_is_older_than_what_is_taken_is_nobodys_business(tmp_path: Path) ->
 def test_a_checkpoint_under_another_steps_name_is_refused(tmp_path: Path) -> None:
     """Renamed or copied, it would be gone on from as what it is not; the sentence says what it is."""
     folder = write(tmp_path, 6).rename(tmp_path / "step-00000003")
-    with pytest.raises(FileError, match=r"step-00000003 holds the checkpoint of step 6: .* name back, step-00000006"):
+    with pytest.raises(
+        FileError, match=r"step-00000003 holds the checkpoint of step 6: .* name back, step-00000006"
+    ):
         find(folder)
     with pytest.raises(FileError, match="step-00000003 holds the checkpoint of step 6"):
         find(tmp_path)
@@ -256,12 +280,16 @@ def test_only_checkpoints_of_one_training_are_candidates(tmp_path: Path) -> None
     ("training", "run", "refused"),
     [(OWNER.training, OWNER.run, False), (OWNER.training, "another", True), ("another", "another", True)],
 )
-def test_a_training_saves_behind_its_own_steps_alone(training: str, run: str, refused: bool, tmp_path: Path) -> None:
+def test_a_training_saves_behind_its_own_steps_alone(
+    training: str, run: str, refused: bool, tmp_path: Path
+) -> None:
     """Those of its run, or, from before it began, of its training."""
     of(training, run)(write(tmp_path, 4))
     for first in (0, 4):
         if refused and (first < 4 or training != OWNER.training):
-            with pytest.raises(FileError, match=r"step-00000004 is of another training, .*: save to another folder"):
+            with pytest.raises(
+                FileError, match=r"step-00000004 is of another training, .*: save to another folder"
+            ):
                 folders.begin(tmp_path, 6, OWNER, first=first)
         else:
             folders.begin(tmp_path, 6, OWNER, first=first)
@@ -292,7 +320,9 @@ def test_what_was_passed_over_is_set_aside_and_not_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE])
-def test_what_may_be_whole_is_not_passed_over(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_may_be_whole_is_not_passed_over(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A process that may not read it, or that has too many files open, does not go back to an older one."""
     write(tmp_path, 4)
     write(tmp_path, 8)
@@ -304,7 +334,9 @@ def test_what_may_be_whole_is_not_passed_over(number: int, tmp_path: Path, monke
         return usual(path, *arguments)
 
     monkeypatch.setattr(os, "open", refused)
-    with pytest.raises(UnreadableCheckpoint, match=r"step-00000008/worker-00001.safetensors cannot be read: "):
+    with pytest.raises(
+        UnreadableCheckpoint, match=r"step-00000008/worker-00001.safetensors cannot be read: "
+    ):
         load_state_dict(tmp_path)
 
 

@@ -53,7 +53,8 @@ def test_a_folder_that_is_held_is_refused_by_name(tmp_path: Path) -> None:
     with another(tmp_path) as (process, owner):
         said = rf"^another training, {owner.training[:8]} \(a plan of theirs\), process {process} on .+, started "
         said += (
-            rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC, saves to {re.escape(str(tmp_path))}: wait until it has ended, or"
+            rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC, "
+            rf"saves to {re.escape(str(tmp_path))}: wait until it has ended, or"
         )
         with pytest.raises(FileError, match=said):
             Hold(tmp_path, OWNER)
@@ -129,7 +130,9 @@ def test_what_is_no_file_is_not_locked(put: Any, tmp_path: Path) -> None:
         Hold(tmp_path, OWNER)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"run": 1}', b"\xff", b"[" * 100_000, b"{}" * 40_000])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"run": 1}', b"\xff", b"[" * 100_000, b"{}" * 40_000]
+)
 def test_a_file_that_names_nobody_is_taken_over(content: bytes, tmp_path: Path) -> None:
     """Whatever somebody has written there: it is the lock that counts."""
     (tmp_path / LOCK).write_bytes(content)
@@ -150,7 +153,9 @@ def test_without_locks_the_name_counts(tmp_path: Path, monkeypatch: pytest.Monke
     here = new_owner("a plan")
     for alive in (here, OTHER):
         (tmp_path / LOCK).write_text(json.dumps(asdict(alive)))
-        with pytest.raises(FileError, match=r"no locks that would say .*: if it has, remove .*training\.lock"):
+        with pytest.raises(
+            FileError, match=r"no locks that would say .*: if it has, remove .*training\.lock"
+        ):
             Hold(tmp_path, OWNER)
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         pass
@@ -171,7 +176,9 @@ def test_locks_that_another_host_does_not_see_are_found_at_the_next_check(tmp_pa
     hold.release()
 
 
-def test_a_holder_that_ends_as_another_opens_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_holder_that_ends_as_another_opens_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The file is removed between opening and locking: the lock on what is no longer there counts for nothing."""
     first, usual = Hold(tmp_path, OWNER), holds._opened
 

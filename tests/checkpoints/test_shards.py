@@ -57,7 +57,10 @@ def test_what_was_written_can_still_be_moved_away(tmp_path: Path) -> None:
 def test_a_shard_is_read_slice_by_slice(tmp_path: Path) -> None:
     """Only the tensors that are wanted are returned, as they were."""
     shard = write_shard(tmp_path / "worker-00000.safetensors", tensors())
-    wanted = [StoredTensor(name=name, kind="model", shard=0, dtype=name, shape=(3, 5)) for name in ("int8", "bfloat16")]
+    wanted = [
+        StoredTensor(name=name, kind="model", shard=0, dtype=name, shape=(3, 5))
+        for name in ("int8", "bfloat16")
+    ]
     found = read_shard(tmp_path, shard, wanted)
     assert found.keys() == {"int8", "bfloat16"}
     assert all(same(found[name], tensors()[name]) for name in found)

@@ -70,9 +70,21 @@ TABLE: list[tuple[str, int, list[str]]] = [
     ("plan profile.json", 2, ["--cluster"]),
     ("plan profile.json --cluster", 2, ["--cluster"]),
     ("plan profile.json extra --cluster dgx1-v100", 2, ["extra"]),
-    ("plan profile.json --cluster dgx1-v100 --batch-size 0", 2, ["--batch-size", "must be greater than or equal to 1"]),
-    ("plan profile.json --cluster dgx1-v100 --batch-size many", 2, ["--batch-size", "must be a valid integer; "]),
-    ("plan profile.json --cluster dgx1-v100 --batch-size 1.5", 2, ["--batch-size", "must be a valid integer; "]),
+    (
+        "plan profile.json --cluster dgx1-v100 --batch-size 0",
+        2,
+        ["--batch-size", "must be greater than or equal to 1"],
+    ),
+    (
+        "plan profile.json --cluster dgx1-v100 --batch-size many",
+        2,
+        ["--batch-size", "must be a valid integer; "],
+    ),
+    (
+        "plan profile.json --cluster dgx1-v100 --batch-size 1.5",
+        2,
+        ["--batch-size", "must be a valid integer; "],
+    ),
     ("plan profile.json --cluster dgx1-v100 --stages -1", 2, ["--stages"]),
     ("plan profile.json --cluster dgx1-v100 --recompute often", 2, ["--recompute", "except_last"]),
     ("plan profile.json --cluster dgx1-v100 --clip-norm 0", 2, ["positive norm"]),
@@ -84,9 +96,17 @@ TABLE: list[tuple[str, int, list[str]]] = [
     (f"profile zoo:mlp --microbatch-size {10**30}", 2, ["the batch function of mlp fails"]),
     (f"profile zoo:mlp --microbatch-size 1 --set inputs={10**30}", 2, ["the batch function of mlp fails"]),
     (f"profile zoo:mlp --microbatch-size 1 --threads {10**30}", 2, ["threads", "from 1 to 1024"]),
-    ("profile zoo:mlp --microbatch-size 1 --threads 99999", 2, ["threads", "from 1 to 1024"]),  # OpenMP would crash
+    (
+        "profile zoo:mlp --microbatch-size 1 --threads 99999",
+        2,
+        ["threads", "from 1 to 1024"],
+    ),  # OpenMP would crash
     (f"train train.json mine:works --seed {10**30}", 2, ["seed must be a whole number from"]),
-    ("profile mine:ignores --microbatch-size 2", 2, ["has the shape (3, 2) where a batch of 2 samples was asked for"]),
+    (
+        "profile mine:ignores --microbatch-size 2",
+        2,
+        ["has the shape (3, 2) where a batch of 2 samples was asked for"],
+    ),
     ("profile mine:empty --microbatch-size 2", 2, ["KeyError: 'no data'", "number of samples"]),
     ("profile zoo:mlp", 2, ["--microbatch-size"]),
     ("profile zoo:mlp --microbatch-size 0", 2, ["--microbatch-size"]),
@@ -102,13 +122,29 @@ TABLE: list[tuple[str, int, list[str]]] = [
     ("checkpoint", 2, ["DIR"]),
     ("certify plan.json", 2, ["MODEL"]),
     ("compare trace.json", 2, ["MEASURED"]),
-    ("plan profile.json --cluster dgx1-v100 --planner jiont", 2, ["did you mean joint? Choose one of joint, mpress"]),
+    (
+        "plan profile.json --cluster dgx1-v100 --planner jiont",
+        2,
+        ["did you mean joint? Choose one of joint, mpress"],
+    ),
     ("plan profile.json --cluster dgx1-v100 --schedule 1fb1", 2, ["did you mean 1f1b? Choose one of gpipe"]),
     ("plan zoo:mlp --cluster dgx1-v100 --precision bf16", 2, ["cannot be 'bf16': did you mean bfloat16?"]),
     ("plan zoo:mlp --cluster dgx1-v100 --target GPU", 2, ["cannot be 'GPU': did you mean cuda?"]),
-    ("plan zoo:mlp --cluster dgx1-v100 --objective peak --planner joint", 2, ["joint planner looks for the fastest"]),
-    ("plan profile.json --cluster dgx1-v100 --shard zero3", 2, ["cannot be 'zero3': choose one of none, optimizer"]),
-    ("plan profile.json --cluster dgx1-v100 --reserve 120%", 2, ["less than the memory", "31.75 GiB, not 38.10 GiB"]),
+    (
+        "plan zoo:mlp --cluster dgx1-v100 --objective peak --planner joint",
+        2,
+        ["joint planner looks for the fastest"],
+    ),
+    (
+        "plan profile.json --cluster dgx1-v100 --shard zero3",
+        2,
+        ["cannot be 'zero3': choose one of none, optimizer"],
+    ),
+    (
+        "plan profile.json --cluster dgx1-v100 --reserve 120%",
+        2,
+        ["less than the memory", "31.75 GiB, not 38.10 GiB"],
+    ),
     ("certify zoo:mlp plan.json", 2, ["the plan comes first, plan.json zoo:mlp"]),
     ("train zoo:mlp plan.json", 2, ["the plan comes first, plan.json zoo:mlp"]),
     # the model
@@ -142,7 +178,11 @@ TABLE: list[tuple[str, int, list[str]]] = [
         2,
         ["its name: rename it, to _2_mine.py"],
     ),
-    ("profile /else/mine.py:no_task --microbatch-size 1", 2, ["mine:factory without .py, in the folder /else\n"]),
+    (
+        "profile /else/mine.py:no_task --microbatch-size 1",
+        2,
+        ["mine:factory without .py, in the folder /else\n"],
+    ),
     ("profile a-b:make --microbatch-size 1", 2, ["'a-b' is not the name of a module"]),
     ("profile mine:no_tusk --microbatch-size 1", 2, ["no_tusk", "did you mean no_task"]),
     ("profile mine:number --microbatch-size 1", 2, ["int, not a function"]),
@@ -194,7 +234,11 @@ TABLE: list[tuple[str, int, list[str]]] = [
     ("train plan.json zoo:mlp --weights cut.json --metrics cut.json", 2, ["cut.json is named twice"]),
     ("train plan.json zoo:mlp --weights . -o other.json", 2, ["other.json is a file of /", "another file"]),
     ("checkpoint runs -o runs/step-00000004/worker-00000.safetensors", 2, ["would be in a checkpoint"]),
-    ("train plan.json zoo:mlp --resume runs -o runs/step-00000004/manifest.json", 2, ["would be in a checkpoint"]),
+    (
+        "train plan.json zoo:mlp --resume runs -o runs/step-00000004/manifest.json",
+        2,
+        ["would be in a checkpoint"],
+    ),
     ("simulate plan.json -o none/trace.json", 6, ["create"]),
     ("simulate plan.json -o .", 6, ["it is a folder"]),
     (f"simulate plan.json -o {'a' * 300}", 6, ["name too long"]),
@@ -220,7 +264,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(plan, here / "train.json")
     (here / "cut.json").write_text(dumps(plan)[:-100])
     (here / "empty.json").write_text("")
-    (here / "deep.json").write_text('{"pipefit": "plan", "version": 2, "a": ' + '{"a": ' * 900 + "1" + "}" * 901)
+    (here / "deep.json").write_text(
+        '{"pipefit": "plan", "version": 2, "a": ' + '{"a": ' * 900 + "1" + "}" * 901
+    )
     (here / "bad.toml").write_text("name =")
     write(here / "runs", 4)
     (here / "mine.py").write_text(FACTORIES)
@@ -266,7 +312,10 @@ KNOWN_BEFORE = [  # of a model that cannot be built, on four devices
     ("plan --batch-size 64 --microbatch-size 7", "use 63 samples, or 70"),
     ("plan --batch-size 64 --schedule gpip", "did you mean gpipe?"),
     ("plan --batch-size 64 --schedule pipedream --clip-norm 1", "clip in the optimizer"),
-    ("plan --batch-size 64 --schedule pipedream --shard parameters", "replicas cannot divide parameters then"),
+    (
+        "plan --batch-size 64 --schedule pipedream --shard parameters",
+        "replicas cannot divide parameters then",
+    ),
     ("plan --batch-size 64 --schedule pipedream --precision mixed-float16", "use mixed-bfloat16"),
     ("plan --batch-size 64 --versions everything", "they belong to pipedream"),
     ("plan --batch-size 64 --shard gradients --data 1", "ask for 2 replicas or more"),
@@ -313,7 +362,9 @@ def test_incremental_runs_on_two_devices_are_refused_before_a_model_is_made(
     assert "too late" not in said
 
 
-def test_a_name_of_several_lines_makes_no_line_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_of_several_lines_makes_no_line_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A document cannot put a line of its own on the terminal, as if a command had said it."""
     plan = make_plan(random_profile(6), (2, 4))
     named = replace(plan, profile=replace(plan.profile, model="a\npipefit: all is well\u2028\x85\x1b[2Jb"))
@@ -380,14 +431,32 @@ def test_no_output_is_cut_off_in_silence(unbuffered: str, folder: Path, tmp_path
     environment = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": unbuffered}
     command = f"{sys.executable} -B -m pipefit show plan.json --json"
     for line, code, words in (
-        (f"ulimit -f 1; {command} > {tmp_path / 'cut'}", 6, "pipefit: the output cannot be written: File too large; "),
+        (
+            f"ulimit -f 1; {command} > {tmp_path / 'cut'}",
+            6,
+            "pipefit: the output cannot be written: File too large; ",
+        ),
         (f"set -o pipefail; {command} | true", 1, ""),
-        (f"{sys.executable} -m pipefit simulate plan.json -o {tmp_path / 'made.json'} > /dev/null 2> /dev/full", 0, ""),
+        (
+            f"{sys.executable} -m pipefit simulate plan.json -o {tmp_path / 'made.json'} > /dev/null 2> /dev/full",
+            0,
+            "",
+        ),
         (f"{sys.executable} -m pipefit show none.json 2> /dev/full", 6, ""),
-        (f"{sys.executable} -m pipefit show none.json --json > /dev/full", 6, "pipefit: there is no file none.json"),
-        (f"ulimit -f 0; {sys.executable} -B -m pipefit simulate plan.json -o lost > /dev/full", 6, "pipefit: lost"),
+        (
+            f"{sys.executable} -m pipefit show none.json --json > /dev/full",
+            6,
+            "pipefit: there is no file none.json",
+        ),
+        (
+            f"ulimit -f 0; {sys.executable} -B -m pipefit simulate plan.json -o lost > /dev/full",
+            6,
+            "pipefit: lost",
+        ),
     ):
-        done = subprocess.run(["bash", "-c", line], cwd=folder, env=environment, capture_output=True, check=False)
+        done = subprocess.run(
+            ["bash", "-c", line], cwd=folder, env=environment, capture_output=True, check=False
+        )
         assert (done.returncode, done.stdout) == (code, b"")
         assert done.stderr.decode().startswith(words) and bool(done.stderr) == bool(words)
 

@@ -53,7 +53,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_planning_saves_a_plan_and_explains_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`plan -o` saves a plan of the profile on the cluster, with as many microbatches as the batch needs."""
-    arguments = ["plan", "profile.json", "--cluster", "emulated:2x1GiB", "--batch-size", "4", "-o", "mine.json"]
+    arguments = [
+        "plan",
+        "profile.json",
+        "--cluster",
+        "emulated:2x1GiB",
+        "--batch-size",
+        "4",
+        "-o",
+        "mine.json",
+    ]
     assert main(arguments) == 0
     out, err = capsys.readouterr()
     made = load("mine.json", Plan)
@@ -64,7 +73,9 @@ def test_planning_saves_a_plan_and_explains_it(here: Path, capsys: pytest.Captur
     assert "mine.json" in err
 
 
-def test_what_plan_and_simulate_predict_says_where_it_holds(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_plan_and_simulate_predict_says_where_it_holds(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One sentence on the processor, torch and threads of the profile, and one on kernels that could not be measured:
     in the printed plan, and beside the simulated trace. JSON on stdout stays JSON.
     """
@@ -72,12 +83,17 @@ def test_what_plan_and_simulate_predict_says_where_it_holds(here: Path, capsys: 
     unknown = Kernel(operation="aten.sort", peak_bytes=None, reason="it is too large")
     profile = replace(PLAN.profile, assumptions=assumed, kernels=KernelMemory(kernels=(unknown,)))
     save(profile, "elsewhere.json")
-    assert main(["plan", "elsewhere.json", "-c", "emulated:2x1GiB", "--batch-size", "4", "-o", "theirs.json"]) == 0
+    assert (
+        main(["plan", "elsewhere.json", "-c", "emulated:2x1GiB", "--batch-size", "4", "-o", "theirs.json"])
+        == 0
+    )
     planned = "".join(capsys.readouterr())
     assert main(["simulate", "theirs.json"]) == 0
     simulated = "".join(capsys.readouterr())
     for told in (planned, simulated):
-        assert told.count("eaks are those of Some CPU with AVX9, torch 7.1 and 1 thread: elsewhere kernels") == 1
+        assert (
+            told.count("eaks are those of Some CPU with AVX9, torch 7.1 and 1 thread: elsewhere kernels") == 1
+        )
         assert told.count("eaks are without what kernels take inside aten.sort: it is too large") == 1
     assert main(["simulate", "theirs.json", "--json"]) == 0
     out, err = capsys.readouterr()
@@ -115,12 +131,16 @@ def test_planning_what_does_not_fit_exits_with_3(here: Path, capsys: pytest.Capt
 
 def test_planning_takes_how_the_model_is_trained(here: Path) -> None:
     """`plan --recompute` becomes decisions of the plan, and `--clip-norm` reaches its training."""
-    line = "plan profile.json --cluster emulated:2x1GiB --batch-size 4 --recompute except_last --clip-norm 0.5"
+    line = (
+        "plan profile.json --cluster emulated:2x1GiB --batch-size 4 --recompute except_last --clip-norm 0.5"
+    )
     assert main([*line.split(), "-o", "mine.json"]) == 0
     made = load("mine.json", Plan)
     assert (made.training.clip_norm, made.training.batch_size) == (0.5, 4)
     count = made.training.microbatches
-    expected = recompute_decisions(made.stages, made.profile.edges, "except_last", made.training.schedule, count)
+    expected = recompute_decisions(
+        made.stages, made.profile.edges, "except_last", made.training.schedule, count
+    )
     assert made.decisions == expected != ()
 
 
@@ -170,7 +190,9 @@ def test_showing_says_what_matters(here: Path, capsys: pytest.CaptureFixture[str
         assert not [word for word in words if word not in out], out
 
 
-def test_comparing_a_trace_with_itself_finds_no_difference(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_comparing_a_trace_with_itself_finds_no_difference(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The same trace twice is zero bytes and zero per cent apart."""
     assert main(["compare", "trace.json", "trace.json", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -183,14 +205,18 @@ def test_the_doctor_tells_what_is_installed(capsys: pytest.CaptureFixture[str]) 
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert found["torch"].partition("+")[0] == found["packages"]["torch"].partition("+")[0]  # one may name its build
+    assert (
+        found["torch"].partition("+")[0] == found["packages"]["torch"].partition("+")[0]
+    )  # one may name its build
     assert found["memory_bytes"] > 0
     assert any(found["abilities"].values())
     assert main(["doctor"]) == 0
     assert found["torch"] in capsys.readouterr().out
 
 
-def test_the_doctor_counts_gpus_of_a_kind(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_doctor_counts_gpus_of_a_kind(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Eight alike are one line of a terminal; another kind has its own count."""
     gpus = [{"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 79 << 30}] * 8
     facts: dict[str, Any] = {"torch": "2.13.0", "threads": 1, "gloo": True, "nccl": True, "gpus": gpus}
@@ -210,7 +236,9 @@ def test_the_doctor_tells_of_gpus_that_cannot_be_used(
 ) -> None:
     """That is what it is asked for: torch counts them, and its driver is too old or broken."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", mock.Mock(side_effect=RuntimeError("driver too old")))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", mock.Mock(side_effect=RuntimeError("driver too old"))
+    )
     assert main(["doctor", "--json"]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["gpus"] == []
@@ -264,7 +292,9 @@ def test_a_reader_that_leaves_early_is_not_an_error(reader: str, here: Path) -> 
         ["bash", "-c", command], capture_output=True, text=True, timeout=300, check=True, env=environment
     )
     assert done.stdout in ("{", "")
-    words = [line for line in done.stderr.splitlines() if not line.startswith("pipefit: simulating, ")]  # if it is slow
+    words = [
+        line for line in done.stderr.splitlines() if not line.startswith("pipefit: simulating, ")
+    ]  # if it is slow
     assert words == []
 
 
@@ -281,13 +311,21 @@ def test_an_interrupt_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 LIMITS = [
     (MemoryError(), 4, "(ulimit -v), and this takes more (MemoryError)"),
-    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), 4, "(ulimit -v), and this takes more"),
+    (
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+        4,
+        "(ulimit -v), and this takes more",
+    ),
     (
         ImportError("PLEASE READ THIS\n\nlibx.so: failed to map segment\n"),
         4,
         "takes more (libx.so: failed to map segment)",
     ),
-    (OSError(errno.EMFILE, "Too many open files"), 1, "a process may open 7 files here (ulimit -n), and this takes"),
+    (
+        OSError(errno.EMFILE, "Too many open files"),
+        1,
+        "a process may open 7 files here (ulimit -n), and this takes",
+    ),
     (RuntimeError("can't start new thread"), 1, "this user may have 7 processes and threads (ulimit -u)"),
     (GeneratorExit(), 1, "unexpected GeneratorExit; this is a defect"),
     (BaseExceptionGroup("all", [KeyboardInterrupt()]), 1, "unexpected BaseExceptionGroup: all"),
@@ -296,7 +334,11 @@ LIMITS = [
 
 @pytest.mark.parametrize(("error", "code", "said"), LIMITS)
 def test_a_limit_of_the_system_is_named(
-    error: BaseException, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: BaseException,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Whatever meets it, and whatever else is raised: one sentence, and 4 where it is memory that ran out."""
 
@@ -366,7 +408,9 @@ def test_a_full_disk_is_a_sentence() -> None:
             [sys.executable, "-m", "pipefit", "show", "dgx1-v100"],
             env={"PYTHONPATH": path}, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=300,
         )  # fmt: skip
-    sentence = "pipefit: the output cannot be written: No space left on device; free some, or write it elsewhere\n"
+    sentence = (
+        "pipefit: the output cannot be written: No space left on device; free some, or write it elsewhere\n"
+    )
     assert (done.returncode, done.stderr) == (6, sentence)
 
 
@@ -376,4 +420,9 @@ def test_metrics_on_a_full_disk_name_the_file() -> None:
         lines_of_metrics(Path("/dev/full"), 0) as note,
         pytest.raises(FileError, match=r"^/dev/full cannot .*: No space .* step 3"),
     ):
-        note(StepReport(step=3, loss=1.0, seconds=1.0, samples_per_second=1.0, learning_rate=None, peak_bytes={}), {})
+        note(
+            StepReport(
+                step=3, loss=1.0, seconds=1.0, samples_per_second=1.0, learning_rate=None, peak_bytes={}
+            ),
+            {},
+        )

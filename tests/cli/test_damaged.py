@@ -18,7 +18,12 @@ from pipefit.simulator import simulate
 from pipelines import make_plan, random_profile
 
 RECOMPUTED = {"stage": 0, "what": "recompute", "subject": {"start": 0, "stop": 1}}
-UPDATED = {"stage": 0, "what": "update", "subject": {"start": 0, "stop": 2, "kind": "optimizer"}, "place": "host"}
+UPDATED = {
+    "stage": 0,
+    "what": "update",
+    "subject": {"start": 0, "stop": 2, "kind": "optimizer"},
+    "place": "host",
+}
 AS_PROGRAM = ["simulate", "report", "export", "diff first", "diff second", "certify", "train"]
 AS_TIMES = AS_PROGRAM[:5]  # what asks how long a step takes
 LINES = {
@@ -103,7 +108,9 @@ def test_a_trace_of_no_actions_is_a_bad_file_alone_and_beside_another(
 
 
 @pytest.mark.parametrize(
-    "path", [("training", "schedule"), ("cluster", "devices", 0, "kind", "name"), ("profile", "model")], ids=str
+    "path",
+    [("training", "schedule"), ("cluster", "devices", 0, "kind", "name"), ("profile", "model")],
+    ids=str,
 )
 @pytest.mark.parametrize("more", [[], ["--json"]], ids=str)
 def test_no_sentence_repeats_a_name_of_ten_thousand_letters(

@@ -77,7 +77,9 @@ def test_the_answer_is_printed_saved_and_plotted(
 ) -> None:
     """The plan that `-o` saves is the answer's, passes `certify` with its setting and fails with the next."""
     monkeypatch.chdir(tmp_path)
-    assert main(f"{ASKED} --grow classes --planner exact --tensor 1 -o plan.json --plot plot.html".split()) == 0
+    assert (
+        main(f"{ASKED} --grow classes --planner exact --tensor 1 -o plan.json --plot plot.html".split()) == 0
+    )
     out, err = capsys.readouterr()
     answer = int(out.split()[0].removeprefix("classes="))
     assert f"classes={answer + 1} does not fit: device" in out
@@ -97,7 +99,9 @@ def test_json_is_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(out)
     assert err == ""
     assert (found["grow"], found["sense"], found["microbatches"]) == ("batch", "largest", 2)
-    assert found["value"] == found["microbatch_size"] == found["best"]["value"] == found["beyond"]["value"] - 1
+    assert (
+        found["value"] == found["microbatch_size"] == found["best"]["value"] == found["beyond"]["value"] - 1
+    )
     assert found["best"]["certified"] and found["beyond"]["certified"]
     assert found["best"]["fits"] and not found["beyond"]["fits"]
     assert found["best"]["over_bytes"] <= 0 < found["beyond"]["over_bytes"]
@@ -114,7 +118,9 @@ def test_the_kernels_are_those_of_the_cluster(tmp_path: Path, monkeypatch: pytes
         ("4x-titan-rtx", "--target cpu", "cpu"),
         ("emulated:2x1MiB", "", "cpu"),
     ):
-        line = f"fit {MODEL} -c {cluster} -b 1 --tensor 1 --grow classes --to 2 --no-certify -o plan.json {more}"
+        line = (
+            f"fit {MODEL} -c {cluster} -b 1 --tensor 1 --grow classes --to 2 --no-certify -o plan.json {more}"
+        )
         assert main(line.split()) == 0
         assert load("plan.json", Plan).profile.assumptions.target == expected
 

@@ -62,7 +62,9 @@ def test_every_command_fails_in_json(command: str, capsys: pytest.CaptureFixture
     ],
 )
 @pytest.mark.usefixtures("folder")
-def test_a_failure_is_an_object_with_its_code(line: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_is_an_object_with_its_code(
+    line: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The sentence is that of stderr."""
     assert main(f"{line} --json".split()) == code
     out, err = capsys.readouterr()
@@ -94,7 +96,11 @@ def test_a_result_is_one_document(line: str, keys: set[str], capsys: pytest.Capt
         ("diff plan.json other.json", 0, "diff"),
         ("compare trace.json trace.json", 0, "compare"),
         ("plan profile.json --cluster emulated:2x1B --batch-size 4 --planner exact --data 1", 3, "error"),
-        ("fit zoo:mlp --set widths=(8,) --set inputs=4 --cluster emulated:1x64KiB --microbatches 1", 0, "fit"),
+        (
+            "fit zoo:mlp --set widths=(8,) --set inputs=4 --cluster emulated:1x64KiB --microbatches 1",
+            0,
+            "fit",
+        ),
         (
             "fit zoo:mlp --set inputs=4 -c emulated:1x64MiB --microbatches 1 --grow batch --to 2 --planner uniform",
             0,
@@ -103,7 +109,9 @@ def test_a_result_is_one_document(line: str, keys: set[str], capsys: pytest.Capt
     ],
 )
 @pytest.mark.usefixtures("folder")
-def test_an_answer_is_what_its_schema_says(line: str, code: int, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_is_what_its_schema_says(
+    line: str, code: int, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Every field is there, of its type, and none besides."""
     save(make_plan(PLAN.profile, (3, 3)), "other.json")
     found = told(f"{line} --json", capsys, code)
@@ -125,7 +133,9 @@ def test_what_cannot_be_saved_is_in_the_error(
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_plan_that_is_certified_not_to_fit_has_its_trace_in_the_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_that_is_certified_not_to_fit_has_its_trace_in_the_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """The dry run's peaks are what one asked for: beside exit code 4 they are still told."""
     line = "zoo:mlp --set widths=(8,) --set inputs=4"
     assert main(f"profile {line} -b 2 -o mlp.json".split()) == 0

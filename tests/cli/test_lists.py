@@ -51,9 +51,13 @@ def test_architectures_of_hugging_face_are_listed(capsys: pytest.CaptureFixture[
     """Their names are those that `hf:` takes, and the settings of one are its configuration's and our own."""
     pytest.importorskip("transformers")
     names = json.loads(printed(capsys, "models", "hf:", "--json"))["hf"]
-    assert {"gpt2": "causal", "bert": "masked", "t5": "seq2seq", "vit": "image", "whisper": "speech"}.items() <= (
-        names.items()
-    )
+    assert {
+        "gpt2": "causal",
+        "bert": "masked",
+        "t5": "seq2seq",
+        "vit": "image",
+        "whisper": "speech",
+    }.items() <= (names.items())
     found = json.loads(printed(capsys, "models", "hf:gpt2", "--json"))["hf:gpt2"]
     assert found["n_layer"]["default"] == 12
     assert found["sequence"]["default"] == 512
@@ -79,22 +83,33 @@ def test_every_cluster_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         groups = tomllib.loads(preset_text(name))["devices"]
         sizes = [parse_bytes(group["memory"]) for group in groups for _ in range(group.get("count", 1))]
         assert found[name]["memory_bytes"] == sizes
-        row = [name, str(len(sizes))] if name in machine_names() else [f"N{name[1:]}", *format_bytes(sizes[0]).split()]
+        row = (
+            [name, str(len(sizes))]
+            if name in machine_names()
+            else [f"N{name[1:]}", *format_bytes(sizes[0]).split()]
+        )
         assert any(line.split()[: len(row)] == row for line in text.splitlines())
 
 
-def test_settings_that_were_not_given_are_told_where_a_model_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_were_not_given_are_told_where_a_model_is_planned(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """All of them, with what was given in its place; JSON stays what it was."""
     line = ["plan", "zoo:mlp", "-c", "emulated:1x64MiB", "--batch-size", "2", "--set", "widths=(8, 4)"]
     text = " ".join(printed(capsys, *line).split())
-    assert "Built with widths=(8, 4), inputs=784, classes=10, activation=relu, dropout=0.0, optimizer=sgd" in text
+    assert (
+        "Built with widths=(8, 4), inputs=784, classes=10, activation=relu, dropout=0.0, optimizer=sgd"
+        in text
+    )
     assert "Built" not in printed(capsys, *line, "--json")
 
 
 def test_a_sentence_of_settings_names_the_shape_of_an_architecture() -> None:
     """Of a configuration, what gives the model its size, and the length of its samples."""
     pytest.importorskip("transformers")
-    assert built_with("hf:gpt2", ["n_layer=3"]).startswith("Built with sequence=512, attention=sdpa, optimizer=adamw")
+    assert built_with("hf:gpt2", ["n_layer=3"]).startswith(
+        "Built with sequence=512, attention=sdpa, optimizer=adamw"
+    )
     assert "n_layer=3" in built_with("hf:gpt2", ["n_layer=3"])
 
 

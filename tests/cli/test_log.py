@@ -14,7 +14,12 @@ from pipefit.runtime.callbacks import StepReport
 from pipefit.schema.cluster import Cluster
 
 REPORT = StepReport(
-    step=11, loss=3.25, seconds=0.5, samples_per_second=16.0, learning_rate=None, peak_bytes={0: 1 << 20, 1: 3 << 20}
+    step=11,
+    loss=3.25,
+    seconds=0.5,
+    samples_per_second=16.0,
+    learning_rate=None,
+    peak_bytes={0: 1 << 20, 1: 3 << 20},
 )
 
 
@@ -44,6 +49,8 @@ def test_flops_are_those_that_torch_counts_in_plain_training(recompute: str) -> 
 def test_the_fullest_device_is_the_one_with_the_least_room_for_its_size() -> None:
     """Not the one with the most bytes; without a meter none is named."""
     task = build("mlp", widths=(8, 8), inputs=8)
-    plan = pipefit.plan(pipefit.profile(task, microbatch_size=1), Cluster.emulated((1, 2 << 20), (1, 64 << 20)))
+    plan = pipefit.plan(
+        pipefit.profile(task, microbatch_size=1), Cluster.emulated((1, 2 << 20), (1, 64 << 20))
+    )
     assert "device 0: 1.00 MiB of 2.00 MiB" in StepLog(plan, 1).line(REPORT)
     assert "device" not in StepLog(plan, 1).line(replace(REPORT, peak_bytes={0: 0, 1: 0}))

@@ -17,7 +17,9 @@ GPT = ["zoo:gpt", "--set", "layers=1", "--set", "hidden=16", "--set", "heads=2",
 GPT += ["--set", "sequence=8", "--set", "dropout=0.0"]
 
 
-@pytest.mark.parametrize("precision", sampled(["master-bfloat16", "master-float16"], often=["master-bfloat16"]))
+@pytest.mark.parametrize(
+    "precision", sampled(["master-bfloat16", "master-float16"], often=["master-bfloat16"])
+)
 def test_every_command_takes_it(precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A profile, its plan and the training agree on the precision; the profile's layers are in half precision, with
     four bytes a parameter of copies.
@@ -43,7 +45,17 @@ def test_fit_counts_the_copies(capsys: pytest.CaptureFixture[str]) -> None:
     them for the copy, and half because AdamW's state is in float32.
     """
     line = ["fit", "zoo:mlp", "--set", "widths=(64,64)", "--set", "optimizer=adamw", "--set", "inputs=20"]
-    line += ["--cluster", "emulated:1x1MiB", "--microbatches", "2", "--grow", "memory", "--step", "1KiB", "--json"]
+    line += [
+        "--cluster",
+        "emulated:1x1MiB",
+        "--microbatches",
+        "2",
+        "--grow",
+        "memory",
+        "--step",
+        "1KiB",
+        "--json",
+    ]
     line += ["--planner", "exact"]  # joint would free memory by what it recomputes and moves
     needed = {}
     for precision in ("bfloat16", "master-bfloat16"):

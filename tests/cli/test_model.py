@@ -34,7 +34,9 @@ def test_any_text_is_a_setting(text: str) -> None:
     assert found == text.strip() or found == ast.literal_eval(text.strip())
 
 
-@pytest.mark.parametrize("text", ["adamw", "1__0", "0x", "1if", "[" * 5000, "__import__('os')", "true", "a=b"])
+@pytest.mark.parametrize(
+    "text", ["adamw", "1__0", "0x", "1if", "[" * 5000, "__import__('os')", "true", "a=b"]
+)
 def test_what_is_nearly_a_literal_stays_text(text: str) -> None:
     """Words, broken numbers, deep nesting and calls stay what they are."""
     assert parse_settings([f"name={text}"]) == {"name": text}
@@ -46,7 +48,9 @@ def test_the_zoo_gets_the_settings() -> None:
     assert [tuple(p.shape) for p in task.build().parameters()][::2] == [(4, 5), (3, 4), (10, 3)]
 
 
-def test_a_factory_of_ones_own_is_found_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_factory_of_ones_own_is_found_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`package.module:factory` is imported from the current folder, and its settings are passed by name."""
     package = tmp_path / "ownpackage"
     package.mkdir()
@@ -70,7 +74,9 @@ def test_a_module_in_the_place_of_a_factory_is_told_what_is_missing(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=r"Net is a module.* returns pipefit\.Task\(Net, batch=\.\.\., loss"):
         resolve("ownscript:Net", [])
-    with pytest.raises(UsageError, match=r"no GPU.*it is called to return a pipefit\.Task, and trains nothing itself"):
+    with pytest.raises(
+        UsageError, match=r"no GPU.*it is called to return a pipefit\.Task, and trains nothing itself"
+    ):
         resolve("ownscript:main", [])
 
 

@@ -48,7 +48,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
         assert main(f"profile {MODEL} -b 2 -o profile.json".split()) == 0
         assert (
-            main(["plan", "profile.json", "--cluster", "emulated:2x1MiB", "--batch-size", "4", "-o", "plan.json"]) == 0
+            main(
+                [
+                    "plan",
+                    "profile.json",
+                    "--cluster",
+                    "emulated:2x1MiB",
+                    "--batch-size",
+                    "4",
+                    "-o",
+                    "plan.json",
+                ]
+            )
+            == 0
         )
         assert main(f"train plan.json {MODEL} --steps 1 --save saved".split()) == 0
     finally:
@@ -108,7 +120,9 @@ def assert_whole(folder: Path, before: set[str]) -> None:
         often=[("certify", signal.SIGTERM)],
     ),
 )
-def test_a_signal_that_is_swallowed_ends_the_command(command: str, number: signal.Signals, folder: Path) -> None:
+def test_a_signal_that_is_swallowed_ends_the_command(
+    command: str, number: signal.Signals, folder: Path
+) -> None:
     """In the middle of a layer that swallows every exception, as code between Python and C++ may."""
     before = set(os.listdir(folder))
     words = shlex.split(COMMANDS[command].replace(MODEL, f"{MODEL} --set number={int(number)}"))
@@ -127,7 +141,9 @@ def test_a_signal_ends_a_command_whenever_it_comes(command: str, folder: Path) -
 
 @pytest.mark.gallery
 @pytest.mark.timeout(1800)
-def test_a_signal_ends_replicas_and_shards_whenever_it_comes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_ends_replicas_and_shards_whenever_it_comes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two of each, of whom one may wait for another in the middle of a layer, or in a sum; no process is left."""
     monkeypatch.chdir(folder)
     assert main(shlex.split(GRID)) == 0
@@ -138,7 +154,9 @@ def test_a_signal_ends_replicas_and_shards_whenever_it_comes(folder: Path, monke
 
 def processes_in(folder: Path) -> set[str]:
     """The processes whose working directory it is."""
-    return {one.parent.name for one in Path("/proc").glob("[0-9]*/cwd") if Path(os.path.realpath(one)) == folder}
+    return {
+        one.parent.name for one in Path("/proc").glob("[0-9]*/cwd") if Path(os.path.realpath(one)) == folder
+    }
 
 
 def assert_ends(command: str, folder: Path) -> None:
@@ -146,7 +164,9 @@ def assert_ends(command: str, folder: Path) -> None:
     random, before = Random(command), set(os.listdir(folder))
     for number in SIGNALS * 2:
         words = shlex.split(command)
-        done = run(folder, str(ROOT / "tests" / "signalled.py"), number.name, str(random.uniform(0, 8)), *words)
+        done = run(
+            folder, str(ROOT / "tests" / "signalled.py"), number.name, str(random.uniform(0, 8)), *words
+        )
         if done.returncode == 0:
             assert "stopped" not in done.stderr
         else:
@@ -177,7 +197,9 @@ def test_what_has_to_be_cleared_away_is(number: signal.Signals) -> None:
 
 def test_a_signal_that_comes_as_the_process_ends_has_its_code(folder: Path) -> None:
     """The interpreter may take seconds for its end, with all that it has imported."""
-    ending = "import os, signal, sys; from pipefit.cli import main; sys.argv = ['pipefit', 'clusters']; main()"
+    ending = (
+        "import os, signal, sys; from pipefit.cli import main; sys.argv = ['pipefit', 'clusters']; main()"
+    )
     done = run(folder, "-c", f"{ending}; os.kill(os.getpid(), signal.SIGQUIT)")
     assert (done.returncode, done.stderr) == (131, word(signal.SIGQUIT))
     assert "dgx1-v100" in done.stdout

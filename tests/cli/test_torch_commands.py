@@ -22,7 +22,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a profile and a plan, made by the commands."""
     here = tmp_path_factory.mktemp("folder")
     assert main(["profile", *MODEL, "--microbatch-size", "4", "-o", str(here / "profile.json")]) == 0
-    line = ["plan", str(here / "profile.json"), "--cluster", "emulated:2x64MiB", "--batch-size", "16", "--stages", "2"]
+    line = [
+        "plan",
+        str(here / "profile.json"),
+        "--cluster",
+        "emulated:2x64MiB",
+        "--batch-size",
+        "16",
+        "--stages",
+        "2",
+    ]
     assert main([*line, "-o", str(here / "plan.json")]) == 0
     return here
 
@@ -81,10 +90,15 @@ def test_training_as_json_has_losses_and_trace(folder: Path, capsys: pytest.Capt
     assert found["trace"]["source"] == "measured"
 
 
-def test_training_writes_a_line_for_each_step(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_writes_a_line_for_each_step(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`train --metrics` leaves a line of JSON per step, with the losses of `--json`."""
     lines = tmp_path / "steps.jsonl"
-    assert main(["train", str(folder / "plan.json"), *MODEL, "--steps", "3", "--metrics", str(lines), "--json"]) == 0
+    assert (
+        main(["train", str(folder / "plan.json"), *MODEL, "--steps", "3", "--metrics", str(lines), "--json"])
+        == 0
+    )
     rows = [json.loads(line) for line in lines.read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert [row["loss"] for row in rows] == json.loads(capsys.readouterr().out)["losses"]
@@ -103,7 +117,8 @@ def test_training_logs_a_line_for_each_step(folder: Path, capsys: pytest.Capture
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
     assert [line.split("  ")[0] for line in lines] == [f"step {number} of 5" for number in (2, 4, 5)]
     assert all(
-        re.search(r"loss [\d.]+  [\d,.]+ samples/s  \S+ TFLOP/s  device [01]: .* of 64.00 MiB$", line) for line in lines
+        re.search(r"loss [\d.]+  [\d,.]+ samples/s  \S+ TFLOP/s  device [01]: .* of 64.00 MiB$", line)
+        for line in lines
     )
     assert main([*line, "--json"]) == 0
     assert "step " not in capsys.readouterr().err
@@ -123,7 +138,10 @@ def test_a_certificate_is_refused_to_a_plan_that_does_not_fit(
 def test_numbers_are_certified_when_asked_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`certify --numbers` says what it compared, before the peaks; with --json stdout has the trace alone."""
     assert main(["certify", str(folder / "plan.json"), *MODEL, "--numbers"]) == 0
-    assert "computes as a chain what it computes as a module: 2 microbatches of 4, losses" in capsys.readouterr().out
+    assert (
+        "computes as a chain what it computes as a module: 2 microbatches of 4, losses"
+        in capsys.readouterr().out
+    )
     assert main(["certify", str(folder / "plan.json"), *MODEL, "--numbers", "--json"]) == 0
     told = capsys.readouterr()
     assert "as a module" in told.err
@@ -203,7 +221,10 @@ def test_training_runs_need_devices_and_devices_runs(capsys: pytest.CaptureFixtu
 
 def test_a_model_is_planned_in_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is profiled by itself, for the cluster's kernels; the plan is the one of its profile."""
-    profile, plans = str(tmp_path / "profile.json"), [str(tmp_path / name) for name in ("one.json", "two.json")]
+    profile, plans = (
+        str(tmp_path / "profile.json"),
+        [str(tmp_path / name) for name in ("one.json", "two.json")],
+    )
     model = ["zoo:mlp", "--set", "widths=(64, 32, 16, 8)"]
     ask = ["--cluster", "4x-titan-rtx", "--stages", "2", "--batch-size", "16", "--data", "1"]
     assert main(["profile", *model, "--microbatch-size", "4", "--target", "cuda", "-o", profile]) == 0
@@ -326,5 +347,8 @@ def test_a_stop_by_ctrl_c_tells_what_is_saved(
 
     monkeypatch.setattr(progress._Lines, "report", interrupt)
     runs = str(tmp_path / "runs")
-    assert main(["train", str(folder / "plan.json"), *MODEL, "--steps", "50", "--save", runs, "--every", "1"]) == 130
+    assert (
+        main(["train", str(folder / "plan.json"), *MODEL, "--steps", "50", "--save", runs, "--every", "1"])
+        == 130
+    )
     assert "steps done: 3, last saved: " in capsys.readouterr().err

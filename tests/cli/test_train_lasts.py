@@ -27,7 +27,9 @@ def line(plan: Path, model: str, *more: str, steps: int = STEPS) -> list[str]:
     return ["train", str(plan), model, "--no-numbers", "--seed", str(SEED), "--steps", str(steps), *more]
 
 
-def test_a_killed_worker_costs_a_restart(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_worker_costs_a_restart(
+    plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With `--restarts` the command goes on by itself, with a line of metrics for every step, and says what happened;
     with `--cluster` it plans for the devices that are there.
     """
@@ -47,7 +49,9 @@ def test_a_killed_worker_costs_a_restart(plan: Path, tmp_path: Path, capsys: pyt
     assert "pipefit: worker 0 (device 0, " in err and "restart 1 of 1 goes on after step" in err
 
 
-def test_a_loss_that_is_no_number_is_told_once(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loss_that_is_no_number_is_told_once(
+    plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In the step in which it is, and the JSON stays JSON; the training goes on."""
     assert main(line(plan, "resuming:poisoned", "--set", "step=2", "--json", steps=5)) == 0
     out, err = capsys.readouterr()
@@ -93,14 +97,20 @@ def test_a_folder_with_checkpoints_of_another_training_is_refused(
     capsys.readouterr()
     more = ["--resume", str(tmp_path / "other"), "--save", runs]
     assert main(["train", str(plan), *model, "--no-numbers", "--steps", "3", *more]) == 2
-    assert re.search("holds checkpoints of another training, .*, started .*: save to another", capsys.readouterr().err)
+    assert re.search(
+        "holds checkpoints of another training, .*, started .*: save to another", capsys.readouterr().err
+    )
 
 
 def test_a_damaged_checkpoint_costs_steps_and_no_line_of_metrics(
     plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The workers find it: the training goes on from the one before, and the file has a line for every step, once."""
-    model, runs, metrics = ["resuming:named", "--set", "name=dropout"], tmp_path / "runs", tmp_path / "metrics.jsonl"
+    model, runs, metrics = (
+        ["resuming:named", "--set", "name=dropout"],
+        tmp_path / "runs",
+        tmp_path / "metrics.jsonl",
+    )
     more = [*model, "--save", str(runs), "--every", "2", "--metrics", str(metrics)]
     assert main(line(plan, *more, steps=6)) == 0
     shard = runs / "step-00000006" / "worker-00000.safetensors"
@@ -108,6 +118,8 @@ def test_a_damaged_checkpoint_costs_steps_and_no_line_of_metrics(
     content[-1] ^= 1
     shard.write_bytes(bytes(content))
     assert main(line(plan, *more, "--resume", str(runs), steps=8)) == 0
-    assert re.search(r"00000006 is passed over: .*SHA-256 differs\); .*00000004 is taken", capsys.readouterr().err)
+    assert re.search(
+        r"00000006 is passed over: .*SHA-256 differs\); .*00000004 is taken", capsys.readouterr().err
+    )
     rows = [json.loads(row) for row in metrics.read_text().splitlines()]
     assert [(row["step"], row["loss"]) for row in rows] == list(enumerate(undisturbed(8)))

@@ -29,7 +29,9 @@ HOST = '[[hosts]]\nmemory = "64GiB"\n'
 LINK = '[[links]]\nmembers = ["{members}"]\nbytes_per_second = "{rate}MB/s"\nlatency_seconds = {latency}\n'
 
 
-def hosts(*counts: int, near: float = 1e-6, far: float = 1e-5, rates: tuple[int, int] = (100, 10), on: str) -> Cluster:
+def hosts(
+    *counts: int, near: float = 1e-6, far: float = 1e-5, rates: tuple[int, int] = (100, 10), on: str
+) -> Cluster:
     """So many devices on each host: a fast switch inside, and a slow one between all."""
     text, first = HEAD.format(backend=on) + HOST * len(counts), 0
     text += "".join(DEVICES.format(count=count, host=host) for host, count in enumerate(counts))
@@ -64,7 +66,10 @@ def followed(cluster: Cluster, messages: Sequence[Message], reached: float = 1.0
     for number, one in enumerate(messages):
         for before in one.after:
             behind[before].append(number)
-    free, events = defaultdict[str, float](float), [(0.0, number, 0) for number, left in enumerate(missing) if not left]
+    free, events = (
+        defaultdict[str, float](float),
+        [(0.0, number, 0) for number, left in enumerate(missing) if not left],
+    )
     while events:
         now, number, passed = heappop(events)
         one = messages[number]
@@ -137,7 +142,9 @@ def up_and_down(every: Sequence[dict[int, int]], nbytes: int, pieces: int) -> li
         def send(source: int, target: int, after: Sequence[int], tree: int = tree) -> int:
             room = before.get((tree, source, target))
             before[tree, source, target] = len(found)
-            found.append(Message(source, target, nbytes / 2 / pieces, (*after, *(() if room is None else (room,)))))
+            found.append(
+                Message(source, target, nbytes / 2 / pieces, (*after, *(() if room is None else (room,))))
+            )
             return before[tree, source, target]
 
         def rise(one: int, below: dict[int, list[int]] = below) -> list[int]:
@@ -159,7 +166,9 @@ def up_and_down(every: Sequence[dict[int, int]], nbytes: int, pieces: int) -> li
 def test_a_ring_sends_what_its_rounds_send(members: list[int]) -> None:
     """Every member has one part for each member, and hands one on in every round until all have all sums."""
     count, part = len(members), 60
-    held = [[{(member, number)} for number in range(count)] for member in members]  # which addends each part has
+    held = [
+        [{(member, number)} for number in range(count)] for member in members
+    ]  # which addends each part has
     sent = [0] * count
     for turn in range(2 * (count - 1)):
         moving = [(n, (n - turn) % count) for n in range(count)]
@@ -235,7 +244,9 @@ def test_trees_take_what_their_messages_take(counts: tuple[int, ...]) -> None:
     ring, found = ways_of_sum(cluster, members, nbytes)
     every = [*trees(counts)]
     assert followed(cluster, up_and_down(every, 0, 1)) == pytest.approx(found.delay_seconds)
-    assert followed(cluster, up_and_down(every, nbytes, 100), REACHED) == pytest.approx(found.seconds, rel=0.05)
+    assert followed(cluster, up_and_down(every, nbytes, 100), REACHED) == pytest.approx(
+        found.seconds, rel=0.05
+    )
     host = [number for number, count in enumerate(counts) for _ in range(count)]
     for ends in zip(*((host[hop.source], host[hop.target]) for hop in found.hops), strict=True):
         sent = Counter[int]()
@@ -283,7 +294,11 @@ def test_between_two_hosts_trees_carry_less() -> None:
 
 def test_hosts_that_nothing_joins_are_no_tree() -> None:
     """Of four hosts in a row of links the outer ones hand nothing to others than their neighbours."""
-    text = HEAD.format(backend="cuda") + HOST * 4 + "".join(DEVICES.format(count=1, host=host) for host in range(4))
+    text = (
+        HEAD.format(backend="cuda")
+        + HOST * 4
+        + "".join(DEVICES.format(count=1, host=host) for host in range(4))
+    )
     pairs = [*pairwise(range(4)), (3, 0)]
     text += "".join(LINK.format(members=f'device{a}", "device{b}', rate=1, latency=0) for a, b in pairs)
     assert len(ways_of_sum(Cluster.parse(text), range(4), 8)) == 1

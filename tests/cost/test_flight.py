@@ -24,13 +24,19 @@ RECEIVED, SENT, ANSWERED = "0RECV_F0 0WAIT_RECV_F0", "0SEND_F0 0WAIT_SEND_F0", "
 
 def chain() -> Measurement:
     """Values of 10, 20 and 40 bytes; the second layer saves its input, the loss its own; a target of 3 bytes."""
-    first = layer((value(10, requires_grad=False),), (value(20),), saved=(), parameter_bytes=7, scratch_bytes=5)
-    second = layer((value(20),), (value(40),), saved=(INPUT,), parameter_bytes=9, state_bytes=2, update=(1, 4))
+    first = layer(
+        (value(10, requires_grad=False),), (value(20),), saved=(), parameter_bytes=7, scratch_bytes=5
+    )
+    second = layer(
+        (value(20),), (value(40),), saved=(INPUT,), parameter_bytes=9, state_bytes=2, update=(1, 4)
+    )
     loss = layer((value(40), value(3, requires_grad=False)), (value(4),), saved=(INPUT,))
     return measurement([first, second], loss)
 
 
-def effects(model: Measurement, start: int, stop: int, text: str, *, is_first: bool = False) -> dict[str, Effect]:
+def effects(
+    model: Measurement, start: int, stop: int, text: str, *, is_first: bool = False
+) -> dict[str, Effect]:
     """What the actions in `text` do, by their text; those that do nothing are left out."""
     flights, found = Flights(StageStorages(model, start, stop)), {}
     residency = flights.start
@@ -41,7 +47,9 @@ def effects(model: Measurement, start: int, stop: int, text: str, *, is_first: b
     return found
 
 
-def changes(model: Measurement, start: int, stop: int, text: str, *, is_first: bool = False) -> dict[str, int]:
+def changes(
+    model: Measurement, start: int, stop: int, text: str, *, is_first: bool = False
+) -> dict[str, int]:
     """The bytes that each of these actions leaves or frees."""
     return {word: e.after_bytes for word, e in effects(model, start, stop, text, is_first=is_first).items()}
 
@@ -80,7 +88,8 @@ def test_gradients_are_born_in_the_first_backward_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["0F0 0B0", "0N0 0R0 0B0", "0F0[0:1] 0F0[1:2] 0B0", "0N0[0:1] 0F0[1:2] 0B0[1:2] 0R0[0:1] 0B0[0:1]"]
+    "text",
+    ["0F0 0B0", "0N0 0R0 0B0", "0F0[0:1] 0F0[1:2] 0B0", "0N0[0:1] 0F0[1:2] 0B0[1:2] 0R0[0:1] 0B0[0:1]"],
 )
 def test_a_microbatch_leaves_nothing_behind(text: str) -> None:
     """All that came has gone when it is over, kept or recomputed, in one piece or in two."""
@@ -101,7 +110,11 @@ def test_a_second_forward_works_on_copies_of_the_buffers() -> None:
     buffered = replace(model, kinds=(model.kinds[0], replace(model.kinds[1], buffer_bytes=11)))
     text = f"{RECEIVED} 0LOAD0 0N0 0R0 0B0"
     plain, copied = effects(model, 1, 2, text), effects(buffered, 1, 2, text)
-    assert [copied[word].after_bytes - plain[word].after_bytes for word in ("0N0", "0R0", "0B0")] == [0, 11, -11]
+    assert [copied[word].after_bytes - plain[word].after_bytes for word in ("0N0", "0R0", "0B0")] == [
+        0,
+        11,
+        -11,
+    ]
     assert copied["0R0"].peak_bytes - plain["0R0"].peak_bytes == 11
 
 
@@ -110,11 +123,18 @@ def test_buffers_that_feed_back_are_copied_by_the_first_forward() -> None:
     model = chain()
     feeding = replace(model.kinds[1], buffer_bytes=11, fed_back=("average",), fed_back_bytes=7)
     text = f"{RECEIVED} 0LOAD0 0N0 0R0 0B0"
-    plain, copied = effects(model, 1, 2, text), effects(replace(model, kinds=(model.kinds[0], feeding)), 1, 2, text)
+    plain, copied = (
+        effects(model, 1, 2, text),
+        effects(replace(model, kinds=(model.kinds[0], feeding)), 1, 2, text),
+    )
     words = "0N0", "0R0", "0B0"
     assert [copied[word].after_bytes - plain[word].after_bytes for word in words] == [7, 4, -11]
     assert [copied[word].peak_bytes - plain[word].peak_bytes for word in words] == [7, 4, 0]
-    assert [copied[word].after[2] - plain[word].after[2] for word in words] == [7, 4, -11]  # they are activations
+    assert [copied[word].after[2] - plain[word].after[2] for word in words] == [
+        7,
+        4,
+        -11,
+    ]  # they are activations
 
 
 def test_inputs_that_a_run_works_on_in_place_are_copied_first() -> None:
@@ -159,13 +179,19 @@ def test_what_rests_on_a_stage() -> None:
 
 
 @pytest.mark.parametrize(("released", "peak"), [((), 30), ((0,), 10)])
-def test_an_input_is_released_only_by_the_layer_that_saved_it_first(released: tuple[int, ...], peak: int) -> None:
+def test_an_input_is_released_only_by_the_layer_that_saved_it_first(
+    released: tuple[int, ...], peak: int
+) -> None:
     """Its last span has 20 bytes less where the saved input went before it; the other spans are lower."""
     spans = (Span(peak_bytes=5), Span(peak_bytes=30, released=released))
     only = layer((value(20),), (value(1),), saved=(INPUT,), later=spans)
-    model = measurement([layer((value(1),), (value(20),), saved=()), only, only], layer((value(1),), (value(4),)))
+    model = measurement(
+        [layer((value(1),), (value(20),), saved=()), only, only], layer((value(1),), (value(4),))
+    )
     assert effects(model, 1, 2, f"{RECEIVED} 0F0 {SENT} {ANSWERED} 0B0")["0B0"].peak_bytes == peak
-    both = measurement([layer((value(1),), (value(20),), saved=(OWN,)), only], layer((value(1),), (value(4),)))
+    both = measurement(
+        [layer((value(1),), (value(20),), saved=(OWN,)), only], layer((value(1),), (value(4),))
+    )
     assert effects(both, 0, 1, f"0LOAD0 0F0 {SENT} {ANSWERED} 0B0")["0B0"].peak_bytes == 1
 
 
@@ -211,7 +237,9 @@ def everything_held(storages: int) -> list[dict[int, int]]:
     """What is held after every action of a stage of so many runs of a layer, of twenty storages each."""
     own = tuple(Origin(kind="own", index=number) for number in range(20))
     one = layer((value(8),), (value(8),), origins=own[:1], storages=(8,) * 20, saved=(*own, INPUT))
-    flights = Flights(StageStorages(measurement([one] * storages, layer((value(8),), (value(4),))), 0, storages - 1))
+    flights = Flights(
+        StageStorages(measurement([one] * storages, layer((value(8),), (value(4),))), 0, storages - 1)
+    )
     residency, found = flights.start, list[dict[int, int]]()
     runs = [f"[{n}:{n + 1}]" for n in range(storages - 1)]
     text = ["0LOAD0", *(f"0F0{run}" for run in runs), *SENT.split(), *ANSWERED.split()]

@@ -42,7 +42,9 @@ KIND = DeviceKind(
         (Alike(1, 2 * 10**12, 10**9, "float32"), "float16", 10.001),
     ],
 )
-def test_an_operation_is_the_longer_of_two_times_and_a_constant(alike: Alike, dtype: str, expected: float) -> None:
+def test_an_operation_is_the_longer_of_two_times_and_a_constant(
+    alike: Alike, dtype: str, expected: float
+) -> None:
     """Computing at the part of the dtype's peak, or moving bytes at the part of the bandwidth; times their number."""
     assert seconds(Work.of([alike]), KIND, dtype) == pytest.approx(expected)
 
@@ -56,7 +58,9 @@ def test_operations_add_up_one_by_one() -> None:
 
 def test_small_operations_reach_less() -> None:
     """FLOP/s grow with the size of a product, up to the part that large ones reach."""
-    reached = [size / seconds(Work.of([Alike(1, size, 0)]), KIND, "float16") for size in (10**8, 10**9, 10**12)]
+    reached = [
+        size / seconds(Work.of([Alike(1, size, 0)]), KIND, "float16") for size in (10**8, 10**9, 10**12)
+    ]
     assert reached == [pytest.approx(1e8 / 1.1e-3), pytest.approx(1e9 / 2e-3), pytest.approx(1e12 / 1.001)]
 
 
@@ -71,7 +75,9 @@ def test_measured_seconds_are_taken_as_they_are() -> None:
 def test_every_assumption_can_be_set(figure: str) -> None:
     """Half the part, or twice the constant, makes work longer; another stage cost is kept for the other kind."""
     work = Work.of([Alike(1, 10**12, 0), Alike(1, 0, 10**9)])
-    slower = {"flops_reached": {"float16": 0.125}, "bandwidth_reached": 0.25, "operation_seconds": 2e-3}[figure]
+    slower = {"flops_reached": {"float16": 0.125}, "bandwidth_reached": 0.25, "operation_seconds": 2e-3}[
+        figure
+    ]
     other = replace(KIND, **{figure: slower})
     assert seconds(work, other, "float16") > seconds(work, KIND, "float16")
     found = equal_profile(4, forward_seconds=None)
@@ -103,7 +109,10 @@ def linear(optimizer: OptimizerName, *, frozen: bool = False) -> LayerCost:
         profile(
             Task(
                 module,
-                batch=lambda size: (module[0].weight.new_ones(size, 1000), module[0].weight.new_ones(size, 1)),
+                batch=lambda size: (
+                    module[0].weight.new_ones(size, 1000),
+                    module[0].weight.new_ones(size, 1),
+                ),
                 loss=nn.functional.mse_loss,
                 optimizer=optimizer_of(optimizer, None),
             ),

@@ -62,13 +62,18 @@ def looked_for(torch: Path, names: re.Pattern[str]) -> dict[str, str]:
 
 def stubs(file: Path, names: set[str]) -> Path:
     """Functions that say their names and end the process."""
-    file.write_text(STUBS + "".join(f'void {name}(void) {{ missing("{name}"); }}\n' for name in sorted(names)))
+    file.write_text(
+        STUBS + "".join(f'void {name}(void) {{ missing("{name}"); }}\n' for name in sorted(names))
+    )
     return file
 
 
 def cuda(folder: Path, lib: Path) -> None:
     """One library under all of NVIDIA's names but NCCL's."""
-    wanted, objects = looked_for(folder / "torch", OURS), [folder / source.replace(".c", ".o") for source in REAL]
+    wanted, objects = (
+        looked_for(folder / "torch", OURS),
+        [folder / source.replace(".c", ".o") for source in REAL],
+    )
     for source, made in zip(REAL, objects, strict=True):
         run(f"gcc -O2 -Wall -fPIC -pthread -I{folder}/nvidia/cu13/include -c {HERE}/{source} -o {made}")
     there = set(run(f"nm --defined-only --format=just-symbols {' '.join(map(str, objects))}").split())
@@ -76,7 +81,9 @@ def cuda(folder: Path, lib: Path) -> None:
     for name in {*wanted, *filter(OURS.match, there)}:
         versions.setdefault(wanted.get(name) or NAMES[0], set()).add(name)
     script = folder / "versions.map"
-    script.write_text("".join(f"{name} {{ global: {'; '.join(sorted(of))}; }};\n" for name, of in versions.items()))
+    script.write_text(
+        "".join(f"{name} {{ global: {'; '.join(sorted(of))}; }};\n" for name, of in versions.items())
+    )
     run(
         f"gcc -shared -fPIC -w {stubs(folder / 'stubs.c', set(wanted) - there)} {' '.join(map(str, objects))} "
         f"-o {lib / NAMES[0]} -pthread -ldl -Wl,-soname,{NAMES[0]} -Wl,--version-script={script}"
@@ -84,7 +91,9 @@ def cuda(folder: Path, lib: Path) -> None:
     for name in NAMES[1:]:
         (lib / name).unlink(missing_ok=True)
         (lib / name).symlink_to(NAMES[0])
-    driver = lib / "libcuda.so.1"  # which programs open by its name: a library of its own, with all of the other's
+    driver = (
+        lib / "libcuda.so.1"
+    )  # which programs open by its name: a library of its own, with all of the other's
     driver.unlink()
     run(f"gcc -shared -o {driver} -Wl,-soname,{driver.name} -Wl,--no-as-needed -L{lib} -l:{NAMES[0]}")
 
@@ -123,12 +132,16 @@ def interpreter(folder: Path) -> None:
         (information / name).write_text(text)
     (site,) = folder.glob("lib/python*/site-packages")
     here = sysconfig.get_path("purelib")
-    (site / "emulated.pth").write_text(f"{folder}\nimport emulated_cuda\nimport site; site.addsitedir({here!r})\n")
+    (site / "emulated.pth").write_text(
+        f"{folder}\nimport emulated_cuda\nimport site; site.addsitedir({here!r})\n"
+    )
 
 
 def main(folder: Path) -> None:
     """Fetch what is not there, and compile."""
-    fetched(folder, lambda name: not name.startswith("nvidia/cu13/lib/"))  # NVIDIA's would be found before ours
+    fetched(
+        folder, lambda name: not name.startswith("nvidia/cu13/lib/")
+    )  # NVIDIA's would be found before ours
     lib = folder / "nvidia/cu13/lib"
     lib.mkdir(parents=True, exist_ok=True)
     cuda(folder, lib)

@@ -58,14 +58,20 @@ class Watch(sanitizer.EventHandler):
     def storage_at(self, address: int) -> set[int]:
         """Where the storage of the device that an address is in begins; nothing if it is of the host."""
         on_host = address >= 1 << 46  # addresses of emulated devices rise from 1 << 45
-        return set() if on_host else {max(start for start in self.tensors_accessed.accesses if start <= address)}
+        return (
+            set() if on_host else {max(start for start in self.tensors_accessed.accesses if start <= address)}
+        )
 
 
 class Arguments(sanitizer.ArgumentHandler):
     """Tensors by their storages."""
 
     def _handle_argument(self, value: Any, is_write: bool, metadata_only: bool, *_: Any, **__: Any) -> None:
-        if isinstance(value, torch.Tensor) and value.is_cuda and (start := value.untyped_storage().data_ptr()):
+        if (
+            isinstance(value, torch.Tensor)
+            and value.is_cuda
+            and (start := value.untyped_storage().data_ptr())
+        ):
             (self.dataptrs_written if is_write else set() if metadata_only else self.dataptrs_read).add(start)
 
 

@@ -58,7 +58,10 @@ def test_operators_compute_what_the_cpus_do() -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Flatten(), nn.Linear(288, 16), nn.LayerNorm(16)
     )
-    inputs, weights = torch.randn(4, 3, 8, 8), torch.randn(4, 16)  # squares of a layer norm add up to the same number
+    inputs, weights = (
+        torch.randn(4, 3, 8, 8),
+        torch.randn(4, 16),
+    )  # squares of a layer norm add up to the same number
     expected = (model(inputs) * weights).mean()
     expected.backward()
     gradients = [parameter.grad for parameter in model.parameters()]
@@ -85,7 +88,10 @@ def test_attention_is_that_of_its_formula(dtype: torch.dtype) -> None:
         results.append([out.cpu(), *(tensor.grad.cpu() for tensor in wanted)])
     for here, there in zip(*results, strict=True):
         torch.testing.assert_close(
-            there, here, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=2e-2 if dtype == torch.bfloat16 else 1e-5
+            there,
+            here,
+            rtol=2e-2 if dtype == torch.bfloat16 else 1e-4,
+            atol=2e-2 if dtype == torch.bfloat16 else 1e-5,
         )
 
 
@@ -144,7 +150,10 @@ def test_operators_wait_for_their_own_device(monkeypatch: pytest.MonkeyPatch) ->
         "print(torch.nn.functional.layer_norm(there, (64,)).abs().sum().item() > 1)\n"
     )
     monkeypatch.setenv("EMULATED_LATE", "0.2")
-    assert subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout == "True\n"
+    assert (
+        subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout
+        == "True\n"
+    )
 
 
 def test_the_driver_is_found_by_its_name() -> None:
@@ -161,7 +170,9 @@ def test_a_copy_that_nobody_joined_is_late(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_what_is_moved_away_comes_back_only_if_it_is_joined(joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_moved_away_comes_back_only_if_it_is_joined(
+    joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Late copies of pipefit's own: with their joins no byte is lost, and without them it shows."""
     monkeypatch.setenv("EMULATED_LATE", "0.1")
     script = MOVED.format(joined=joined)

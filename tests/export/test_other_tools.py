@@ -44,7 +44,9 @@ LAYERS = 6
 @cache
 def planned(stages: int = 3, recompute: str = "never", schedule: str = "1f1b", **more: Any) -> Plan:
     """A small GPT of six blocks on a preset."""
-    task = build("gpt", layers=LAYERS, hidden=16, heads=2, vocabulary=32, sequence=8, tied=more.pop("tied", False))
+    task = build(
+        "gpt", layers=LAYERS, hidden=16, heads=2, vocabulary=32, sequence=8, tied=more.pop("tied", False)
+    )
     return pipefit.plan(
         pipefit.profile(task, microbatch_size=2, target="cuda"), Cluster.preset("dgx1-v100"), planner="exact",
         microbatches=4, batch_size=8, stages=stages, recompute=recompute, schedule=schedule, data=1, tensor=1, **more,
@@ -95,7 +97,11 @@ def test_megatrons_layout_has_every_stage_of_the_plan(stages: int) -> None:
     rows = stages_of(found["--pipeline-model-parallel-layout"], stages)
     assert [("E" in row, row.count("t"), "L" in row) for row in rows] == held(plan)
     assert found["--num-layers"] == str(LAYERS)
-    assert (found["--micro-batch-size"], found["--global-batch-size"], found["--seq-length"]) == ("2", "8", "8")
+    assert (found["--micro-batch-size"], found["--global-batch-size"], found["--seq-length"]) == (
+        "2",
+        "8",
+        "8",
+    )
     assert not [name for name in found if name.startswith("--recompute")]
     assert "--untie-embeddings-and-output-weights" in found
     assert "--untie-embeddings-and-output-weights" not in arguments(megatron_arguments(planned(tied=True)))
@@ -116,7 +122,9 @@ def test_megatron_recomputes_what_the_plan_recomputes() -> None:
 def titan(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchtitan's configuration as its documentation has it; test_read_back.py has the tool itself."""
     names = ("torchtitan", "torchtitan.config", "torchtitan.distributed")
-    modules = {name: types.ModuleType(name) for name in (*names, "torchtitan.distributed.activation_checkpoint")}
+    modules = {
+        name: types.ModuleType(name) for name in (*names, "torchtitan.distributed.activation_checkpoint")
+    }
     config: Any = modules["torchtitan.config"]
     config.ParallelismConfig = fields(
         "pipeline_parallel_degree", "pipeline_parallel_schedule", "pipeline_parallel_microbatch_size",
@@ -153,7 +161,10 @@ def test_torchtitans_configuration_names_every_module_once(stages: int) -> None:
     assert [name for part in parts for name in part] == [
         "tok_embeddings", *(f"layers.{n}" for n in range(LAYERS)), "norm", "lm_head"
     ]  # fmt: skip
-    told = [("tok_embeddings" in part, sum("layers." in name for name in part), "lm_head" in part) for part in parts]
+    told = [
+        ("tok_embeddings" in part, sum("layers." in name for name in part), "lm_head" in part)
+        for part in parts
+    ]
     assert told == held(plan)
     assert found["parallelism"].pipeline_parallel_schedule == "GPipe"
     asked = found["training"]
@@ -223,7 +234,9 @@ def test_all_that_a_tool_cannot_do_is_told_at_once() -> None:
         "): plan with --schedule 1f1b --data 2 --tensor 1 --shard none or optimizer --planner exact (and --recompute "
         "always if that does not fit)"
     )
-    with pytest.raises(UsageError, match="torchtitan has no tensor shards in its pipelines: plan with --data 2 --tens"):
+    with pytest.raises(
+        UsageError, match="torchtitan has no tensor shards in its pipelines: plan with --data 2 --tens"
+    ):
         torchtitan_config(plan)
 
 
@@ -237,7 +250,9 @@ def in_precision(precision: training.Precision) -> Plan:
     plan = planned(3)
     assumed = replace(plan.profile.assumptions, precision=precision)
     return replace(
-        plan, profile=replace(plan.profile, assumptions=assumed), training=replace(plan.training, precision=precision)
+        plan,
+        profile=replace(plan.profile, assumptions=assumed),
+        training=replace(plan.training, precision=precision),
     )
 
 
@@ -337,7 +352,9 @@ def test_kubernetes_gets_a_service_and_a_job() -> None:
     assert "--nproc-per-node=3" in worker["command"][2]
     assert shlex.split(worker["command"][2])[-1] == "it's.json"
     assert service["metadata"]["name"] == pod["subdomain"] == job["metadata"]["name"]
-    assert {mount["name"] for mount in worker["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in worker["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
 
 
 @pytest.mark.parametrize("name", ["it's $HOME.json", "$(date).json", "a$$b.json", "-x y.json"])

@@ -15,7 +15,9 @@ from pipelines import equal_profile, make_cluster, make_plan, offload_all
 
 def traced() -> Trace:
     """A pipeline of three stages whose messages take so long that several are under way at once."""
-    plan = make_plan(equal_profile(6), (2, 2, 2), cluster=make_cluster(3, bytes_per_second=4.0), microbatches=6)
+    plan = make_plan(
+        equal_profile(6), (2, 2, 2), cluster=make_cluster(3, bytes_per_second=4.0), microbatches=6
+    )
     return simulate(plan, program=offload_all(plan))
 
 
@@ -27,7 +29,8 @@ def test_every_action_and_every_byte_is_there() -> None:
         own = [event for event in events if event["pid"] == device.device]
         told = sorted((one["name"], one["ts"], one["dur"]) for one in own if one["ph"] == "X")
         assert told == sorted(
-            (one.action, one.start_seconds * 1e6, (one.end_seconds - one.start_seconds) * 1e6) for one in device.events
+            (one.action, one.start_seconds * 1e6, (one.end_seconds - one.start_seconds) * 1e6)
+            for one in device.events
         )
         counted = [sum(one["args"].values()) for one in own if one["ph"] == "C"]
         assert counted == [sample.total_bytes for sample in device.memory]

@@ -106,7 +106,9 @@ def test_torch_divides_the_model_at_the_points() -> None:
 
     module = Decoder()
     task = pipefit.Task(module, batch=batch, loss=lambda out, _: out.mean())
-    made = pipefit.plan(task, "emulated:3x64MiB", batch_size=4, microbatches=2, stages=3, data=1, planner="exact")
+    made = pipefit.plan(
+        task, "emulated:3x64MiB", batch_size=4, microbatches=2, stages=3, data=1, planner="exact"
+    )
     names = json.loads(split_points(made))
     spec = {name: SplitPoint[where] for name, where in names.items()}
     tokens, _ = batch(2)

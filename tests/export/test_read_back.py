@@ -102,11 +102,16 @@ def test_megatrons_parser_accepts_the_arguments(name: str, monkeypatch: pytest.M
     grid = plan.stages[0].grid
     for key, value in {"WORLD_SIZE": len(plan.workers), "RANK": 0, "LOCAL_RANK": 0}.items():
         monkeypatch.setenv(key, str(value))
-    monkeypatch.setattr(own, "get_device_arch_version", lambda: 10, raising=False)  # it asks a GPU where ranks divide
+    monkeypatch.setattr(
+        own, "get_device_arch_version", lambda: 10, raising=False
+    )  # it asks a GPU where ranks divide
     read = own.parse_args()
     own.validate_args(read)
     assert (read.pipeline_model_parallel_size, read.data_parallel_size) == (len(plan.stages), grid.data)
-    assert (read.tensor_model_parallel_size, read.use_distributed_optimizer) == (grid.tensor, grid.shard == "optimizer")
+    assert (read.tensor_model_parallel_size, read.use_distributed_optimizer) == (
+        grid.tensor,
+        grid.shard == "optimizer",
+    )
     assert read.global_batch_size == plan.training.batch_size
     assert grid.data * read.micro_batch_size == plan.training.microbatch_size
     assert read.clip_grad == (plan.training.clip_norm or 0.0)
@@ -150,9 +155,9 @@ def test_torchtitan_reads_the_file_and_splits_a_model_by_it(
     with torch.device("meta"):
         whole = read.model_spec.model.build()
     parts = [splitting._split_module(whole, names) for names in read.parallelism.module_fqns_per_model_part]
-    assert [(part.tok_embeddings is not None, len(part.layers), part.lm_head is not None) for part in parts] == held(
-        plan
-    )
+    assert [
+        (part.tok_embeddings is not None, len(part.layers), part.lm_head is not None) for part in parts
+    ] == held(plan)
     kept = sum(len(list(part.parameters())) for part in parts)
     assert kept == len(list(whole.parameters()))
     assert schedules.get_schedule_class(read.parallelism.pipeline_parallel_schedule)
@@ -190,9 +195,13 @@ print("READ", json.dumps([
 """
 
 
-@pytest.mark.parametrize(("name", "rank"), [("recomputed and clipped", 1), ("master weights", 2), ("divided state", 3)])
+@pytest.mark.parametrize(
+    ("name", "rank"), [("recomputed and clipped", 1), ("master weights", 2), ("divided state", 3)]
+)
 @pytest.mark.timeout(300)
-def test_deepspeed_reads_the_configuration_and_takes_its_partition(name: str, rank: int, tmp_path: Path) -> None:
+def test_deepspeed_reads_the_configuration_and_takes_its_partition(
+    name: str, rank: int, tmp_path: Path
+) -> None:
     """Its own configuration has the plan's batch, clipping and precision, and a PipelineModule the stage's blocks."""
     installed("deepspeed")
     plan = PLANS[name]()
@@ -215,7 +224,13 @@ def test_deepspeed_reads_the_configuration_and_takes_its_partition(name: str, ra
 
 def environment(rank: int, size: int) -> dict[str, str]:
     """What torchrun tells a process."""
-    told = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 29511}
+    told = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": 0,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 29511,
+    }
     return os.environ | {name: str(value) for name, value in told.items()} | {"DS_ACCELERATOR": "cpu"}
 
 
@@ -270,7 +285,9 @@ def controller(folder: Path) -> Iterator[dict[str, str]]:
     with subprocess.Popen(["slurmctld", "-D"], env=environment, stdout=DEVNULL, stderr=DEVNULL) as process:
         try:
             for _ in range(600):
-                if not subprocess.run(["sinfo"], env=environment, capture_output=True, check=False).returncode:
+                if not subprocess.run(
+                    ["sinfo"], env=environment, capture_output=True, check=False
+                ).returncode:
                     break
                 time.sleep(0.1)
             yield environment
@@ -280,13 +297,21 @@ def controller(folder: Path) -> Iterator[dict[str, str]]:
 
 def test_slurm_would_start_the_script(tmp_path: Path) -> None:
     """`sbatch --test-only` finds as many hosts as the plan has; of a cluster with fewer GPUs on each it finds none."""
-    many = plan(random_profile(24), load_cluster("3xdgx1-v100@25GB/s"), batch_size=2, microbatches=2, planner="uniform")
+    many = plan(
+        random_profile(24),
+        load_cluster("3xdgx1-v100@25GB/s"),
+        batch_size=2,
+        microbatches=2,
+        planner="uniform",
+    )
     with controller(tmp_path) as environment:
 
         def tried(script: str) -> subprocess.CompletedProcess[str]:
             (tmp_path / "train.sbatch").write_text(script)
             words = ["sbatch", "--test-only", "train.sbatch"]
-            return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+            return subprocess.run(
+                words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+            )
 
         for made, hosts in ((planned(3), "host1 in"), (many, "host[1-3] in")):
             done = tried(slurm_script(made, "a plan.json"))

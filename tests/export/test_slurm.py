@@ -66,7 +66,9 @@ def machines(folder: Path) -> Iterator[dict[str, str]]:
             silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             daemon = stack.enter_context(subprocess.Popen(words, env=environment, **silent))
             stack.callback(daemon.terminate)
-        await_that(lambda: told(["sinfo", "-h", "-t", "idle", "-o", "%D"], environment).strip() == str(MACHINES))
+        await_that(
+            lambda: told(["sinfo", "-h", "-t", "idle", "-o", "%D"], environment).strip() == str(MACHINES)
+        )
         yield environment
 
 

@@ -80,7 +80,9 @@ def test_only_what_follows_cuda_is_done_in_a_fork() -> None:
         assert apart("cuda", os.getpid) == os.getpid()
 
 
-@pytest.mark.parametrize("error", [InfeasibleError("too large"), Undivided("Hooked", "has hooks on its steps")])
+@pytest.mark.parametrize(
+    "error", [InfeasibleError("too large"), Undivided("Hooked", "has hooks on its steps")]
+)
 def test_an_error_of_ours_comes_from_the_fork(error: PipefitError) -> None:
     """It is raised here; the work is not done a second time."""
     done = []
@@ -138,7 +140,9 @@ def test_what_a_fork_cannot_do_is_done_here(why: str, monkeypatch: pytest.Monkey
 
     if why == "no process":
         monkeypatch.setattr(os, "fork", mock.Mock(side_effect=BlockingIOError))
-    refuse = RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing")
+    refuse = RuntimeError(
+        "Unable to handle autograd's threading in combination with fork-based multiprocessing"
+    )
     with mock.patch.object(room, "run_a_backward", side_effect=refuse if why == "no backward" else None):
         apart("cuda", work)
     assert done == [here]

@@ -44,7 +44,9 @@ def test_single_precision_attention_is_efficient(dtype: torch.dtype, options: di
     """In float32: q, k, v, the output and one float32 per query, the queries rounded up to a multiple of 32."""
     with FakeTarget("cuda") as fake:
         kinds = attend(fake, dtype, **options).kinds
-    assert sorted(kinds, key=str) == sorted([(s, dtype) for s in QKV] + [((B, H, 128), torch.float32)], key=str)
+    assert sorted(kinds, key=str) == sorted(
+        [(s, dtype) for s in QKV] + [((B, H, 128), torch.float32)], key=str
+    )
 
 
 @pytest.mark.parametrize("boolean", [True, False])
@@ -116,6 +118,8 @@ def test_encoder_layer_takes_fused_attention_below_python() -> None:
     """Attention inside nn.TransformerEncoderLayer is fused on the cuda target and saves no score matrix."""
     with FakeTarget("cuda") as fake:
         layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).to(fake.device, HALF)
-        saved = Saved(lambda: layer(torch.randn(2, 48, 64, dtype=HALF, device=fake.device)), layer.parameters())
+        saved = Saved(
+            lambda: layer(torch.randn(2, 48, 64, dtype=HALF, device=fake.device)), layer.parameters()
+        )
     assert ((2, 4, 48), torch.float32) in saved.kinds
     assert not [shape for shape, _ in saved.kinds if shape[-2:] == (48, 48)]

@@ -23,7 +23,9 @@ from sampled import sampled
 FLOAT, DOUBLE, HALF, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 Case = tuple[str, tuple[torch.dtype, ...]]
 ATTENTION = "aten::scaled_dot_product_attention"  # which kernel it takes is not for autocast to say
-PARTLY_RECORDED = "aten::cosine_similarity"  # records no gradients for a part of itself, which a replay would record
+PARTLY_RECORDED = (
+    "aten::cosine_similarity"  # records no gradients for a part of itself, which a replay would record
+)
 NEEDS_CUDA = "aten::grid_sampler"  # asks cuDNN, which the CPU build has not
 
 pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
@@ -51,9 +53,15 @@ def mixtures(low: torch.dtype) -> list[tuple[torch.dtype, ...]]:
 def test_the_lists_are_those_of_the_kernels_that_torch_registers() -> None:
     """The header's lists, and what is known beside them, are all operators with a kernel for CUDA's autocast."""
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
-    beside = {"aten::_cudnn_rnn", "aten::miopen_rnn", "aten::linalg_matrix_sqrth"}  # in some builds; refused by name
+    beside = {
+        "aten::_cudnn_rnn",
+        "aten::miopen_rnn",
+        "aten::linalg_matrix_sqrth",
+    }  # in some builds; refused by name
     assert {name for name in registered if name.startswith("aten::")} - beside == set(policies())
-    names = {name for name in policies() if "imname" in name or ".names" in name}  # torch 2.11 lists named dimensions
+    names = {
+        name for name in policies() if "imname" in name or ".names" in name
+    }  # torch 2.11 lists named dimensions
     assert set(policies()) - names - set(SAMPLES) == {"aten::binary_cross_entropy"}
     assert set(SAMPLES) - set(policies()) <= {"aten::rms_norm"}  # which torch 2.11 does not cast
 
@@ -66,7 +74,9 @@ def test_every_listed_operator_casts_as_on_cuda(low: torch.dtype) -> None:
     expected = [seen(case, on_cuda(*case, low)[1:]) for case in cases]
     with FakeTarget("cuda") as fake, torch.no_grad():
         found = [seen(case, on_target(case, fake, low)) for case in cases]
-    assert [(case, one, other) for case, one, other in zip(cases, found, expected, strict=True) if one != other] == []
+    assert [
+        (case, one, other) for case, one, other in zip(cases, found, expected, strict=True) if one != other
+    ] == []
 
 
 def on_target(case: Case, fake: FakeTarget, low: torch.dtype) -> tuple[Kernels, str]:
@@ -116,7 +126,9 @@ def saved(call: Callable[[], Any]) -> list[tuple[str, int]] | str:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         if error := raised(call):
             return error
-    return sorted({t.untyped_storage()._cdata: (str(t.dtype), t.untyped_storage().nbytes()) for t in kept}.values())
+    return sorted(
+        {t.untyped_storage()._cdata: (str(t.dtype), t.untyped_storage().nbytes()) for t in kept}.values()
+    )
 
 
 @pytest.mark.parametrize("dtypes", [(FLOAT, HALF), (HALF, FLOAT), (HALF, HALF), (FLOAT, FLOAT)])
@@ -159,7 +171,10 @@ def test_weights_are_cast_once_in_a_context_as_on_the_cpu() -> None:
 
     on_cpu = casts("cpu", torch.ones(3, 4, requires_grad=True), torch.ones(2, 4))
     with FakeTarget("cuda") as fake:
-        weight, x = torch.ones(3, 4, device=fake.device, requires_grad=True), torch.ones(2, 4, device=fake.device)
+        weight, x = (
+            torch.ones(3, 4, device=fake.device, requires_grad=True),
+            torch.ones(2, 4, device=fake.device),
+        )
         assert sorted(casts("cuda", weight, x)) == sorted(on_cpu)
         assert weight.grad is not None
 
@@ -248,7 +263,9 @@ def test_what_asks_for_cuda_hears_that_it_is() -> None:
         with FakeTarget(target) as fake:  # type: ignore[arg-type]
             x = torch.ones(4, 8, device=fake.device, requires_grad=True)
             assert x.is_cuda == (target == "cuda")
-            assert [t.numel() for t in (F.logsigmoid(x).grad_fn._saved_buffer,)] == [0 if target == "cuda" else 32]  # type: ignore[union-attr]
+            assert [t.numel() for t in (F.logsigmoid(x).grad_fn._saved_buffer,)] == [
+                0 if target == "cuda" else 32
+            ]  # type: ignore[union-attr]
 
 
 def test_a_layer_norm_of_half_precision_returns_float32() -> None:

@@ -112,7 +112,9 @@ def plainly(module: nn.Module, loss: Callable[[Any, Any], Tensor], *, last_first
 
 
 @pytest.mark.filterwarnings("ignore:peaks are without")
-@pytest.mark.parametrize(("kind", "loss"), [(ByWhere, F.mse_loss), (ByMask, F.mse_loss), (ByMask, chosen_loss)])
+@pytest.mark.parametrize(
+    ("kind", "loss"), [(ByWhere, F.mse_loss), (ByMask, F.mse_loss), (ByMask, chosen_loss)]
+)
 def test_experts_by_hand_are_trained(kind: type[nn.Module], loss: Callable[[Any, Any], Tensor]) -> None:
     """A loop over experts, written by hand, trains to the numbers of a plain loop, and takes no more than planned."""
     task = task_of(kind, loss)
@@ -137,7 +139,9 @@ def test_what_is_not_known_is_said() -> None:
     task = task_of(ByMask)
     found = profile(task, microbatch_size=SIZE)
     told = {kernel.operation: kernel.reason for kernel in found.kernels.unknown}
-    assert "as if every mask selected all and every condition held" in told["aten._local_scalar_dense.default"]
+    assert (
+        "as if every mask selected all and every condition held" in told["aten._local_scalar_dense.default"]
+    )
     made = plan(found, load_cluster("emulated:2x64MiB"), batch_size=SIZE * COUNT, stages=2)
     said = " ".join(str(made).split())
     assert "Peaks are without what kernels take inside aten._local_scalar_dense.default" in said
@@ -151,7 +155,9 @@ def test_what_nothing_can_be_assumed_of_is_refused() -> None:
     with pytest.raises(UsageError) as refused:
         profile(task_of(ByCount), microbatch_size=SIZE)
     text = str(refused.value)
-    assert all(words in text for words in ("layer 1 (ByCount)", "test_by_value.py:", "aten.bincount", "custom_op"))
+    assert all(
+        words in text for words in ("layer 1 (ByCount)", "test_by_value.py:", "aten.bincount", "custom_op")
+    )
 
 
 class Shrinks(nn.Module):
@@ -288,7 +294,9 @@ def test_a_factory_is_not_given_made_up_numbers() -> None:
 def test_products_of_two_dtypes_are_refused() -> None:
     """Fake products are refused where real ones are: here a float32 batch meets a float64 model."""
     task = Task(nn.Sequential(nn.Linear(8, 8).double()), batch=batch, loss=F.mse_loss)
-    with pytest.raises(UsageError, match=r"layer 0 \(Linear\).*a product of float64 and float32; give the data"):
+    with pytest.raises(
+        UsageError, match=r"layer 0 \(Linear\).*a product of float64 and float32; give the data"
+    ):
         profile(task, microbatch_size=SIZE)
     with pytest.raises(RuntimeError, match="dtype"):
         task.build()(batch(SIZE)[0])

@@ -50,7 +50,8 @@ def tensors(chain: Chain) -> list[tuple[str, object]]:
     ]
     first = {id(tensor): name for name, tensor in reversed(named)}
     return [
-        (name, (type(t), t.shape, t.stride(), t.dtype, t.device, t.requires_grad, first[id(t)])) for name, t in named
+        (name, (type(t), t.shape, t.stride(), t.dtype, t.device, t.requires_grad, first[id(t)]))
+        for name, t in named
     ]
 
 

@@ -80,15 +80,27 @@ class Plain:
 
 def layers(*, width: int = 16, rate: float = 0.1, inplace: bool = False, bias: bool = True) -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(8, width), nn.Dropout(rate), nn.BatchNorm1d(width), nn.ReLU(inplace), nn.Linear(width, 4, bias=bias)
+        nn.Linear(8, width),
+        nn.Dropout(rate),
+        nn.BatchNorm1d(width),
+        nn.ReLU(inplace),
+        nn.Linear(width, 4, bias=bias),
     )
 
 
-def batch(size: int, inputs: tuple[int, ...] = (8,), outputs: tuple[int, ...] = (4,)) -> tuple[Tensor, Tensor]:
+def batch(
+    size: int, inputs: tuple[int, ...] = (8,), outputs: tuple[int, ...] = (4,)
+) -> tuple[Tensor, Tensor]:
     return torch.randn(size, *inputs), torch.randn(size, *outputs)
 
 
-BASE = Task(layers, batch=batch, loss=F.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9), name="base")
+BASE = Task(
+    layers,
+    batch=batch,
+    loss=F.mse_loss,
+    optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    name="base",
+)
 TRACED = replace(BASE, module=Heads, batch=partial(batch, inputs=(6, 8), outputs=(6, 4)))
 SMALL = ("unet", "tied", "frozen", "two losses", "repeated", "quantised", "centring")
 SETTINGS = (
@@ -193,7 +205,9 @@ def test_no_operation_depends_on_how_many_samples_there_are(operation: Callable[
 
 def sized(module: Callable[[], nn.Module]) -> Task:
     """Of a module on six vectors for each sample, without a target that it compares anything with."""
-    return replace(BASE, module=module, batch=partial(batch, inputs=(6, 8)), loss=lambda y, _: y.pow(2).mean())
+    return replace(
+        BASE, module=module, batch=partial(batch, inputs=(6, 8)), loss=lambda y, _: y.pow(2).mean()
+    )
 
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -239,7 +253,9 @@ def test_another_model_at_another_size_is_refused(operation: Callable[[Tensor], 
         sized(partial(Sized, operation)),
         replace(sized(partial(Sized, torch.relu)), loss=lambda y, _: operation(y).pow(2).mean()),
     )
-    for task, says in zip(tasks, ("(other operations in layer|2 layers, not 4)", "another loss"), strict=True):
+    for task, says in zip(
+        tasks, ("(other operations in layer|2 layers, not 4)", "another loss"), strict=True
+    ):
         with pytest.raises(UsageError, match=rf"base is another model at 2 samples than at 1 \(.*{says}"):
             profile(task, microbatch_size=[1, 2])
 
@@ -253,7 +269,8 @@ def test_modules_on_the_meta_device_have_that_of_real_ones(task: Task) -> None:
 def test_it_is_the_same_in_every_process() -> None:
     """Another process, whose hashes are randomised differently, prints what this one has."""
     program = (
-        "import test_fingerprint as t; print([t.of(task).digest for task in (*t.HAND_WRITTEN.values(), t.TRACED)])"
+        "import test_fingerprint as t; print([t.of(task).digest for task in (*t.HAND_WRITTEN.values(), "
+        "t.TRACED)])"
     )
     here = [of(task).digest for task in (*HAND_WRITTEN.values(), TRACED)]
     seed = next(seed for seed in ("1", "2") if seed != os.environ.get("PYTHONHASHSEED"))
@@ -288,7 +305,9 @@ def test_a_loss_that_fails_is_no_loss_of_another_plan() -> None:
 
     plan = in_one_stage(BASE)
     for run in (certify, Trainer):
-        with pytest.raises(UsageError, match=r"the loss of base fails .* \(ZeroDivisionError: nothing to divide by\)"):
+        with pytest.raises(
+            UsageError, match=r"the loss of base fails .* \(ZeroDivisionError: nothing to divide by\)"
+        ):
             run(replace(BASE, loss=fails), plan)
 
 
@@ -348,7 +367,9 @@ def test_a_plan_for_another_task_is_refused_in_words(task: Task, other: Task, sa
     """In the dry run and in training, before anything runs."""
     plan = in_one_stage(task)
     for run in (certify, Trainer):
-        with pytest.raises(FileError, match=f"does not belong to this task: it was made for .*{says}.*plan this task"):
+        with pytest.raises(
+            FileError, match=f"does not belong to this task: it was made for .*{says}.*plan this task"
+        ):
             run(other, plan)
 
 
@@ -467,7 +488,9 @@ def test_lengths_are_told_and_checked() -> None:
     plan = in_one_stage(task)
     assert "microbatches of 2 samples of length 6, float32" in " ".join(str(plan).split())
     for run in (certify, Trainer):
-        with pytest.raises(FileError, match="it was made for samples of length 6, not lengths 4 and 6: profile and"):
+        with pytest.raises(
+            FileError, match="it was made for samples of length 6, not lengths 4 and 6: profile and"
+        ):
             run(of_length(6, 4), plan)
     trainer, size = Trainer(task, plan), plan.training.batch_size
     trainer.step(task.batch(size))
@@ -478,7 +501,9 @@ def test_lengths_are_told_and_checked() -> None:
 def test_samples_without_lengths_are_counted_alone() -> None:
     """Numbers that are no sequence of whole numbers have no length."""
     plan = in_one_stage(BASE)
-    assert plan.profile.fingerprint.lengths == () and "microbatches of 2, float32" in " ".join(str(plan).split())
+    assert plan.profile.fingerprint.lengths == () and "microbatches of 2, float32" in " ".join(
+        str(plan).split()
+    )
 
 
 def test_a_stage_trained_alone_belongs_to_its_task_too(tmp_path: Path) -> None:

@@ -62,7 +62,9 @@ def found() -> list[Any]:
         profiled = profile(task, microbatch_size=2, target=target)
         planned = plan(profiled, Cluster.emulated((2, 1 << 30)), batch_size=4, stages=2)
         assert not certify_numbers(task, planned).differences
-        answers.append([repr(profiled.measurements), certify(task, planned).peak_bytes, simulate(planned).peak_bytes])
+        answers.append(
+            [repr(profiled.measurements), certify(task, planned).peak_bytes, simulate(planned).peak_bytes]
+        )
     return answers
 
 
@@ -90,7 +92,9 @@ def with_a_gpu() -> list[Any]:
 
 def in_another_process() -> Any:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ran = subprocess.run([sys.executable, __file__], env=environment, check=True, capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, __file__], env=environment, check=True, capture_output=True, text=True
+    )
     return json.loads(ran.stdout)
 
 

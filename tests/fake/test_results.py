@@ -70,7 +70,9 @@ def trained(target: Target, name: str, optimizer: str) -> list[object]:
 
 @pytest.mark.parametrize(("name", "optimizer"), list(zip(MODELS, cycle(OPTIMIZERS), strict=False)))
 @pytest.mark.parametrize("target", TARGETS)
-def test_training_does_the_same(monkeypatch: pytest.MonkeyPatch, target: Target, name: str, optimizer: str) -> None:
+def test_training_does_the_same(
+    monkeypatch: pytest.MonkeyPatch, target: Target, name: str, optimizer: str
+) -> None:
     """Each operation of training returns what torch returns that remembers nothing, at first and by memory."""
     found = [trained(target, name, optimizer) for _ in range(2)]
     monkeypatch.setattr(QuickFakeMode, "_key", lambda *_: None)
@@ -116,7 +118,9 @@ def test_what_depends_on_more_is_asked_each_time() -> None:
             number.add_(torch.empty(()))
             with pytest.raises(DataDependentOutputException):
                 number.item()
-        assert all(torch.add(x, y, out=out) is out for y in (x, x + 1) for out in (torch.empty(4), torch.empty(4)))
+        assert all(
+            torch.add(x, y, out=out) is out for y in (x, x + 1) for out in (torch.empty(4), torch.empty(4))
+        )
         outs = [torch.empty(0), torch.empty(0)]
         assert [tuple(torch.add(x, x, out=out).shape) for out in outs] == [(4,), (4,)]
         shapes = []

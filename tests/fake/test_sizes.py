@@ -40,7 +40,14 @@ WIDTH = 6
 
 def told(chain: Chain) -> list[Any]:
     """What a chain is, in texts and numbers."""
-    found: list[Any] = [chain.blocks, chain.inputs, chain.outputs, chain.targets, chain.packing, chain.autocast]
+    found: list[Any] = [
+        chain.blocks,
+        chain.inputs,
+        chain.outputs,
+        chain.targets,
+        chain.packing,
+        chain.autocast,
+    ]
     for layer in chain.layers:
         module = layer.module
         assert isinstance(module, GraphLayer)
@@ -130,7 +137,11 @@ def test_a_chain_by_hand_is_made_once() -> None:
     odd, fake = replace(task, batch=batch), FakeTarget("cpu")
     chains = Chains(odd, EVERY)
     with fake:
-        assert [chains.of(samples, fake).layers[0].packing for samples in (1, 3, 2)] == ["bare", "list", "bare"]
+        assert [chains.of(samples, fake).layers[0].packing for samples in (1, 3, 2)] == [
+            "bare",
+            "list",
+            "bare",
+        ]
 
 
 def test_of_equal_layers_one_is_copied_and_run() -> None:
@@ -140,7 +151,8 @@ def test_of_equal_layers_one_is_copied_and_run() -> None:
 
     def surveyed(layers: int) -> tuple[int, ModelProfile, Chain]:
         task = task_of(
-            lambda: [module for _ in range(layers) for module in (nn.Linear(8, 8), nn.BatchNorm1d(8))], outputs=8
+            lambda: [module for _ in range(layers) for module in (nn.Linear(8, 8), nn.BatchNorm1d(8))],
+            outputs=8,
         )
         chains, fake = Chains(replace(task, loss=F.l1_loss), EVERY), FakeTarget("cuda")
         with fake:
@@ -151,7 +163,9 @@ def test_of_equal_layers_one_is_copied_and_run() -> None:
 
     (few, _, _), (many, made, kept) = surveyed(2), surveyed(9)
     assert few == many
-    task = task_of(lambda: [module for _ in range(9) for module in (nn.Linear(8, 8), nn.BatchNorm1d(8))], outputs=8)
+    task = task_of(
+        lambda: [module for _ in range(9) for module in (nn.Linear(8, 8), nn.BatchNorm1d(8))], outputs=8
+    )
     assert made == profile(replace(task, loss=F.l1_loss), microbatch_size=[2, 3], target="cuda", threads=1)
     assert all(parameter.grad is None for layer in kept.layers for parameter in layer.module.parameters())
 

@@ -24,7 +24,9 @@ from pipefit.errors import UsageError
 from pipefit.fake_cuda.target import FAKE_CUDA, FakeTarget, Target, _fill_slot
 from saving import ATTENDED, HALF, MODELS, OPTIMIZERS, TARGETS, Block, Meter, Saved, cnn, train
 
-pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # torch's own deepcopy does
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Accessing the data pointer of FakeTensor"
+)  # torch's own deepcopy does
 
 
 def test_private_interfaces_are_where_we_expect() -> None:
@@ -54,7 +56,11 @@ def test_a_model_trains_after_it_was_moved_to_a_fake_device(target: Target, name
     with FakeTarget(target) as fake:
         for dtype in (torch.float32, torch.bfloat16):
             model = build().to(fake.device, dtype)
-            train(model, torch.randn(shape, device=fake.device, dtype=dtype), OPTIMIZERS["adamw"](model.parameters()))
+            train(
+                model,
+                torch.randn(shape, device=fake.device, dtype=dtype),
+                OPTIMIZERS["adamw"](model.parameters()),
+            )
             assert {t.device for t in model.state_dict().values()} == {fake.device}
 
 
@@ -103,7 +109,9 @@ def test_cpu_target_misses_the_lstm_workspace_only() -> None:
     real = forward_saves("lstm")
     with FakeTarget("cpu"):
         fake = forward_saves("lstm")
-    assert sorted(t.untyped_storage().nbytes() for t in real if t.dtype != torch.uint8) == [n for n in fake.nbytes if n]
+    assert sorted(t.untyped_storage().nbytes() for t in real if t.dtype != torch.uint8) == [
+        n for n in fake.nbytes if n
+    ]
 
 
 @pytest.mark.parametrize(("target", "dtype"), [("cpu", HALF), ("cuda", torch.bool)])
@@ -217,7 +225,12 @@ def test_fake_keeps_shape_strides_and_dtype(target: Target) -> None:
     real = torch.zeros(3, 4, dtype=torch.bfloat16, requires_grad=True).t()
     with FakeTarget(target) as fake:
         made = fake.fake(real)
-    assert (made.shape, made.stride(), made.dtype, made.device) == (real.shape, real.stride(), real.dtype, fake.device)
+    assert (made.shape, made.stride(), made.dtype, made.device) == (
+        real.shape,
+        real.stride(),
+        real.dtype,
+        fake.device,
+    )
     assert not made.requires_grad
 
 
@@ -261,7 +274,9 @@ def test_cpu_target_fills_no_device_slot() -> None:
 def test_a_taken_slot_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     """If another extension holds torch's open device slot, the error names it and says what to do."""
     monkeypatch.setattr("pipefit.fake_cuda.target.privateuse1_name", lambda: "npu")
-    monkeypatch.setattr("pipefit.fake_cuda.target._fill_slot", _fill_slot.__wrapped__)  # which forgets an earlier call
+    monkeypatch.setattr(
+        "pipefit.fake_cuda.target._fill_slot", _fill_slot.__wrapped__
+    )  # which forgets an earlier call
     with pytest.raises(UsageError, match="'npu' holds: use a process that does not import"):
         FakeTarget("cuda")
 
@@ -274,7 +289,11 @@ def test_unknown_target_is_refused() -> None:
 
 def _layers(device: torch.device) -> dict[str, list[int]]:
     """Bytes of each storage that typical layers save on `device`, without the few bytes of random seeds."""
-    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN depends on the card
+    kernels = [
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ]  # cuDNN depends on the card
 
     def saved(call: Callable[[], object], parameters: Iterable[Tensor] = ()) -> list[int]:
         with sdpa_kernel(kernels):
@@ -301,7 +320,9 @@ def _layers(device: torch.device) -> dict[str, list[int]]:
                 lambda q=q, options=options: F.scaled_dot_product_attention(q, q, q, **options)  # type: ignore[misc]
             )
     table = nn.Embedding(100, 64, device=device)
-    layers["embedding"] = saved(lambda: table(torch.zeros(4, 8, dtype=torch.long, device=device)), table.parameters())
+    layers["embedding"] = saved(
+        lambda: table(torch.zeros(4, 8, dtype=torch.long, device=device)), table.parameters()
+    )
     logits = torch.randn(32, 100, device=device, requires_grad=True)
     layers["loss"] = saved(lambda: F.cross_entropy(logits, torch.zeros(32, dtype=torch.long, device=device)))
     return layers

@@ -34,14 +34,18 @@ from tiny import task_of
 
 KIB = 1 << 10
 ALONE: dict[str, int] = {"data": 1, "tensor": 1}  # one device for each stage
-PAIR = Demand(cluster=Cluster.emulated((2, 40 * KIB)), microbatch_size=2, microbatches=2, planner="exact", **ALONE)
+PAIR = Demand(
+    cluster=Cluster.emulated((2, 40 * KIB)), microbatch_size=2, microbatches=2, planner="exact", **ALONE
+)
 
 
 def wide(width: int) -> Task:
     """A perceptron of five layers with hidden layers this wide; an odd width is refused."""
     if width % 2:
         raise UsageError(f"width={width} is odd: try {width + 1}")
-    return task_of(lambda: [nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4)])
+    return task_of(
+        lambda: [nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4)]
+    )
 
 
 def deep(layers: int) -> Task:
@@ -81,9 +85,14 @@ def check_certified(fit: Fit, growth: Growth) -> None:
 
 def test_the_neighbours_are_profiled_once() -> None:
     """They are tried by plans that are soon made and by whole ones, of the same profiles."""
-    demand, made = Demand(cluster=Cluster.emulated((2, 12 * KIB)), microbatch_size=2, microbatches=2, **ALONE), []
+    demand, made = (
+        Demand(cluster=Cluster.emulated((2, 12 * KIB)), microbatch_size=2, microbatches=2, **ALONE),
+        [],
+    )
     growth = setting("layers", trained, demand, range(1, 1000))
-    fit = find(replace(growth, profiles=lambda value: made.append(value) or growth.profiles(value)), certify=False)
+    fit = find(
+        replace(growth, profiles=lambda value: made.append(value) or growth.profiles(value)), certify=False
+    )
     assert fit.beyond is not None
     assert [made.count(attempt.value) for attempt in (fit.best, fit.beyond)] == [1, 1]
 
@@ -92,7 +101,9 @@ def test_progress_says_what_is_tried_and_what_fits() -> None:
     """Each value is traced and then planned; from the first that fits on, the best so far is named."""
     said = list[str]()
     find(
-        setting("layers", deep, PAIR, range(1, 9)), certify=False, progress=lambda done, total, what: said.append(what)
+        setting("layers", deep, PAIR, range(1, 9)),
+        certify=False,
+        progress=lambda done, total, what: said.append(what),
     )
     assert said[:2] == ["tracing layers=1", "planning layers=1"]
     assert "tracing layers=2; layers=1 fits" in said
@@ -126,11 +137,15 @@ def test_the_largest_setting_is_that_of_trying_all() -> None:
 def test_joint_makes_larger_models_fit_than_splits_alone() -> None:
     """It is asked unless another planner is; its answer is certified with all that it recomputes, moves and updates."""
     demand = Demand(cluster=Cluster.emulated((2, 7 * KIB)), microbatch_size=2, microbatches=2, **ALONE)
-    ours, alone = (setting("layers", trained, one, range(2, 60)) for one in (demand, replace(demand, planner="exact")))
+    ours, alone = (
+        setting("layers", trained, one, range(2, 60)) for one in (demand, replace(demand, planner="exact"))
+    )
     found, split = find(ours), find(alone)
     check_certified(found, ours)
     assert found.best.value > split.best.value and found.best.plan.decisions
-    assert not any(isinstance(d.subject, State) and d.subject.kind != "optimizer" for d in found.best.plan.decisions)
+    assert not any(
+        isinstance(d.subject, State) and d.subject.kind != "optimizer" for d in found.best.plan.decisions
+    )
 
 
 def test_alternatives_are_those_of_the_answer_alone() -> None:
@@ -155,7 +170,8 @@ LEAN = Demand(cluster=Cluster.emulated((2, 7 * KIB)), microbatch_size=2, microba
     [
         pytest.param(setting("layers", trained, LEAN, range(2, 60)), marks=pytest.mark.gallery),
         pytest.param(
-            batch(trained(6), replace(LEAN, microbatch_size=None), range(1, 1 << 20)), marks=pytest.mark.gallery
+            batch(trained(6), replace(LEAN, microbatch_size=None), range(1, 1 << 20)),
+            marks=pytest.mark.gallery,
         ),
         memory(trained(6), LEAN, range(256, 1 << 20, 256)),
     ],
@@ -205,7 +221,9 @@ def test_no_plan_on_any_grid_makes_a_larger_model_fit(planner: str) -> None:
     """
     demand = replace(PAIR, microbatch_size=4, planner=planner, data=None)
     values = range(20, 2000, 20)
-    found, alone = (find(setting("width", swelling, one, values)) for one in (demand, replace(demand, data=1)))
+    found, alone = (
+        find(setting("width", swelling, one, values)) for one in (demand, replace(demand, data=1))
+    )
     check_certified(found, setting("width", swelling, demand, values))
     assert found.best.value > alone.best.value
     assert found.beyond is not None
@@ -231,7 +249,9 @@ def test_the_least_memory_is_that_of_all_sizes_of_microbatches() -> None:
 
 def test_shards_make_a_wider_model_fit() -> None:
     """With microbatches of one sample there are no replicas, and a layer is the least that a device holds."""
-    demand = Demand(cluster=Cluster.emulated((2, 10 * KIB)), microbatch_size=1, microbatches=2, planner="exact")
+    demand = Demand(
+        cluster=Cluster.emulated((2, 10 * KIB)), microbatch_size=1, microbatches=2, planner="exact"
+    )
     growth = setting("width", wide, demand, range(4, 100, 4))
     found, whole = find(growth), find(setting("width", wide, replace(demand, tensor=1), range(4, 100, 4)))
     check_certified(found, growth)
@@ -247,12 +267,16 @@ def test_less_memory_is_enough_with_sequence_parallelism() -> None:
     """It is looked for where shards alone do not fit, whether their number is chosen or asked for, and the least memory
     is the lowest peak of all plans with it.
     """
-    task = build("gpt", layers=1, hidden=16, heads=2, vocabulary=16, sequence=64, dropout=0.0, optimizer="sgd")
+    task = build(
+        "gpt", layers=1, hidden=16, heads=2, vocabulary=16, sequence=64, dropout=0.0, optimizer="sgd"
+    )
     costs = profile(task, microbatch_size=1, tensor=2, sequences=True)
     cluster = Cluster.emulated((2, 1 << 30))
     asked = Demand(cluster=cluster, microbatch_size=1, microbatches=2, planner="exact")
     peaks = {
-        along: max(plan(costs, cluster, batch_size=2, objective="peak", sequences=along).prediction.peak_bytes)
+        along: max(
+            plan(costs, cluster, batch_size=2, objective="peak", sequences=along).prediction.peak_bytes
+        )
         for along in (False, None)
     }
     assert peaks[None] < peaks[False]
@@ -312,7 +336,10 @@ def test_the_step_is_kept() -> None:
 
 def test_the_fewest_devices() -> None:
     """No split over fewer devices fits, says the exhaustive planner; the training is the same for any number."""
-    task, demand = deep(9), Demand(cluster=Cluster.emulated((2, 4 * KIB)), microbatches=2, planner="exact", **ALONE)
+    task, demand = (
+        deep(9),
+        Demand(cluster=Cluster.emulated((2, 4 * KIB)), microbatches=2, planner="exact", **ALONE),
+    )
     growth = devices(task, demand, range(1, 1000))
     fit = find(growth)
     check_certified(fit, growth)
@@ -329,7 +356,11 @@ def test_the_least_memory() -> None:
     fit = find(growth)
     check_certified(fit, growth)
     best = plan(
-        profile(wide(16), microbatch_size=2), PAIR.cluster, batch_size=4, objective="peak", allow_infeasible=True
+        profile(wide(16), microbatch_size=2),
+        PAIR.cluster,
+        batch_size=4,
+        objective="peak",
+        allow_infeasible=True,
     )
     assert best.prediction is not None
     assert fit.best.value == max(best.prediction.peak_bytes)
@@ -401,7 +432,9 @@ def test_a_dry_run_is_believed_before_a_plan(monkeypatch: pytest.MonkeyPatch) ->
 
     def heavier(task: Task, planned: object, **others: object) -> Trace:
         trace = certify(task, planned)
-        return Heavier(source="dry run", steps=trace.steps, devices=trace.devices, step_seconds=trace.step_seconds)
+        return Heavier(
+            source="dry run", steps=trace.steps, devices=trace.devices, step_seconds=trace.step_seconds
+        )
 
     growth = setting("width", wide, PAIR, range(2, 1000, 2))
     honest = find(growth, certify=False)
@@ -519,7 +552,9 @@ def uneven(layers: int) -> Task:
 
 
 @pytest.mark.parametrize(("make", "planner"), [(deep, "exact"), (uneven, "exact"), (trained, "joint")])
-def test_the_largest_number_of_layers_is_that_of_tracing_each(make: Callable[[int], Task], planner: str) -> None:
+def test_the_largest_number_of_layers_is_that_of_tracing_each(
+    make: Callable[[int], Task], planner: str
+) -> None:
     """Written profiles change no answer, and the plan of the answer has the profile of a trace; also of a model that
     seems to repeat itself as far as it was traced.
     """
@@ -532,4 +567,6 @@ def test_the_largest_number_of_layers_is_that_of_tracing_each(make: Callable[[in
     found, every = find(counted), find(plain, certify=False)
     assert found.best.value == every.best.value > 8
     check_certified(found, growth)
-    assert found.best.plan.profile.fingerprint == profile(make(found.best.value), microbatch_size=2).fingerprint
+    assert (
+        found.best.plan.profile.fingerprint == profile(make(found.best.value), microbatch_size=2).fingerprint
+    )

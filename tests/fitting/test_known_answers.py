@@ -100,7 +100,13 @@ def every_block_recomputed(found: Overview) -> int:
     """The peak of one device that recomputes every block."""
     cluster, profile = found.cluster, found.reaches[0].one.plan.profile
     made = planned(
-        profile, cluster, microbatches=4, planner="uniform", recompute="always", stages=1, allow_infeasible=True
+        profile,
+        cluster,
+        microbatches=4,
+        planner="uniform",
+        recompute="always",
+        stages=1,
+        allow_infeasible=True,
     )
     assert made.prediction is not None
     return made.prediction.peak_bytes[0]
@@ -124,7 +130,9 @@ def test_qlora_of_8b_fits_16_gib() -> None:
     """
     found = pipefit.fit(low_rank.qlora(), "1x-rtx-4080")
     base = 32 * BLOCK_WEIGHTS // 2 + 32 * BLOCK_WEIGHTS // 64 * 4 + 2 * (2 * 128256 * 4096 + 65 * 4096)
-    assert every_block_recomputed(found) == pytest.approx(base + 16 * ADAPTERS + INPUTS + 3 * LOGITS, rel=0.005)
+    assert every_block_recomputed(found) == pytest.approx(
+        base + 16 * ADAPTERS + INPUTS + 3 * LOGITS, rel=0.005
+    )
     kept, recomputed, _ = found.reaches[0].largest
     assert kept is None and recomputed is not None and recomputed.fits and len(str(found).splitlines()) <= 40
 

@@ -87,7 +87,9 @@ def _look_at_little(monkeypatch: pytest.MonkeyPatch, **settings: object) -> None
 
 
 @pytest.mark.parametrize("cluster", ["emulated:1x48KiB+1x96KiB", "emulated:1x20KiB+1x88KiB+1x30KiB"])
-def test_of_devices_that_differ_the_largest_are_used_first(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_devices_that_differ_the_largest_are_used_first(
+    cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One device is the largest, and no more are looked at than there are; the peak is the lowest share of budgets that
     a plan has, and the device that limits has its number in the cluster.
     """
@@ -97,7 +99,9 @@ def test_of_devices_that_differ_the_largest_are_used_first(cluster: str, monkeyp
     assert [row.devices for row in found.reaches] == list(range(1, len(have.devices) + 1))
     assert found.reaches[0].one.budget_bytes == max(have.budgets)
     assert found.reaches[0].one.need_bytes == lowest_peak(1, 1)
-    made = plan(profile(TASK, microbatch_size=1, target="cuda"), have, microbatches=2, data=1, objective="peak")
+    made = plan(
+        profile(TASK, microbatch_size=1, target="cuda"), have, microbatches=2, data=1, objective="peak"
+    )
     peaks = made.prediction.peak_bytes if made.prediction is not None else ()
     share = max(peak / budget for peak, budget in zip(peaks, have.budgets, strict=True))
     assert found.here.one.need_bytes == pytest.approx(share * found.here.one.budget_bytes)
@@ -106,7 +110,9 @@ def test_of_devices_that_differ_the_largest_are_used_first(cluster: str, monkeyp
     assert f"device {found.limiting.device} limits" in text
 
 
-def test_a_sample_that_one_device_holds_fits_though_not_on_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_that_one_device_holds_fits_though_not_on_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A second device of a kibibyte has no room for any stage."""
     _look_at_little(monkeypatch)
     found = pipefit.fit(TASK, "emulated:1x1KiB+1x96KiB", microbatches=2, target="cuda")
@@ -118,7 +124,9 @@ def test_recomputing_all_blocks_is_among_what_is_recomputed(monkeypatch: pytest.
     _look_at_little(monkeypatch, _COUNTS=(1,), PLANNERS=PLANNERS | {"joint": PLANNERS["uniform"]})
     task = build("gpt-stdlib", layers=4, hidden=64, heads=4, sequence=128)
     costs = profile(task, microbatch_size=1, target="cuda")
-    made = planned(costs, Cluster.emulated((1, 1 << 30)), microbatches=4, planner="uniform", recompute="always")
+    made = planned(
+        costs, Cluster.emulated((1, 1 << 30)), microbatches=4, planner="uniform", recompute="always"
+    )
     least = max(made.prediction.peak_bytes) if made.prediction is not None else 0
     found = pipefit.fit(task, Cluster.emulated((1, least + 1024)), target="cuda")
     assert found.reaches[0].largest[0] is None and found.reaches[0].largest[1] is not None
@@ -163,7 +171,14 @@ def test_replicas_need_what_plans_of_them_need() -> None:
         way = f"ZeRO-{number}" if number else "data parallel"
         for one in (one for one in found.replicated if one.way == way and not one.recompute):
             made = planned(
-                both, cluster, batch_size=4, microbatch_size=2, stages=1, data=2, shard=shard, planner="uniform"
+                both,
+                cluster,
+                batch_size=4,
+                microbatch_size=2,
+                stages=1,
+                data=2,
+                shard=shard,
+                planner="uniform",
             )
             grid = replace(made.stages[0].grid, buckets=7 if number > 1 else 1)
             peak = max(Simulation(replace(made, stages=(replace(made.stages[0], grid=grid),))).peak_bytes)
@@ -177,7 +192,10 @@ def test_does_not_fit_is_said_with_its_proof_alone() -> None:
     assert str(seen(1)).startswith("Does not fit: mlp of") and "It cannot fit: " in str(seen(1))
     found = replace(seen(1), impossible="")
     text = " ".join(plain(describe_overview(found, "zoo:mlp"), 80).split())
-    assert text.startswith("No plan found: mlp of") and "Tried, without a plan that fits one sample: pipelines" in text
+    assert (
+        text.startswith("No plan found: mlp of")
+        and "Tried, without a plan that fits one sample: pipelines" in text
+    )
 
 
 def test_the_screen_says_yes_or_no_first_and_ends_with_a_command() -> None:
@@ -205,7 +223,10 @@ def test_a_function_of_python_answers_as_the_command_does() -> None:
     assert str(found).startswith("Fits: mlp of") and max(map(len, str(found).splitlines())) <= 80
     size = found.here.fastest.plan.training.batch_size if found.here.fastest else 0
     assert f"Next: pipefit.plan(task, cluster, batch_size={size})" in " ".join(str(found).split())
-    assert repr(found).startswith("<Overview: mlp fits on emulated:2x88KiB: 2 x ") and "<table>" in found._repr_html_()
+    assert (
+        repr(found).startswith("<Overview: mlp fits on emulated:2x88KiB: 2 x ")
+        and "<table>" in found._repr_html_()
+    )
     assert isfunction(pipefit.fit) and list(signature(pipefit.fit).parameters)[:3] == [
         "model",
         "cluster",
@@ -231,7 +252,9 @@ def test_fit_without_grow_prints_the_screen(capsys: pytest.CaptureFixture[str]) 
     line = ["fit", "zoo:mlp", "--set", "widths=(64,32,16)", "--set", "inputs=20", "--microbatches", "2", "-c"]
     assert main([*line, "emulated:2x160KiB"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("Fits: mlp") and "Built with widths=(64, 32, 16), inputs=20" in " ".join(text.split())
+    assert text.startswith("Fits: mlp") and "Built with widths=(64, 32, 16), inputs=20" in " ".join(
+        text.split()
+    )
     assert main([*line, "emulated:2x1KiB", "--json"]) == 3
     out, err = capsys.readouterr()
     told = json.loads(out)

@@ -52,7 +52,9 @@ def counted_wrongly(by: int) -> ModelProfile:
     """A profile on the CPU by which gradients of each layer take some bytes more than they do."""
     made = profile(stack(), microbatch_size=20)
     (measured,) = made.measurements
-    kinds = [replace(k, gradient_bytes=k.gradient_bytes + by) if k.gradient_bytes else k for k in measured.kinds]
+    kinds = [
+        replace(k, gradient_bytes=k.gradient_bytes + by) if k.gradient_bytes else k for k in measured.kinds
+    ]
     return replace(made, measurements=(replace(measured, kinds=tuple(kinds)),))
 
 
@@ -60,7 +62,11 @@ def test_a_plan_that_a_dry_run_refuses_is_planned_again() -> None:
     """Gradients that are not as large as planned cannot be moved: the plan that is given out moves none, and says why.
     Where nothing else is found, the refusal is the answer.
     """
-    wrong, ample, tight = counted_wrongly(by=4), Cluster.emulated((1, 200 * MIB)), Cluster.emulated((1, 44 * MIB))
+    wrong, ample, tight = (
+        counted_wrongly(by=4),
+        Cluster.emulated((1, 200 * MIB)),
+        Cluster.emulated((1, 44 * MIB)),
+    )
     asked = {"batch_size": 40, "microbatches": 2, "effort": 0.05}
 
     def moves(within: Cluster) -> Proposal:
@@ -80,7 +86,9 @@ def test_a_plan_that_a_dry_run_refuses_is_planned_again() -> None:
         reserving_of_proposals(stack(), tight, moves, target="cpu", fewer=[spares])
     found = reserving_of_proposals(stack(), ample, moves, target="cpu", fewer=[spares])
     assert not any(device.lack_bytes for device in certify(stack(), found).devices)
-    assert found.provenance.remarks[-1].startswith("Planned 2 times: in the first plan a dry run refuses the plan")
+    assert found.provenance.remarks[-1].startswith(
+        "Planned 2 times: in the first plan a dry run refuses the plan"
+    )
 
 
 def test_a_plan_whose_dry_run_needs_more_leaves_as_much_room() -> None:
@@ -108,7 +116,9 @@ def gpus(*memory: int, overheads: Overheads = NOTHING) -> Cluster:
     devices = tuple(Device(kind=kind, memory_bytes=nbytes) for nbytes in memory)
     members = *(f"device{number}" for number in range(len(devices))), "host0"
     links = (Link.between(*members, bytes_per_second=1e10),)
-    return Cluster(name="gpus", backend="cuda", devices=devices, hosts=(Host(memory_bytes=1 << 34),), links=links)
+    return Cluster(
+        name="gpus", backend="cuda", devices=devices, hosts=(Host(memory_bytes=1 << 34),), links=links
+    )
 
 
 def planned(microbatches: int = 3, planner: str = "exact") -> Callable[[Cluster], Plan]:
@@ -139,7 +149,9 @@ def test_what_fits_by_requested_bytes_alone_is_refused() -> None:
     assert processes(plan_reserving(stack(), gpus(needed), make)) == [needed]
     small = gpus(needed - 1)
     assert make(small).prediction.peak_bytes[0] < needed - 1
-    with pytest.raises(InfeasibleError, match=r"the process of device 0 needs .*, 1 B over its .* reserved for .*"):
+    with pytest.raises(
+        InfeasibleError, match=r"the process of device 0 needs .*, 1 B over its .* reserved for .*"
+    ):
         plan_reserving(stack(), small, make)
 
 
@@ -170,7 +182,9 @@ def test_where_another_plan_fits_that_one_is_found(schedule: str) -> None:
     assert all(taken <= has for taken, has in zip(processes(found), (peak, ample), strict=True))
     assert [one.memory_bytes for one in found.cluster.devices] == [peak, ample]
     assert found.prediction.peak_bytes[0] <= found.cluster.budgets[0] < peak
-    assert found.provenance.remarks[-1].startswith("Planned 2 times: in the first plan the process of device 0 needs")
+    assert found.provenance.remarks[-1].startswith(
+        "Planned 2 times: in the first plan the process of device 0 needs"
+    )
 
 
 def test_what_fits_at_once_is_the_planner_s_own_plan() -> None:
@@ -205,7 +219,9 @@ def test_a_dry_run_is_told() -> None:
     heard = list[str]()
     made = planned(1)(gpus(1 << 32))
     proposal = Proposal(made, lambda: Answer(made))
-    reserving_of_proposals(stack(), gpus(1 << 32), lambda _: proposal, progress=lambda *told: heard.append(told[2]))
+    reserving_of_proposals(
+        stack(), gpus(1 << 32), lambda _: proposal, progress=lambda *told: heard.append(told[2])
+    )
     assert heard == ["a dry run of 1 process"]
 
 
@@ -217,7 +233,9 @@ def test_a_planner_that_repeats_its_plan_is_asked_a_few_times() -> None:
     with (
         mock.patch.object(task_plans, "certify", wraps=certify) as dry,
         mock.patch.object(task_plans, "ROUNDS", 3),
-        pytest.raises(InfeasibleError, match="3 plans, each of which left more than the one before, did not fit"),
+        pytest.raises(
+            InfeasibleError, match="3 plans, each of which left more than the one before, did not fit"
+        ),
     ):
         plan_reserving(stack(), small, lambda _: make(small))
     assert dry.call_count == 3

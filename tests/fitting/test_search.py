@@ -34,7 +34,12 @@ def test_refusals_at_every_turn_change_nothing(numbers: range, limit: int, heads
     assert found.fails == min((number for number in accepted if number > limit), default=None)
 
 
-@given(numbers=RANGES, limit=st.integers(0, 3000), heads=st.integers(1, 5), guesses=st.lists(st.integers(-9, 4000)))
+@given(
+    numbers=RANGES,
+    limit=st.integers(0, 3000),
+    heads=st.integers(1, 5),
+    guesses=st.lists(st.integers(-9, 4000)),
+)
 def test_guesses_change_no_answer(numbers: range, limit: int, heads: int, guesses: list[int]) -> None:
     """Wrong or right, in the range or beyond it; and they cost a few judgements at most."""
     accepted, judged, left = [number for number in numbers if number % heads == 0], set[int](), iter(guesses)
@@ -78,7 +83,10 @@ def test_a_wild_guess_is_followed_in_steps() -> None:
 
 def test_a_guess_beyond_what_is_refused_hides_nothing() -> None:
     """Where all is refused that a guess leads to, the numbers before it are looked at all the same."""
-    assert edge(lambda number: number <= 40 if number <= 60 else None, range(1, 1 << 20), lambda _: 900) == (40, 41)
+    assert edge(lambda number: number <= 40 if number <= 60 else None, range(1, 1 << 20), lambda _: 900) == (
+        40,
+        41,
+    )
 
 
 @given(limit=st.integers(1, 1 << 20))

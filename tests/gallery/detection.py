@@ -12,7 +12,9 @@ from gallery.model import ADAM, COPIED, SENT, SHARED, TIED, Model
 def conv(inward: int, outward: int, stride: int = 1) -> nn.Sequential:
     """A convolution with its norm and activation."""
     return nn.Sequential(
-        nn.Conv2d(inward, outward, 3, stride, 1, bias=False), nn.BatchNorm2d(outward), nn.LeakyReLU(0.1, inplace=True)
+        nn.Conv2d(inward, outward, 3, stride, 1, bias=False),
+        nn.BatchNorm2d(outward),
+        nn.LeakyReLU(0.1, inplace=True),
     )
 
 
@@ -37,7 +39,10 @@ class Boxes(nn.Module):
 
 def box_targets(size: int) -> tuple[Tensor, dict[str, Tensor]]:
     """A class and a box for each of 84 places."""
-    return torch.randn(size, 3, 16, 16), {"kinds": torch.randint(4, (size, 84)), "places": torch.randn(size, 4, 84)}
+    return torch.randn(size, 3, 16, 16), {
+        "kinds": torch.randint(4, (size, 84)),
+        "places": torch.randn(size, 4, 84),
+    }
 
 
 def box_loss(outputs: dict[str, Tensor], targets: dict[str, Tensor]) -> Tensor:
@@ -57,7 +62,9 @@ class Pyramid(nn.Module):
         self.bottom = nn.ModuleList([conv(3, 8, 2), conv(8, 12, 2), conv(12, 16, 2)])
         self.side = nn.ModuleList(nn.Conv2d(width, 8, 1) for width in (8, 12, 16))
         self.smooth = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))
-        self.head = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 3, 1))
+        self.head = nn.Sequential(
+            nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 3, 1)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         found = []
@@ -67,7 +74,9 @@ class Pyramid(nn.Module):
         above = None
         scores = []
         for x, side, smooth in reversed(list(zip(found, self.side, self.smooth, strict=True))):
-            above = side(x) if above is None else side(x) + F.interpolate(above, size=x.shape[2:], mode="nearest")
+            above = (
+                side(x) if above is None else side(x) + F.interpolate(above, size=x.shape[2:], mode="nearest")
+            )
             scores.append(smooth(above).flatten(2))
         joined = torch.cat(scores, 2).unsqueeze(-1)
         return self.head(joined).squeeze(-1)
@@ -103,14 +112,18 @@ def overlap_loss(outputs: tuple[Tensor, Tensor, Tensor], targets: dict[str, Tens
     """How little boxes overlap, whether there is one, and of which kind."""
     boxes, sure, kinds = outputs
     wanted = targets["boxes"]
-    inner = (torch.minimum(boxes[..., 2:], wanted[..., 2:]) - torch.maximum(boxes[..., :2], wanted[..., :2])).clamp(
-        min=0
-    )
+    inner = (
+        torch.minimum(boxes[..., 2:], wanted[..., 2:]) - torch.maximum(boxes[..., :2], wanted[..., :2])
+    ).clamp(min=0)
     areas = [(box[..., 2:] - box[..., :2]).prod(-1) for box in (boxes, wanted)]
     shared = inner.prod(-1)
     off = 1 - shared / (areas[0] + areas[1] - shared)
     there = F.binary_cross_entropy_with_logits(sure, targets["there"])
-    return (off * targets["there"]).mean() + there + F.cross_entropy(kinds.flatten(0, 3), targets["kinds"].flatten())
+    return (
+        (off * targets["there"]).mean()
+        + there
+        + F.cross_entropy(kinds.flatten(0, 3), targets["kinds"].flatten())
+    )
 
 
 def grid_targets(size: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -129,8 +142,13 @@ class Queries(nn.Module):
         self.patches, self.places = nn.Conv2d(3, 12, 4, 4), nn.Parameter(torch.randn(1, 16, 12))
         self.encoder = nn.TransformerEncoderLayer(12, 2, 24, 0.0, batch_first=True)
         self.questions = nn.Embedding(5, 12)
-        self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(12, 2, 24, 0.1, batch_first=True) for _ in range(2))
-        self.kinds, self.boxes = nn.Linear(12, 4), nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 4))
+        self.decoder = nn.ModuleList(
+            nn.TransformerDecoderLayer(12, 2, 24, 0.1, batch_first=True) for _ in range(2)
+        )
+        self.kinds, self.boxes = (
+            nn.Linear(12, 4),
+            nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 4)),
+        )
 
     def forward(self, x: Tensor) -> list[dict[str, Tensor]]:
         memory = self.encoder(self.patches(x).flatten(2).mT + self.places)
@@ -171,7 +189,10 @@ class Segments(nn.Module):
         super().__init__()
         self.body, self.low = nn.Sequential(conv(3, 8), conv(8, 12, 2)), nn.Conv2d(8, 4, 1)
         self.holes = nn.ModuleList(nn.Conv2d(12, 6, 3, padding=rate, dilation=rate) for rate in (1, 2, 4))
-        self.pooled, self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(12, 6, 1)), nn.Conv2d(28, 5, 1)
+        self.pooled, self.head = (
+            nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(12, 6, 1)),
+            nn.Conv2d(28, 5, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         early = self.body[0](x)

@@ -53,7 +53,9 @@ class Quantising(nn.Module):
         super().__init__()
         self.encoder = nn.Sequential(nn.Conv2d(3, 8, 4, 2, 1), nn.ReLU(), nn.Conv2d(8, 6, 3, padding=1))
         self.codebook = Codebook()
-        self.decoder = nn.Sequential(nn.Conv2d(6, 8, 3, padding=1), nn.ReLU(), nn.ConvTranspose2d(8, 3, 4, 2, 1))
+        self.decoder = nn.Sequential(
+            nn.Conv2d(6, 8, 3, padding=1), nn.ReLU(), nn.ConvTranspose2d(8, 3, 4, 2, 1)
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         code, off = self.codebook(self.encoder(x))
@@ -68,7 +70,9 @@ class Adversaries(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.generator = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8), nn.Tanh())
+        self.generator = nn.Sequential(
+            nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8), nn.Tanh()
+        )
         self.critic = nn.Sequential(nn.Linear(8, 12), nn.LeakyReLU(0.2), nn.Linear(12, 1))
 
     def forward(self, noise: Tensor, real: Tensor) -> Tensor:
@@ -87,7 +91,10 @@ class Timed(nn.Module):
     def __init__(self, inward: int, outward: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.GroupNorm(2, inward), nn.GroupNorm(2, outward)
-        self.conv1, self.conv2 = nn.Conv2d(inward, outward, 3, padding=1), nn.Conv2d(outward, outward, 3, padding=1)
+        self.conv1, self.conv2 = (
+            nn.Conv2d(inward, outward, 3, padding=1),
+            nn.Conv2d(outward, outward, 3, padding=1),
+        )
         self.time, self.drop = nn.Linear(16, outward), nn.Dropout(0.1)
         self.pass_by = nn.Conv2d(inward, outward, 1) if inward != outward else nn.Identity()
 
@@ -180,7 +187,9 @@ class MaskedConvolution(nn.Conv2d):
 def pixels() -> nn.Module:
     """A chain of masked convolutions."""
     inner = [part for _ in range(3) for part in (MaskedConvolution(8, 8, own=True), nn.ReLU(inplace=True))]
-    return nn.Sequential(MaskedConvolution(1, 8, own=False), nn.ReLU(inplace=True), *inner, nn.Conv2d(8, 4, 1))
+    return nn.Sequential(
+        MaskedConvolution(1, 8, own=False), nn.ReLU(inplace=True), *inner, nn.Conv2d(8, 4, 1)
+    )
 
 
 class AdaptiveBlock(nn.Module):
@@ -227,9 +236,14 @@ class MaskedImages(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.patches, self.places = nn.Linear(12, 16), nn.Parameter(0.02 * torch.randn(1, 16, 16))
-        self.encoder = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in range(2))
+        self.encoder = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in range(2)
+        )
         self.narrow, self.hidden = nn.Linear(16, 8), nn.Parameter(torch.zeros(1, 1, 8))
-        self.decoder, self.last = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), nn.Linear(8, 12)
+        self.decoder, self.last = (
+            nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True),
+            nn.Linear(8, 12),
+        )
 
     def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
         order = torch.rand(image.shape[:2]).argsort(1)
@@ -252,7 +266,10 @@ class Flowing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inward, self.field = nn.Linear(4, 10), nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 10))
+        self.inward, self.field = (
+            nn.Linear(4, 10),
+            nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 10)),
+        )
         self.outward = nn.Linear(10, 3)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -71,7 +71,9 @@ class Attention(nn.Module):
         source, target = edges.unbind(-1)
         x = self.linear(x)
         scores = F.leaky_relu(picked(self.out(x), source) + picked(self.into(x), target), 0.2)
-        highest = torch.full((len(x), NODES, 1), -1e9).scatter_reduce(1, target[..., None], scores.detach(), "amax")
+        highest = torch.full((len(x), NODES, 1), -1e9).scatter_reduce(
+            1, target[..., None], scores.detach(), "amax"
+        )
         weights = (scores - picked(highest, target)).exp()
         weights = weights / picked(gathered(weights, target), target)
         return F.elu(gathered(self.drop(weights) * picked(x, source), target))
@@ -122,7 +124,10 @@ class Neighbours(nn.Module):
 class Sampled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.head = nn.ModuleList([Neighbours(6), Neighbours(WIDTH)]), nn.Bilinear(WIDTH, WIDTH, 1)
+        self.layers, self.head = (
+            nn.ModuleList([Neighbours(6), Neighbours(WIDTH)]),
+            nn.Bilinear(WIDTH, WIDTH, 1),
+        )
 
     def forward(self, nodes: Tensor, neighbours: Tensor, pairs: Tensor) -> Tensor:
         for layer in self.layers:
@@ -204,7 +209,11 @@ class PathAttention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.degree, self.far = nn.Linear(6, WIDTH), nn.Embedding(NODES, WIDTH), nn.Embedding(6, 2)
+        self.embed, self.degree, self.far = (
+            nn.Linear(6, WIDTH),
+            nn.Embedding(NODES, WIDTH),
+            nn.Embedding(6, 2),
+        )
         self.blocks = nn.ModuleList(nn.MultiheadAttention(WIDTH, 2, batch_first=True) for _ in range(3))
         self.norms, self.head = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3)), nn.Linear(WIDTH, 3)
 
@@ -220,7 +229,10 @@ class PathAttention(nn.Module):
 
 def path_loss(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
     """Cross entropy, and how even the last weights are."""
-    return F.cross_entropy(outputs[0], targets) + 0.1 * (outputs[1] * outputs[1].clamp(min=1e-9).log()).sum(-1).mean()
+    return (
+        F.cross_entropy(outputs[0], targets)
+        + 0.1 * (outputs[1] * outputs[1].clamp(min=1e-9).log()).sum(-1).mean()
+    )
 
 
 class Knowledge(nn.Module):

@@ -34,7 +34,9 @@ class RotaryBlock(nn.Module):
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
         h = self.norm1(x)
-        q, k, v = (t.unflatten(-1, (-1, 8)).transpose(1, 2) for t in (self.query(h), self.key(h), self.value(h)))
+        q, k, v = (
+            t.unflatten(-1, (-1, 8)).transpose(1, 2) for t in (self.query(h), self.key(h), self.value(h))
+        )
         k, v = (t.repeat_interleave(2, 1) for t in (rotated(k, turn), v))
         x = x + self.out(
             F.scaled_dot_product_attention(rotated(q, turn), k, v, is_causal=True).transpose(1, 2).flatten(2)
@@ -85,7 +87,9 @@ class SlopedAttention(nn.Module):
 
 def sloped() -> nn.Module:
     """A chain of such attentions."""
-    return nn.Sequential(nn.Embedding(WORDS, 16), *(SlopedAttention() for _ in range(4)), nn.Linear(16, WORDS))
+    return nn.Sequential(
+        nn.Embedding(WORDS, 16), *(SlopedAttention() for _ in range(4)), nn.Linear(16, WORDS)
+    )
 
 
 class RelativeAttention(nn.Module):
@@ -185,7 +189,11 @@ class LinearAttention(nn.Module):
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.qkv, self.out, self.norm = nn.Linear(width, 3 * width), nn.Linear(width, width), nn.LayerNorm(width)
+        self.qkv, self.out, self.norm = (
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+            nn.LayerNorm(width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
@@ -197,7 +205,9 @@ class LinearAttention(nn.Module):
 
 def linear_attention() -> nn.Module:
     """A chain of such attentions."""
-    return nn.Sequential(nn.Embedding(WORDS, 16), *(LinearAttention() for _ in range(3)), nn.Linear(16, WORDS))
+    return nn.Sequential(
+        nn.Embedding(WORDS, 16), *(LinearAttention() for _ in range(3)), nn.Linear(16, WORDS)
+    )
 
 
 class MaskedWords(nn.Module):
@@ -205,23 +215,39 @@ class MaskedWords(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.place, self.kind = nn.Embedding(WORDS, 16), nn.Embedding(LENGTH, 16), nn.Embedding(2, 16)
+        self.embed, self.place, self.kind = (
+            nn.Embedding(WORDS, 16),
+            nn.Embedding(LENGTH, 16),
+            nn.Embedding(2, 16),
+        )
         self.norm = nn.LayerNorm(16)
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in range(2)
+        )
         self.transform, self.bias = nn.Linear(16, 16), nn.Parameter(torch.zeros(WORDS))
 
-    def forward(self, words: Tensor, kinds: Tensor, labels: Tensor, padding: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(
+        self, words: Tensor, kinds: Tensor, labels: Tensor, padding: Tensor | None = None
+    ) -> dict[str, Tensor]:
         x = self.norm(self.embed(words) + self.place.weight + self.kind(kinds))
         for layer in self.layers:
             x = layer(x, src_key_padding_mask=padding)
         logits = F.linear(F.gelu(self.transform(x)), self.embed.weight, self.bias)
-        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100), "logits": logits}
+        return {
+            "loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100),
+            "logits": logits,
+        }
 
 
 def hidden_words(size: int) -> tuple[dict[str, Tensor | None], None]:
     """Every third word is to be guessed."""
     labels = tokens(size).where(torch.arange(LENGTH) % 3 == 0, -100)
-    return {"words": tokens(size), "kinds": torch.randint(2, (size, LENGTH)), "labels": labels, "padding": None}, None
+    return {
+        "words": tokens(size),
+        "kinds": torch.randint(2, (size, LENGTH)),
+        "labels": labels,
+        "padding": None,
+    }, None
 
 
 def same_words(size: int) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,9 @@ ADAM = partial(torch.optim.AdamW, lr=1e-3)
 
 # Why numbers may be rounded otherwise than in plain training
 TIED = "gradients of a parameter with users on several stages are summed in another order"
-SENT = "values and gradients between layers are contiguous, and kernels sum in another order where they are not"
+SENT = (
+    "values and gradients between layers are contiguous, and kernels sum in another order where they are not"
+)
 # Why the simulator's peaks may be too high
 SHARED = "simulator too high: a shared parameter with two users on one stage"
 # Why those of the dry run and of emulated devices may be above the allocator's

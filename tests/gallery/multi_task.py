@@ -32,7 +32,9 @@ class GatedExperts(nn.Module):
         super().__init__()
         self.experts = nn.ModuleList(nn.Sequential(nn.Linear(10, 12), nn.ReLU()) for _ in range(3))
         self.gates = nn.ModuleList(nn.Linear(10, 3) for _ in range(2))
-        self.towers = nn.ModuleList(nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 1)) for _ in range(2))
+        self.towers = nn.ModuleList(
+            nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 1)) for _ in range(2)
+        )
 
     def forward(self, x: Tensor) -> list[Tensor]:
         found = torch.stack([one(x) for one in self.experts], 1)
@@ -45,7 +47,9 @@ class Uncertain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.SELU()) for _ in range(3))
+        self.body = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.SELU()) for _ in range(3)
+        )
         self.kind, self.depth, self.angle = nn.Linear(8, 4), nn.Linear(8, 1), nn.Linear(8, 2)
         self.doubts = nn.Parameter(torch.zeros(3))
 
@@ -78,7 +82,9 @@ class Triplets(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tower = nn.Sequential(nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(216, 6))
+        self.tower = nn.Sequential(
+            nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(216, 6)
+        )
 
     def forward(self, anchor: Tensor, near: Tensor, far: Tensor) -> Tensor:
         found = [F.normalize(self.tower(x)) for x in (anchor, near, far)]
@@ -102,7 +108,9 @@ class Domains(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.features = nn.Sequential(nn.Linear(8, 12), nn.ReLU(inplace=True), nn.Linear(12, 12), nn.ReLU(inplace=True))
+        self.features = nn.Sequential(
+            nn.Linear(8, 12), nn.ReLU(inplace=True), nn.Linear(12, 12), nn.ReLU(inplace=True)
+        )
         self.kinds = nn.Linear(12, 3)
         self.domain = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 1))
 
@@ -116,7 +124,9 @@ class Distilled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.teacher = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 4))
+        self.teacher = nn.Sequential(
+            nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 4)
+        )
         self.teacher.requires_grad_(False).eval()
         self.student = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
 
@@ -124,7 +134,9 @@ class Distilled(nn.Module):
         with torch.no_grad():
             wanted = (self.teacher(x) / 2).softmax(1)
         found = self.student(x)
-        return F.cross_entropy(found, kinds) + 4 * F.kl_div((found / 2).log_softmax(1), wanted, reduction="batchmean")
+        return F.cross_entropy(found, kinds) + 4 * F.kl_div(
+            (found / 2).log_softmax(1), wanted, reduction="batchmean"
+        )
 
 
 def several(size: int) -> tuple[tuple[Tensor, ...], None]:

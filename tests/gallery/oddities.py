@@ -269,7 +269,11 @@ def squashed(x: Tensor) -> Tensor:
 def margins(outputs: Tensor, targets: Tensor) -> Tensor:
     """The right length should be long, the others short."""
     right = F.one_hot(targets, 3)
-    return (right * F.relu(0.9 - outputs).square() + 0.5 * (1 - right) * F.relu(outputs - 0.1).square()).sum(1).mean()
+    return (
+        (right * F.relu(0.9 - outputs).square() + 0.5 * (1 - right) * F.relu(outputs - 0.1).square())
+        .sum(1)
+        .mean()
+    )
 
 
 class Bounded(nn.Module):

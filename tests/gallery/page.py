@@ -60,8 +60,16 @@ def counts_of(model: Model) -> Counts:
 
 def counts_in(text: str) -> dict[str, Counts]:
     """How many blocks and layers the page says that each model has."""
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
-    return {name.strip("*"): (int(blocks), int(layers)) for name, _, blocks, layers, *_ in cells if layers.isdecimal()}
+    cells = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in text.splitlines()
+        if line.startswith("| ")
+    ]
+    return {
+        name.strip("*"): (int(blocks), int(layers))
+        for name, _, blocks, layers, *_ in cells
+        if layers.isdecimal()
+    }
 
 
 if __name__ == "__main__":

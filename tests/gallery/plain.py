@@ -94,7 +94,9 @@ def microbatches(batch: Any, size: int) -> list[Any]:
     parts = [leaf.split(size) if isinstance(leaf, Tensor) else None for leaf in leaves]
     count = next(len(part) for part in parts if part is not None)
     return [
-        pytree.tree_unflatten([leaf if p is None else p[k] for leaf, p in zip(leaves, parts, strict=True)], spec)
+        pytree.tree_unflatten(
+            [leaf if p is None else p[k] for leaf, p in zip(leaves, parts, strict=True)], spec
+        )
         for k in range(count)
     ]
 

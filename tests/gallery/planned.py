@@ -66,7 +66,9 @@ class Prepared:
 
 def recomputed_layers(plan: Plan) -> set[int]:
     """The layers that a plan recomputes."""
-    return {layer for decision in plan.decisions for layer in range(decision.layers[0], decision.layers[-1] + 1)}
+    return {
+        layer for decision in plan.decisions for layer in range(decision.layers[0], decision.layers[-1] + 1)
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,5 +138,6 @@ def first_names(module: nn.Module) -> dict[str, str]:
     """For every name of a parameter, the first name of that parameter."""
     first: dict[nn.Parameter, str] = {}
     return {
-        name: first.setdefault(parameter, name) for name, parameter in module.named_parameters(remove_duplicate=False)
+        name: first.setdefault(parameter, name)
+        for name, parameter in module.named_parameters(remove_duplicate=False)
     }

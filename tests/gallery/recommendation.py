@@ -130,7 +130,9 @@ class NextItem(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.items, self.places = nn.Embedding(ITEMS, 12, padding_idx=0), nn.Embedding(8, 12)
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(12, 2, 24, 0.2, batch_first=True) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(12, 2, 24, 0.2, batch_first=True) for _ in range(2)
+        )
         self.norm = nn.LayerNorm(12)
 
     def forward(self, history: Tensor, following: Tensor, other: Tensor) -> Tensor:

@@ -39,7 +39,9 @@ class BasicBlock(nn.Module):
         self.bn2 = nn.BatchNorm2d(outward)
         self.downsample = None
         if stride != 1 or inward != outward:
-            self.downsample = nn.Sequential(nn.Conv2d(inward, outward, 1, stride, bias=False), nn.BatchNorm2d(outward))
+            self.downsample = nn.Sequential(
+                nn.Conv2d(inward, outward, 1, stride, bias=False), nn.BatchNorm2d(outward)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         kept = x if self.downsample is None else self.downsample(x)
@@ -104,7 +106,9 @@ class Bottleneck(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.downsample = None
         if stride != 1 or inward != outward:
-            self.downsample = nn.Sequential(nn.Conv2d(inward, outward, 1, stride, bias=False), nn.BatchNorm2d(outward))
+            self.downsample = nn.Sequential(
+                nn.Conv2d(inward, outward, 1, stride, bias=False), nn.BatchNorm2d(outward)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         kept = x if self.downsample is None else self.downsample(x)
@@ -120,7 +124,11 @@ class ResNet50(nn.Module):
     def __init__(self, width: int = 4) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, width, 7, 2, 3, bias=False)
-        self.bn1, self.relu, self.maxpool = nn.BatchNorm2d(width), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
+        self.bn1, self.relu, self.maxpool = (
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, 2, 1),
+        )
         inward = width
         for number, blocks in enumerate((3, 4, 6, 3)):
             parts = []
@@ -142,7 +150,10 @@ class DenseNet121Layer(nn.Module):
     def __init__(self, inward: int, growth: int) -> None:
         super().__init__()
         self.norm1, self.conv1 = nn.BatchNorm2d(inward), nn.Conv2d(inward, 4 * growth, 1, bias=False)
-        self.norm2, self.conv2 = nn.BatchNorm2d(4 * growth), nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False)
+        self.norm2, self.conv2 = (
+            nn.BatchNorm2d(4 * growth),
+            nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False),
+        )
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, features: list[Tensor]) -> Tensor:
@@ -168,12 +179,17 @@ class DenseBlocks(nn.Module):
         self.features = nn.Sequential()
         self.features.add_module("conv0", nn.Conv2d(3, width, 3, padding=1, bias=False))
         for number, layers in enumerate(blocks, 1):
-            parts = {f"denselayer{n + 1}": DenseNet121Layer(width + n * growth, growth) for n in range(layers)}
+            parts = {
+                f"denselayer{n + 1}": DenseNet121Layer(width + n * growth, growth) for n in range(layers)
+            }
             self.features.add_module(f"denseblock{number}", DenseNet121Block(parts))
             width += layers * growth
             if number < len(blocks):
                 transition = nn.Sequential(
-                    nn.BatchNorm2d(width), nn.ReLU(inplace=True), nn.Conv2d(width, width // 2, 1), nn.AvgPool2d(2)
+                    nn.BatchNorm2d(width),
+                    nn.ReLU(inplace=True),
+                    nn.Conv2d(width, width // 2, 1),
+                    nn.AvgPool2d(2),
                 )
                 self.features.add_module(f"transition{number}", transition)
                 width //= 2
@@ -185,7 +201,9 @@ class DenseBlocks(nn.Module):
 
 
 def _double(inward: int, outward: int) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(inward, outward, 3, padding=1), nn.GroupNorm(2, outward), nn.SiLU(inplace=True))
+    return nn.Sequential(
+        nn.Conv2d(inward, outward, 3, padding=1), nn.GroupNorm(2, outward), nn.SiLU(inplace=True)
+    )
 
 
 class UNet(nn.Module):

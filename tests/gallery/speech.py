@@ -15,7 +15,9 @@ class Conformer(nn.Module):
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.before, self.after = (
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 32), nn.SiLU(), nn.Dropout(0.1), nn.Linear(32, width))
+            nn.Sequential(
+                nn.LayerNorm(width), nn.Linear(width, 32), nn.SiLU(), nn.Dropout(0.1), nn.Linear(32, width)
+            )
             for _ in range(2)
         )
         self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(width) for _ in range(3))
@@ -44,7 +46,10 @@ class Listener(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Sequential(
-            nn.Conv2d(1, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.Hardtanh(0, 20, inplace=True), nn.Conv2d(4, 4, 3, (1, 2), 1)
+            nn.Conv2d(1, 4, 3, 2, 1),
+            nn.BatchNorm2d(4),
+            nn.Hardtanh(0, 20, inplace=True),
+            nn.Conv2d(4, 4, 3, (1, 2), 1),
         )
         self.gru = nn.GRU(8, 10, 2, batch_first=True, bidirectional=True, dropout=0.2)
         self.head = nn.Linear(20, 7)
@@ -62,7 +67,9 @@ class Waves(nn.Module):
         self.conv1, self.norm = nn.Conv1d(1, 12, 10, 5, bias=False), nn.GroupNorm(12, 12)
         self.conv2, self.place = nn.Conv1d(12, 12, 3, 2), nn.Conv1d(12, 12, 4, padding=2, groups=3)
         self.hidden = nn.Parameter(torch.rand(12))
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(12, 2, 24, 0.0, batch_first=True) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(12, 2, 24, 0.0, batch_first=True) for _ in range(2)
+        )
         self.guess, self.truth = nn.Linear(12, 8), nn.Linear(12, 8)
 
     def forward(self, sound: Tensor, hidden: Tensor, others: Tensor) -> Tensor:
@@ -142,7 +149,9 @@ class WaveNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.layers = nn.Conv1d(1, 8, 1), nn.ModuleList(GatedDilated(2**n) for n in range(5))
-        self.last = nn.Sequential(nn.ReLU(inplace=True), nn.Conv1d(8, 8, 1), nn.ReLU(inplace=True), nn.Conv1d(8, 6, 1))
+        self.last = nn.Sequential(
+            nn.ReLU(inplace=True), nn.Conv1d(8, 8, 1), nn.ReLU(inplace=True), nn.Conv1d(8, 6, 1)
+        )
 
     def forward(self, sound: Tensor, condition: Tensor) -> Tensor:
         x, total = self.first(sound), None
@@ -158,7 +167,9 @@ class Upsampling(nn.Module):
     def __init__(self, inward: int, outward: int) -> None:
         super().__init__()
         self.up = nn.ConvTranspose1d(inward, outward, 4, 2, 1)
-        self.branches = nn.ModuleList(nn.Conv1d(outward, outward, 3, dilation=d, padding=d) for d in (1, 2, 3))
+        self.branches = nn.ModuleList(
+            nn.Conv1d(outward, outward, 3, dilation=d, padding=d) for d in (1, 2, 3)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.leaky_relu(self.up(x), 0.1, inplace=True)
@@ -186,9 +197,19 @@ def spectral(ours: Tensor, theirs: Tensor) -> Tensor:
 
 def keywords() -> nn.Module:
     """Depthwise separable convolutions (Zhang et al., 2017)."""
-    parts = [nn.Unflatten(1, (1, -1)), nn.Conv2d(1, 8, (5, 3), 2, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True)]
+    parts = [
+        nn.Unflatten(1, (1, -1)),
+        nn.Conv2d(1, 8, (5, 3), 2, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+    ]
     for _ in range(2):
-        parts += [nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 1)]
+        parts += [
+            nn.Conv2d(8, 8, 3, padding=1, groups=8),
+            nn.BatchNorm2d(8),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(8, 8, 1),
+        ]
     return nn.Sequential(*parts, nn.Dropout2d(0.2), nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(8, 5))
 
 

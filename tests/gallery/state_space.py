@@ -40,7 +40,10 @@ class Diagonal(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.decay, self.turn = nn.Parameter(torch.rand(WIDTH, STATE)), nn.Parameter(torch.randn(WIDTH, STATE))
+        self.decay, self.turn = (
+            nn.Parameter(torch.rand(WIDTH, STATE)),
+            nn.Parameter(torch.randn(WIDTH, STATE)),
+        )
         self.weight, self.direct = nn.Parameter(torch.randn(WIDTH, STATE)), nn.Parameter(torch.randn(WIDTH))
         self.mix, self.norm, self.drop = nn.Linear(WIDTH, 2 * WIDTH), nn.LayerNorm(WIDTH), nn.Dropout(0.1)
 
@@ -49,7 +52,9 @@ class Diagonal(nn.Module):
         time = torch.arange(length, device=x.device)
         waves = torch.exp(-self.decay.exp()[..., None] * time) * torch.cos(self.turn[..., None] * time)
         kernel = (self.weight[..., None] * waves).sum(1)
-        found = torch.fft.irfft(torch.fft.rfft(inner, 2 * length) * torch.fft.rfft(kernel, 2 * length), 2 * length)
+        found = torch.fft.irfft(
+            torch.fft.rfft(inner, 2 * length) * torch.fft.rfft(kernel, 2 * length), 2 * length
+        )
         found = F.gelu(found[..., :length] + self.direct[:, None] * inner).mT
         return x + self.drop(F.glu(self.mix(found), -1))
 
@@ -61,13 +66,18 @@ class TimeMix(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.mixes = nn.ParameterList(torch.rand(WIDTH) for _ in range(3))
-        self.linears = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH, bias=False) for name in ("k", "v", "r", "o")})
+        self.linears = nn.ModuleDict(
+            {name: nn.Linear(WIDTH, WIDTH, bias=False) for name in ("k", "v", "r", "o")}
+        )
         self.decay, self.bonus = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
         before = F.pad(h, (0, 0, 1, -1))
-        k, v, r = (self.linears[name](torch.lerp(before, h, mix)) for name, mix in zip("kvr", self.mixes, strict=True))
+        k, v, r = (
+            self.linears[name](torch.lerp(before, h, mix))
+            for name, mix in zip("kvr", self.mixes, strict=True)
+        )
         keep, above, below, found = (
             torch.exp(-self.decay.exp()),
             torch.zeros_like(k[:, 0]),
@@ -87,7 +97,11 @@ class Retention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.gate, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.qkv, self.gate, self.out = (
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
         self.norm, self.heads = nn.LayerNorm(WIDTH), nn.GroupNorm(2, WIDTH)
         self.register_buffer("powers", torch.tensor([0.9, 0.7]).log())
 
@@ -107,7 +121,11 @@ class LongConvolution(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inward, self.out, self.norm = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.inward, self.out, self.norm = (
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.LayerNorm(WIDTH),
+        )
         self.short = nn.Conv1d(3 * WIDTH, 3 * WIDTH, 3, padding=2, groups=3 * WIDTH)
         self.kernel = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, WIDTH))
         time = torch.linspace(0, 1, LENGTH)[:, None]
@@ -163,5 +181,7 @@ STATE_SPACE = (
     of("diagonal", "kernels made of exponentials, Fourier transforms, complex numbers inside", Diagonal),
     of("time mix", "a list of parameters, two states in a loop over time", TimeMix),
     of("retention", "attention without softmax, decaying by powers that are buffers", Retention),
-    of("long convolution", "kernels made by a network of their own, as long as the sequence", LongConvolution),
+    of(
+        "long convolution", "kernels made by a network of their own, as long as the sequence", LongConvolution
+    ),
 )

@@ -139,7 +139,9 @@ def assert_endless_as_foretold(name: str, schedule: str) -> None:
     assert all(map(ge, simulate(plan, steps=steps).peak_bytes, dry.peak_bytes))
     late = one.late
     assert [*losses, *one.finish()][late:] == [*expected, *still.finish()][late:], str(describe(found, plan))
-    assert all(map(torch.equal, one.state_dict().values(), still.state_dict().values())), str(describe(found, plan))
+    assert all(map(torch.equal, one.state_dict().values(), still.state_dict().values())), str(
+        describe(found, plan)
+    )
 
 
 @pytest.mark.parametrize(("name", "schedule"), [("skips", "pipedream")])

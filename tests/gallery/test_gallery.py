@@ -40,8 +40,13 @@ def differences(ours: Step, plain: Step, tolerance: dict[str, float]) -> list[st
     assert ours.gradients.keys() == plain.gradients.keys()
     assert ours.state.keys() == plain.state.keys()
     found = [f"losses {ours.losses} {plain.losses}"] if unlike(ours.losses, plain.losses, tolerance) else []
-    for what, mine, theirs in (("gradient", ours.gradients, plain.gradients), ("state", ours.state, plain.state)):
-        found += [f"{what} {name}" for name, tensor in theirs.items() if unlike(mine[name], tensor, tolerance)]
+    for what, mine, theirs in (
+        ("gradient", ours.gradients, plain.gradients),
+        ("state", ours.state, plain.state),
+    ):
+        found += [
+            f"{what} {name}" for name, tensor in theirs.items() if unlike(mine[name], tensor, tolerance)
+        ]
     return found
 
 

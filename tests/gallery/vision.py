@@ -23,7 +23,8 @@ class VisionTransformer(nn.Module):
         self.token = nn.Parameter(torch.zeros(1, 1, width))
         self.positions = nn.Parameter(0.02 * torch.randn(1, 17, width))
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 2, 32, 0.1, F.gelu, batch_first=True, norm_first=True) for _ in range(3)
+            nn.TransformerEncoderLayer(width, 2, 32, 0.1, F.gelu, batch_first=True, norm_first=True)
+            for _ in range(3)
         )
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
 
@@ -68,12 +69,20 @@ class InvertedResidual(nn.Module):
     def __init__(self, inward: int, outward: int, stride: int) -> None:
         super().__init__()
         wide = 3 * inward
-        self.expand = nn.Sequential(nn.Conv2d(inward, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.Hardswish(True))
+        self.expand = nn.Sequential(
+            nn.Conv2d(inward, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.Hardswish(True)
+        )
         self.depthwise = nn.Sequential(
-            nn.Conv2d(wide, wide, 3, stride, 1, groups=wide, bias=False), nn.BatchNorm2d(wide), nn.Hardswish(True)
+            nn.Conv2d(wide, wide, 3, stride, 1, groups=wide, bias=False),
+            nn.BatchNorm2d(wide),
+            nn.Hardswish(True),
         )
         self.squeeze = nn.Sequential(
-            nn.AdaptiveAvgPool2d(1), nn.Conv2d(wide, 4, 1), nn.ReLU(True), nn.Conv2d(4, wide, 1), nn.Hardsigmoid(True)
+            nn.AdaptiveAvgPool2d(1),
+            nn.Conv2d(wide, 4, 1),
+            nn.ReLU(True),
+            nn.Conv2d(4, wide, 1),
+            nn.Hardsigmoid(True),
         )
         self.project = nn.Sequential(nn.Conv2d(wide, outward, 1, bias=False), nn.BatchNorm2d(outward))
         self.adds = stride == 1 and inward == outward
@@ -88,7 +97,9 @@ class MobileNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.Hardswish(True))
-        self.blocks = nn.Sequential(InvertedResidual(8, 8, 1), InvertedResidual(8, 12, 2), InvertedResidual(12, 12, 1))
+        self.blocks = nn.Sequential(
+            InvertedResidual(8, 8, 1), InvertedResidual(8, 12, 2), InvertedResidual(12, 12, 1)
+        )
         self.head = nn.Sequential(nn.Linear(12, 20), nn.Hardswish(True), nn.Dropout(0.2), nn.Linear(20, 10))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -191,7 +202,9 @@ class Mean(nn.Module):
 
 def mixer() -> nn.Module:
     """A chain of mixers."""
-    return nn.Sequential(Patches(12), *(Mixer() for _ in range(3)), nn.LayerNorm(12), Mean(), nn.Linear(12, 10))
+    return nn.Sequential(
+        Patches(12), *(Mixer() for _ in range(3)), nn.LayerNorm(12), Mean(), nn.Linear(12, 10)
+    )
 
 
 class Inception(nn.Module):
@@ -202,7 +215,9 @@ class Inception(nn.Module):
         self.five = nn.Sequential(nn.Conv2d(inward, 2, 1), nn.ReLU(), nn.Conv2d(2, 4, 5, padding=2))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.relu(torch.cat([self.one(x), self.three(x), self.five(x), F.max_pool2d(x, 3, 1, 1)], 1), inplace=True)
+        return F.relu(
+            torch.cat([self.one(x), self.three(x), self.five(x), F.max_pool2d(x, 3, 1, 1)], 1), inplace=True
+        )
 
 
 class GoogLeNet(nn.Module):
@@ -246,7 +261,9 @@ class PointNet(nn.Module):
         self.look = nn.Sequential(nn.Conv1d(3, 8, 1), nn.BatchNorm1d(8), nn.ReLU())
         self.turn = nn.Linear(8, 9)
         self.points = nn.Sequential(nn.Conv1d(3, 16, 1), nn.BatchNorm1d(16), nn.ReLU(), nn.Conv1d(16, 24, 1))
-        self.head = nn.Sequential(nn.Linear(24, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4))
+        self.head = nn.Sequential(
+            nn.Linear(24, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4)
+        )
 
     def forward(self, points: Tensor) -> dict[str, Tensor]:
         turn = self.turn(self.look(points.mT).amax(2)).view(-1, 3, 3) + torch.eye(3)
@@ -276,7 +293,10 @@ class Field(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("frequencies", 2.0 ** torch.arange(4))
-        self.first, self.second = nn.Sequential(Sine(24, 16), Sine(16, 16)), nn.Sequential(Sine(40, 16), Sine(16, 16))
+        self.first, self.second = (
+            nn.Sequential(Sine(24, 16), Sine(16, 16)),
+            nn.Sequential(Sine(40, 16), Sine(16, 16)),
+        )
         self.density, self.colour = nn.Linear(16, 1), nn.Linear(16, 3)
 
     def forward(self, places: Tensor) -> Tensor:
@@ -297,7 +317,11 @@ class Scales(nn.Module):
         super().__init__()
         self.shrinks = nn.ModuleList(nn.Conv2d(inward, 8, 3, stride=4, padding=1) for inward in (3, 8))
         self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(2))
-        self.mixed, self.norm, self.head = nn.Conv2d(16, 12, 1, bias=False), nn.BatchNorm2d(12), nn.Conv2d(12, 4, 1)
+        self.mixed, self.norm, self.head = (
+            nn.Conv2d(16, 12, 1, bias=False),
+            nn.BatchNorm2d(12),
+            nn.Conv2d(12, 4, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         maps = []
@@ -306,8 +330,14 @@ class Scales(nn.Module):
             pixels = norm(x.flatten(2).transpose(1, 2))
             x = pixels.reshape(len(x), *x.shape[2:], -1).permute(0, 3, 1, 2).contiguous()
             last = pixels.permute(0, 2, 1).reshape(len(x), -1, *x.shape[2:])
-            maps.append(F.interpolate(last, size=maps[0].shape[2:] if maps else None, scale_factor=None if maps else 1))
-        return self.head(F.dropout(torch.relu(self.norm(self.mixed(torch.cat(maps[::-1], 1)))), 0.3, self.training))
+            maps.append(
+                F.interpolate(
+                    last, size=maps[0].shape[2:] if maps else None, scale_factor=None if maps else 1
+                )
+            )
+        return self.head(
+            F.dropout(torch.relu(self.norm(self.mixed(torch.cat(maps[::-1], 1)))), 0.3, self.training)
+        )
 
 
 VISION = (

@@ -71,17 +71,28 @@ def test_a_sample_has_requested_bytes(allocator: Allocator) -> None:
 
 def test_the_figures_are_never_mixed() -> None:
     """Each is the peak of its own count, and the process has what is not free."""
-    assert memory_figures(GPU) == {"requested": 700, "allocated": 1024, "reserved": 2048, "process_total": 3000}
+    assert memory_figures(GPU) == {
+        "requested": 700,
+        "allocated": 1024,
+        "reserved": 2048,
+        "process_total": 3000,
+    }
 
 
-def test_peaks_of_all_actions_outlast_those_of_each(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peaks_of_all_actions_outlast_those_of_each(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every action begins with torch's peaks anew, so that the meter keeps the highest of each figure for the trace."""
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     meter = CudaMeter(GPU)
     samples = [sample_of(meter, allocator, requested) for requested in (5000, 1000)]
     allocator.retries = 2
     samples.append(sample_of(meter, allocator, 800))
-    assert [sample.total_bytes for sample in samples] == [5000, 5000, 1000]  # the first one stays until the second
+    assert [sample.total_bytes for sample in samples] == [
+        5000,
+        5000,
+        1000,
+    ]  # the first one stays until the second
     found = meter.allocator
     assert (found.requested_bytes, found.allocated_bytes, found.reserved_bytes) == (5000, 7500, 10_000)
     assert (found.retries, found.settings) == (2, "expandable_segments:True")

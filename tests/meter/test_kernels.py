@@ -76,7 +76,9 @@ def text(func: object, *args: object) -> str:
 def test_an_operation_says_its_dtypes_shapes_and_strides() -> None:
     """Strides are told where a tensor is not contiguous, a gradient where one is needed and recorded."""
     x, weight = torch.rand(4, 8), torch.rand(2, 8, dtype=torch.float64, requires_grad=True)
-    assert text(aten.mm.default, x, weight.t()) == ("aten.mm.default(float32[4x8], float64[8x2 by 1,8] with gradient)")
+    assert text(aten.mm.default, x, weight.t()) == (
+        "aten.mm.default(float32[4x8], float64[8x2 by 1,8] with gradient)"
+    )
     with torch.no_grad():
         assert text(aten.mm.default, x, weight.t()) == "aten.mm.default(float32[4x8], float64[8x2 by 1,8])"
 
@@ -88,7 +90,9 @@ def test_numbers_count_by_kind_and_sizes_by_value() -> None:
     apart = [text(aten.mul.Tensor, x, number) for number in (0.3, 0.0, 1.0, 1, True, 2)]
     assert len(set(apart)) == len(apart)
     assert text(aten.sum.dim_IntList, x, [0]) != text(aten.sum.dim_IntList, x, [1])
-    scales = [text(aten._upsample_bilinear2d_aa.vec, image, None, False, [scale, scale]) for scale in (0.3, 0.4)]
+    scales = [
+        text(aten._upsample_bilinear2d_aa.vec, image, None, False, [scale, scale]) for scale in (0.3, 0.4)
+    ]
     assert scales[0] != scales[1]
 
 
@@ -99,7 +103,9 @@ def test_settings_of_the_process_tell_operations_apart() -> None:
     torch.use_deterministic_algorithms(True)
     try:
         kernels.refresh()
-        assert met(kernels, aten.sort.default, torch.rand(10)).operation.startswith("deterministic: aten.sort")
+        assert met(kernels, aten.sort.default, torch.rand(10)).operation.startswith(
+            "deterministic: aten.sort"
+        )
     finally:
         torch.use_deterministic_algorithms(False)
     assert len(kernels.memory.kernels) == 2
@@ -114,7 +120,11 @@ def test_measuring_disturbs_nobody() -> None:
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     meter = Meter(0)
     meter.begin("nothing")
-    with FakeTarget("cpu") as fake, meter, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as running:
+    with (
+        FakeTarget("cpu") as fake,
+        meter,
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as running,
+    ):
         drawn = fake.fake(x)
         kernel = met(Kernels(threads + 1), aten.bernoulli.default, drawn)
     assert kernel.peak_bytes is not None and kernel.peak_bytes >= 200
@@ -235,7 +245,9 @@ def test_fake_results_lie_as_the_kernels_do() -> None:
                 operation="aten.relu.default(float32[2x3])",
                 peak_bytes=400,
                 results=(
-                    Layout(shape=(2, 3), strides=(1, 2), offset=4, storage=0, storage_bytes=400, dtype="float32"),
+                    Layout(
+                        shape=(2, 3), strides=(1, 2), offset=4, storage=0, storage_bytes=400, dtype="float32"
+                    ),
                 ),
             ),
         )
@@ -247,7 +259,10 @@ def test_fake_results_lie_as_the_kernels_do() -> None:
         assert (x.stride(), x.storage_offset(), x.untyped_storage().nbytes()) == ((1, 2), 4, 400)
         assert meter.end(0, 0.0).total_bytes == 400 + 24
         loss = F.mse_loss(torch.empty(5, 7), torch.empty(5, 7))
-    assert loss.untyped_storage().nbytes() == F.mse_loss(torch.rand(5, 7), torch.rand(5, 7)).untyped_storage().nbytes()
+    assert (
+        loss.untyped_storage().nbytes()
+        == F.mse_loss(torch.rand(5, 7), torch.rand(5, 7)).untyped_storage().nbytes()
+    )
 
 
 def test_fake_results_have_the_kernels_dtype() -> None:
@@ -278,7 +293,9 @@ def test_each_operation_is_measured_once(cache: Path, counted: list[str]) -> Non
     assert len(counted) == 2  # two threads are another machine
 
 
-@pytest.mark.parametrize("content", ["", "{", "null\nnull", '{"pipefit": "kernels"}\n{"kernels": 3}', "\0\xff"])
+@pytest.mark.parametrize(
+    "content", ["", "{", "null\nnull", '{"pipefit": "kernels"}\n{"kernels": 3}', "\0\xff"]
+)
 def test_a_broken_cache_is_replaced(cache: Path, counted: list[str], content: str) -> None:
     """What cannot be read counts as empty, and the next measurement makes a good file of it."""
     path = Cache(this_machine(1)).path
@@ -351,7 +368,9 @@ def test_a_link_to_another_cache_is_not_followed(cache: Path, tmp_path: Path) ->
     assert (tmp_path / "moved").read_bytes() == before
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file where the folder should be stops nothing."""
     (tmp_path / "pipefit").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -407,7 +426,9 @@ def test_only_what_was_added_is_read(cache: Path, monkeypatch: pytest.MonkeyPatc
         lambda lines: lines + b'{"kernels":[]}\n',
     ],
 )
-def test_a_line_that_is_not_as_it_was_written_is_not_believed(cache: Path, damage: Callable[[bytes], bytes]) -> None:
+def test_a_line_that_is_not_as_it_was_written_is_not_believed(
+    cache: Path, damage: Callable[[bytes], bytes]
+) -> None:
     """A bit that a disk has turned would be another peak, in silence; the file is replaced by what is measured next."""
     ours = Cache(this_machine(1))
     ours.add([Kernel(operation="x", peak_bytes=1)])
@@ -450,7 +471,9 @@ def test_unknown_operations_are_told_once() -> None:
     met(following, aten.nonzero.default, x)
     with pytest.warns(PipefitWarning, match="aten.nonzero.default.* and 1 other: it depends on the values"):
         first.tell_unknown()
-    with pytest.warns(PipefitWarning, match=r"aten.nonzero.default\(float32\[3\]\): it depends on the values"):
+    with pytest.warns(
+        PipefitWarning, match=r"aten.nonzero.default\(float32\[3\]\): it depends on the values"
+    ):
         following.tell_unknown()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -174,7 +174,10 @@ def test_what_a_kernel_takes_inside_counts_for_the_peak_alone() -> None:
     """A kernel known to take 2000 bytes, 1200 of them results, has 800 of workspace, which are gone after it."""
     x = torch.rand(100)
     operation = "aten.sort.default(float32[100])"
-    for given, inside in ((KernelMemory(kernels=(Kernel(operation=operation, peak_bytes=2000),)), 800), (None, 0)):
+    for given, inside in (
+        (KernelMemory(kernels=(Kernel(operation=operation, peak_bytes=2000),)), 800),
+        (None, 0),
+    ):
         meter = Meter(3, kernels=Kernels(1, given) if given else None)
         meter.begin("2F0")
         with meter:

@@ -51,7 +51,10 @@ def allocated(run: Run) -> tuple[int, list[tuple[str, int]]]:
     peaks = {}
     for event in recorded.profiler.kineto_results.events():
         if event.name().startswith("operation "):
-            first, last = bisect.bisect_left(times, event.start_ns()), bisect.bisect_right(times, event.end_ns())
+            first, last = (
+                bisect.bisect_left(times, event.start_ns()),
+                bisect.bisect_right(times, event.end_ns()),
+            )
             peaks[int(event.name().split()[1])] = highest(memory[first:last])
     return highest(changes(whole)), takers((name, peaks[number]) for number, name in enumerate(marks.names))
 
@@ -59,7 +62,9 @@ def allocated(run: Run) -> tuple[int, list[tuple[str, int]]]:
 def changes(recorded: profile) -> list[tuple[int, int]]:
     """When the allocator gave or took how many bytes, in order."""
     events = recorded.profiler.kineto_results.events()
-    return sorted(((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"), key=lambda event: event[0])
+    return sorted(
+        ((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"), key=lambda event: event[0]
+    )
 
 
 def highest(changes: Iterable[tuple[int, int]]) -> int:
@@ -107,7 +112,8 @@ BY_THREADS = (
     *("attention: fused", "attention: module", "other: large sum"),
 )
 CASES = [(name, 1) for name in OPERATIONS] + [
-    pytest.param(name, 2, marks=() if name.startswith(BY_THREADS) else pytest.mark.gallery) for name in OPERATIONS
+    pytest.param(name, 2, marks=() if name.startswith(BY_THREADS) else pytest.mark.gallery)
+    for name in OPERATIONS
 ]
 
 

@@ -105,7 +105,9 @@ def recorded(record: Record, gpu: Twin, seconds: float) -> None:
     began, mark = gpu.clock(), record.mark()
     gpu.launch(seconds)
     sample = MemorySample(step=record.steps, action="0F0", seconds=began, bytes=(0,) * 10)  # type: ignore[arg-type]
-    event = Event(step=record.steps, action="0F0", stream=Stream.COMPUTE, start_seconds=began, end_seconds=gpu.clock())
+    event = Event(
+        step=record.steps, action="0F0", stream=Stream.COMPUTE, start_seconds=began, end_seconds=gpu.clock()
+    )
     record.add(sample, event, mark)
 
 

@@ -17,7 +17,9 @@ from tight import cluster, keeping_layer
 
 def compacted() -> Plan:
     """One device with four layers that keep a hundred bytes each: one is recomputed, another one moved."""
-    chain = measurement([keeping_layer(1, 100, 0, 1.0)] * 4, layer((value(1), value(1)), (value(4),), seconds=0.0))
+    chain = measurement(
+        [keeping_layer(1, 100, 0, 1.0)] * 4, layer((value(1), value(1)), (value(4),), seconds=0.0)
+    )
     host = parse_place("host")
     return Plan(
         profile=profile(chain),

@@ -57,10 +57,14 @@ def test_without_training_runs_it_is_refused() -> None:
     ],
     ids=["schedule", "microbatches", "recompute", "clipping"],
 )
-def test_runs_under_another_training_are_refused(planner: str, asked: Training, recompute: str, says: str) -> None:
+def test_runs_under_another_training_are_refused(
+    planner: str, asked: Training, recompute: str, says: str
+) -> None:
     """What was measured under one training is used for no other: the refusal says what differs, and what to do."""
     found = with_runs(Random(1), 4)
-    with pytest.raises(UsageError, match=f"were made with {says}: ask for a plan of that training, profile with"):
+    with pytest.raises(
+        UsageError, match=f"were made with {says}: ask for a plan of that training, profile with"
+    ):
         plan(found, devices(1 << 40, 1 << 40), asked, planner=planner, recompute=recompute)
 
 

@@ -34,7 +34,9 @@ def sized(rng: Random, layers: int) -> Callable[[int], ModelProfile]:
 
     def at(size: int) -> ModelProfile:
         slower = fixed + (1 - fixed) * size
-        costs = [keeping_layer(2 * size, kept * size, weight, seconds * slower) for kept, weight, seconds in drawn]
+        costs = [
+            keeping_layer(2 * size, kept * size, weight, seconds * slower) for kept, weight, seconds in drawn
+        ]
         loss = layer((value(2 * size), value(size)), (value(4),), seconds=0.5 * slower)
         return profile(replace(measurement(costs, loss), microbatch_size=size))
 
@@ -171,7 +173,9 @@ def test_no_split_takes_less_than_the_simple_bound(seed: int) -> None:
     stages = rng.randrange(1, 5)
     schedule = rng.choice(("1f1b", "eager-1f1b", "gpipe", "torchgpipe", "pipedream", "pipedream-2bw"))
     how = training(schedule, rng.randrange(stages, 9))
-    question = Question(profile=chain, cluster=devices(*[AMPLE] * stages), training=how, options=Options(stages=stages))
+    question = Question(
+        profile=chain, cluster=devices(*[AMPLE] * stages), training=how, options=Options(stages=stages)
+    )
     evaluator = Evaluator(question)
     assert simple_bound(question) <= evaluator.kept_at(time(question).split).seconds * (1 + 1e-9)
 
@@ -213,12 +217,20 @@ def test_alternatives_are_what_their_options_ask_for() -> None:
 def test_a_plan_that_is_hardly_leaner_is_no_alternative(weights: int, leaner: bool) -> None:
     """Where parameters fill the devices, a few bytes of activations less are not worth a slower step."""
     like = Settings(
-        widths=[8] * 5, weights=[weights + 1000, *[weights] * 3], states=[0] * 4, scratch=[0] * 4, seconds=[99.0] * 4
+        widths=[8] * 5,
+        weights=[weights + 1000, *[weights] * 3],
+        states=[0] * 4,
+        scratch=[0] * 4,
+        seconds=[99.0] * 4,
     )
     costs = profile(chain(Random(0), like))
     made = plan(costs, devices(*[AMPLE] * 2), batch_size=8, stages=2)
     lean = plan(costs, devices(*[AMPLE] * 2), batch_size=8, stages=2, objective="peak", recompute="always")
-    assert made.prediction and lean.prediction and max(lean.prediction.peak_bytes) < max(made.prediction.peak_bytes)
+    assert (
+        made.prediction
+        and lean.prediction
+        and max(lean.prediction.peak_bytes) < max(made.prediction.peak_bytes)
+    )
     assert ("leanest" in {one.what for one in made.alternatives}) is leaner
 
 

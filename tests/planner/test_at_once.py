@@ -39,7 +39,9 @@ def cluster(stages: int, rate: int, latency: float) -> Cluster:
 @pytest.fixture(scope="module")
 def model() -> ModelProfile:
     return profile(
-        build("gpt", layers=7, hidden=16, heads=2, vocabulary=32, sequence=8), microbatch_size=1, target="cuda"
+        build("gpt", layers=7, hidden=16, heads=2, vocabulary=32, sequence=8),
+        microbatch_size=1,
+        target="cuda",
     )
 
 

@@ -58,7 +58,10 @@ def case(seed: int) -> Case:
     members = tuple(Member.device(n) for n in range(number))
     bare, profile = devices(*[AMPLE] * number), sized(made, *SIZES)
     passes = sum(one.forward + one.backward for one in layer_seconds(profile.at(1), bare.devices[0].kind))
-    rates = [sum(sum(cost.storages) + cost.parameter_bytes for cost in made.costs) / passes * n for n in (0.1, 1, 10)]
+    rates = [
+        sum(sum(cost.storages) + cost.parameter_bytes for cost in made.costs) / passes * n
+        for n in (0.1, 1, 10)
+    ]
     links = [Link(members=(one, Member.host(0)), bytes_per_second=rng.choice(rates)) for one in members]
     links.append(Link(members=members, bytes_per_second=rng.choice(rates)))
     hosts = (Host(memory_bytes=AMPLE, memory_bandwidth=rng.choice(rates)),)

@@ -41,7 +41,9 @@ def test_it_is_never_better_than_exact_and_always_the_same(seed: int) -> None:
     assert found.provenance.value >= best.provenance.value
 
 
-def test_it_asks_scikit_optimize_as_the_paper_does_and_keeps_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_asks_scikit_optimize_as_the_paper_does_and_keeps_the_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One dimension per device, 75 evaluations, gp_hedge, sampling, xi = kappa = 1000, a seed; of what was proposed
     the split with the lowest peak is the plan.
     """

@@ -33,7 +33,9 @@ def well_behaved(question: Question, level: float) -> bool:
     """Whether no stage shrinks by a layer at either end, and every layer alone is within the level on every stage."""
     layers = question.blocks
     for stage in range(question.stages):
-        table = {(i, j): range_peak(question, stage, i, j) for i in range(layers) for j in range(i + 1, layers + 1)}
+        table = {
+            (i, j): range_peak(question, stage, i, j) for i in range(layers) for j in range(i + 1, layers + 1)
+        }
         if any(table[i, i + 1] > level for i in range(layers)):
             return False
         grown = [(i - 1, j) for i, j in table if i] + [(i, j + 1) for i, j in table if j < layers]
@@ -78,7 +80,9 @@ def test_it_is_never_better_than_exact(seed: int) -> None:
     chain = rng.choice((hostile, skewed, plain))(rng, rng.randrange(stages, 12))
     found, best = both(question_of(chain, stages, rng.choice(("gpipe", "1f1b"))))
     assert found.prediction and best.prediction
-    assert sorted(best.prediction.peak_bytes, reverse=True) <= sorted(found.prediction.peak_bytes, reverse=True)
+    assert sorted(best.prediction.peak_bytes, reverse=True) <= sorted(
+        found.prediction.peak_bytes, reverse=True
+    )
     assert found.provenance and found.provenance.bound is None
 
 

@@ -36,7 +36,9 @@ TECHNIQUES = [
 
 def bound(case: Case, means: Means | None = None) -> float:
     means = means or Means()
-    return step_bound(Question(profile=case.profile, cluster=case.cluster, training=case.training, means=means))
+    return step_bound(
+        Question(profile=case.profile, cluster=case.cluster, training=case.training, means=means)
+    )
 
 
 def never_above(seed: int, schedules: tuple[str, ...], techniques: slice = slice(1)) -> None:
@@ -101,9 +103,14 @@ def test_no_decisions_leave_a_device_with_less_than_its_largest_layer(seed: int)
     case = random_cases.random_case(rng)
     plan = compacted(case.plan, rng)
     for rank, stages in enumerate(plan.ranks):
-        layers = [layer for stage in map(plan.stages.__getitem__, stages) for layer in range(stage.start, stage.stop)]
+        layers = [
+            layer
+            for stage in map(plan.stages.__getitem__, stages)
+            for layer in range(stage.start, stage.stop)
+        ]
         peak = max(
-            simulate(plan, steps=2).devices[plan.stages[stages[0]].device].step_peak_bytes(step) for step in (0, 1)
+            simulate(plan, steps=2).devices[plan.stages[stages[0]].device].step_peak_bytes(step)
+            for step in (0, 1)
         )
         assert peak >= max(case.plan.measurement.costs[layer].least_bytes for layer in layers), rank
 
@@ -163,7 +170,9 @@ def test_what_must_be_recomputed_counts() -> None:
     """One device that can keep half of what its layers keep, with links that carry nothing worth mentioning."""
     case = Case(
         profile(
-            measurement([keeping_layer(0, 10, 0, 0.2)] * 10, layer((value(0), value(1)), (value(4),), seconds=0.0))
+            measurement(
+                [keeping_layer(0, 10, 0, 0.2)] * 10, layer((value(0), value(1)), (value(4),), seconds=0.0)
+            )
         ),
         cluster([50], host_rate=1e-9, peer_rate=1.0),
         training("1f1b", 4),
@@ -185,7 +194,9 @@ def test_what_all_devices_lend_is_what_they_have() -> None:
         bound(Case(chain, cluster([memory] * 2, host_rate=1e-9, peer_rate=1.0), training("1f1b", 4)))
         for memory in (150, 60)
     ]
-    kept = 4 * (2.0 + 2.0) + 4.0 + 1.0  # of the second stage, once the first microbatch is there, and an update
+    kept = (
+        4 * (2.0 + 2.0) + 4.0 + 1.0
+    )  # of the second stage, once the first microbatch is there, and an update
     assert found[0] == pytest.approx(kept)
     assert found[1] == pytest.approx(kept + 80 / (50 / 2 + 50 / 4), rel=1e-3)
 

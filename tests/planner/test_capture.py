@@ -24,7 +24,9 @@ def question(seed: int, schedule: str = "gpipe", layers: int = 4, count: int = 4
     return Question(profile=profile, cluster=devices(*[AMPLE] * count), training=how)
 
 
-def by_hand(asked: Question, runs: Runs, edges: tuple[int, ...], degrees: tuple[int, ...], held: list[int]) -> float:
+def by_hand(
+    asked: Question, runs: Runs, edges: tuple[int, ...], degrees: tuple[int, ...], held: list[int]
+) -> float:
     return max(
         float(runs.predicted(Degree(degree, 1), n)[start, stop])
         for (start, stop), degree, n in zip(pairwise(edges), degrees, held, strict=True)

@@ -37,7 +37,10 @@ def test_a_plan_that_is_fully_sharded_and_recomputed_by_block_is_found(seed: int
     simulation = Simulation(by_hand)
     tight = devices(*[max(simulation.peak_bytes)] * number)
     asked = plan(profile, tight, how, stages=1, data=number, shard="parameters", recompute="always")
-    assert replace(asked, cluster=by_hand.cluster, prediction=None, provenance=None).decisions == by_hand.decisions
+    assert (
+        replace(asked, cluster=by_hand.cluster, prediction=None, provenance=None).decisions
+        == by_hand.decisions
+    )
     for found in (asked, plan(profile, tight, how)):
         assert all(map(int.__le__, Simulation(found).peak_bytes, tight.budgets))
         assert Simulation(found).step_seconds[-1] <= simulation.step_seconds[-1] * 1.0101

@@ -74,7 +74,9 @@ class Critic(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.generator = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+        self.generator = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+        )
         self.critic = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -103,15 +105,22 @@ COUPLED: dict[str, tuple[Task, str]] = {
     ),
     "negatives": (task_of(with_between, contrastive), "the loss is another one"),
     "a sum": (task_of(with_between, summed), "the loss is another one"),
-    "targets that do not count": (task_of(with_between, batch=some_ignored), "the loss is a mean over targets"),
+    "targets that do not count": (
+        task_of(with_between, batch=some_ignored),
+        "the loss is a mean over targets",
+    ),
     "a masked mean": (task_of(with_between, masked, some_not_counted), "the loss is another one"),
     "statistics by hand": (task_of(lambda: with_between(FromTheBatch())), "the loss is another one"),
 }
 APART: dict[str, Task] = {
     "plain": task_of(with_between),
     "layer norm": task_of(lambda: with_between(nn.LayerNorm(WIDTH))),
-    "group norm": task_of(lambda: with_between(nn.Unflatten(1, (WIDTH, 1)), nn.GroupNorm(4, WIDTH), nn.Flatten())),
-    "instance norm": task_of(lambda: with_between(nn.Unflatten(1, (8, 8)), nn.InstanceNorm1d(8), nn.Flatten())),
+    "group norm": task_of(
+        lambda: with_between(nn.Unflatten(1, (WIDTH, 1)), nn.GroupNorm(4, WIDTH), nn.Flatten())
+    ),
+    "instance norm": task_of(
+        lambda: with_between(nn.Unflatten(1, (8, 8)), nn.InstanceNorm1d(8), nn.Flatten())
+    ),
     "frozen batch norm": task_of(lambda: with_between(nn.BatchNorm1d(WIDTH).eval())),
     "no dropout": task_of(lambda: with_between(nn.Dropout(0.0))),
 }
@@ -135,7 +144,9 @@ def test_coupled_samples_have_no_replicas_unless_asked_for(name: str) -> None:
     assert "Replicas train to other numbers" not in " ".join(sentences(made))
     asked = plan(found, TWO, batch_size=2 * SIZE, microbatches=2, data=2, effort=0.1)
     assert asked.is_sliced
-    assert f"because {found.coupled}: those of 4 microbatches of {SIZE // 2} samples." in " ".join(sentences(asked))
+    assert f"because {found.coupled}: those of 4 microbatches of {SIZE // 2} samples." in " ".join(
+        sentences(asked)
+    )
 
 
 @pytest.mark.parametrize("name", APART)
@@ -204,7 +215,9 @@ def test_a_batch_whose_slices_leave_out_other_numbers_of_targets_is_refused() ->
     trainer = Trainer(APART["plain"], plan(found, TWO, batch_size=2 * SIZE, microbatches=2, effort=0.1))
     inputs, targets = classes(2 * SIZE)
     targets[[0, 1, SIZE // 2]] = -100
-    with pytest.raises(UsageError, match=r"of microbatch 0 of this batch their slices leave out 2, 1 targets \(-100\)"):
+    with pytest.raises(
+        UsageError, match=r"of microbatch 0 of this batch their slices leave out 2, 1 targets \(-100\)"
+    ):
         trainer.step((inputs, targets))
     targets[SIZE // 2 + 1] = -100
     loss = trainer.step((inputs, targets))

@@ -42,14 +42,18 @@ def lowest(found: Simulation, budgets: tuple[int, ...]) -> float:
 def check(seed: int, schedule: str | None = None) -> None:
     rng = Random(seed)
     size, count = rng.choice((2, 4, 6)), rng.randrange(1, 4)
-    profile = sized(rng.choice((plain, hostile, skewed))(rng, count), size, size // 2, *([1] if size == 4 else []))
+    profile = sized(
+        rng.choice((plain, hostile, skewed))(rng, count), size, size // 2, *([1] if size == 4 else [])
+    )
     sizes = [rng.choice((300, 500, 500, 900)) for _ in range(rng.randrange(2, 5))]
     cluster = devices(*(sizes if rng.random() < 0.5 else [AMPLE] * len(sizes)))
     microbatches = 3 if schedule is None else 4
     how = Training(
         batch_size=size * microbatches, microbatches=microbatches, schedule=schedule or rng.choice(SCHEDULES)
     )
-    recompute = rng.choice((*WHOLE_STAGES, "never", "never") if schedule is None else ("stages", "never", "never"))
+    recompute = rng.choice(
+        (*WHOLE_STAGES, "never", "never") if schedule is None else ("stages", "never", "never")
+    )
     made = plan(profile, cluster, how, objective="peak", recompute=recompute, allow_infeasible=True)
     every = [lowest(one, cluster.budgets) for one in simulated(every_plan(profile, cluster, how, recompute))]
     assert made.provenance and made.prediction
@@ -80,8 +84,12 @@ def test_bounds_hold_where_copies_are_gathered(data: int) -> None:
     assert all(one.cast_only for cost in model.costs for one in cost.parameters)
     profile, how = sized(model, 8, 8 // data), Training(batch_size=24, microbatches=3)
     cluster, options = devices(*[AMPLE] * data), Options(recompute="never")
-    made = plan(profile, cluster, how, objective="peak", stages=1, data=data, shard="parameters", recompute="never")
-    tables = DegreeTables(Question(profile=profile, cluster=cluster, training=how, options=options), Degree(data, 1))
+    made = plan(
+        profile, cluster, how, objective="peak", stages=1, data=data, shard="parameters", recompute="never"
+    )
+    tables = DegreeTables(
+        Question(profile=profile, cluster=cluster, training=how, options=options), Degree(data, 1)
+    )
     assert tables.peak(1, Way(shard="parameters"), 0, 8) <= max(Simulation(made).peak_bytes)
 
 
@@ -93,7 +101,10 @@ def test_replicas_exchange_as_many_bytes_as_the_simulator_says(seed: int) -> Non
     profile = sized(hostile(Random(seed), 7, shared=3), 4, 2, blocks=(1, 2, 1, 1, 2))
     how = Training(batch_size=12, microbatches=3)
     question = Question(profile=profile, cluster=devices(AMPLE, AMPLE), training=how, options=Options())
-    tables, costs = DegreeTables(question, Degree(2, 1)), Costs(profile.measurements[0], how, profile.measurements)
+    tables, costs = (
+        DegreeTables(question, Degree(2, 1)),
+        Costs(profile.measurements[0], how, profile.measurements),
+    )
     brought: dict[Sharding, Floats] = {"gradients": tables.trained, "parameters": tables.gathered}
     for (start, stop), shard in product(combinations(range(question.blocks + 1), 2), brought):
         layers = question.edges[start], question.edges[stop]
@@ -102,9 +113,16 @@ def test_replicas_exchange_as_many_bytes_as_the_simulator_says(seed: int) -> Non
         stage = costs.stage(*layers, question.cluster.devices[0].kind, data=2, share=share)
         assert brought[shard][start, stop] == stage.collective_bytes(Action(Kind.UNSHARD, 0, layers=layers))
         inside = set(range(*layers))
-        split = [one for one in profile.measurements[0].shared if inside & set(one.users) and set(one.users) - inside]
+        split = [
+            one
+            for one in profile.measurements[0].shared
+            if inside & set(one.users) and set(one.users) - inside
+        ]
         apart = sum(one.gradient_bytes for one in split)  # summed with the other stages' ones
-        assert tables.gradients[start, stop] == stage.collective_bytes(Action(Kind.REDUCE, 0, layers=layers)) + apart
+        assert (
+            tables.gradients[start, stop]
+            == stage.collective_bytes(Action(Kind.REDUCE, 0, layers=layers)) + apart
+        )
 
 
 @pytest.mark.gallery
@@ -119,7 +137,9 @@ def test_peaks_that_few_microbatches_show_are_those_of_all(stages: int) -> None:
     """Of a step of twenty microbatches under 1F1B, in which the last stage keeps as many losses."""
     profile = sized(heavy(4, times=3), 2, 1)
     how = Training(batch_size=40, microbatches=20)
-    made = plan(profile, devices(*[AMPLE] * 4), how, objective="peak", stages=stages, data=2, shard="parameters")
+    made = plan(
+        profile, devices(*[AMPLE] * 4), how, objective="peak", stages=stages, data=2, shard="parameters"
+    )
     assert made.provenance and made.prediction
     assert made.provenance.value == max(Simulation(made).peak_bytes)
 
@@ -130,16 +150,18 @@ def test_the_fastest_plan_that_fits_may_divide_state(seed: int) -> None:
     rng = Random(seed)
     profile, how = sized(plain(rng, 3), 4, 2), Training(batch_size=12, microbatches=3)
     ample = devices(*[AMPLE] * 3)
-    peaks = {shard: plan(profile, ample, how, objective="peak", shard=shard).provenance for shard in ("none", None)}
+    peaks = {
+        shard: plan(profile, ample, how, objective="peak", shard=shard).provenance for shard in ("none", None)
+    }
     budget = sum(int(made.value) for made in peaks.values() if made) // 2
     cluster = devices(*[budget] * 3)
     made = plan(profile, cluster, how)
     assert made.provenance and made.provenance.bound is not None and made.prediction
     assert max(Simulation(made).peak_bytes) <= budget
     fit = [one for one in simulated(every_plan(profile, cluster, how)) if max(one.peak_bytes) <= budget]
-    assert made.provenance.bound <= min((one.step_seconds[-1] for one in fit), default=made.provenance.bound) * (
-        1 + 1e-9
-    )
+    assert made.provenance.bound <= min(
+        (one.step_seconds[-1] for one in fit), default=made.provenance.bound
+    ) * (1 + 1e-9)
     for shard in SHARDINGS:
         pinned = plan(profile, cluster, how, shard=shard, allow_infeasible=True)
         assert pinned.prediction
@@ -152,7 +174,9 @@ def test_every_planner_gives_replicas_what_they_are_asked_to_divide(planner: str
     """In a bucket for each block where they divide gradients or parameters; and says what whole replicas would need."""
     profile, cluster = sized(plain(Random(1), 5), 4, 2), devices(*[AMPLE] * 5)
     for shard in SHARDINGS:
-        made = plan(profile, cluster, batch_size=8, microbatch_size=4, planner=planner, stages=2, data=2, shard=shard)
+        made = plan(
+            profile, cluster, batch_size=8, microbatch_size=4, planner=planner, stages=2, data=2, shard=shard
+        )
         assert {stage.grid.shard for stage in made.stages} == {shard}
         blocks = [stage.stop - stage.start if shard in IN_BLOCKS else 1 for stage in made.stages]
         assert [stage.grid.buckets for stage in made.stages] == blocks or planner == "joint"
@@ -168,7 +192,9 @@ def test_there_have_to_be_replicas_that_divide() -> None:
     """Where no stage can have two, and under schedules that never flush."""
     profile, cluster = sized(plain(Random(1), 3), 4, 2), devices(*[AMPLE] * 4)
     for planner in ("joint", "exact", "uniform"):
-        with pytest.raises(UsageError, match="divide parameters, and with microbatches of 2 samples no stage can have"):
+        with pytest.raises(
+            UsageError, match="divide parameters, and with microbatches of 2 samples no stage can have"
+        ):
             plan(profile, cluster, batch_size=4, microbatch_size=2, planner=planner, shard="parameters")
         with pytest.raises(UsageError, match="schedule pipedream updates with microbatches in flight"):
             plan(

@@ -42,7 +42,11 @@ AMPLE = 1 << 40
 
 
 def both(
-    chain: Measurement, cluster: Cluster, how: Training, stages: int | None = None, recompute: Recompute = "never"
+    chain: Measurement,
+    cluster: Cluster,
+    how: Training,
+    stages: int | None = None,
+    recompute: Recompute = "never",
 ) -> tuple[Plan, Plan]:
     options = Options(stages=stages, recompute=recompute, allow_infeasible=True)
     question = (profile(chain), cluster, how, options)
@@ -118,7 +122,9 @@ def test_exact_is_exhaustive_where_layers_differ_by_orders_of_magnitude(seed: in
     """A layer that is too large for one stage of 1F1B may fit a later one, which holds fewer microbatches."""
     rng = Random(seed)
     stages = rng.randrange(3, 8)
-    found, best = both(skewed(rng, rng.randrange(stages, 13)), devices(*[AMPLE] * stages), training("1f1b", 8))
+    found, best = both(
+        skewed(rng, rng.randrange(stages, 13)), devices(*[AMPLE] * stages), training("1f1b", 8)
+    )
     assert found.stages == best.stages
 
 
@@ -203,7 +209,12 @@ def test_predicted_peaks_are_what_the_simulator_finds(seed: int) -> None:
 
 def test_the_same_question_has_the_same_answer() -> None:
     """Nothing in a plan depends on chance, apart from how long planning took."""
-    question = (profile(plain(Random(1), 20)), devices(70, 70, 90, 90), training(), Options(allow_infeasible=True))
+    question = (
+        profile(plain(Random(1), 20)),
+        devices(70, 70, 90, 90),
+        training(),
+        Options(allow_infeasible=True),
+    )
     first, second = asked(exact, *question), asked(exact, *question)
     assert first.provenance and second.provenance
     assert replace(first, provenance=replace(first.provenance, seconds=0.0)) == replace(
@@ -239,5 +250,7 @@ def test_layers_that_share_a_parameter_are_in_one_stage_under_endless_schedules(
         assert found.stages == best.stages == made.stages
     inside = sum(any(users[0] < cut <= users[-1] for users in spans) for cut in range(1, len(chain.layers)))
     if inside:
-        with pytest.raises(UsageError, match=r"share a parameter are in one stage.*ask for \d+ stages? or fewer"):
+        with pytest.raises(
+            UsageError, match=r"share a parameter are in one stage.*ask for \d+ stages? or fewer"
+        ):
             plan(profile(chain), devices(*[AMPLE] * 9), how, planner=planner, stages=len(chain.layers))

@@ -20,7 +20,9 @@ from pipefit.planner import plan
         (5, 4, (1, 1, 2, 1)),
     ],
 )
-def test_the_first_and_the_last_stage_hold_one_layer_less(layers: int, stages: int, split: tuple[int, ...]) -> None:
+def test_the_first_and_the_last_stage_hold_one_layer_less(
+    layers: int, stages: int, split: tuple[int, ...]
+) -> None:
     """By the rule worked out by hand: L + 2 dealt evenly, one off at both ends, nobody left empty."""
     assert plan(profile(alike(layers)), devices(*[1 << 40] * stages), planner="first_last").split == split
 

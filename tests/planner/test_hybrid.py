@@ -52,7 +52,9 @@ def every_plan(
     """All plans up to the choice of devices, each with the peaks of its stages."""
     layers, most = len(profile.layers), len(cluster.devices)
     sizes = {one.microbatch_size for one in profile.measurements}
-    degrees = [d for d in range(1, most + 1) if how.microbatch_size % d == 0 and how.microbatch_size // d in sizes]
+    degrees = [
+        d for d in range(1, most + 1) if how.microbatch_size % d == 0 and how.microbatch_size // d in sizes
+    ]
     for stages in range(1, min(layers, most) + 1) if options.stages is None else [options.stages]:
         for cuts in combinations(range(1, layers), stages - 1):
             for chosen in product(degrees, repeat=stages):
@@ -139,7 +141,9 @@ def seconds_of(made: Plan) -> float:
     return Simulation(made).step_seconds[-1]
 
 
-@pytest.mark.parametrize("planner", ["joint", "exact", "uniform", "parameters", "time", "exhaustive", "mpress"])
+@pytest.mark.parametrize(
+    "planner", ["joint", "exact", "uniform", "parameters", "time", "exhaustive", "mpress"]
+)
 def test_every_planner_gives_all_stages_the_replicas_that_are_asked_for(planner: str) -> None:
     """Two of each, on devices of their own; without grids where one is asked for."""
     profile, cluster = sized(plain(Random(1), 5), 4, 2), devices(*[AMPLE] * 5)
@@ -157,7 +161,14 @@ def test_a_layer_that_no_replicas_can_have_is_told_where_all_stages_have_them(pl
     chain = replace(chain, kinds=(*chain.kinds, last), layers=(*chain.layers[:-1], len(chain.kinds)))
     words = "no plan in 4 stages or fewer" if planner == "capture" else "layer3 computes with running"
     with pytest.raises(UsageError, match=words):
-        plan(sized(chain, 4, 2), devices(*[AMPLE] * 4), batch_size=8, microbatch_size=4, planner=planner, data=2)
+        plan(
+            sized(chain, 4, 2),
+            devices(*[AMPLE] * 4),
+            batch_size=8,
+            microbatch_size=4,
+            planner=planner,
+            data=2,
+        )
 
 
 def test_replicas_that_keep_too_much_recompute_and_move_saved_tensors() -> None:
@@ -177,9 +188,15 @@ def test_replicas_that_keep_too_much_recompute_and_move_saved_tensors() -> None:
 
 REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("4 replicas cannot divide microbatches of 6 samples equally: use microbatches of 4 or 12", {"data": 4}),
-    ("3 replicas compute slices of 2 samples, and synthetic was profiled at 3, 6: profile it at 6 and 2", {"data": 3}),
+    (
+        "3 replicas compute slices of 2 samples, and synthetic was profiled at 3, 6: profile it at 6 and 2",
+        {"data": 3},
+    ),
     ("data is 1 or more, not 0", {"data": 0}),
-    ("schedule pipedream updates with microbatches in flight", {"shard": "parameters", "schedule": "pipedream"}),
+    (
+        "schedule pipedream updates with microbatches in flight",
+        {"shard": "parameters", "schedule": "pipedream"},
+    ),
     ("has 4 devices, too few for 3 stages of 2 devices: ask for 2 or fewer", {"data": 2, "stages": 3}),
     ("a stage of 5 replicas of 1 shard each needs 5 devices, and there are 4", {"data": 5}),
 )
@@ -196,7 +213,9 @@ def test_degrees_that_are_not_possible_are_refused() -> None:
 
 @pytest.mark.parametrize("planner", ["joint", "exact"])
 @pytest.mark.parametrize("on_demand", [False, True])
-def test_sizes_that_the_replicas_that_are_asked_for_cannot_divide_are_left_out(planner: str, on_demand: bool) -> None:
+def test_sizes_that_the_replicas_that_are_asked_for_cannot_divide_are_left_out(
+    planner: str, on_demand: bool
+) -> None:
     """Where planners choose the size of microbatches, the smallest may be smaller than the number of replicas."""
     whole = sized(plain(Random(3), 3), 4, 2, 1)
 

@@ -42,7 +42,9 @@ def refusal(*question: object, **options: object) -> str:
 def test_a_size_beyond_all_devices_is_refused(nbytes: int) -> None:
     """A profile written by hand may hold a number that planners cannot add up: it is refused, with the way out."""
     first = alike(4).kinds[0]
-    with pytest.raises(UsageError, match=f"has {nbytes} bytes as buffer_bytes, which no device has: profile again"):
+    with pytest.raises(
+        UsageError, match=f"has {nbytes} bytes as buffer_bytes, which no device has: profile again"
+    ):
         replace(first, buffer_bytes=nbytes)
     for peak in (nbytes, -nbytes):
         with pytest.raises(UsageError, match="bytes as backward_peak, which no device has"):
@@ -65,7 +67,10 @@ def test_a_refusal_says_which_device_which_layers_and_how_many_bytes() -> None:
     names = f"layer{first})" if first == last else f"layer{first} to layer{last})"
     assert text.startswith(f"device {stage} needs ")
     assert f"for stage {stage} ({names}" in text
-    assert f"over its 8.79 KiB ({-(-100 * peaks(made)[stage] // 9000)} % full); no other split fits either" in text
+    assert (
+        f"over its 8.79 KiB ({-(-100 * peaks(made)[stage] // 9000)} % full); no other split fits either"
+        in text
+    )
 
 
 def test_a_host_without_room_is_named_where_every_device_has_enough() -> None:
@@ -73,7 +78,9 @@ def test_a_host_without_room_is_named_where_every_device_has_enough() -> None:
     case = random_case(Random(2), ("1f1b", "gpipe"), layers=3)
     cluster = replace(case.cluster, hosts=(Host(memory_bytes=1),))
     text = refusal(case.profile, cluster, case.training, planner="mpress", objective="throughput")
-    assert text.startswith("host0 has 1 B and would have to keep 212 B of moved tensors, 211 B more: 212 B of device 0")
+    assert text.startswith(
+        "host0 has 1 B and would have to keep 212 B of moved tensors, 211 B more: 212 B of device 0"
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -187,8 +194,9 @@ def test_a_baseline_that_does_not_fit_points_to_the_exact_planner() -> None:
         "What would fit: another split; use the joint or the exact planner"
     )
     less = devices(*[enough - 1] * 4)
-    assert f"What would fit by the exact planner: the same devices with {format_bytes(enough)} each" in refusal(
-        chain, less, how, planner="uniform", stages=4
+    assert (
+        f"What would fit by the exact planner: the same devices with {format_bytes(enough)} each"
+        in refusal(chain, less, how, planner="uniform", stages=4)
     )
     over = asked(uniform, chain, cluster, how, Options(allow_infeasible=True))
     assert max(peaks(over)) > enough

@@ -124,7 +124,10 @@ def test_what_is_pinned_stays() -> None:
     """Where the question says what is recomputed, splits alone are chosen."""
     case = Case(profile(vgg_like()), devices(*[AMPLE] * 4), training("1f1b", 8))
     question = Question(
-        profile=case.profile, cluster=case.cluster, training=case.training, options=Options(recompute="stages")
+        profile=case.profile,
+        cluster=case.cluster,
+        training=case.training,
+        options=Options(recompute="stages"),
     )
     found = solved(question, joint, name="joint")
     assert [decision.why for decision in found.decisions] == ["recompute stages was asked for"] * 4
@@ -170,7 +173,9 @@ def test_a_long_step_simulated_in_short_is_the_long_step(schedule: str) -> None:
         assert short is not None
         assert short.peaks == whole.peaks
         assert short.seconds == pytest.approx(whole.seconds, rel=1e-3)
-        assert (short.simulation.actions < whole.simulation.actions / 5) == (schedule in ("1f1b", "pipedream"))
+        assert (short.simulation.actions < whole.simulation.actions / 5) == (
+            schedule in ("1f1b", "pipedream")
+        )
 
 
 def test_the_plan_of_a_long_step_fits_it() -> None:
@@ -180,7 +185,9 @@ def test_the_plan_of_a_long_step_fits_it() -> None:
     check(Case(question.profile, question.cluster, question.training), found)
 
 
-def test_where_a_few_microbatches_mislead_the_next_best_plan_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_few_microbatches_mislead_the_next_best_plan_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A plan whose steps of all microbatches are longer than a few of them say is no answer if another is faster."""
     question, whole = long_steps("1f1b"), Evaluator.whole
     first = Search(question).best(1.0).evaluation

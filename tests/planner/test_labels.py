@@ -44,7 +44,9 @@ def every_plan(asked: Question) -> Iterator[Plan]:
     """All cuts and degrees on the devices in their order."""
     blocks, most, how = asked.blocks, len(asked.cluster.devices), asked.training
     for stages in range(1, min(blocks, most) + 1):
-        for cuts, degrees in product(combinations(range(1, blocks), stages - 1), product((1, 2, 4), repeat=stages)):
+        for cuts, degrees in product(
+            combinations(range(1, blocks), stages - 1), product((1, 2, 4), repeat=stages)
+        ):
             if sum(degrees) <= most:
                 yield written(asked.profile, asked.cluster, how, (0, *cuts, blocks), degrees)
 

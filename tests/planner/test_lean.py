@@ -59,7 +59,9 @@ def by_hand(profile: ModelProfile, on: Cluster) -> Iterator[Plan]:
             made = written(profile, on, HOW, edges, [data] * stages, "never")
             if data > 1:
                 grids = [replace(stage.grid, shard=shard, buckets=layers) for stage in made.stages]
-                stages_of = tuple(replace(stage, grid=grid) for stage, grid in zip(made.stages, grids, strict=True))
+                stages_of = tuple(
+                    replace(stage, grid=grid) for stage, grid in zip(made.stages, grids, strict=True)
+                )
                 made = replace(made, stages=stages_of)
             for ahead in (0, 1):
                 with suppress(UsageError):

@@ -35,7 +35,12 @@ def by_programme(order: tuple[int, ...], needs: list[int], spares: list[int], ra
         above.append([float(number == n) for n in range(len(pairs))] + [-rates[order[a], order[b]]])
         limits.append(0.0)
     found = linprog(
-        [0.0] * (count - 1) + [1.0], A_ub=above, b_ub=limits, A_eq=equal, b_eq=values, bounds=[(0, None)] * count
+        [0.0] * (count - 1) + [1.0],
+        A_ub=above,
+        b_ub=limits,
+        A_eq=equal,
+        b_eq=values,
+        bounds=[(0, None)] * count,
     )
     return float(found.fun) if found.status == 0 else float("inf")
 

@@ -23,13 +23,18 @@ def test_brute_force_finds_the_split_of_dynamic_programming(seed: int) -> None:
     layers = rng.randrange(2, 10)
     count = rng.randrange(1, layers + 1)
     found = with_runs(rng, layers)
-    ways = [plan(found, devices(*[1 << 40] * count), GPIPE, planner=planner) for planner in ("mcap_bf", "additive")]
+    ways = [
+        plan(found, devices(*[1 << 40] * count), GPIPE, planner=planner)
+        for planner in ("mcap_bf", "additive")
+    ]
     assert ways[0].stages == ways[1].stages
     assert ways[0].provenance.value == ways[1].provenance.value == ways[0].provenance.bound
 
 
 @pytest.mark.parametrize("seed", seeds(1, of=3))
-def test_bayesian_optimisation_finds_what_brute_force_finds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bayesian_optimisation_finds_what_brute_force_finds(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On seven layers and three devices with three seeds; its values are those of the splits. (Of thousands of splits
     it looks at 75, and may miss the best: `benchmarks/bench_mcap.py`.)
     """
@@ -40,7 +45,9 @@ def test_bayesian_optimisation_finds_what_brute_force_finds(seed: int, monkeypat
     every = {(0, *cuts, 7) for cuts in combinations(range(1, 7), 2)}
     assert set(values) <= every and len(values) < len(every)
     assert values == {edges: max(costs.peak(*stage) for stage in pairwise(edges)) for edges in values}
-    assert min(values.values()) == min(max(costs.peak(*stage) for stage in pairwise(edges)) for edges in every)
+    assert min(values.values()) == min(
+        max(costs.peak(*stage) for stage in pairwise(edges)) for edges in every
+    )
 
 
 @pytest.mark.parametrize("planner", ["mcap_bf", "mcap_bo"])

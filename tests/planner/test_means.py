@@ -28,7 +28,9 @@ def planned(
     case: Case, means: Means, planner: str = "joint", *, allow_infeasible: bool = False, effort: float = 1.0
 ) -> Plan:
     options = Options(allow_infeasible=allow_infeasible, effort=effort)
-    asked = Question(profile=case.profile, cluster=case.cluster, training=case.training, options=options, means=means)
+    asked = Question(
+        profile=case.profile, cluster=case.cluster, training=case.training, options=options, means=means
+    )
     return solved(asked, PLANNERS[planner], name=planner)
 
 
@@ -72,7 +74,9 @@ def test_nothing_else_is_used(planner: str, means: Means, allowed: set[str]) -> 
     ("means", "techniques"),
     [(SPARE, (KEEP,)), (Means(host=False, peers=False), (KEEP, RECOMPUTE, JOINED))],
 )
-def test_what_is_allowed_is_used_as_well_as_can_be(seed: int, means: Means, techniques: Sequence[str]) -> None:
+def test_what_is_allowed_is_used_as_well_as_can_be(
+    seed: int, means: Means, techniques: Sequence[str]
+) -> None:
     """Within a tenth of the fastest of all plans that use no more, where one fits."""
     case = random_case(Random(seed), SCHEDULES)
     best = fastest(case, techniques)
@@ -84,7 +88,9 @@ def test_what_is_allowed_is_used_as_well_as_can_be(seed: int, means: Means, tech
 def test_whole_blocks_are_recomputed_as_such() -> None:
     """Of blocks of three layers, of which the second keeps much and is cheap, where runs would be shorter."""
     layers = [keeping_layer(2, kept, 0, 1.0) for kept in (1, 100, 1) * 4]
-    chain = profile(measurement(layers, layer((value(2), value(1)), (value(4),), seconds=0.5)), blocks=[3] * 4)
+    chain = profile(
+        measurement(layers, layer((value(2), value(1)), (value(4),), seconds=0.5)), blocks=[3] * 4
+    )
     case = Case(chain, cluster([300, 300], host_rate=1e-3, peer_rate=1e-3), training("1f1b", 4))
     lengths = {}
     for way in ("runs", "blocks"):
@@ -114,7 +120,11 @@ TECHNIQUES = [
 
 def allows(more: Means, fewer: Means) -> bool:
     """Whether a question allows every technique that another does."""
-    pairs = (more.recompute != "never", fewer.recompute != "never"), (more.host, fewer.host), (more.peers, fewer.peers)
+    pairs = (
+        (more.recompute != "never", fewer.recompute != "never"),
+        (more.host, fewer.host),
+        (more.peers, fewer.peers),
+    )
     return all(one or not other for one, other in pairs)
 
 
@@ -143,7 +153,9 @@ def test_what_cannot_fit_or_be_faster_is_not_searched(monkeypatch: pytest.Monkey
     case = Case(chain, cluster([150], host_rate=1e-3, peer_rate=1.0), training("1f1b", 4))
     searched = list[Means]()
     restricted = Filler.restricted
-    monkeypatch.setattr(Filler, "restricted", lambda self, means: searched.append(means) or restricted(self, means))
+    monkeypatch.setattr(
+        Filler, "restricted", lambda self, means: searched.append(means) or restricted(self, means)
+    )
     planned(case, Means())
     assert {(means.recompute, means.host) for means in searched} == {("runs", False), ("runs", True)}
 

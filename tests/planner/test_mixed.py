@@ -44,7 +44,9 @@ def every_plan(profile: ModelProfile, cluster: Cluster) -> Iterator[Plan]:
                 profile=profile,
                 cluster=cluster,
                 training=HOW,
-                stages=tuple(Stage(start=a, stop=b, grid=grid) for (a, b), grid in zip(edges, grids, strict=True)),
+                stages=tuple(
+                    Stage(start=a, stop=b, grid=grid) for (a, b), grid in zip(edges, grids, strict=True)
+                ),
                 decisions=tuple(
                     Decision(stage=number, subject=Run(start=a, stop=b), what=What.RECOMPUTE)
                     for number, ((a, b), (_, again)) in enumerate(zip(edges, chosen, strict=True))
@@ -66,7 +68,8 @@ def test_stages_run_again_where_nothing_fits_that_keeps_all(seed: int) -> None:
     profile = sized(rng.choice((plain, skewed))(rng, 3), 4, 2)
     ample = devices(*[1 << 40] * 3)
     kept, lean = (
-        min(peak(one) for one in every_plan(profile, ample) if bool(one.decisions) is again) for again in (False, True)
+        min(peak(one) for one in every_plan(profile, ample) if bool(one.decisions) is again)
+        for again in (False, True)
     )
     budget = rng.choice((lean - 1, lean, (lean + kept) // 2))
     cluster = devices(*[budget] * 3)
@@ -149,12 +152,18 @@ def test_another_schedule_is_taken_where_it_is_faster_and_fits() -> None:
     assert not [*otherwise([eager], ways)]
     assert not [
         *otherwise(
-            [first._replace(decisions=(Decision(stage=0, subject=Run(start=0, stop=1), what=What.RECOMPUTE),))], ways
+            [
+                first._replace(
+                    decisions=(Decision(stage=0, subject=Run(start=0, stop=1), what=What.RECOMPUTE),)
+                )
+            ],
+            ways,
         )
     ]
     assert not [*otherwise([], ways)]
     tight = replace(
-        loose, devices=tuple(replace(d, memory_bytes=n) for d, n in zip(loose.devices, first.peaks, strict=True))
+        loose,
+        devices=tuple(replace(d, memory_bytes=n) for d, n in zip(loose.devices, first.peaks, strict=True)),
     )
     assert not [*otherwise([known(tight, ways[0])], ways)]
 
@@ -163,9 +172,13 @@ def test_where_simulations_take_long_plans_that_are_estimated_to_be_slower_are_n
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They are all the same where nothing is known, or where they are estimated to be faster."""
-    question = Question(profile=sized(plain(Random(2), 4), 4, 2, 1), cluster=devices(*[AMPLE] * 3), training=HOW)
+    question = Question(
+        profile=sized(plain(Random(2), 4), 4, 2, 1), cluster=devices(*[AMPLE] * 3), training=HOW
+    )
 
-    def found(at_most: float = float("inf"), below: float = float("inf")) -> tuple[Split, float, float] | None:
+    def found(
+        at_most: float = float("inf"), below: float = float("inf")
+    ) -> tuple[Split, float, float] | None:
         best = mixed(question, at_most, below)
         return best and (best.split, best.seconds, best.estimated)
 

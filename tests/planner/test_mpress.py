@@ -26,7 +26,9 @@ def chain_of(*seconds: float):
 
 
 def planned(case: Case, planner=mpress, **options: object) -> Plan:
-    question = Question(profile=case.profile, cluster=case.cluster, training=case.training, options=Options(**options))
+    question = Question(
+        profile=case.profile, cluster=case.cluster, training=case.training, options=Options(**options)
+    )
     return solved(question, planner, name=planner.__name__)
 
 
@@ -118,4 +120,6 @@ def test_joint_is_never_slower(seed: int) -> None:
     assert made.prediction and made.prediction.peak_bytes == Simulation(made).peak_bytes
     if all(p <= b for p, b in zip(made.prediction.peak_bytes, case.cluster.budgets, strict=True)):
         better = planned(case, joint)
-        assert better.prediction and better.prediction.step_seconds <= made.prediction.step_seconds * (1 + 1e-9)
+        assert better.prediction and better.prediction.step_seconds <= made.prediction.step_seconds * (
+            1 + 1e-9
+        )

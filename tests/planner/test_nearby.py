@@ -40,7 +40,9 @@ def even(asked: Question) -> Iterator[Plan]:
     layers, count = len(asked.profile.layers), len(asked.cluster.devices)
     for data in (1, 2, 4):
         stages = min(layers, count // data)
-        edges = [sum(layers // stages + (n < layers % stages) for n in range(stop)) for stop in range(stages + 1)]
+        edges = [
+            sum(layers // stages + (n < layers % stages) for n in range(stop)) for stop in range(stages + 1)
+        ]
         if stages:
             yield written(asked.profile, asked.cluster, asked.training, edges, [data] * stages, "never")
 
@@ -67,7 +69,9 @@ def test_no_plan_of_equal_degrees_and_none_with_a_cut_moved_is_faster(seed: int)
         return
     made = plan_of(asked, best.split, decisions=best.decisions or None)
     beside = [
-        one for one in map(Simulation, moved(made)) if all(map(int.__le__, one.peak_bytes, asked.cluster.budgets))
+        one
+        for one in map(Simulation, moved(made))
+        if all(map(int.__le__, one.peak_bytes, asked.cluster.budgets))
     ]
     assert Simulation(made).step_seconds[-1] == best.seconds
     assert all(best.seconds <= one.step_seconds[-1] for one in (*fitting, *beside))
@@ -116,7 +120,9 @@ def test_replicas_divide_their_state_where_updates_of_all_of_it_take_longer() ->
     others = []
     for shard, buckets in product(get_args(Sharding), (1, 4, 64)):
         grids = (replace(stage.grid, shard=shard, buckets=buckets) for stage in whole.stages)
-        made = replace(whole, stages=tuple(replace(s, grid=g) for s, g in zip(whole.stages, grids, strict=True)))
+        made = replace(
+            whole, stages=tuple(replace(s, grid=g) for s, g in zip(whole.stages, grids, strict=True))
+        )
         others.append(Simulation(made).step_seconds[-1])
     assert best.split.grids[0].shard != "none"
     assert best.seconds <= 1.01 * min(others)
@@ -126,13 +132,16 @@ def test_replicas_divide_their_state_where_updates_of_all_of_it_take_longer() ->
 def test_no_plan_of_equal_degrees_is_faster_whatever_its_replicas_divide(seed: int, factor: int) -> None:
     """Nor in any number of buckets, though its split is slower as long as replicas sum behind the last backward."""
     asked = question(seed)
-    slow = tuple(replace(link, bytes_per_second=link.bytes_per_second / factor) for link in asked.cluster.links)
+    slow = tuple(
+        replace(link, bytes_per_second=link.bytes_per_second / factor) for link in asked.cluster.links
+    )
     asked = replace(asked, cluster=replace(asked.cluster, links=slow))
     best = mixed(asked)
     assert best is not None
     for made, shard, buckets in product(even(asked), get_args(Sharding), (1, 4, 16)):
         grids = (
-            replace(one.grid, shard=shard, buckets=buckets) if one.grid.data > 1 else one.grid for one in made.stages
+            replace(one.grid, shard=shard, buckets=buckets) if one.grid.data > 1 else one.grid
+            for one in made.stages
         )
         stages = tuple(replace(one, grid=grid) for one, grid in zip(made.stages, grids, strict=True))
         found = Simulation(replace(made, stages=stages))

@@ -31,14 +31,23 @@ CASES = {
     "unlike devices": (hostile(Random(5), 8), devices(AMPLE, 2 * AMPLE, AMPLE), training("1f1b", 9), None),
     "all alike": (alike(11), devices(*[AMPLE] * 3), training("gpipe", 3), None),
     "PipeDream": (hostile(Random(7), 9, shared=0), devices(*[AMPLE] * 4), training("pipedream", 3), None),
-    "two versions": (hostile(Random(8), 8, shared=0), devices(*[AMPLE] * 3), training("pipedream-2bw", 5), None),
+    "two versions": (
+        hostile(Random(8), 8, shared=0),
+        devices(*[AMPLE] * 3),
+        training("pipedream-2bw", 5),
+        None,
+    ),
     "devices too small": (plain(Random(6), 8), devices(1, 1, 2), training("1f1b", 2), None),
 }
 
 
 SLOW = ("bayesian", "mcap_bo")  # which try a few cases in every run, and all of them in the gallery
 EVERY = [(planner, case) for planner in PLANNERS for case in CASES]
-OFTEN = [(p, c) for p, c in EVERY if p not in SLOW or c in ("fewer stages than devices", "unlike devices", "PipeDream")]
+OFTEN = [
+    (p, c)
+    for p, c in EVERY
+    if p not in SLOW or c in ("fewer stages than devices", "unlike devices", "PipeDream")
+]
 
 
 @pytest.mark.parametrize(("planner", "case"), sampled(EVERY, often=OFTEN))
@@ -50,7 +59,9 @@ def test_a_plan_holds_every_layer_once_and_predicts_every_device(
     """
     if planner in SLOW:
         pytest.importorskip("skopt")
-        monkeypatch.setattr(sys.modules["pipefit.planner.baselines.mcap"], "EVALUATIONS", 11)  # all 75 take a minute
+        monkeypatch.setattr(
+            sys.modules["pipefit.planner.baselines.mcap"], "EVALUATIONS", 11
+        )  # all 75 take a minute
     chain, cluster, how, stages = CASES[case]
     options = Options(stages=stages, allow_infeasible=True)
     made = asked(PLANNERS[planner], with_runs(chain, how), cluster, how, options)
@@ -62,7 +73,9 @@ def test_a_plan_holds_every_layer_once_and_predicts_every_device(
     assert made.prediction.step_seconds > 0
     best = asked(exact, profile(chain), cluster, how, options)
     assert best.prediction
-    assert made.decisions or fullness(best) <= fullness(made)  # what is recomputed or moved may empty them further
+    assert made.decisions or fullness(best) <= fullness(
+        made
+    )  # what is recomputed or moved may empty them further
 
 
 def with_runs(chain: Measurement, how: Training) -> ModelProfile:
@@ -74,7 +87,9 @@ def with_runs(chain: Measurement, how: Training) -> ModelProfile:
 
 def fullness(made) -> list[float]:
     """How full the devices are, the fullest first."""
-    return sorted((p / b for p, b in zip(made.prediction.peak_bytes, made.cluster.budgets, strict=True)), reverse=True)
+    return sorted(
+        (p / b for p, b in zip(made.prediction.peak_bytes, made.cluster.budgets, strict=True)), reverse=True
+    )
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -86,7 +101,9 @@ def test_the_heaviest_part_is_as_light_as_any_split_allows(seed: int) -> None:
     heaviest, edges = lightest_parts(weights, parts)
     assert len(edges) == parts + 1 and all(a < b for a, b in pairwise(edges))
     splits = [(0, *cuts, len(weights)) for cuts in combinations(range(1, len(weights)), parts - 1)]
-    assert heaviest == max(heaviness(weights, edges)) == min(max(heaviness(weights, split)) for split in splits)
+    assert (
+        heaviest == max(heaviness(weights, edges)) == min(max(heaviness(weights, split)) for split in splits)
+    )
 
 
 def heaviness(weights: list[int], edges: tuple[int, ...]) -> list[int]:
@@ -161,11 +178,17 @@ def test_a_wrong_question_is_refused(wrong: dict[str, object], says: str) -> Non
 
 @pytest.mark.parametrize("planner", ["joint", "exact"])
 @pytest.mark.parametrize("batch", [5, 100])
-def test_a_batch_that_microbatches_do_not_divide_is_refused_with_ones_that_they_do(batch: int, planner: str) -> None:
+def test_a_batch_that_microbatches_do_not_divide_is_refused_with_ones_that_they_do(
+    batch: int, planner: str
+) -> None:
     """Where their size is profiled and their number follows, each batch size that the refusal names can be planned."""
-    costs = replace(profile(alike(8)), measurements=(replace(profile(alike(8)).measurements[0], microbatch_size=32),))
+    costs = replace(
+        profile(alike(8)), measurements=(replace(profile(alike(8)).measurements[0], microbatch_size=32),)
+    )
     cluster = devices(*[AMPLE] * 4)
-    with pytest.raises(UsageError, match=f"a batch of {batch} is not a whole number of microbatches of 32") as refusal:
+    with pytest.raises(
+        UsageError, match=f"a batch of {batch} is not a whole number of microbatches of 32"
+    ) as refusal:
         plan(costs, cluster, batch_size=batch, planner=planner)
     named = re.findall(r"[0-9]+", str(refusal.value).partition(": use ")[2])
     assert named
@@ -175,5 +198,7 @@ def test_a_batch_that_microbatches_do_not_divide_is_refused_with_ones_that_they_
 
 def test_the_exhaustive_planner_refuses_what_it_cannot_finish() -> None:
     """It says how many splits there are, and who can do it."""
-    with pytest.raises(UsageError, match=f"100 layers on 16 stages split in {comb(99, 15):,} ways.*exact planner"):
+    with pytest.raises(
+        UsageError, match=f"100 layers on 16 stages split in {comb(99, 15):,} ways.*exact planner"
+    ):
         plan(profile(alike(100)), devices(*[AMPLE] * 16), planner="exhaustive")

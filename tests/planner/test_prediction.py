@@ -19,7 +19,9 @@ GPIPE = training("gpipe", 4)
 def enumerated(predictor, layers: int, count: int) -> tuple[int, ...]:
     """Brute force: the fullest device left out again and again is a comparison of peaks in descending order."""
     splits = [(0, *cuts, layers) for cuts in combinations(range(1, layers), count - 1)]
-    peaks = {s: sorted((predictor(n, *ends) for n, ends in enumerate(pairwise(s))), reverse=True) for s in splits}
+    peaks = {
+        s: sorted((predictor(n, *ends) for n, ends in enumerate(pairwise(s))), reverse=True) for s in splits
+    }
     return min(splits, key=lambda split: (peaks[split], split[::-1]))
 
 

@@ -23,12 +23,16 @@ from pipefit.simulator import Simulation
 from sampled import sampled
 
 HOW = Training(batch_size=8, microbatches=2)
-EVERY = sorted([Degree(1, 1), Degree(2, 1), *(Degree(data, 2, also) for data in (1, 2) for also in (False, True))])
+EVERY = sorted(
+    [Degree(1, 1), Degree(2, 1), *(Degree(data, 2, also) for data in (1, 2) for also in (False, True))]
+)
 
 
 @cache
 def costs(*, tied: bool = False) -> ModelProfile:
-    task = models.build("gpt", layers=1, hidden=16, heads=2, vocabulary=32, sequence=8, dropout=0.0, tied=tied)
+    task = models.build(
+        "gpt", layers=1, hidden=16, heads=2, vocabulary=32, sequence=8, dropout=0.0, tied=tied
+    )
     return profile(task, microbatch_size=(4, 2), tensor=(2,), sequences=True, target="cuda")
 
 
@@ -102,7 +106,11 @@ def test_sequence_parallelism_is_chosen_where_it_saves_and_pinned() -> None:
 def test_degrees_that_divide_a_shared_parameter_otherwise_are_searched_apart() -> None:
     """Stages of both could not be trained: slices of other sizes may be divided in another way."""
     of = costs(tied=True)
-    forms = [[replace(one, form=str(m.microbatch_size)) for one in m.shared] for m in of.measurements if m.tensor == 2]
+    forms = [
+        [replace(one, form=str(m.microbatch_size)) for one in m.shared]
+        for m in of.measurements
+        if m.tensor == 2
+    ]
     by_size = [replace(m, shared=tuple(forms.pop(0))) if m.tensor == 2 else m for m in of.measurements]
     one, other = (
         Question(profile=replace(of, measurements=tuple(made)), cluster=devices(*[AMPLE] * 6), training=HOW)

@@ -27,10 +27,14 @@ def pairs(
     """Every two devices behind one wire to the host; links between some two devices, or all."""
     numbers = range(devices)
     up = [
-        Link(members=(Member.device(n), Member.host(0)), bytes_per_second=rate, wire=f"uplink{n // 2}") for n in numbers
+        Link(members=(Member.device(n), Member.host(0)), bytes_per_second=rate, wire=f"uplink{n // 2}")
+        for n in numbers
     ]
     across = [
-        Link(members=(Member.device(a), Member.device(b)), bytes_per_second=float(rng.choice((1, 2)) if rng else 4))
+        Link(
+            members=(Member.device(a), Member.device(b)),
+            bytes_per_second=float(rng.choice((1, 2)) if rng else 4),
+        )
         for a in numbers
         for b in range(a)
         if rng is None or rng.random() < links
@@ -82,7 +86,9 @@ def test_early_stages_share_uplinks_with_late_ones_on_a_dgx1() -> None:
     for stage, device in enumerate(found):
         loads[device // 2] += 8 - stage
     assert loads == [9] * 4
-    lanes = {frozenset(m.number for m in link.members): link.lanes for link in there.links if link.wire is None}
+    lanes = {
+        frozenset(m.number for m in link.members): link.lanes for link in there.links if link.wire is None
+    }
     assert [lanes.get(frozenset(pair)) for pair in pairwise(found)] == [2] * 7
 
 

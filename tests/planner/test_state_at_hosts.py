@@ -55,7 +55,9 @@ def written(rng: Random, asked: Case) -> Plan:
                     found.append(Decision(stage=number, subject=state, what=What.UPDATE, place=HOST))
                 case "optimizer" | "gradients" | "parameters" as kind:
                     moved = State(start=n, stop=n + 1, kind=kind)
-                    found.append(Decision(stage=number, subject=moved, what=What.OFFLOAD, place=HOST, ahead=1))
+                    found.append(
+                        Decision(stage=number, subject=moved, what=What.OFFLOAD, place=HOST, ahead=1)
+                    )
     return Plan(
         profile=asked.profile,
         cluster=asked.cluster,
@@ -111,6 +113,8 @@ def test_gradients_and_parameters_move_where_nothing_else_is_enough() -> None:
     budget = asked.cluster.budgets[0]
     free, kept = (solved(question(asked, spill=spill), joint, name="joint") for spill in (True, False))
     assert free.prediction and kept.prediction
-    moved = {d.subject.kind for d in free.decisions if isinstance(d.subject, State) and d.what is What.OFFLOAD}
+    moved = {
+        d.subject.kind for d in free.decisions if isinstance(d.subject, State) and d.what is What.OFFLOAD
+    }
     assert moved & {"gradients", "parameters"}
     assert max(free.prediction.peak_bytes) <= budget < max(kept.prediction.peak_bytes)

@@ -141,7 +141,11 @@ def away(asked: Question, stage: int, start: int, stop: int) -> tuple[Decision, 
         if saved.origin.kind == "own"
     )
     subject = SavedTensors(tensors=tensors)
-    return (Decision(stage=stage, subject=subject, what=What.OFFLOAD, place=parse_place("host"), behind=1, ahead=1),)
+    return (
+        Decision(
+            stage=stage, subject=subject, what=What.OFFLOAD, place=parse_place("host"), behind=1, ahead=1
+        ),
+    )
 
 
 @pytest.mark.parametrize("rate", [1e3, 1e9])
@@ -159,7 +163,10 @@ def test_a_peer_never_makes_a_plan_of_any_degrees_slower(seed: int, rate: float)
 def test_tensors_move_to_devices_that_have_memory_left() -> None:
     """Of several of these questions, of replicas too, steps are then shorter; none does over a slow link."""
     for data in (None, 2):
-        pairs = [(mixed(one), mixed(replace(one, means=BARE))) for one in (lent(seed, data=data) for seed in range(6))]
+        pairs = [
+            (mixed(one), mixed(replace(one, means=BARE)))
+            for one in (lent(seed, data=data) for seed in range(6))
+        ]
         lending = [(found, alone) for found, alone in pairs if found and moves(found, MemberKind.DEVICE)]
         assert lending
         for found, alone in lending:
@@ -176,5 +183,8 @@ def test_peers_get_as_much_as_they_have_room_for(seed: int) -> None:
     alone, found = mixed(replace(asked, means=BARE)), mixed(asked)
     assert alone and found and found.seconds < alone.seconds
     check(found)
-    ways = [{one.what for one in found.decisions if one.stage == stage} for stage in range(len(found.split.devices))]
+    ways = [
+        {one.what for one in found.decisions if one.stage == stage}
+        for stage in range(len(found.split.devices))
+    ]
     assert {What.RECOMPUTE, What.OFFLOAD} in ways

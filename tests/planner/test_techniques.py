@@ -48,7 +48,10 @@ def test_the_rule_of_mpress_chooses_as_the_paper_does(name: str) -> None:
 def test_the_rates_of_the_machine_give_the_same_choices(name: str) -> None:
     """Round trips at 10.4 GB/s to the host and 72 GB/s to peers, as the table's bytes and times say of the first."""
     megabytes, interval, recompute, _, _, choice = PAPER[name]
-    assert mpress_choice(costs_of(megabytes, interval, recompute, 2 * megabytes / 10.4, 2 * megabytes / 72)) == choice
+    assert (
+        mpress_choice(costs_of(megabytes, interval, recompute, 2 * megabytes / 10.4, 2 * megabytes / 72))
+        == choice
+    )
 
 
 @pytest.mark.parametrize("name", PAPER)
@@ -103,7 +106,9 @@ def decided(
     of = measurement([*others, *own] if last else [*own, *others], loss)
     chain = profile(of, blocks=[1] * (STAGES - 1) + [2] if last else [2] + [1] * (STAGES - 1))
     budget = round((1.5 if last else STAGES - 0.5) * nbytes) + 1000
-    there = cluster([budget] * STAGES, host_rate=2 * nbytes / host, peer_rate=2 * nbytes / peer / (STAGES - 1))
+    there = cluster(
+        [budget] * STAGES, host_rate=2 * nbytes / host, peer_rate=2 * nbytes / peer / (STAGES - 1)
+    )
     question = Question(profile=chain, cluster=there, training=training("1f1b", 20))
     found = solved(question, joint, name="joint").decisions
     places = {"host" if "host" in str(d.place) else "peers" for d in found if d.what is What.OFFLOAD}
@@ -122,7 +127,8 @@ def test_mpress_never_adds_more_than_any_technique(seed: int) -> None:
         peer_seconds=seconds[2],
     )  # fmt: skip
     by_hand = {"recompute": seconds[0]} | {
-        name: None if s is None else max(0, s - interval) for name, s in (("host", seconds[1]), ("peers", seconds[2]))
+        name: None if s is None else max(0, s - interval)
+        for name, s in (("host", seconds[1]), ("peers", seconds[2]))
     }
     added = by_hand[mpress_choice(costs).value]
     assert added is not None and added == min(s for s in by_hand.values() if s is not None)

@@ -31,7 +31,9 @@ def longest(updates: list[Update], away: frozenset[int]) -> float:
 def every(updates: list[Update]) -> float:
     """The shortest of all divisions."""
     stages = range(len(updates))
-    return min(longest(updates, frozenset(some)) for n in range(len(updates) + 1) for some in combinations(stages, n))
+    return min(
+        longest(updates, frozenset(some)) for n in range(len(updates) + 1) for some in combinations(stages, n)
+    )
 
 
 def found_by(monkeypatch: pytest.MonkeyPatch, updates: list[Update]) -> list[frozenset[int]]:
@@ -73,7 +75,9 @@ def test_random_stages_are_divided_nearly_as_well(monkeypatch: pytest.MonkeyPatc
 def test_the_seconds_are_those_of_the_stage() -> None:
     """Of a byte of parameters, of gradients and of state the host moves 5, at 80 % of its rate; 1 moves each way."""
     chain = profile(measurement([keeping_layer(1, 1, 1, 1.0)] * 2, layer((value(1), value(1)), (value(4),))))
-    slow = replace(cluster([99], host_rate=4.0, peer_rate=1.0), hosts=(Host(memory_bytes=99, memory_bandwidth=10.0),))
+    slow = replace(
+        cluster([99], host_rate=4.0, peer_rate=1.0), hosts=(Host(memory_bytes=99, memory_bandwidth=10.0),)
+    )
     question = Question(profile=chain, cluster=slow, training=training("1f1b", 1))
     update = (_updates(question, Split((0, 2), (0,))) or [])[0]
     assert (update.host, update.wire_seconds) == (0, pytest.approx(2 / 4.0))

@@ -24,7 +24,9 @@ def costs() -> ModelProfile:
 
 @pytest.mark.parametrize("recompute", ["never", "except_last"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_exact_finds_what_trying_all_splits_finds(costs: ModelProfile, schedule: str, recompute: Recompute) -> None:
+def test_exact_finds_what_trying_all_splits_finds(
+    costs: ModelProfile, schedule: str, recompute: Recompute
+) -> None:
     """The same split, ties included, and the peaks that the simulator finds for it."""
     training = Training(batch_size=12 * 92, microbatches=12, schedule=schedule)
     cluster = Cluster.emulated((4, 1 << 40))

@@ -92,10 +92,14 @@ def _old_norm() -> nn.Module:
         return nn.utils.weight_norm(nn.Linear(10, 10))
 
 
-@pytest.mark.parametrize(("part", "attribute"), [(Cached, "table"), (Stashing, "seen"), (_old_norm, "weight")])
+@pytest.mark.parametrize(
+    ("part", "attribute"), [(Cached, "table"), (Stashing, "seen"), (_old_norm, "weight")]
+)
 def test_a_forward_that_puts_a_tensor_into_an_attribute_is_refused(
     part: Callable[[], nn.Module], attribute: str
 ) -> None:
     """The layer and the attribute are named, and the way out."""
-    with pytest.raises(UsageError, match=rf"layer 1 .* puts a tensor into the attribute '{attribute}'.*make it a buf"):
+    with pytest.raises(
+        UsageError, match=rf"layer 1 .* puts a tensor into the attribute '{attribute}'.*make it a buf"
+    ):
         plan_for(_task(part), Random(0))

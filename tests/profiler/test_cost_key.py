@@ -73,7 +73,9 @@ def test_layers_that_may_cost_differently_are_not(one: nn.Module, other: nn.Modu
     assert cost_key(one) != cost_key(other)
 
 
-@pytest.mark.parametrize("build", [hooked, lambda: Own({"a": 1}), lambda: Own(lambda: 1), lambda: Own(torch.ones(2))])
+@pytest.mark.parametrize(
+    "build", [hooked, lambda: Own({"a": 1}), lambda: Own(lambda: 1), lambda: Own(torch.ones(2))]
+)
 def test_what_cannot_be_compared_is_like_itself_alone(build: Callable[[], nn.Module]) -> None:
     """A module with hooks, or with a setting that is no plain value, is like no other; and like itself."""
     layer, other = build(), build()
@@ -112,7 +114,8 @@ def deep(blocks: int) -> Task:
 def test_equal_blocks_of_a_traced_model_are_alike() -> None:
     """However many there are, their layers have the keys of one block."""
     few, many = (
-        [cost_key(layer.module) for layer in capture(task, *sample(task, 2)).layers] for task in map(deep, (2, 5))
+        [cost_key(layer.module) for layer in capture(task, *sample(task, 2)).layers]
+        for task in map(deep, (2, 5))
     )
     assert len(few) < len(many)
     assert len(set(few)) == len(set(many)) == 3

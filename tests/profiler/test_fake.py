@@ -94,7 +94,9 @@ def stage(task: Task) -> StageStorages:
 @pytest.mark.parametrize("inplace", [False, True])
 def test_a_storage_that_two_layers_hold_counts_once(inplace: bool) -> None:
     """Linear, ReLU, Linear: beside its input the stage keeps one activation, which ReLU and the second Linear share."""
-    task = task_of(lambda: [nn.Linear(8, 100), nn.ReLU(inplace), nn.Linear(100, 50, bias=False), nn.Linear(50, 4)])
+    task = task_of(
+        lambda: [nn.Linear(8, 100), nn.ReLU(inplace), nn.Linear(100, 50, bias=False), nn.Linear(50, 4)]
+    )
     activation, output = SIZE * 100 * 4, SIZE * 50 * 4
     storages = stage(task)
     flights = Flights(storages)
@@ -162,9 +164,16 @@ def test_optimizer_state_is_a_multiple_of_the_parameters(
 
 def test_frozen_parameters_cost_no_gradients_and_no_state() -> None:
     """What does not learn is neither differentiated nor updated."""
-    task = task_of(lambda: [nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 4)], optimizer=torch.optim.AdamW)
+    task = task_of(
+        lambda: [nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 4)], optimizer=torch.optim.AdamW
+    )
     frozen, learning = profile(task, microbatch_size=SIZE).measurements[0].costs
-    assert (frozen.gradient_bytes, frozen.state_bytes, frozen.update_first_peak_bytes, frozen.saved) == (0, 0, 0, ())
+    assert (frozen.gradient_bytes, frozen.state_bytes, frozen.update_first_peak_bytes, frozen.saved) == (
+        0,
+        0,
+        0,
+        (),
+    )
     assert not any(parameter.trainable for parameter in frozen.parameters)
     assert learning.gradient_bytes and learning.state_bytes
 
@@ -176,7 +185,9 @@ def saved_bytes(found: ModelProfile) -> int:
 
 def test_a_cuda_target_saves_boolean_masks() -> None:
     """For CUDA, dropout saves a byte an element where the CPU saves the element's type: fewer bytes in all."""
-    task = build("gpt", layers=1, hidden=32, heads=4, vocabulary=64, sequence=16, dropout=0.1, attention="eager")
+    task = build(
+        "gpt", layers=1, hidden=32, heads=4, vocabulary=64, sequence=16, dropout=0.1, attention="eager"
+    )
     cpu, cuda = (profile(task, microbatch_size=SIZE, target=target) for target in ("cpu", "cuda"))
     masks = [
         [tensor for cost in found.measurements[0].costs for tensor in cost.saved if tensor.dtype == "bool"]
@@ -201,11 +212,16 @@ def test_a_large_model_needs_no_memory() -> None:
 def test_an_existing_module_is_left_alone() -> None:
     """A module of the user's keeps tensors, numbers and mode; its profile is that of training in this mode."""
     module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 4)).eval()
-    tensors, before = dict(module.state_dict(keep_vars=True)), {k: v.clone() for k, v in module.state_dict().items()}
+    tensors, before = (
+        dict(module.state_dict(keep_vars=True)),
+        {k: v.clone() for k, v in module.state_dict().items()},
+    )
     task = Task(module, batch=lambda size: (torch.randn(size, 8), torch.randn(size, 4)), loss=F.mse_loss)
     found = profile(task, microbatch_size=SIZE)
     after = module.state_dict(keep_vars=True)
-    assert all(after[name] is tensor and torch.equal(tensor, before[name]) for name, tensor in tensors.items())
+    assert all(
+        after[name] is tensor and torch.equal(tensor, before[name]) for name, tensor in tensors.items()
+    )
     assert not module.training and all(parameter.grad is None for parameter in module.parameters())
     built = Task(
         lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 4)).eval(),

@@ -51,7 +51,9 @@ def fed_back(found: ModelProfile) -> list[str]:
     return [name.removeprefix("part.") for name in names]
 
 
-@pytest.mark.parametrize(("name", "by_hand"), [(n, way) for n, (_, _, ways) in FEEDING_BACK.items() for way in ways])
+@pytest.mark.parametrize(
+    ("name", "by_hand"), [(n, way) for n, (_, _, ways) in FEEDING_BACK.items() for way in ways]
+)
 def test_buffers_that_feed_back(name: str, by_hand: bool) -> None:
     """Those that a forward changes, in whatever way, and on which its outputs or its gradients depend."""
     build, expected, _ = FEEDING_BACK[name]
@@ -219,7 +221,9 @@ class Growing(Late):
 @pytest.mark.parametrize("build", [Late, Growing])
 def test_a_buffer_that_changes_its_size_is_refused(build: type[nn.Module]) -> None:
     """No plan says what it takes; the error names it and the way out."""
-    with pytest.raises(UsageError, match=r"gives the buffer 'average' another shape.*register it with a tensor"):
+    with pytest.raises(
+        UsageError, match=r"gives the buffer 'average' another shape.*register it with a tensor"
+    ):
         profile(task_with(build, by_hand=True), microbatch_size=3)
 
 
@@ -249,5 +253,7 @@ def test_a_loss_that_counts_is_refused_too(way: str) -> None:
         loss=loss if way == "module" else loss.method,
     )
     found = profile(task, microbatch_size=3)
-    with pytest.raises(UsageError, match="cannot recompute the loss, which changes 'calls', which is no buffer"):
+    with pytest.raises(
+        UsageError, match="cannot recompute the loss, which changes 'calls', which is no buffer"
+    ):
         plan(found, Cluster.emulated((2, 1 << 30)), batch_size=6, recompute="always")

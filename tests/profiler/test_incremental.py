@@ -98,7 +98,9 @@ def test_a_break_loses_nothing(tmp_path: Path, breaks_after: int) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["runs.json"]
 
 
-def test_a_break_while_runs_are_saved_leaves_the_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_break_while_runs_are_saved_leaves_the_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The runs before are there, and nothing lies beside them."""
     store = tmp_path / "runs.json"
     with pytest.raises(KeyboardInterrupt):
@@ -128,10 +130,16 @@ def test_runs_of_something_else_are_refused(tmp_path: Path) -> None:
     store = tmp_path / "runs.json"
     MadeUp().profile(store)
     before = store.read_text()
-    with pytest.raises(FileError, match=r"runs made for 4 devices of .*, not 5 devices of .*: name another file"):
+    with pytest.raises(
+        FileError, match=r"runs made for 4 devices of .*, not 5 devices of .*: name another file"
+    ):
         MadeUp().profile(store, devices=5)
     assert store.read_text() == before
-    for text in ('{"runs": 3}', before.replace('"peaks": [', '"peaks": [1, '), before.replace('"stages"', '"edges"')):
+    for text in (
+        '{"runs": 3}',
+        before.replace('"peaks": [', '"peaks": [1, '),
+        before.replace('"stages"', '"edges"'),
+    ):
         store.write_text(text)
         with pytest.raises(FileError, match="no record of profiling runs"):
             MadeUp().profile(store)
@@ -142,9 +150,16 @@ def test_runs_of_other_blocks_are_refused(tmp_path: Path) -> None:
     made, coarse = MadeUp(), tuple(Block(name=f"block{number}", layers=2) for number in range(6))
     made.profile(tmp_path / "runs.json")
     again = replace(profile_of(alike(12)), blocks=coarse)
-    with pytest.raises(FileError, match=r"runs made for other blocks of layers, as .* granularity .*: name another"):
+    with pytest.raises(
+        FileError, match=r"runs made for other blocks of layers, as .* granularity .*: name another"
+    ):
         profile_incrementally(
-            TASK, again, Cluster.emulated((4, made.memory_bytes)), GPIPE, store=tmp_path / "runs.json", run=made
+            TASK,
+            again,
+            Cluster.emulated((4, made.memory_bytes)),
+            GPIPE,
+            store=tmp_path / "runs.json",
+            run=made,
         )
 
 
@@ -176,13 +191,19 @@ def test_runs_of_another_task_are_refused(tmp_path: Path, changed: dict[str, obj
 @pytest.mark.parametrize(
     ("training", "recompute", "says"),
     [
-        (Training(batch_size=8, microbatches=8, schedule="gpipe"), "never", "4 microbatches of 1, not 8 microbatches"),
+        (
+            Training(batch_size=8, microbatches=8, schedule="gpipe"),
+            "never",
+            "4 microbatches of 1, not 8 microbatches",
+        ),
         (Training(batch_size=4, microbatches=4, schedule="torchgpipe"), "never", "gpipe, not torchgpipe"),
         (GPIPE, "always", "recompute never, not recompute always"),
         (replace(GPIPE, clip_norm=1.0), "never", "not clipped, not clipped gradients"),
     ],
 )
-def test_runs_under_another_training_are_refused(tmp_path: Path, training: Training, recompute: str, says: str) -> None:
+def test_runs_under_another_training_are_refused(
+    tmp_path: Path, training: Training, recompute: str, says: str
+) -> None:
     """Number of microbatches, schedule, recomputation and clipping change peaks."""
     store = tmp_path / "runs.json"
     MadeUp().profile(store)
@@ -236,7 +257,9 @@ def test_it_succeeds_under_every_cap_under_which_it_can(tmp_path: Path, seed: in
         for cuts in combinations(range(1, layers), min(count, layers) - 1)
         for edges in [(0, *cuts, layers)]
     }
-    needs = sorted({max(-(-peak // scale) for peak, scale in zip(p, scales, strict=True)) for p in peaks.values()})
+    needs = sorted(
+        {max(-(-peak // scale) for peak, scale in zip(p, scales, strict=True)) for p in peaks.values()}
+    )
     for number, cap in enumerate([needs[0] - 1, *rng.sample(needs, min(len(needs), 6)), needs[-1]]):
         cluster = Cluster.emulated(*((1, cap * scale) for scale in scales))
         fitting = {
@@ -295,6 +318,8 @@ def test_caps_of_emulated_devices_are_kept(tmp_path: Path) -> None:
     costs = profile_incrementally(task, chain, Cluster.emulated((4, cap)), training, store=tight)
     runs = json.loads(tight.read_text())["runs"]
     failed = [run for run in runs if None in run["peaks"]]
-    assert failed and all(set(run["peaks"]) == {None} and "ran out of memory" in run["failure"] for run in failed)
+    assert failed and all(
+        set(run["peaks"]) == {None} and "ran out of memory" in run["failure"] for run in failed
+    )
     assert all(max(run["peaks"]) <= cap and not run["failure"] for run in runs if run not in failed)
     assert len(costs.mem_isolated) == len(roomy.mem_isolated) == 8

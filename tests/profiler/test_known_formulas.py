@@ -32,7 +32,9 @@ def block(name: str, size: tuple[int, int, int, int], attention: str, precision:
     b, s, h, a = size
     extra: dict[str, Any] = {"mask": False} if name == "bert" else {}
     task = build(name, layers=2, hidden=h, heads=a, vocabulary=64, sequence=s, attention=attention, **extra)
-    (measurement,) = profile(replace(task, precision=precision), microbatch_size=b, target="cuda").measurements
+    (measurement,) = profile(
+        replace(task, precision=precision), microbatch_size=b, target="cuda"
+    ).measurements
     return measurement.costs[2]
 
 
@@ -67,7 +69,9 @@ def test_a_float16_block_with_flash_attention(name: str, size: tuple[int, int, i
     assert kept(name, size, "sdpa", "float16") == 34 * s * b * h + statistics(b, s) + 4 * a * s * b + SEEDS
 
 
-@pytest.mark.parametrize("precision", ["mixed-float16", pytest.param("mixed-bfloat16", marks=pytest.mark.gallery)])
+@pytest.mark.parametrize(
+    "precision", ["mixed-float16", pytest.param("mixed-bfloat16", marks=pytest.mark.gallery)]
+)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ["gpt", "bert"])
 def test_a_block_under_autocast(name: str, size: tuple[int, int, int, int], precision: Precision) -> None:

@@ -49,10 +49,14 @@ def without_seconds(found: ModelProfile) -> ModelProfile:
     """The profile as if it had not been measured."""
 
     def bare(cost: LayerCost) -> LayerCost:
-        works = {name: replace(getattr(cost, name), seconds=None) for name in ("forward", "backward", "update")}
+        works = {
+            name: replace(getattr(cost, name), seconds=None) for name in ("forward", "backward", "update")
+        }
         return replace(cost, **works)
 
-    measurements = tuple(replace(m, kinds=tuple(map(bare, m.kinds)), loss=bare(m.loss)) for m in found.measurements)
+    measurements = tuple(
+        replace(m, kinds=tuple(map(bare, m.kinds)), loss=bare(m.loss)) for m in found.measurements
+    )
     return replace(found, measurements=measurements, assumptions=replace(found.assumptions, device="fake"))
 
 

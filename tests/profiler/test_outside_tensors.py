@@ -92,7 +92,9 @@ def test_those_of_a_module_go_where_the_last_stage_is(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", ["module", "arithmetic"])
 def test_ranks_of_a_tensor_group_have_them_too(name: str) -> None:
     """Every rank computes with all of them: the losses are plain training's, and dry run and meter agree."""
-    task = task_of(lambda: nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, CLASSES)), LOSSES[name])
+    task = task_of(
+        lambda: nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, CLASSES)), LOSSES[name]
+    )
     found = profile(task, microbatch_size=2, tensor=2, threads=torch.get_num_threads())
     whole = plan_of(task, [3], devices=2, profiled=found)
     plan = replace(whole, stages=(Stage(start=0, stop=3, grid=Grid(devices=(0, 1), tensor=2)),))
@@ -126,7 +128,9 @@ def test_a_loss_that_reaches_parameters_is_refused() -> None:
         return with_penalty(made[-1])(outputs, targets)
 
     for task in (task_of(module, with_penalty(module)), task_of(factory, penalty)):
-        with pytest.raises(UsageError, match=r"the loss of mine .* a parameter that it does not have.*loss=None"):
+        with pytest.raises(
+            UsageError, match=r"the loss of mine .* a parameter that it does not have.*loss=None"
+        ):
             profile(task, microbatch_size=2)
 
 
@@ -150,7 +154,9 @@ def borrowing(*, registered: bool) -> nn.Module:
 
 def test_a_layer_that_reaches_parameters_of_another_is_refused() -> None:
     """On another device it would compute with a copy that nobody updates; registered in both layers it may."""
-    with pytest.raises(UsageError, match=r"layer 1 \(Borrowing\) cannot be planned.*does not have.*register it"):
+    with pytest.raises(
+        UsageError, match=r"layer 1 \(Borrowing\) cannot be planned.*does not have.*register it"
+    ):
         profile(task_of(borrowing(registered=False)), microbatch_size=2)
     task = task_of(lambda: borrowing(registered=True))
     plan = plan_of(task, [1, 2], microbatches=1)

@@ -43,7 +43,9 @@ def test_the_example_of_the_literature_takes_35_runs() -> None:
 def test_three_devices_cannot_do_it_in_so_few_runs(layers: int) -> None:
     """Why there are more runs on three devices: no L - 2 splits tell every layer apart, by trying all sets of them."""
     every = [(0, *cuts, layers) for count in (1, 2) for cuts in combinations(range(1, layers), count)]
-    alone = [(0, n, n + 1, layers) for n in range(1, layers - 1)]  # each is the only split with its layer alone
+    alone = [
+        (0, n, n + 1, layers) for n in range(1, layers - 1)
+    ]  # each is the only split with its layer alone
     assert all(edges in every for edges in alone) and len(alone) == layers - 2
     assert not tells_apart(alone, layers)
 

@@ -127,6 +127,8 @@ def test_products_are_timed_by_the_dtype_of_their_operands(adapters: torch.dtype
             flops[alike.dtype] += alike.number * alike.flops
     assert flops.pop("") == 0  # what is not a product
     of_base, of_adapters = 2 * 2 * 64 * 64, 2 * 2 * 64 * 4 * 2
-    expected = Counter({"bfloat16": 3 * of_base})  # two forward, and one backward: the first input needs no gradient
+    expected = Counter(
+        {"bfloat16": 3 * of_base}
+    )  # two forward, and one backward: the first input needs no gradient
     expected[str(adapters).removeprefix("torch.")] += 2 * 3 * of_adapters - of_adapters // 2
     assert flops == expected

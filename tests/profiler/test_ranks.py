@@ -30,7 +30,9 @@ VALUE = FLOAT * BATCH * SEQUENCE * HIDDEN
 @cache
 def gpt() -> ModelProfile:
     """GPT with two blocks, whole and divided between two and four ranks."""
-    task = build("gpt", layers=2, hidden=HIDDEN, heads=HEADS, vocabulary=WORDS, sequence=SEQUENCE, dropout=0.0)
+    task = build(
+        "gpt", layers=2, hidden=HIDDEN, heads=HEADS, vocabulary=WORDS, sequence=SEQUENCE, dropout=0.0
+    )
     return profile(task, microbatch_size=BATCH, tensor=(4, 2, 1), sequences=True)
 
 
@@ -78,11 +80,17 @@ def test_by_positions_a_block_keeps_two_values_whole(ranks: int) -> None:
     """
     plain, along = (gpt().at(BATCH, ranks, sequences=sequences) for sequences in (False, True))
     saved = [
-        sum(s.nbytes for n in block(m) for s in m.costs[n].saved if s.origin.kind == "own") for m in (plain, along)
+        sum(s.nbytes for n in block(m) for s in m.costs[n].saved if s.origin.kind == "own")
+        for m in (plain, along)
     ]
     tokens = BATCH * SEQUENCE
-    whole = 2 * (VALUE + 2 * FLOAT * tokens)  # of the norms: an input each, and a mean and a deviation of a token
-    kept = saved[0] + VALUE, saved[1]  # plain ranks also keep the whole input of the block, which is the one before's
+    whole = 2 * (
+        VALUE + 2 * FLOAT * tokens
+    )  # of the norms: an input each, and a mean and a deviation of a token
+    kept = (
+        saved[0] + VALUE,
+        saved[1],
+    )  # plain ranks also keep the whole input of the block, which is the one before's
     assert kept[0] - kept[1] == whole - whole // ranks
     costs = [along.costs[number] for number in block(along)]
     large = [
@@ -145,7 +153,9 @@ def test_a_layer_that_cannot_be_traced_is_named() -> None:
     """A chain by hand may have such layers; ranks cannot divide it."""
     task = replace(odd(), module=nn.Sequential(nn.Linear(8, 16), Looking(), nn.Linear(16, 8)))
     assert profile(task, microbatch_size=4)
-    with pytest.raises(UsageError, match=r"layer 1 cannot be divided between tensor-parallel ranks, .* use replicas"):
+    with pytest.raises(
+        UsageError, match=r"layer 1 cannot be divided between tensor-parallel ranks, .* use replicas"
+    ):
         profile(task, microbatch_size=4, tensor=2)
 
 

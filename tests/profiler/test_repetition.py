@@ -47,7 +47,9 @@ def alternating(layers: int) -> Task:
         (tied, (3, ())),
     ],
 )
-def test_repeated_blocks_cost_what_traces_say(make: Callable[[int], Task], wanted: tuple[int, tuple[int, ...]]) -> None:
+def test_repeated_blocks_cost_what_traces_say(
+    make: Callable[[int], Task], wanted: tuple[int, tuple[int, ...]]
+) -> None:
     """Names, blocks, costs and shared tensors, for whole layers and for those that ranks divide."""
     size, ranks = wanted
     written = Repeated([OnDemand(make(layers), target="cuda") for layers in (2, 3, 4)], 9)

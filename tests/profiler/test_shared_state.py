@@ -50,7 +50,11 @@ MODELS = {"narrow": lambda: Steps(4), "wide": lambda: Steps(16), "cells": Cells}
 def test_state_is_that_of_plain_training(name: str) -> None:
     """What AdamW keeps for each shared parameter is as large as what it keeps in a plain loop."""
     module = MODELS[name]()
-    task = Task(MODELS[name], batch=lambda size: (torch.randn(size, 8), None), loss=lambda found, _: found.sin().mean())
+    task = Task(
+        MODELS[name],
+        batch=lambda size: (torch.randn(size, 8), None),
+        loss=lambda found, _: found.sin().mean(),
+    )
     shared = profile(task, microbatch_size=2).measurements[0].shared
     updates = torch.optim.AdamW(module.parameters())
     module(torch.randn(2, 8)).sin().mean().backward()

@@ -25,7 +25,9 @@ def trace_of(*peaks: int, seconds: tuple[float, ...] = (2.0, 1.0), source: str =
             budget_bytes=1000,
             events=(),
             memory=tuple(
-                MemorySample(step=step, action="0F0", seconds=0.0, bytes=(0, 0, 0, peak // (2 - step), 0, 0, 0, 0, 0))
+                MemorySample(
+                    step=step, action="0F0", seconds=0.0, bytes=(0, 0, 0, peak // (2 - step), 0, 0, 0, 0, 0)
+                )
                 for step in (0, 1)
             ),
         )
@@ -53,7 +55,10 @@ def test_estimated_seconds_are_called_so() -> None:
     assert "by estimated seconds of layers" in plain(describe_trace(guessed))
     assert "estimated" not in plain(describe_trace(known))
     found = compare(guessed, known)
-    assert (found.as_json()["predicted"]["estimated"], found.as_json()["measured"]["estimated"]) == (True, False)
+    assert (found.as_json()["predicted"]["estimated"], found.as_json()["measured"]["estimated"]) == (
+        True,
+        False,
+    )
     assert plain(describe_comparison(found)).count("simulated by estimates") == 1
     assert "by estimates" not in plain(describe_comparison(compare(known, known)))
 
@@ -66,7 +71,11 @@ def test_what_a_gpu_holds_is_a_table_of_its_own() -> None:
         context_bytes=200, communicators=3, communicator_bytes=50,
     )  # fmt: skip
     full = replace(held, communicators=0, workspaces=0, retries=4, fits=False)
-    known = replace(trace.devices[0], allocator=held), replace(trace.devices[1], allocator=full), trace.devices[2]
+    known = (
+        replace(trace.devices[0], allocator=held),
+        replace(trace.devices[1], allocator=full),
+        trace.devices[2],
+    )
     *lines, _, advice = plain(describe_trace(replace(trace, devices=known))).splitlines()
     place = lines.index("what a GPU holds at most (caching allocator: default settings)")
     rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines[place + 2 :]]
@@ -83,9 +92,13 @@ def test_what_a_gpu_holds_is_a_table_of_its_own() -> None:
 
 def test_what_a_gpu_has_held_says_nothing_of_its_process() -> None:
     """A trace of training has the allocator's three numbers; what is outside of it was not measured."""
-    held = AllocatorPeaks(settings="", requested_bytes=100, allocated_bytes=512, reserved_bytes=600, retries=1)
+    held = AllocatorPeaks(
+        settings="", requested_bytes=100, allocated_bytes=512, reserved_bytes=600, retries=1
+    )
     trace = trace_of(100, source="measured")
-    told = plain(describe_trace(replace(trace, devices=(replace(trace.devices[0], allocator=held),)))).splitlines()
+    told = plain(
+        describe_trace(replace(trace, devices=(replace(trace.devices[0], allocator=held),)))
+    ).splitlines()
     assert [cell.strip() for cell in told[-2].split("  ") if cell.strip()] == [
         "device", "requested", "allocated", "reserved", "cache emptied"
     ]  # fmt: skip
@@ -97,7 +110,9 @@ def test_a_gpu_whose_process_does_not_fit_is_told() -> None:
     Nothing is told where all processes fit.
     """
     trace = trace_of(100 * MIB, 100 * MIB, source="dry run")
-    trace = replace(trace, devices=tuple(replace(device, budget_bytes=1000 * MIB) for device in trace.devices))
+    trace = replace(
+        trace, devices=tuple(replace(device, budget_bytes=1000 * MIB) for device in trace.devices)
+    )
     held = AllocatorPeaks(
         settings="", requested_bytes=100 * MIB, allocated_bytes=512 * MIB, reserved_bytes=600 * MIB,
         context_bytes=400 * MIB,
@@ -109,7 +124,9 @@ def test_a_gpu_whose_process_does_not_fit_is_told() -> None:
         return plain(describe_trace(replace(trace, devices=tuple(devices)))).splitlines()[-1]
 
     assert "Out of memory" not in told(held, held)
-    assert "the process of device 1 needs 1.17 GiB, 200.00 MiB over its 1000.00 MiB: 800.00" in told(held, larger)
+    assert "the process of device 1 needs 1.17 GiB, 200.00 MiB over its 1000.00 MiB: 800.00" in told(
+        held, larger
+    )
     assert "plan with --reserve 1100MiB" not in told(held, larger)  # more than the device has
     assert "plan with --reserve 600MiB" in told(held, replace(larger, requested_bytes=600 * MIB))
 

@@ -30,7 +30,8 @@ NAMES = PROFILE.layers
 def recomputing(plan: Plan, start: int, stop: int, why: str = "") -> Plan:
     """The plan with a run of layers of its first stage recomputed."""
     return replace(
-        plan, decisions=(Decision(stage=0, subject=Run(start=start, stop=stop), what=What.RECOMPUTE, why=why),)
+        plan,
+        decisions=(Decision(stage=0, subject=Run(start=start, stop=stop), what=What.RECOMPUTE, why=why),),
     )
 
 
@@ -44,13 +45,17 @@ def test_a_plan_beside_itself_is_the_same() -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [((2, 4), (4, 2)), ((1, 5), (2, 4)), ((3, 3), (1, 5))])
-def test_layers_that_went_to_another_device_are_named(first: tuple[int, int], second: tuple[int, int]) -> None:
+def test_layers_that_went_to_another_device_are_named(
+    first: tuple[int, int], second: tuple[int, int]
+) -> None:
     """They are those between the two boundaries."""
     found = difference_of_plans(make_plan(PROFILE, first), make_plan(PROFILE, second))
     (change,) = found.changes
     low, high = sorted((first[0], second[0]))
     assert (change.first, change.last) == (NAMES[low], NAMES[high - 1])
-    assert (change.before, change.after) == (("on device 1", "on device 0")[:: 1 if second[0] > first[0] else -1])
+    assert (change.before, change.after) == (
+        ("on device 1", "on device 0")[:: 1 if second[0] > first[0] else -1]
+    )
 
 
 def test_recomputed_layers_are_named_with_their_reason_and_their_price() -> None:
@@ -67,10 +72,14 @@ def test_recomputed_layers_are_named_with_their_reason_and_their_price() -> None
     found = difference_of_plans(kept, two)
     seconds = [simulate(plan).step_seconds[-1] for plan in (kept, two)]
     assert [found.before_seconds, found.after_seconds] == seconds
-    assert f"{100 * (seconds[1] / seconds[0] - 1):.1f} % longer" in " ".join(plain(describe_difference(found)).split())
+    assert f"{100 * (seconds[1] / seconds[0] - 1):.1f} % longer" in " ".join(
+        plain(describe_difference(found)).split()
+    )
 
 
-@pytest.mark.parametrize(("factor", "told"), [(1.5, "50.0 % longer"), (0.5, "50.0 % shorter"), (62.4, "62.4 times as")])
+@pytest.mark.parametrize(
+    ("factor", "told"), [(1.5, "50.0 % longer"), (0.5, "50.0 % shorter"), (62.4, "62.4 times as")]
+)
 def test_a_step_of_many_times_the_length_is_told_in_times(factor: float, told: str) -> None:
     """Percents are for what is less than twice as long."""
     plan = make_plan(PROFILE, (4, 2))
@@ -206,7 +215,9 @@ def test_the_command_prints_text_or_json_and_refuses_two_kinds(
     text = capsys.readouterr().out
     assert "What moved:" in text and max(map(len, text.splitlines())) <= 80
     assert main(["diff", "one.json", "two.json", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(difference_of_plans(one, two).as_json()))
+    assert json.loads(capsys.readouterr().out) == json.loads(
+        json.dumps(difference_of_plans(one, two).as_json())
+    )
     assert main(["diff", "trace.json", "trace.json"]) == 0
     capsys.readouterr()
     assert main(["diff", "one.json", "trace.json"]) == 2

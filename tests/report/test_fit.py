@@ -28,7 +28,14 @@ def example() -> Fit:
     """Four layers fit, six do not, and five are refused."""
     need = max(attempt(4, BUDGET).peak_bytes)
     tried = tuple(attempt(value, need if value != 6 else need // 2) for value in (2, 4, 6))
-    return Fit(grown="layers", sense="largest", best=tried[1], beyond=tried[2], tried=tried, refused={5: "five is odd"})
+    return Fit(
+        grown="layers",
+        sense="largest",
+        best=tried[1],
+        beyond=tried[2],
+        tried=tried,
+        refused={5: "five is odd"},
+    )
 
 
 def test_the_text_has_the_answer_the_limit_and_the_miss() -> None:

@@ -46,11 +46,15 @@ def test_every_position_is_a_plan_of_lowest_peak_that_is_simulated() -> None:
             schedule=PLAN.training.schedule, recompute=recompute, stages=devices, planner="exact", data=1, tensor=1,
             allow_infeasible=True,
         )  # fmt: skip
-        links = tuple(replace(link, bytes_per_second=factor * link.bytes_per_second) for link in PLAN.cluster.links)
+        links = tuple(
+            replace(link, bytes_per_second=factor * link.bytes_per_second) for link in PLAN.cluster.links
+        )
         trace = simulate(replace(made, cluster=replace(PLAN.cluster, links=links)))
         assert found[choice].peak_bytes == max(trace.peak_bytes)
         assert found[choice].step_seconds == trace.step_seconds[-1]
-        assert found[choice].samples_per_second * trace.step_seconds[-1] == pytest.approx(made.training.batch_size)
+        assert found[choice].samples_per_second * trace.step_seconds[-1] == pytest.approx(
+            made.training.batch_size
+        )
 
 
 def test_more_microbatches_leave_less_waiting() -> None:
@@ -88,7 +92,9 @@ def test_a_plan_of_replicas_has_the_grid_of_what_one_of_them_computes() -> None:
     (one,) = costs.measurements
     both = replace(costs, measurements=(one, replace(one, microbatch_size=2)))
     made = make_plan(costs, (3, 3), cluster=make_cluster(4), microbatches=4)
-    stages = tuple(replace(stage, grid=Grid(devices=(2 * n, 2 * n + 1), data=2)) for n, stage in enumerate(made.stages))
+    stages = tuple(
+        replace(stage, grid=Grid(devices=(2 * n, 2 * n + 1), data=2)) for n, stage in enumerate(made.stages)
+    )
     training = replace(made.training, batch_size=8)
     sliced = replace(made, profile=both, stages=stages, training=training, prediction=None)
     assert sliced.training.microbatch_size == 2 and sliced.is_sliced
@@ -107,7 +113,13 @@ def test_a_plan_of_replicas_has_the_grid_of_what_one_of_them_computes() -> None:
 def test_the_plans_own_figures_stand_beside_the_grid() -> None:
     """Its peak, budget and step; that it moves tensors; and controls begin as near as they reach."""
     made = planned(
-        PLAN.profile, PLAN.cluster, batch_size=6, microbatches=6, stages=3, recompute="always", planner="exact"
+        PLAN.profile,
+        PLAN.cluster,
+        batch_size=6,
+        microbatches=6,
+        stages=3,
+        recompute="always",
+        planner="exact",
     )
     assert made.prediction is not None
     peak, budget = max(
@@ -116,7 +128,9 @@ def test_the_plans_own_figures_stand_beside_the_grid() -> None:
     step = format_seconds(made.prediction.step_seconds)
     assert f"This plan takes {format_bytes(peak)} of {format_bytes(budget)} and {step} a step." in _own(made)
     assert kept_together(_own(made)) in lesson(made)
-    assert "always" in [axis[place] for axis, place in zip(grid_of(made)["axes"], places_of(made), strict=True)]
+    assert "always" in [
+        axis[place] for axis, place in zip(grid_of(made)["axes"], places_of(made), strict=True)
+    ]
     moved = Decision(stage=0, subject=State(start=0, stop=1, kind="optimizer"), what=What.OFFLOAD,
                      place=parse_place("host0"))  # fmt: skip
     assert "it moves tensors too, which no position does." in _own(replace(made, decisions=(moved,)))

@@ -45,9 +45,13 @@ def with_all_sections() -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("devices", "microbatches"), [(4, 40), pytest.param(32, 256, marks=pytest.mark.gallery)], ids=["4", "32 devices"]
+    ("devices", "microbatches"),
+    [(4, 40), pytest.param(32, 256, marks=pytest.mark.gallery)],
+    ids=["4", "32 devices"],
 )
-def test_a_page_opens_within_a_second(browser: Opened, tmp_path: Path, devices: int, microbatches: int) -> None:
+def test_a_page_opens_within_a_second(
+    browser: Opened, tmp_path: Path, devices: int, microbatches: int
+) -> None:
     """All that its thread has done until everything is drawn, in seconds of a processor: load does not count."""
     made = page(planned(layers=devices + 8, devices=devices, microbatches=microbatches))
     assert 0 < shown(browser, tmp_path, made).cpu_seconds() < SECONDS
@@ -64,7 +68,9 @@ def test_devices_that_do_nothing_take_no_room_in_the_timeline(browser: Opened, t
     assert at.evaluate("document.getElementById('device').value") == "2" and at.complaints == []
 
 
-def test_keys_that_are_pressed_walk_through_the_page_and_nothing_complains(browser: Opened, tmp_path: Path) -> None:
+def test_keys_that_are_pressed_walk_through_the_page_and_nothing_complains(
+    browser: Opened, tmp_path: Path
+) -> None:
     """The tabulator reaches the timeline and the sliders; there arrows read actions off and move the controls."""
     at = shown(browser, tmp_path, page(with_all_sections()))
     where = "document.activeElement.id || document.activeElement.dataset.axis"

@@ -36,7 +36,9 @@ from pipelines import equal_profile, make_cluster, make_plan, random_profile
 LARGEST_PAGE = 2_000_000  # bytes
 
 
-def planned(*, layers: int = 6, devices: int = 3, microbatches: int = 4, seed: int = 3, schedule: str = "1f1b") -> Plan:
+def planned(
+    *, layers: int = 6, devices: int = 3, microbatches: int = 4, seed: int = 3, schedule: str = "1f1b"
+) -> Plan:
     """Random layers, split over devices with room for all of them."""
     return plan(
         replace(random_profile(layers, seed=seed), model="mine <script>alert(1)</script>"),
@@ -51,7 +53,9 @@ def planned(*, layers: int = 6, devices: int = 3, microbatches: int = 4, seed: i
 def with_copies(made: Plan) -> Plan:
     """The plan with a saved tensor of its first layer on the host."""
     tensors = SavedTensors(tensors=((0, 0),))
-    decided = Decision(stage=0, subject=tensors, what=What.OFFLOAD, place=parse_place("host"), why="as <asked>")
+    decided = Decision(
+        stage=0, subject=tensors, what=What.OFFLOAD, place=parse_place("host"), why="as <asked>"
+    )
     return replace(made, decisions=(decided,), prediction=None)
 
 
@@ -86,7 +90,9 @@ def test_the_page_holds_every_event_and_every_byte_of_the_trace(schedule: str) -
         seconds = sorted(event.start_seconds for event in device.events)
         assert all(abs(start * tick - at) <= tick for start, at in zip(starts, seconds, strict=True))
         rows = [sums(row) for row in told["memory"]["bytes"]]
-        assert [tuple(row[n] for row in rows) for n in range(len(device.memory))] == [s.bytes for s in device.memory]
+        assert [tuple(row[n] for row in rows) for n in range(len(device.memory))] == [
+            s.bytes for s in device.memory
+        ]
     assert drawn["categories"] == [category.value for category in CATEGORIES]
 
 
@@ -187,8 +193,12 @@ def test_replicas_send_their_sums_around_a_ring() -> None:
     (one,) = costs.measurements
     both = replace(costs, measurements=(one, replace(one, microbatch_size=2)))
     made = make_plan(costs, (2, 4), cluster=make_cluster(4), microbatches=4)
-    stages = tuple(replace(stage, grid=Grid(devices=(2 * n, 2 * n + 1), data=2)) for n, stage in enumerate(made.stages))
-    sliced = replace(made, profile=both, stages=stages, training=replace(made.training, batch_size=8), prediction=None)
+    stages = tuple(
+        replace(stage, grid=Grid(devices=(2 * n, 2 * n + 1), data=2)) for n, stage in enumerate(made.stages)
+    )
+    sliced = replace(
+        made, profile=both, stages=stages, training=replace(made.training, batch_size=8), prediction=None
+    )
     flows = traffic(sliced)
     for stage in stages:
         gradients = sum(cost.gradient_bytes for cost in one.costs[stage.start : stage.stop])
@@ -200,7 +210,9 @@ def test_replicas_send_their_sums_around_a_ring() -> None:
 def test_of_many_devices_the_picture_has_the_hosts() -> None:
     """A box for each with its number of devices, and an arrow for what passes from one to another."""
     cluster = load_cluster("3xdgx1-v100@25GB/s")
-    made = plan(random_profile(24), cluster, batch_size=2, microbatches=2, planner="uniform", data=1, tensor=1)
+    made = plan(
+        random_profile(24), cluster, batch_size=2, microbatches=2, planner="uniform", data=1, tensor=1
+    )
     flows = traffic(made)
     drawn = topology(made, flows)
     assert [f">host{n}<" in drawn for n in range(4)] == [True, True, True, False] and ">device0<" not in drawn
@@ -247,14 +259,21 @@ def test_decisions_have_no_column_without_words() -> None:
         page(one).partition("of what</th>")[2].partition("</tr>")[0]
         for one in (told, replace(told, decisions=(replace(decision, why=""),)))
     ]
-    assert ["where to" in one for one in heads] == [True, True] and ["why" in one for one in heads] == [True, False]
+    assert ["where to" in one for one in heads] == [True, True] and ["why" in one for one in heads] == [
+        True,
+        False,
+    ]
 
 
 def test_a_page_says_which_devices_would_run_out_of_memory() -> None:
     """A plan that does not fit is headed by the devices that are over, not by `fits`."""
     made = planned()
     tight = replace(made, cluster=Cluster.emulated((3, max(simulate(made).peak_bytes) - 1)), prediction=None)
-    assert ">fits</em>" in page(made) and ">fits</em>" not in page(tight) and "would run out of memory" in page(tight)
+    assert (
+        ">fits</em>" in page(made)
+        and ">fits</em>" not in page(tight)
+        and "would run out of memory" in page(tight)
+    )
 
 
 def test_a_page_says_that_little_is_left_of_a_gpu() -> None:
@@ -290,9 +309,13 @@ def test_a_page_holds_peaks_against_budgets_that_leave_a_reserve() -> None:
     made = planned()
     highest = max(simulate(made).peak_bytes)
     cluster = Cluster.emulated((3, 2 * highest))
-    half, more = (replace(made, cluster=cluster.reserving([left] * 3), prediction=None) for left in (0, highest + 1))
+    half, more = (
+        replace(made, cluster=cluster.reserving([left] * 3), prediction=None) for left in (0, highest + 1)
+    )
     assert ">fits</em>" in page(half) and "<b>50.0 %</b>" in page(half)
-    assert "would run out of memory" in page(more) and f"<b>{100 * highest / (highest - 1):.1f} %</b>" in page(more)
+    assert "would run out of memory" in page(
+        more
+    ) and f"<b>{100 * highest / (highest - 1):.1f} %</b>" in page(more)
     assert [device["budget"] for device in unpacked(page(more))[0]["devices"]] == [highest - 1] * 3
 
 
@@ -300,7 +323,9 @@ def test_a_figure_stays_beside_its_unit_on_a_page() -> None:
     """In words and under figures, where a line may be broken at any other space."""
     words = page(planned())
     told = "".join(re.findall(r"<p>.*?</p>|<span>.*?</span>", words))
-    assert re.search(r"[0-9]\N{NO-BREAK SPACE}(B|[KMG]iB)\b", told) and not re.search(r"[0-9] (B|[KMG]iB|%)", told)
+    assert re.search(r"[0-9]\N{NO-BREAK SPACE}(B|[KMG]iB)\b", told) and not re.search(
+        r"[0-9] (B|[KMG]iB|%)", told
+    )
 
 
 def test_a_recomputed_run_is_told_by_the_names_of_its_layers() -> None:
@@ -320,7 +345,9 @@ def test_layers_that_fill_a_device_are_told_with_the_largest_first() -> None:
     for table in tables:
         of_layers = table.partition("the largest activations")[0]
         rows = (re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in of_layers.split("<tr>"))
-        sizes = [parse_bytes(row[1], least=0) for row in rows if row and not re.search("others$|^what", row[0])]
+        sizes = [
+            parse_bytes(row[1], least=0) for row in rows if row and not re.search("others$|^what", row[0])
+        ]
         assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
 
 
@@ -349,7 +376,10 @@ def test_a_measured_trace_is_drawn_beside_the_plan() -> None:
     drawn = page(made, replace(simulate(made), source="measured"))
     assert [one["name"] for one in unpacked(drawn)] == ["simulated", "measured"]
     assert "Predicted beside measured" in drawn
-    for other in (planned(devices=2), replace(made, cluster=Cluster.emulated((20, 1 << 30)), prediction=None)):
+    for other in (
+        planned(devices=2),
+        replace(made, cluster=Cluster.emulated((20, 1 << 30)), prediction=None),
+    ):
         with pytest.raises(UsageError, match="different devices"):
             page(made, simulate(other))
 
@@ -412,13 +442,16 @@ def test_a_film_shows_what_every_device_holds_and_leaves_the_page_as_it_was(tmp_
     assert found, re.search(r"told:[^<]*", seen)
     end = max(event.end_seconds for device in trace.devices for event in device.events)
     held = [
-        [sample for sample in device.memory if sample.seconds <= end / 2][-1].total_bytes for device in trace.devices
+        [sample for sample in device.memory if sample.seconds <= end / 2][-1].total_bytes
+        for device in trace.devices
     ]
     assert found[1].split(",") == [format_bytes(nbytes) for nbytes in held]
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_controls_and_keys_change_what_is_shown_and_everything_can_be_read(tmp_path: Path, *, dark: bool) -> None:
+def test_controls_and_keys_change_what_is_shown_and_everything_can_be_read(
+    tmp_path: Path, *, dark: bool
+) -> None:
     """Zooming, walking, choosing a device and going to the peak leave no error, and the readout names an action. Texts
     have a contrast of 4.5 and controls one of 3, focused ones too (WCAG 2.2 AA), in the scheme that was asked for.
     """

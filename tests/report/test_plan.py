@@ -29,7 +29,9 @@ AMPLE = 1 << 40
 
 
 def made(**options: object) -> Plan:
-    return plan(profile(vgg_like()), devices(*[40000] * 4), training("1f1b", 8), allow_infeasible=True, **options)
+    return plan(
+        profile(vgg_like()), devices(*[40000] * 4), training("1f1b", 8), allow_infeasible=True, **options
+    )
 
 
 def said(shown: Plan) -> str:
@@ -55,7 +57,9 @@ def test_many_devices_of_a_stage_are_named_in_short() -> None:
     assert max(map(len, str(shown).splitlines())) <= 80
 
 
-@pytest.mark.parametrize(("stages", "batch", "layers"), [(1, 1, 1), (1, 1, 3), (2, 1, 2), (2, 2, 3), (3, 4, 3)])
+@pytest.mark.parametrize(
+    ("stages", "batch", "layers"), [(1, 1, 1), (1, 1, 3), (2, 1, 2), (2, 2, 3), (3, 4, 3)]
+)
 @pytest.mark.parametrize("planner", ["joint", "exact"])
 def test_one_of_a_kind_is_not_said_in_the_plural(planner: str, stages: int, batch: int, layers: int) -> None:
     """Whatever is counted: stages, microbatches, samples, arrangements, splits."""
@@ -67,7 +71,9 @@ def test_one_of_a_kind_is_not_said_in_the_plural(planner: str, stages: int, batc
 
 def test_one_arrangement_was_searched() -> None:
     """Where the bound leaves out all others, the verb is one of a single thing."""
-    shown = said(plan(profile(alike(4)), devices(AMPLE, AMPLE), batch_size=8, microbatches=8, schedule="1f1b", data=1))
+    shown = said(
+        plan(profile(alike(4)), devices(AMPLE, AMPLE), batch_size=8, microbatches=8, schedule="1f1b", data=1)
+    )
     assert "1 of these arrangements was searched." in shown
 
 
@@ -123,7 +129,9 @@ def test_a_plan_with_a_stage_that_ends_inside_a_block_tells_layers() -> None:
 
 def test_a_device_that_is_too_small_is_marked() -> None:
     """In its row, and in the sentence on what limits."""
-    shown = plan(profile(vgg_like()), devices(*[9000] * 4), training("1f1b", 8), planner="exact", allow_infeasible=True)
+    shown = plan(
+        profile(vgg_like()), devices(*[9000] * 4), training("1f1b", 8), planner="exact", allow_infeasible=True
+    )
     assert any(row[7].endswith(" over") for row in stage_table(shown).rows)
     short = max(shown.prediction.peak_bytes) - 9000
     assert f"{format_bytes(short)} over its budget." in said(shown)
@@ -154,7 +162,9 @@ def test_an_unproven_plan_says_how_far_it_may_be_off(bound: float | None, says: 
     assert says in said(replace(shown, provenance=provenance))
 
 
-@pytest.mark.parametrize("wrong", [{"value": 10**400}, {"bound": -1.0}, {"seconds": float("inf")}, {"value": "much"}])
+@pytest.mark.parametrize(
+    "wrong", [{"value": 10**400}, {"bound": -1.0}, {"seconds": float("inf")}, {"value": "much"}]
+)
 def test_a_measure_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
     """A size too large for any text, a negative bound, endless seconds, and what is no number are named."""
     with pytest.raises(UsageError, match=next(iter(wrong))):
@@ -169,7 +179,9 @@ def test_little_room_on_a_gpu_is_called_tight() -> None:
     budget, memory = cluster.budgets[0], cluster.devices[0].memory_bytes
 
     def told(peak: int, process: int | None = None, on: Cluster = cluster) -> bool:
-        held = process and AllocatorPeaks(settings="", requested_bytes=1, allocated_bytes=1, reserved_bytes=process)
+        held = process and AllocatorPeaks(
+            settings="", requested_bytes=1, allocated_bytes=1, reserved_bytes=process
+        )
         known = (held,) * 8 if held else ()
         found = Prediction(peak_bytes=(peak,) * 8, step_seconds=1.0, processes=known)
         shown = said(replace(make_plan(equal_profile(2), [2]), cluster=on, prediction=found))
@@ -234,10 +246,14 @@ def test_a_plan_written_by_hand_is_explained_as_far_as_it_goes() -> None:
 def test_where_the_peaks_hold_is_one_sentence() -> None:
     """Processor, instructions, torch and threads of the profile; nothing for kernels that were not measured."""
     shown = made()
-    assumed = replace(shown.profile.assumptions, cpu="Some CPU (1/2/3)", capability="AVX9", torch="7.1", threads=3)
+    assumed = replace(
+        shown.profile.assumptions, cpu="Some CPU (1/2/3)", capability="AVX9", torch="7.1", threads=3
+    )
     text = plain(describe_plan(replace(shown, profile=replace(shown.profile, assumptions=assumed))))
     (line,) = [line for line in text.splitlines() if "Some CPU" in line]
-    assert line.startswith("Peaks are those of Some CPU (1/2/3) with AVX9, torch 7.1 and 3 threads: elsewhere ")
+    assert line.startswith(
+        "Peaks are those of Some CPU (1/2/3) with AVX9, torch 7.1 and 3 threads: elsewhere "
+    )
     assert "elsewhere" not in said(shown)
 
 
@@ -246,7 +262,9 @@ def test_a_plan_says_whether_its_seconds_were_measured() -> None:
     measured = made()
     assumed = replace(measured.profile.assumptions, device="cuda:0")
     measured = replace(measured, profile=replace(measured.profile, assumptions=assumed))
-    says = "Seconds of layers were measured on cuda:0, those of messages and copies are estimated by the links."
+    says = (
+        "Seconds of layers were measured on cuda:0, those of messages and copies are estimated by the links."
+    )
     assert says in said(measured)
     alone = plan(measured.profile, devices(AMPLE), measured.training)
     assert "Seconds of layers were measured on cuda:0." in said(alone)
@@ -260,11 +278,20 @@ def test_kernels_that_could_not_be_measured_are_named() -> None:
     """The first of them with the reason, and the number of others; nothing where all are known."""
     shown = made()
     known = Kernel(operation="aten.mm(float32[1x1])", peak_bytes=4)
-    unknown = [Kernel(operation=f"aten.{name}", peak_bytes=None, reason="too large") for name in ("mm", "sort", "cat")]
-    for count, words in ((1, "aten.mm: too large."), (2, "aten.mm and 1 other: too large."), (3, " and 2 others: ")):
+    unknown = [
+        Kernel(operation=f"aten.{name}", peak_bytes=None, reason="too large")
+        for name in ("mm", "sort", "cat")
+    ]
+    for count, words in (
+        (1, "aten.mm: too large."),
+        (2, "aten.mm and 1 other: too large."),
+        (3, " and 2 others: "),
+    ):
         memory = KernelMemory(kernels=(known, *unknown[:count]))
         text = plain(describe_plan(replace(shown, profile=replace(shown.profile, kernels=memory))))
-        (line,) = [one for one in text.splitlines() if one.startswith("Peaks are without what kernels take inside ")]
+        (line,) = [
+            one for one in text.splitlines() if one.startswith("Peaks are without what kernels take inside ")
+        ]
         assert words in line
     memory = KernelMemory(kernels=(known,))
     assert "without" not in said(replace(shown, profile=replace(shown.profile, kernels=memory)))

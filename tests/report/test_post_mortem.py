@@ -65,7 +65,12 @@ def test_the_moment_is_the_one_allocation_that_did_not_fit(place: int) -> None:
     peak, of which a run with room tells no less.
     """
     found = ran_out(caps()[place])
-    assert found.held_bytes <= found.budget_bytes < found.moment.total_bytes == found.held_bytes + found.asked_bytes
+    assert (
+        found.held_bytes
+        <= found.budget_bytes
+        < found.moment.total_bytes
+        == found.held_bytes + found.asked_bytes
+    )
     assert found.left_bytes == found.budget_bytes - found.held_bytes
     assert found.asked_bytes > 0 and found.asked_bytes % 4 == 0
     assert f"{found.lack_bytes} B" in found.sentence or "KiB over" in found.sentence
@@ -86,10 +91,16 @@ def test_layers_hold_what_the_device_holds_as_the_action_begins(place: int) -> N
     by_name = {category.value: nbytes for category, nbytes in found.moment.by_category.items()}
     assert sum(row.parameter_bytes for row in told.layers) == by_name["parameters"]
     assert sum(row.total_bytes for row in told.layers) <= found.held_bytes
-    tables = [block for block in describe_post_mortem(found) if isinstance(block, Table) and "layer" in block.columns]
+    tables = [
+        block
+        for block in describe_post_mortem(found)
+        if isinstance(block, Table) and "layer" in block.columns
+    ]
     table, tensors = tables
     assert tensors.title == "the largest activations"
-    assert {row[0] for row in table.rows} >= {found.plan.profile.layers[row.layer] for row in told.layers if row.layer}
+    assert {row[0] for row in table.rows} >= {
+        found.plan.profile.layers[row.layer] for row in told.layers if row.layer
+    }
 
 
 def test_a_dry_run_s_moment_is_the_first_action_that_is_over() -> None:
@@ -98,7 +109,11 @@ def test_a_dry_run_s_moment_is_the_first_action_that_is_over() -> None:
     found = of_dry_run(plan, certify(TASK, plan))
     assert found is not None and not found.asked_bytes
     before = found.traced.memory[: found.traced.memory.index(found.moment)]
-    assert max((sample.total_bytes for sample in before), default=0) <= found.budget_bytes < found.moment.total_bytes
+    assert (
+        max((sample.total_bytes for sample in before), default=0)
+        <= found.budget_bytes
+        < found.moment.total_bytes
+    )
     assert of_dry_run(roomy(), certify(TASK, roomy())) is None
 
 
@@ -123,7 +138,9 @@ def test_what_a_run_took_beyond_its_plan_is_left_free_by_remedies() -> None:
     more = list(found.moment.bytes)
     more[-1] += 3 << 20
     larger = Cluster.emulated((2, caps()[2] + (4 << 20)))
-    taken = replace(found, plan=replace(found.plan, cluster=larger), moment=replace(found.moment, bytes=tuple(more)))
+    taken = replace(
+        found, plan=replace(found.plan, cluster=larger), moment=replace(found.moment, bytes=tuple(more))
+    )
     for one in remedies(taken):
         assert min(one.plan.cluster.reserves) >= 3 << 20
 
@@ -161,7 +178,10 @@ def test_workers_send_it_to_their_parent() -> None:
     with pytest.raises(OutOfMemory) as caught:
         train(partial(_task), capped(caps()[0]), steps=1)
     found = caught.value.post_mortem
-    assert found is not None and f"device {found.device} ran out of memory at {found.moment.action}" in found.sentence
+    assert (
+        found is not None
+        and f"device {found.device} ran out of memory at {found.moment.action}" in found.sentence
+    )
     assert [device.device for device in found.trace.devices] == [found.device]
 
 
@@ -182,7 +202,12 @@ def test_its_page_and_its_text_say_what_was_asked_for_and_what_would_fit() -> No
     """Both have the head, the categories, the layers and the remedies; the page draws the run and the plan."""
     found = ran_out(caps()[0])
     made, text = page(found), plain(describe_post_mortem(found))
-    for words in ("What held the memory", "Which layers held it", "What would have fitted", "ran out of memory"):
+    for words in (
+        "What held the memory",
+        "Which layers held it",
+        "What would have fitted",
+        "ran out of memory",
+    ):
         assert words in made
     assert found.head in text and "what would fit" in text
     assert not re.search(r"(?:src|href)\s*=|https?:", made)
@@ -206,7 +231,9 @@ def test_a_command_that_runs_out_leaves_it_beside_its_plan(
     assert Path("died.json").exists()
 
 
-def test_a_page_shows_the_device_that_ran_out_whichever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_shows_the_device_that_ran_out_whichever_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At first, at a click on its bar, and in the other trace, whose devices are more; of a run with all devices and of
     one that has the trace of the device alone, though another one is fuller.
     """

@@ -80,7 +80,9 @@ def plan_of(task: Task, edges: tuple[int, ...]) -> Plan:
         profile=found,
         cluster=Cluster.emulated((4, 1 << 30)),
         training=Training(batch_size=SIZE * COUNT, microbatches=COUNT),
-        stages=tuple(Stage(start=start, stop=stop, grid=Grid.of(n)) for n, (start, stop) in enumerate(pairwise(ends))),
+        stages=tuple(
+            Stage(start=start, stop=stop, grid=Grid.of(n)) for n, (start, stop) in enumerate(pairwise(ends))
+        ),
     )
 
 
@@ -107,18 +109,24 @@ def test_parameters_without_a_gradient_stay_as_in_plain_training(
         update.step()
         update.zero_grad()
         found = trainer.state_dict()
-        assert [name for name, value in plain.state_dict().items() if not torch.equal(found[name], value)] == []
+        assert [
+            name for name, value in plain.state_dict().items() if not torch.equal(found[name], value)
+        ] == []
     told = simulate(plan, steps=4).peak_bytes
     assert all(one <= other for one, other in zip(trainer.trace.peak_bytes, told, strict=True))
 
 
-@pytest.mark.parametrize(("shard", "optimizer"), [("none", ADAMW), ("optimizer", ADAMW), ("parameters", MOMENTUM)])
+@pytest.mark.parametrize(
+    ("shard", "optimizer"), [("none", ADAMW), ("optimizer", ADAMW), ("parameters", MOMENTUM)]
+)
 def test_replicas_agree_that_a_parameter_has_no_gradient(shard: Sharding, optimizer: Any) -> None:
     """A head that no replica's samples chose stays as it is; of one that some chose, the sum is plain training's."""
     task = task_of(chosen, optimizer)
     assert isinstance(task.module, nn.Module)
     plain, found = copy.deepcopy(task.module).double(), profile(task, microbatch_size=(SIZE, 1))
-    trainer = Trainer(task, sliced_plan(found, [0, len(found.layers)], [2], microbatches=COUNT, shard=[shard]))
+    trainer = Trainer(
+        task, sliced_plan(found, [0, len(found.layers)], [2], microbatches=COUNT, shard=[shard])
+    )
     update = optimizer(plain.parameters())
     for choices in ([1, 1], [0, 0], [0, 1], [1, 1], [0, 0]):
         x, y = batch(SIZE * COUNT)
@@ -131,7 +139,9 @@ def test_replicas_agree_that_a_parameter_has_no_gradient(shard: Sharding, optimi
         update.step()
         update.zero_grad()
         state = trainer.state_dict()
-        assert [n for n, v in plain.state_dict().items() if not torch.allclose(state[n].double(), v, atol=1e-5)] == []
+        assert [
+            n for n, v in plain.state_dict().items() if not torch.allclose(state[n].double(), v, atol=1e-5)
+        ] == []
 
 
 def test_a_gradient_that_is_there_stays() -> None:

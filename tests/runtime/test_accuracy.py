@@ -31,7 +31,9 @@ def draw(name: str) -> Case:
     """The random case of that name: a model and a seed."""
     model, _, seed = name.partition("-")
     rng = Random(f"{model} {seed}")
-    return plan_for(gallery.task(model), rng, name=model) if model in CHAINS else random_case(rng, model=model)
+    return (
+        plan_for(gallery.task(model), rng, name=model) if model in CHAINS else random_case(rng, model=model)
+    )
 
 
 @pytest.mark.parametrize("name", sampled(NAMES, often=OFTEN))
@@ -50,7 +52,10 @@ def test_the_cases_of_a_run_cover_every_kind_of_plan() -> None:
     assert {len(case.plan.ranks) for case in cases} == {1, 2, 3, 4}
     assert {len(case.plan.ranks[0]) for case in cases} == {1, 2, 3}
     runs = [(one, case.plan.stages[one.stage]) for case in cases for one in case.plan.decisions]
-    assert {(one.subject.start, one.subject.stop) == (stage.start, stage.stop) for one, stage in runs} == {False, True}
+    assert {(one.subject.start, one.subject.stop) == (stage.start, stage.stop) for one, stage in runs} == {
+        False,
+        True,
+    }
     assert {one.ahead for one, _ in runs} == {0, 1, 2}
     assert {case.settings.get("attention") for case in cases} == {None, "sdpa", "eager"}
     assert {bool(case.settings.get("dropout")) for case in cases} == {False, True}

@@ -117,7 +117,10 @@ def test_parameters_with_one_gradient_get_it_once(found: ModelProfile) -> None:
 
 USUAL: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
     "linear": (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), lambda: torch.randn(5, 4)),
-    "convolution": (lambda: nn.Sequential(nn.Conv1d(4, 8, 3), nn.BatchNorm1d(8)), lambda: torch.randn(2, 4, 9)),
+    "convolution": (
+        lambda: nn.Sequential(nn.Conv1d(4, 8, 3), nn.BatchNorm1d(8)),
+        lambda: torch.randn(2, 4, 9),
+    ),
     "embedding": (lambda: nn.Sequential(nn.Embedding(9, 4), nn.LayerNorm(4)), lambda: torch.arange(6)),
 }
 
@@ -132,7 +135,9 @@ def test_gradients_with_memory_of_their_own_are_not_copied(name: str) -> None:
         with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as observed, care:
             loss.backward()
         events = observed.profiler.kineto_results.events()  # type: ignore[union-attr]
-        taken.append(sorted(event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0))
+        taken.append(
+            sorted(event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0)
+        )
         module.zero_grad()
     assert taken[0] == taken[1] != []
 
@@ -144,7 +149,9 @@ DEGREES = [(shard, buckets) for shard in SHARDINGS for buckets in (1, 3)]
 def test_replicas_sum_each_gradient_once(shard: Any, buckets: int, found: ModelProfile) -> None:
     """Numbers of plain training; and bytes that all agree on, to the one that is copied."""
     made = task(Moved)
-    plan = sliced_plan(found, [0, 1, 3], [2, 2], microbatches=2, shard=(shard, shard), buckets=(buckets, buckets))
+    plan = sliced_plan(
+        found, [0, 1, 3], [2, 2], microbatches=2, shard=(shard, shard), buckets=(buckets, buckets)
+    )
     trainer, data = Trainer(made, plan), batches(made, plan, 2)
     for one in data:
         trainer.step(one)
@@ -204,6 +211,9 @@ def test_plans_of_entwined_layers_are_trained_as_they_were_planned(seed: int) ->
     assert samples(trainer.trace) == samples(dry)
     assert step_peaks_of(dry) == step_peaks_of(simulate(plan, steps=2))
     if all(one.place is None for one in plan.decisions):
-        allocated, counted = measured_peaks(made, plan), [step_peaks_of(dry)[device] for device in plan.workers]
+        allocated, counted = (
+            measured_peaks(made, plan),
+            [step_peaks_of(dry)[device] for device in plan.workers],
+        )
         for ours, theirs in zip(counted, allocated, strict=True):
             assert all(one >= other for one, other in zip(ours, theirs, strict=True))

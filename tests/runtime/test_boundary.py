@@ -28,7 +28,9 @@ class Inspect(torch.autograd.Function):
         return gradient * 2, None
 
 
-def enclosed(*values: Tensor, differentiable: tuple[bool, ...] = (True,)) -> tuple[GraphEnds, tuple[Tensor, ...]]:
+def enclosed(
+    *values: Tensor, differentiable: tuple[bool, ...] = (True,)
+) -> tuple[GraphEnds, tuple[Tensor, ...]]:
     """A new piece of graph over these inputs."""
     graph = GraphEnds()
     return graph, enter(graph, values, differentiable, ANCHOR)

@@ -49,7 +49,15 @@ class Mixed(nn.Module):
 def mixed_task() -> Task:
     """Two stages of such a layer, between layers that save what it returns and what it is given."""
     return task_of(
-        lambda: [nn.Linear(8, 8), nn.Sigmoid(), Mixed(), nn.Linear(8, 8), nn.Tanh(), Mixed(), nn.Linear(8, 4)],
+        lambda: [
+            nn.Linear(8, 8),
+            nn.Sigmoid(),
+            Mixed(),
+            nn.Linear(8, 8),
+            nn.Tanh(),
+            Mixed(),
+            nn.Linear(8, 4),
+        ],
         optimizer=torch.optim.AdamW,
     )
 
@@ -100,7 +108,13 @@ def test_one_action_moves_all_that_a_stage_keeps(schedule: str, place: str) -> N
     storages = StageStorages.of(plan, 0)
     moved = [Subject(*tensor) for tensor in plan.decisions[0].subject.tensors]  # type: ignore[union-attr]
     saved = {t.index: t for t in plan.measurement.costs[2].saved}
-    assert {saved[s.what].dtype for s in moved if s.layer == 2} >= {"float64", "bfloat16", "float32", "bool", "int64"}
+    assert {saved[s.what].dtype for s in moved if s.layer == 2} >= {
+        "float64",
+        "bfloat16",
+        "float32",
+        "bool",
+        "int64",
+    }
     assert any(storages.sizes[storages.storage(subject)] == 0 for subject in moved)
     assert any(len(storages.savers(subject)) > 1 for subject in moved)
     trainer = Trainer(task, plan)
@@ -146,7 +160,10 @@ OWN_LINKS = (
         ("device1*1+device2*2", OWN_LINKS),
         ("device1*2+device2*1", OWN_LINKS),
         ("host*1+disk*1+device2*1", OWN_LINKS),  # bytes to the disk take the host's wire too
-        ("device1*1+device2*1", (Link.between("device0", "device1", "device2", "host0", **SLOW),)),  # one port
+        (
+            "device1*1+device2*1",
+            (Link.between("device0", "device1", "device2", "host0", **SLOW),),
+        ),  # one port
     ],
 )
 def test_a_copy_is_paced_as_long_as_it_is_simulated(place: str, links: tuple[Link, ...]) -> None:
@@ -155,7 +172,11 @@ def test_a_copy_is_paced_as_long_as_it_is_simulated(place: str, links: tuple[Lin
     plan = plan_of(task, [3], microbatches=1, schedule="gpipe")
     cluster = with_disk(replace(plan.cluster, devices=plan.cluster.devices * 3))
     decision = Decision(
-        stage=0, subject=SavedTensors(tensors=((1, 0),)), what=What.OFFLOAD, place=parse_place(place), behind=0
+        stage=0,
+        subject=SavedTensors(tensors=((1, 0),)),
+        what=What.OFFLOAD,
+        place=parse_place(place),
+        behind=0,
     )
     plan = replace(plan, cluster=replace(cluster, links=links), decisions=(decision,))
     trainer = Trainer(task, plan)
@@ -199,7 +220,9 @@ def test_a_table_prints_its_blocks() -> None:
     )
 
 
-@given(st.lists(st.integers(0, 40), max_size=6), st.lists(st.integers(0, 60), max_size=5), st.integers(0, 10**6))
+@given(
+    st.lists(st.integers(0, 40), max_size=6), st.lists(st.integers(0, 60), max_size=5), st.integers(0, 10**6)
+)
 def test_a_table_places_every_byte_once(tensors: list[int], blocks: list[int], seed: int) -> None:
     """Byte n of the row of tensors is byte n of the row of blocks, in at most k + m - 1 pieces."""
     blocks.append(max(sum(tensors) - sum(blocks), 0) + Random(seed).randint(0, 5))

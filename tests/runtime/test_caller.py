@@ -84,7 +84,9 @@ def test_a_batch_that_waits_for_gradients_is_refused(make: Callable[[], Task], w
         lambda: trainer.step(waiting(4)),
     ]
     for call in calls:
-        with pytest.raises(UsageError, match=rf"^{('inputs', 'targets')[which]} of a batch of tiny requires .*detach"):
+        with pytest.raises(
+            UsageError, match=rf"^{('inputs', 'targets')[which]} of a batch of tiny requires .*detach"
+        ):
             call()
     assert all(tensor.grad is None for batch in batches for tensor in batch)
 
@@ -402,7 +404,11 @@ def test_counts_are_whole_numbers(value: Any) -> None:
     task = by_hand()
     plan = plan_of(task, [4])
     for name, call in (
-        *([("steps", partial(certify, task, plan)), ("steps", partial(simulate, plan))] if value is not None else []),
+        *(
+            [("steps", partial(certify, task, plan)), ("steps", partial(simulate, plan))]
+            if value is not None
+            else []
+        ),
         ("steps", partial(train, by_hand, plan)),
         ("accumulate", partial(Trainer, task, plan)),
         ("microbatch_size", partial(profile, task)),

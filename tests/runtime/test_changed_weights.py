@@ -51,7 +51,9 @@ def task(front: type[nn.Module] | None = None) -> Task:
         return nn.Sequential(*(words if front is None else [front()]), nn.Tanh(), nn.Linear(8, 4))
 
     def batch(size: int) -> tuple[Tensor, Tensor]:
-        return torch.randint(0, 12, (size, 3)) if front is None else torch.randn(size, 8), torch.randn(size, 4)
+        return torch.randint(0, 12, (size, 3)) if front is None else torch.randn(size, 8), torch.randn(
+            size, 4
+        )
 
     return Task(build, batch=batch, loss=F.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.5, momentum=0.9))
 
@@ -104,15 +106,21 @@ def test_the_change_is_plain_trainings(moves: bool) -> None:
 )
 def test_what_has_another_copy_is_refused(plan, why: str) -> None:  # type: ignore[no-untyped-def]
     """By name, since that copy would miss the change."""
-    with pytest.raises(UsageError, match=f"changes its parameter .*, and .*{why}.*, which would miss the change"):
+    with pytest.raises(
+        UsageError, match=f"changes its parameter .*, and .*{why}.*, which would miss the change"
+    ):
         lower(plan())
 
 
 def test_float32_copies_are_refused() -> None:
     """An update writes them over what the forward has changed."""
-    trained = replace(task(), precision="master-bfloat16", loss=lambda out, y: F.mse_loss(out.float(), y.float()))
+    trained = replace(
+        task(), precision="master-bfloat16", loss=lambda out, y: F.mse_loss(out.float(), y.float())
+    )
     plan = plan_of(trained, (5,), size=SIZE, profiled=profile(trained, microbatch_size=SIZE))
-    with pytest.raises(UsageError, match=r"master-bfloat16 updates a float32 copy of it.*use precision mixed-bfloat16"):
+    with pytest.raises(
+        UsageError, match=r"master-bfloat16 updates a float32 copy of it.*use precision mixed-bfloat16"
+    ):
         lower(plan)
 
 
@@ -132,7 +140,9 @@ def test_half_precision_copies_are_refused() -> None:
     """Autocast would cast the weight as it has become; a copy for all microbatches has it as it was before."""
     trained = replace(task(Shrinking), precision="mixed-bfloat16")
     plan = plan_of(trained, (3,), size=SIZE, profiled=profile(trained, microbatch_size=SIZE))
-    with pytest.raises(UsageError, match=r"mixed-bfloat16 computes with a half-precision copy .*use precision float32"):
+    with pytest.raises(
+        UsageError, match=r"mixed-bfloat16 computes with a half-precision copy .*use precision float32"
+    ):
         lower(plan)
 
 
@@ -197,7 +207,10 @@ def test_planners_leave_it_on_its_device() -> None:
     choice = StageChoice.keep(2)._replace(states=2, updates=1)
 
     def chosen(menu: Menu, **changed: int) -> list[str]:
-        return [str(one) for one in decisions_of(0, choice._replace(**changed), [menu, other], parse_place("host"))]
+        return [
+            str(one)
+            for one in decisions_of(0, choice._replace(**changed), [menu, other], parse_place("host"))
+        ]
 
     moved = "stage 0: offload optimizer of layer 1 to host"
     assert chosen(usual) == ["stage 0: update optimizer of layer 0 on host", moved]

@@ -86,6 +86,9 @@ def test_the_first_message_of_a_channel_goes_the_way_of_all() -> None:
         workers={0: 0, 1: 1},
         channels=dict.fromkeys(channels(program.actions, program.placement)),  # type: ignore[arg-type]
     )
-    with mock.patch.object(dist, "get_rank", return_value=0), mock.patch.object(transport, "begin_together", begin):
+    with (
+        mock.patch.object(dist, "get_rank", return_value=0),
+        mock.patch.object(transport, "begin_together", begin),
+    ):
         network.warm_up(torch.device("cpu"))
     assert begun == [1, 1]

@@ -53,7 +53,11 @@ def test_a_norm_of_all_gradients_takes_one_more(found: ModelProfile) -> None:
     """Stages that agree before an update add up over a communicator of their own."""
     plan = plan_of(wide(), [3, 3], size=700, microbatches=2, profiled=found)
     clipped = replace(plan, training=replace(plan.training, clip_norm=1.0))
-    assert communicators(clipped, lower(clipped), 0) == communicators(plan, lower(plan), 0) + 1 == made(clipped, 0)
+    assert (
+        communicators(clipped, lower(clipped), 0)
+        == communicators(plan, lower(plan), 0) + 1
+        == made(clipped, 0)
+    )
 
 
 def test_a_parameter_on_two_stages_takes_one_more() -> None:

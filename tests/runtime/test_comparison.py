@@ -43,7 +43,9 @@ SMALL: dict[str, dict[str, Any]] = {
 def planned(task: Task, devices: int = 1, **options: Any) -> Plan:
     """A plan of about as many layers on each device."""
     layers = len(profile(task, microbatch_size=2).layers)
-    return plan_of(task, [layers // devices] * (devices - 1) + [layers - layers // devices * (devices - 1)], **options)
+    return plan_of(
+        task, [layers // devices] * (devices - 1) + [layers - layers // devices * (devices - 1)], **options
+    )
 
 
 def in_precision(task: Task) -> Plan:
@@ -72,7 +74,9 @@ def test_a_certificate_tells_what_was_compared() -> None:
     task = task_of(forgetful.Dropping)
     found = certify_numbers(task, planned(task))
     assert (found.microbatch_size, found.gradients, found.buffers, found.differences) == (2, 6, 0, ())
-    assert f"2 microbatches of 2, losses {found.losses[0]:.6g} and {found.losses[1]:.6g}, 6 gradients" in str(found)
+    assert f"2 microbatches of 2, losses {found.losses[0]:.6g} and {found.losses[1]:.6g}, 6 gradients" in str(
+        found
+    )
     assert found.losses[0] != found.losses[1]
 
 
@@ -109,7 +113,9 @@ def test_a_model_too_large_for_the_host_is_not_built(monkeypatch: pytest.MonkeyP
     task = task_of(forgetful.Layered)
     plan, (asked, sizes) = planned(task), counted(task)
     monkeypatch.setattr(comparison, "free_bytes", lambda: 100)
-    with pytest.raises(UsageError, match=r"numbers of forgetful takes \d.* which has 100 B to spare.* fewer layers"):
+    with pytest.raises(
+        UsageError, match=r"numbers of forgetful takes \d.* which has 100 B to spare.* fewer layers"
+    ):
         certify_numbers(asked, plan)
     assert sizes == []
 
@@ -124,7 +130,9 @@ def test_a_trainer_refuses_a_chain_that_forgets_before_it_trains(devices: int) -
     task = task_of(module)  # type: ignore[arg-type]
     plan = planned(task, devices)
     before = {name: parameter.tolist() for name, parameter in module.named_parameters()}
-    with pytest.raises(UsageError, match=r"loss of microbatch 2 is .*keeps something from one call to the next"):
+    with pytest.raises(
+        UsageError, match=r"loss of microbatch 2 is .*keeps something from one call to the next"
+    ):
         Trainer(task, plan)
     assert {name: parameter.tolist() for name, parameter in module.named_parameters()} == before
     assert module.left is None
@@ -148,7 +156,9 @@ def test_a_trainer_compares_the_chain_of_slices_too() -> None:
     """A trace that forgets for the samples of a replica alone; that of whole microbatches is right."""
     task = task_of(GrowingForFew)
     profiled = profile(task, microbatch_size=(4, 2))
-    with pytest.raises(UsageError, match=r"loss of microbatch 2 is .*keeps something from one call to the next"):
+    with pytest.raises(
+        UsageError, match=r"loss of microbatch 2 is .*keeps something from one call to the next"
+    ):
         Trainer(task, sliced_plan(profiled, [0, len(profiled.layers)], [2]))
     assert not Trainer(task, sliced_plan(profiled, [0, len(profiled.layers)], [1])).not_compared
 
@@ -163,7 +173,9 @@ def test_a_comparison_changes_nothing_of_the_training() -> None:
         trainer = Trainer(task, plan, numbers=numbers)
         losses = [trainer.step(task.batch(4)) for _ in range(2)]
         state = {name: tensor.tolist() for name, tensor in trainer.state_dict().items()}
-        memory = [(sample.action, sample.bytes) for device in trainer.trace.devices for sample in device.memory]
+        memory = [
+            (sample.action, sample.bytes) for device in trainer.trace.devices for sample in device.memory
+        ]
         runs.append((losses, state, memory, torch.rand(1).item(), random.random()))
     assert runs[0] == runs[1]
 
@@ -175,7 +187,9 @@ def test_a_comparison_changes_nothing_of_the_training() -> None:
         ("LONGEST_SECONDS", 0.0, r"it takes about 0 s"),
     ],
 )
-def test_what_is_not_compared_is_said(name: str, value: object, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_compared_is_said(
+    name: str, value: object, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where the host has too little memory, or it would take too long: one warning with the reason and the ways out.
     The batch function is asked as often, so that the workers of one training all draw the same. Turned off, nothing is
     said.
@@ -228,7 +242,10 @@ class Deep(nn.Module):
 
 def deep(depth: int) -> Task:
     return Task(
-        partial(Deep, depth), batch=lambda size: ({"words": torch.randint(11, (size, 4))}, None), loss=None, name="deep"
+        partial(Deep, depth),
+        batch=lambda size: ({"words": torch.randint(11, (size, 4))}, None),
+        loss=None,
+        name="deep",
     )
 
 
@@ -275,17 +292,23 @@ def test_of_a_deep_model_that_is_right_nothing_is_said(monkeypatch: pytest.Monke
         Trainer(task, plan)
 
 
-def test_a_certificate_of_a_model_beyond_the_hosts_memory_is_of_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_certificate_of_a_model_beyond_the_hosts_memory_is_of_a_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It says of which, and that the plan was not compared."""
     task = deep(20)
     plan = planned(task)
     monkeypatch.setattr(comparison, "free_bytes", lambda: host_bytes(plan.measurement) // 2)
     found = str(certify_numbers(task, plan))
-    assert found.startswith("deep with 2 of 20 blocks of h computes as a chain what it computes as a module: ")
+    assert found.startswith(
+        "deep with 2 of 20 blocks of h computes as a chain what it computes as a module: "
+    )
     assert "; training by the plan was not compared: it takes" in found
 
 
-@pytest.mark.parametrize(("name", "field", "kept"), [("llama", "num_hidden_layers", 2), ("t5", "num_layers", 3)])
+@pytest.mark.parametrize(
+    ("name", "field", "kept"), [("llama", "num_hidden_layers", 2), ("t5", "num_layers", 3)]
+)
 def test_models_of_transformers_are_compared_by_fewer_layers(
     name: str, field: str, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,7 +387,9 @@ def test_the_time_is_guessed_from_operations_whatever_was_timed(seconds: float |
         ),
     ],
 )
-def test_free_memory_is_the_machines_and_the_containers(files: dict[str, str], free: int, tmp_path: Path) -> None:
+def test_free_memory_is_the_machines_and_the_containers(
+    files: dict[str, str], free: int, tmp_path: Path
+) -> None:
     """The smaller of the two; files that the container has cached are given up when memory is needed."""
     for name, text in files.items():
         (tmp_path / name).write_text(text)

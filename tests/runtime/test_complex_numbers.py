@@ -47,7 +47,9 @@ def batch(size: int) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 8), torch.randn(size, 8)
 
 
-def plain(given: list[tuple[Tensor, Tensor]], dtype: torch.dtype, master: torch.dtype | None) -> dict[str, Tensor]:
+def plain(
+    given: list[tuple[Tensor, Tensor]], dtype: torch.dtype, master: torch.dtype | None
+) -> dict[str, Tensor]:
     """Without pipefit: what is trained after updates with these batches, two microbatches each."""
     torch.manual_seed(0)
     model = build()
@@ -57,7 +59,9 @@ def plain(given: list[tuple[Tensor, Tensor]], dtype: torch.dtype, master: torch.
                 module._parameters[name] = nn.Parameter(parameter.detach().to(dtype))
     trained = list(model.parameters())
     updated = [
-        nn.Parameter(p.detach().to(master)) if master and p.is_floating_point() else nn.Parameter(p.detach().clone())
+        nn.Parameter(p.detach().to(master))
+        if master and p.is_floating_point()
+        else nn.Parameter(p.detach().clone())
         for p in trained
     ]
     optimizer = SGD(updated)

@@ -85,7 +85,9 @@ class PlayedGpu:
         if self.at == len(self.computing):  # state before the first step and after the last one
             return
         (rate,) = {
-            rate for (start, stop), rate in self.lenders.items() if start <= target < stop or start <= source < stop
+            rate
+            for (start, stop), rate in self.lenders.items()
+            if start <= target < stop or start <= source < stop
         }
         begin = self.streams[stream].seconds
         self.streams[stream].seconds += nbytes / rate
@@ -163,6 +165,8 @@ def test_both_directions_are_under_way_at_once() -> None:
     overlapping = 0
     for seed in range(12):
         copies = simulated(one_gpu(Random(seed)))[0]
-        out, back = ([s for name in copies if kind in name for s in copies[name]] for kind in ("OFFLOAD", "RELOAD"))
+        out, back = (
+            [s for name in copies if kind in name for s in copies[name]] for kind in ("OFFLOAD", "RELOAD")
+        )
         overlapping += any(one[0] < other[1] and other[0] < one[1] for one in out for other in back)
     assert overlapping > 6

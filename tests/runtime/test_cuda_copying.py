@@ -169,7 +169,10 @@ class Working:
     def start(self, number: int, *, outward: bool) -> Any:
         """A copy between a tensor and its slots, half of it at each lender."""
         half, storage = BYTES // 2, self.here[number].untyped_storage()
-        parts = [Part(storage, n * half, slot, 0, half, lender) for n, (lender, slot) in enumerate(self.away[number])]
+        parts = [
+            Part(storage, n * half, slot, 0, half, lender)
+            for n, (lender, slot) in enumerate(self.away[number])
+        ]
         return self.gpu.copier.start(parts, outward=outward, seconds=0.0)
 
 
@@ -206,7 +209,9 @@ def test_starting_and_joining_stops_nobody() -> None:
 def test_a_join_lets_go_of_the_storages() -> None:
     """While a copy is under way it holds what it copies; afterwards whoever owns it does."""
     gpu, tensor = Gpu(), torch.ones(BYTES, dtype=torch.uint8)
-    handle = gpu.copier.start([Part(tensor.untyped_storage(), 0, memory(), 0, BYTES)], outward=True, seconds=0.0)
+    handle = gpu.copier.start(
+        [Part(tensor.untyped_storage(), 0, memory(), 0, BYTES)], outward=True, seconds=0.0
+    )
     assert handle.parts
     gpu.copier.join(handle)
     assert not handle.parts
@@ -297,7 +302,9 @@ class FakeDriver:
 
 def memory_of(driver: Driver, arenas: Sequence[Arena] = (), cluster: Cluster | None = None) -> CudaMemory:
     """Memory of GPUs that are the CPU."""
-    return CudaMemory(cluster or make_cluster(2), arenas, lambda _: torch.device("cpu"), driver, lambda _: Settled())
+    return CudaMemory(
+        cluster or make_cluster(2), arenas, lambda _: torch.device("cpu"), driver, lambda _: Settled()
+    )
 
 
 def test_what_another_process_lends_begins_where_its_handle_says() -> None:
@@ -378,7 +385,9 @@ def moved(plan: Plan, place: str) -> Plan:
 def on_gpus(place: str, host_bytes: int = 1 << 30) -> Plan:
     """Two stages on two GPUs, of which the first moves what its sigmoid keeps of four microbatches: 512 bytes each."""
     plan = plan_of(make_chain(), [3, 3], microbatches=4, schedule="gpipe")
-    cluster = with_disk(replace(Cluster.emulated((2, 1 << 30)), backend="cuda", hosts=(Host(memory_bytes=host_bytes),)))
+    cluster = with_disk(
+        replace(Cluster.emulated((2, 1 << 30)), backend="cuda", hosts=(Host(memory_bytes=host_bytes),))
+    )
     return moved(replace(plan, cluster=cluster), place)
 
 
@@ -423,7 +432,9 @@ def test_training_with_the_memory_and_copies_of_gpus_is_plain_training(
     """On plain memory, with a driver that copies it: parameters are bitwise those of plain training, slots in pinned
     pieces, on a peer and in a file are enough, and all are free at the end.
     """
-    monkeypatch.setattr("pipefit.runtime.offload.lending._pinned", lambda n: torch.empty(n, dtype=torch.uint8))
+    monkeypatch.setattr(
+        "pipefit.runtime.offload.lending._pinned", lambda n: torch.empty(n, dtype=torch.uint8)
+    )
     driver, queue = AtOnce(), Settled()
     task, plan = make_chain(), replace(on_gpus(place), cluster=with_disk(Cluster.emulated((2, 1 << 30))))
 
@@ -440,12 +451,17 @@ def test_training_with_the_memory_and_copies_of_gpus_is_plain_training(
     assert all(torch.equal(state[name], tensor) for name, tensor in trainer.state_dict().items())
     assert not any(runner.mover.borrowed.in_use for runner in trainer.runners)
     behind = place.count("device") + place.count("host")  # each lender's part, but for those of files
-    assert queue.events == (1 + behind) * 2 * 4 * 3  # before and behind copies, out and in, of each microbatch and step
+    assert (
+        queue.events == (1 + behind) * 2 * 4 * 3
+    )  # before and behind copies, out and in, of each microbatch and step
 
 
 def on_disk(folder: Path) -> DiskSlot:
     """A slot in a file."""
-    buffers = [Buffers([memoryview(bytearray(24)) for _ in range(2)], StreamCopies(Settled(), AtOnce())) for _ in "oi"]
+    buffers = [
+        Buffers([memoryview(bytearray(24)) for _ in range(2)], StreamCopies(Settled(), AtOnce()))
+        for _ in "oi"
+    ]
     file = nameless_file(Arena(Member(MemberKind.DISK, 0), 0, 1, BYTES), str(folder))
     return DiskSlot(nbytes=BYTES, owner=file, outward=buffers[0], inward=buffers[1])
 
@@ -454,7 +470,9 @@ def test_a_thread_that_has_written_a_file_holds_no_memory(tmp_path: Path) -> Non
     """It goes to rest a while after the join, by chance."""
     gpu, tensor, rests = Gpu(), torch.zeros(BYTES, dtype=torch.uint8), threading.Event()
     storage = weakref.ref(tensor.untyped_storage())
-    copy = gpu.copier.start([Part(tensor.untyped_storage(), 0, on_disk(tmp_path), 0, BYTES)], outward=True, seconds=0.0)
+    copy = gpu.copier.start(
+        [Part(tensor.untyped_storage(), 0, on_disk(tmp_path), 0, BYTES)], outward=True, seconds=0.0
+    )
     assert copy.files is not None
     copy.files.add_done_callback(lambda _: rests.wait(60))  # on the thread, which still has its work
     gpu.run(Random(0))

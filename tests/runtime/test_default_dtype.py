@@ -37,7 +37,9 @@ def halves(task: Task, *, clip_norm: float | None = None) -> Plan:
     return Plan(
         profile=profiled,
         cluster=Cluster.emulated((2, 1 << 30)),
-        training=Training(batch_size=8, microbatches=4, precision=profiled.assumptions.precision, clip_norm=clip_norm),
+        training=Training(
+            batch_size=8, microbatches=4, precision=profiled.assumptions.precision, clip_norm=clip_norm
+        ),
         stages=(Stage(start=0, stop=2, grid=Grid.of(0)), Stage(start=2, stop=3, grid=Grid.of(1))),
     )
 

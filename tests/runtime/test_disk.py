@@ -132,7 +132,9 @@ def test_a_file_has_its_blocks_from_the_start_and_no_name(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("outward", "words"), [(True, "written to"), (False, "read from")])
-def test_a_disk_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outward: bool, words: str) -> None:
+def test_a_disk_that_fails_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outward: bool, words: str
+) -> None:
     """What the system says reaches the one who waits for the copy."""
 
     def fail(*_: Any) -> int:
@@ -140,7 +142,9 @@ def test_a_disk_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(os, "pwrite" if outward else "preadv", fail)
     slot, tensor = slot_in(tmp_path, 8, 8), torch.zeros(8, dtype=torch.uint8)
-    with pytest.raises(WorkerFailed, match=rf"cannot be {words} the disk \(Input/output error\): move tensors to the"):
+    with pytest.raises(
+        WorkerFailed, match=rf"cannot be {words} the disk \(Input/output error\): move tensors to the"
+    ):
         slot.carry([Part(tensor.untyped_storage(), 0, slot, 0, 8)], outward=outward)
 
 
@@ -152,7 +156,9 @@ def test_workers_move_to_the_disk_what_one_process_moves(tmp_path: Path) -> None
     and while they run each of two workers has one open file in the folder, which shows none.
     """
     plan = to_disk(emulated(tmp_path), place="disk*2+device1*1+host*1")
-    back = replace(plan.decisions[0], stage=1, subject=SavedTensors(tensors=((4, 0),)), place=parse_place("disk0"))
+    back = replace(
+        plan.decisions[0], stage=1, subject=SavedTensors(tensors=((4, 0),)), place=parse_place("disk0")
+    )
     plan = replace(plan, decisions=(*plan.decisions, back))
     seen: list[tuple[int, list[str]]] = []
 
@@ -212,7 +218,9 @@ def test_copies_take_the_time_of_the_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("room", "who"), [({"disk_bytes": 4 * SLOT}, "disk0"), ({"host_bytes": 4 * SLOT}, "host0")], ids=["disk", "host"]
+    ("room", "who"),
+    [({"disk_bytes": 4 * SLOT}, "disk0"), ({"host_bytes": 4 * SLOT}, "host0")],
+    ids=["disk", "host"],
 )
 def test_a_disk_counts_its_slots_and_its_host_four_buffers(room: dict[str, int], who: str) -> None:
     """Four microbatches need four slots on the disk, and on the host two buffers of a slot for each direction: with one
@@ -221,11 +229,15 @@ def test_a_disk_counts_its_slots_and_its_host_four_buffers(room: dict[str, int],
     tight = {name: nbytes - 1 for name, nbytes in room.items()}
     certify(make_chain(), to_disk(emulated(**room)))
     for run in (Trainer, certify):
-        with pytest.raises(OutOfMemory, match=rf"{who} has .* would have to keep 2.00 KiB of moved tensors, 1 B more"):
+        with pytest.raises(
+            OutOfMemory, match=rf"{who} has .* would have to keep 2.00 KiB of moved tensors, 1 B more"
+        ):
             run(make_chain(), to_disk(emulated(**tight)))
 
 
-def test_a_full_disk_is_refused_before_a_worker_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_refused_before_a_worker_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The launching process compares with what the folder's disk has free, and says how much is missing."""
 
     def never(*_: Any) -> None:
@@ -233,7 +245,9 @@ def test_a_full_disk_is_refused_before_a_worker_starts(tmp_path: Path, monkeypat
 
     monkeypatch.setattr("pipefit.runtime.launch.launch.start", never)
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=4 * SLOT - 1, f_frsize=1))
-    with pytest.raises(OutOfMemory, match=r"need 2.00 KiB in '.*', whose disk has 2.00 KiB free, 1 B less: move fewer"):
+    with pytest.raises(
+        OutOfMemory, match=r"need 2.00 KiB in '.*', whose disk has 2.00 KiB free, 1 B less: move fewer"
+    ):
         pipefit.train(make_chain, to_disk(emulated(tmp_path)), steps=1)
 
 
@@ -241,16 +255,22 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     """With the way out; a dry run, which writes nothing, does not look."""
     plan = to_disk(emulated(tmp_path / "missing"))
     certify(make_chain(), plan)
-    with pytest.raises(UsageError, match=r"cannot go to '.*missing': it is no folder .* disk_folder of the host"):
+    with pytest.raises(
+        UsageError, match=r"cannot go to '.*missing': it is no folder .* disk_folder of the host"
+    ):
         Trainer(make_chain(), plan)
 
 
-def test_a_disk_that_cannot_allocate_is_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_cannot_allocate_is_out_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another program may take the last room between the check and the file."""
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OutOfMemory, match=r"disk0 cannot keep 2.00 KiB of device 0 in .* \(No space left on device\)"):
+    with pytest.raises(
+        OutOfMemory, match=r"disk0 cannot keep 2.00 KiB of device 0 in .* \(No space left on device\)"
+    ):
         Trainer(make_chain(), to_disk(emulated(tmp_path)))

@@ -76,10 +76,14 @@ OFTEN = [*zip(MODELS, range(3), strict=True)]
 
 
 @pytest.mark.parametrize(("name", "seed"), sampled(RANDOM, often=OFTEN))
-def test_the_numbers_are_those_of_plain_training(name: str, seed: int, profiles: dict[str, ModelProfile]) -> None:
+def test_the_numbers_are_those_of_plain_training(
+    name: str, seed: int, profiles: dict[str, ModelProfile]
+) -> None:
     """Losses and parameters after three steps, whatever the stages divide."""
     task = replicated(name, optimizer=MOMENTUM)
-    plan = random_plan(replace(profiles[name], fingerprint=profile(task, microbatch_size=3).fingerprint), seed)
+    plan = random_plan(
+        replace(profiles[name], fingerprint=profile(task, microbatch_size=3).fingerprint), seed
+    )
     trainer, plain = Trainer(task, plan), Plain(task, plan)
     for inputs, targets in batches(task, plan, 3):
         assert trainer.step((inputs, targets)) == pytest.approx(plain.step(inputs, targets), rel=1e-6)
@@ -87,7 +91,9 @@ def test_the_numbers_are_those_of_plain_training(name: str, seed: int, profiles:
 
 
 @pytest.mark.parametrize("shard", DIVIDED)
-def test_the_numbers_are_bitwise_those_of_whole_replicas(shard: Sharding, profiles: dict[str, ModelProfile]) -> None:
+def test_the_numbers_are_bitwise_those_of_whole_replicas(
+    shard: Sharding, profiles: dict[str, ModelProfile]
+) -> None:
     """Sums are taken in the same order where a step has one microbatch; owners update what all would have updated."""
     whole, divided = (
         sliced_plan(profiles["dropped"], [0, 3, 6], [3, 2], microbatches=1, shard=(what, what))
@@ -101,7 +107,9 @@ def test_the_numbers_are_bitwise_those_of_whole_replicas(shard: Sharding, profil
 
 
 @pytest.mark.parametrize(("name", "seed"), sampled(RANDOM, often=OFTEN))
-def test_simulator_dry_run_meter_and_allocator_agree(name: str, seed: int, profiles: dict[str, ModelProfile]) -> None:
+def test_simulator_dry_run_meter_and_allocator_agree(
+    name: str, seed: int, profiles: dict[str, ModelProfile]
+) -> None:
     """The peaks of every device in both steps, to the byte; with two users of a parameter in one stage the simulator's
     are bounds.
     """
@@ -129,7 +137,9 @@ def test_clipping_and_accumulation_are_those_of_the_whole_batch(
     assert equal(trainer.state_dict(), plain.state_dict(), relative=1e-9)
 
 
-@pytest.mark.parametrize("precision", sampled(["master-float16", "master-bfloat16"], often=["master-float16"]))
+@pytest.mark.parametrize(
+    "precision", sampled(["master-float16", "master-bfloat16"], often=["master-float16"])
+)
 @pytest.mark.parametrize("shard", DIVIDED)
 def test_precisions_are_those_of_whole_replicas(shard: Sharding, precision: Any) -> None:
     """The loss is scaled, master weights are the owners', and one overflow skips the update of all."""
@@ -152,7 +162,9 @@ def test_precisions_are_those_of_whole_replicas(shard: Sharding, precision: Any)
 
 
 @pytest.mark.parametrize("shard", DIVIDED)
-def test_training_goes_on_under_other_plans(shard: Sharding, profiles: dict[str, ModelProfile], tmp_path: Path) -> None:
+def test_training_goes_on_under_other_plans(
+    shard: Sharding, profiles: dict[str, ModelProfile], tmp_path: Path
+) -> None:
     """Every owner's state is stored once under the names of the model; whole replicas and other owners take it up."""
     task, found = replicated("normed"), profiles["normed"]
     plans = [
@@ -168,8 +180,12 @@ def test_workers_train_as_one_process_does(profiles: dict[str, ModelProfile], tm
     is whole.
     """
     task = replicated("dropped")
-    plan = sliced_plan(profiles["dropped"], [0, 3, 6], [2, 2], clip_norm=1.0, shard=(DIVIDED[-1], "optimizer"))
-    losses, trace = train(partial(replicated, "dropped"), plan, steps=2, saving=Saving(directory=str(tmp_path)))
+    plan = sliced_plan(
+        profiles["dropped"], [0, 3, 6], [2, 2], clip_norm=1.0, shard=(DIVIDED[-1], "optimizer")
+    )
+    losses, trace = train(
+        partial(replicated, "dropped"), plan, steps=2, saving=Saving(directory=str(tmp_path))
+    )
     alone, expected = in_one_process(task, plan, 2)
     assert losses == pytest.approx(expected, rel=1e-12)
     assert trace.peak_bytes == certify(task, plan).peak_bytes
@@ -179,11 +195,15 @@ def test_workers_train_as_one_process_does(profiles: dict[str, ModelProfile], tm
 
 
 @pytest.mark.parametrize("shard", DIVIDED)
-def test_decisions_about_memory_hold_for_divided_state(shard: Sharding, profiles: dict[str, ModelProfile]) -> None:
+def test_decisions_about_memory_hold_for_divided_state(
+    shard: Sharding, profiles: dict[str, ModelProfile]
+) -> None:
     """Recomputing a run and moving saved tensors away change no number, and the bytes are known."""
     task, found = replicated("dropped"), profiles["dropped"]
     plan = sliced_plan(found, [0, 5, 6], [2, 3], microbatches=3, shard=(shard, shard), buckets=(3, 1))
-    recompute = Decision(stage=0, subject=Run(start=1, stop=4), what=What.RECOMPUTE, microbatches=Microbatches())
+    recompute = Decision(
+        stage=0, subject=Run(start=1, stop=4), what=What.RECOMPUTE, microbatches=Microbatches()
+    )
     moves = Decision(
         stage=0,
         subject=SavedTensors(tensors=((0, 0),)),
@@ -200,13 +220,16 @@ def test_decisions_about_memory_hold_for_divided_state(shard: Sharding, profiles
 
 
 @pytest.mark.parametrize("shard", DIVIDED)
-def test_evaluations_smaller_batches_and_failed_steps(shard: Sharding, profiles: dict[str, ModelProfile]) -> None:
+def test_evaluations_smaller_batches_and_failed_steps(
+    shard: Sharding, profiles: dict[str, ModelProfile]
+) -> None:
     """An evaluation has the loss of whole replicas, a smaller batch their numbers, and training goes on behind a step
     that failed.
     """
     task, found = replicated("dropped"), profiles["dropped"]
     whole, divided = (
-        sliced_plan(found, [0, 2, 6], [1, 3], shard=("none", what), buckets=(1, 3)) for what in ("none", shard)
+        sliced_plan(found, [0, 2, 6], [1, 3], shard=("none", what), buckets=(1, 3))
+        for what in ("none", shard)
     )
     one, other = Trainer(task, whole), Trainer(task, divided)
     (inputs, targets), second = batches(task, whole, 2)
@@ -265,7 +288,12 @@ def test_the_numbers_are_those_of_fully_shard(tmp_path: Path) -> None:
     """Two replicas that divide parameters train as torch's own two processes do, of which each has a part of each."""
     task = plain_task()
     plan = sliced_plan(
-        profile(task, microbatch_size=(4, 2)), [0, 5], [2], microbatches=1, shard=("parameters",), buckets=(3,)
+        profile(task, microbatch_size=(4, 2)),
+        [0, 5],
+        [2],
+        microbatches=1,
+        shard=("parameters",),
+        buckets=(3,),
     )
     data, trainer = batches(task, plan, 3), Trainer(task, plan)
     for one in data:
@@ -309,7 +337,9 @@ def test_a_device_never_has_room_for_what_others_own(precision: Any, monkeypatch
     """Parameters that get no memory as they come to a device: the numbers and peaks are those of others."""
     task = precise(precision)
     found = profile(task, microbatch_size=(4, 2))
-    plan = sliced_plan(found, [0, len(found.layers)], [2], microbatches=1, shard=("parameters",), buckets=(3,))
+    plan = sliced_plan(
+        found, [0, len(found.layers)], [2], microbatches=1, shard=("parameters",), buckets=(3,)
+    )
     usual, moved = Trainer(task, plan), list[int]()
 
     def moving(modules: Sequence[nn.Module], device: torch.device, *, absent: frozenset[int]) -> None:
@@ -330,7 +360,9 @@ def test_a_device_never_has_room_for_what_others_own(precision: Any, monkeypatch
 
 def test_a_planner_says_what_cannot_be_divided(profiles: dict[str, ModelProfile]) -> None:
     """A trained weight that two stages share, whose gradients would have to stay on all, is refused by name."""
-    with pytest.raises(UsageError, match=r"divide gradients, and shares parameter '0\.weight' with another stage"):
+    with pytest.raises(
+        UsageError, match=r"divide gradients, and shares parameter '0\.weight' with another stage"
+    ):
         make_plan(
             *(profiles["tied"], load_cluster("emulated:4x1MiB")),
             batch_size=24,

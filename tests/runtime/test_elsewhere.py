@@ -43,7 +43,9 @@ def plan() -> Plan:
 
 def assuming(plan: Plan, **assumed: Any) -> Plan:
     """The plan, had its profile been made otherwise."""
-    return replace(plan, profile=replace(plan.profile, assumptions=replace(plan.profile.assumptions, **assumed)))
+    return replace(
+        plan, profile=replace(plan.profile, assumptions=replace(plan.profile.assumptions, **assumed))
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,11 @@ def test_where_it_was_made_nothing_is_said(plan: Plan) -> None:
     """Nor for a profile of CUDA's kernels on another processor: none of the CPU's is in it."""
     task = build("mlp", **SETTINGS)
     cuda = make_plan(
-        profile(task, microbatch_size=2, target="cuda"), plan.cluster, batch_size=8, microbatches=4, planner="exact"
+        profile(task, microbatch_size=2, target="cuda"),
+        plan.cluster,
+        batch_size=8,
+        microbatches=4,
+        planner="exact",
     )
     with threads_of(1), warnings.catch_warnings():
         warnings.simplefilter("error", PipefitWarning)
@@ -144,7 +150,9 @@ def test_commands_print_it_to_stderr(
     assert main([command[0], str(tmp_path / "plan.json"), *MODEL, *command[1:]]) == 0
     lines = [line for line in capfd.readouterr().err.splitlines() if "Other CPU" in line]
     assert len(lines) == 1
-    assert lines[0].startswith(f"pipefit: the profile was made with torch 1.0, not {torch.__version__}, on Other CPU")
+    assert lines[0].startswith(
+        f"pipefit: the profile was made with torch 1.0, not {torch.__version__}, on Other CPU"
+    )
 
 
 LESSER = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "2"}
@@ -164,7 +172,11 @@ def test_peaks_are_exact_on_a_lesser_processor() -> None:
     """With the instructions of a common laptop and two threads, dry run, simulator and allocator agree to the byte."""
     script = COMPARED.format(tests=str(Path(__file__).parent.parent))
     done = subprocess.run(
-        [sys.executable, "-c", script], env={**os.environ, **LESSER}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", script],
+        env={**os.environ, **LESSER},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     rows = [line.split() for line in done.stdout.splitlines()]
     assert rows

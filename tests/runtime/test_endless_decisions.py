@@ -65,9 +65,16 @@ def random_plan(name: str, schedule: str, rng: Random) -> tuple[Task, Plan]:
     split = [stop - start for start, stop in pairwise(cuts)]
     microbatches = rng.randint(stages if schedule == "pipedream-2bw" else 1, 6)
     plan = plan_of(
-        task, split, microbatches=microbatches, schedule=schedule, profiled=found(name), devices=max(stages, 2)
+        task,
+        split,
+        microbatches=microbatches,
+        schedule=schedule,
+        profiled=found(name),
+        devices=max(stages, 2),
     )
-    plan = replace(plan, training=replace(plan.training, versions=rng.choice(["weights", "weights", "everything"])))
+    plan = replace(
+        plan, training=replace(plan.training, versions=rng.choice(["weights", "weights", "everything"]))
+    )
     return task, compacted(plan, rng)
 
 
@@ -75,7 +82,11 @@ def assert_replayed(name: str, schedule: str, seed: int, patch: pytest.MonkeyPat
     """A random plan trains the numbers of the replay, drained at random, also where its last batch is smaller."""
     rng = Random(f"{name} {schedule} {seed}")
     task, plan = random_plan(name, schedule, rng)
-    count, turn, least = plan.training.microbatches, period(plan), len(plan.stages) if "2bw" in schedule else 1
+    count, turn, least = (
+        plan.training.microbatches,
+        period(plan),
+        len(plan.stages) if "2bw" in schedule else 1,
+    )
     smaller = [n for n in range(least, count + 1) if n % turn == 0]
     sizes = [2 * rng.choice([count, *smaller]) for _ in range(rng.randint(2, 7))]
     sizes[-1] = rng.randint(2 * least - 1, 2 * count)
@@ -100,7 +111,9 @@ def assert_foretold(name: str, schedule: str, seed: int) -> None:
     told = step_peaks_of(simulate(plan, steps=steps))
     if name == "tied":  # the simulator's is an upper bound there, as under any schedule
         pairs = zip(step_peaks_of(dry), told, strict=True)
-        assert all(real <= bound for reals, bounds in pairs for real, bound in zip(reals, bounds, strict=True))
+        assert all(
+            real <= bound for reals, bounds in pairs for real, bound in zip(reals, bounds, strict=True)
+        )
     else:
         assert step_peaks_of(dry) == told
     trainer.finish()
@@ -111,7 +124,9 @@ def assert_foretold(name: str, schedule: str, seed: int) -> None:
 EVERY = [(name, schedule) for name in TASKS for schedule in ENDLESS]
 
 
-@pytest.mark.parametrize(("name", "schedule"), sampled(EVERY, often=(*EVERY[1::4], *EVERY[2::4])))  # each name once
+@pytest.mark.parametrize(
+    ("name", "schedule"), sampled(EVERY, often=(*EVERY[1::4], *EVERY[2::4]))
+)  # each name once
 def test_whatever_is_decided_numbers_and_bytes_are_as_told(
     name: str, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,7 +139,9 @@ def test_whatever_is_decided_numbers_and_bytes_are_as_told(
 @pytest.mark.parametrize("seed", range(1, 21))
 @pytest.mark.parametrize("schedule", ENDLESS)
 @pytest.mark.parametrize("name", TASKS)
-def test_more_decisions_are_as_told(name: str, schedule: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_decisions_are_as_told(
+    name: str, schedule: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same of many plans."""
     assert_foretold(name, schedule, seed)
     assert_replayed(name, schedule, seed, monkeypatch)
@@ -283,11 +300,20 @@ def test_what_fits_under_no_split_trains_with_decisions(name: str, schedule: str
     found = profile(task, microbatch_size=8, threads=1)
     edges = [(0, *cuts, len(found.layers)) for cuts in combinations(range(1, len(found.layers)), 2)]
     splits = [
-        plan_of(task, [b - a for a, b in pairwise(cuts)], size=8, microbatches=3, schedule=schedule, profiled=found)
+        plan_of(
+            task,
+            [b - a for a, b in pairwise(cuts)],
+            size=8,
+            microbatches=3,
+            schedule=schedule,
+            profiled=found,
+        )
         for cuts in edges
     ]
     peaks = {plan.split: max(Simulation(plan).peak_bytes) for plan in splits}
-    plan = next(lightened(plan) for plan in splits if plan.split == ((3, 3, 5) if name == "images" else (3, 5, 5)))
+    plan = next(
+        lightened(plan) for plan in splits if plan.split == ((3, 3, 5) if name == "images" else (3, 5, 5))
+    )
     cap = max(Simulation(plan).peak_bytes)
     assert all(peak > 1.05 * cap for peak in peaks.values())
     trainer = Trainer(task, replace(plan, cluster=Cluster.emulated((3, cap))))

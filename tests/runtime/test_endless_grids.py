@@ -45,7 +45,9 @@ def random_plan(name: str, schedule: str, rng: Random) -> Plan:
         profiled(name), [0, *cuts, 6], degrees, microbatches=rng.randint(least, 4), schedule=schedule, rng=rng
     )
     stages = tuple(
-        replace(stage, grid=replace(stage.grid, shard=rng.choice(SHARDINGS[:3]), buckets=rng.choice([1, 2, 3])))
+        replace(
+            stage, grid=replace(stage.grid, shard=rng.choice(SHARDINGS[:3]), buckets=rng.choice([1, 2, 3]))
+        )
         if stage.grid.data > 1
         else stage
         for stage in plan.stages
@@ -62,10 +64,17 @@ def assert_replayed(name: str, schedule: str, seed: int) -> None:
     task, plan = divided(name, optimizer=MOMENTUM), random_plan(name, schedule, rng)
     size, count, turn = plan.training.microbatch_size, plan.training.microbatches, period(plan)
     least = len(plan.stages) if schedule == "pipedream-2bw" else 1
-    sizes = [size * rng.choice([n for n in range(least, count + 1) if n % turn == 0]) for _ in range(rng.randint(2, 5))]
+    sizes = [
+        size * rng.choice([n for n in range(least, count + 1) if n % turn == 0])
+        for _ in range(rng.randint(2, 5))
+    ]
     shorter = {step for step in range(len(sizes)) if not any(d.what == "offload" for d in plan.decisions)}
-    sizes = [batch - 6 if step in shorter and rng.random() < 0.4 else batch for step, batch in enumerate(sizes)]
-    sizes = [batch if all(batch % 12 % data == 0 for data, _ in degrees_of(plan)) else batch + 6 for batch in sizes]
+    sizes = [
+        batch - 6 if step in shorter and rng.random() < 0.4 else batch for step, batch in enumerate(sizes)
+    ]
+    sizes = [
+        batch if all(batch % 12 % data == 0 for data, _ in degrees_of(plan)) else batch + 6 for batch in sizes
+    ]
     drains = [step for step in range(len(sizes)) if rng.random() < 0.2 or step == len(sizes) - 1]
     given = batches_of(task, sizes)
     trainer, losses = Trainer(task, plan), list[float]()
@@ -97,7 +106,11 @@ def assert_foretold(name: str, schedule: str, seed: int) -> None:
     assert samples(certify(task, plan, steps=steps)) == samples(certify(task, plan, steps=steps, fold=False))
     if not any(decision.place is not None for decision in plan.decisions):  # what is lent is in no event
         # Shards run on threads, whose events are not seen
-        alone = [n for n, device in enumerate(plan.workers) if plan.stages[plan.stages_of(device)[0]].grid.tensor == 1]
+        alone = [
+            n
+            for n, device in enumerate(plan.workers)
+            if plan.stages[plan.stages_of(device)[0]].grid.tensor == 1
+        ]
         assert [found.metered[n] for n in alone] == [found.allocated[n] for n in alone]
     if name != "tied":
         assert found.dry == found.simulated

@@ -40,9 +40,17 @@ def random_plan(found: ModelProfile, schedule: str, rng: Random) -> Plan:
     split = [stop - start for start, stop in pairwise(cuts)]
     number = rng.randint(stages if schedule == "pipedream-2bw" else 1, 12)
     plan = plan_of(
-        wide(), split, size=700, microbatches=number, schedule=schedule, profiled=found, devices=max(stages, 2)
+        wide(),
+        split,
+        size=700,
+        microbatches=number,
+        schedule=schedule,
+        profiled=found,
+        devices=max(stages, 2),
     )
-    plan = replace(plan, training=replace(plan.training, versions=rng.choice(["weights", "weights", "everything"])))
+    plan = replace(
+        plan, training=replace(plan.training, versions=rng.choice(["weights", "weights", "everything"]))
+    )
     return on_gpus(compacted(plan, rng))
 
 
@@ -154,7 +162,9 @@ def test_what_cannot_be_repeated_is_noticed(freed: list[int], turn: int) -> None
     seen = []
     for number in range(4):
         births = ((10 * (number + 1) + 1, 8), (10 * (number + 1) + 2, 8))
-        living = {1, 2, 3, 4, *(10 * (n + 1) + k for n in range(number + 1) for k in (1, 2))} - set(freed[:number])
+        living = {1, 2, 3, 4, *(10 * (n + 1) + k for n in range(number + 1) for k in (1, 2))} - set(
+            freed[:number]
+        )
         seen.append((*births, *([(freed[number], 0)] if freed[number] in living else [])))
     lives.learn(run, tuple((name, 8) for name in (1, 2, 3, 4)), seen)
     wanted = [backward(number) for number in range(8)]

@@ -28,7 +28,9 @@ FAILING = [(word, schedule) for word in WORDS for schedule in ENDLESS]
 
 
 @pytest.mark.parametrize(("word", "schedule"), sampled(FAILING, often=(*FAILING[::4], *FAILING[3::4])))
-def test_after_an_update_that_failed_training_goes_on_with_what_it_has_reached(schedule: str, word: str) -> None:
+def test_after_an_update_that_failed_training_goes_on_with_what_it_has_reached(
+    schedule: str, word: str
+) -> None:
     """Wherever in the update of a stage: no slot is in use and nothing else held, and what all stages have reached by
     then can be read, and trains on as it does in a trainer that begins with it.
     """

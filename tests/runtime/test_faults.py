@@ -52,7 +52,9 @@ OTHERS = [case for f in FAULTS for p in PLACES for w in (0, 1) if (case := (f, p
 
 
 @pytest.mark.parametrize(("fault", "place", "worker"), SAMPLE)
-def test_the_culprit_the_step_and_what_is_saved_are_told(fault: str, place: str, worker: int, tmp_path: Path) -> None:
+def test_the_culprit_the_step_and_what_is_saved_are_told(
+    fault: str, place: str, worker: int, tmp_path: Path
+) -> None:
     """Whoever fails, at whatever: one sentence, and all processes gone."""
     assert_named(tmp_path, fault, place, worker)
 
@@ -67,7 +69,9 @@ def test_the_culprit_is_told_wherever_it_is(fault: str, place: str, worker: int,
 KILLED = "is killed (signal 9)"
 GRIDS = ((1, 2), (2, 1), (2, 2))
 IN_GRIDS = [(KILLED, place, worker, grid) for grid in GRIDS for place in PLACES for worker in (0, 1)]
-IN_GRIDS += [(f, place, 1, grid) for grid in GRIDS[:2] for f in FAULTS if f != KILLED for place in ("F1", "STEP")]
+IN_GRIDS += [
+    (f, place, 1, grid) for grid in GRIDS[:2] for f in FAULTS if f != KILLED for place in ("F1", "STEP")
+]
 SHARDED = (KILLED, "B1", 1, (1, 2))
 
 
@@ -88,7 +92,9 @@ DEATHS = [(name, phase, worker) for name in EXCHANGES for phase in KILLS for wor
 @pytest.mark.parametrize(
     ("name", "phase", "worker"), sampled(DEATHS, [("replicas", "exchange", 1), ("pipedream", "forward", 0)])
 )
-def test_replicas_and_asynchronous_schedules_survive(name: str, phase: str, worker: int, tmp_path: Path) -> None:
+def test_replicas_and_asynchronous_schedules_survive(
+    name: str, phase: str, worker: int, tmp_path: Path
+) -> None:
     """A worker of each that is killed, in any phase: the losses are bitwise those of an undisturbed training."""
     assert_survived(tmp_path, name, phase, worker)
 
@@ -97,7 +103,8 @@ def test_replicas_and_asynchronous_schedules_survive(name: str, phase: str, work
 
 LINKS = [(0, "0SEND_F1", "[01]WAIT_(SEND|RECV)_F1"), (1, "1SEND_B0", "[01]WAIT_(SEND|RECV)_B0")]
 SLOW = (
-    r"has waited [34] s at {0} for device [01], which has begun that too: the link between them is slow. Training goes"
+    r"has waited [34] s at {0} for device [01], which has begun that too: "
+    r"the link between them is slow. Training goes"
 )
 
 
@@ -107,7 +114,9 @@ def through_a_link(worker: int, message: str, arrives: Path, timeout_seconds: fl
     return train(task, plan, steps=7, seed=SEED, numbers=False, timeout_seconds=timeout_seconds)[0]
 
 
-@pytest.mark.parametrize(("worker", "message", "place"), [LINKS[0], pytest.param(*LINKS[1], marks=pytest.mark.gallery)])
+@pytest.mark.parametrize(
+    ("worker", "message", "place"), [LINKS[0], pytest.param(*LINKS[1], marks=pytest.mark.gallery)]
+)
 def test_a_slow_link_is_told_and_training_goes_on(
     worker: int, message: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,9 +136,13 @@ def test_a_slow_link_is_told_and_training_goes_on(
 def test_a_link_that_loses_a_message_is_named(tmp_path: Path) -> None:
     """Beside the worker that waits at its end, which may stand still itself, as far as anybody can see."""
     hangs = (
-        r"^worker ([01]) \(device .*\), or its link with device (?!\1)[01], hangs at [01]WAIT_(SEND|RECV)_F1: no sign"
+        r"^worker ([01]) \(device .*\), or its link with device (?!\1)[01], hangs at "
+        r"[01]WAIT_(SEND|RECV)_F1: no sign"
     )
-    with pytest.warns(PipefitWarning, match="the link between them is slow"), pytest.raises(WorkerFailed, match=hangs):
+    with (
+        pytest.warns(PipefitWarning, match="the link between them is slow"),
+        pytest.raises(WorkerFailed, match=hangs),
+    ):
         through_a_link(0, "0SEND_F1", tmp_path / "never", TIMEOUT)
 
 
@@ -140,7 +153,17 @@ def line(folder: Path, *more: str) -> list[str]:
     """Training by the command, with a plan in the folder."""
     save(plan_for("dropout", "1f1b", SPLIT), folder / "plan.json")
     model = ["resuming:named", "--set", "name=dropout"]
-    return ["train", str(folder / "plan.json"), *model, "--no-numbers", "--seed", str(SEED), "--steps", "6", *more]
+    return [
+        "train",
+        str(folder / "plan.json"),
+        *model,
+        "--no-numbers",
+        "--seed",
+        str(SEED),
+        "--steps",
+        "6",
+        *more,
+    ]
 
 
 def test_a_full_disk_under_the_metrics_is_told(
@@ -148,7 +171,9 @@ def test_a_full_disk_under_the_metrics_is_told(
 ) -> None:
     """With the step, and what is saved; the exit code is that of files."""
     monkeypatch.setattr("pipefit.schema.json_io.check_target", lambda path: None)  # it lets no device pass
-    assert main(line(tmp_path, "--save", str(tmp_path / "runs"), "--every", "1", "--metrics", "/dev/full")) == 6
+    assert (
+        main(line(tmp_path, "--save", str(tmp_path / "runs"), "--every", "1", "--metrics", "/dev/full")) == 6
+    )
     err = capsys.readouterr().err
     said = "/dev/full cannot be written: No space left on device; step 0 was the last; steps done: 1, last saved: "
     assert said in err
@@ -187,7 +212,9 @@ def test_a_full_disk_under_the_last_checkpoint_loses_nothing(
         assert found["losses"] == undisturbed(2) and found["exit_code"] == 6
     else:
         first, last = undisturbed(2)
-        assert out.startswith(f"loss {first:.4f} in the first step, {last:.4f} in the last\n\nno checkpoint of this")
+        assert out.startswith(
+            f"loss {first:.4f} in the first step, {last:.4f} in the last\n\nno checkpoint of this"
+        )
 
 
 def flipped(shard: Path) -> None:
@@ -196,7 +223,10 @@ def flipped(shard: Path) -> None:
     shard.write_bytes(bytes(content))
 
 
-SHARDS = {"a bit of a shard is flipped": (flipped, "is damaged"), "a shard is missing": (Path.unlink, "missing")}
+SHARDS = {
+    "a bit of a shard is flipped": (flipped, "is damaged"),
+    "a shard is missing": (Path.unlink, "missing"),
+}
 
 
 @pytest.mark.parametrize("what", SHARDS)
@@ -225,7 +255,8 @@ def rows() -> list[str]:
     """The rows of the table of workers' faults."""
     said = [f"{text.format(where='...', silent=TIMEOUT)}" for text in FAULTS.values()]
     return [
-        f"| {fault} | worker 1 (device 1, layers 3 to 5) {text} |" for fault, text in zip(FAULTS, said, strict=True)
+        f"| {fault} | worker 1 (device 1, layers 3 to 5) {text} |"
+        for fault, text in zip(FAULTS, said, strict=True)
     ]
 
 
@@ -234,7 +265,9 @@ def test_the_page_has_the_faults_of_these_tests() -> None:
     page = PAGE.read_text()
     assert [row for row in rows() if row not in page] == []
     assert [
-        row for place, where in PLACES.values() if (row := f"| {place} | {where.format(worker=1)} |") not in page
+        row
+        for place, where in PLACES.values()
+        if (row := f"| {place} | {where.format(worker=1)} |") not in page
     ] == []
 
 
@@ -246,9 +279,9 @@ def test_the_page_has_seconds_and_steps_for_each() -> None:
     for fault in FAULTS:
         silent = START if fault == "stands still (SIGSTOP)" else 0
         found = [re.fullmatch(r"(\d+\.\d) s, (\d)", cell) for cell in cells[fault]]
-        assert [one is not None and float(one[1]) < silent + 10 and int(one[2]) <= 2 * EVERY for one in found] == [
-            True
-        ] * len(PLACES)
+        assert [
+            one is not None and float(one[1]) < silent + 10 and int(one[2]) <= 2 * EVERY for one in found
+        ] == [True] * len(PLACES)
 
 
 # -------------------------------------------------------------------- manifests that somebody has written

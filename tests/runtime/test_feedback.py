@@ -27,7 +27,11 @@ from tiny import batch_of, plan_of, task_of
 
 STEPS = 3
 CASES = [(name, by_hand) for name, (_, _, ways) in FEEDING_BACK.items() for by_hand in ways]
-OFTEN = [*((name, ways[-1]) for name, (_, _, ways) in FEEDING_BACK.items()), ("average", False), ("twice", False)]
+OFTEN = [
+    *((name, ways[-1]) for name, (_, _, ways) in FEEDING_BACK.items()),
+    ("average", False),
+    ("twice", False),
+]
 
 
 def plain(task: Task, plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
@@ -72,7 +76,10 @@ def kept(task: Task, schedule: str) -> Plan:
         profile=found,
         cluster=Cluster.emulated((2, 1 << 30)),
         training=Training(batch_size=8, microbatches=4, schedule=schedule),
-        stages=(Stage(start=0, stop=1, grid=Grid.of(0)), Stage(start=1, stop=len(found.layers), grid=Grid.of(1))),
+        stages=(
+            Stage(start=0, stop=1, grid=Grid.of(0)),
+            Stage(start=1, stop=len(found.layers), grid=Grid.of(1)),
+        ),
     )
 
 
@@ -149,7 +156,9 @@ def test_equal_layers_that_feed_back_are_folded() -> None:
     plan = plan_of(task, [8], microbatches=3, schedule="gpipe", recompute="stages")
     folded, every = certify(task, plan), certify(task, plan, fold=False)
     assert folded == every
-    assert [d.step_peak_bytes(1) for d in folded.devices] == [simulate(plan, steps=2).devices[0].step_peak_bytes(1)]
+    assert [d.step_peak_bytes(1) for d in folded.devices] == [
+        simulate(plan, steps=2).devices[0].step_peak_bytes(1)
+    ]
 
 
 def test_an_evaluation_between_steps_changes_nothing() -> None:
@@ -169,6 +178,8 @@ def test_a_saved_average_can_be_trained_in_a_pipeline_where_it_is_recomputed() -
     """After the next microbatch has changed what was saved, a backward is refused. A copy stays as it was."""
     task = task_with(Saved, by_hand=True)
     plan = kept(task, "gpipe")
-    with pytest.raises(UsageError, match=r"microbatch 0 cannot go backward through layers 1 to 3: .* recompute these"):
+    with pytest.raises(
+        UsageError, match=r"microbatch 0 cannot go backward through layers 1 to 3: .* recompute these"
+    ):
         Trainer(task, plan).step(batch_of(task, plan))
     check_numbers(task, whole(task, "1f1b"))

@@ -75,7 +75,9 @@ def test_a_folded_dry_run_tells_what_a_whole_one_does(task: Task, found: ModelPr
 
 
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
-def test_the_microbatches_that_are_run_do_not_grow_with_those_of_a_step(found: ModelProfile, schedule: str) -> None:
+def test_the_microbatches_that_are_run_do_not_grow_with_those_of_a_step(
+    found: ModelProfile, schedule: str
+) -> None:
     """A thousand microbatches need no more of them than fifty."""
     stages = tuple(Stage(start=n, stop=n + 2, grid=Grid.of(n // 2)) for n in range(0, 6, 2))
     cluster, counts = Cluster.emulated((3, 1 << 30)), []
@@ -84,6 +86,9 @@ def test_the_microbatches_that_are_run_do_not_grow_with_those_of_a_step(found: M
         program = lower(Plan(profile=found, cluster=cluster, training=training, stages=stages))
         folding = Folding.of(program)
         assert folding.later <= folding.first
-        assert {a.microbatch for d in shortened(program, folding.first).actions for a in d} == {None, *folding.first}
+        assert {a.microbatch for d in shortened(program, folding.first).actions for a in d} == {
+            None,
+            *folding.first,
+        }
         counts.append(len(folding.first))
     assert counts[0] == counts[1] <= 5

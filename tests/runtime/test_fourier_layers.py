@@ -71,11 +71,15 @@ def task(layers: Sequence[Callable[[], nn.Module]], *, traced: bool) -> Task:
     def batch(size: int) -> tuple[Tensor, Tensor]:
         return torch.randn(size, WIDTH, SIDE), torch.randn(size, WIDTH, SIDE)
 
-    return Task(build, batch=batch, loss=F.mse_loss, optimizer=partial(torch.optim.Adam, lr=1e-3), name="fourier")
+    return Task(
+        build, batch=batch, loss=F.mse_loss, optimizer=partial(torch.optim.Adam, lr=1e-3), name="fourier"
+    )
 
 
 CASES = [
-    (layers, traced) for layers in ((OnALine, OnALine), (Mixed, Mixed), (Filtered, Mixed)) for traced in (False, True)
+    (layers, traced)
+    for layers in ((OnALine, OnALine), (Mixed, Mixed), (Filtered, Mixed))
+    for traced in (False, True)
 ]
 
 

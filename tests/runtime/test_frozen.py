@@ -72,12 +72,24 @@ def tied_ends() -> list[nn.Module]:
     """The same around layers of which only the middle one is trained."""
     table = nn.Embedding(40, 16)
     frozen(table)
-    return [table, frozen(nn.Linear(16, 16)), nn.Linear(16, 16), frozen(nn.Linear(16, 16)), Unembedding(table)]
+    return [
+        table,
+        frozen(nn.Linear(16, 16)),
+        nn.Linear(16, 16),
+        frozen(nn.Linear(16, 16)),
+        Unembedding(table),
+    ]
 
 
 def feature_extractor() -> list[nn.Module]:
     """Layers that are not trained before those that are."""
-    return [frozen(nn.Linear(32, 32)), nn.Tanh(), frozen(nn.Linear(32, 32)), nn.Linear(32, 16), nn.Linear(16, 32)]
+    return [
+        frozen(nn.Linear(32, 32)),
+        nn.Tanh(),
+        frozen(nn.Linear(32, 32)),
+        nn.Linear(32, 16),
+        nn.Linear(16, 32),
+    ]
 
 
 def frozen_end() -> list[nn.Module]:
@@ -121,7 +133,9 @@ def plans(task: Task, recompute: Recompute) -> Iterator[Plan]:
 RECOMPUTED = [(name, recompute) for name in TASKS for recompute in ("never", "always")]
 
 
-@pytest.mark.parametrize(("name", "recompute"), sampled(RECOMPUTED, often=(*RECOMPUTED[::4], *RECOMPUTED[3::4])))
+@pytest.mark.parametrize(
+    ("name", "recompute"), sampled(RECOMPUTED, often=(*RECOMPUTED[::4], *RECOMPUTED[3::4]))
+)
 def test_frozen_parameters_take_their_own_bytes_alone(name: str, recompute: Recompute) -> None:
     """On every split, simulator, dry run and meter equal the allocator in every step, to the byte."""
     task = TASKS[name]()
@@ -130,7 +144,9 @@ def test_frozen_parameters_take_their_own_bytes_alone(name: str, recompute: Reco
         assert found.simulated == found.dry == found.metered == found.allocated, plan.split
 
 
-@pytest.mark.parametrize(("name", "recompute"), sampled(RECOMPUTED, often=(*RECOMPUTED[1::4], *RECOMPUTED[2::4])))
+@pytest.mark.parametrize(
+    ("name", "recompute"), sampled(RECOMPUTED, often=(*RECOMPUTED[1::4], *RECOMPUTED[2::4]))
+)
 def test_frozen_parameters_change_no_number(name: str, recompute: Recompute) -> None:
     """On every split, losses and parameters are bitwise those of plain training. Afterwards no frozen parameter has a
     gradient or optimizer state, and no stage adds one up.

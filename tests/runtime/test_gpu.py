@@ -79,7 +79,9 @@ def test_certified_peaks_are_the_allocators(name: str, device: torch.device) -> 
     trainer = Trainer(task, plan)
     for step in range(2):
         trainer.step(batch_of(task, plan, step))
-        measured = trainer.trace.devices[0].step_peak_bytes(step) - base  # the meter restarts torch's peak every action
+        measured = (
+            trainer.trace.devices[0].step_peak_bytes(step) - base
+        )  # the meter restarts torch's peak every action
         assert predicted.devices[0].step_peak_bytes(step) == pytest.approx(measured, rel=0.01)
 
 
@@ -87,7 +89,9 @@ def test_certified_peaks_are_the_allocators(name: str, device: torch.device) -> 
 def test_a_stage_alone_needs_what_was_certified(stage: int, device: torch.device) -> None:
     """One stage of three, trained by itself on the GPU, peaks within one per cent of its peak in the dry run."""
     task = build("gpt", **MODELS["gpt"])
-    plan = plan_of(task, [2, 3, 2], size=SIZE, microbatches=MICROBATCHES, schedule="gpipe", memory_bytes=1 << 34)
+    plan = plan_of(
+        task, [2, 3, 2], size=SIZE, microbatches=MICROBATCHES, schedule="gpipe", memory_bytes=1 << 34
+    )
     predicted = elsewhere(certify, task, plan, target="cuda").peak_bytes[stage]
     base = warmed(task, on_gpu(task), device)
     lone = LoneStages(task, SIZE)
@@ -130,7 +134,10 @@ def test_the_figures_are_ordered(device: torch.device) -> None:
     torch.cuda.reset_peak_memory_stats(device)
     kept = torch.empty(1 << 20, device=device)
     figures = memory_figures(device)
-    sizes = [kept.nbytes, *(figures[name] for name in ("requested", "allocated", "reserved", "process_total"))]
+    sizes = [
+        kept.nbytes,
+        *(figures[name] for name in ("requested", "allocated", "reserved", "process_total")),
+    ]
     assert sizes == sorted(sizes)
 
 

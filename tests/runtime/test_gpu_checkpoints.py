@@ -19,7 +19,10 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from tiny import batch_of, plan_of, task_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "fused": partial(torch.optim.AdamW, fused=True),

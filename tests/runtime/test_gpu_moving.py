@@ -55,7 +55,9 @@ def moving_to(place: str) -> tuple[Plan, Plan]:
     task = gpt()
     layers = len(list(task.build().children()))
     found = elsewhere(profile, task, microbatch_size=8, target="cuda")
-    still = plan_of(task, [layers], size=8, microbatches=4, schedule="gpipe", memory_bytes=1 << 34, profiled=found)
+    still = plan_of(
+        task, [layers], size=8, microbatches=4, schedule="gpipe", memory_bytes=1 << 34, profiled=found
+    )
     still = replace(still, cluster=replace(still.cluster, backend="cuda", devices=still.cluster.devices * 2))
     link = replace(still.cluster.links[0], members=parse_place("device0*1+device1*1+host0*1").members)
     still = replace(still, cluster=with_disk(replace(still.cluster, links=(link,)), disk_bytes=1 << 34))
@@ -88,7 +90,10 @@ def test_what_is_moved_to_the_host_comes_back(place: str) -> None:
     still, moved = moving_to(place)
     (expected, high), (losses, low) = trained(still), trained(moved)
     assert losses == expected
-    peaks = [elsewhere(certify, gpt(), plan, target="cuda").devices[0].step_peak_bytes(1) for plan in (still, moved)]
+    peaks = [
+        elsewhere(certify, gpt(), plan, target="cuda").devices[0].step_peak_bytes(1)
+        for plan in (still, moved)
+    ]
     assert [high, low] == [pytest.approx(peak, rel=0.01) for peak in peaks]
     assert low < high
 
@@ -130,7 +135,9 @@ def test_bytes_make_the_round_trip(nbytes: int) -> None:
     copier.join(copier.start([Part(storage, 0, slot, 0, nbytes)], outward=True, seconds=0.0))
     storage.resize_(0)
     spoils = [torch.zeros(nbytes, dtype=torch.uint8, device=DEVICE) for _ in range(4)]
-    copier.join(copier.start([Part(spoils[0].untyped_storage(), 0, other, 0, nbytes)], outward=True, seconds=0.0))
+    copier.join(
+        copier.start([Part(spoils[0].untyped_storage(), 0, other, 0, nbytes)], outward=True, seconds=0.0)
+    )
     storage.resize_(nbytes)
     copier.join(copier.start([Part(storage, 0, slot, 0, nbytes)], outward=False, seconds=0.0))
     assert torch.equal(tensor, wanted)

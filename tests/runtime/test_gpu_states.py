@@ -29,7 +29,14 @@ pytestmark = [
 ]
 DEVICE = torch.device("cuda", 0)
 STEPS = 3
-GPT: Mapping[str, Any] = {"layers": 4, "hidden": 256, "heads": 8, "vocabulary": 5000, "sequence": 256, "dropout": 0.0}
+GPT: Mapping[str, Any] = {
+    "layers": 4,
+    "hidden": 256,
+    "heads": 8,
+    "vocabulary": 5000,
+    "sequence": 256,
+    "dropout": 0.0,
+}
 make = partial(build, "gpt", **GPT)
 MOVED: Mapping[str, tuple[Decision, ...]] = {
     "optimizer": (away(0, 0, 2, ahead=1), away(0, 3, 5, ahead=1)),
@@ -82,7 +89,10 @@ def test_state_that_is_moved_comes_back(name: str) -> None:
     (losses, state, high), (others, other, low) = trained(still), trained(moved)
     assert losses == others
     assert all(torch.equal(state[name], tensor) for name, tensor in other.items())
-    peaks = [elsewhere(certify, make(), plan, target="cuda").devices[0].step_peak_bytes(1) for plan in (still, moved)]
+    peaks = [
+        elsewhere(certify, make(), plan, target="cuda").devices[0].step_peak_bytes(1)
+        for plan in (still, moved)
+    ]
     assert [high, low] == [pytest.approx(peak, rel=0.01) for peak in peaks]
     assert low < high
 
@@ -95,7 +105,9 @@ def test_layers_that_the_host_updates_train_nearly_the_same() -> None:
     (losses, _, high), (others, _, low) = trained(still), trained(plan)
     assert losses[0] == others[0]
     assert others == pytest.approx(losses, rel=1e-4)
-    assert low == pytest.approx(elsewhere(certify, make(), plan, target="cuda").devices[0].step_peak_bytes(1), rel=0.01)
+    assert low == pytest.approx(
+        elsewhere(certify, make(), plan, target="cuda").devices[0].step_peak_bytes(1), rel=0.01
+    )
     assert low < high
 
 
@@ -105,7 +117,10 @@ def test_two_processes_move_state_on_one_gpu() -> None:
     """
     layers = len(list(make().build().children()))
     still = on_gpus(make(), [layers // 2, layers - layers // 2])
-    moved = (away(0, 0, 1, place="device1*1+host*1", ahead=1), away(1, layers - 2, layers - 1, place="device0"))
+    moved = (
+        away(0, 0, 1, place="device1*1+host*1", ahead=1),
+        away(1, layers - 2, layers - 1, place="device0"),
+    )
     expected, _ = train(make, still, steps=STEPS, share_device=True)
     assert train(make, replace(still, decisions=moved), steps=STEPS, share_device=True)[0] == expected
     updated = (away(0, 1, 2, What.UPDATE), away(1, layers - 1, layers, What.UPDATE))

@@ -131,7 +131,8 @@ def assert_never_too_low(task: Task, splits: Sequence[Sequence[int]]) -> None:
 def test_gradients_that_are_parts_of_one_may_come_each_alone() -> None:
     """Values pass a layer, and their gradients are parts of one; where a stage ends behind it, each comes alone."""
     task = task_of(
-        lambda: [nn.Linear(WIDTH, WIDTH), Triple(), Last(), Apply(joined_rows), nn.Linear(3 * WIDTH, 4)], inputs=WIDTH
+        lambda: [nn.Linear(WIDTH, WIDTH), Triple(), Last(), Apply(joined_rows), nn.Linear(3 * WIDTH, 4)],
+        inputs=WIDTH,
     )
     assert_never_too_low(task, [[3, 2], [2, 1, 2]])
 

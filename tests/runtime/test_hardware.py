@@ -41,9 +41,15 @@ def test_backwards_on_a_gpu_are_refused_after_fake_ones() -> None:
 def on_hosts(*hosts: int, order: tuple[int, ...]) -> Plan:
     """A layer on each of these devices of GPUs, which sit in such hosts."""
     plan = plan_of(task_of(lambda: [nn.Linear(8, 8) for _ in hosts], outputs=8), [1] * len(hosts))
-    devices = tuple(replace(device, host=host) for device, host in zip(plan.cluster.devices, hosts, strict=True))
-    cluster = replace(plan.cluster, backend="cuda", devices=devices, hosts=plan.cluster.hosts * (max(hosts) + 1))
-    stages = tuple(replace(stage, grid=Grid.of(device)) for stage, device in zip(plan.stages, order, strict=True))
+    devices = tuple(
+        replace(device, host=host) for device, host in zip(plan.cluster.devices, hosts, strict=True)
+    )
+    cluster = replace(
+        plan.cluster, backend="cuda", devices=devices, hosts=plan.cluster.hosts * (max(hosts) + 1)
+    )
+    stages = tuple(
+        replace(stage, grid=Grid.of(device)) for stage, device in zip(plan.stages, order, strict=True)
+    )
     return replace(plan, cluster=cluster, stages=stages)
 
 
@@ -154,7 +160,9 @@ def test_an_allocator_may_reserve_what_a_certificate_leaves_it(devices: int) -> 
     task = task_of(lambda: [nn.Linear(8, 8) for _ in range(3)], outputs=8)
     plan = plan_of(task, [3] if devices == 1 else [1, 1, 1], memory_bytes=1 << 34)
     plan = replace(plan, cluster=replace(plan.cluster, backend="cuda"))
-    for number, device in enumerate(certify(task, plan, target="cuda", allocator=AllocatorSettings()).devices):
+    for number, device in enumerate(
+        certify(task, plan, target="cuda", allocator=AllocatorSettings()).devices
+    ):
         told = device.allocator
         assert told is not None
         assert told.context_bytes

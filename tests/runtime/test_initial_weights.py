@@ -35,7 +35,9 @@ def plan_of(task: Task, workers: int) -> Plan:
         for number, (start, stop) in enumerate(pairwise(layers * n // workers for n in range(workers + 1)))
     )
     cluster = Cluster.emulated((workers, 1 << 30))
-    return Plan(profile=profile, cluster=cluster, training=Training(batch_size=4, microbatches=2), stages=stages)
+    return Plan(
+        profile=profile, cluster=cluster, training=Training(batch_size=4, microbatches=2), stages=stages
+    )
 
 
 @pytest.mark.parametrize("build", [first_weights.by_hand, first_weights.Stack])
@@ -84,13 +86,17 @@ def test_the_first_weights_are_those_of_plain_training(name: str, tmp_path: Path
     found = load_state_dict(tmp_path)
     assert found.keys() == initial.keys()
     for key, tensor in initial.items():
-        if not key.endswith(("running_mean", "running_var", "num_batches_tracked")):  # which the step has changed
+        if not key.endswith(
+            ("running_mean", "running_var", "num_batches_tracked")
+        ):  # which the step has changed
             assert torch.equal(found[key], tensor), key
 
 
 def test_a_buffer_in_a_weight_follows_it() -> None:
     """Parameters that share memory with another tensor do so in every worker, as two updates show."""
-    losses, _ = pipefit.train(first_weights.aliased, plan_of(first_weights.aliased(), 2), steps=2, numbers=False)
+    losses, _ = pipefit.train(
+        first_weights.aliased, plan_of(first_weights.aliased(), 2), steps=2, numbers=False
+    )
     torch.manual_seed(0)
     module = first_weights.sequence_of(first_weights.Aliased)
     optimizer, plain = first_weights.sgd(module.parameters()), []
@@ -129,7 +135,9 @@ def test_a_module_that_exists_is_that_of_the_first_worker(grid: str, seeded: boo
         profile=profile,
         cluster=Cluster.emulated((2, 1 << 30)),
         training=Training(batch_size=4, microbatches=2, precision="float64"),
-        stages=tuple(Stage(start=a, stop=b, grid=grid) for (a, b), grid in zip(pairwise(cuts), grids, strict=True)),
+        stages=tuple(
+            Stage(start=a, stop=b, grid=grid) for (a, b), grid in zip(pairwise(cuts), grids, strict=True)
+        ),
     )
     losses, _ = pipefit.train(task, plan, steps=3, seed=SEED, numbers=False)
     optimizer, plain = first_weights.slow(module.parameters()), []

@@ -118,7 +118,9 @@ def test_what_lasts_is_there_when_the_last_gradients_are_made() -> None:
 
     def wide() -> nn.Module:
         parts = (
-            part for _ in range(8) for part in (nn.Linear(WIDTH, WIDTH, bias=False), Layer(KeepsInput, linear=False))
+            part
+            for _ in range(8)
+            for part in (nn.Linear(WIDTH, WIDTH, bias=False), Layer(KeepsInput, linear=False))
         )
         return chain(list(parts))
 
@@ -133,5 +135,7 @@ def test_what_lasts_is_there_when_the_last_gradients_are_made() -> None:
 def test_what_lasts_is_named(kept: type[torch.autograd.Function]) -> None:
     """A profile says which function keeps it."""
     costs = profile(Task(lambda: by_hand(kept, linear=True), batch=batch, loss=F.mse_loss), microbatch_size=8)
-    lasting = [tensor.operation for cost in costs.measurements[0].costs for tensor in cost.saved if tensor.lasting]
+    lasting = [
+        tensor.operation for cost in costs.measurements[0].costs for tensor in cost.saved if tensor.lasting
+    ]
     assert lasting == [kept.__name__] * 3

@@ -51,7 +51,9 @@ def plan_of(layers: int = 3, memory: str = "1MiB", microbatches: int = 4) -> Pla
     """A plan of two stages: the last layer, the one with the accident, is in stage 1."""
     profile = pipefit.profile(accidents.make(layers=layers), microbatch_size=2)
     cluster = pipefit.load_cluster(f"emulated:2x{memory}")
-    return pipefit.plan(profile, cluster, batch_size=2 * microbatches, planner="uniform", allow_infeasible=True)
+    return pipefit.plan(
+        profile, cluster, batch_size=2 * microbatches, planner="uniform", allow_infeasible=True
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -128,8 +130,20 @@ def test_a_fork_that_goes_on_training_is_ended_by_name() -> None:
 
 
 REPORTS: list[tuple[str, Callable[[], Task], dict[str, Any], type[PipefitError], str]] = [
-    ("parameters over the cap", accidents.make, {"memory": "400B"}, OutOfMemory, "device 0 ran out of memory at sett"),
-    ("peak over the cap", accidents.make, {"memory": "1500B"}, OutOfMemory, "device 0 ran out of memory at 0"),
+    (
+        "parameters over the cap",
+        accidents.make,
+        {"memory": "400B"},
+        OutOfMemory,
+        "device 0 ran out of memory at sett",
+    ),
+    (
+        "peak over the cap",
+        accidents.make,
+        {"memory": "1500B"},
+        OutOfMemory,
+        "device 0 ran out of memory at 0",
+    ),
     (
         "another model",
         accidents.make,
@@ -147,7 +161,9 @@ REPORTS: list[tuple[str, Callable[[], Task], dict[str, Any], type[PipefitError],
 ]
 
 
-@pytest.mark.parametrize(("name", "task", "planned", "kind", "sentence"), REPORTS, ids=[name for name, *_ in REPORTS])
+@pytest.mark.parametrize(
+    ("name", "task", "planned", "kind", "sentence"), REPORTS, ids=[name for name, *_ in REPORTS]
+)
 def test_a_worker_that_reports_is_heard(
     name: str, task: Callable[[], Task], planned: dict[str, Any], kind: type[PipefitError], sentence: str
 ) -> None:
@@ -166,7 +182,9 @@ def test_a_worker_that_never_starts_is_named() -> None:
 
 def test_waiting_for_a_slow_worker_is_no_failure() -> None:
     """A worker may wait for others longer than `timeout_seconds`, as long as each of their actions takes less."""
-    losses, _ = pipefit.train(partial(accidents.make_late, "slow"), plan_of(microbatches=1), steps=1, timeout_seconds=2)
+    losses, _ = pipefit.train(
+        partial(accidents.make_late, "slow"), plan_of(microbatches=1), steps=1, timeout_seconds=2
+    )
     assert len(losses) == 1
 
 
@@ -209,7 +227,9 @@ def test_workers_that_cannot_be_started_are_a_failure_by_name() -> None:
     fewest = len(os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (fewest, processes[1]))
     try:
-        with pytest.raises(WorkerFailed, match=r"^worker 0 of 2 cannot be started: Too many open files; .*ulimit"):
+        with pytest.raises(
+            WorkerFailed, match=r"^worker 0 of 2 cannot be started: Too many open files; .*ulimit"
+        ):
             pipefit.train(accidents.make, plan, steps=1)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, processes)
@@ -221,7 +241,10 @@ def test_workers_that_cannot_be_started_are_a_failure_by_name() -> None:
 def test_where_processes_may_share_nothing_the_places_are_named(number: int) -> None:
     """As in a container whose /dev/shm is read-only: more memory or fewer devices would be of no use."""
     failing = mock.patch.object(launch, "Heartbeat", side_effect=OSError(number, os.strerror(number)))
-    with failing, pytest.raises(WorkerFailed, match=rf"{os.strerror(number)}; processes share semaphores in /dev/shm"):
+    with (
+        failing,
+        pytest.raises(WorkerFailed, match=rf"{os.strerror(number)}; processes share semaphores in /dev/shm"),
+    ):
         pipefit.train(accidents.make, plan_of(), steps=1)
 
 
@@ -252,7 +275,9 @@ def test_without_the_fork_server_a_worker_ends_as_it_ends(dies: bool) -> None:
     plan = plan_of()
     run = partial(pipefit.train, accidents.make, plan, steps=9, on_step=kill)
     if dies:
-        with pytest.raises(WorkerFailed, match=r"^worker 1 .* killed by signal 9 \(SIGKILL\), as the system does when"):
+        with pytest.raises(
+            WorkerFailed, match=r"^worker 1 .* killed by signal 9 \(SIGKILL\), as the system does when"
+        ):
             run()
     else:
         assert len(run()[0]) == 9
@@ -267,7 +292,9 @@ def test_orphans_stay_with_this_process_only_while_it_trains() -> None:
     assert (before, inside, adopt_orphans(before)) == (False, [True], False)
 
 
-def test_too_few_processes_and_threads_are_told_before_a_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_processes_and_threads_are_told_before_a_worker_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With the limit, once: workers and libraries that find none left would end in many ways."""
     started = []
 
@@ -280,7 +307,9 @@ def test_too_few_processes_and_threads_are_told_before_a_worker_starts(monkeypat
     monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("a worker was started"))
     monkeypatch.setattr(processes, "start_new_thread", start_thread)
     monkeypatch.setattr(processes, "_soft", {"RLIMIT_NPROC": 77}.get)
-    with pytest.raises(WorkerFailed, match=r"^2 workers cannot be started: .*this user may have 77 processes and"):
+    with pytest.raises(
+        WorkerFailed, match=r"^2 workers cannot be started: .*this user may have 77 processes and"
+    ):
         pipefit.train(accidents.make, plan_of(), steps=1)
     assert len(started) == 5
 
@@ -296,7 +325,9 @@ def test_a_limit_that_workers_meet_as_they_start_is_named_once(
     with pytest.raises(LimitMet, match=r"^worker 1 \(.*a process may open \d+ files here .*last saved: none"):
         pipefit.train(task, plan_of(), steps=1, saving=saving, restarts=2)
     monkeypatch.setattr(launch, "start", mock.Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
-    with pytest.raises(LimitMet, match=r"^worker 0 of 2 cannot be started: .*a process may open 7 files here .*none"):
+    with pytest.raises(
+        LimitMet, match=r"^worker 0 of 2 cannot be started: .*a process may open 7 files here .*none"
+    ):
         pipefit.train(accidents.make, plan_of(), steps=1, saving=saving, restarts=2)
     assert not [warning for warning in recwarn if "restart" in str(warning.message)]
 
@@ -337,7 +368,9 @@ def test_a_working_directory_that_is_gone_is_named(tmp_path: Path, monkeypatch: 
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    with pytest.raises(WorkerFailed, match="the working directory has been removed; change to one that exists"):
+    with pytest.raises(
+        WorkerFailed, match="the working directory has been removed; change to one that exists"
+    ):
         pipefit.train(accidents.make, plan, steps=1)
 
 
@@ -394,7 +427,11 @@ def test_what_cannot_start_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -
         pipefit.train(lambda: accidents.make("none"), plan, steps=1)
     with pytest.raises(UsageError, match="not a Task"):
         pipefit.train(accidents.make(), plan, steps=1)  # type: ignore[arg-type]
-    for numbers in ({"steps": 0}, {"steps": 1, "timeout_seconds": 0}, {"steps": 1, "timeout_seconds": float("nan")}):
+    for numbers in (
+        {"steps": 0},
+        {"steps": 1, "timeout_seconds": 0},
+        {"steps": 1, "timeout_seconds": float("nan")},
+    ):
         with pytest.raises(UsageError, match="must be a "):
             pipefit.train(accidents.make, plan, **numbers)  # type: ignore[arg-type]
 

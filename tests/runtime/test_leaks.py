@@ -74,12 +74,18 @@ def descendants(of: int) -> list[int]:
 def helpers() -> set[int]:
     """multiprocessing's own two processes and the one that removes their folder, which stay."""
     words = (b"multiprocessing.forkserver import main", b"resource_tracker", b"rmtree(sys.argv[1]")
-    return {n for n in descendants(os.getpid()) if any(w in Path(f"/proc/{n}/cmdline").read_bytes() for w in words)}
+    return {
+        n
+        for n in descendants(os.getpid())
+        if any(w in Path(f"/proc/{n}/cmdline").read_bytes() for w in words)
+    }
 
 
 def nameless(process: int) -> list[str]:
     """The files in memory of pipefit that a process has open or mapped."""
-    found = [line for line in Path(f"/proc/{process}/maps").read_text().splitlines() if "memfd:pipefit" in line]
+    found = [
+        line for line in Path(f"/proc/{process}/maps").read_text().splitlines() if "memfd:pipefit" in line
+    ]
     for file in Path(f"/proc/{process}/fd").iterdir():
         try:
             found += [name for name in (os.readlink(file),) if "memfd:pipefit" in name]
@@ -175,7 +181,12 @@ def test_a_parent_that_is_killed_leaves_nothing(word: str, monkeypatch: pytest.M
     """
     monkeypatch.setattr(tempfile, "tempdir", None)
     folder = Path(tempfile.mkdtemp(dir="/tmp", prefix="left-"))  # a short path, for sockets
-    environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "TMPDIR": str(folder),
+        "PYTHONPATH": str(ROOT / "src"),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-c", SCRIPT]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
         try:
@@ -187,7 +198,10 @@ def test_a_parent_that_is_killed_leaves_nothing(word: str, monkeypatch: pytest.M
         finally:
             parent.kill()
     until = time.monotonic() + SECONDS
-    while found := [*filter(alive, started), *(p.name for p in folder.iterdir() if not p.name.startswith(THEIRS[1]))]:
+    while found := [
+        *filter(alive, started),
+        *(p.name for p in folder.iterdir() if not p.name.startswith(THEIRS[1])),
+    ]:
         assert time.monotonic() < until, found
         time.sleep(0.05)
     for path in folder.iterdir():

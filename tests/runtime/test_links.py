@@ -15,7 +15,9 @@ from pipelines import equal_profile, make_plan
 NEVER = 1 << 20  # behind all actions of a step
 
 
-def positions(plan: Plan, at: Mapping[int, str | int], steps: Mapping[int, int] | None = None) -> dict[int, Position]:
+def positions(
+    plan: Plan, at: Mapping[int, str | int], steps: Mapping[int, int] | None = None
+) -> dict[int, Position]:
     """Where workers are: each at an action, or at a number that is none; all in step 3 unless told."""
     found = {}
     for device, own in enumerate(lower(plan).actions):
@@ -44,7 +46,9 @@ def plan() -> Plan:
         ({0: NEVER, 1: NEVER, 2: NEVER}, ()),
     ],
 )
-def test_a_link_is_waited_for_where_both_ends_have_begun(at: dict[int, str | int], ends: object, plan: Plan) -> None:
+def test_a_link_is_waited_for_where_both_ends_have_begun(
+    at: dict[int, str | int], ends: object, plan: Plan
+) -> None:
     """Only then: a worker that computes, or has not come so far, is another case."""
     assert waited_for(plan, 1, positions(plan, at)) == ends
 

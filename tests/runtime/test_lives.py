@@ -81,7 +81,9 @@ def test_births_and_deaths_are_those_of_the_allocator() -> None:
         sizes.setdefault(name, nbytes)
         seen.append(nbytes or -sizes[name])
     events = observed.profiler.kineto_results.events()
-    memory = sorted(((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"), key=lambda event: event[0])
+    memory = sorted(
+        ((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"), key=lambda event: event[0]
+    )
     told = [nbytes for _, nbytes in memory]
     assert [nbytes for nbytes in seen if nbytes] == [nbytes for nbytes in told if nbytes in seen]
     assert len(seen) > 20
@@ -128,8 +130,12 @@ def test_what_is_on_the_host_has_no_block() -> None:
     """Adam counts its steps there: at its peak, an update, the device has parameters, gradients, two moments, temporary
     memory as for the parameters of a layer, and the loss.
     """
-    task = task_of(lambda: [nn.Linear(600, 600) for _ in range(3)], inputs=600, outputs=600, optimizer=torch.optim.Adam)
-    plan = plan_of(task, [3], size=8, microbatches=1, profiled=profile(task, microbatch_size=8, target="cuda"))
+    task = task_of(
+        lambda: [nn.Linear(600, 600) for _ in range(3)], inputs=600, outputs=600, optimizer=torch.optim.Adam
+    )
+    plan = plan_of(
+        task, [3], size=8, microbatches=1, profiled=profile(task, microbatch_size=8, target="cuda")
+    )
     with captured() as events:
         trace = certify(task, plan, allocator=DEFAULT)
     layer = 4 * (600 * 600 + 600)
@@ -167,7 +173,9 @@ def test_one_dry_run_tells_of_several_allocators(found: ModelProfile) -> None:
     """What each reserves is what a dry run with it alone says, and they differ; the model is run once."""
     plan = on_gpus(random_plan(found, Random(1), microbatches=5))
     settings = [DEFAULT, AllocatorSettings(expandable=True)]
-    with mock.patch.object(rehearsal.Rehearsal, "run", autospec=True, side_effect=rehearsal.Rehearsal.run) as run:
+    with mock.patch.object(
+        rehearsal.Rehearsal, "run", autospec=True, side_effect=rehearsal.Rehearsal.run
+    ) as run:
         both = dry_run.certify_each(wide(), plan, settings)
     assert run.call_count == 1
     assert both == [certify(wide(), plan, allocator=one) for one in settings]
@@ -176,7 +184,9 @@ def test_one_dry_run_tells_of_several_allocators(found: ModelProfile) -> None:
 
 def test_of_equal_layers_all_are_run() -> None:
     """A stack that dry runs fold to four layers reserves what all of its layers do."""
-    task = task_of(lambda: [nn.Linear(640, 640) for _ in range(9)], inputs=640, outputs=640, optimizer=torch.optim.Adam)
+    task = task_of(
+        lambda: [nn.Linear(640, 640) for _ in range(9)], inputs=640, outputs=640, optimizer=torch.optim.Adam
+    )
     plan = plan_of(task, [9], size=600, profiled=profile(task, microbatch_size=600, target="cuda"))
     one = certify(task, plan, allocator=DEFAULT)
     assert one == certify(task, plan, allocator=DEFAULT, fold=False)

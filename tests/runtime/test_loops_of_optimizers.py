@@ -40,11 +40,19 @@ def made(*widths: int) -> Task:
     """Linear layers of these widths, one after the other."""
     pairs = list(pairwise(widths))
     return task_of(
-        lambda: [nn.Linear(*pair) for pair in pairs], inputs=widths[0], outputs=widths[-1], optimizer=Orthogonal
+        lambda: [nn.Linear(*pair) for pair in pairs],
+        inputs=widths[0],
+        outputs=widths[-1],
+        optimizer=Orthogonal,
     )
 
 
-WIDTHS = {"alike": (48, 48, 48, 48), "smaller": (64, 56, 48, 8), "larger": (8, 48, 56, 64), "in turn": (64, 8, 64, 8)}
+WIDTHS = {
+    "alike": (48, 48, 48, 48),
+    "smaller": (64, 56, 48, 8),
+    "larger": (8, 48, 56, 64),
+    "in turn": (64, 8, 64, 8),
+}
 
 
 @pytest.mark.parametrize("split", [[3], [1, 2]])

@@ -89,7 +89,10 @@ def test_negatives_among_the_samples_are_told() -> None:
         (F.mse_loss, {}),
         (words_that_count, {}),  # as many in each microbatch
         (lambda outputs, targets: (targets - outputs).sum(), {"microbatches": 1}),
-        (lambda outputs, targets: (targets - outputs).sum(), {"schedule": "pipedream"}),  # an update for each of them
+        (
+            lambda outputs, targets: (targets - outputs).sum(),
+            {"schedule": "pipedream"},
+        ),  # an update for each of them
         (lambda outputs, targets: outputs.sum() * torch.rand(()), {}),  # another loss in every call
         (lambda outputs, targets: outputs.sum() / 0, {}),
     ],

@@ -150,7 +150,9 @@ def test_the_centre_follows_as_plainly(loss: Callable[[], Any]) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert ours == pytest.approx(theirs, rel=1e-6)
-    assert all(torch.allclose(trainer.state_dict()[name], tensor) for name, tensor in module.state_dict().items())
+    assert all(
+        torch.allclose(trainer.state_dict()[name], tensor) for name, tensor in module.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -164,7 +166,9 @@ def test_it_is_neither_recomputed_nor_in_replicas(loss: Callable[[], Any]) -> No
     with pytest.raises(UsageError, match=f"2 replicas, and the loss changes {what}"):
         lower(replace(plan, stages=(plan.stages[0], twofold), cluster=Cluster.emulated((3, 1 << 30))))
     with pytest.raises(UsageError, match=f"the loss changes {what}"):
-        plan_of_profile(profiled(loss), Cluster.emulated((4, 1 << 30)), batch_size=16, planner="exact", data=2)
+        plan_of_profile(
+            profiled(loss), Cluster.emulated((4, 1 << 30)), batch_size=16, planner="exact", data=2
+        )
     found = plan_of_profile(profiled(loss), Cluster.emulated((2, 1 << 30)), batch_size=16)
     assert found.stages[-1].grid.data == 1
 
@@ -177,5 +181,7 @@ def test_what_nobody_computes_with_may_change() -> None:
 
 def test_a_change_that_autograd_does_not_see_is_refused() -> None:
     """Where the loss has saved it."""
-    with pytest.raises(UsageError, match="the loss of tiny cannot be planned: it changes 'centre', which it saves"):
+    with pytest.raises(
+        UsageError, match="the loss of tiny cannot be planned: it changes 'centre', which it saves"
+    ):
         profiled(Scaled)

@@ -49,7 +49,13 @@ def started(folder: Path, kind: str, *, restarts: int = 0) -> list[tuple[int, st
     agents = [
         subprocess.Popen(
             [
-                *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={MACHINES}", f"--nproc-per-node={EACH}"),
+                *(
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    f"--nnodes={MACHINES}",
+                    f"--nproc-per-node={EACH}",
+                ),
                 *(f"--max-restarts={restarts}", *words(number)),
                 *(str(ROOT / "tests" / "on_machines.py"), str(folder / PLAN)),
             ],
@@ -110,7 +116,9 @@ def test_tensor_groups_name_hosts_in_their_order() -> None:
     first, second = plan.stages
     assert groups_in_order(plan) == ((0, 2),)
     turned = replace(plan, stages=(replace(first, grid=Grid(devices=(2, 0), tensor=2)), second))
-    with pytest.raises(UsageError, match=r"devices 2, 0 hold tensor shards .* name them as 0, 2 in their grid"):
+    with pytest.raises(
+        UsageError, match=r"devices 2, 0 hold tensor shards .* name them as 0, 2 in their grid"
+    ):
         groups_in_order(turned)
 
 
@@ -121,6 +129,8 @@ def test_memory_of_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -
     told, mapped = lender.lend(arena)
     assert len(lender.borrow(arena, told)) == 3
     monkeypatch.setattr(lending, "_machine", lambda: "another")
-    with pytest.raises(UsageError, match=r"device 0 cannot use what device1 lends \(it is on another machine\)"):
+    with pytest.raises(
+        UsageError, match=r"device 0 cannot use what device1 lends \(it is on another machine\)"
+    ):
         lender.borrow(arena, told)
     mapped()

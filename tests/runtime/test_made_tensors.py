@@ -22,7 +22,9 @@ class Lookahead(torch.optim.SGD):
 
     def __init__(self, params: Iterable[Any], lr: float) -> None:
         super().__init__(params, lr=lr)
-        self.slow = [[parameter.detach().clone() for parameter in group["params"]] for group in self.param_groups]
+        self.slow = [
+            [parameter.detach().clone() for parameter in group["params"]] for group in self.param_groups
+        ]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)

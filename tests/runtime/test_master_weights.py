@@ -41,7 +41,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def network() -> nn.Sequential:
     """Linear layers without randomness."""
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 4))
+    return nn.Sequential(
+        nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 4)
+    )
 
 
 class Head(nn.Module):
@@ -101,13 +103,17 @@ def entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.float(), targets)
 
 
-def task_of(precision: str = "master-bfloat16", module: Callable[[], nn.Module] = network, **settings: Any) -> Task:
+def task_of(
+    precision: str = "master-bfloat16", module: Callable[[], nn.Module] = network, **settings: Any
+) -> Task:
     """A task that trains `module` with master weights, by AdamW unless told otherwise."""
     usual = {"batch": rows, "loss": squares, "optimizer": ADAMW}
     return Task(module, precision=precision, **(usual | settings))
 
 
-def plan_of(task: Task, split: Sequence[int], *, clip_norm: float | None = None, microbatches: int = 2) -> Plan:
+def plan_of(
+    task: Task, split: Sequence[int], *, clip_norm: float | None = None, microbatches: int = 2
+) -> Plan:
     """Stage s holds `split[s]` layers on device s."""
     costs = profile(task, microbatch_size=SAMPLES // microbatches)
     edges = [0, *accumulate(split)]
@@ -115,7 +121,10 @@ def plan_of(task: Task, split: Sequence[int], *, clip_norm: float | None = None,
         profile=costs,
         cluster=Cluster.emulated((len(split), 1 << 30)),
         training=Training(
-            batch_size=SAMPLES, microbatches=microbatches, precision=costs.assumptions.precision, clip_norm=clip_norm
+            batch_size=SAMPLES,
+            microbatches=microbatches,
+            precision=costs.assumptions.precision,
+            clip_norm=clip_norm,
         ),
         stages=tuple(Stage(start=a, stop=b, grid=Grid.of(k)) for k, (a, b) in enumerate(pairwise(edges))),
     )
@@ -138,7 +147,9 @@ def differences(trainer: Trainer, hand: ByHand) -> list[str]:
     assert all(state.tensors[name].dtype is hand.dtype for name in hand.names)
     assert state.master_weights.keys() >= hand.copies.keys()
     return found + [
-        f"copy of {name}" for name, copy in hand.copies.items() if not torch.equal(state.master_weights[name], copy)
+        f"copy of {name}"
+        for name, copy in hand.copies.items()
+        if not torch.equal(state.master_weights[name], copy)
     ]
 
 

@@ -45,7 +45,10 @@ class Scale(nn.Module):
 
     def __init__(self, places: int) -> None:
         super().__init__()
-        self.weight, self.shift = nn.Parameter(torch.ones(places, WIDTH)), nn.Parameter(torch.zeros(places, WIDTH))
+        self.weight, self.shift = (
+            nn.Parameter(torch.ones(places, WIDTH)),
+            nn.Parameter(torch.zeros(places, WIDTH)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Of the shape of `x`."""
@@ -100,7 +103,9 @@ def product(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def task_of(precision: Any, optimizer: str = "adamw", **settings: Any) -> Task:
     """A task of `network` with master weights."""
-    return Task(network, batch=words, loss=product, optimizer=OPTIMIZERS[optimizer], precision=precision, **settings)
+    return Task(
+        network, batch=words, loss=product, optimizer=OPTIMIZERS[optimizer], precision=precision, **settings
+    )
 
 
 def plan_of(found: ModelProfile, split: Sequence[int], *, microbatches: int = 2, **training: Any) -> Plan:
@@ -110,8 +115,12 @@ def plan_of(found: ModelProfile, split: Sequence[int], *, microbatches: int = 2,
     return Plan(
         profile=found,
         cluster=Cluster.emulated((len(split), 1 << 30)),
-        training=Training(batch_size=size * microbatches, microbatches=microbatches, precision=precision, **training),
-        stages=tuple(Stage(start=a, stop=b, grid=Grid.of(k)) for k, (a, b) in enumerate(itertools.pairwise(edges))),
+        training=Training(
+            batch_size=size * microbatches, microbatches=microbatches, precision=precision, **training
+        ),
+        stages=tuple(
+            Stage(start=a, stop=b, grid=Grid.of(k)) for k, (a, b) in enumerate(itertools.pairwise(edges))
+        ),
     )
 
 
@@ -136,7 +145,8 @@ def accounts(task: Task, plan: Plan) -> dict[str, list[list[int]]]:
     traces = (simulate(plan, steps=STEPS), certify(task, plan, steps=STEPS), trained(task, plan).trace)
     return {
         trace.source: [
-            [trace.devices[stage.device].step_peak_bytes(step) for step in range(STEPS)] for stage in plan.stages
+            [trace.devices[stage.device].step_peak_bytes(step) for step in range(STEPS)]
+            for stage in plan.stages
         ]
         for trace in traces
     }
@@ -185,7 +195,9 @@ def test_the_profile_knows_the_copies() -> None:
     ("precision", "clip_norm", "split"),
     [("master-float16", None, (2, 3)), ("master-bfloat16", 1.0, (5,)), ("master-float16", 1.0, (1, 2, 2))],
 )
-def test_all_accounts_agree_where_stages_do(precision: str, clip_norm: float | None, split: tuple[int, ...]) -> None:
+def test_all_accounts_agree_where_stages_do(
+    precision: str, clip_norm: float | None, split: tuple[int, ...]
+) -> None:
     """What stages exchange to skip an update, or to clip by a common norm, leaves nothing behind on a device."""
     task = task_of(precision)
     plan = plan_of(profile(task, microbatch_size=4), split, clip_norm=clip_norm)
@@ -230,7 +242,9 @@ def test_simulator_and_dry_run_agree_on_the_kernels_of_cuda() -> None:
     task = task_of("master-bfloat16")
     plan = plan_of(profile(task, microbatch_size=4, target="cuda"), (2, 3))
     traces = (simulate(plan, steps=STEPS), certify(task, plan, steps=STEPS))
-    first, second = ([[d.step_peak_bytes(s) for s in range(STEPS)] for d in trace.devices] for trace in traces)
+    first, second = (
+        [[d.step_peak_bytes(s) for s in range(STEPS)] for d in trace.devices] for trace in traces
+    )
     assert first == second
 
 

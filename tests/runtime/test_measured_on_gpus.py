@@ -22,7 +22,10 @@ from tiny import batch_of, plan_of, task_of
 
 PEAK = 1 << 30
 FIGURES: Mapping[str, Any] = {
-    **{f"{what}_bytes": {"all": {"current": PEAK, "peak": PEAK}} for what in ("requested", "allocated", "reserved")},
+    **{
+        f"{what}_bytes": {"all": {"current": PEAK, "peak": PEAK}}
+        for what in ("requested", "allocated", "reserved")
+    },
     "num_alloc_retries": 0,
 }
 KNOWN = Category.PARAMETERS, Category.OPTIMIZER, Category.VERSIONS
@@ -62,7 +65,9 @@ def test_a_gpu_holds_what_an_emulated_device_holds(case: str, monkeypatch: pytes
     )
     for one, other in zip(found.devices, emulated.devices, strict=True):
         for category in KNOWN:
-            counted = [[sample.by_category.get(category, 0) for sample in device.memory] for device in (one, other)]
+            counted = [
+                [sample.by_category.get(category, 0) for sample in device.memory] for device in (one, other)
+            ]
             assert max(counted[0]) == max(counted[1]), category
             assert min(counted[0]) == min(counted[1]), category
         assert one.allocator is not None and one.allocator.reserved_bytes == PEAK

@@ -57,7 +57,9 @@ def evaluated(early: bool, cuts: list[int]) -> tuple[float, float, Any]:
     """The loss of a batch in evaluation after a step, of a trainer and of a plain loop; and the trainer."""
     torch.manual_seed(1)
     plain = Counting(early)
-    task = Task(lambda: Counting(early), batch=batch, loss=F.mse_loss, optimizer=lambda g: torch.optim.SGD(g, lr=0.1))
+    task = Task(
+        lambda: Counting(early), batch=batch, loss=F.mse_loss, optimizer=lambda g: torch.optim.SGD(g, lr=0.1)
+    )
     costs = profile(task, microbatch_size=2)
     edges = [0, *cuts, len(costs.layers)]
     plan = Plan(
@@ -96,5 +98,7 @@ def test_a_buffer_that_another_layer_of_the_stage_has_in_training_is_read() -> N
 
 def test_a_buffer_of_another_stage_is_refused() -> None:
     """The first stage has not what the last one learns."""
-    with pytest.raises(UsageError, match=r"needs mean in this mode, which its stage does not have in training"):
+    with pytest.raises(
+        UsageError, match=r"needs mean in this mode, which its stage does not have in training"
+    ):
         evaluated(True, [4])

@@ -147,7 +147,10 @@ def test_the_allocator_sees_what_leaves_and_comes_back(name: str) -> None:
     Of chains without random draws, the losses are those of plain training.
     """
     rng = Random(name)
-    task, still = task_named(name), plan_of(task_named(name), SPLITS[name], microbatches=4, profiled=found(name))
+    task, still = (
+        task_named(name),
+        plan_of(task_named(name), SPLITS[name], microbatches=4, profiled=found(name)),
+    )
     plan = moving(still, rng)
     assert any(action.kind is Kind.OFFLOAD for actions in lower(plan).actions for action in actions)
     dry, lent, allocated = certify(task, plan), arenas_of(plan, lower(plan)), measured_peaks(task, plan)
@@ -167,7 +170,9 @@ def halves(*moves: Moved, microbatches: int = 4, cluster: Cluster | None = None)
     """Two stages of `make_chain` under GPipe, with these moves."""
     plan = plan_of(make_chain(), [3, 3], microbatches=microbatches, schedule="gpipe")
     decisions = tuple(
-        Decision(stage=stage, subject=SavedTensors(tensors=tensors), what=What.OFFLOAD, place=parse_place(place))
+        Decision(
+            stage=stage, subject=SavedTensors(tensors=tensors), what=What.OFFLOAD, place=parse_place(place)
+        )
         for stage, tensors, place in moves
     )
     return replace(plan, cluster=cluster or plan.cluster, decisions=decisions)
@@ -217,7 +222,9 @@ def test_a_device_without_a_stage_lends_what_it_has() -> None:
     cluster = Cluster.emulated((2, 1 << 20), (1, 2048))
     task, plan = make_chain(), halves((0, SIGMOID, "device2"), cluster=cluster)
     assert samples(trained(task, plan)[2])[2] == samples(certify(task, plan))[2] == samples(simulate(plan))[2]
-    with pytest.raises(OutOfMemory, match=r"device2 has .* and would have to keep .* of moved tensors, 1 B more"):
+    with pytest.raises(
+        OutOfMemory, match=r"device2 has .* and would have to keep .* of moved tensors, 1 B more"
+    ):
         Trainer(task, replace(plan, cluster=Cluster.emulated((2, 1 << 20), (1, 2047))))
 
 
@@ -232,7 +239,9 @@ def test_a_device_without_a_stage_lends_what_it_has() -> None:
         ("host*1+device0*1", "device 0 cannot move a tensor to itself: name other members"),
     ],
 )
-def test_places_that_cannot_be_reached_are_named(run: Callable[[Task, Plan], object], place: str, words: str) -> None:
+def test_places_that_cannot_be_reached_are_named(
+    run: Callable[[Task, Plan], object], place: str, words: str
+) -> None:
     """Members of another host, a disk that no link reaches and the device itself are refused before anything runs."""
     cluster = on_hosts(*(Host(memory_bytes=1 << 30, disk_bytes=1 << 30) for _ in range(2)))
     cluster = replace(cluster, devices=(*cluster.devices, replace(cluster.devices[0], host=1)))
@@ -270,9 +279,13 @@ def test_a_value_that_two_layers_hold_is_copied_once() -> None:
     """The sigmoid's result, which the next layer saves too, leaves once: so many bytes are reserved and freed."""
     task, plan = make_chain(), halves((0, SIGMOID, "host"))
     assert len(StageStorages.of(plan, 0).savers(Subject(1, 0))) == 2
-    assert [(str(a.lender), a.slots, a.slot_bytes) for a in arenas_of(plan, lower(plan))] == [("host0", 4, 512)]
+    assert [(str(a.lender), a.slots, a.slot_bytes) for a in arenas_of(plan, lower(plan))] == [
+        ("host0", 4, 512)
+    ]
     kept, left = (
-        next(s for s in certify(task, one).devices[0].memory if s.action == "0F3").by_category[Category.ACTIVATIONS]
+        next(s for s in certify(task, one).devices[0].memory if s.action == "0F3").by_category[
+            Category.ACTIVATIONS
+        ]
         for one in (replace(plan, decisions=()), plan)
     )
     assert kept - left == 2 * 512  # of microbatches 0 and 1; that of 2 is still on its way
@@ -281,10 +294,14 @@ def test_a_value_that_two_layers_hold_is_copied_once() -> None:
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_what_a_second_forward_starts_from_is_back_before_it(ahead: int) -> None:
     """A value that one layer saves and the next one, recomputed, only reads: it is away between the two forwards."""
-    task = task_of(lambda: [nn.Linear(8, 8), nn.Sigmoid(), nn.ReLU(), nn.Linear(8, 4)], optimizer=torch.optim.AdamW)
+    task = task_of(
+        lambda: [nn.Linear(8, 8), nn.Sigmoid(), nn.ReLU(), nn.Linear(8, 4)], optimizer=torch.optim.AdamW
+    )
     still = plan_of(task, [4], microbatches=4, schedule="gpipe")
     again = Decision(stage=0, subject=Run(start=2, stop=4), what=What.RECOMPUTE, ahead=ahead)
-    away = replace(again, subject=SavedTensors(tensors=((1, 0),)), what=What.OFFLOAD, place=parse_place("host"))
+    away = replace(
+        again, subject=SavedTensors(tensors=((1, 0),)), what=What.OFFLOAD, place=parse_place("host")
+    )
     plan = replace(still, decisions=(again, away))
     actions = [str(action) for action in lower(plan).actions[0] if action.microbatch == 3]
     assert actions.index("0WAIT_RELOAD3[1.0]@host") < actions.index("0R3[2:4]")
@@ -304,7 +321,10 @@ def test_a_smaller_last_batch_moves_less() -> None:
         batch = make_batch(size)
         assert moving_one.step(batch) == still.step(batch)
         assert moving_one.evaluate(batch) == still.evaluate(batch)
-    assert all(torch.equal(a, b) for a, b in zip(*(t.state_dict().values() for t in (moving_one, still)), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(*(t.state_dict().values() for t in (moving_one, still)), strict=True)
+    )
 
 
 def test_a_sample_alone_that_keeps_other_tensors_is_told() -> None:
@@ -313,7 +333,9 @@ def test_a_sample_alone_that_keeps_other_tensors_is_told() -> None:
     still, refused = plan_of(task, [2, 1], devices=2), list[str]()
     tensors = [name for name in movable(still, 0) if name[0] == 1]
     for name in tensors:
-        move = Decision(stage=0, subject=SavedTensors(tensors=(name,)), what=What.OFFLOAD, place=parse_place("host"))
+        move = Decision(
+            stage=0, subject=SavedTensors(tensors=(name,)), what=What.OFFLOAD, place=parse_place("host")
+        )
         trainer = Trainer(task, replace(still, decisions=(replace(move, behind=0),)))
         trainer.step(batch_of(task, still))
         try:
@@ -321,7 +343,9 @@ def test_a_sample_alone_that_keeps_other_tensors_is_told() -> None:
         except UsageError as error:
             refused.append(str(error))
     assert 0 < len(refused) < len(tensors)
-    assert all(re.search(r"bytes, but by the plan .*: a microbatch of fewer samples keeps", text) for text in refused)
+    assert all(
+        re.search(r"bytes, but by the plan .*: a microbatch of fewer samples keeps", text) for text in refused
+    )
 
 
 @pytest.mark.parametrize("bundle", [1, 2])
@@ -333,7 +357,9 @@ def test_equal_layers_around_what_moves_are_folded(bundle: int) -> None:
     plan = plan_of(task, [12, 12], microbatches=3)
     index = next(t.index for t in plan.measurement.costs[17].saved if t.origin.kind == "input")
     tensors = ((17, index), (23, index))[:bundle]
-    moves = Decision(stage=1, subject=SavedTensors(tensors=tensors), what=What.OFFLOAD, place=parse_place("device0"))
+    moves = Decision(
+        stage=1, subject=SavedTensors(tensors=tensors), what=What.OFFLOAD, place=parse_place("device0")
+    )
     plan = replace(plan, decisions=(replace(moves, behind=0),))
     program = lower(plan)
     assert any(action.kind is Kind.OFFLOAD for action in program.actions[1])
@@ -351,7 +377,9 @@ def test_a_tensor_that_is_not_the_profiled_one_is_refused(changed: dict[str, Any
     costs = list(storages.costs)
     costs[1] = replace(costs[1], saved=(replace(costs[1].saved[0], **changed),))
     storages.costs = tuple(costs)
-    with pytest.raises(UsageError, match=r"saved tensor 1.0 is \[2, 64\] of float32 in 512 bytes, but by the plan"):
+    with pytest.raises(
+        UsageError, match=r"saved tensor 1.0 is \[2, 64\] of float32 in 512 bytes, but by the plan"
+    ):
         trainer.step(batch_of(task, plan))
 
 

@@ -50,7 +50,9 @@ def segments(process: int | None = None) -> list[str]:
     """The arenas that this process has mapped, or one of those that it has started, or one of theirs."""
     number = process or os.getpid()
     try:
-        found = [line for line in Path(f"/proc/{number}/maps").read_text().splitlines() if "pipefit-arena" in line]
+        found = [
+            line for line in Path(f"/proc/{number}/maps").read_text().splitlines() if "pipefit-arena" in line
+        ]
         children = Path(f"/proc/{number}/task/{number}/children").read_text().split()
     except OSError:  # it has ended
         return []

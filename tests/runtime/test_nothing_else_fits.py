@@ -76,7 +76,9 @@ def _moves(plan: Plan, stage: int) -> Iterator[Decision]:
             number = storages.storage(Subject(layer, saved.index))
             if number not in seen:
                 tensor = SavedTensors(tensors=((layer, saved.index),))
-                yield Decision(stage=stage, subject=tensor, what=What.OFFLOAD, place=parse_place("host"), behind=0)
+                yield Decision(
+                    stage=stage, subject=tensor, what=What.OFFLOAD, place=parse_place("host"), behind=0
+                )
             seen.add(number)
 
 

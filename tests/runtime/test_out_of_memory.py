@@ -92,12 +92,16 @@ def no_memory_to_build() -> Task:
             raise RuntimeError(CUBLAS)
         return torch.randn(size, 8), torch.randn(size, 4)
 
-    return Task(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), batch=batch, loss=nn.functional.mse_loss)
+    return Task(
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), batch=batch, loss=nn.functional.mse_loss
+    )
 
 
 def test_a_worker_tells_it_at_no_action_too() -> None:
     """While it makes its batch, the device ran out of memory: the training ends so, and not as a worker that failed."""
-    with pytest.raises(OutOfMemory, match=r"device 0 ran out of memory while it made its batch: .*CUBLAS_STATUS_ALLOC"):
+    with pytest.raises(
+        OutOfMemory, match=r"device 0 ran out of memory while it made its batch: .*CUBLAS_STATUS_ALLOC"
+    ):
         train(no_memory_to_build, plan_of(no_memory_to_build(), [2]), steps=1)
 
 
@@ -127,7 +131,9 @@ def test_a_message_without_memory_blames_no_peer(text: str, kind: type[Exception
     )
     with pytest.raises(kind, match=own if kind is OutOfMemory else "device 1 is gone"):
         shards.all_reduce(torch.zeros(1))
-    result = Result(devices=(0, 1), told=torch.zeros(1), work=mock.Mock(wait=mock.Mock(side_effect=RuntimeError(text))))
+    result = Result(
+        devices=(0, 1), told=torch.zeros(1), work=mock.Mock(wait=mock.Mock(side_effect=RuntimeError(text)))
+    )
     with (
         mock.patch.object(transport.dist, "get_rank", return_value=0),
         pytest.raises(kind, match=own if kind is OutOfMemory else "did not report"),

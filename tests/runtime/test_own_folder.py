@@ -105,7 +105,10 @@ def test_any_order_of_starts_and_kills(what: str, when: str, how: str, begin: Be
     if when != "after its end":
         second_start(second, how)
         code, losses, said = second.end()
-        assert code == (2 if (when, how) == ("after its first save", "resumes with its seed") else 6) and not losses
+        assert (
+            code == (2 if (when, how) == ("after its first save", "resumes with its seed") else 6)
+            and not losses
+        )
         if how == "fresh" or when == "after its first save":
             assert f"process {first.processes[-1].pid} on" in said
     if what.startswith("killed"):
@@ -117,7 +120,9 @@ def test_any_order_of_starts_and_kills(what: str, when: str, how: str, begin: Be
             assert (code == 0) == (how == "resumes")
         if what == "killed and resumed":
             first.goes_on(step)
-            first.start("--restarts", "1", *(["--resume", str(first.runs)] if folders.whole(first.runs) else []))
+            first.start(
+                "--restarts", "1", *(["--resume", str(first.runs)] if folders.whole(first.runs) else [])
+            )
             code, losses, _ = first.end()
             assert_right(first, code, losses, SEED)
             assert code == 0 or (when, how) == ("after its end", "resumes")
@@ -158,7 +163,10 @@ def test_a_restart_goes_on_from_no_step_of_another(tmp_path: Path) -> None:
             (tmp_path / "theirs" / "step-00000004").rename(runs / "step-00000004")
             (deaths / "wait-5").unlink()
 
-    with pytest.warns(PipefitWarning) as told, pytest.raises(NotSaved, match="00000004 is of another train") as caught:
+    with (
+        pytest.warns(PipefitWarning) as told,
+        pytest.raises(NotSaved, match="00000004 is of another train") as caught,
+    ):
         train(
             partial(mortal, str(deaths)),
             plan,
@@ -171,7 +179,9 @@ def test_a_restart_goes_on_from_no_step_of_another(tmp_path: Path) -> None:
         )
     said = "\n".join(str(one.message) for one in told)
     assert caught.value.losses == undisturbed(STEPS)
-    assert re.search(r"step-00000004 is passed over: it is of another training, .*; .*step-00000003 is taken", said)
+    assert re.search(
+        r"step-00000004 is passed over: it is of another training, .*; .*step-00000003 is taken", said
+    )
     assert "restart 1 of 1 goes on after step 3" in said
     assert find(runs / "step-00000004").manifest.owner == other.owner
 
@@ -195,7 +205,9 @@ def test_a_training_goes_on_from_the_newest_whole_checkpoint(damage: str, tmp_pa
     saving = Saving(directory=str(runs), every=2)
     train(task, plan, steps=6, seed=SEED, numbers=False, saving=saving)
     DAMAGES[damage](runs / "step-00000006")
-    with pytest.warns(PipefitWarning, match=r"step-00000006 is passed over: .*; .*step-00000004 is taken instead"):
+    with pytest.warns(
+        PipefitWarning, match=r"step-00000006 is passed over: .*; .*step-00000004 is taken instead"
+    ):
         losses, _ = train(task, plan, steps=8, numbers=False, saving=saving, resume=runs)
     assert losses == undisturbed(8)[4:]
     assert sorted(path.name for path in runs.iterdir()) == [
@@ -233,7 +245,9 @@ def test_a_restart_passes_over_its_own_damaged_steps(damaged: tuple[int, ...], t
             on_step=damage,
         )
     said = "\n".join(str(one.message) for one in told)
-    instead = "step-00000003 is taken instead" if damaged == (6,) else "training starts as it began, after step 0"
+    instead = (
+        "step-00000003 is taken instead" if damaged == (6,) else "training starts as it began, after step 0"
+    )
     assert losses == undisturbed(STEPS), said
     assert re.search(rf"step-00000006 is passed over: .*SHA-256 differs\); .*{instead}", said), said
     assert [step for step, _ in folders.whole(runs)] == [3, 6, 9]
@@ -306,7 +320,9 @@ def test_a_trainer_passes_over_a_damaged_checkpoint(tmp_path: Path) -> None:
     trainer.finish()
     flip(tmp_path / "step-00000004" / "worker-00000.safetensors")
     again = trainer_for("dropout", plan_for("dropout", "1f1b", (3, 3)), seed=99)
-    with pytest.warns(PipefitWarning, match=r"step-00000004 is passed over: .*SHA-256 differs.*00003 is taken instead"):
+    with pytest.warns(
+        PipefitWarning, match=r"step-00000004 is passed over: .*SHA-256 differs.*00003 is taken instead"
+    ):
         assert again.load(tmp_path) == 3
     assert again.step(batches[3]) == expected[3]
     again.save(tmp_path, background=False)
@@ -331,7 +347,9 @@ def test_workers_that_torchrun_starts_again_take_no_steps_of_others(
     own.finish()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert trainer_for("dropout", plan).load(tmp_path / "ours") == 1
-    with pytest.raises(FileError, match=r"is of another training, .*, which saved it at .*, after this one had begun"):
+    with pytest.raises(
+        FileError, match=r"is of another training, .*, which saved it at .*, after this one had begun"
+    ):
         trainer_for("dropout", plan).load(tmp_path / "theirs")
     began = find(tmp_path / "theirs").manifest.saved_seconds + 1
     monkeypatch.setattr(hold, "process_start", lambda pid: began)

@@ -113,7 +113,9 @@ TASKS: dict[str, Callable[[], Task]] = {
     "in double precision": lambda: Task(
         chain(Apply(lambda x: x.double().pow(2).mean())), batch=alone, loss=None, optimizer=SGD
     ),
-    "in half precision": lambda: Task(chain(), batch=aimed, loss=squared, optimizer=SGD, precision="bfloat16"),
+    "in half precision": lambda: Task(
+        chain(), batch=aimed, loss=squared, optimizer=SGD, precision="bfloat16"
+    ),
     "mixed": lambda: Task(chain(), batch=aimed, loss=squared, optimizer=SGD, precision="mixed-bfloat16"),
     "a loss outside that only takes the value": lambda: Task(
         chain(Apply(torch.mean)), batch=aimed, loss=lambda output, target: output, optimizer=SGD
@@ -152,7 +154,9 @@ def test_the_seed_of_a_backward_is_counted_as_it_lives(name: str) -> None:
             trainer.step(task.batch(plan.training.batch_size))
         for stage, peaks in enumerate(measured_peaks(task, plan, steps=STEPS)):
             for step, nbytes in enumerate(peaks):
-                found = [trace.devices[stage].step_peak_bytes(step) for trace in (predicted, dry, trainer.trace)]
+                found = [
+                    trace.devices[stage].step_peak_bytes(step) for trace in (predicted, dry, trainer.trace)
+                ]
                 assert found == [nbytes] * 3, f"{plan.split}, stage {stage}, step {step}"
 
 
@@ -184,7 +188,9 @@ def test_a_dictionary_alone_is_a_batch_of_a_model_with_its_own_loss() -> None:
             optimizer=SGD,  # type: ignore[arg-type]
         ),
     )
-    made = planned(task, "emulated:2x1MiB", batch_size=4, microbatches=1, stages=2, data=1, tensor=1, planner="exact")
+    made = planned(
+        task, "emulated:2x1MiB", batch_size=4, microbatches=1, stages=2, data=1, tensor=1, planner="exact"
+    )
     trainer, optimizer = Trainer(task, made), SGD(plain.parameters())
     for batch in loader:
         optimizer.zero_grad()
@@ -198,5 +204,7 @@ def test_a_dictionary_alone_is_a_batch_of_a_model_with_its_own_loss() -> None:
 def test_a_dictionary_alone_has_no_targets_for_a_loss() -> None:
     """It is refused where the task has a loss, which would get none."""
     task = Task(Named, batch=lambda size: {"given": torch.zeros(size, 8)}, loss=F.mse_loss)
-    with pytest.raises(UsageError, match="a dictionary alone, and the task's loss is computed with targets: return"):
+    with pytest.raises(
+        UsageError, match="a dictionary alone, and the task's loss is computed with targets: return"
+    ):
         profile(task, microbatch_size=1)

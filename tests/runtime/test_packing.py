@@ -41,7 +41,9 @@ def form(given: Any) -> str:
 
 
 def packed(tensors: list[Tensor], kind: str) -> Any:
-    return tensors[0] if kind == "tensor" else {"tuple": tuple, "list": list}[kind.split(maxsplit=1)[0]](tensors)
+    return (
+        tensors[0] if kind == "tensor" else {"tuple": tuple, "list": list}[kind.split(maxsplit=1)[0]](tensors)
+    )
 
 
 def task_of(forms: list[str], targets: str = "tensor") -> Task:
@@ -147,7 +149,9 @@ def test_layers_that_take_their_input_otherwise_are_not_alike() -> None:
         def forward(self, x: Tensor) -> tuple[Tensor]:
             return (x * 2,)
 
-    task = replace(task_of(["tensor", "tensor"]), module=lambda: nn.Sequential(Either(4, 4), Wrap(), Either(4, 4)))
+    task = replace(
+        task_of(["tensor", "tensor"]), module=lambda: nn.Sequential(Either(4, 4), Wrap(), Either(4, 4))
+    )
     first, _, last = profile(task, microbatch_size=2).measurements[0].costs[:3]
     assert (first.packing, last.packing) == ("bare", "tuple")
 
@@ -188,7 +192,10 @@ def test_a_module_whose_argument_is_a_tuple_gets_one(count: int) -> None:
         (lambda n: {}, "the inputs of a batch of strict hold no tensor"),
         (lambda n: None, "the inputs of a batch must be a tensor"),
         (lambda n: {"x": torch.randn(n, 4)}, "must be a tensor, or a tuple or list of tensors, not a dict"),
-        (lambda n: (torch.randn(n, 4), (torch.randn(n, 4),)), "must be a tensor, or a tuple or list of tensors, not a"),
+        (
+            lambda n: (torch.randn(n, 4), (torch.randn(n, 4),)),
+            "must be a tensor, or a tuple or list of tensors, not a",
+        ),
         (lambda n: (torch.randn(n, 4), 3), "must be tensors alone"),
     ],
 )

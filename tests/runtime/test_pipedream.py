@@ -207,7 +207,8 @@ def test_versions_have_a_category_of_their_own(versions: Versions, times: int) -
     weights = [sum(times * p.nbytes + counts for p in own) for own in trained]
     for trace in (simulate(plan), certify(task, plan), trainer.trace):
         most = [
-            max(sample.by_category.get(Category.VERSIONS, 0) for sample in device.memory) for device in trace.devices
+            max(sample.by_category.get(Category.VERSIONS, 0) for sample in device.memory)
+            for device in trace.devices
         ]
         assert most == [2 * weights[0], weights[1], 0], trace.source
 
@@ -269,7 +270,11 @@ def test_looking_at_the_model_ends_what_is_in_flight(schedule: str) -> None:
     plan = plan_of(task, [2, 2, 2], microbatches=3, schedule=schedule)
     given = batches_of(task, [6] * 3)
     plain = replayed(task, plan, given, seed=SEED, drains=[2])
-    looks: list[Callable[[Trainer], object]] = [Trainer.state_dict, lambda t: t.state, lambda t: t.evaluate(given[0])]
+    looks: list[Callable[[Trainer], object]] = [
+        Trainer.state_dict,
+        lambda t: t.state,
+        lambda t: t.evaluate(given[0]),
+    ]
     for look in looks:
         trainer = Trainer(task, plan, seed=SEED)
         told = [trainer.step(batch) for batch in given]
@@ -338,7 +343,9 @@ def test_a_failed_step_leaves_nothing_in_flight(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Moody, "willing", True)
     assert isnan(trainer.step(batch))
     assert len(trainer.finish()) == 1
-    assert all(isinstance(p, nn.Parameter) for stage in trainer.stages for p in stage.layers[0].module.parameters())
+    assert all(
+        isinstance(p, nn.Parameter) for stage in trainer.stages for p in stage.layers[0].module.parameters()
+    )
     assert all(runner.meter.bytes[4] == 0 for runner in trainer.runners)  # weight versions
 
 
@@ -376,7 +383,9 @@ def test_versions_count_against_a_device() -> None:
     ("split", "microbatches", "recompute"),
     [([2, 2, 2], 9, "never"), ([3, 3], 6, "runs")],
 )
-def test_a_folded_dry_run_is_a_whole_one(schedule: str, split: list[int], microbatches: int, recompute: str) -> None:
+def test_a_folded_dry_run_is_a_whole_one(
+    schedule: str, split: list[int], microbatches: int, recompute: str
+) -> None:
     """In every sample of every step: few microbatches stand for all, whatever is recomputed."""
     task = TASKS["perceptrons"]()
     plan = plan_of(task, split, microbatches=microbatches, schedule=schedule)

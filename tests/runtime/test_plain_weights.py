@@ -162,7 +162,9 @@ def test_weights_come_from_hugging_faces_layout(tmp_path: Path) -> None:
     """A sharded model with the tied weight under one of its names, in half precision: cast to the model's."""
     torch.manual_seed(4)
     source = Tied()
-    tensors = {name: tensor.bfloat16() for name, tensor in source.state_dict().items() if name != "head.weight"}
+    tensors = {
+        name: tensor.bfloat16() for name, tensor in source.state_dict().items() if name != "head.weight"
+    }
     sharded(tmp_path / "hub", tensors)
     trainer = Trainer(TASK, split_in(2), numbers=False)
     trainer.load_weights(tmp_path / "hub")
@@ -176,7 +178,10 @@ def test_a_state_dict_with_the_optimizers_goes_through_plain_files(
     through: str, trained: Trainer, tmp_path: Path
 ) -> None:
     """What others write and read, with AdamW's moments and counters: training under another plan goes on alike."""
-    tensors, file = {name: one.clone() for name, one in trained.state_dict(optimizer=True).items()}, tmp_path / "state"
+    tensors, file = (
+        {name: one.clone() for name, one in trained.state_dict(optimizer=True).items()},
+        tmp_path / "state",
+    )
     if through == "torch":
         torch.save(tensors, file)
         found = torch.load(file, weights_only=True)
@@ -186,9 +191,9 @@ def test_a_state_dict_with_the_optimizers_goes_through_plain_files(
     one, other = (Trainer(TASK, split_in(stages), seed=9, numbers=False) for stages in (2, 3))
     for trainer, given in ((one, tensors), (other, found)):
         trainer.load_state_dict(given)
-        assert {name: torch.equal(one, tensors[name]) for name, one in trainer.state_dict(optimizer=True).items()} == (
-            dict.fromkeys(tensors, True)
-        )
+        assert {
+            name: torch.equal(one, tensors[name]) for name, one in trainer.state_dict(optimizer=True).items()
+        } == (dict.fromkeys(tensors, True))
     assert one.step(batch_of(TASK, one.plan, 5)) == other.step(batch_of(TASK, one.plan, 5))
     after = other.state_dict(optimizer=True)
     assert all(torch.allclose(tensor, after[name]) for name, tensor in one.state_dict(optimizer=True).items())
@@ -217,11 +222,21 @@ def test_workers_read_the_files_that_have_their_layers(tmp_path: Path) -> None:
     files = json.loads((tmp_path / "hub" / "model.safetensors.index.json").read_text())["weight_map"]
     trainer = Trainer(TASK, plan, numbers=False)
     stored = trainer._checkpoints.names.stored
-    held = [{stored[name] for layer in stage.layers for name in layer.originals.values()} for stage in trainer.stages]
+    held = [
+        {stored[name] for layer in stage.layers for name in layer.originals.values()}
+        for stage in trainer.stages
+    ]
     assert {path.name for path in (tmp_path / "read").iterdir()} == {
-        f"pipefit-worker-{worker} {files[name]}" for worker, names in enumerate(held) for name in names & files.keys()
+        f"pipefit-worker-{worker} {files[name]}"
+        for worker, names in enumerate(held)
+        for name in names & files.keys()
     }
-    assert held[0] & held[1] & files.keys() == {"embedding.weight"} != held[0] & files.keys() != held[1] & files.keys()
+    assert (
+        held[0] & held[1] & files.keys()
+        == {"embedding.weight"}
+        != held[0] & files.keys()
+        != held[1] & files.keys()
+    )
 
 
 def mapped(file: Path) -> int:
@@ -252,8 +267,14 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     trainer = Trainer(TASK, split_in(2), numbers=False)
     for wrong, words in [
         ({"embedding.weight": None}, "it has no embedding.weight, of shape"),
-        ({"blocks.0.inner.weight": torch.zeros(8, 9)}, r"blocks.0.inner.weight has .* shape \(8, 9\), and .* \(8, 8\)"),
-        ({"blocks.0.inner.bias": torch.zeros(8, dtype=torch.int64)}, "blocks.0.inner.bias has dtype torch.int64"),
+        (
+            {"blocks.0.inner.weight": torch.zeros(8, 9)},
+            r"blocks.0.inner.weight has .* shape \(8, 9\), and .* \(8, 8\)",
+        ),
+        (
+            {"blocks.0.inner.bias": torch.zeros(8, dtype=torch.int64)},
+            "blocks.0.inner.bias has dtype torch.int64",
+        ),
     ]:
         given = {name: tensor for name, tensor in {**tensors, **wrong}.items() if tensor is not None}
         safetensors.torch.save_file(given, tmp_path / "model.safetensors")
@@ -338,7 +359,9 @@ def test_transformers_takes_up_an_exported_folder(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, trainer.state_dict()[name]) for name, tensor in found.state_dict().items())
 
 
-def test_an_export_that_is_stopped_leaves_nothing(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_that_is_stopped_leaves_nothing(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C while the file is flushed to the disk."""
 
     def stop(file: int) -> None:

@@ -49,7 +49,9 @@ class Model(nn.Module):
         super().__init__()
         self.embed, self.head = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
         self.blocks = nn.ModuleList(
-            nn.Sequential(norm(WIDTH), nn.Linear(WIDTH, 16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, WIDTH))
+            nn.Sequential(
+                norm(WIDTH), nn.Linear(WIDTH, 16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, WIDTH)
+            )
             for _ in range(2)
         )
         self.head.weight, self.bias = self.embed.weight, nn.Parameter(torch.randn(WIDTH))
@@ -76,7 +78,9 @@ def slower(optimizer: torch.optim.Optimizer) -> Any:
 
 def task_of(**options: Any) -> Task:
     kept = {"optimizer": partial(torch.optim.AdamW, lr=0.01), "module": Model, **options}
-    return Task(**{"batch": batch, "loss": F.mse_loss, "groups": decay, "scheduler": slower, "name": "net", **kept})
+    return Task(
+        **{"batch": batch, "loss": F.mse_loss, "groups": decay, "scheduler": slower, "name": "net", **kept}
+    )
 
 
 TASK = task_of()
@@ -90,7 +94,9 @@ def profiled(task: Task) -> ModelProfile:
     return profile(task, microbatch_size=(4, 2), tensor=(1, 2))
 
 
-def planned(task: Task, *grids: Grid, recompute: Recompute = "never", offload: bool = False, **training: Any) -> Plan:
+def planned(
+    task: Task, *grids: Grid, recompute: Recompute = "never", offload: bool = False, **training: Any
+) -> Plan:
     """A plan with about equal stages on these grids; `offload` moves saved tensors to the host."""
     found = profiled(task)
     layers, count = len(found.layers), len(grids)
@@ -249,7 +255,9 @@ def offset_of_shards(patch: pytest.MonkeyPatch) -> None:
 
     def first(self: Any, whole: Tensor) -> Tensor:
         begin = self.ranges[0][0] if self.ranges else 0
-        return local(replace(self, ranges=tuple((start - begin, stop - begin) for start, stop in self.ranges)), whole)
+        return local(
+            replace(self, ranges=tuple((start - begin, stop - begin) for start, stop in self.ranges)), whole
+        )
 
     patch.setattr(forms.Shard, "local", first)
 
@@ -299,7 +307,9 @@ def bytes_of_another(patch: pytest.MonkeyPatch) -> None:
 def update_of_another_group(patch: pytest.MonkeyPatch) -> None:
     """All parameters have the options of one group."""
     groups = updates.parameter_groups
-    patch.setattr(updates, "parameter_groups", lambda layers, options: groups(layers, lambda *_: {"weight_decay": 0.2}))
+    patch.setattr(
+        updates, "parameter_groups", lambda layers, options: groups(layers, lambda *_: {"weight_decay": 0.2})
+    )
 
 
 def buffers_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -361,7 +371,9 @@ def test_a_trainer_refuses_a_plan_that_trains_otherwise(monkeypatch: pytest.Monk
     plan = planned(TASK, *TWO)
     assert not Trainer(TASK, plan).not_compared
     sums_of_tied(monkeypatch)
-    with pytest.raises(UsageError, match=r"net trains by this plan otherwise .* of its update apart.*numbers=False"):
+    with pytest.raises(
+        UsageError, match=r"net trains by this plan otherwise .* of its update apart.*numbers=False"
+    ):
         Trainer(TASK, plan)
     Trainer(TASK, plan, numbers=False)
 
@@ -370,7 +382,9 @@ def test_a_trainer_refuses_a_plan_that_trains_otherwise(monkeypatch: pytest.Monk
 def test_a_trainer_says_what_it_has_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it would take too long; the command that compares it is named."""
     monkeypatch.setattr(comparison, "LONGEST_SECONDS", 0.0)
-    with pytest.warns(PipefitWarning, match=r"training of net by the plan was not compared .*certify --numbers"):
+    with pytest.warns(
+        PipefitWarning, match=r"training of net by the plan was not compared .*certify --numbers"
+    ):
         trainer = Trainer(TASK, planned(TASK, ONE))
     assert "by the plan was not compared with plain training: it takes about" in trainer.not_compared
 

@@ -52,7 +52,9 @@ def test_what_a_models_own_code_raises_in_a_worker_is_told(
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("pipefit:")][-1]
     if what.startswith("ran out"):
         assert code == 4
-        assert re.search(f"^pipefit: device 1 {what.strip()} {where}: .*(MemoryError|can't allocate)", said), said
+        assert re.search(
+            f"^pipefit: device 1 {what.strip()} {where}: .*(MemoryError|can't allocate)", said
+        ), said
     elif phase in CHECKED and MISTAKES.fullmatch(what.partition(":")[0]):
         assert code == 2
         assert re.search(r"^pipefit: the (batch function|loss|optimizer) of ", said), said

@@ -124,6 +124,8 @@ def test_inputs_that_a_layer_overwrites_unnoticed_are_refused(monkeypatch: pytes
     Trainer(task, plan).step(task.batch(4))  # copies are made where the profile knows
     trainer = Trainer(task, plan)
     storages = trainer.runners[1].stages[1].storages
-    monkeypatch.setattr(storages, "costs", tuple(replace(cost, mutates_inputs=False) for cost in storages.costs))
+    monkeypatch.setattr(
+        storages, "costs", tuple(replace(cost, mutates_inputs=False) for cost in storages.costs)
+    )
     with pytest.raises(UsageError, match="in place"):
         trainer.step(task.batch(4))

@@ -53,7 +53,11 @@ def side_by_side() -> list[nn.Module]:
 @pytest.mark.parametrize(
     ("layers", "split", "message"),
     [
-        (lambda: [Aside(), nn.Linear(8, 4)], [1, 1], "parameter weight of layer 0 was used past the attribute that"),
+        (
+            lambda: [Aside(), nn.Linear(8, 4)],
+            [1, 1],
+            "parameter weight of layer 0 was used past the attribute that",
+        ),
         (hooked, [1, 1], "parameter weight of layer 0 has a hook on its gradient"),
         (watched_after, [1, 1], "parameter weight of layer 0 has a hook on its gradient"),
         (side_by_side, [2, 1], "parameters weight of layer 0 and weight of layer 1 lie in the same memory"),
@@ -96,7 +100,9 @@ def test_a_step_that_two_versions_are_too_few_for_is_refused() -> None:
     plan = plan_of(task, [2, 2, 2], microbatches=3, schedule="pipedream-2bw")
     trainer = Trainer(task, plan)
     trainer.step(task.batch(6))
-    with pytest.raises(UsageError, match="needs as many microbatches in a step as there are stages, 3, not 2"):
+    with pytest.raises(
+        UsageError, match="needs as many microbatches in a step as there are stages, 3, not 2"
+    ):
         trainer.step(task.batch(4))
     trainer.step(task.batch(5))
     with pytest.raises(UsageError, match="cannot accumulate the gradients of several batches"):

@@ -101,11 +101,15 @@ def test_an_optimizer_that_is_more_than_its_groups_is_refused(
     """Steps in parts would train something else: the first one says why not, and what to do."""
     task = task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)], optimizer=optimizer)
     plan = replace(plan_of(task, [3], devices=2), decisions=(away(0, 1, 2, what),))
-    with pytest.raises(UsageError, match=f"optimizer {words}, so that it cannot update a stage in parts: leave"):
+    with pytest.raises(
+        UsageError, match=f"optimizer {words}, so that it cannot update a stage in parts: leave"
+    ):
         Trainer(task, plan).step(batch_of(task, plan))
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, Counting, Hooked, Groupless, Joining, Starting, Tabled])
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.SGD, Counting, Hooked, Groupless, Joining, Starting, Tabled]
+)
 def test_planners_leave_state_where_such_an_optimizer_updates_it(
     optimizer: Callable[..., torch.optim.Optimizer],
 ) -> None:
@@ -121,7 +125,9 @@ def test_planners_leave_state_where_such_an_optimizer_updates_it(
         assert any(isinstance(decision.subject, State) for decision in found.decisions)
         Trainer(task, found).step(batch_of(task, found))
     else:
-        with pytest.raises(InfeasibleError, match=r"; no state moves, as the optimizer .* updates all layers at once"):
+        with pytest.raises(
+            InfeasibleError, match=r"; no state moves, as the optimizer .* updates all layers at once"
+        ):
             plan(made, tight, asked)
         half = plan(made, tight, asked, allow_infeasible=True)
         assert ("No state moves, as the optimizer " in str(half.provenance)) == bool(half.decisions)
@@ -131,7 +137,9 @@ def test_a_tensor_that_is_kept_for_several_layers_is_not_moved_with_one() -> Non
     """The others would find no memory behind it: it is refused as soon as it is there, behind the first update."""
     task = task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)], optimizer=Tabled)
     plan = replace(plan_of(task, [3], devices=2), decisions=(away(0, 1, 2),))
-    with pytest.raises(UsageError, match="optimizer Tabled keeps one tensor for several parameters, so that it cannot"):
+    with pytest.raises(
+        UsageError, match="optimizer Tabled keeps one tensor for several parameters, so that it cannot"
+    ):
         Trainer(task, plan).step(batch_of(task, plan))
 
 
@@ -171,7 +179,9 @@ def test_an_array_of_a_parameter_is_in_the_way_only_where_its_memory_is_freed() 
         return model
 
     task = replace(plain, module=build)
-    with pytest.raises(UsageError, match="the plan moves the parameters of layer 0: its memory belongs to something"):
+    with pytest.raises(
+        UsageError, match="the plan moves the parameters of layer 0: its memory belongs to something"
+    ):
         Trainer(task, one_stage(away(0, 0, 1, kind="parameters")))
     one, other = (Trainer(task, one_stage(*decisions)) for decisions in ((away(0, 0, 1, What.UPDATE),), ()))
     for step in range(2):

@@ -69,8 +69,13 @@ def test_devices_are_divided_between_processes() -> None:
 
 def test_parts_of_a_dry_run_tell_of_all_devices() -> None:
     """Each device is of one part, an assumption is told once, and where one part differs the whole does."""
-    assumed = Kernel(operation="aten._local_scalar_dense.default()", peak_bytes=None, reason="its value is not known")
-    one, other = Rehearsed({0: [], 2: []}, {0: [], 2: []}, (assumed,)), Rehearsed({1: []}, {1: []}, (assumed,))
+    assumed = Kernel(
+        operation="aten._local_scalar_dense.default()", peak_bytes=None, reason="its value is not known"
+    )
+    one, other = (
+        Rehearsed({0: [], 2: []}, {0: [], 2: []}, (assumed,)),
+        Rehearsed({1: []}, {1: []}, (assumed,)),
+    )
     together = Rehearsed.together([one, other])
     assert together.samples.keys() == together.peaks.keys() == {0, 1, 2}
     assert together.assumed == (assumed,)

@@ -134,7 +134,9 @@ def stack(block: Callable[[], list[nn.Module]], count: int = 10) -> Callable[[],
 
 
 BLOCKS: dict[str, Callable[[], list[nn.Module]]] = {
-    "residual": lambda: [Residual(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Dropout(0.1))],
+    "residual": lambda: [
+        Residual(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Dropout(0.1))
+    ],
     "buffers": lambda: [Residual(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True))],
     "three together": lambda: [nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 8)],
     "plain": lambda: [nn.Linear(8, 8)],
@@ -162,7 +164,9 @@ def task_of(module: Callable[[], nn.Module], optimizer: str = "adamw", **setting
 
 def carrying(count: int = 10) -> nn.Module:
     """Layers that pass a tuple on."""
-    return nn.Sequential(nn.Linear(8, 8), Split(), *(Carrying(8) for _ in range(count)), First(), nn.Linear(8, 4))
+    return nn.Sequential(
+        nn.Linear(8, 8), Split(), *(Carrying(8) for _ in range(count)), First(), nn.Linear(8, 4)
+    )
 
 
 def folds(task: Task, plan: Plan, *, whole: bool = False) -> bool:
@@ -188,7 +192,9 @@ def drawn(found: ModelProfile, rng: Random) -> Plan:
     schedule = rng.choice(sorted(SCHEDULES))
     size = found.measurements[0].microbatch_size
     decisions = (
-        recompute_decisions(stages, found.edges, rng.choice(RECOMPUTE), schedule, number) if rng.random() < 0.4 else ()
+        recompute_decisions(stages, found.edges, rng.choice(RECOMPUTE), schedule, number)
+        if rng.random() < 0.4
+        else ()
     )
     if rng.random() < 0.4:
         start = rng.randint(0, layers - 1)
@@ -233,7 +239,9 @@ def executed(task: Task, plan: Plan) -> int:
 
 @pytest.mark.parametrize(("target", "seeds"), [("cpu", (5,)), ("cuda", (8,))])
 @pytest.mark.parametrize("block", sorted(BLOCKS))
-def test_a_folded_dry_run_tells_what_a_whole_one_does(block: str, target: Any, seeds: tuple[int, ...]) -> None:
+def test_a_folded_dry_run_tells_what_a_whole_one_does(
+    block: str, target: Any, seeds: tuple[int, ...]
+) -> None:
     """Every sample of every action is the same, by category, whatever the plan."""
     task = task_of(stack(BLOCKS[block]))
     found = profile(task, microbatch_size=2, target=target)
@@ -275,7 +283,8 @@ def test_stages_that_agree_are_folded_in_every_precision(precision: Any) -> None
         partial(build, "gpt", layers=5, hidden=32, heads=2, sequence=8, vocabulary=32),
         partial(hf, "gpt2", **{**TINY["gpt2"], "n_layer": 5}, sequence=8),
         pytest.param(
-            partial(hf, "llama", **{**TINY["llama"], "num_hidden_layers": 5}, sequence=8), marks=pytest.mark.gallery
+            partial(hf, "llama", **{**TINY["llama"], "num_hidden_layers": 5}, sequence=8),
+            marks=pytest.mark.gallery,
         ),
     ],
     ids=["gpt", "gpt2", "llama"],

@@ -46,7 +46,9 @@ def random_plan(found: ModelProfile, seed: int, **training: Any) -> Plan:
     rng = Random(seed)
     edges, degrees = random_grids(rng, [2, 2, 3])
     schedule = rng.choice(["gpipe", "1f1b"])
-    return sliced_plan(found, edges, degrees, microbatches=rng.randint(1, 3), schedule=schedule, rng=rng, **training)
+    return sliced_plan(
+        found, edges, degrees, microbatches=rng.randint(1, 3), schedule=schedule, rng=rng, **training
+    )
 
 
 @pytest.mark.parametrize("seed", seeds(2, of=4))
@@ -56,7 +58,9 @@ def test_the_numbers_are_those_of_every_stage_mapped_over_its_slices(
 ) -> None:
     """Losses and parameters after three steps: draws, statistics of samples and tied weights included."""
     task = replicated(name, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
-    plan = random_plan(replace(profiles[name], fingerprint=profile(task, microbatch_size=3).fingerprint), seed)
+    plan = random_plan(
+        replace(profiles[name], fingerprint=profile(task, microbatch_size=3).fingerprint), seed
+    )
     trainer, plain = Trainer(task, plan), Plain(task, plan)
     for inputs, targets in batches(task, plan, 3):
         assert trainer.step((inputs, targets)) == pytest.approx(plain.step(inputs, targets), rel=1e-6)
@@ -79,7 +83,9 @@ RANDOM = [(name, seed) for name in MODELS for seed in range(3)]
 
 
 @pytest.mark.parametrize(("name", "seed"), sampled(RANDOM, often=[*zip(MODELS, range(3), strict=True)]))
-def test_simulator_dry_run_meter_and_allocator_agree(name: str, seed: int, profiles: dict[str, ModelProfile]) -> None:
+def test_simulator_dry_run_meter_and_allocator_agree(
+    name: str, seed: int, profiles: dict[str, ModelProfile]
+) -> None:
     """The peaks of every device in both steps, to the byte."""
     found = step_peaks(replicated(name), random_plan(profiles[name], seed + 10))
     assert found.dry == found.metered == found.allocated == found.simulated
@@ -104,7 +110,9 @@ def test_decisions_about_memory_hold_for_every_replica(profiles: dict[str, Model
     """Recomputing a run and moving saved tensors away change no number, and the bytes are known."""
     task, found = replicated("dropped"), profiles["dropped"]
     plan = sliced_plan(found, [0, 3, 6], [2, 3], microbatches=3)
-    recompute = Decision(stage=0, subject=Run(start=0, stop=2), what=What.RECOMPUTE, microbatches=Microbatches())
+    recompute = Decision(
+        stage=0, subject=Run(start=0, stop=2), what=What.RECOMPUTE, microbatches=Microbatches()
+    )
     kept, decided = Trainer(task, plan), replace(plan, decisions=(recompute,))
     freed = Trainer(task, decided)
     for one in batches(task, plan, 2):
@@ -134,9 +142,13 @@ def test_a_smaller_last_batch_counts_every_sample_once(profiles: dict[str, Model
     task, plan = replicated("tied"), sliced_plan(profiles["tied"], [0, 2, 6], [3, 2])
     trainer, plain = Trainer(task, plan), Plain(task, plan)
     inputs, targets = batch_of(task, plan)
-    assert trainer.step((inputs[:18], targets[:18])) == pytest.approx(plain.step(inputs[:18], targets[:18]), rel=1e-6)
+    assert trainer.step((inputs[:18], targets[:18])) == pytest.approx(
+        plain.step(inputs[:18], targets[:18]), rel=1e-6
+    )
     assert equal(trainer.state_dict(), dict(plain.module.state_dict()), relative=1e-9)
-    with pytest.raises(UsageError, match=r"7 samples of the last .* leave out 1 of them, or give the batch 5 more"):
+    with pytest.raises(
+        UsageError, match=r"7 samples of the last .* leave out 1 of them, or give the batch 5 more"
+    ):
         trainer.step((inputs[:19], targets[:19]))
     plain.module.eval()
     with torch.no_grad():
@@ -187,7 +199,9 @@ def test_a_loss_that_is_no_mean_over_samples_is_refused(loss: Any) -> None:
     """Replicas would train another one; who means the loss of each slice leaves the comparison out."""
     task = replace(replicated("dropped"), loss=loss)
     plan = sliced_plan(profile(task, microbatch_size=(4, 2)), [0, 3, 6], [1, 2])
-    with pytest.raises(UsageError, match=r"2 replicas would train another loss of dropped: that of a microbatch is .*"):
+    with pytest.raises(
+        UsageError, match=r"2 replicas would train another loss of dropped: that of a microbatch is .*"
+    ):
         Trainer(task, plan)
     Trainer(task, plan, numbers=False)
 
@@ -216,7 +230,9 @@ def test_samples_in_another_order_between_stages_are_refused_where_degrees_diffe
     task = task_of(lambda: [linear(), Backwards(), linear(), Backwards(), torch.nn.Linear(8, 4)])
     found = profile(task, microbatch_size=(4, 2))
     for degrees in ([1, 2], [2, 1]):
-        with pytest.raises(UsageError, match=r"of stage 1 would exchange wrong rows: in slices for 2 replicas value 0"):
+        with pytest.raises(
+            UsageError, match=r"of stage 1 would exchange wrong rows: in slices for 2 replicas value 0"
+        ):
             Trainer(task, sliced_plan(found, [0, 3, 5], degrees))
     plan = sliced_plan(found, [0, 3, 5], [2, 2])
     trainer, plain = Trainer(task, plan), Plain(task, plan)

@@ -108,7 +108,9 @@ def test_the_allocator_is_asked_once_for_each_kind(shard: Any) -> None:
     grid = Grid(devices=tuple(range(8)), data=8, shard=shard)
     training = Training(batch_size=16, microbatches=2)
     stages = (Stage(start=0, stop=6, grid=grid),)
-    plan = on_gpus(Plan(profile=own, cluster=Cluster.emulated((8, 1 << 30)), training=training, stages=stages))
+    plan = on_gpus(
+        Plan(profile=own, cluster=Cluster.emulated((8, 1 << 30)), training=training, stages=stages)
+    )
     with mock.patch.object(reserved, "allocator_peaks", wraps=reserved.allocator_peaks) as asked:
         trace, count = run_devices(wide(), plan, allocator=AllocatorSettings())
     assert count == 2
@@ -126,7 +128,9 @@ def test_some_devices_tell_what_all_hold_on_the_cpu(normed: ModelProfile, seed: 
 def test_gradients_that_are_copied_are_their_owners(name: str, shard: Any) -> None:
     """Where only owners keep gradients, the others copy those of every microbatch that are born in larger memory."""
     task = entwined([name, name])
-    plan = on_gpus(sliced_plan(profile(task, microbatch_size=(6, 2), target="cuda"), [0, 5], [3], shard=(shard,)))
+    plan = on_gpus(
+        sliced_plan(profile(task, microbatch_size=(6, 2), target="cuda"), [0, 5], [3], shard=(shard,))
+    )
     assert_told_of_all(task, plan, allocator=AllocatorSettings())
 
 
@@ -144,7 +148,9 @@ def test_master_weights_are_their_owners(shard: Any) -> None:
     assert_told_of_all(task, plan)
 
 
-@pytest.mark.parametrize(("degrees", "count"), [([2, 2], 2), ([4, 4], 2), ([2, 1], 2), ([4, 2], 2), ([3, 4], 6)])
+@pytest.mark.parametrize(
+    ("degrees", "count"), [([2, 2], 2), ([4, 4], 2), ([2, 1], 2), ([4, 2], 2), ([3, 4], 6)]
+)
 def test_devices_that_do_the_same_are_run_once(normed: ModelProfile, degrees: list[int], count: int) -> None:
     """Of replicas that divide no state, those are alike that exchange as many rows with as many neighbours."""
     plan = sliced_plan(normed, [0, 3, 6], degrees)
@@ -163,9 +169,14 @@ def test_the_shards_of_the_first_replica_are_run(normed: ModelProfile) -> None:
     """Two replicas of two shards each: devices that hold the same shard are kin."""
     grid = Grid(devices=(3, 0, 2, 1), data=2, tensor=2)
     plan = sliced_plan(normed, [0, 3, 6], [2, 2])
-    shards = replace(normed, measurements=tuple(replace(one, tensor=t) for one in normed.measurements for t in (1, 2)))
+    shards = replace(
+        normed, measurements=tuple(replace(one, tensor=t) for one in normed.measurements for t in (1, 2))
+    )
     divided = replace(plan, profile=shards, stages=(Stage(start=0, stop=6, grid=grid),))
-    assert set(map(frozenset, kin(divided, step_programs(divided), ()))) == {frozenset({3, 2}), frozenset({0, 1})}
+    assert set(map(frozenset, kin(divided, step_programs(divided), ()))) == {
+        frozenset({3, 2}),
+        frozenset({0, 1}),
+    }
 
 
 def test_replicas_that_move_what_they_own_are_each_run(normed: ModelProfile) -> None:

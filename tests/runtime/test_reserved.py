@@ -96,7 +96,9 @@ def trained_plainly(task: Task, size: int, allocator: Plain | Pages) -> None:
 
 
 @pytest.mark.parametrize("settings", [DEFAULT, EXPANDABLE])
-def test_one_device_reserves_what_plain_training_does(found: ModelProfile, settings: AllocatorSettings) -> None:
+def test_one_device_reserves_what_plain_training_does(
+    found: ModelProfile, settings: AllocatorSettings
+) -> None:
     """A plain loop's storages in a plain allocator: reserved bytes are equal, allocated ones but for the loss."""
     plan = plan_of(wide(), [6], size=700, microbatches=1, profiled=found)
     (certified,) = peaks(certify(wide(), plan, allocator=settings))
@@ -163,7 +165,9 @@ def test_products_of_rows_have_a_workspace() -> None:
 def with_memory(plan: Plan, nbytes: int) -> Plan:
     """The plan on devices of so many bytes, of which nobody else takes any."""
     device = plan.cluster.devices[0]
-    kind = replace(device.kind, overheads=Overheads(context_bytes=0, communicator_bytes=0, cublas_workspace_bytes=0))
+    kind = replace(
+        device.kind, overheads=Overheads(context_bytes=0, communicator_bytes=0, cublas_workspace_bytes=0)
+    )
     devices = tuple(replace(device, kind=kind, memory_bytes=nbytes) for _ in plan.cluster.devices)
     return replace(plan, cluster=replace(plan.cluster, backend="cuda", devices=devices))
 
@@ -186,7 +190,9 @@ def test_a_device_of_less_memory_empties_its_cache_or_runs_out(found: ModelProfi
 
 
 @pytest.mark.parametrize("settings", [DEFAULT, EXPANDABLE], ids=["fixed", "expandable"])
-def test_a_device_with_too_little_lacks_no_more_than_it_must(settings: AllocatorSettings, found: ModelProfile) -> None:
+def test_a_device_with_too_little_lacks_no_more_than_it_must(
+    settings: AllocatorSettings, found: ModelProfile
+) -> None:
     """Of random lives: a device with as much as the figures say has room for them, and one with 20 MiB less has not."""
     plan, draw = plan_of(wide(), [6], size=700, profiled=found), Random(7)
     for _ in range(5):
@@ -231,8 +237,12 @@ def test_an_allocator_goes_by_bytes_and_not_by_names() -> None:
                 events.append((living.pop(draw.randrange(len(living))), 0))
         assert form(events) == form([(f"other {name}", nbytes) for name, nbytes in events])
         at = draw.randrange(60)
-        changed = [(name, nbytes + 512 * (number == at)) for number, (name, nbytes) in enumerate(events) if nbytes]
-        assert (form(changed) == form([one for one in events if one[1]])) == (changed == [e for e in events if e[1]])
+        changed = [
+            (name, nbytes + 512 * (number == at)) for number, (name, nbytes) in enumerate(events) if nbytes
+        ]
+        assert (form(changed) == form([one for one in events if one[1]])) == (
+            changed == [e for e in events if e[1]]
+        )
         last = next(number for number, (_, nbytes) in reversed([*enumerate(events)]) if not nbytes)
         for other in set(living) - {name for name, _ in events[last:]}:
             assert form([*events[:last], (other, 0), *events[last + 1 :]]) != form(events)

@@ -73,16 +73,24 @@ def test_killed_workers_change_no_loss(tmp_path: Path) -> None:
     """Two kills in twelve steps, one before anything is saved: each restart is told with the culprit and the steps."""
     told_steps = list[int]()
     losses, told = disturbed(
-        tmp_path, ["1-1-1F2", "0-7-0B0"], 12, restarts=2, on_step=lambda report: told_steps.append(report.step)
+        tmp_path,
+        ["1-1-1F2", "0-7-0B0"],
+        12,
+        restarts=2,
+        on_step=lambda report: told_steps.append(report.step),
     )
     assert losses == undisturbed(12)
     first, second = told
     saved = 6 if "last saved: 6" in second else 3
     assert told_steps == [0, *range(7), *range(saved, 12)]
     assert first.startswith("worker 1 (device 1, ") and " failed at 1F2: killed by signal 9" in first
-    assert "; steps done: 1, last saved: none; restart 1 of 2 goes on after step 0, with 2 workers on " in first
+    assert (
+        "; steps done: 1, last saved: none; restart 1 of 2 goes on after step 0, with 2 workers on " in first
+    )
     assert second.startswith("worker 0 (device 0, ") and " failed at 0B0: killed by signal 9" in second
-    assert f"; steps done: 7, last saved: {saved}; restart 2 of 2 goes on after step {saved}, with 2 " in second
+    assert (
+        f"; steps done: 7, last saved: {saved}; restart 2 of 2 goes on after step {saved}, with 2 " in second
+    )
 
 
 @pytest.mark.gallery
@@ -96,7 +104,9 @@ def test_twenty_killed_workers_change_no_loss(tmp_path: Path) -> None:
 
 def test_a_failure_too_many_ends_the_training(tmp_path: Path) -> None:
     """After as many restarts as were allowed, the failure is what the training ends with, and how to go on by hand."""
-    with pytest.raises(WorkerFailed, match=r"failed at 0F0: .*; steps done: 7, last saved: [36]; go on with --resume"):
+    with pytest.raises(
+        WorkerFailed, match=r"failed at 0F0: .*; steps done: 7, last saved: [36]; go on with --resume"
+    ):
         disturbed(tmp_path, ["1-1-1F0", "0-7-0F0"], 9, restarts=1)
 
 
@@ -134,7 +144,9 @@ def sliced() -> ModelProfile:
         ({"tensor": 2}, 1, {(1, 1)}),
     ],
 )
-def test_grids_are_planned_again_for_what_is_left(asked: Any, left: int, degrees: set[tuple[int, int]]) -> None:
+def test_grids_are_planned_again_for_what_is_left(
+    asked: Any, left: int, degrees: set[tuple[int, int]]
+) -> None:
     """Replicas and shards stay as far as there are devices: fewer stages first, then no replicas, then no shards."""
     before = pipefit.plan(sliced(), Cluster.emulated((4, 1 << 30)), batch_size=8, microbatches=4, **asked)
     after = pipefit.plan_again(before, Cluster.emulated((left, 1 << 30)))
@@ -151,7 +163,9 @@ def test_a_grid_with_a_device_less_goes_on(asked: Any, tmp_path: Path) -> None:
     clusters = iter([plan.cluster, Cluster.emulated((3, 1 << 30))])
     (tmp_path / "deaths").mkdir()
     (tmp_path / "deaths" / "3-5-1F1" if asked.get("stages") else tmp_path / "deaths" / "3-5-0F1").touch()
-    with pytest.warns(PipefitWarning, match=r"^worker 3 .* restart 1 of 1 goes on after step [24], with 2 workers"):
+    with pytest.warns(
+        PipefitWarning, match=r"^worker 3 .* restart 1 of 1 goes on after step [24], with 2 workers"
+    ):
         losses, _ = train(
             partial(mortal, str(tmp_path / "deaths"), "adamw"),
             plan,
@@ -176,15 +190,21 @@ def test_where_nothing_fits_any_more_it_says_so(tmp_path: Path) -> None:
     with pytest.raises(
         InfeasibleError, match=r"killed by signal 9.*last saved: [36]; it does not start again: .*1\.00 KiB"
     ):
-        disturbed(tmp_path, ["1-7-1F0"], 9, restarts=3, replan=lambda plan: pipefit.plan_again(plan, next(replies)))
+        disturbed(
+            tmp_path, ["1-7-1F0"], 9, restarts=3, replan=lambda plan: pipefit.plan_again(plan, next(replies))
+        )
 
 
 def test_a_folder_with_older_checkpoints_of_another_training_is_refused(tmp_path: Path) -> None:
     """Even of the same model and seed: a restart, and `keep`, could not tell them apart by their steps."""
     task, plan = partial(named, "dropout"), plan_for("dropout", "1f1b", SPLIT)
     for name, steps in (("old", 2), ("other", 3)):
-        train(task, plan, steps=steps, seed=SEED, saving=Saving(directory=str(tmp_path / name)), numbers=False)
-    with pytest.raises(UsageError, match=r"old holds checkpoints of another training, .*, process \d+ on .*: save to"):
+        train(
+            task, plan, steps=steps, seed=SEED, saving=Saving(directory=str(tmp_path / name)), numbers=False
+        )
+    with pytest.raises(
+        UsageError, match=r"old holds checkpoints of another training, .*, process \d+ on .*: save to"
+    ):
         train(task, plan, steps=6, resume=tmp_path / "other", saving=Saving(directory=str(tmp_path / "old")))
     assert [step for step, _ in folders.whole(tmp_path / "old")] == [2]
 
@@ -206,7 +226,11 @@ def test_a_script_of_ones_own_is_started_again_by_torchrun(tmp_path: Path) -> No
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     alone = subprocess.run(
-        [sys.executable, *script, tmp_path / "alone"], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, *script, tmp_path / "alone"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     command = [*torchrun, "--max-restarts", "1", *script, str(tmp_path / "together")]
@@ -215,7 +239,10 @@ def test_a_script_of_ones_own_is_started_again_by_torchrun(tmp_path: Path) -> No
         assert run.stdout is not None
         for line in run.stdout:
             printed.append(line)
-            if line.startswith("step 12:") and len([one for one in printed if one.startswith("step 12:")]) == 1:
+            if (
+                line.startswith("step 12:")
+                and len([one for one in printed if one.startswith("step 12:")]) == 1
+            ):
                 os.kill(worker_of(run.pid, "1"), signal.SIGKILL)
     assert run.returncode == 0
     losses = {line.partition(":")[0]: line for line in printed}

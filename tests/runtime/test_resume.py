@@ -22,7 +22,8 @@ SPLITS = ((6,), (1, 5), (3, 1, 2), (1, 1, 2, 1, 1))
 
 
 def assert_equal(
-    ours: tuple[list[float], dict[str, Tensor], Trainer], theirs: tuple[list[float], dict[str, Tensor], Trainer]
+    ours: tuple[list[float], dict[str, Tensor], Trainer],
+    theirs: tuple[list[float], dict[str, Tensor], Trainer],
 ) -> None:
     """Losses, all tensors and the learning rates are equal, bit by bit."""
     assert ours[0] == theirs[0]
@@ -60,7 +61,10 @@ TABLE = [
     for schedule, (name, feature) in itertools.product((*SYNCHRONOUS, *ENDLESS), FEATURES.items())
     if feature.endless or schedule in SYNCHRONOUS
 ]
-SAMPLE = [*(("1f1b", name) for name in FEATURES), *((schedule, "dropout") for schedule in ("gpipe", *ENDLESS))]
+SAMPLE = [
+    *(("1f1b", name) for name in FEATURES),
+    *((schedule, "dropout") for schedule in ("gpipe", *ENDLESS)),
+]
 
 
 @pytest.mark.parametrize(("schedule", "name"), SAMPLE)
@@ -76,7 +80,9 @@ def test_the_loss_scale_of_the_table_has_changed() -> None:
 
 @pytest.mark.gallery
 @pytest.mark.parametrize(("schedule", "name"), [case for case in TABLE if case not in SAMPLE])
-def test_training_goes_on_under_every_schedule_with_every_feature(schedule: str, name: str, tmp_path: Path) -> None:
+def test_training_goes_on_under_every_schedule_with_every_feature(
+    schedule: str, name: str, tmp_path: Path
+) -> None:
     """The same for the whole table. Pipelines that are never emptied are, to save: so is the one without a break."""
     goes_on(name, schedule, tmp_path)
 
@@ -112,9 +118,13 @@ def test_training_goes_on_under_any_other_plan(
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
-def test_memory_that_runs_out_as_a_checkpoint_is_taken_up_is_no_fault_of_it(error: Exception, tmp_path: Path) -> None:
+def test_memory_that_runs_out_as_a_checkpoint_is_taken_up_is_no_fault_of_it(
+    error: Exception, tmp_path: Path
+) -> None:
     """Its settings would be blamed, with the code of a bad file."""
-    _, _, trainer = broken("adamw", plan_for("adamw", "1f1b", SPLIT), plan_for("adamw", "1f1b", SPLIT), tmp_path)
+    _, _, trainer = broken(
+        "adamw", plan_for("adamw", "1f1b", SPLIT), plan_for("adamw", "1f1b", SPLIT), tmp_path
+    )
     with mock.patch.object(checkpointing, "restore", side_effect=error), pytest.raises(type(error)) as caught:
         trainer.load(tmp_path)
     assert caught.value is error

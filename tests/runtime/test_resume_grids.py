@@ -100,7 +100,9 @@ def test_all_grids_go_on_as_if_they_had_never_stopped(grids: str, tmp_path: Path
 
 def is_taken_up(before: str, after: str, folder: Path) -> None:
     """The whole state of a trainer under one plan is that of another which has loaded its checkpoint."""
-    first, second = (Trainer(divided("dropped"), plan_of_grids("dropped", grids), seed=5) for grids in (before, after))
+    first, second = (
+        Trainer(divided("dropped"), plan_of_grids("dropped", grids), seed=5) for grids in (before, after)
+    )
     for batch in batches(first.task, first.plan, SAVED):
         first.step(batch)
     first.save(folder, background=False)
@@ -142,6 +144,8 @@ def test_what_endless_schedules_have_trained_is_taken_up(before: str, after: str
 
 @pytest.mark.gallery
 @pytest.mark.parametrize(("before", "after"), [case for case in WITH_ENDLESS if case not in TAKEN_UP])
-def test_what_any_plan_has_trained_is_taken_up_by_endless_ones(before: str, after: str, tmp_path: Path) -> None:
+def test_what_any_plan_has_trained_is_taken_up_by_endless_ones(
+    before: str, after: str, tmp_path: Path
+) -> None:
     """The same for every pair."""
     is_taken_up(before, after, tmp_path)

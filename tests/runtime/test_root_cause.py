@@ -27,7 +27,9 @@ ABORTED, CRASHED = died(-6, starting=False, on_gpu=True), died(-6, starting=Fals
         ([(OWN, 1), (CRASHED, 2)], 1),
     ],
 )
-def test_the_failure_that_caused_the_others_is_found(failures: list[tuple[PipefitError, float]], blamed: int) -> None:
+def test_the_failure_that_caused_the_others_is_found(
+    failures: list[tuple[PipefitError, float]], blamed: int
+) -> None:
     """A death is a cause before an error, an error before an abort on a GPU, where NCCL aborts those that wait in vain,
     and that before a lost peer; among several of a kind, the earliest.
     """

@@ -57,7 +57,8 @@ class _Watched(torch.autograd.Function):
 def fused(optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> Task:
     """Three stages' worth of layers with a fuse in the middle."""
     return task_of(
-        lambda: [nn.Linear(8, 32), nn.Tanh(), Fuse(), nn.Linear(32, 16), nn.Linear(16, 4)], optimizer=optimizer
+        lambda: [nn.Linear(8, 32), nn.Tanh(), Fuse(), nn.Linear(32, 16), nn.Linear(16, 4)],
+        optimizer=optimizer,
     )
 
 
@@ -112,7 +113,9 @@ def test_the_certified_peak_is_the_smallest_cap_that_trains() -> None:
     for device in range(3):
         caps = [nbytes - (number == device) for number, nbytes in enumerate(peaks)]
         short = Trainer(task, capped(plan, caps))
-        message = failure(lambda short=short: [short.step(batch_of(task, plan, step)) for step in (0, 1)], OutOfMemory)
+        message = failure(
+            lambda short=short: [short.step(batch_of(task, plan, step)) for step in (0, 1)], OutOfMemory
+        )
         assert f"device {device} ran out of memory at {device}" in message
 
 
@@ -210,7 +213,9 @@ def with_program(
     monkeypatch: pytest.MonkeyPatch, task: Task, text: str, split: list[int], microbatches: int
 ) -> Trainer:
     """A trainer that executes the program in `text`."""
-    program = parse_program(text, placement=tuple((device,) for device in range(len(split))), microbatches=microbatches)
+    program = parse_program(
+        text, placement=tuple((device,) for device in range(len(split))), microbatches=microbatches
+    )
     monkeypatch.setattr("pipefit.runtime.engine.batches.lower", lambda plan, **_: program)
     monkeypatch.setattr(trainer, "step_programs", lambda plan: (program,))
     monkeypatch.setattr(joining, "whole_run", lambda plan: program)
@@ -228,19 +233,40 @@ BACK = "0RELOAD0[1.0]@host 0WAIT_RELOAD0[1.0]@host"
         ("device 0: 0LOAD0 0B0 0STEP", "microbatch 0 cannot go backward"),
         ("device 0: 0LOAD0 0R0 0B0 0STEP", "layers 0 to 4 of microbatch 0 cannot be recomputed"),
         ("device 0: 0LOAD0 0F0 0R0 0B0 0STEP", "layers 0 to 4 of microbatch 0 cannot be recomputed"),
-        ("device 0: 0LOAD0 0N0[0:3] 0F0[3:5] 0R0[0:2] 0B0 0STEP", "layers 0 to 1 of microbatch 0 cannot be recomputed"),
-        ("device 0: 0LOAD0 0F0[0:2] 0F0[2:5] 0B0[1:5] 0B0[0:1] 0STEP", "cannot go backward through layers 1 to 4"),
-        ("device 0: 0LOAD0 0F0[0:2] 0F0[2:5] 0B0[0:2] 0B0[2:5] 0STEP", "cannot go backward through layers 0 to 1"),
-        ("device 0: 0LOAD0 0F0[0:2] 0B0[0:2] 0F0[2:5] 0B0[2:5] 0STEP", "cannot go backward through layers 0 to 1"),
+        (
+            "device 0: 0LOAD0 0N0[0:3] 0F0[3:5] 0R0[0:2] 0B0 0STEP",
+            "layers 0 to 1 of microbatch 0 cannot be recomputed",
+        ),
+        (
+            "device 0: 0LOAD0 0F0[0:2] 0F0[2:5] 0B0[1:5] 0B0[0:1] 0STEP",
+            "cannot go backward through layers 1 to 4",
+        ),
+        (
+            "device 0: 0LOAD0 0F0[0:2] 0F0[2:5] 0B0[0:2] 0B0[2:5] 0STEP",
+            "cannot go backward through layers 0 to 1",
+        ),
+        (
+            "device 0: 0LOAD0 0F0[0:2] 0B0[0:2] 0F0[2:5] 0B0[2:5] 0STEP",
+            "cannot go backward through layers 0 to 1",
+        ),
         (
             "device 0: 0LOAD0 0F0 0I0 0W0 0STEP",
             "the runtime cannot execute 0I0 yet, and the simulator neither: lower the plan again",
         ),
         ("device 0: 0LOAD0 0F0 0B0 0STEP0", "0STEP0 belongs to a schedule without end, and the plan's is"),
         ("device 0: 0LOAD0 0F0{0:1} 0B0 0STEP", "the runtime cannot execute 0F0{0:1} yet"),
-        (f"device 0: 0LOAD0 {OUT} 0F0 0B0 0STEP", "0OFFLOAD0[1.0]@host moves what is not there: layer 1 has not saved"),
-        (f"device 0: 0LOAD0 0F0 0B0 {OUT} 0STEP", "0OFFLOAD0[1.0]@host moves what is not there: layer 1 has not saved"),
-        (f"device 0: 0LOAD0 0F0 {OUT} 0B0 0STEP", "0B0 needs a tensor that is away: 0WAIT_RELOAD0[1.0]@host must come"),
+        (
+            f"device 0: 0LOAD0 {OUT} 0F0 0B0 0STEP",
+            "0OFFLOAD0[1.0]@host moves what is not there: layer 1 has not saved",
+        ),
+        (
+            f"device 0: 0LOAD0 0F0 0B0 {OUT} 0STEP",
+            "0OFFLOAD0[1.0]@host moves what is not there: layer 1 has not saved",
+        ),
+        (
+            f"device 0: 0LOAD0 0F0 {OUT} 0B0 0STEP",
+            "0B0 needs a tensor that is away: 0WAIT_RELOAD0[1.0]@host must come",
+        ),
         (
             f"device 0: 0LOAD0 0F0 {OUT} {OUT} 0STEP",
             "0OFFLOAD0[1.0]@host moves the storage of saved tensor 1.0 a second",
@@ -249,7 +275,10 @@ BACK = "0RELOAD0[1.0]@host 0WAIT_RELOAD0[1.0]@host"
             f"device 0: 0LOAD0 0F0[0:2] {OUT} 0F0[2:5] {BACK} 0B0 0STEP",
             "0WAIT_OFFLOAD0[1.0]@host frees what is still re",
         ),
-        (f"device 0: 0LOAD0 0F0 {BACK} 0B0 0STEP", "0RELOAD0[1.0]@host brings back a storage that is on the device"),
+        (
+            f"device 0: 0LOAD0 0F0 {BACK} 0B0 0STEP",
+            "0RELOAD0[1.0]@host brings back a storage that is on the device",
+        ),
         (
             f"device 0: 0LOAD0 0F0 {OUT} {BACK.replace('host', 'device1')} 0B0 0STEP",
             "0RELOAD0[1.0]@device1 brings back a storage that is away (@host)",
@@ -301,7 +330,9 @@ def test_a_batch_that_the_plan_has_no_room_for_is_refused(size: int) -> None:
     """The error has both sizes, and says what to do; targets must be as many as inputs."""
     task = fused()
     small = trainer_of(task, [3, 2])
-    with pytest.raises(UsageError, match=f"the batch holds {size} samples, but the plan trains batches of 4: make a"):
+    with pytest.raises(
+        UsageError, match=f"the batch holds {size} samples, but the plan trains batches of 4: make a"
+    ):
         small.step((torch.zeros(size, 8), torch.zeros(size, 4)))
     with pytest.raises(UsageError):
         small.step((torch.zeros(4, 8), torch.zeros(3, 4)))
@@ -314,7 +345,10 @@ def test_a_batch_that_the_plan_has_no_room_for_is_refused(size: int) -> None:
         (lambda size: (torch.zeros(size, 8),), "must return a pair .*, not 1 of them"),
         (lambda size: None, "must return a pair .*, not None"),
         (lambda size: ({1, 2}, torch.zeros(size, 4)), "the inputs of a batch must be a tensor, .* not a set"),
-        (lambda size: (torch.zeros(size, 8), [1, 2]), "the targets of a batch must be a tensor, .* not a list"),
+        (
+            lambda size: (torch.zeros(size, 8), [1, 2]),
+            "the targets of a batch must be a tensor, .* not a list",
+        ),
     ],
 )
 def test_a_batch_that_is_no_pair_of_tensors_is_refused(batch: Callable[[int], Any], words: str) -> None:
@@ -323,7 +357,9 @@ def test_a_batch_that_is_no_pair_of_tensors_is_refused(batch: Callable[[int], An
         profile(replace(fused(), batch=batch), microbatch_size=2)
 
 
-@pytest.mark.parametrize("batch", [None, torch.zeros(4, 8), (torch.zeros(4, 8),), (1, 2), (torch.zeros(4, 8), 3)])
+@pytest.mark.parametrize(
+    "batch", [None, torch.zeros(4, 8), (torch.zeros(4, 8),), (1, 2), (torch.zeros(4, 8), 3)]
+)
 def test_a_step_on_something_else_than_a_batch_is_refused(batch: Any) -> None:
     """`step` takes a pair (inputs, targets) like those that the model was captured with, and says so."""
     with pytest.raises(UsageError, match=r"a step takes a pair|the (in|tar)\w+ changed"):
@@ -347,7 +383,9 @@ def test_events_and_samples_are_the_program() -> None:
     for runner, device in zip(run.runners, run.trace.devices, strict=True):
         program = [str(action) for action in lower(run.plan).actions[runner.number]]
         assert [sample.action for sample in device.memory] == program * 2
-        assert [event.action for event in device.events] == [text for text in program if "LOAD" not in text] * 2
+        assert [event.action for event in device.events] == [
+            text for text in program if "LOAD" not in text
+        ] * 2
         times = [time for event in device.events for time in (event.start_seconds, event.end_seconds)]
         assert times == sorted(times)
     assert len(run.trace.step_seconds) == run.trace.steps == 2

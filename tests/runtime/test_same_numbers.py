@@ -104,7 +104,9 @@ def plainly(task: Task, plan: Plan, forward: Callable[[nn.Sequential, Any, int, 
     optimizer, training = task.optimizer(chain.parameters()), plan.training
     losses, gradients = [], []
     for step, (inputs, targets) in enumerate(batches(task, training.batch_size)):
-        parts = zip(split(inputs, training.microbatch_size), split(targets, training.microbatch_size), strict=True)
+        parts = zip(
+            split(inputs, training.microbatch_size), split(targets, training.microbatch_size), strict=True
+        )
         found = [task.loss(forward(chain, x, step, microbatch), y) for microbatch, (x, y) in enumerate(parts)]
         own = torch.stack([loss.detach() for loss in found])
         for loss in reversed(found) if backwards_from_the_last(plan) else found:
@@ -134,7 +136,10 @@ def planned(task: Task, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Numbers:
     losses = []
     for batch in batches(task, plan.training.batch_size):
         seen: dict[int, list[Tensor]] = {}
-        mean, (own,) = trainer.step(batch), [stage.losses for stage in trainer.stages if stage.losses is not None]
+        mean, (own,) = (
+            trainer.step(batch),
+            [stage.losses for stage in trainer.stages if stage.losses is not None],
+        )
         losses.append(own.tolist())
         assert mean == pytest.approx(own.mean().item(), rel=1e-6)
         gradients.append([gradient for start in sorted(seen) for gradient in seen[start]])
@@ -198,8 +203,12 @@ def test_no_plan_changes_the_numbers(name: str, monkeypatch: pytest.MonkeyPatch)
     for plan in plans:
         with monkeypatch.context() as patch:
             runs.append(planned(task, plan, patch))
-    first = {backwards_from_the_last(plan): run for plan, run in reversed(list(zip(plans, runs, strict=True)))}
-    compared = [differences(run, first[backwards_from_the_last(plan)]) for plan, run in zip(plans, runs, strict=True)]
+    first = {
+        backwards_from_the_last(plan): run for plan, run in reversed(list(zip(plans, runs, strict=True)))
+    }
+    compared = [
+        differences(run, first[backwards_from_the_last(plan)]) for plan, run in zip(plans, runs, strict=True)
+    ]
     assert compared == [[]] * len(runs)
     assert all(run.losses[0] == runs[0].losses[0] for run in runs)
 
@@ -210,7 +219,9 @@ def test_worker_processes_compute_the_same() -> None:
     task = factory()
     found = profile(task, microbatch_size=2)
     plan = next(
-        plan for seed in range(1000) if len((plan := random_plan(found, Random(seed), microbatches=4)).ranks) == 3
+        plan
+        for seed in range(1000)
+        if len((plan := random_plan(found, Random(seed), microbatches=4)).ranks) == 3
     )
     trainer = Trainer(task, plan, seed=SEED)
     here = [trainer.step(batch) for batch in batches(task, plan.training.batch_size)]

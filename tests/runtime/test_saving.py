@@ -59,7 +59,9 @@ class Gate:
         return self._write(*arguments)
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_while_a_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two steps pass before the writing even begins, and what is written is the state from before them."""
     gate, trainer = Gate(monkeypatch), trained()
     before = {name: tensor.clone() for name, tensor in trainer.state_dict(optimizer=True).items()}
@@ -143,7 +145,10 @@ def test_what_is_away_is_in_the_hosts_memory_once_while_it_is_written(
     monkeypatch.setattr(saver, "copied", copied)
     trainer.save(tmp_path)
     kept = [
-        state for stage in trainer.stages if stage.optimizer is not None for state in stage.optimizer.state.values()
+        state
+        for stage in trainer.stages
+        if stage.optimizer is not None
+        for state in stage.optimizer.state.values()
     ]
     here = {id(tensor) for state in kept for tensor in state.values()}
     left = [tensor for one in read if (tensor := one()) is not None]
@@ -204,7 +209,9 @@ def test_a_folder_with_a_later_checkpoint_is_refused(tmp_path: Path) -> None:
     before, trainer = trained(), trained()
     step(before)
     before.save(tmp_path, background=False)
-    with pytest.raises(FileError, match="step-00000002 is there already, of a later step than 1: go on from there"):
+    with pytest.raises(
+        FileError, match="step-00000002 is there already, of a later step than 1: go on from there"
+    ):
         trainer.save(tmp_path, keep=1)
     trainer.load(tmp_path)
     step(trainer)
@@ -240,7 +247,9 @@ def test_without_a_thread_a_checkpoint_is_lost_and_not_the_training(
     with monkeypatch.context() as full:
         full.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
         trainer.save(tmp_path)
-        with pytest.warns(PipefitWarning, match=r"checkpoint 1 cannot be saved .* new thread; there is no whole one"):
+        with pytest.warns(
+            PipefitWarning, match=r"checkpoint 1 cannot be saved .* new thread; there is no whole one"
+        ):
             trainer.finish()
     step(trainer)
     trainer.save(tmp_path)
@@ -280,7 +289,9 @@ def test_gradients_that_wait_for_an_update_are_not_saved(tmp_path: Path) -> None
 def test_a_scheduler_that_json_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
     """Before any file is written; the class and the attribute are named."""
     task = replace(task_of(lambda: [nn.Linear(8, 4)]), scheduler=Remembered)
-    with pytest.raises(UsageError, match="the scheduler Remembered's history is a set, which no checkpoint can hold"):
+    with pytest.raises(
+        UsageError, match="the scheduler Remembered's history is a set, which no checkpoint can hold"
+    ):
         Trainer(task, plan_of(task, [1])).save(tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
@@ -298,7 +309,9 @@ def test_state_of_an_optimizer_that_json_cannot_hold_is_refused_by_name(tmp_path
     task = task_of(lambda: [nn.Linear(8, 4)], optimizer=partial(Listing, lr=0.1))
     trainer = Trainer(task, plan_of(task, [1]))
     step(trainer)
-    with pytest.raises(UsageError, match=r"the optimizer's past of 0.weight is a list, which no checkpoint can hold"):
+    with pytest.raises(
+        UsageError, match=r"the optimizer's past of 0.weight is a list, which no checkpoint can hold"
+    ):
         trainer.save(tmp_path)
     assert trainer.state_dict().keys() == {"0.weight", "0.bias"}
 
@@ -310,7 +323,9 @@ def test_a_checkpoint_of_another_task_is_refused(tmp_path: Path) -> None:
     """The sentence says what differs, and nothing is loaded."""
     trained().save(tmp_path, background=False)
     task = task_of(lambda: [nn.Linear(8, 65), nn.Tanh(), nn.Linear(65, 4)], optimizer=ADAMW)
-    with pytest.raises(FileError, match=r"is of another training .* other parameters or buffers in layers 0, 2"):
+    with pytest.raises(
+        FileError, match=r"is of another training .* other parameters or buffers in layers 0, 2"
+    ):
         Trainer(task, plan_of(task, [2, 1])).load(tmp_path)
 
 
@@ -348,7 +363,11 @@ def forged(directory: Path, key: str, other: Tensor | None) -> None:
     ("key", "other", "words"),
     [
         ("2.bias", None, "2.bias is missing"),
-        ("0.weight", torch.ones(8, 64), r"0.weight has dtype .* shape \(8, 64\), and .* \(64, 8\) are needed"),
+        (
+            "0.weight",
+            torch.ones(8, 64),
+            r"0.weight has dtype .* shape \(8, 64\), and .* \(64, 8\) are needed",
+        ),
         ("0.weight", torch.ones(64, 8).double(), "0.weight has dtype torch.float64"),
     ],
 )
@@ -411,7 +430,9 @@ def test_tensors_with_optimizer_state_load_under_another_plan() -> None:
     tensors: dict[str, Tensor] = first.state_dict(optimizer=True)
     assert "optimizer/0.weight/exp_avg" in tensors
     second.load_state_dict(tensors)
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in second.state_dict(optimizer=True).items())
+    assert all(
+        torch.equal(tensor, tensors[name]) for name, tensor in second.state_dict(optimizer=True).items()
+    )
     third = trained(steps=0, seed=5)
     third.load_state_dict(first.state_dict())
     assert not any(name.startswith("optimizer") for name in third.state_dict(optimizer=True))
@@ -440,7 +461,10 @@ def test_a_trainer_that_has_trained_forgets_it(schedule: str, tmp_path: Path) ->
     second.load(tmp_path)
     for trainer in (first, second):
         trainer.finish()
-    found = [[trainer.step(batch) for _ in range(3)][trainer.late :] + trainer.finish() for trainer in (first, second)]
+    found = [
+        [trainer.step(batch) for _ in range(3)][trainer.late :] + trainer.finish()
+        for trainer in (first, second)
+    ]
     assert found[0] == found[1]
 
 

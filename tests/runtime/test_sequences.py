@@ -53,7 +53,11 @@ def profiled(name: str = "dropped") -> ModelProfile:
 
 
 def plan_of(
-    edges: Sequence[int], degrees: Sequence[Degrees], sequences: Sequence[int], name: str = "dropped", **training: str
+    edges: Sequence[int],
+    degrees: Sequence[Degrees],
+    sequences: Sequence[int],
+    name: str = "dropped",
+    **training: str,
 ) -> Plan:
     """A plan on a grid; the shards of stages in `sequences` divide positions too."""
     plan = grid_plan(profiled(name), edges, degrees, **training)
@@ -138,8 +142,12 @@ def test_what_has_no_positions_or_no_shards_is_refused() -> None:
         Grid(devices=(0, 1), data=2, sequences=True)
     with pytest.raises(UsageError, match=r"say how many \(tensor\), such as 2"):
         profile(along(), microbatch_size=2, sequences=True)
-    with pytest.raises(UsageError, match=r"2 tensor-parallel ranks divide nothing of dropped along positions"):
+    with pytest.raises(
+        UsageError, match=r"2 tensor-parallel ranks divide nothing of dropped along positions"
+    ):
         profile(divided("dropped"), microbatch_size=2, tensor=2, sequences=True)
     without = replace(profiled(), measurements=tuple(m for m in profiled().measurements if not m.sequences))
-    with pytest.raises(UsageError, match=r"for 2 ranks without sequence parallelism: .* --tensor 2 --sequences"):
+    with pytest.raises(
+        UsageError, match=r"for 2 ranks without sequence parallelism: .* --tensor 2 --sequences"
+    ):
         replace(plan_of([0, 6], [(1, 2)], [0]), profile=without)

@@ -102,9 +102,13 @@ def test_another_scheduler_is_refused() -> None:
     optimizer = optimizer_of(2, lambda n: 0.1)
     steps, several = (SCHEDULERS[name](optimizer) for name in ("step", "sequential"))
     common, by_group = state_of(steps, 2)
-    with pytest.raises(FileError, match=r"has no _milestones, which the task's keeps: use the same scheduler"):
+    with pytest.raises(
+        FileError, match=r"has no _milestones, which the task's keeps: use the same scheduler"
+    ):
         take_state(several, common, by_group)
-    with pytest.raises(FileError, match=r"keeps _schedulers.0.gamma, which the task's has not: use the same scheduler"):
+    with pytest.raises(
+        FileError, match=r"keeps _schedulers.0.gamma, which the task's has not: use the same scheduler"
+    ):
         take_state(steps, common | {"_schedulers.0.gamma": 0.1}, by_group)
 
 

@@ -56,7 +56,8 @@ def planned(found: ModelProfile, *grids: Grid, **training: Any) -> Plan:
         cluster=Cluster.emulated((sum(len(grid.devices) for grid in grids), 1 << 30)),
         training=Training(batch_size=8, microbatches=2, clip_norm=CLIP, **training),
         stages=tuple(
-            Stage(start=start, stop=stop, grid=grid) for (start, stop), grid in zip(pairwise(edges), grids, strict=True)
+            Stage(start=start, stop=stop, grid=grid)
+            for (start, stop), grid in zip(pairwise(edges), grids, strict=True)
         ),
     )
 
@@ -111,7 +112,9 @@ def test_master_weights_of_a_parameter_with_several_names_are_one(name: str) -> 
 def test_numbers_of_parameters_count_each_once(name: str) -> None:
     """Those of the largest model that fits, and the bytes in the table of stages."""
     plan, module = planned(profiled(name), Grid.of(0)), MODELS[name]()
-    assert Attempt(value=1, plan=plan).parameters == sum(parameter.numel() for parameter in module.parameters())
+    assert Attempt(value=1, plan=plan).parameters == sum(
+        parameter.numel() for parameter in module.parameters()
+    )
     (row,) = stage_table(plan).rows
     assert row[4] == format_bytes(sum(parameter.nbytes for parameter in module.parameters()))
 
@@ -141,7 +144,9 @@ def _side_by_side(one: nn.Linear, other: nn.Linear) -> None:
 
 
 @pytest.mark.parametrize("tie", [_second_tensor, _overlapping, _buffer])
-def test_two_tensors_in_the_same_memory_are_refused_by_name(tie: Callable[[nn.Linear, nn.Linear], None]) -> None:
+def test_two_tensors_in_the_same_memory_are_refused_by_name(
+    tie: Callable[[nn.Linear, nn.Linear], None],
+) -> None:
     """On two stages each would have memory of its own, and train by itself."""
 
     def build() -> nn.Module:
@@ -149,7 +154,9 @@ def test_two_tensors_in_the_same_memory_are_refused_by_name(tie: Callable[[nn.Li
         tie(module[0], module[2])  # type: ignore[arg-type]
         return module
 
-    with pytest.raises(UsageError, match=r"0\.weight and 2\.(weight|seen) of .* two tensors in the same memory"):
+    with pytest.raises(
+        UsageError, match=r"0\.weight and 2\.(weight|seen) of .* two tensors in the same memory"
+    ):
         profile(replace(task("a head"), module=build), microbatch_size=2)
 
 

@@ -64,14 +64,20 @@ def decided(plan: Plan, rng: Random, *, recomputes: bool) -> Plan:
             stages[number] = replace(stage, grid=replace(stage.grid, shard="optimizer"))
         if stage.grid.data == 1 and rng.random() < 0.3:
             layers = State(start=stage.start, stop=rng.randint(stage.start + 1, stage.stop), kind="optimizer")
-            decisions.append(Decision(stage=number, subject=layers, what=What.OFFLOAD, place=parse_place("host")))
+            decisions.append(
+                Decision(stage=number, subject=layers, what=What.OFFLOAD, place=parse_place("host"))
+            )
         if recomputes and rng.random() < 0.4:
             start = rng.randrange(stage.start, stage.stop)
             run = Run(start=start, stop=rng.randint(start + 1, stage.stop))
-            decisions.append(Decision(stage=number, subject=run, what=What.RECOMPUTE, microbatches=Microbatches()))
+            decisions.append(
+                Decision(stage=number, subject=run, what=What.RECOMPUTE, microbatches=Microbatches())
+            )
         elif rng.random() < 0.5 and (tensors := movable(plan, number)):
             taken = SavedTensors(tensors=(rng.choice(tensors),))
-            decisions.append(Decision(stage=number, subject=taken, what=What.OFFLOAD, place=parse_place("host")))
+            decisions.append(
+                Decision(stage=number, subject=taken, what=What.OFFLOAD, place=parse_place("host"))
+            )
     return replace(plan, stages=tuple(stages), decisions=tuple(decisions))
 
 
@@ -86,13 +92,16 @@ def check_simulated(name: str, seed: int, grids: Sequence[tuple[int, int]] = FEW
         for device in stage.devices
         if any(stage.start <= user and later < stage.stop for user, later in pairs)
     }
-    differing = {device for device, (one, other) in enumerate(zip(simulated, dry, strict=True)) if one != other}
+    differing = {
+        device for device, (one, other) in enumerate(zip(simulated, dry, strict=True)) if one != other
+    }
     assert differing <= bounds
     assert all(simulated[device] > dry[device] for device in differing)
 
 
 @pytest.mark.parametrize(
-    ("name", "seed"), sampled([(name, seed) for name in MODELS for seed in (0, 1)], often=[("normed", 0), ("tied", 1)])
+    ("name", "seed"),
+    sampled([(name, seed) for name in MODELS for seed in (0, 1)], often=[("normed", 0), ("tied", 1)]),
 )
 def test_the_simulator_s_bytes_are_the_dry_run_s(name: str, seed: int) -> None:
     """The peaks of every device of random stages in grids, recomputed runs and moved tensors mixed in."""
@@ -103,7 +112,9 @@ def test_a_plan_whose_layers_were_divided_otherwise_is_refused() -> None:
     """As by another release: its bytes would be those of other parts."""
     plan = grid_plan(profiled("dropped", (12, 6), (2,)), [0, 3, 6], [(1, 2), (1, 1)])
     others = tuple(replace(m, forms="0a" if m.tensor > 1 else "") for m in plan.profile.measurements)
-    with pytest.raises(UsageError, match="2 tensor-parallel ranks would divide dropped otherwise than in its profile"):
+    with pytest.raises(
+        UsageError, match="2 tensor-parallel ranks would divide dropped otherwise than in its profile"
+    ):
         certify(divided("dropped"), replace(plan, profile=replace(plan.profile, measurements=others)))
 
 
@@ -135,7 +146,9 @@ def test_the_simulator_s_bytes_are_the_dry_run_s_in_many_plans(name: str, seed: 
 
 
 @pytest.mark.parametrize(("name", "seed"), [("dropped", 0), ("normed", 1), ("tied", 2)])
-def test_simulator_dry_run_meter_and_allocator_agree(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulator_dry_run_meter_and_allocator_agree(
+    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The peaks of every rank in both steps, to the byte, with peers that are not there: of those that are, a process
     that runs all of them holds what travels between them, too.
     """

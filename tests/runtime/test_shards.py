@@ -55,7 +55,9 @@ def random_plan(name: str, seed: int, **training: Any) -> Plan:
 
 def parameters(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The parameters of a state; of buffers, every replica has its own."""
-    return {name: tensor for name, tensor in state.items() if "running" not in name and "num_batches" not in name}
+    return {
+        name: tensor for name, tensor in state.items() if "running" not in name and "num_batches" not in name
+    }
 
 
 RANDOM = [(name, seed) for name in MODELS for seed in range(9)]
@@ -113,7 +115,9 @@ def words(size: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("degrees", [[(1, 2), (1, 2)], [(2, 2)]])
 def test_a_loss_takes_a_parameter_that_the_model_returns(degrees: list[tuple[int, int]]) -> None:
     """It crosses to the loss as a value, whose gradient comes back to the parameter, divided or not."""
-    task = Task(lambda: Returned().double(), batch=words, loss=next_words, optimizer=MOMENTUM, name="returned")
+    task = Task(
+        lambda: Returned().double(), batch=words, loss=next_words, optimizer=MOMENTUM, name="returned"
+    )
     found = profile(task, microbatch_size=(4, 2), tensor=(1, 2))
     plan = grid_plan(found, [0, *range(1, len(degrees)), len(found.layers)], degrees)
     trainer, batch = Trainer(task, plan), words(8)
@@ -168,8 +172,12 @@ def test_smaller_batches_and_evaluations_divide_parameters_as_training_does() ->
         assert trainer.evaluate((inputs, targets)) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize(("schedule", "degrees"), [("1f1b", [(1, 1), (1, 2)]), ("pipedream-2bw", [(1, 2), (1, 1)])])
-def test_the_last_microbatch_may_be_smaller_where_only_shards_divide_stages(schedule: str, degrees: Any) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "degrees"), [("1f1b", [(1, 1), (1, 2)]), ("pipedream-2bw", [(1, 2), (1, 1)])]
+)
+def test_the_last_microbatch_may_be_smaller_where_only_shards_divide_stages(
+    schedule: str, degrees: Any
+) -> None:
     """Twelve samples and then six go to neighbours of more shards or of fewer; numbers are those without shards."""
     task = divided("normed", optimizer=MOMENTUM)
     shards, whole = (
@@ -204,7 +212,9 @@ HOW = [([0, 6], [(1, 1)]), ([0, 3, 6], [(1, 4), (2, 1)]), ([0, 2, 6], [(2, 2), (
 OTHER_DEGREES = [(name, how) for name in ("normed", "dropped") for how in HOW]
 
 
-@pytest.mark.parametrize(("name", "how"), sampled(OTHER_DEGREES, often=[OTHER_DEGREES[0], *OTHER_DEGREES[4:]]))
+@pytest.mark.parametrize(
+    ("name", "how"), sampled(OTHER_DEGREES, often=[OTHER_DEGREES[0], *OTHER_DEGREES[4:]])
+)
 def test_training_goes_on_under_other_degrees(name: str, how: Any, tmp_path: Path) -> None:
     """Checkpoints have whole tensors, the optimizer's too, under the names of the module."""
     adam = partial(torch.optim.AdamW, lr=0.01)
@@ -233,7 +243,10 @@ def test_training_goes_on_under_other_degrees(name: str, how: Any, tmp_path: Pat
 def test_whole_checkpoints_are_divided_as_they_are_loaded(tmp_path: Path) -> None:
     """A plan without shards saves; ranks take their parts, and train on as it does."""
     task = divided("normed", optimizer=MOMENTUM)
-    whole, plan = grid_plan(profiled("normed"), [0, 6], [(1, 1)]), grid_plan(profiled("normed"), [0, 6], [(1, 4)])
+    whole, plan = (
+        grid_plan(profiled("normed"), [0, 6], [(1, 1)]),
+        grid_plan(profiled("normed"), [0, 6], [(1, 4)]),
+    )
     one, ranks = Trainer(task, whole), Trainer(task, plan, seed=1)
     first, second = batches(task, whole, 2)
     one.step(first)
@@ -314,12 +327,16 @@ def test_a_rank_that_overflows_makes_all_of_them_skip() -> None:
     """Master weights in half precision: scaled gradients overflow in a part, and no rank updates."""
     task = divided("dropped", precision="master-float16")
     found = profile(task, microbatch_size=4, tensor=(1, 2))
-    ranks, whole = (Trainer(task, grid_plan(found, [0, 3, 6], degrees)) for degrees in ([(1, 2)] * 2, [(1, 1)] * 2))
+    ranks, whole = (
+        Trainer(task, grid_plan(found, [0, 3, 6], degrees)) for degrees in ([(1, 2)] * 2, [(1, 1)] * 2)
+    )
     skipped = []
     for number, (inputs, targets) in enumerate(batches(task, ranks.plan, 3)):
         one = inputs, targets * (1e3 if number == 0 else 1)
         assert ranks.step(one) == pytest.approx(whole.step(one), rel=1e-2)
-        agreed = [stage.agreement for trainer in (ranks, whole) for stage in trainer.stages if stage.agreement]
+        agreed = [
+            stage.agreement for trainer in (ranks, whole) for stage in trainer.stages if stage.agreement
+        ]
         assert len({agreement.overflow for agreement in agreed}) == 1
         assert len({agreement.scale.value for agreement in agreed if agreement.scale}) == 1
         skipped.append(agreed[0].overflow)
@@ -392,7 +409,9 @@ def test_a_rank_that_runs_out_of_memory_ends_its_group() -> None:
 def test_one_process_refuses_shards_on_gpus() -> None:
     """Their backwards would run on threads that cannot wait for each other."""
     plan = grid_plan(profiled("dropped"), [0, 3, 6], [(1, 2), (1, 1)])
-    with pytest.raises(UsageError, match="devices 0, 1 hold tensor shards, which one process cannot train on GPUs"):
+    with pytest.raises(
+        UsageError, match="devices 0, 1 hold tensor shards, which one process cannot train on GPUs"
+    ):
         Together(replace(plan, cluster=replace(plan.cluster, backend="cuda")))
 
 
@@ -400,16 +419,27 @@ def test_ranks_that_would_divide_otherwise_than_profiled_are_refused() -> None:
     """As where the profile was made with another release: ranks of several workers might not meet."""
     task, plan = divided("dropped", optimizer=MOMENTUM), grid_plan(profiled("dropped"), [0, 6], [(1, 2)])
     other = tuple(replace(m, forms="another") if m.tensor == 2 else m for m in plan.profile.measurements)
-    with pytest.raises(UsageError, match="2 tensor-parallel ranks would divide dropped otherwise than in its profile"):
+    with pytest.raises(
+        UsageError, match="2 tensor-parallel ranks would divide dropped otherwise than in its profile"
+    ):
         Trainer(task, replace(plan, profile=replace(plan.profile, measurements=other)))
 
 
 def test_a_trainer_refuses_ranks_that_compute_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it trains, and so does a certificate of numbers; both say which layer."""
-    task, plan = divided("dropped", optimizer=MOMENTUM), grid_plan(profiled("dropped"), [0, 3, 6], [(2, 2), (1, 1)])
-    assert "what 2 tensor-parallel ranks have agrees with 5 distinct blocks" in str(certify_numbers(task, plan))
-    monkeypatch.setattr(collectives._Copy, "backward", staticmethod(lambda ctx, gradient: (gradient.clone(), None)))
+    task, plan = (
+        divided("dropped", optimizer=MOMENTUM),
+        grid_plan(profiled("dropped"), [0, 3, 6], [(2, 2), (1, 1)]),
+    )
+    assert "what 2 tensor-parallel ranks have agrees with 5 distinct blocks" in str(
+        certify_numbers(task, plan)
+    )
+    monkeypatch.setattr(
+        collectives._Copy, "backward", staticmethod(lambda ctx, gradient: (gradient.clone(), None))
+    )
     for refused in (Trainer, certify_numbers):
-        with pytest.raises(UsageError, match=r"layer 0 of dropped, divided between 2 .* computes other numbers"):
+        with pytest.raises(
+            UsageError, match=r"layer 0 of dropped, divided between 2 .* computes other numbers"
+        ):
             refused(task, plan)
     assert Trainer(task, plan, numbers=False).not_compared == ""

@@ -49,7 +49,13 @@ GPT = {"layers": 2, "hidden": 32, "heads": 4, "sequence": 8, "dropout": 0.0}
 RESNET: dict[str, Any] = {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 2], "num_labels": 10}
 SWIN: dict[str, Any] = {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4],
                         "window_size": 4, "drop_path_rate": 0.0, "num_labels": 10}  # fmt: skip
-EXPERTS: dict[str, Any] = {**WIDTHS, **TEXT, "num_hidden_layers": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+EXPERTS: dict[str, Any] = {
+    **WIDTHS,
+    **TEXT,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+}
 ORDINARY: dict[str, Callable[[], Task]] = {
     "gpt": lambda: build("gpt", **GPT, vocabulary=26, tied=True),
     "mlp": lambda: build("mlp", inputs=16, widths=(32, 64, 32, 16)),
@@ -70,7 +76,9 @@ BESIDE: dict[str, Callable[[], Task]] = {  # models of few or of no products tha
     "hf:mixtral": lambda: hf("mixtral", **EXPERTS, sequence=8),
     "mpress-gpt": lambda: build("gpt", **GPT, vocabulary=26, tied=True, attention="eager"),
     "mpress-bert": lambda: build("bert", **GPT, vocabulary=24, head="span", attention="eager"),
-    "mpress-bert, unfused": lambda: build("bert", **GPT, vocabulary=24, head="span", attention="eager", unfused=True),
+    "mpress-bert, unfused": lambda: build(
+        "bert", **GPT, vocabulary=24, head="span", attention="eager", unfused=True
+    ),
     "resnet101": lambda: build("resnet101", width=4, image_size=33, num_classes=10),
     "hf:swin": lambda: replace(hf("swin", **SWIN), batch=images),
     **{f"hf:{name}": lambda name=name: hf(name, **TINY[name]) for name in ("whisper", "bart")},
@@ -104,13 +112,17 @@ def in_double(name: str) -> Task:
     base = EVERY[name]()
 
     def batch(size: int) -> Any:
-        return pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, base.batch(size))
+        return pytree.tree_map_only(
+            Tensor, lambda t: t.double() if t.is_floating_point() else t, base.batch(size)
+        )
 
     def module() -> nn.Module:
         return base.build().double()
 
     optimizer = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-    return Task(module, batch=batch, loss=base.loss, optimizer=optimizer, name=name.replace(":", " ").replace(",", ""))
+    return Task(
+        module, batch=batch, loss=base.loss, optimizer=optimizer, name=name.replace(":", " ").replace(",", "")
+    )
 
 
 def random_grids(chain: Chain, seed: int) -> tuple[list[int], list[tuple[int, int]]]:
@@ -130,7 +142,9 @@ def along_positions(plan: Plan, rng: Random) -> Plan:
     """The plan in which stages of shards have sequence parallelism, two of three."""
     chosen = [stage.grid.tensor > 1 and rng.random() < 2 / 3 for stage in plan.stages]
     both = zip(plan.stages, chosen, strict=True)
-    return replace(plan, stages=tuple(replace(one, grid=replace(one.grid, sequences=also)) for one, also in both))
+    return replace(
+        plan, stages=tuple(replace(one, grid=replace(one.grid, sequences=also)) for one, also in both)
+    )
 
 
 def parts_of(batch: Any, size: int) -> Iterator[Any]:
@@ -174,7 +188,10 @@ def with_statistics_of_slices(module: nn.Module, chain: Chain, plan: Plan) -> No
 def in_slices(norm: nn.modules.batchnorm._BatchNorm, count: int, values: Tensor) -> Tensor:
     """Each of so many slices of the samples with statistics of its own, of which the norm keeps the first one's."""
     first, *others = values.chunk(count)
-    own = [F.batch_norm(other, None, None, norm.weight, norm.bias, training=True, eps=norm.eps) for other in others]
+    own = [
+        F.batch_norm(other, None, None, norm.weight, norm.bias, training=True, eps=norm.eps)
+        for other in others
+    ]
     return torch.cat([type(norm).forward(norm, first), *own])
 
 
@@ -204,7 +221,9 @@ def freeing(plan: Plan, number: int, rng: Random) -> Iterator[Decision]:
     """Decisions of every kind about a stage, each of some of its layers."""
     stage, host = plan.stages[number], parse_place("host")
     start, stop = sorted(rng.sample(range(stage.start, stage.stop + 1), 2))
-    yield Decision(stage=number, subject=Run(start=start, stop=stop), what=What.RECOMPUTE, ahead=rng.choice((0, 1)))
+    yield Decision(
+        stage=number, subject=Run(start=start, stop=stop), what=What.RECOMPUTE, ahead=rng.choice((0, 1))
+    )
     if tensors := movable(plan, number):
         some = tuple(rng.sample(tensors, rng.randint(1, min(4, len(tensors)))))
         place = random_place(plan, number, rng)
@@ -235,8 +254,13 @@ def assert_trained_as_on_one_device(name: str, seed: int, *, freed: bool = False
         plain = task.build().train()
         chain = capture(task, *task.batch(SIZE))
         edges, degrees = random_grids(chain, seed)
-        sizes, tensor = sorted({SIZE, *(SIZE // data for data, _ in degrees)})[::-1], {1, *(t for _, t in degrees)}
-        found = profile(task, microbatch_size=tuple(sizes), tensor=tuple(sorted(tensor)), sequences=name in SEQUENCES)
+        sizes, tensor = (
+            sorted({SIZE, *(SIZE // data for data, _ in degrees)})[::-1],
+            {1, *(t for _, t in degrees)},
+        )
+        found = profile(
+            task, microbatch_size=tuple(sizes), tensor=tuple(sorted(tensor)), sequences=name in SEQUENCES
+        )
         plan = grid_plan(found, edges, degrees, microbatches=BATCH // SIZE, rng=Random(seed))
         plan = along_positions(plan, Random(seed + 1)) if name in SEQUENCES else plan
         plan = all_that_may_be(plan, Random(seed + 2)) if freed else plan
@@ -250,11 +274,14 @@ def assert_trained_as_on_one_device(name: str, seed: int, *, freed: bool = False
         assert not freed or trainer.trace.peak_bytes == certify(task, plan).peak_bytes
     ours, theirs = trainer.state_dict(), dict(plain.state_dict())
     assert ours.keys() == theirs.keys()
-    assert [key for key, tensor in theirs.items() if far(ours[key], tensor) > AMPLIFIED.get(name, TOLERANCE)] == []
+    assert [
+        key for key, tensor in theirs.items() if far(ours[key], tensor) > AMPLIFIED.get(name, TOLERANCE)
+    ] == []
 
 
 @pytest.mark.parametrize(
-    ("name", "seed"), [pytest.param(*one, marks=[] if one in PLANS[:2] else pytest.mark.gallery) for one in PLANS]
+    ("name", "seed"),
+    [pytest.param(*one, marks=[] if one in PLANS[:2] else pytest.mark.gallery) for one in PLANS],
 )
 def test_grids_of_shards_and_replicas_train_as_one_device_does(name: str, seed: int) -> None:
     """Of models of the zoo and of Hugging Face."""
@@ -263,7 +290,9 @@ def test_grids_of_shards_and_replicas_train_as_one_device_does(name: str, seed: 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "seed"), sampled(product(EVERY, range(3)), often=FEW))
-def test_they_do_with_everything_that_frees_memory(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_do_with_everything_that_frees_memory(
+    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Replicas that divide state, layers that run again, tensors and state away, on hosts and on other devices.
 
     Of all experts at once, only transformers' own grouped product can be had in double precision.
@@ -296,7 +325,9 @@ def test_replicas_of_batch_norm_train_as_so_many_models_whose_gradients_are_aver
         for step in range(STEPS):
             torch.manual_seed(step)
             batch = task.batch(BATCH)
-            losses = [loss_of(*one) for one in zip(copies * 2, [task] * 4, parts_of(batch, SIZE // 2), strict=True)]
+            losses = [
+                loss_of(*one) for one in zip(copies * 2, [task] * 4, parts_of(batch, SIZE // 2), strict=True)
+            ]
             torch.stack(losses).mean().backward()
             for one, other in zip(*(one.parameters() for one in copies), strict=True):
                 one.grad += other.grad
@@ -310,7 +341,9 @@ def test_replicas_of_batch_norm_train_as_so_many_models_whose_gradients_are_aver
         for one in copies:
             one.eval()
         with torch.no_grad():
-            losses = [loss_of(*one) for one in zip(copies * 2, [task] * 4, parts_of(batch, SIZE // 2), strict=True)]
+            losses = [
+                loss_of(*one) for one in zip(copies * 2, [task] * 4, parts_of(batch, SIZE // 2), strict=True)
+            ]
         assert trainer.evaluate(batch) == pytest.approx(torch.stack(losses).mean().item(), rel=1e-9)
     ours, theirs = trainer.state_dict(), dict(copies[0].state_dict())
     assert [name for name, tensor in theirs.items() if far(ours[name], tensor) > TOLERANCE] == []

@@ -172,7 +172,9 @@ def twice() -> list[nn.Module]:
 
 def test_a_shared_buffer_that_a_forward_changes_is_refused() -> None:
     """On two devices it would be two, and neither what plain training has: the layers and the buffer are named."""
-    with pytest.raises(UsageError, match=r"layers 1, 3 share buffer '1\.[a-z_]+', and the forward of layer 1"):
+    with pytest.raises(
+        UsageError, match=r"layers 1, 3 share buffer '1\.[a-z_]+', and the forward of layer 1"
+    ):
         profile(task_of(twice), microbatch_size=4)
 
 

@@ -119,20 +119,29 @@ def profiled(name: str) -> tuple[Task, ModelProfile]:
 
 
 def in_pieces(
-    name: str, pieces: str, schedule: str = "1f1b", *, data: int = 1, shard: Sharding = "none", buckets: int = 1
+    name: str,
+    pieces: str,
+    schedule: str = "1f1b",
+    *,
+    data: int = 1,
+    shard: Sharding = "none",
+    buckets: int = 1,
 ) -> Plan:
     """One stage, whose blocks are recomputed each by itself, every other one, or none; in so many buckets."""
     _, found = profiled(name)
     runs = [*pairwise(found.edges)][:: {"all": 1, "every other": 2, "none": len(found.edges)}[pieces]]
     runs = [] if pieces == "none" else runs
-    grid = Grid(devices=tuple(range(data)), data=data, shard=shard, buckets=buckets) if data > 1 else Grid.of(0)
+    grid = (
+        Grid(devices=tuple(range(data)), data=data, shard=shard, buckets=buckets) if data > 1 else Grid.of(0)
+    )
     return Plan(
         profile=found,
         cluster=Cluster.emulated((data, 1 << 30)),
         training=Training(batch_size=SIZE * MICROBATCHES, microbatches=MICROBATCHES, schedule=schedule),
         stages=(Stage(start=0, stop=len(found.layers), grid=grid),),
         decisions=tuple(
-            Decision(stage=0, subject=Run(start=start, stop=stop), what=What.RECOMPUTE) for start, stop in runs
+            Decision(stage=0, subject=Run(start=start, stop=stop), what=What.RECOMPUTE)
+            for start, stop in runs
         ),
     )
 
@@ -165,7 +174,8 @@ NUMBERS = [(n, p, s) for n in TASKS for p in ("all", "every other") for s in ("1
 
 
 @pytest.mark.parametrize(
-    ("name", "pieces", "schedule"), sampled(NUMBERS, often=[case for case in NUMBERS[::3] if "hf:" not in case[0]])
+    ("name", "pieces", "schedule"),
+    sampled(NUMBERS, often=[case for case in NUMBERS[::3] if "hf:" not in case[0]]),
 )
 def test_the_numbers_are_bitwise_those_of_plain_training(name: str, pieces: str, schedule: str) -> None:
     """Gradients of all users are added up before their sum is added to those of earlier microbatches."""
@@ -185,7 +195,10 @@ GRIDS: list[tuple[str, str, Sharding]] = [
 
 @pytest.mark.parametrize(
     ("name", "pieces", "shard"),
-    sampled(GRIDS, often=[("many", "all", "gradients"), ("gpt", "all", "parameters"), ("gpt", "none", "gradients")]),
+    sampled(
+        GRIDS,
+        often=[("many", "all", "gradients"), ("gpt", "all", "parameters"), ("gpt", "none", "gradients")],
+    ),
 )
 def test_replicas_in_buckets_train_like_a_plain_loop(name: str, pieces: str, shard: Sharding) -> None:
     """Whatever they divide; and no device needs more than was told."""
@@ -201,11 +214,14 @@ def test_replicas_in_buckets_train_like_a_plain_loop(name: str, pieces: str, sha
     assert name not in MODELS or dry.peak_bytes == simulate(plan).peak_bytes
 
 
-PEAKS = [(n, p, s) for n in TASKS for p in ("all", "every other", "none") for s in ("1f1b", "gpipe", "pipedream")]
+PEAKS = [
+    (n, p, s) for n in TASKS for p in ("all", "every other", "none") for s in ("1f1b", "gpipe", "pipedream")
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "pieces", "schedule"), sampled(PEAKS, often=[case for case in PEAKS[::5] if "hf:" not in case[0]])
+    ("name", "pieces", "schedule"),
+    sampled(PEAKS, often=[case for case in PEAKS[::5] if "hf:" not in case[0]]),
 )
 def test_the_peaks_are_known_beforehand(name: str, pieces: str, schedule: str) -> None:
     """Dry run, meter and allocator agree to the byte; of language models the simulator does, and is never too low."""

@@ -90,7 +90,9 @@ CHAINS: dict[str, Callable[[], list[nn.Module]]] = {
 RECOMPUTED = [(name, recompute) for name in CHAINS for recompute in ("never", "always")]
 
 
-@pytest.mark.parametrize(("name", "recompute"), sampled(RECOMPUTED, often=(*RECOMPUTED[::4], *RECOMPUTED[3::4])))
+@pytest.mark.parametrize(
+    ("name", "recompute"), sampled(RECOMPUTED, often=(*RECOMPUTED[::4], *RECOMPUTED[3::4]))
+)
 def test_peaks_with_several_users_on_a_stage_are_never_too_low(name: str, recompute: Recompute) -> None:
     """With few rows the gradients make the peak, with many the activations. The dry run is exact, and the simulator at
     least as high in every step.
@@ -102,4 +104,6 @@ def test_peaks_with_several_users_on_a_stage_are_never_too_low(name: str, recomp
             task, plan_of(task, [len(profiled.layers)], size=size, recompute=recompute, profiled=profiled)
         )
         assert found.dry == found.metered == found.allocated
-        assert all(told >= seen for told, seen in zip(found.simulated[0], found.allocated[0], strict=True)), size
+        assert all(told >= seen for told, seen in zip(found.simulated[0], found.allocated[0], strict=True)), (
+            size
+        )

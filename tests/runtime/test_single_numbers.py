@@ -78,5 +78,11 @@ def test_every_group_is_asked_with_its_own_options() -> None:
     assert updates.optimizer is not None
     (group,) = updates.optimizer.param_groups
     weight, bias = group["params"]
-    updates.optimizer.param_groups[:] = [{**group, "params": [weight]}, {**group, "params": [bias], "beside": False}]
-    assert [updates.numbers_beside(parameter) for parameter in layer.parameters()] == [{"number"}, frozenset()]
+    updates.optimizer.param_groups[:] = [
+        {**group, "params": [weight]},
+        {**group, "params": [bias], "beside": False},
+    ]
+    assert [updates.numbers_beside(parameter) for parameter in layer.parameters()] == [
+        {"number"},
+        frozenset(),
+    ]

@@ -20,7 +20,18 @@ from pipefit.runtime.checkpoint.saver import Saved
 from pipefit.runtime.checkpoint.saving import Saving
 from pipefit.schema.devices import Member
 from pipefit.schema.plan import Plan
-from resuming import ADAMW, FEATURES, SEED, batches_of, mortal, named, plan_for, tied, trainer_for, undisturbed
+from resuming import (
+    ADAMW,
+    FEATURES,
+    SEED,
+    batches_of,
+    mortal,
+    named,
+    plan_for,
+    tied,
+    trainer_for,
+    undisturbed,
+)
 from slices import batches
 from state_away import SWAPPED, one_stage
 from tiny import batch_of, plan_of, task_of
@@ -89,14 +100,24 @@ SAID += "more than is left: "
 
 
 @pytest.mark.parametrize(("missing", "in_foreground"), [(0, False), (1, True)])
-def test_training_stands_still_where_that_is_asked_for(missing: int, in_foreground: bool, tmp_path: Path) -> None:
+def test_training_stands_still_where_that_is_asked_for(
+    missing: int, in_foreground: bool, tmp_path: Path
+) -> None:
     """Then nothing is copied, and a host needs no room; without, one that has just enough is enough."""
     needed = snapshot_bytes(on_a_host_of(1 << 30))[HOST]
     saves, saving = list[Saved](), Saving(directory=str(tmp_path), every=1, in_foreground=in_foreground)
     plan = on_a_host_of(needed - missing)
     with warnings.catch_warnings():
         warnings.simplefilter("error", PipefitWarning)
-        train(partial(named, "dropout"), plan, steps=2, seed=SEED, numbers=False, saving=saving, on_saved=saves.append)
+        train(
+            partial(named, "dropout"),
+            plan,
+            steps=2,
+            seed=SEED,
+            numbers=False,
+            saving=saving,
+            on_saved=saves.append,
+        )
     assert sum(saved.nbytes for saved in saves if saved.step == 2) == needed
     assert {saved.snapshot_bytes > 0 for saved in saves} == {not in_foreground}
 
@@ -106,7 +127,9 @@ def test_a_host_without_room_is_refused_before_a_worker_starts(tmp_path: Path) -
     plan = on_a_host_of(snapshot_bytes(on_a_host_of(1 << 30))[HOST] - 1)
     with pytest.raises(OutOfMemory) as refused:
         train(partial(named, "dropout"), plan, steps=2, numbers=False, saving=Saving(directory=str(tmp_path)))
-    ways_out = "let training stand still while a checkpoint is written (--save-in-foreground), or move less there"
+    ways_out = (
+        "let training stand still while a checkpoint is written (--save-in-foreground), or move less there"
+    )
     assert str(refused.value) == SAID + ways_out
     train(partial(named, "dropout"), plan, steps=1, seed=SEED, numbers=False)  # who saves nothing needs none
 
@@ -120,7 +143,9 @@ def test_moved_tensors_leave_less_room_for_the_copy(tmp_path: Path) -> None:
     Saving(directory=str(tmp_path)).check(plan)
     host = replace(host, memory_bytes=host.memory_bytes - 1)
     plan = replace(plan, cluster=replace(plan.cluster, hosts=(host,)))
-    with pytest.raises(OutOfMemory, match=r"of which moved tensors take \d\S* KiB, and .* 1 B more than is left: "):
+    with pytest.raises(
+        OutOfMemory, match=r"of which moved tensors take \d\S* KiB, and .* 1 B more than is left: "
+    ):
         Saving(directory=str(tmp_path)).check(plan)
 
 
@@ -134,7 +159,9 @@ def test_training_that_is_under_way_goes_on(tmp_path: Path) -> None:
             trainer.step(batch_of(trainer.task, plan))
             trainer.save(tmp_path)
             assert trainer.saved is not None and trainer.saved.snapshot_bytes == 0
-    assert [str(one.message) for one in told] == [SAID + "training stands still while a checkpoint is written"]
+    assert [str(one.message) for one in told] == [
+        SAID + "training stands still while a checkpoint is written"
+    ]
 
 
 def test_a_restart_on_a_host_without_room_goes_on(tmp_path: Path) -> None:

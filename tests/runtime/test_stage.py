@@ -149,7 +149,9 @@ def test_outputs_go_when_they_are_sent() -> None:
     first, _ = samples(task, [1, 1], size=2, microbatches=8, schedule="gpipe")
     output, weights, row = 2 * 1000 * 4, 8 * 1000 * 4, 2 * 8 * 4
     forwards = [sample.total_bytes for sample in first if "0F" in sample.action]
-    held = [min(number, 2) for number in range(1, 8)] + [3]  # the last time a gradient, as large, is expected too
+    held = [min(number, 2) for number in range(1, 8)] + [
+        3
+    ]  # the last time a gradient, as large, is expected too
     assert forwards == [weights + number * row + large * output for number, large in enumerate(held, 1)]
 
 

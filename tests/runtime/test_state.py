@@ -24,7 +24,13 @@ ADAMW = partial(torch.optim.AdamW, lr=0.01)
 def normalised() -> Task:
     """Five layers with statistics in buffers, trained by AdamW."""
     return task_of(
-        lambda: [nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Linear(16, 16), nn.Linear(16, 4)],
+        lambda: [
+            nn.Linear(8, 16),
+            nn.BatchNorm1d(16),
+            nn.ReLU(inplace=True),
+            nn.Linear(16, 16),
+            nn.Linear(16, 4),
+        ],
         optimizer=ADAMW,
     )
 
@@ -62,7 +68,10 @@ def same(ours: Trainer, theirs: Trainer) -> bool:
 
 
 EVERY = [(before, after) for before in SPLITS for after in SPLITS]
-OFTEN = [*zip(SPLITS, SPLITS[1:] + SPLITS[:1], strict=True), *zip(SPLITS, SPLITS[2:] + SPLITS[:2], strict=True)]
+OFTEN = [
+    *zip(SPLITS, SPLITS[1:] + SPLITS[:1], strict=True),
+    *zip(SPLITS, SPLITS[2:] + SPLITS[:2], strict=True),
+]
 
 
 @pytest.mark.parametrize(("before", "after"), sampled(EVERY, often=OFTEN))
@@ -114,7 +123,10 @@ def test_a_shared_parameter_is_taken_up_by_every_stage_that_has_a_copy() -> None
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (lambda state: {n: t for n, t in state.items() if n != "3.weight"}, "3.weight is missing, and .16, 16. is"),
+        (
+            lambda state: {n: t for n, t in state.items() if n != "3.weight"},
+            "3.weight is missing, and .16, 16. is",
+        ),
         (lambda state: state | {"4.bias": torch.zeros(5)}, r"4.bias has shape \(5,\), and \(4,\) is needed"),
     ],
 )

@@ -37,7 +37,9 @@ def test_a_step_that_is_skipped_leaves_everything_as_it_was(decisions: tuple[Dec
 
 
 @EACH
-def test_smaller_batches_accumulation_and_evaluation_work_while_state_is_away(decisions: tuple[Decision, ...]) -> None:
+def test_smaller_batches_accumulation_and_evaluation_work_while_state_is_away(
+    decisions: tuple[Decision, ...],
+) -> None:
     """A batch that is no multiple of the plan's microbatches, several batches to an update, and evaluation."""
     task, plan = task_named("adamw"), one_stage(*decisions, microbatches=3)
     one, other = Trainer(task, plan, accumulate=2), Trainer(task, replace(plan, decisions=()), accumulate=2)
@@ -69,7 +71,9 @@ def test_a_state_is_loaded_where_it_belongs(decisions: tuple[Decision, ...]) -> 
 
 
 @EACH
-def test_training_goes_on_from_a_checkpoint_whatever_is_away(decisions: tuple[Decision, ...], tmp_path: Path) -> None:
+def test_training_goes_on_from_a_checkpoint_whatever_is_away(
+    decisions: tuple[Decision, ...], tmp_path: Path
+) -> None:
     """What is away is saved and loaded as it is anywhere: training goes on under the same plan with the losses, the
     state and the bytes of one that never stopped, and under a plan that moves nothing with the same losses.
     """

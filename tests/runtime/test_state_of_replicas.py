@@ -137,8 +137,13 @@ def test_workers_move_their_state_as_one_process_does(profiled: ModelProfile) ->
 
 def test_training_goes_on_from_what_was_away(profiled: ModelProfile, tmp_path: Path) -> None:
     """A checkpoint has what replicas keep away, once, and plain replicas take it up; and the other way round."""
-    task, still = replicated("dropped"), sliced_plan(profiled, [0, 6], [2], shard=("parameters",), buckets=(2,))
-    plan = replace(still, decisions=(away(0, 0, 3, What.UPDATE), away(0, 3, 6), away(0, 3, 6, kind="parameters")))
+    task, still = (
+        replicated("dropped"),
+        sliced_plan(profiled, [0, 6], [2], shard=("parameters",), buckets=(2,)),
+    )
+    plan = replace(
+        still, decisions=(away(0, 0, 3, What.UPDATE), away(0, 3, 6), away(0, 3, 6, kind="parameters"))
+    )
     plain = sliced_plan(profiled, [0, 3, 6], [1, 2])
     goes_on(task, [plan, plain, plan], batches(task, plan, 3), tmp_path)
 
@@ -146,7 +151,9 @@ def test_training_goes_on_from_what_was_away(profiled: ModelProfile, tmp_path: P
 @pytest.mark.parametrize(("shard", "times"), [("none", 2), ("optimizer", 1), ("gradients", 1)])
 def test_hosts_keep_what_replicas_own(shard: Sharding, times: int, profiled: ModelProfile) -> None:
     """The state of every layer is at the host as often as replicas have it."""
-    plan = replace(sliced_plan(profiled, [0, 6], [2], shard=(shard,)), decisions=(away(0, 0, 3), away(0, 3, 6)))
+    plan = replace(
+        sliced_plan(profiled, [0, 6], [2], shard=(shard,)), decisions=(away(0, 0, 3), away(0, 3, 6))
+    )
     state = sum(cost.state_bytes for cost in plan.measured(0).costs)
     assert lent_bytes(arenas_of(plan, lower(plan)), Member.host(0)) == times * state
     assert sum(simulate(plan).peak_bytes) < sum(simulate(replace(plan, decisions=())).peak_bytes)
@@ -158,7 +165,9 @@ def test_an_owner_alone_takes_the_time_of_its_layers_on_the_host(profiled: Model
     for degree, shard in ((1, "none"), (2, "gradients")):
         plan = sliced_plan(profiled, [0, 6], [degree], shard=(shard,))
         host = replace(plan.cluster.hosts[0], memory_bandwidth=1e6)
-        plan = replace(plan, cluster=replace(plan.cluster, hosts=(host,)), decisions=(away(0, 0, 6, What.UPDATE),))
+        plan = replace(
+            plan, cluster=replace(plan.cluster, hosts=(host,)), decisions=(away(0, 0, 6, What.UPDATE),)
+        )
         events = [event for device in simulate(plan).devices for event in device.events]
         steps = [event for event in events if event.step == 1 and event.action == "0STEP@host"]
         found.append(sum(event.end_seconds - event.start_seconds for event in steps))
@@ -168,8 +177,16 @@ def test_an_owner_alone_takes_the_time_of_its_layers_on_the_host(profiled: Model
 @pytest.mark.parametrize(
     ("shard", "decision", "message"),
     [
-        ("optimizer", away(0, 0, 3, What.UPDATE), r"divide the optimizer state alone, .* \(shard='gradients'\)"),
-        ("gradients", away(0, 0, 3, kind="gradients"), "divide gradients, whose gradients are summed or dealt out"),
+        (
+            "optimizer",
+            away(0, 0, 3, What.UPDATE),
+            r"divide the optimizer state alone, .* \(shard='gradients'\)",
+        ),
+        (
+            "gradients",
+            away(0, 0, 3, kind="gradients"),
+            "divide gradients, whose gradients are summed or dealt out",
+        ),
         ("gradients", away(0, 0, 3, kind="parameters"), r"have all parameters, .* \(shard='parameters'\)"),
     ],
 )
@@ -185,7 +202,9 @@ def test_what_not_every_replica_has_a_part_of_stays(
 def test_an_owner_keeps_parameters_until_it_has_sent_them(profiled: ModelProfile) -> None:
     """From an UNSHARD to its join nothing of them leaves, though the device computes other layers meanwhile."""
     still = sliced_plan(profiled, [0, 6], [2], microbatches=3, shard=("parameters",), buckets=(3,))
-    plan = replace(still, decisions=tuple(away(0, n, n + 1, kind="parameters", behind=0) for n in (0, 3, 4, 5)))
+    plan = replace(
+        still, decisions=tuple(away(0, n, n + 1, kind="parameters", behind=0) for n in (0, 3, 4, 5))
+    )
     for actions in lower(plan).actions:
         texts, sending = list(map(str, actions)), set[tuple[int, int] | None]()
         assert "0F0[3:4]" in texts[texts.index("0UNSHARD[4:6]") : texts.index("0WAIT_UNSHARD[4:6]")]

@@ -40,13 +40,18 @@ def without_agreements(trace: Trace) -> Trace:
 def assert_as_foretold(kind: str, seed: int) -> None:
     """A random plan whose state is moved at random trains the numbers and takes the bytes that it should."""
     rng = Random(f"{kind} {seed}")
-    task, still = task_named(kind), clipping(random_plan(found(kind), rng, microbatches=rng.randint(1, 4)), kind)
+    task, still = (
+        task_named(kind),
+        clipping(random_plan(found(kind), rng, microbatches=rng.randint(1, 4)), kind),
+    )
     plan = moving_states(moving(still, rng) if rng.random() < 0.5 else still, rng)
     losses, state, trace = trained(task, plan)
     expected, wanted, _ = trained(task, still)
     assert losses == expected
     assert_same(state, wanted)
-    folded, whole = (without_agreements(certify(task, plan, steps=STEPS, fold=fold)) for fold in (True, False))
+    folded, whole = (
+        without_agreements(certify(task, plan, steps=STEPS, fold=fold)) for fold in (True, False)
+    )
     assert samples(without_agreements(trace)) == samples(folded) == samples(whole)
     assert step_peaks_of(folded) == step_peaks_of(without_agreements(simulate(plan, steps=STEPS)))
 

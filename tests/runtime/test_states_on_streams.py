@@ -67,7 +67,9 @@ def assert_as_plain(machine: Machine, kind: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_the_streams_do_first_state_that_moves_is_that_of_plain_training(machine: Machine, kind: str) -> None:
+def test_whatever_the_streams_do_first_state_that_moves_is_that_of_plain_training(
+    machine: Machine, kind: str
+) -> None:
     """Losses, parameters, buffers and optimizer state of random plans are bitwise those of plans that move nothing,
     also when they are read while the device is far behind.
     """
@@ -102,7 +104,9 @@ def test_endless_schedules_on_streams_train_what_threads_do(
 
 
 @EACH
-def test_a_state_that_is_loaded_replaces_what_is_under_way(machine: Machine, decisions: tuple[Decision, ...]) -> None:
+def test_a_state_that_is_loaded_replaces_what_is_under_way(
+    machine: Machine, decisions: tuple[Decision, ...]
+) -> None:
     """Another state is loaded behind a step whose copies the host has not waited for: training goes on from it."""
     assert_loads(machine, "copies", decisions)
 
@@ -135,7 +139,9 @@ def cloned(state: StageState) -> StageState:
 
 @EACH
 @pytest.mark.parametrize("at", ["STEP", "RELOAD", "OFFLOAD", "WAIT"])
-def test_a_failed_step_leaves_nothing_under_way(machine: Machine, decisions: tuple[Decision, ...], at: str) -> None:
+def test_a_failed_step_leaves_nothing_under_way(
+    machine: Machine, decisions: tuple[Decision, ...], at: str
+) -> None:
     """A step fails at its last action of a kind: a state can be loaded, and training goes on from it."""
     task, plan = task_named("adamw"), one_stage(*decisions)
     machine.rng.seed(at)
@@ -252,7 +258,9 @@ def test_only_what_is_copied_has_slots() -> None:
     plan = one_stage(away(0, 7, 9, What.UPDATE))
     lent = Lending.within(Hardware(plan), lower(plan)).arenas
     costs = plan.measurement.costs[7:9]
-    assert sum(arena.nbytes for arena in lent) == sum(cost.gradient_bytes + cost.parameter_bytes for cost in costs)
+    assert sum(arena.nbytes for arena in lent) == sum(
+        cost.gradient_bytes + cost.parameter_bytes for cost in costs
+    )
 
 
 class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -266,7 +274,9 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("master_weights", [False, True])
-def test_the_host_reads_what_the_stages_agreed_on_once(monkeypatch: pytest.MonkeyPatch, master_weights: bool) -> None:
+def test_the_host_reads_what_the_stages_agreed_on_once(
+    monkeypatch: pytest.MonkeyPatch, master_weights: bool
+) -> None:
     """Overflow, norm and clipping factor come in one piece, since a GPU is waited for at each read."""
     lists, tolist = [], Tensor.tolist
     monkeypatch.setattr(Tensor, "tolist", lambda tensor: lists.append(1) or tolist(tensor))
@@ -299,7 +309,9 @@ def one_update(device: str, dtype: torch.dtype, seed: int, **options: Any) -> tu
     here = nn.Parameter(parameter.detach().to(device, dtype, copy=True))
     there = torch.optim.AdamW([here], lr=1e-2, weight_decay=0.1, **options)
     state = adamw.state[parameter]
-    there.state[here] = {key: value if key == "step" else value.to(device, dtype) for key, value in state.items()}
+    there.state[here] = {
+        key: value if key == "step" else value.to(device, dtype) for key, value in state.items()
+    }
     here.grad = gradient.to(device, dtype)
     there.step()
     return parameter.detach().double(), here.detach().cpu().double()

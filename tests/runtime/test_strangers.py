@@ -80,7 +80,9 @@ def test_workers_know_each_other_by_a_token(tokens: tuple[str, str], tmp_path: P
 def test_every_start_has_a_token_of_its_own() -> None:
     """Of 16 random bytes."""
     plan = plan_for("dropout", "1f1b", (2, 2, 2))
-    tokens = {_Supervisor(plan, Orders(steps=1, seed=0, numbers=False), 1, 1, None, None).token for _ in range(9)}
+    tokens = {
+        _Supervisor(plan, Orders(steps=1, seed=0, numbers=False), 1, 1, None, None).token for _ in range(9)
+    }
     assert len(tokens) == 9
     assert {len(bytes.fromhex(token)) for token in tokens} == {16}
 
@@ -142,7 +144,9 @@ def test_a_stranger_that_takes_a_place_is_dropped_and_training_goes_on(how: str,
     losses, told = posing(tmp_path, 1, how)
     assert losses == undisturbed(3)
     (said,) = told
-    assert re.search(r"^worker [01] \(device [01], .*; none of them has failed by itself, so they connect anew: ", said)
+    assert re.search(
+        r"^worker [01] \(device [01], .*; none of them has failed by itself, so they connect anew: ", said
+    )
     assert said.endswith("start 2 of 5")
 
 
@@ -163,13 +167,22 @@ def test_under_torchrun_a_stranger_costs_one_of_its_restarts(restarts: int, tmp_
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", TOKEN: secrets.token_hex(16)}
     alone = subprocess.run(
-        [sys.executable, *script, tmp_path / "alone"], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, *script, tmp_path / "alone"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     (tmp_path / "flags").mkdir()
     for worker in range(3):
         (tmp_path / "flags" / f"0-torchrun-worker-{worker}").touch()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    late = [str(ROOT / "tests" / "network_workers.py"), str(tmp_path / "flags"), *script, str(tmp_path / "together")]
+    late = [
+        str(ROOT / "tests" / "network_workers.py"),
+        str(tmp_path / "flags"),
+        *script,
+        str(tmp_path / "together"),
+    ]
     met: dict[tuple[str, int], list[socket.socket]] = {}
     with subprocess.Popen(
         [*torchrun, "--max-restarts", str(restarts), *late],

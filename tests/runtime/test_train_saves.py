@@ -42,16 +42,23 @@ def trained(directory: Path | None, split: tuple[int, ...] = (3, 3), **options: 
     """The losses of six steps of the task with dropout, or of those after a checkpoint; saved after every second."""
     schedule, task = options.pop("schedule", "1f1b"), options.pop("task", partial(named, "dropout"))
     failure = options.pop("on_failure", "warn")
-    saving = None if directory is None else Saving(directory=str(directory), every=2, keep=2, on_failure=failure)
+    saving = (
+        None if directory is None else Saving(directory=str(directory), every=2, keep=2, on_failure=failure)
+    )
     if "resume" not in options:
         options["seed"] = SEED
-    return train(task, plan_for("dropout", schedule, split), saving=saving, numbers=False, **{"steps": 6} | options)[0]
+    return train(
+        task, plan_for("dropout", schedule, split), saving=saving, numbers=False, **{"steps": 6} | options
+    )[0]
 
 
 @functools.cache
 def expected(schedule: str = "1f1b", directory: Path | None = None, *, steps: int = 6) -> list[float]:
     """The losses of so many steps in one process; with a directory, it saves after every second too."""
-    trainer, losses = Trainer(named("dropout"), plan_for("dropout", schedule, (3, 3)), seed=SEED), list[float]()
+    trainer, losses = (
+        Trainer(named("dropout"), plan_for("dropout", schedule, (3, 3)), seed=SEED),
+        list[float](),
+    )
     for step in range(steps):
         torch.manual_seed(SEED + step)
         losses.append(trainer.step(trainer.task.batch(8)))
@@ -96,14 +103,17 @@ def test_a_worker_that_cannot_write_costs_the_checkpoints_alone(tmp_path: Path, 
     with (
         pytest.warns(PipefitWarning) as warned,
         pytest.raises(
-            NotSaved, match=r"^checkpoint 6 cannot be saved to .*File too large; there is no whole one yet; steps done"
+            NotSaved,
+            match=r"^checkpoint 6 cannot be saved to .*File too large; there is no whole one yet; steps done",
         ) as caught,
     ):
         trained(tmp_path, task=partial(limited, worker, 2000), on_saved=saves.append)
     assert caught.value.losses == expected()
     assert caught.value.exit_code == 6
     told = [str(warning.message) for warning in warned if "checkpoint" in str(warning.message)]
-    assert [text.partition(" cannot be saved")[0] for text in told] == [f"checkpoint {step}" for step in (2, 4)]
+    assert [text.partition(" cannot be saved")[0] for text in told] == [
+        f"checkpoint {step}" for step in (2, 4)
+    ]
     assert all("File too large; there is no whole one yet" in text for text in told)
     assert list(tmp_path.iterdir()) == []
     assert len(saves) == 6
@@ -111,10 +121,15 @@ def test_a_worker_that_cannot_write_costs_the_checkpoints_alone(tmp_path: Path, 
 
 def test_a_failure_of_all_workers_is_told_once(tmp_path: Path) -> None:
     """A disk that is full is so for every worker: one sentence for each checkpoint, and none of them twice."""
-    with pytest.warns(PipefitWarning) as warned, pytest.raises(NotSaved, match="checkpoint 6 cannot be saved"):
+    with (
+        pytest.warns(PipefitWarning) as warned,
+        pytest.raises(NotSaved, match="checkpoint 6 cannot be saved"),
+    ):
         trained(tmp_path, task=partial(limited_all, 2000))
     told = [str(warning.message) for warning in warned if "checkpoint" in str(warning.message)]
-    assert [text.partition(" cannot be saved")[0] for text in told] == [f"checkpoint {step}" for step in (2, 4)]
+    assert [text.partition(" cannot be saved")[0] for text in told] == [
+        f"checkpoint {step}" for step in (2, 4)
+    ]
 
 
 @pytest.mark.parametrize(("worker", "error"), [(0, TypeError("no shard")), (1, KeyboardInterrupt())])
@@ -122,7 +137,9 @@ def test_a_save_fails_whatever_the_writing_raises(worker: int, error: BaseExcept
     """The other worker waits for no part that will not come, and the training does not end as if it were saved."""
     with (
         pytest.warns(PipefitWarning, match=f"checkpoint 2 cannot be saved .*: {type(error).__name__}"),
-        pytest.raises(NotSaved, match=f"checkpoint 6 cannot be saved .*: {type(error).__name__}.*no whole one yet"),
+        pytest.raises(
+            NotSaved, match=f"checkpoint 6 cannot be saved .*: {type(error).__name__}.*no whole one yet"
+        ),
     ):
         trained(tmp_path, task=partial(unwritable, worker, error), timeout_seconds=60)
     assert steps_in(tmp_path) == []
@@ -137,7 +154,9 @@ def test_a_checkpoint_that_is_lost_on_the_way_is_a_warning(tmp_path: Path) -> No
 
 def test_a_worker_that_cannot_write_may_stop_the_training(tmp_path: Path) -> None:
     """With `on_failure="stop"` the failure is what the training ends with."""
-    with pytest.raises(FileError, match=r"checkpoint 2 cannot be saved .*; steps done: [2-5], last saved: none"):
+    with pytest.raises(
+        FileError, match=r"checkpoint 2 cannot be saved .*; steps done: [2-5], last saved: none"
+    ):
         trained(tmp_path, task=partial(limited, 1, 2000), on_failure="stop")
 
 

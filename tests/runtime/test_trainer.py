@@ -50,14 +50,20 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def make(split: tuple[int, ...] = (2, 2, 2), clip_norm: float | None = None, **settings: Any) -> tuple[Task, Plan]:
+def make(
+    split: tuple[int, ...] = (2, 2, 2), clip_norm: float | None = None, **settings: Any
+) -> tuple[Task, Plan]:
     """A task and a plan for batches of eight in two microbatches."""
     task = Task(network, batch=batch, loss=F.mse_loss, optimizer=sgd, **settings)
     costs = profile(task, microbatch_size=MICROBATCH)
     edges = [sum(split[:k]) for k in range(len(split) + 1)]
     stages = tuple(Stage(start=a, stop=b, grid=Grid.of(k)) for k, (a, b) in enumerate(pairwise(edges)))
-    training = Training(batch_size=8, microbatches=2, clip_norm=clip_norm, precision=costs.assumptions.precision)
-    return task, Plan(profile=costs, cluster=Cluster.emulated((len(split), 1 << 30)), training=training, stages=stages)
+    training = Training(
+        batch_size=8, microbatches=2, clip_norm=clip_norm, precision=costs.assumptions.precision
+    )
+    return task, Plan(
+        profile=costs, cluster=Cluster.emulated((len(split), 1 << 30)), training=training, stages=stages
+    )
 
 
 class Plain:
@@ -126,7 +132,9 @@ def test_a_smaller_last_batch_counts_every_sample_once() -> None:
     task, plan = make()
     trainer, plain = Trainer(task, plan), Plain()
     for step, samples in enumerate((8, 6, 3, 8)):
-        assert trainer.step(data(step, samples)) == pytest.approx(plain.backward(data(step, samples)), abs=1e-6)
+        assert trainer.step(data(step, samples)) == pytest.approx(
+            plain.backward(data(step, samples)), abs=1e-6
+        )
         plain.update()
     assert same_state(trainer, plain, 1e-7)
 
@@ -156,7 +164,9 @@ def test_the_split_cannot_change_the_norm() -> None:
     assert len(norms) == 1
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("mixed-bfloat16", torch.bfloat16), ("mixed-float16", torch.float16)])
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("mixed-bfloat16", torch.bfloat16), ("mixed-float16", torch.float16)]
+)
 def test_mixed_precision_is_that_of_torch_amp(precision: str, dtype: torch.dtype) -> None:
     """The same losses and the same decisions to skip as torch.autocast and GradScaler; an overflow in one stage skips
     the step in all.
@@ -205,7 +215,10 @@ def test_parameter_groups_and_schedulers() -> None:
 @pytest.mark.parametrize(
     ("scheduler", "words"),
     [
-        (torch.optim.lr_scheduler.ReduceLROnPlateau, "ReduceLROnPlateau.* stepped after every update, without arg"),
+        (
+            torch.optim.lr_scheduler.ReduceLROnPlateau,
+            "ReduceLROnPlateau.* stepped after every update, without arg",
+        ),
         (lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, [float, float]), "not a list"),
         (lambda optimizer: None, "None.* stepped after every update"),
     ],
@@ -276,7 +289,9 @@ def test_stages_run_on_the_devices_of_the_plan(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Hardware, "device", note)
     task, plan = make()
-    places = tuple(replace(stage, grid=Grid.of(device)) for stage, device in zip(plan.stages, (2, 0, 1), strict=True))
+    places = tuple(
+        replace(stage, grid=Grid.of(device)) for stage, device in zip(plan.stages, (2, 0, 1), strict=True)
+    )
     Trainer(task, replace(plan, stages=places))
     assert asked == [2, 0, 1]
 

@@ -25,7 +25,10 @@ WRONG: list[tuple[Callable[[Tensor, Tensor], list[Tensor]], str]] = [
         lambda big, small: [big[:1], small],
         "0SEND_F3 would send 1x3 of float32, one number of int64, but by the plan device 1 ",
     ),
-    (lambda big, small: [big.double(), small], "2x3 of float64, .* allocates 2x3 of float32, one number of int64"),
+    (
+        lambda big, small: [big.double(), small],
+        "2x3 of float64, .* allocates 2x3 of float32, one number of int64",
+    ),
     (lambda big, small: [small, big], "one number of int64, 2x3 of float32, but"),
     (lambda big, small: [big], "0SEND_F3 would send 2x3 of float32, but"),
     (lambda big, small: [], "0SEND_F3 would send nothing, but .* profile and plan it again"),

@@ -68,7 +68,12 @@ def test_messages_do_not_mix() -> None:
     for number, text in enumerate(("0SEND_F0", "0SEND_F1", "1SEND_B0", "1SEND_F0")):
         sent = [torch.full((2,), float(number)), torch.tensor([number])]
         transport.start(parse_action(text), sent, message(text))
-    assert [(pair[0][0].item(), pair[1].item()) for pair in buffers.values()] == [(0, 0), (1, 1), (2, 2), (3, 3)]
+    assert [(pair[0][0].item(), pair[1].item()) for pair in buffers.values()] == [
+        (0, 0),
+        (1, 1),
+        (2, 2),
+        (3, 3),
+    ]
     handle = transport.start(parse_action("0SEND_F9"), [], message("0SEND_F9"))
     transport.start(parse_action("1RECV_F9"), [], message("1RECV_F9"))
     assert transport.ready(handle)
@@ -159,7 +164,9 @@ def test_one_queue_for_all_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -
     """Where the backend is NCCL, CUDA_DEVICE_MAX_CONNECTIONS=1 is refused by name before any worker connects."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     plan = make_plan(equal_profile(2), [1, 1])
-    with pytest.raises(UsageError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1 .* unset it, or set it to 8 or more"):
+    with pytest.raises(
+        UsageError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1 .* unset it, or set it to 8 or more"
+    ):
         connect(plan, lower(plan), torch.device("cuda", 0), timedelta(seconds=1))
 
 
@@ -192,7 +199,9 @@ def test_channels_cross_and_keep_their_order(by_way_of_the_host: bool, tmp_path:
         assert kept == 0
         senders = [("F", rank - 1)] * (rank > 0) + [("B", rank + 1)] * (rank < 2)
         assert received == {
-            f"{rank}RECV_{way}{m}": ([what_is_sent(sender, way, m)], m) for way, sender in senders for m in range(20)
+            f"{rank}RECV_{way}{m}": ([what_is_sent(sender, way, m)], m)
+            for way, sender in senders
+            for m in range(20)
         }
 
 

@@ -82,7 +82,10 @@ def test_they_need_what_was_foretold(split: list[int]) -> None:
         assert peaks.simulated == peaks.allocated
     else:  # a graph that nobody needs goes with its value, which the loss drops: what tanh has kept of each microbatch
         kept = plan.training.microbatches * SIZE * WIDTH * torch.float32.itemsize
-        assert all(0 <= told - seen <= kept for told, seen in zip(peaks.simulated[0], peaks.allocated[0], strict=True))
+        assert all(
+            0 <= told - seen <= kept
+            for told, seen in zip(peaks.simulated[0], peaks.allocated[0], strict=True)
+        )
 
 
 @pytest.mark.parametrize("split", [[4], [2, 2], [1, 3]])
@@ -189,5 +192,7 @@ def test_a_gradient_that_nobody_expects_is_refused(monkeypatch: pytest.MonkeyPat
     odd = task_of(lambda: [make() for make in layers], inputs=WIDTH)
     trainer = trainer_of(odd, [1, 2], size=SIZE)
     monkeypatch.setattr(Sometimes, "uses", True)
-    with pytest.raises(UsageError, match=r"has a gradient for a value of shape .* when the model was profiled"):
+    with pytest.raises(
+        UsageError, match=r"has a gradient for a value of shape .* when the model was profiled"
+    ):
         trainer.step(batch_of(odd, trainer.plan))

@@ -45,8 +45,14 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
     "every other row": (lambda x: x[:, ::2], lambda x: x.contiguous().repeat(1, 2, 1)),
     "a slice": (lambda x: x[:, :, 4:], lambda x: torch.cat([x.tanh(), x[:, :, :4].sin()], 2)),
     "expanded": (lambda x: x[:, :1].expand(x.shape), lambda x: x.cos()),
-    "one channel, last in memory": (lambda x: x.unsqueeze(-1).permute(0, 3, 1, 2), lambda x: convolved(x).mean(1)),
-    "made contiguous by a kernel": (lambda x: normalised(x.transpose(1, 2)), lambda x: x.transpose(1, 2).contiguous()),
+    "one channel, last in memory": (
+        lambda x: x.unsqueeze(-1).permute(0, 3, 1, 2),
+        lambda x: convolved(x).mean(1),
+    ),
+    "made contiguous by a kernel": (
+        lambda x: normalised(x.transpose(1, 2)),
+        lambda x: x.transpose(1, 2).contiguous(),
+    ),
 }
 
 

@@ -21,7 +21,9 @@ WIDTH, ROWS, SIZE = 16, 12, 2
 class Apply(nn.Module):
     """A function as a layer; `held` is a parameter that it may return."""
 
-    def __init__(self, function: Callable[..., Tensor | tuple[Tensor, ...]], *, uses_held: bool = False) -> None:
+    def __init__(
+        self, function: Callable[..., Tensor | tuple[Tensor, ...]], *, uses_held: bool = False
+    ) -> None:
         super().__init__()
         self.function, self.held = function, nn.Parameter(torch.ones(ROWS, WIDTH)) if uses_held else None
 
@@ -106,7 +108,10 @@ def a_parameter() -> list[nn.Module]:
     [
         (views, "layer 2 changes its input 0 in place, and that shares memory with input 1"),
         (passed_on, "layer 3 changes its input 0 in place, and that shares memory with input 1"),
-        (a_parameter, "layer 2 changes its input 1 in place, and that shares memory with a parameter or buffer"),
+        (
+            a_parameter,
+            "layer 2 changes its input 1 in place, and that shares memory with a parameter or buffer",
+        ),
     ],
 )
 def test_what_shares_memory_with_others_is_not_changed_in_place(layers: Layers, words: str) -> None:

@@ -49,7 +49,10 @@ class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-        self.table, self.fixed = nn.Parameter(torch.randn(WIDTH)), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.table, self.fixed = (
+            nn.Parameter(torch.randn(WIDTH)),
+            nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fixed((x @ self.weight).tanh() @ self.weight) + self.table
@@ -105,7 +108,9 @@ def unlike(made: Callable[[], Sequence[nn.Module]], sizes: tuple[int, ...] = (2,
         return profile(mixed(made), microbatch_size=sizes)
 
 
-def planned(schedule: str = "1f1b", *decisions: Decision, of: ModelProfile | None = None, **settings: Any) -> Plan:
+def planned(
+    schedule: str = "1f1b", *decisions: Decision, of: ModelProfile | None = None, **settings: Any
+) -> Plan:
     """Two stages; six microbatches."""
     found = plan_of(mixed(), [3, 3], microbatches=6, schedule=schedule, profiled=of or profiled(), **settings)
     return replace(found, decisions=decisions)
@@ -124,16 +129,26 @@ def parameters(task: Task, plan: Plan, steps: int = 3) -> dict[str, Tensor]:
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    return one.keys() == other.keys() and all(
+        torch.equal(tensor, other[name]) for name, tensor in one.items()
+    )
 
 
 def test_which_weights_have_copies() -> None:
     """Those that autocast casts and keeps: no norm's, no table's, none that is not trained."""
     found = [
-        {p.name: p.copy_bytes for p in cost.parameters if p.copy_bytes} for cost in profiled().measurements[0].costs
+        {p.name: p.copy_bytes for p in cost.parameters if p.copy_bytes}
+        for cost in profiled().measurements[0].costs
     ]
     linear = {"weight": 2 * WIDTH * WIDTH, "bias": 2 * WIDTH}
-    assert found == [linear, {}, {"weight": 2 * WIDTH * WIDTH}, linear, {}, {"weight": 2 * WIDTH * 4, "bias": 8}]
+    assert found == [
+        linear,
+        {},
+        {"weight": 2 * WIDTH * WIDTH},
+        linear,
+        {},
+        {"weight": 2 * WIDTH * 4, "bias": 8},
+    ]
 
 
 @pytest.mark.parametrize("decisions", [(), (recomputed(0, 0, 2), recomputed(1, 3, 5))])
@@ -184,7 +199,9 @@ def in_stages(task: Task, found: ModelProfile) -> Plan:
 
 def test_a_gpt_has_copies_once_and_not_for_each_microbatch_in_flight() -> None:
     """With four in flight a device needs less by the copies of three microbatches; those of biases were never kept."""
-    task = replace(build("gpt", layers=4, hidden=32, heads=4, vocabulary=32, sequence=8), precision="mixed-bfloat16")
+    task = replace(
+        build("gpt", layers=4, hidden=32, heads=4, vocabulary=32, sequence=8), precision="mixed-bfloat16"
+    )
     once = profile(task, microbatch_size=1, target="cuda")
     with mock.patch(SEPARATE, return_value=[]):
         each = profile(task, microbatch_size=1, target="cuda")
@@ -193,7 +210,11 @@ def test_a_gpt_has_copies_once_and_not_for_each_microbatch_in_flight() -> None:
     traces = [simulate(plan) for plan in plans]
     levels = [{row.action: row.total_bytes for row in t.devices[0].memory if row.step == 0} for t in traces]
     assert traces[0].peak_bytes == certify(task, plans[0]).peak_bytes
-    assert [levels[1][name] - levels[0][name] for name in ("0F0", "0F3", "0F7")] == [0, 3 * weights, 3 * weights]
+    assert [levels[1][name] - levels[0][name] for name in ("0F0", "0F3", "0F7")] == [
+        0,
+        3 * weights,
+        3 * weights,
+    ]
     assert once.measurements[0].costs[1].copy_bytes == weights + biases
 
 
@@ -308,13 +329,19 @@ def test_which_weights_are_read_through_their_copies_alone() -> None:
     linear = ["weight", "bias"]
     assert cast_only(profiled()) == [linear, [], ["weight"], linear, [], linear]
     assert cast_only(profiled(read_otherwise)) == [linear, [], ["bias"], [], [], linear]
-    copies = [one.copy_bytes for cost in profiled(read_otherwise).measurements[0].costs[2:5] for one in cost.parameters]
+    copies = [
+        one.copy_bytes
+        for cost in profiled(read_otherwise).measurements[0].costs[2:5]
+        for one in cost.parameters
+    ]
     assert all(copies[:5])  # all that they multiply by have copies
     assert profiled(tied).measurements[0].shared[0].cast_only == (0, 2)
     assert profiled(shared_and_read).measurements[0].shared[0].cast_only == (2,)
 
 
-def of_replicas(made: Callable[[], Sequence[nn.Module]], data: int, what: Sharding, *decisions: Decision) -> Plan:
+def of_replicas(
+    made: Callable[[], Sequence[nn.Module]], data: int, what: Sharding, *decisions: Decision
+) -> Plan:
     """One stage of replicas that divide something, in two microbatches and three buckets."""
     found = profiled(made, (4, 4 // data))
     plan = sliced_plan(found, [0, 6], [data], shard=(what,), buckets=(3,))
@@ -336,7 +363,9 @@ def test_divided_parameters_have_copies_while_they_are_gathered(
     kept, divided = (of_replicas(made, data, what) for what in ("none", "parameters"))
     found = step_peaks(mixed(made), divided)
     assert found.dry == found.metered
-    if profiled(made).measurements[0].shared:  # of two users of a parameter in one stage the simulator tells a bound
+    if (
+        profiled(made).measurements[0].shared
+    ):  # of two users of a parameter in one stage the simulator tells a bound
         every = zip(found.simulated, found.dry, found.allocated, strict=True)
         assert all(one >= two >= three for peaks in every for one, two, three in zip(*peaks, strict=True))
     else:
@@ -359,7 +388,9 @@ def test_others_have_the_copy_alone() -> None:
         norm = 0 if owned[1] else sizes[1]
         wanted = [sizes[0] // 2, norm, sizes[2] // 2, sizes[3] // 2, 0, sizes[5] // 2]
         assert [stage.rest.unsharded_bytes(number) for number in range(6)] == wanted
-        assert stage.collective_bytes(Action(Kind.UNSHARD, 0, layers=(0, 6))) == sum(sizes) // 2 + sizes[1] // 2
+        assert (
+            stage.collective_bytes(Action(Kind.UNSHARD, 0, layers=(0, 6))) == sum(sizes) // 2 + sizes[1] // 2
+        )
 
 
 def test_divided_parameters_on_the_host_are_cast_when_they_are_back() -> None:
@@ -415,5 +446,7 @@ def test_prints_tell_copies_in_a_line_of_their_own() -> None:
     line = f"Half-precision copies of weights: {own[0]} B, {own[1]} B on each device of stages 0 to 1, once for all"
     assert line in " ".join(str(planned()).split())
     assert [
-        sum(row.copy_bytes for row in found.layers) for device in (0, 1) if (found := contents(planned(), device))
+        sum(row.copy_bytes for row in found.layers)
+        for device in (0, 1)
+        if (found := contents(planned(), device))
     ] == own

@@ -129,7 +129,9 @@ def newest_away() -> Plan:
     plan = plan_of(make_chain(), [3, 2, 1], microbatches=4, schedule="pipedream")
     subjects = (State(start=start, stop=stop, kind="parameters") for start, stop in ((0, 1), (1, 3)))
     host = parse_place("host")
-    return replace(plan, decisions=tuple(Decision(stage=0, subject=s, what=What.OFFLOAD, place=host) for s in subjects))
+    return replace(
+        plan, decisions=tuple(Decision(stage=0, subject=s, what=What.OFFLOAD, place=host) for s in subjects)
+    )
 
 
 def copied_again(actions: list[Action]) -> list[Action]:
@@ -185,7 +187,9 @@ def test_a_schedule_with_an_end_has_no_versions_to_move() -> None:
     with pytest.raises(UsageError, match="moves versions of weights where there are none"):
         run(plan, [program])
     away = replace(weights_away(), training=plan.training)
-    with pytest.raises(UsageError, match="versions of layer 0 to host: schedule 1f1b has no versions of weights"):
+    with pytest.raises(
+        UsageError, match="versions of layer 0 to host: schedule 1f1b has no versions of weights"
+    ):
         lower(away)
 
 
@@ -200,5 +204,7 @@ def test_weights_in_common_memory_stay() -> None:
         return chain
 
     trainer = Trainer(replace(task, module=build), plan)
-    with pytest.raises(UsageError, match="parameter weight of layer 0 cannot be moved, because it lies in memory"):
+    with pytest.raises(
+        UsageError, match="parameter weight of layer 0 cannot be moved, because it lies in memory"
+    ):
         trainer.step(make_batch(8))

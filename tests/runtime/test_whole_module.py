@@ -30,7 +30,9 @@ def module() -> nn.Sequential:
     """Two blocks that tensor shards can divide, with a buffer."""
     torch.manual_seed(0)
     layers = (nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH), nn.LayerNorm(WIDTH))
-    return nn.Sequential(nn.Sequential(*layers), nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, 4)))
+    return nn.Sequential(
+        nn.Sequential(*layers), nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, 4))
+    )
 
 
 def task_of(own: nn.Module, **settings: Any) -> Task:
@@ -48,11 +50,15 @@ def batch(size: int) -> tuple[Tensor, Tensor]:
 def profiled(precision: Any = None) -> ModelProfile:
     """Whole layers, and layers divided between two ranks."""
     return profile(
-        task_of(module(), precision=precision), microbatch_size=(SIZE, SIZE // 2), tensor=() if precision else 2
+        task_of(module(), precision=precision),
+        microbatch_size=(SIZE, SIZE // 2),
+        tensor=() if precision else 2,
     )
 
 
-def plan_of(*grids: dict[str, Any], decisions: tuple[Decision, ...] = (), precision: Any = None, **how: Any) -> Plan:
+def plan_of(
+    *grids: dict[str, Any], decisions: tuple[Decision, ...] = (), precision: Any = None, **how: Any
+) -> Plan:
     """One stage or two, each on as many devices as its grid asks for."""
     found, first, stages = profiled(precision), 0, []
     layers = len(found.layers)
@@ -205,7 +211,10 @@ def test_a_model_of_hugging_face_is_saved_and_generates(degrees: dict[str, Any],
     def trained(asked: dict[str, Any]) -> Any:
         own = made()
         task = Task(
-            own, batch=lambda size: {"input_ids": tokens[:size], "labels": tokens[:size]}, loss=None, name="llama"
+            own,
+            batch=lambda size: {"input_ids": tokens[:size], "labels": tokens[:size]},
+            loss=None,
+            name="llama",
         )
         found = make_plan(
             task, Cluster.emulated((2, 1 << 30)), batch_size=2 * SIZE, microbatches=2, effort=0.1, **asked
@@ -220,5 +229,7 @@ def test_a_model_of_hugging_face_is_saved_and_generates(degrees: dict[str, Any],
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     for name, tensor in plain.state_dict().items():
         torch.testing.assert_close(again.state_dict()[name], tensor, rtol=1e-4, atol=1e-4)
-    written = [one.generate(tokens[:1, :3], max_new_tokens=4, do_sample=False).tolist() for one in (own, plain)]
+    written = [
+        one.generate(tokens[:1, :3], max_new_tokens=4, do_sample=False).tolist() for one in (own, plain)
+    ]
     assert written[0] == written[1]

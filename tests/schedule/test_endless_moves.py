@@ -32,13 +32,17 @@ EARLY = Decision(stage=0, subject=Run(start=0, stop=1), what=What.RECOMPUTE, ahe
 def plan_of(stages: int, microbatches: int, *decisions: Decision, schedule: str = "pipedream") -> Plan:
     """Two layers on each of so many devices."""
     profile = equal_profile(2 * stages)
-    return make_plan(profile, [2] * stages, microbatches=microbatches, schedule=schedule, decisions=tuple(decisions))
+    return make_plan(
+        profile, [2] * stages, microbatches=microbatches, schedule=schedule, decisions=tuple(decisions)
+    )
 
 
 def one_layer_each(stages: int, microbatches: int, *decisions: Decision, schedule: str = "pipedream") -> Plan:
     """One layer on each of so many devices."""
     profile = equal_profile(stages)
-    return make_plan(profile, [1] * stages, microbatches=microbatches, schedule=schedule, decisions=tuple(decisions))
+    return make_plan(
+        profile, [1] * stages, microbatches=microbatches, schedule=schedule, decisions=tuple(decisions)
+    )
 
 
 def first_device(program: Program) -> list[str]:
@@ -85,7 +89,11 @@ def test_weights_leave_when_updates_use_a_copy() -> None:
 def test_weights_that_several_microbatches_need_leave_between_them() -> None:
     """Until the first update all go through the first weights, which come back for each of them."""
     found = one_program(one_layer_each(3, 6, WEIGHTS), [6]).actions[0]
-    order = [str(a) for a in found if (a.kind in (Kind.OFFLOAD, Kind.RELOAD) and not a.wait) or a.kind is Kind.BACKWARD]
+    order = [
+        str(a)
+        for a in found
+        if (a.kind in (Kind.OFFLOAD, Kind.RELOAD) and not a.wait) or a.kind is Kind.BACKWARD
+    ]
     assert order[:9] == [
         *("0B0", "0OFFLOAD1[0.versions]@host", "0RELOAD1[0.versions]@host"),
         *("0B1", "0OFFLOAD2[0.versions]@host", "0OFFLOAD3[0.versions]@host", "0RELOAD2[0.versions]@host"),
@@ -95,7 +103,9 @@ def test_weights_that_several_microbatches_need_leave_between_them() -> None:
 
 def optimizer(start: int, stop: int, what: What = What.OFFLOAD, **when: int) -> Decision:
     """About the optimizer state of layers of the first stage."""
-    return Decision(stage=0, subject=State(start=start, stop=stop, kind="optimizer"), what=what, place=HOST, **when)
+    return Decision(
+        stage=0, subject=State(start=start, stop=stop, kind="optimizer"), what=what, place=HOST, **when
+    )
 
 
 STATES = {  # decisions, and the update of microbatch -1 with them, without the place
@@ -136,7 +146,9 @@ def test_an_update_moves_what_it_needs_between_the_copy_of_the_weights_and_its_u
 
 
 GRADIENTS = [
-    Decision(stage=0, subject=State(start=n, stop=n + 1, kind="gradients"), what=What.OFFLOAD, place=HOST, ahead=1)
+    Decision(
+        stage=0, subject=State(start=n, stop=n + 1, kind="gradients"), what=What.OFFLOAD, place=HOST, ahead=1
+    )
     for n in (0, 1)
 ]
 
@@ -234,11 +246,15 @@ def test_of_weights_two_layers_stay_however_many_versions_there_are(schedule: st
     their copy are left of all versions; of gradients and optimizer state, which is twice as large, all, or one layer's.
     """
     number = 1_000_000
-    plan = make_plan(equal_profile(4 * stages, parameter_bytes=number), [4] * stages, microbatches=4, schedule=schedule)
+    plan = make_plan(
+        equal_profile(4 * stages, parameter_bytes=number), [4] * stages, microbatches=4, schedule=schedule
+    )
 
     def peak(*kinds: StateKind) -> float:
         moved = (
-            replace(WEIGHTS, subject=State(start=n, stop=n + 1, kind=k), behind=0) for k in kinds for n in range(4)
+            replace(WEIGHTS, subject=State(start=n, stop=n + 1, kind=k), behind=0)
+            for k in kinds
+            for n in range(4)
         )
         return Simulation(replace(plan, decisions=tuple(moved))).peak_bytes[0] / number
 
@@ -259,7 +275,10 @@ def test_a_recomputation_may_be_early_across_the_end_of_a_step() -> None:
         "0LOAD0 0N0[0:1] 0RECV_B-1 0F0[1:2] 0SEND_F0 0R0[0:1] 0WAIT_RECV_B-1 0B-1[1:2] 0WAIT_SEND_F0 0B-1[0:1] "
         "0STASH-1 0STEP-1 0WAIT_STASH-1"
     )
-    assert first_device(lower_drain(plan, entered=5))[0] == "0RECV_B-1 0WAIT_RECV_B-1 0B-1[1:2] 0B-1[0:1] 0STEP-1"
+    assert (
+        first_device(lower_drain(plan, entered=5))[0]
+        == "0RECV_B-1 0WAIT_RECV_B-1 0B-1[1:2] 0B-1[0:1] 0STEP-1"
+    )
 
 
 @pytest.mark.parametrize("schedule", ENDLESS)
@@ -300,7 +319,9 @@ def is_told(program: Program, action: Action) -> bool:
 def is_told_without_updates(program: Program, action: Action) -> bool:
     """The same where updates depend on them, and versions with these."""
     of_weights = action.kind in COPIES and program.moved(action)[0].what == "versions"
-    return is_told(program, action) and action.kind not in UPDATES and not action.moves_state and not of_weights
+    return (
+        is_told(program, action) and action.kind not in UPDATES and not action.moves_state and not of_weights
+    )
 
 
 # -------------------------------------------------------------------- refusals
@@ -320,7 +341,10 @@ def sharing(plan: Plan) -> Plan:
 
 def half_frozen() -> ModelProfile:
     """Three layers, of which the second has a parameter that is not trained."""
-    trained, frozen = make_layer(), Parameter(name="frozen", shape=(1,), dtype="float32", nbytes=4, trainable=False)
+    trained, frozen = (
+        make_layer(),
+        Parameter(name="frozen", shape=(1,), dtype="float32", nbytes=4, trainable=False),
+    )
     return chain_profile([trained, replace(trained, parameters=(*trained.parameters, frozen)), trained])
 
 
@@ -332,9 +356,14 @@ def half_frozen() -> ModelProfile:
             "layer 1 has weights that are not trained, which all microbatches go through",
         ),
         (plan_of(2, 4, state("versions", 2, 4, 1)), "stage 1 is the last one and updates in place"),
-        (sharing(plan_of(2, 4, state("versions", 0, 1))), "parameter 'tied' belongs to other layers of the stage too"),
         (
-            make_plan(equal_profile(2, parameter_bytes=0), [1, 1], schedule="pipedream", decisions=(WEIGHTS,)),
+            sharing(plan_of(2, 4, state("versions", 0, 1))),
+            "parameter 'tied' belongs to other layers of the stage too",
+        ),
+        (
+            make_plan(
+                equal_profile(2, parameter_bytes=0), [1, 1], schedule="pipedream", decisions=(WEIGHTS,)
+            ),
             "these layers have no weights that are trained",
         ),
     ],
@@ -358,7 +387,8 @@ def test_shares_are_the_same_in_every_step() -> None:
     lower(half, microbatches=3, entered=4)
     lower_drain(half, entered=7)
     with pytest.raises(
-        UsageError, match=r"every 2 microbatches, and the batch before was no multiple of them: .*Trainer.finish"
+        UsageError,
+        match=r"every 2 microbatches, and the batch before was no multiple of them: .*Trainer.finish",
     ):
         lower(half, entered=7)
 

@@ -20,7 +20,14 @@ from profiles_in_slices import gridded
 def one_stage(*, buckets: int, microbatches: int = 1, bytes_per_second: float = 1e30, data: int = 2) -> Plan:
     """A stage of four equal layers on some replicas: forwards of a second, backwards of two, parameters of 32 bytes."""
     plan = gridded(
-        data, 1, 1, 1, microbatches=microbatches, schedule="gpipe", samples=12, bytes_per_second=bytes_per_second
+        data,
+        1,
+        1,
+        1,
+        microbatches=microbatches,
+        schedule="gpipe",
+        samples=12,
+        bytes_per_second=bytes_per_second,
     )
     grid = Grid(devices=tuple(range(data)), data=data, shard="parameters", buckets=buckets)
     return replace(plan, stages=(Stage(start=0, stop=4, grid=grid),))
@@ -47,7 +54,9 @@ def test_a_shared_parameter_comes_with_the_bucket_of_its_first_user() -> None:
     plan = gridded(2, *[1] * 5, microbatches=1, schedule="gpipe", samples=12)
     name = plan.measurement.costs[0].parameters[0].name
     tied = SharedParameter(name=name, users=(0, 5), nbytes=32, gradient_bytes=32, state_bytes=0)
-    shared = replace(plan.profile, measurements=tuple(replace(m, shared=(tied,)) for m in plan.profile.measurements))
+    shared = replace(
+        plan.profile, measurements=tuple(replace(m, shared=(tied,)) for m in plan.profile.measurements)
+    )
     grid = Grid(devices=(0, 1), data=2, shard="parameters", buckets=5)
     told = drawn(replace(plan, profile=shared, stages=(Stage(start=0, stop=6, grid=grid),))).split()
     first = [action for action in told if "[0:1]" in action or "[4:6]" in action]
@@ -108,7 +117,11 @@ def test_gathers_are_hidden_behind_passes() -> None:
             r"0F0\[0:1\] needs the parameters of layer 0, wh",
         ),
         ("0RESHARD[3:4]", "", r"UNSHARD\[3:4\] brings parameters of layer 3, which are here or on their way"),
-        ("0RESHARD[3:4]", "0RESHARD[3:4] 0RESHARD[3:4]", r"RESHARD\[3:4\] frees parameters of layer 3, which are not"),
+        (
+            "0RESHARD[3:4]",
+            "0RESHARD[3:4] 0RESHARD[3:4]",
+            r"RESHARD\[3:4\] frees parameters of layer 3, which are not",
+        ),
     ],
 )
 def test_programs_that_gather_wrongly_are_refused(old: str, new: str, message: str) -> None:

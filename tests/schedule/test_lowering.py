@@ -25,7 +25,9 @@ DRAWN = {
 }
 
 
-def chain_plan(schedule: str, microbatches: int, edges: tuple[int, ...], recompute: Recompute = "never") -> Plan:
+def chain_plan(
+    schedule: str, microbatches: int, edges: tuple[int, ...], recompute: Recompute = "never"
+) -> Plan:
     """A plan for plain layers, stage s on device s."""
     return plan_of(plain(Random(0), edges[-1]), training(schedule, microbatches), edges, recompute=recompute)
 
@@ -45,11 +47,20 @@ def test_forwards_run_again_just_before_their_backward(schedule: str, recompute:
 
 FORWARDS = "F0[0:1] N0[1:2] F0[2:3]", "F1[0:1] N1[1:2] F1[2:3]"
 JUST_IN_TIME = (*FORWARDS, "B0[2:3] R0[1:2] B0[1:2] B0[0:1]", "B1[2:3] R1[1:2] B1[1:2] B1[0:1]")
-ONE_EARLIER = (FORWARDS[0], "R0[1:2]", FORWARDS[1], "R1[1:2]", "B0[2:3] B0[1:2] B0[0:1]", "B1[2:3] B1[1:2] B1[0:1]")
+ONE_EARLIER = (
+    FORWARDS[0],
+    "R0[1:2]",
+    FORWARDS[1],
+    "R1[1:2]",
+    "B0[2:3] B0[1:2] B0[0:1]",
+    "B1[2:3] B1[1:2] B1[0:1]",
+)
 
 
 @pytest.mark.parametrize(("ahead", "drawn"), [(0, JUST_IN_TIME), (1, ONE_EARLIER)])
-def test_a_run_inside_a_stage_goes_forward_again_as_early_as_it_is_told(ahead: int, drawn: tuple[str, ...]) -> None:
+def test_a_run_inside_a_stage_goes_forward_again_as_early_as_it_is_told(
+    ahead: int, drawn: tuple[str, ...]
+) -> None:
     """Forward and backward in three pieces, the second forward of the middle one before its backward or one action of
     the stage earlier, but never before the first.
     """
@@ -89,7 +100,9 @@ def test_stages_of_a_device_may_be_recomputed_early(schedule: str, order: tuple[
     """
     plan = plan_of(plain(Random(0), len(order)), training(schedule, 3), range(len(order) + 1), order=order)
     for aheads in product((None, 0, 1, 2), repeat=len(order)):
-        decisions = tuple(recomputed(stage, ahead=ahead) for stage, ahead in enumerate(aheads) if ahead is not None)
+        decisions = tuple(
+            recomputed(stage, ahead=ahead) for stage, ahead in enumerate(aheads) if ahead is not None
+        )
         actions = chain.from_iterable(lower(replace(plan, decisions=decisions)).actions)
         assert sum(action.kind is Kind.RECOMPUTE for action in actions) == 3 * len(decisions)
 
@@ -111,7 +124,9 @@ def test_gradients_are_summed_where_several_stages_have_a_parameter(clip_norm: f
     summed on the stages that have it; then all stages agree on a norm, where there is one.
     """
     shared = tuple(
-        SharedParameter(name=f"shared{users}", users=users, nbytes=4, gradient_bytes=gradient_bytes, state_bytes=0)
+        SharedParameter(
+            name=f"shared{users}", users=users, nbytes=4, gradient_bytes=gradient_bytes, state_bytes=0
+        )
         for users, gradient_bytes in (((0, 1), 4), ((1, 3), 4), ((0, 3), 0))
     )
     found = plain(Random(0), 4)

@@ -171,7 +171,10 @@ class Weights:
         elif action.kind is Kind.STASH:
             self.current = self.newest
         held = {id(weights) for weights in (self.newest, self.current, *self.of.values())}
-        self.most_held, self.most_in_flight = max(self.most_held, len(held)), max(self.most_in_flight, len(self.of))
+        self.most_held, self.most_in_flight = (
+            max(self.most_held, len(held)),
+            max(self.most_in_flight, len(self.of)),
+        )
 
 
 def followed(program: Program) -> list[Weights]:
@@ -226,7 +229,9 @@ def test_a_full_pipeline_has_no_bubble(schedule: str, stages: int) -> None:
 
 def test_two_buffered_needs_a_microbatch_for_every_stage() -> None:
     """With fewer, a third version would be needed; the error says so."""
-    with pytest.raises(UsageError, match="needs as many microbatches in a step as there are stages, 4, not 3"):
+    with pytest.raises(
+        UsageError, match="needs as many microbatches in a step as there are stages, 4, not 3"
+    ):
         lower(plan_of("pipedream-2bw", 4, 3))
 
 
@@ -243,13 +248,17 @@ def test_what_stages_would_have_to_agree_on_is_refused(schedule: str) -> None:
     plan = plan_of(schedule, 3, 4)
     with pytest.raises(UsageError, match=r"cannot be clipped to a common norm, .* or use schedule 1f1b"):
         replace(plan.training, clip_norm=1.0)
-    with pytest.raises(UsageError, match=r"mixed-float16 scales the loss .*: use mixed-bfloat16, or schedule 1f1b"):
+    with pytest.raises(
+        UsageError, match=r"mixed-float16 scales the loss .*: use mixed-bfloat16, or schedule 1f1b"
+    ):
         replace(plan.training, precision="mixed-float16")
 
 
 def test_versions_are_asked_for_where_there_are_some() -> None:
     """A synchronous schedule has one version of the weights, and says whose option this is."""
-    with pytest.raises(UsageError, match=r"1f1b has no versions of weights .* belong to pipedream and pipedream-2bw"):
+    with pytest.raises(
+        UsageError, match=r"1f1b has no versions of weights .* belong to pipedream and pipedream-2bw"
+    ):
         replace(plan_of("1f1b", 2, 2).training, versions="everything")
     training = replace(plan_of("pipedream", 2, 2).training, versions="everything")
     assert training.differences(replace(training, versions="weights")) == [
@@ -269,8 +278,14 @@ def test_what_has_no_meaning_without_a_flush_is_refused(schedule: str) -> None:
     """
     plan = plan_of(schedule, 3, 4)
     for refused, message in (
-        (shared(plan), r"parameter 'tied' is shared by stages 0, 2, .*: put all of its layers into one stage, untie"),
-        (make_plan(plan.profile, [1] * 3, devices=1, microbatches=4, schedule=schedule), "one stage on each device"),
+        (
+            shared(plan),
+            r"parameter 'tied' is shared by stages 0, 2, .*: put all of its layers into one stage, untie",
+        ),
+        (
+            make_plan(plan.profile, [1] * 3, devices=1, microbatches=4, schedule=schedule),
+            "one stage on each device",
+        ),
     ):
         with pytest.raises(UsageError, match=message):
             lower(refused)
@@ -282,9 +297,13 @@ def test_a_copy_of_weights_takes_as_long_as_its_bytes_need_to_be_read_and_writte
     """On the first of two stages there is a copy for every microbatch; on the last, which updates in place, none."""
     plan = make_plan(equal_profile(2, parameter_bytes=10**9), [1, 1], microbatches=3, schedule="pipedream")
     simulation = Simulation(plan)
-    copies = [event for event in simulation.trace().devices[0].events if "STASH" in event.action and event.step == 1]
+    copies = [
+        event for event in simulation.trace().devices[0].events if "STASH" in event.action and event.step == 1
+    ]
     kind = plan.cluster.devices[0].kind
     rate = kind.memory_bandwidth * kind.bandwidth_reached
-    assert [event.end_seconds - event.start_seconds for event in copies] == pytest.approx([2 * 10**9 / rate] * 3)
+    assert [event.end_seconds - event.start_seconds for event in copies] == pytest.approx(
+        [2 * 10**9 / rate] * 3
+    )
     assert not any("STASH" in event.action for event in simulation.trace().devices[1].events)
     assert simulation.step_seconds[-1] == pytest.approx(3 * (3.0 + 2 * 10**9 / rate))

@@ -11,7 +11,12 @@ from pipefit.errors import UsageError
 from pipefit.lowering import lower, schedule_named
 from pipefit.lowering.passes.communication import communicated
 from pipefit.lowering.passes.offload import bundles_of, copied
-from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions, recomputed, recomputed_microbatches
+from pipefit.lowering.passes.recomputation import (
+    Recompute,
+    recompute_decisions,
+    recomputed,
+    recomputed_microbatches,
+)
 from pipefit.lowering.schedules import Order, computes
 from pipefit.schema.actions import parse_action
 from pipefit.schema.decisions import Decision, Microbatches, Run, SavedTensors, What
@@ -35,7 +40,9 @@ def words(actions: Order) -> str:
 def run(start: int, stop: int, *, stage: int = 0, ahead: int = 0, which: tuple[int, ...] = ()) -> Decision:
     """Layers `start` to `stop - 1` are recomputed; of which microbatches: taken, every, first."""
     subject = Run(start=start, stop=stop)
-    return Decision(stage=stage, subject=subject, what=What.RECOMPUTE, microbatches=Microbatches(*which), ahead=ahead)
+    return Decision(
+        stage=stage, subject=subject, what=What.RECOMPUTE, microbatches=Microbatches(*which), ahead=ahead
+    )
 
 
 def move(*tensors: tuple[int, int], stage: int = 0, place: str = "host", **when: int) -> Decision:
@@ -108,7 +115,9 @@ def test_a_share_of_the_microbatches_is_recomputed() -> None:
         ("except_one", "torchgpipe", [3]),
     ],
 )
-def test_a_word_says_which_microbatches_are_kept(recompute: Recompute, schedule: str, kept: list[int]) -> None:
+def test_a_word_says_which_microbatches_are_kept(
+    recompute: Recompute, schedule: str, kept: list[int]
+) -> None:
     """`except_one` keeps the microbatch that goes backward first: there keeping costs least."""
     again = recomputed_microbatches(recompute, schedule, 4) or ()
     assert [number for number in range(4) if number not in again] == kept
@@ -232,7 +241,9 @@ def test_copies_leave_behind_their_forward_and_come_back_ahead_of_their_backward
     assert words(copied(before, plan, ())) == drawn
 
 
-@pytest.mark.parametrize(("behind", "ahead", "moved"), [(1, 1, 1), (1, 2, 0), (2, 1, 0), (0, 2, 1), (2, 0, 1)])
+@pytest.mark.parametrize(
+    ("behind", "ahead", "moved"), [(1, 1, 1), (1, 2, 0), (2, 1, 0), (0, 2, 1), (2, 0, 1)]
+)
 def test_where_there_is_no_time_between_the_ways_nothing_moves(behind: int, ahead: int, moved: int) -> None:
     """The way out must have ended before the way back begins: three compute actions from forward to backward have room
     for two.
@@ -267,7 +278,10 @@ def test_tensors_of_one_decision_move_as_a_bundle() -> None:
             move((0, 1)),
         ),
     )
-    assert [[str(subject) for subject in bundle] for bundle in bundles_of(plan)] == [["0.0", "1.0"], ["2.0", "3.0"]]
+    assert [[str(subject) for subject in bundle] for bundle in bundles_of(plan)] == [
+        ["0.0", "1.0"],
+        ["2.0", "3.0"],
+    ]
     program = lower(plan)
     assert program.bundles == bundles_of(plan)
     moves = {str(action) for actions in program.actions for action in actions if "OFFLOAD0" in str(action)}

@@ -52,7 +52,12 @@ def test_no_other_powers_of_two_are_fewer_bytes(slot_bytes: int, slots: int) -> 
 
 def test_members_set_aside_what_they_lend_to_whom() -> None:
     """Slots of equal and other sizes add up, by lender and borrower."""
-    arenas = [Arena(HOST, 0, 2, 10), Arena(HOST, 0, 1, 7), Arena(HOST, 1, 3, 10), Arena(Member.device(2), 1, 1, 9)]
+    arenas = [
+        Arena(HOST, 0, 2, 10),
+        Arena(HOST, 0, 1, 7),
+        Arena(HOST, 1, 3, 10),
+        Arena(Member.device(2), 1, 1, 9),
+    ]
     assert room_needed(made(), arenas) == {HOST: {0: 27, 1: 30}, Member.device(2): {1: 9}}
     pinned = {HOST: {0: sum(pinned_sizes(10, 2) + pinned_sizes(7, 1)), 1: 32}, Member.device(2): {1: 9}}
     assert room_needed(made("cuda"), arenas) == pinned
@@ -63,7 +68,9 @@ def test_buffers_before_a_disk_are_bounded() -> None:
     large as the largest slot. Every device has its own.
     """
     for slots in (1, 9):
-        needed = room_needed(made(), [Arena(DISK, 0, slots, 16 << 20), Arena(DISK, 1, 2, 30), Arena(DISK, 1, 1, 20)])
+        needed = room_needed(
+            made(), [Arena(DISK, 0, slots, 16 << 20), Arena(DISK, 1, 2, 30), Arena(DISK, 1, 1, 20)]
+        )
         assert needed == {DISK: {0: slots * (16 << 20), 1: 80}, HOST: {0: 4 * (4 << 20), 1: 4 * 30}}
     assert room_needed(made("cuda"), [Arena(DISK, 1, 2, 30)])[HOST] == {1: 4 * 32}
 

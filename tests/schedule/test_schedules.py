@@ -64,7 +64,11 @@ device 1: 1RECV_F0 1RECV_F1 1WAIT_RECV_F0 1LOAD0 1F0 1WAIT_RECV_F1 1LOAD1 1F1 \
 def table(schedule: str, stages: int, microbatches: int) -> str:
     """A schedule drawn as text, a row for each stage."""
     rows = [one_each(schedule, stage, stages, microbatches) for stage in range(stages)]
-    return "\n" + "\n".join(" ".join(f"{kind.value}{microbatch}" for kind, _, microbatch in row) for row in rows) + "\n"
+    return (
+        "\n"
+        + "\n".join(" ".join(f"{kind.value}{microbatch}" for kind, _, microbatch in row) for row in rows)
+        + "\n"
+    )
 
 
 def one_each(schedule: str, stage: int, stages: int, microbatches: int) -> list[Compute]:
@@ -82,7 +86,9 @@ def one_each(schedule: str, stage: int, stages: int, microbatches: int) -> list[
         ("eager-1f1b", 3, 6, EAGER_1F1B_3_6),
     ],
 )
-def test_a_schedule_is_the_table_drawn_by_hand(schedule: str, stages: int, microbatches: int, drawn: str) -> None:
+def test_a_schedule_is_the_table_drawn_by_hand(
+    schedule: str, stages: int, microbatches: int, drawn: str
+) -> None:
     """Every stage computes in the order of the papers' figures, with fewer microbatches than stages too."""
     assert table(schedule, stages, microbatches) == drawn
 
@@ -103,7 +109,8 @@ def test_1f1b_refuses_several_stages_on_a_rank(schedule: str) -> None:
     """Its order is for one stage on each device; the error says what to do."""
     plan = make_plan(equal_profile(4), [1] * 4, devices=2, schedule=schedule)
     with pytest.raises(
-        UsageError, match=f"{schedule} is an order for one stage on each device, not for 2: use schedule gpipe"
+        UsageError,
+        match=f"{schedule} is an order for one stage on each device, not for 2: use schedule gpipe",
     ):
         lower(plan)
 
@@ -112,15 +119,21 @@ def test_1f1b_refuses_several_stages_on_a_rank(schedule: str) -> None:
 def test_stages_that_do_not_go_round_the_ranks_are_refused(order: tuple[int, ...]) -> None:
     """A schedule takes stages that go round the devices in turn, as often on each; the error shows who holds what."""
     plan = make_plan(equal_profile(len(order)), [1] * len(order), schedule="gpipe")
-    plan = replace(plan, stages=tuple(replace(s, grid=Grid.of(d)) for s, d in zip(plan.stages, order, strict=True)))
-    with pytest.raises(UsageError, match=r"needs stages on the devices in turn, equally many on each, not stages \[0"):
+    plan = replace(
+        plan, stages=tuple(replace(s, grid=Grid.of(d)) for s, d in zip(plan.stages, order, strict=True))
+    )
+    with pytest.raises(
+        UsageError, match=r"needs stages on the devices in turn, equally many on each, not stages \[0"
+    ):
         lower(plan)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages", [1, 2, 5])
 @pytest.mark.parametrize("microbatches", [1, 3, 8])
-def test_every_microbatch_goes_forward_once_and_backward_once(schedule: str, stages: int, microbatches: int) -> None:
+def test_every_microbatch_goes_forward_once_and_backward_once(
+    schedule: str, stages: int, microbatches: int
+) -> None:
     """A stage's 2M compute actions hold each microbatch's forward before its backward; forwards from the first on, and
     backwards too, but under torchgpipe.
     """
@@ -130,7 +143,9 @@ def test_every_microbatch_goes_forward_once_and_backward_once(schedule: str, sta
         backwards = [m for kind, _, m in order if kind is Kind.BACKWARD]
         assert backwards == (numbers[::-1] if schedule == "torchgpipe" else numbers)
         for m in numbers:
-            assert order.index(Compute(Kind.FORWARD, stage, m)) < order.index(Compute(Kind.BACKWARD, stage, m))
+            assert order.index(Compute(Kind.FORWARD, stage, m)) < order.index(
+                Compute(Kind.BACKWARD, stage, m)
+            )
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "torchgpipe"])
@@ -142,7 +157,9 @@ def test_several_stages_on_a_rank_compute_each_microbatch_once(
 ) -> None:
     """Every stage of a rank has M forwards and M backwards; and devices never wait for each other in a circle."""
     split = [1] * (ranks * chunks)
-    plan = make_plan(equal_profile(len(split)), split, devices=ranks, microbatches=microbatches, schedule=schedule)
+    plan = make_plan(
+        equal_profile(len(split)), split, devices=ranks, microbatches=microbatches, schedule=schedule
+    )
     for rank, order in enumerate(computes(plan, schedule_named(schedule), microbatches)):
         wanted = {(k, s, m) for k in "FB" for s in plan.ranks[rank] for m in range(microbatches)}
         assert len(order) == len(wanted)
@@ -158,7 +175,9 @@ def test_microbatches_in_flight_follow_the_closed_forms(stages: int, microbatche
         assert most_in_flight("gpipe", stage, stages, microbatches) == microbatches
         assert most_in_flight("torchgpipe", stage, stages, microbatches) == microbatches
         assert most_in_flight("1f1b", stage, stages, microbatches) == min(microbatches, stages - stage)
-        assert most_in_flight("eager-1f1b", stage, stages, microbatches) == min(microbatches, 2 * (stages - stage) - 1)
+        assert most_in_flight("eager-1f1b", stage, stages, microbatches) == min(
+            microbatches, 2 * (stages - stage) - 1
+        )
 
 
 def test_a_longer_warm_up_hides_messages() -> None:
@@ -183,7 +202,9 @@ def most_in_flight(schedule: str, stage: int, stages: int, microbatches: int) ->
 
 def test_an_unknown_schedule_is_refused_with_the_choices() -> None:
     """The error lists the schedules that exist."""
-    with pytest.raises(UsageError, match="choose one of gpipe, 1f1b, eager-1f1b, torchgpipe, pipedream, pipedream-2bw"):
+    with pytest.raises(
+        UsageError, match="choose one of gpipe, 1f1b, eager-1f1b, torchgpipe, pipedream, pipedream-2bw"
+    ):
         schedule_named("2f2b")
 
 

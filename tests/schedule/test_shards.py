@@ -77,7 +77,9 @@ def test_every_device_receives_its_rows_once_and_nobody_sends_for_another(seed: 
                 sent[action.stage, device, message.forward] += action.part[1] - action.part[0]
     for number, stage in enumerate(plan.stages):
         rows = 12 // stage.grid.data
-        neighbours = [(number - 1, True)] * (number > 0) + [(number + 1, False)] * (number + 1 < len(plan.stages))
+        neighbours = [(number - 1, True)] * (number > 0) + [(number + 1, False)] * (
+            number + 1 < len(plan.stages)
+        )
         for other, forward in neighbours:
             there = plan.stages[other].grid
             if len(stage.devices) > 1 or len(there.devices) > 1:
@@ -94,12 +96,16 @@ def tied(form: str = "") -> SharedParameter:
 def test_a_parameter_shared_by_stages_with_other_parts_is_refused() -> None:
     """Of another number of shards, or divided otherwise because their slices are of other sizes."""
     refused = r"stage 0 has 2 tensor shards in . replicas?, and shares parameter 'w' with stage 1 in 1 replica, which "
-    with pytest.raises(UsageError, match=f"{refused}has 1 shard: give both as many shards, or put all layers"):
+    with pytest.raises(
+        UsageError, match=f"{refused}has 1 shard: give both as many shards, or put all layers"
+    ):
         lower(sharded((1, 2), (1, 1), shared=(tied(),)))
     plan = sharded((2, 2), (1, 2), shared=(tied("rows"),))
     assert lower(plan)
     forms = [replace(m, shared=(tied(str(m.microbatch_size)),)) for m in plan.profile.measurements]
-    with pytest.raises(UsageError, match=f"{refused}has as many, but divides it otherwise for .* as many replicas"):
+    with pytest.raises(
+        UsageError, match=f"{refused}has as many, but divides it otherwise for .* as many replicas"
+    ):
         lower(replace(plan, profile=replace(plan.profile, measurements=tuple(forms))))
 
 
@@ -107,7 +113,9 @@ def test_stages_of_one_rank_are_divided_alike() -> None:
     """Two stages on the same devices are both divided, or neither is."""
     plan = sharded((1, 2), (2, 1), schedule="gpipe")
     stages = (plan.stages[0], Stage(start=1, stop=2, grid=Grid(devices=(0, 1), data=2)))
-    with pytest.raises(UsageError, match="stage 0 has 2 tensor shards, and stage 1 on the same devices is divided"):
+    with pytest.raises(
+        UsageError, match="stage 0 has 2 tensor shards, and stage 1 on the same devices is divided"
+    ):
         lower(replace(plan, stages=stages))
 
 
@@ -116,4 +124,7 @@ def test_owners_bring_parameters_to_equal_shards() -> None:
     plan = sharded((2, 2))
     grid = replace(plan.stages[0].grid, shard="optimizer")
     found = lines(replace(plan, stages=(replace(plan.stages[0], grid=grid),)))
-    assert all(f"0UNSHARD@device{device % 2}*1+device{device % 2 + 2}*1 " in line for device, line in enumerate(found))
+    assert all(
+        f"0UNSHARD@device{device % 2}*1+device{device % 2 + 2}*1 " in line
+        for device, line in enumerate(found)
+    )

@@ -80,7 +80,8 @@ def test_shards_share_the_receivers_and_each_gets_its_rows_once() -> None:
     )
     program = lower(wide)
     told = [
-        [str(action) for action in own if (action.part or action.place) and not action.wait] for own in program.actions
+        [str(action) for action in own if (action.part or action.place) and not action.wait]
+        for own in program.actions
     ]
     assert told == [
         ["0RECV_B0{0:2}@device4", "0LOAD0{0:2}", "0SEND_F0{0:2}@device4", "0SEND_F0{0:2}@device6",
@@ -171,7 +172,11 @@ def test_steps_of_random_degrees_without_end_fit_together(schedule: str, seed: i
             None,
             "2 replicas that divide optimizer, and versions='everything' gives every version",
         ),
-        (gridded(2, 1), 3, "stage 0 has 2 replicas, which cannot divide the 3 samples .* leave out 1 of them"),
+        (
+            gridded(2, 1),
+            3,
+            "stage 0 has 2 replicas, which cannot divide the 3 samples .* leave out 1 of them",
+        ),
         (
             gridded(3, 2, samples=12),
             9,
@@ -193,14 +198,19 @@ def test_what_replicas_cannot_do_is_refused(plan: Plan, last: int | None, messag
 def test_replicas_that_no_plan_can_have_are_refused() -> None:
     """A microbatch that they do not divide, and slices of a size that was not profiled."""
     plan = make_plan(equal_profile(2), [1, 1], cluster=make_cluster(6))
-    stages = (Stage(start=0, stop=1, grid=Grid(devices=(0, 1, 2), data=3)), Stage(start=1, stop=2, grid=Grid.of(3)))
+    stages = (
+        Stage(start=0, stop=1, grid=Grid(devices=(0, 1, 2), data=3)),
+        Stage(start=1, stop=2, grid=Grid.of(3)),
+    )
     with pytest.raises(
         UsageError,
         match="3 replicas of stage 0 cannot divide a microbatch of 1 sample equally: use a batch of 12 samples",
     ):
         replace(plan, stages=stages)
     sizes = replace(plan.profile, measurements=(replace(plan.profile.measurements[0], microbatch_size=6),))
-    with pytest.raises(UsageError, match=r"slices of 2 samples, and .* at 6: .* microbatch_size=\(6, 2\)\) does"):
+    with pytest.raises(
+        UsageError, match=r"slices of 2 samples, and .* at 6: .* microbatch_size=\(6, 2\)\) does"
+    ):
         replace(plan, stages=stages, profile=sizes, training=Training(batch_size=6, microbatches=1))
 
 
@@ -210,13 +220,19 @@ def test_a_batch_that_is_named_instead_works() -> None:
     one, sizes = plan.profile.measurements[0], (1, 2, 3, 4, 6)
     profile = replace(plan.profile, measurements=tuple(resized(one, size) for size in sizes))
     asked = Training(batch_size=8, microbatches=2)
-    with pytest.raises(UsageError, match="cannot divide a microbatch of 4 samples equally: use a batch of 12 samples"):
+    with pytest.raises(
+        UsageError, match="cannot divide a microbatch of 4 samples equally: use a batch of 12 samples"
+    ):
         replace(plan, profile=profile, training=asked)
-    assert replace(plan, profile=profile, training=replace(asked, batch_size=12)).training.microbatch_size == 6
+    assert (
+        replace(plan, profile=profile, training=replace(asked, batch_size=12)).training.microbatch_size == 6
+    )
     asked = Training(batch_size=12, microbatches=3)
     with pytest.raises(UsageError, match="use microbatches of 6 samples"):
         replace(plan, profile=profile, training=asked)
-    assert replace(plan, profile=profile, training=replace(asked, microbatches=2)).training.microbatch_size == 6
+    assert (
+        replace(plan, profile=profile, training=replace(asked, microbatches=2)).training.microbatch_size == 6
+    )
 
 
 def test_degrees_that_are_no_grid_are_refused() -> None:

@@ -24,9 +24,13 @@ def move(kind: StateKind, start: int, stop: int, **when: int) -> Decision:
     return Decision(stage=0, subject=subject, what=What.OFFLOAD, place=HOST, **when)
 
 
-def one_stage(*decisions: Decision, layers: int = 3, microbatches: int = 2, clip_norm: float | None = None) -> Plan:
+def one_stage(
+    *decisions: Decision, layers: int = 3, microbatches: int = 2, clip_norm: float | None = None
+) -> Plan:
     """Layers on one device under GPipe."""
-    plan = make_plan(equal_profile(layers), [layers], microbatches=microbatches, schedule="gpipe", decisions=decisions)
+    plan = make_plan(
+        equal_profile(layers), [layers], microbatches=microbatches, schedule="gpipe", decisions=decisions
+    )
     return replace(plan, training=replace(plan.training, clip_norm=clip_norm))
 
 
@@ -166,10 +170,14 @@ def test_layers_beside_those_that_the_host_updates_move(kind: StateKind) -> None
 def test_a_shared_parameter_moves_with_all_of_its_layers(gradient_bytes: int) -> None:
     """A parameter that a layer outside the run uses too, trained or frozen, is named."""
     profile = chain_profile([make_layer() for _ in range(3)])
-    shared = SharedParameter(name="tied", users=(0, 2), nbytes=4, gradient_bytes=gradient_bytes, state_bytes=0)
+    shared = SharedParameter(
+        name="tied", users=(0, 2), nbytes=4, gradient_bytes=gradient_bytes, state_bytes=0
+    )
     measured = replace(profile.measurements[0], shared=(shared,))
     plan = make_plan(replace(profile, measurements=(measured,)), [3], decisions=(move("parameters", 0, 1),))
-    with pytest.raises(UsageError, match=r"0, 2.*share.* 'tied'|'tied' is shared by layers 0, 2: move those of all"):
+    with pytest.raises(
+        UsageError, match=r"0, 2.*share.* 'tied'|'tied' is shared by layers 0, 2: move those of all"
+    ):
         lower(plan)
     lower(replace(plan, decisions=(move("parameters", 0, 3),)))
 

@@ -66,7 +66,9 @@ def test_blocks_on_links_of_any_rates_end_within_a_per_cent(rates: list[float]) 
     """Shares are whole numbers of parts: where rates are not, the last block ends at most 1 % behind the bound, at
     which all links are busy to the end.
     """
-    links = [Link.between("device0", f"device{n}", bytes_per_second=rate) for n, rate in enumerate(rates, start=1)]
+    links = [
+        Link.between("device0", f"device{n}", bytes_per_second=rate) for n, rate in enumerate(rates, start=1)
+    ]
     nbytes = 1 << 36
     blocks = striped(make_cluster(len(rates) + 1, *links), 0).split(nbytes)
     last = max(block / rate for (_, block), rate in zip(blocks, rates, strict=True))
@@ -77,7 +79,9 @@ def test_only_peers_that_a_direct_link_reaches_are_striped_over() -> None:
     """A peer by way of the host, the device itself and an empty choice are refused, with those that can be named."""
     cluster = star([2, 1])
     for peers, named in (([1, 3], "3"), ([0], "0"), ([], "no peers")):
-        with pytest.raises(UsageError, match=rf"over \[?{named}\]?: links join it directly with 1, 2; name some"):
+        with pytest.raises(
+            UsageError, match=rf"over \[?{named}\]?: links join it directly with 1, 2; name some"
+        ):
             striped(cluster, 0, peers)
     with pytest.raises(UsageError, match="directly with no other device"):
         striped(cluster, 3)

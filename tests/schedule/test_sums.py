@@ -24,11 +24,23 @@ from profiles_in_slices import gridded
 
 
 def one_stage(
-    *, buckets: int, shard: Sharding = "none", microbatches: int = 1, bytes_per_second: float = 1e30, data: int = 2
+    *,
+    buckets: int,
+    shard: Sharding = "none",
+    microbatches: int = 1,
+    bytes_per_second: float = 1e30,
+    data: int = 2,
 ) -> Plan:
     """A stage of four equal layers on some replicas: forwards of a second, backwards of two, gradients of 32 bytes."""
     plan = gridded(
-        data, 1, 1, 1, microbatches=microbatches, schedule="gpipe", samples=12, bytes_per_second=bytes_per_second
+        data,
+        1,
+        1,
+        1,
+        microbatches=microbatches,
+        schedule="gpipe",
+        samples=12,
+        bytes_per_second=bytes_per_second,
     )
     grid = Grid(devices=tuple(range(data)), data=data, shard=shard, buckets=buckets)
     return replace(plan, stages=(Stage(start=0, stop=4, grid=grid),))
@@ -36,7 +48,9 @@ def one_stage(
 
 def drawn(plan: Plan, *, update: bool = True) -> str:
     """What a device computes and sums."""
-    return " ".join(str(action) for action in lower(plan, update=update).actions[0] if "LOAD" not in str(action))
+    return " ".join(
+        str(action) for action in lower(plan, update=update).actions[0] if "LOAD" not in str(action)
+    )
 
 
 def test_the_last_microbatch_goes_backward_in_buckets() -> None:
@@ -80,7 +94,9 @@ PASSES = "0B-1[2:4] 0WAIT_REDUCE-2[0:2] 0REDUCE-1[2:4] 0B-1[0:2] 0WAIT_REDUCE-1[
 SUMS = "0B-1[2:4] 0REDUCE-1[2:4] 0B-1[0:2] 0REDUCE-1[0:2]"
 NEXT = "0F1[0:2] 0F1[2:4] 0WAIT_STASH-1 0B0[2:4] 0REDUCE0[2:4] 0B0[0:2] 0WAIT_REDUCE0[2:4] 0REDUCE0[0:2]"
 UNSHARD = "0UNSHARD-1 0WAIT_UNSHARD-1"
-WITHOUT_END: list[tuple[str, int, Sharding, str, str]] = [  # schedule, buckets, what is divided, a step, its drain
+WITHOUT_END: list[
+    tuple[str, int, Sharding, str, str]
+] = [  # schedule, buckets, what is divided, a step, its drain
     (
         *("pipedream", 2, "none"),
         f"0F0[0:2] 0F0[2:4] {SUMS} 0STASH-1 0WAIT_REDUCE-1[2:4] 0WAIT_REDUCE-1[0:2] 0STEP-1 0WAIT_STASH-1",
@@ -129,7 +145,9 @@ def test_gradients_of_parameters_that_stages_share_are_not_divided() -> None:
     tied = SharedParameter(name="w", users=(0, 1), nbytes=4, gradient_bytes=4, state_bytes=0)
     plan = gridded(2, 1, shared=(tied,))
     grid = replace(plan.stages[0].grid, shard="gradients")
-    with pytest.raises(UsageError, match=r"divide gradients, and shares parameter 'w' .* optimizer state alone"):
+    with pytest.raises(
+        UsageError, match=r"divide gradients, and shares parameter 'w' .* optimizer state alone"
+    ):
         lower(replace(plan, stages=(replace(plan.stages[0], grid=grid), plan.stages[1])))
 
 
@@ -156,7 +174,9 @@ def test_a_shared_parameter_counts_in_the_bucket_of_its_first_user() -> None:
     plan = one_stage(buckets=2)
     name = plan.measurement.costs[0].parameters[0].name
     tied = SharedParameter(name=name, users=(0, 3), nbytes=32, gradient_bytes=32, state_bytes=0)
-    shared = replace(plan.profile, measurements=tuple(replace(m, shared=(tied,)) for m in plan.profile.measurements))
+    shared = replace(
+        plan.profile, measurements=tuple(replace(m, shared=(tied,)) for m in plan.profile.measurements)
+    )
     plan = replace(plan, profile=shared)
     assert bucket_edges(plan, 0) in ([1], [2])
     assert bucket_edges(replace(plan, stages=(one_stage(buckets=4).stages[0],)), 0) == [1, 2]
@@ -221,5 +241,7 @@ def test_a_single_replica_has_nobody_to_divide_or_sum_with(asked: Any) -> None:
     """It is refused with what was asked for, tensor shards or not."""
     what = "shard='optimizer'" if "shard" in asked else "buckets=3"
     for grid in ({"devices": (0,)}, {"devices": (0, 1), "tensor": 2}):
-        with pytest.raises(UsageError, match=f"stage of 1 replica sums no gradients.* {what} means nothing: leave it"):
+        with pytest.raises(
+            UsageError, match=f"stage of 1 replica sums no gradients.* {what} means nothing: leave it"
+        ):
             Grid(**grid, **asked)

@@ -15,7 +15,9 @@ from pipefit.schema.program import parse_program
 from pipelines import equal_profile, make_plan
 
 
-def about(start: int, stop: int, what: What = What.OFFLOAD, kind: StateKind = "optimizer", **when: int) -> Decision:
+def about(
+    start: int, stop: int, what: What = What.OFFLOAD, kind: StateKind = "optimizer", **when: int
+) -> Decision:
     """A decision about a state of some layers of the only stage."""
     subject = State(start=start, stop=stop, kind=kind)
     return Decision(stage=0, subject=subject, what=what, place=parse_place("host"), **when)

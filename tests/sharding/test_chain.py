@@ -78,17 +78,28 @@ def by_hand() -> Task:
 def in_place() -> Task:
     """A chain by hand in which whole layers work in place on what the layers before hand on."""
     model = nn.Sequential(
-        *(nn.Linear(8, 32), nn.SiLU(inplace=True), nn.Linear(32, 8), nn.Unflatten(-1, (2, 4)), nn.ReLU(inplace=True)),
+        *(
+            nn.Linear(8, 32),
+            nn.SiLU(inplace=True),
+            nn.Linear(32, 8),
+            nn.Unflatten(-1, (2, 4)),
+            nn.ReLU(inplace=True),
+        ),
         *(nn.Flatten(), nn.Hardtanh(-0.5, 0.5, inplace=True), nn.Dropout(0.2, inplace=True), nn.Linear(8, 4)),
         nn.ELU(inplace=True),
     )
     return Task(
-        model, batch=lambda n: (torch.randn(n, 8), torch.randn(n, 4)), loss=nn.MSELoss(), optimizer=torch.optim.SGD
+        model,
+        batch=lambda n: (torch.randn(n, 8), torch.randn(n, 4)),
+        loss=nn.MSELoss(),
+        optimizer=torch.optim.SGD,
     )
 
 
 MODELS: dict[str, Callable[[], Task]] = {
-    "gpt": lambda: build("gpt", layers=2, hidden=16, heads=2, vocabulary=11, sequence=8, dropout=0.1, tied=True),
+    "gpt": lambda: build(
+        "gpt", layers=2, hidden=16, heads=2, vocabulary=11, sequence=8, dropout=0.1, tied=True
+    ),
     "bert": lambda: build("bert", layers=2, hidden=16, heads=2, vocabulary=12, sequence=8, dropout=0.0),
     "mlp": lambda: build("mlp", widths=(16, 32, 16), inputs=8, classes=4),
     "unet": lambda: build("unet", depth=1, width=4, convolutions=1, image_size=8, dropout=0.0),
@@ -175,7 +186,9 @@ def stages(chains: Sequence[Chain], values: Values, targets: Values) -> tuple[fl
 
 def gradients(chain: Chain) -> dict[str, Tensor]:
     """The gradients of all parameters, by their names in the model."""
-    named = ((layer.originals.get(n), p) for layer in chain.layers for n, p in layer.module.named_parameters())
+    named = (
+        (layer.originals.get(n), p) for layer in chain.layers for n, p in layer.module.named_parameters()
+    )
     return {name: p.grad for name, p in named if name is not None and p.grad is not None}
 
 
@@ -206,7 +219,9 @@ def test_stages_of_ranks_are_those_of_the_whole(model: str, ranks: int) -> None:
         assert one[2].keys() == expected.keys()
     for name, gradient in expected.items():
         put_together = assembled([shard[name] for shard in shards], [one[2][name] for one in found])
-        assert float((put_together - gradient).abs().max()) <= 1e-12 * max(float(gradient.abs().max()), 1e-2), name
+        assert float((put_together - gradient).abs().max()) <= 1e-12 * max(
+            float(gradient.abs().max()), 1e-2
+        ), name
 
 
 @pytest.mark.parametrize("model", ["gpt", "unet", "by hand"])
@@ -233,7 +248,10 @@ def test_chains_for_other_numbers_of_samples_divide_parameters_alike() -> None:
     case = Case.of(build("gpt", layers=1, hidden=16, heads=2, vocabulary=11, sequence=8))
     chain, values, targets = captured(case)
     many = tuple(v.repeat(64, 1) for v in values), tuple(t.repeat(64, *[1] * (t.ndim - 1)) for t in targets)
-    cheap, dear = shard_chain(chain, 2, values, targets, prices=CHEAP), shard_chain(chain, 2, *many, prices=DEAR)
+    cheap, dear = (
+        shard_chain(chain, 2, values, targets, prices=CHEAP),
+        shard_chain(chain, 2, *many, prices=DEAR),
+    )
     assert cheap.shards(1) != dear.shards(1)
     assert shard_chain(chain, 2, *many, prices=DEAR, like=cheap).shards(1) == cheap.shards(1)
     assert shard_chain(chain, 2, values, targets, prices=CHEAP, like=dear).shards(1) == dear.shards(1)

@@ -97,7 +97,9 @@ def test_processes_compute_what_ranks_in_lockstep_do(tmp_path: Path) -> None:
     pipes, processes = [], []
     for rank in range(2):
         ours, theirs = context.Pipe(duplex=False)
-        processes.append(context.Process(target=talk, args=(rank, str(tmp_path / "store"), theirs), daemon=True))
+        processes.append(
+            context.Process(target=talk, args=(rank, str(tmp_path / "store"), theirs), daemon=True)
+        )
         processes[-1].start()
         theirs.close()
         pipes.append(ours)

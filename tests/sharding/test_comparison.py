@@ -62,7 +62,9 @@ def by_hand() -> Task:
 def divided(task: Task, ranks: int = 2, size: int = 2) -> tuple[ShardedChain, Any, Any]:
     """A chain, divided wherever it can be, with its inputs and targets."""
     module = task.build()
-    chain: Chain = capture(Task(module, batch=task.batch, loss=task.loss, name=task.name), *sample(task, size))
+    chain: Chain = capture(
+        Task(module, batch=task.batch, loss=task.loss, name=task.name), *sample(task, size)
+    )
     inputs, targets = sample(task, size)
     values, wanted = chain.flatten(inputs), chain.flatten_targets(targets)
     return shard_chain(chain, ranks, values, wanted, prices=CHEAP), values, wanted
@@ -86,7 +88,9 @@ def test_equal_blocks_are_compared_once_and_nothing_else_changes() -> None:
 
 
 def no_sum_backward(broken: pytest.MonkeyPatch) -> None:
-    broken.setattr(collectives._Copy, "backward", staticmethod(lambda ctx, gradient: (gradient.clone(), None)))
+    broken.setattr(
+        collectives._Copy, "backward", staticmethod(lambda ctx, gradient: (gradient.clone(), None))
+    )
 
 
 def no_sum_forward(broken: pytest.MonkeyPatch) -> None:
@@ -98,7 +102,9 @@ def no_sum_forward(broken: pytest.MonkeyPatch) -> None:
 
 
 def wrong_slice(broken: pytest.MonkeyPatch) -> None:
-    broken.setattr(collectives, "take", lambda whole, form, rank, ranks: take(whole, form, (rank + 1) % ranks, ranks))
+    broken.setattr(
+        collectives, "take", lambda whole, form, rank, ranks: take(whole, form, (rank + 1) % ranks, ranks)
+    )
 
 
 def wrong_order(broken: pytest.MonkeyPatch) -> None:
@@ -125,7 +131,8 @@ def test_a_rewriting_that_is_broken_is_refused(fault: Broken, monkeypatch: pytes
     assert not compare(by_hand()).left_out
     fault(monkeypatch)
     said = (
-        r"layer [0-4] of hand, divided between 2 tensor-parallel ranks, computes other numbers than whole: .* apart.*"
+        r"layer [0-4] of hand, divided between 2 tensor-parallel ranks, "
+        r"computes other numbers than whole: .* apart.*"
     )
     with pytest.raises(
         UsageError, match=said + r"\(1e-09 of the largest value is allowed\).*--tensor 1.*numbers=False"
@@ -137,7 +144,9 @@ def test_a_rewriting_that_is_broken_is_refused(fault: Broken, monkeypatch: pytes
 def test_short_sequences_show_it_too(hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of traced layers, whose code has other lengths; dropout is off there. A width may be some times the length."""
     inner = build("gpt", **GPT | {"layers": 1, "sequence": 20, "hidden": hidden})
-    task = Task(Traced(inner.build()), batch=inner.batch, loss=inner.loss, name="traced", optimizer=torch.optim.SGD)
+    task = Task(
+        Traced(inner.build()), batch=inner.batch, loss=inner.loss, name="traced", optimizer=torch.optim.SGD
+    )
     sharded, values, targets = divided(task)
     fine = compare_blocks(sharded, values, targets, free_bytes=1 << 33, longest=0.0)
     assert fine.blocks and not fine.left_out and fine.apart < 1e-9
@@ -152,7 +161,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 2, "n_embd": 96, "n_head": 4, "vocab_size": 500, "n_positions": 40},
     "llama": {**WIDE, "num_key_value_heads": 2},
     "bert": WIDE,
-    "t5": {"num_layers": 2, "num_decoder_layers": 2, "d_model": 96, "d_kv": 24, "d_ff": 260, "vocab_size": 500},
+    "t5": {
+        "num_layers": 2,
+        "num_decoder_layers": 2,
+        "d_model": 96,
+        "d_kv": 24,
+        "d_ff": 260,
+        "vocab_size": 500,
+    },
     "mixtral": {**WIDE, "num_key_value_heads": 2, "num_local_experts": 4},
 }
 
@@ -205,5 +221,11 @@ def test_what_has_no_double_precision_is_compared_in_its_own() -> None:
 
 def test_what_is_left_out_says_why() -> None:
     """Too little memory; or too long, where no batch can be cut."""
-    assert "layer 0 takes 2.25 KiB of the host, which has 10 B to spare" in compare(by_hand(), free_bytes=10).left_out
-    assert "would take about 0 s, and its batches cannot be cut short" in compare(by_hand(), longest=-1.0).left_out
+    assert (
+        "layer 0 takes 2.25 KiB of the host, which has 10 B to spare"
+        in compare(by_hand(), free_bytes=10).left_out
+    )
+    assert (
+        "would take about 0 s, and its batches cannot be cut short"
+        in compare(by_hand(), longest=-1.0).left_out
+    )

@@ -46,7 +46,9 @@ GALLERY: dict[str, Callable[[], Task]] = {
 @pytest.mark.parametrize(
     "ranks", [2, pytest.param(3, marks=pytest.mark.gallery), pytest.param(4, marks=pytest.mark.gallery)]
 )
-@pytest.mark.parametrize("name", [*ORDINARY, *(pytest.param(name, marks=pytest.mark.gallery) for name in GALLERY)])
+@pytest.mark.parametrize(
+    "name", [*ORDINARY, *(pytest.param(name, marks=pytest.mark.gallery) for name in GALLERY)]
+)
 def test_ranks_compute_what_the_module_does(name: str, ranks: int) -> None:
     """Loss, all gradients and buffers, in double precision; with two ranks nearly all parameters are divided."""
     case = Case.of({**ORDINARY, **GALLERY}[name]())
@@ -70,7 +72,9 @@ def test_positions_are_divided_where_little_is_to_be_kept(name: str) -> None:
     for numbers in found:
         assert differences(numbers, plain) == []
     norms = [
-        way for node, way in stage.choice.ways.items() if {"layer_norm", "rms_norm", "rsqrt"} & {operator_name(node)}
+        way
+        for node, way in stage.choice.ways.items()
+        if {"layer_norm", "rms_norm", "rsqrt"} & {operator_name(node)}
     ]
     assert norms and all(way.divides for way in norms)
     assert any(way.scattered for way in stage.choice.ways.values())

@@ -36,7 +36,9 @@ def sequences(size: int) -> tuple[Tensor, Tensor]:
     return torch.randn(size, LENGTH, WIDTH), torch.randn(size, LENGTH, WIDTH)
 
 
-def task(*layers: nn.Module, batch: Callable[[int], tuple[Tensor, Tensor]] = sequences, loss=F.mse_loss) -> Task:
+def task(
+    *layers: nn.Module, batch: Callable[[int], tuple[Tensor, Tensor]] = sequences, loss=F.mse_loss
+) -> Task:
     """Layers as a chain."""
     return Task(nn.Sequential(*layers), batch=batch, loss=loss)
 
@@ -281,7 +283,10 @@ class Words(nn.Module):
 
     def __init__(self, words: int, *, tied: bool, padding: int | None = None) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(words, WIDTH, padding_idx=padding), nn.Linear(WIDTH, words, bias=not tied)
+        self.embed, self.head = (
+            nn.Embedding(words, WIDTH, padding_idx=padding),
+            nn.Linear(WIDTH, words, bias=not tied),
+        )
         if tied:
             self.head.weight = self.embed.weight
 
@@ -307,7 +312,9 @@ def test_a_vocabulary_is_divided_from_the_embedding_to_the_loss(count: int, rank
     stage = check(Task(model, batch=words(count), loss=F.cross_entropy), ranks)
     last = stage.shards(ranks - 1)["head.weight"]
     assert (last.dim, last.padding > 0) == (0, count % ranks > 0)
-    assert max(each.nbytes for each in stage.collectives) == 2 * LENGTH * WIDTH * 8  # an embedded token, no logits
+    assert (
+        max(each.nbytes for each in stage.collectives) == 2 * LENGTH * WIDTH * 8
+    )  # an embedded token, no logits
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -321,7 +328,9 @@ def test_the_loss_of_a_divided_vocabulary(reduction: str, smoothing: float) -> N
 def test_a_loss_with_weights_of_classes_is_whole() -> None:
     """What the vocabulary-parallel loss does not know is replicated."""
     weights = torch.linspace(0.5, 2, 12).double()
-    check(Task(Words(12, tied=False), batch=words(12), loss=lambda x, y: F.cross_entropy(x, y, weight=weights)))
+    check(
+        Task(Words(12, tied=False), batch=words(12), loss=lambda x, y: F.cross_entropy(x, y, weight=weights))
+    )
 
 
 def images(size: int) -> tuple[Tensor, Tensor]:

@@ -58,7 +58,9 @@ class Heads(nn.Module):
 def staged(module: nn.Module, tokens: int) -> TracedStage:
     """A module as a stage."""
     values = (torch.randn(2, tokens, WIDTH),)
-    chain = capture(Task(nn.Sequential(module), batch=lambda size: (values[0], values[0]), loss=F.mse_loss), *values)
+    chain = capture(
+        Task(nn.Sequential(module), batch=lambda size: (values[0], values[0]), loss=F.mse_loss), *values
+    )
     return trace(chain.layers, values, chain=None, targets=(), is_first=False)
 
 

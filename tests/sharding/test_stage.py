@@ -56,7 +56,12 @@ def task() -> Task:
 def whole(ranks: int = 2, prices: Prices = CHEAP) -> ShardedStage:
     """All layers and the loss."""
     chain = capture(task(), TOKENS, TOKENS.flatten())
-    given: dict[str, Any] = {"chain": chain, "targets": (TOKENS.flatten(),), "is_first": True, "prices": prices}
+    given: dict[str, Any] = {
+        "chain": chain,
+        "targets": (TOKENS.flatten(),),
+        "is_first": True,
+        "prices": prices,
+    }
     return shard_stage(chain.layers, ranks, (TOKENS,), **given)
 
 
@@ -123,7 +128,9 @@ def test_collectives_of_positions_that_are_said_are_those_that_happen() -> None:
     stage = shard_stage(chain.layers, 2, (TOKENS,), is_first=True, sequences=True, prices=Prices(stored=2.0))
     said = Counter((each.kind, each.phase, 0, each.nbytes) for each in stage.collectives)
     dealt = {(kind, phase) for kind, phase, *_ in said}
-    assert {(kind, phase) for kind in ("reduce_scatter", "all_gather") for phase in ("forward", "backward")} <= dealt
+    assert {
+        (kind, phase) for kind in ("reduce_scatter", "all_gather") for phase in ("forward", "backward")
+    } <= dealt
     assert heard(stage) == [said, said]
 
 
@@ -196,7 +203,8 @@ def test_the_report_says_what_is_divided_and_what_is_not() -> None:
     shares = shard_stage(chain.layers, 5, (TOKENS,), prices=CHEAP).shares
     assert str(shares).startswith("5 ranks divide ")
     assert any(
-        "linear of 1 " in line and "has no part for each of 5 ranks" in line for line in str(shares).splitlines()
+        "linear of 1 " in line and "has no part for each of 5 ranks" in line
+        for line in str(shares).splitlines()
     )
     sizes = {name: p.nbytes for name, p in layers().named_parameters()}
     assert shares.parameter_bytes == sum(sizes.values())
@@ -219,14 +227,18 @@ def test_a_divided_parameter_with_hooks_is_refused() -> None:
         stage.rank(Alone(rank=0, size=2))
 
 
-@pytest.mark.parametrize("model", [lambda: build("gpt", layers=1, hidden=16, heads=2, vocabulary=11, sequence=8)])
+@pytest.mark.parametrize(
+    "model", [lambda: build("gpt", layers=1, hidden=16, heads=2, vocabulary=11, sequence=8)]
+)
 def test_mixed_precision_casts_as_the_whole_does(model: Callable[[], Task]) -> None:
     """Under autocast the loss differs by the rounding of bfloat16 alone, and values have its types."""
     plain = model()
     mixed = Task(plain.build(), batch=plain.batch, loss=plain.loss, precision="mixed-bfloat16")
     inputs, targets = plain.batch(2)
     chain = capture(mixed, inputs, targets)
-    stage = shard_stage(chain.layers, 2, (inputs,), chain=chain, targets=(targets,), is_first=True, prices=CHEAP)
+    stage = shard_stage(
+        chain.layers, 2, (inputs,), chain=chain, targets=(targets,), is_first=True, prices=CHEAP
+    )
     seed_torch(1, target="cpu")
     values: tuple[Tensor, ...] = (inputs,)
     for layer in chain.layers:

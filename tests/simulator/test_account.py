@@ -47,7 +47,14 @@ from slice_sizes import sized
 
 KEPT_BY_CATEGORY = tuple(
     Category(name)
-    for name in ("parameters", "gradients", "optimizer state", "activations", "weight versions", "boundary buffers")
+    for name in (
+        "parameters",
+        "gradients",
+        "optimizer state",
+        "activations",
+        "weight versions",
+        "boundary buffers",
+    )
 )
 
 
@@ -224,7 +231,9 @@ def endless_plan(rng: Random, schedule: str, model: Measurement) -> Plan:
     plan = any_plan(rng, model, how, stages=stages, recompute=rng.choice(("never", "never", "always")))
     if plan.summed:
         plan = any_plan(rng, replace(model, shared=()), how, stages=stages, recompute="never")
-    runs = plan.decisions or tuple(replace(run, microbatches=any_share(rng, plan)) for run in any_runs(rng, plan))
+    runs = plan.decisions or tuple(
+        replace(run, microbatches=any_share(rng, plan)) for run in any_runs(rng, plan)
+    )
     plan = replace(plan, decisions=runs)
     plan = moved(plan, tuple(any_moves(rng, plan))) if rng.random() < 0.6 else plan
     weights = [one for kind in ("versions", "parameters") for one in any_weights(rng, plan, kind)]
@@ -372,7 +381,9 @@ def _holds(plan: Plan, action: Action, layer: int) -> bool:
 
 
 def _rewritten(plan: Plan, program: Program, rewrite) -> Program:
-    devices = tuple(tuple(new for action in actions for new in rewrite(action)) for actions in program.actions)
+    devices = tuple(
+        tuple(new for action in actions for new in rewrite(action)) for actions in program.actions
+    )
     return Program(placement=program.placement, microbatches=plan.training.microbatches, actions=devices)
 
 

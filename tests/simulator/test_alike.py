@@ -52,7 +52,9 @@ def cluster(rng: Random) -> Cluster:
     """
     if rng.random() < 0.2:
         duplex = DUPLEX.format(rng.choice([1.0, 0.7]))
-        return Cluster.parse(BEGINNING + "".join(PAIR.format(at, at + 1) + duplex for at in range(0, DEVICES, 2)))
+        return Cluster.parse(
+            BEGINNING + "".join(PAIR.format(at, at + 1) + duplex for at in range(0, DEVICES, 2))
+        )
     size, hosts = rng.choice([2, 4, 8, DEVICES]), rng.choice([1, 1, 2, 4, 8])
     text = KIND + "".join(ON_HOST.format(count=DEVICES // hosts, host=host) for host in range(hosts))
     text += SWITCH.format(rate=rng.choice([1, 5, 20]), latency=rng.choice([0, 1e-5, 1e-2]))
@@ -69,7 +71,9 @@ def plans(rng: Random) -> Iterator[Plan]:
         endless = schedule == "pipedream-2bw"
         profiled, stages = model(tied=not endless and rng.random() < 0.3), rng.randint(1, 5)
         alone = rng.random() < 0.3
-        data = [rng.choice([1, 2, 4, 8]) for _ in range(stages)] if alone else [rng.choice([2, 4, 8])] * stages
+        data = (
+            [rng.choice([1, 2, 4, 8]) for _ in range(stages)] if alone else [rng.choice([2, 4, 8])] * stages
+        )
         if sum(data) > DEVICES:
             continue
         free = list(range(DEVICES))
@@ -101,7 +105,8 @@ def trees(plan: Plan) -> int:
     every = [(stage.devices, sum(stage_gradients(plan, n))) for n, stage in enumerate(plan.stages)]
     every += [(plan.workers, 4)] * plan.training.agrees
     found = (
-        (ways_of_sum(plan.cluster, there, nbytes), sum_for_all(plan.cluster, there, nbytes)) for there, nbytes in every
+        (ways_of_sum(plan.cluster, there, nbytes), sum_for_all(plan.cluster, there, nbytes))
+        for there, nbytes in every
     )
     return sum(taken != ways[0] for ways, taken in found)
 

@@ -30,7 +30,9 @@ Answer = tuple[object, ...]
 
 @cache
 def model() -> ModelProfile:
-    return profile(build("gpt", layers=4, hidden=16, heads=2, vocabulary=32, sequence=8), microbatch_size=(2, 1))
+    return profile(
+        build("gpt", layers=4, hidden=16, heads=2, vocabulary=32, sequence=8), microbatch_size=(2, 1)
+    )
 
 
 def variants(plan: Plan, rng: Random) -> list[Plan]:
@@ -38,7 +40,9 @@ def variants(plan: Plan, rng: Random) -> list[Plan]:
     kinds = ("optimizer", "gradients") if plan.training.endless else ("optimizer", "parameters", "gradients")
     whole = moving_states(moving(plan, rng), rng, kinds)
     stages = rng.sample(range(len(plan.stages)), min(2, len(plan.stages)))
-    fewer = [replace(whole, decisions=tuple(d for d in whole.decisions if d.stage != stage)) for stage in stages]
+    fewer = [
+        replace(whole, decisions=tuple(d for d in whole.decisions if d.stage != stage)) for stage in stages
+    ]
     return [whole, *fewer, plan, whole]
 
 
@@ -85,7 +89,9 @@ def test_what_is_known_is_not_read_again() -> None:
     edges, recompute = (0, 2, 3, len(model().layers)), What.RECOMPUTE
     stages = tuple(Stage(start=a, stop=b, grid=Grid.of(n)) for n, (a, b) in enumerate(pairwise(edges)))
     again = tuple(Decision(stage=n, subject=Run(start=n * 2, stop=n * 2 + 1), what=recompute) for n in (0, 1))
-    plan = replace(random_plan(model(), Random(0), microbatches=6, schedule="1f1b"), stages=stages, decisions=again)
+    plan = replace(
+        random_plan(model(), Random(0), microbatches=6, schedule="1f1b"), stages=stages, decisions=again
+    )
     parts, other = Parts(Costs.of(plan)), replace(plan, decisions=again[1:])
     Assembled(plan, parts)
     known = parts.actions

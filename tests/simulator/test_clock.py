@@ -43,7 +43,9 @@ def test_steps_follow_one_another_without_a_barrier() -> None:
     """Stage 0 starts step two while the last stage still updates in step one; step times add up to the end."""
     profile = equal_profile(2, update_seconds=5.0)
     trace = simulate(make_plan(profile, [1, 1], microbatches=2), steps=3)
-    ends = [max(e.end_seconds for d in trace.devices for e in d.events if e.step == step) for step in range(3)]
+    ends = [
+        max(e.end_seconds for d in trace.devices for e in d.events if e.step == step) for step in range(3)
+    ]
     assert [sum(trace.step_seconds[: step + 1]) for step in range(3)] == pytest.approx(ends)
     second = min(e.start_seconds for e in trace.devices[1].events if e.step == 1)
     assert second <= ends[0] + 1.0
@@ -91,7 +93,8 @@ device 2: 2RECV_F0 2WAIT_RECV_F0
 def chain(*wires: str, speed: float = 8.0) -> Cluster:
     """Devices in a row, one link per wire name; a message of 8 bytes takes 8 / speed seconds."""
     links = (
-        Link.between(f"device{n}", f"device{n + 1}", bytes_per_second=speed, wire=wire) for n, wire in enumerate(wires)
+        Link.between(f"device{n}", f"device{n + 1}", bytes_per_second=speed, wire=wire)
+        for n, wire in enumerate(wires)
     )
     return make_cluster(len(wires) + 1, *links)
 
@@ -205,7 +208,10 @@ def test_both_directions_of_a_link_slow_each_other() -> None:
 
 def test_a_way_that_goes_up_and_down_one_link_is_as_fast_as_both_directions_at_once() -> None:
     """Two devices behind one wire to the host: bytes between them use both directions all the time."""
-    ends = (Link.between(f"device{n}", "host0", bytes_per_second=8.0, wire="uplink", duplex=0.75) for n in range(2))
+    ends = (
+        Link.between(f"device{n}", "host0", bytes_per_second=8.0, wire="uplink", duplex=0.75)
+        for n in range(2)
+    )
     route = make_cluster(2, *ends).route(Member.device(0), Member.device(1))
     assert route.bytes_per_second == route.both_ways_per_second == 6.0
 
@@ -239,7 +245,9 @@ class Fluid:
                 pass
             speeds = {key: self.speed(one) for key, one in self.moving.items() if one.begun}
             ends = [self.moving[key].left / speed for key, speed in speeds.items()]
-            span = min([*ends, *(busy - self.time for busy in self.busy if busy > self.time)], default=Fraction(0))
+            span = min(
+                [*ends, *(busy - self.time for busy in self.busy if busy > self.time)], default=Fraction(0)
+            )
             for key, speed in speeds.items():
                 self.moving[key].left -= span * speed
             self.time += span
@@ -407,7 +415,9 @@ def test_the_same_question_has_the_same_answer() -> None:
         (1, 4, 1, "1 stage, the plan has 2"),
     ],
 )
-def test_a_program_of_another_plan_is_refused(steps: int, microbatches: int, stages: int, message: str) -> None:
+def test_a_program_of_another_plan_is_refused(
+    steps: int, microbatches: int, stages: int, message: str
+) -> None:
     """Stages and microbatches must be those of the plan, and there must be a step to simulate."""
     plan = make_plan(equal_profile(2), [1, 1], microbatches=4)
     other = lower(make_plan(equal_profile(2), [2 // stages] * stages, microbatches=microbatches))

@@ -58,9 +58,9 @@ def test_equal_layers_hold_equal_bytes_of_as_many_microbatches_as_are_in_flight(
     for device in range(3):
         found = contents(plan, device)
         assert found is not None and found.peak.action.startswith(f"{device}B")
-        assert [(row.activation_bytes, row.microbatches) for row in found.layers if row.layer is not None] == [
-            (96 * (4 - device), 4 - device)
-        ] * 2
+        assert [
+            (row.activation_bytes, row.microbatches) for row in found.layers if row.layer is not None
+        ] == [(96 * (4 - device), 4 - device)] * 2
 
 
 def test_a_tensor_is_told_by_what_keeps_it() -> None:
@@ -70,13 +70,18 @@ def test_a_tensor_is_told_by_what_keeps_it() -> None:
     assert found is not None
     saved = plan.measurement.costs[0].saved[0]
     kept = [one for one in found.tensors if one.layer == 0 and one.nbytes == 96]
-    assert [(one.operation, one.shape, one.microbatches) for one in kept] == [(saved.operation, saved.shape, 2)]
+    assert [(one.operation, one.shape, one.microbatches) for one in kept] == [
+        (saved.operation, saved.shape, 2)
+    ]
 
 
 def test_state_that_moves_counts_as_none() -> None:
     """A layer whose optimizer state goes to the host has none of it in the table; the other layers have theirs."""
     state = Decision(
-        stage=0, subject=State(start=0, stop=1, kind="optimizer"), what=What.OFFLOAD, place=parse_place("host")
+        stage=0,
+        subject=State(start=0, stop=1, kind="optimizer"),
+        what=What.OFFLOAD,
+        place=parse_place("host"),
     )
     found = contents(make_plan(equal_profile(4), (2, 2), decisions=(state,)), 0)
     assert found is not None
@@ -96,7 +101,11 @@ def test_a_device_without_a_stage_has_no_contents() -> None:
 def test_state_that_no_first_step_moves_is_known(kind: StateKind) -> None:
     """Three stages under PipeDream, a microbatch a step: the first stage has no gradients and no older weights yet."""
     away = Decision(
-        stage=0, subject=State(start=1, stop=2, kind=kind), what=What.OFFLOAD, place=parse_place("host"), behind=0
+        stage=0,
+        subject=State(start=1, stop=2, kind=kind),
+        what=What.OFFLOAD,
+        place=parse_place("host"),
+        behind=0,
     )
     plan = make_plan(equal_profile(6), (2, 2, 2), microbatches=1, schedule="pipedream", decisions=(away,))
     found = contents(plan, 0)

@@ -57,7 +57,9 @@ def test_gradients_that_a_step_leaves_are_there_in_the_next_one() -> None:
     """Without an update, the second step's first backward allocates none: it peaks as a later one of the first step."""
     plan = make_plan(equal_profile(2), [1, 1], microbatches=2, schedule="gpipe")
     samples = simulate(plan, program=lower(plan, update=False), steps=2).devices[0].memory
-    found = {(s.step, s.action): s.by_category[Category.GRADIENTS] for s in samples if s.action.startswith("0B")}
+    found = {
+        (s.step, s.action): s.by_category[Category.GRADIENTS] for s in samples if s.action.startswith("0B")
+    }
     assert found == dict.fromkeys([(0, "0B0"), (0, "0B1"), (1, "0B0"), (1, "0B1")], 32)
 
 
@@ -79,11 +81,23 @@ def test_categories_say_what_the_bytes_are_for() -> None:
 
 @given(
     st.integers(0, 100),
-    *(st.integers(-50, 50), st.integers(-50, 50), st.integers(-50, 50), st.integers(-50, 50), st.integers(-50, 50)),
+    *(
+        st.integers(-50, 50),
+        st.integers(-50, 50),
+        st.integers(-50, 50),
+        st.integers(-50, 50),
+        st.integers(-50, 50),
+    ),
     st.integers(-50, 50),
 )
 def test_an_effect_splits_its_peak_without_remainder(
-    above: int, gradients: int, optimizer: int, activations: int, versions: int, boundary: int, parameters: int
+    above: int,
+    gradients: int,
+    optimizer: int,
+    activations: int,
+    versions: int,
+    boundary: int,
+    parameters: int,
 ) -> None:
     """Categories add up to the peak; none has lost more than the action consumes; temporary is never negative."""
     changes = (gradients, optimizer, activations, versions, boundary, parameters)
@@ -99,7 +113,10 @@ def test_an_effect_splits_its_peak_without_remainder(
     assert sum(found.at_peak) == found.peak_bytes == max(0, sum(changes) + above)
     assert found.after == changes
     assert found.at_peak[6] >= 0
-    assert all(min(0, change) <= there <= max(0, change) for there, change in zip(found.at_peak, changes, strict=False))
+    assert all(
+        min(0, change) <= there <= max(0, change)
+        for there, change in zip(found.at_peak, changes, strict=False)
+    )
 
 
 @settings(max_examples=60)
@@ -128,7 +145,9 @@ def test_categories_add_up_and_end_where_they_began(
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
 @pytest.mark.parametrize("microbatches", [1, 4, 12])
-def test_activations_are_those_of_the_microbatches_in_flight(schedule: str, stages: int, microbatches: int) -> None:
+def test_activations_are_those_of_the_microbatches_in_flight(
+    schedule: str, stages: int, microbatches: int
+) -> None:
     """Stage s holds the activations of M microbatches under GPipe, of min(M, P-s) under 1F1B, of min(M, 2(P-s)-1) if it
     is eager: of each the 16 bytes that its layer keeps and its input of 8, and on the last stage the 4 that the loss
     saves.
@@ -143,7 +162,9 @@ def test_activations_are_those_of_the_microbatches_in_flight(schedule: str, stag
 
 @settings(max_examples=40)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(0, 1 << 30))
-def test_cutting_stages_into_segments_changes_no_peak(stages: int, layers: int, microbatches: int, seed: int) -> None:
+def test_cutting_stages_into_segments_changes_no_peak(
+    stages: int, layers: int, microbatches: int, seed: int
+) -> None:
     """Forwards and backwards layer by layer peak exactly where whole ones do, whatever the layers share, if no tensor
     lasts longer than its layer's backward.
     """
@@ -158,7 +179,9 @@ def segmented(plan: Plan) -> Program:
     """The plan's program with every forward and backward cut into single layers."""
     program = lower(plan)
     pieces = [[piece for action in actions for piece in cut(plan, action)] for actions in program.actions]
-    return Program(placement=program.placement, microbatches=program.microbatches, actions=tuple(map(tuple, pieces)))
+    return Program(
+        placement=program.placement, microbatches=program.microbatches, actions=tuple(map(tuple, pieces))
+    )
 
 
 def cut(plan: Plan, action: Action) -> list[Action]:
@@ -167,13 +190,19 @@ def cut(plan: Plan, action: Action) -> list[Action]:
     ranges = list(pairwise(range(stage.start, stage.stop + 1)))
     if action.kind is Kind.FORWARD:
         return [action._replace(layers=layers) for layers in ranges]
-    return [action._replace(layers=layers) for layers in reversed(ranges)] if action.kind is Kind.BACKWARD else [action]
+    return (
+        [action._replace(layers=layers) for layers in reversed(ranges)]
+        if action.kind is Kind.BACKWARD
+        else [action]
+    )
 
 
 def test_the_losses_of_all_microbatches_lie_in_the_boundary_buffers() -> None:
     """The last stage holds four bytes for each microbatch, from the start."""
     sample = simulate(make_plan(equal_profile(2), [1, 1], microbatches=5)).devices[1].memory[0]
-    assert sample == MemorySample(step=0, action="1RECV_F0", seconds=0.0, bytes=(32, 0, 0, 0, 0, 4 * 5 + 8, 0, 0, 0))
+    assert sample == MemorySample(
+        step=0, action="1RECV_F0", seconds=0.0, bytes=(32, 0, 0, 0, 0, 4 * 5 + 8, 0, 0, 0)
+    )
 
 
 def test_costs_may_be_shared_by_plans() -> None:
@@ -183,7 +212,9 @@ def test_costs_may_be_shared_by_plans() -> None:
     cluster = replace(cluster, devices=(cluster.devices[0], replace(cluster.devices[1], kind=slow)))
     profile = equal_profile(6, forward_seconds=None, parameter_bytes=100)
     plans = [make_plan(profile, split, cluster=cluster) for split in ([3, 3], [2, 4], [5, 1])]
-    plans.append(replace(plans[0], stages=tuple(replace(s, grid=Grid.of(1 - s.device)) for s in plans[0].stages)))
+    plans.append(
+        replace(plans[0], stages=tuple(replace(s, grid=Grid.of(1 - s.device)) for s in plans[0].stages))
+    )
     shared, different = Costs.of(plans[0]), set()
     for plan in plans:
         alone, together = Simulation(plan), Simulation(plan, costs=shared)
@@ -205,7 +236,10 @@ CUT = "0LOAD0 0LOAD1 0F0[0:1] 0F0[1:2] 0F1[0:1] 0F1[1:2]"  # two microbatches in
         ("0LOAD0 0F0[0:3]", "outside its stage, which holds layers 0 to 1"),
         ("0LOAD0 0F0[0:1] 0B0[0:1]", "out of order: the next layer backward is 1"),
         ("0LOAD0 0F0[0:1] 0F0[1:2] 0B0[0:1]", "out of order: the next layer backward is 1"),
-        ("0LOAD0 0F0 0B0[1:2]", "ends within layers that went forward in one action: cut forwards and backwards alike"),
+        (
+            "0LOAD0 0F0 0B0[1:2]",
+            "ends within layers that went forward in one action: cut forwards and backwards alike",
+        ),
         ("0LOAD0 0F0 0B0 0B0", "out of order"),
         ("0LOAD0 0F0 0STEP", "0STEP has no gradients"),
         ("0LOAD0 0F0[0:1] 0F0[1:2] 0B0[1:2] 0STEP", "0STEP has no gradients"),
@@ -240,13 +274,22 @@ def test_a_program_that_uses_what_is_not_there_is_refused(text: str, message: st
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (("0SEND_F0 0WAIT_SEND_F0", "1RECV_F0 1WAIT_RECV_F0"), "0SEND_F0 comes before the forward of layer 0"),
+        (
+            ("0SEND_F0 0WAIT_SEND_F0", "1RECV_F0 1WAIT_RECV_F0"),
+            "0SEND_F0 comes before the forward of layer 0",
+        ),
         (("0LOAD0 0F0", "1F0"), "1F0 has no inputs: 1WAIT_RECV_F0 must come before it"),
         (("0LOAD0 0F0 0SEND_F0 0WAIT_SEND_F0", "1RECV_F0 1F0 1WAIT_RECV_F0"), "1F0 has no inputs"),
         (("0LOAD0 0F0 0SEND_F0 0WAIT_SEND_F0", "1RECV_F0 1WAIT_RECV_F0 1F0"), "1F0 has no data: 1LOAD0 must"),
         (("0LOAD0 0F0 0B0", ""), "0B0 has no gradients: 0WAIT_RECV_B0 must come before it"),
-        (("0RECV_B0 0WAIT_RECV_B0", "1SEND_B0 1WAIT_SEND_B0"), "1SEND_B0 comes before the backward of layer 1"),
-        (("0LOAD0 0F0" + 2 * " 0SEND_F0 0WAIT_SEND_F0", 2 * " 1RECV_F0 1WAIT_RECV_F0"), "0SEND_F0 happens twice"),
+        (
+            ("0RECV_B0 0WAIT_RECV_B0", "1SEND_B0 1WAIT_SEND_B0"),
+            "1SEND_B0 comes before the backward of layer 1",
+        ),
+        (
+            ("0LOAD0 0F0" + 2 * " 0SEND_F0 0WAIT_SEND_F0", 2 * " 1RECV_F0 1WAIT_RECV_F0"),
+            "0SEND_F0 happens twice",
+        ),
     ],
 )
 def test_messages_out_of_order_are_refused(lines: tuple[str, str], message: str) -> None:
@@ -333,7 +376,13 @@ def test_stages_that_share_devices_leak_nothing(
 
 
 @settings(max_examples=60)
-@given(st.data(), st.sampled_from(sorted(SCHEDULES)), st.integers(1, 3), st.integers(1, 6), st.integers(0, 1 << 30))
+@given(
+    st.data(),
+    st.sampled_from(sorted(SCHEDULES)),
+    st.integers(1, 3),
+    st.integers(1, 6),
+    st.integers(0, 1 << 30),
+)
 def test_runs_inside_stages_leak_nothing_and_take_their_time(
     data: st.DataObject, schedule: str, stages: int, microbatches: int, seed: int
 ) -> None:
@@ -351,7 +400,8 @@ def test_runs_inside_stages_leak_nothing_and_take_their_time(
     )
     split, model = [4] * stages, random_profile(4 * stages, seed, shared=0)
     kept, run = (
-        make_plan(model, split, microbatches=microbatches, schedule=schedule, decisions=of) for of in ((), decisions)
+        make_plan(model, split, microbatches=microbatches, schedule=schedule, decisions=of)
+        for of in ((), decisions)
     )
     assert Simulation(run).step_seconds[0] >= Simulation(kept).step_seconds[0]
     for device in simulate(run, steps=3).devices:
@@ -366,10 +416,15 @@ def test_a_run_that_is_recomputed_keeps_its_input_instead_of_what_it_saves() -> 
     """
     middle = Decision(stage=0, subject=Run(start=1, stop=2), what=What.RECOMPUTE)
     kept, run = (
-        make_plan(equal_profile(3), [3], microbatches=2, schedule="gpipe", decisions=of) for of in ((), (middle,))
+        make_plan(equal_profile(3), [3], microbatches=2, schedule="gpipe", decisions=of)
+        for of in ((), (middle,))
     )
     held = [
-        max(s.by_category.get(Category.ACTIVATIONS, 0) for s in simulate(p).devices[0].memory if s.action == "0LOAD1")
+        max(
+            s.by_category.get(Category.ACTIVATIONS, 0)
+            for s in simulate(p).devices[0].memory
+            if s.action == "0LOAD1"
+        )
         for p in (kept, run)
     ]
     assert held[0] - held[1] == 16
@@ -396,7 +451,9 @@ def test_what_a_program_cannot_say_to_the_simulator_is_refused() -> None:
     """Shards of a stage and the body of an endless schedule are programs, but nothing that runs here yet."""
     plan = make_plan(equal_profile(1), [1], microbatches=1, cluster=make_cluster(2))
     wide = parse_program("device 0: 0LOAD0\ndevice 1:", placement=((0, 1),), microbatches=1)
-    with pytest.raises(UsageError, match=r"stage 0 is on devices \[0, 1\] in the program, and on \[0\] in the plan"):
+    with pytest.raises(
+        UsageError, match=r"stage 0 is on devices \[0, 1\] in the program, and on \[0\] in the plan"
+    ):
         simulate(plan, program=wide)
     text = "device 0: 0LOAD0 0F0 0OFFLOAD0[0.0]@host\ndevice 1:\ncarried out 0: 0OFFLOAD0[0.0]@host\ncarried out 1:"
     body = parse_program(text, placement=((0,),), microbatches=1)

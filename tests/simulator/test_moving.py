@@ -118,11 +118,14 @@ def test_a_copy_waits_for_one_that_runs_elsewhere() -> None:
     assert times["0OFFLOAD0[0.1]@device2"] == (11.0, 12.0)
 
 
-@pytest.mark.parametrize(("shared", "copies"), [(True, [(2.0, 6.0), (6.0, 10.0)]), (False, [(2.0, 6.0), (3.0, 7.0)])])
+@pytest.mark.parametrize(
+    ("shared", "copies"), [(True, [(2.0, 6.0), (6.0, 10.0)]), (False, [(2.0, 6.0), (3.0, 7.0)])]
+)
 def test_two_devices_behind_one_uplink_take_turns(shared: bool, copies: list[tuple[float, float]]) -> None:
     """Offloads of two devices over one wire follow one another; over a wire each, they overlap."""
     uplinks = (
-        Link.between(f"device{n}", "host0", bytes_per_second=4.0, wire="up" if shared else None) for n in range(2)
+        Link.between(f"device{n}", "host0", bytes_per_second=4.0, wire="up" if shared else None)
+        for n in range(2)
     )
     cluster = make_cluster(2, *uplinks, Link.between("device0", "device1", bytes_per_second=1e30))
     text = """
@@ -203,7 +206,10 @@ def test_lent_bytes_count_at_the_peak_of_the_lender(speed: float) -> None:
 ARENAS = [
     ("0LOAD0 0F0 {out0} {out1}", [(1, 0, 2, 16)]),  # both at once
     ("0LOAD0 0F0 {out0} {back0} {out1} {back1}", [(1, 0, 1, 16)]),  # the slot is taken again
-    ("0LOAD0 0F0 {out0} 0RELOAD0[0.0]@device1 {out1} 0WAIT_RELOAD0[0.0]@device1", [(1, 0, 2, 16)]),  # not yet free
+    (
+        "0LOAD0 0F0 {out0} 0RELOAD0[0.0]@device1 {out1} 0WAIT_RELOAD0[0.0]@device1",
+        [(1, 0, 2, 16)],
+    ),  # not yet free
     ("0LOAD0 0F0 {out0} {input1}", [(1, 0, 1, 8), (1, 0, 1, 16)]),  # a slot of each size
 ]
 
@@ -279,7 +285,9 @@ def test_a_place_is_room_a_rate_and_a_latency(
     plan = make_plan(equal_profile(2, kept_bytes=1 << 30), [2], microbatches=1, cluster=cluster)
     lines = [f"device 0: {(AWAY + BACK).format(place=place)}", *("device 1:" for _ in cluster.devices[1:])]
     program = parse_program("\n".join(lines), placement=((0,),), microbatches=1)
-    copies = [e for e in simulate(plan, program=program, steps=1).devices[0].events if e.stream is Stream.COPY]
+    copies = [
+        e for e in simulate(plan, program=program, steps=1).devices[0].events if e.stream is Stream.COPY
+    ]
     assert [e.end_seconds - e.start_seconds for e in copies] == [
         pytest.approx(latency_seconds + (1 << 30) / bytes_per_second)
     ] * 2
@@ -293,8 +301,12 @@ def test_a_striped_tensor_takes_the_time_of_all_lanes_together(peers: list[int] 
     text = (AWAY + BACK).format(place=striped(dgx1, 0, peers))
     lines = [f"device 0: {text}", *("device 1:" for _ in dgx1.devices[1:])]
     program = parse_program("\n".join(lines), placement=((0,),), microbatches=1)
-    copies = [e for e in simulate(plan, program=program, steps=1).devices[0].events if e.stream is Stream.COPY]
-    expected = pytest.approx(1e-5 + nbytes / (lanes * 22.5e9), rel=1e-4)  # blocks are whole multiples of 512 bytes
+    copies = [
+        e for e in simulate(plan, program=program, steps=1).devices[0].events if e.stream is Stream.COPY
+    ]
+    expected = pytest.approx(
+        1e-5 + nbytes / (lanes * 22.5e9), rel=1e-4
+    )  # blocks are whole multiples of 512 bytes
     assert [e.end_seconds - e.start_seconds for e in copies] == [expected] * 2
 
 
@@ -318,7 +330,10 @@ def test_shares_add_up_to_the_tensor(nbytes: int, shares: list[int]) -> None:
     assert sum(part for _, part in found) == nbytes
     unit = 512 if nbytes * min(shares) >= 512 * sum(shares) else 1
     assert all(start % unit == 0 for start in accumulate((part for _, part in found[:-1]), initial=0))
-    assert all(abs(part - nbytes * share / sum(shares)) <= unit for (_, part), share in zip(found, shares, strict=True))
+    assert all(
+        abs(part - nbytes * share / sum(shares)) <= unit
+        for (_, part), share in zip(found, shares, strict=True)
+    )
     assert unit == 1 or min(part for _, part in found) >= 256  # the last one ends where the tensor does
 
 
@@ -326,12 +341,16 @@ def test_shares_add_up_to_the_tensor(nbytes: int, shares: list[int]) -> None:
 
 
 @settings(max_examples=30)
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.sampled_from(["gpipe", "torchgpipe", "1f1b"]))
+@given(
+    st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.sampled_from(["gpipe", "torchgpipe", "1f1b"])
+)
 def test_offloading_lowers_what_is_held_and_leaves_nothing_behind(
     stages: int, layers: int, microbatches: int, schedule: str
 ) -> None:
     """With every layer's tensor away, stages hold those of at most the two layers at work; steps repeat exactly."""
-    plan = make_plan(equal_profile(stages * layers), [layers] * stages, microbatches=microbatches, schedule=schedule)
+    plan = make_plan(
+        equal_profile(stages * layers), [layers] * stages, microbatches=microbatches, schedule=schedule
+    )
     trace = simulate(plan, program=offload_all(plan), steps=3)
     whole = simulate(plan, steps=3)
     for stage, (away, here) in enumerate(zip(trace.devices, whole.devices, strict=True)):
@@ -344,7 +363,10 @@ def test_offloading_lowers_what_is_held_and_leaves_nothing_behind(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0LOAD0 0OFFLOAD0[0.0]@host 0WAIT_OFFLOAD0[0.0]@host", "belongs between forward and backward of layer 0"),
+        (
+            "0LOAD0 0OFFLOAD0[0.0]@host 0WAIT_OFFLOAD0[0.0]@host",
+            "belongs between forward and backward of layer 0",
+        ),
         (
             "0LOAD0 0F0[0:1] 0F0[1:2] 0B0[1:2] 0OFFLOAD0[1.0]@host 0WAIT_OFFLOAD0[1.0]@host",
             "belongs between forward and backward of layer 1",
@@ -353,10 +375,22 @@ def test_offloading_lowers_what_is_held_and_leaves_nothing_behind(
         (AWAY + "0RELOAD0[0.0]@host 0B0 0WAIT_RELOAD0[0.0]@host", "layer 0 that is on its way back"),
         ("0LOAD0 0F0 0OFFLOAD0[0.0]@host 0B0 0WAIT_OFFLOAD0[0.0]@host", "layer 0 that is on its way out"),
         (AWAY + "0OFFLOAD0[0.0]@host 0WAIT_OFFLOAD0[0.0]@host", "moves a storage that is away already"),
-        (AWAY + "0RELOAD0[0.0]@device1 0WAIT_RELOAD0[0.0]@device1", r"brings back a storage that is away \(@host\)"),
-        ("0LOAD0 0F0 0RELOAD0[0.0]@host 0WAIT_RELOAD0[0.0]@host", r"brings back a storage that is on the device"),
-        ("0LOAD0 0F0 0OFFLOAD0[0.9]@host 0WAIT_OFFLOAD0[0.9]@host", "names a tensor that stage 0 does not keep"),
-        ("0LOAD0 0F0 0OFFLOAD0[0.parameters]@host 0WAIT_OFFLOAD0[0.parameters]@host", "only saved tensors move"),
+        (
+            AWAY + "0RELOAD0[0.0]@device1 0WAIT_RELOAD0[0.0]@device1",
+            r"brings back a storage that is away \(@host\)",
+        ),
+        (
+            "0LOAD0 0F0 0RELOAD0[0.0]@host 0WAIT_RELOAD0[0.0]@host",
+            r"brings back a storage that is on the device",
+        ),
+        (
+            "0LOAD0 0F0 0OFFLOAD0[0.9]@host 0WAIT_OFFLOAD0[0.9]@host",
+            "names a tensor that stage 0 does not keep",
+        ),
+        (
+            "0LOAD0 0F0 0OFFLOAD0[0.parameters]@host 0WAIT_OFFLOAD0[0.parameters]@host",
+            "only saved tensors move",
+        ),
         ("0LOAD0 0F0 0OFFLOAD0[0.0]@disk0 0WAIT_OFFLOAD0[0.0]@disk0", "names disk0; it has 0 disks"),
         ("0LOAD0 0F0 0OFFLOAD0[0.0]@device 0WAIT_OFFLOAD0[0.0]@device", "'device' is no member"),
         ("0LOAD0 0F0 0OFFLOAD0[0.0]@attic 0WAIT_OFFLOAD0[0.0]@attic", "'attic' is not a place"),
@@ -384,7 +418,9 @@ def saves_output(*, next_saves: bool = False) -> ModelProfile:
     """Two layers that save what they return, as tensor 0; the second one may save its input too, as tensor 1."""
     output = SavedTensor(index=0, nbytes=8, dtype="uint8", origin=Origin(kind="own"))
     received = SavedTensor(index=1, nbytes=8, dtype="uint8", origin=Origin(kind="input"))
-    layers = [replace(make_layer(), saved=(output, received) if n and next_saves else (output,)) for n in range(2)]
+    layers = [
+        replace(make_layer(), saved=(output, received) if n and next_saves else (output,)) for n in range(2)
+    ]
     return chain_profile(layers)
 
 
@@ -393,7 +429,9 @@ def test_what_the_next_layer_reads_cannot_be_freed() -> None:
     plan = make_plan(saves_output(), [2], microbatches=1)
     early = "0LOAD0 0F0[0:1] 0OFFLOAD0[0.0]@host 0WAIT_OFFLOAD0[0.0]@host 0F0[1:2]"
     with pytest.raises(UsageError, match="frees what the forward of layer 1 still reads"):
-        simulate(plan, program=parse_program(f"device 0: {early}", placement=((0,),), microbatches=1), steps=1)
+        simulate(
+            plan, program=parse_program(f"device 0: {early}", placement=((0,),), microbatches=1), steps=1
+        )
     late = "0LOAD0 0F0[0:1] 0OFFLOAD0[0.0]@host 0F0[1:2] 0WAIT_OFFLOAD0[0.0]@host"
     simulate(plan, program=parse_program(f"device 0: {late}", placement=((0,),), microbatches=1), steps=1)
 
@@ -434,7 +472,11 @@ def test_a_storage_that_two_layers_save_moves_once_and_is_needed_by_both() -> No
         (f"{away} 0B0[1:2]", "needs a saved tensor of layer 0 and 1 that is away"),
     ):
         with pytest.raises(UsageError, match=message):
-            simulate(plan, program=parse_program(f"device 0: {text}", placement=((0,),), microbatches=1), steps=1)
+            simulate(
+                plan, program=parse_program(f"device 0: {text}", placement=((0,),), microbatches=1), steps=1
+            )
     back = f"{away} 0RELOAD0[0.0]@host 0WAIT_RELOAD0[0.0]@host 0B0 0STEP"
-    trace = simulate(plan, program=parse_program(f"device 0: {back}", placement=((0,),), microbatches=1), steps=2)
+    trace = simulate(
+        plan, program=parse_program(f"device 0: {back}", placement=((0,),), microbatches=1), steps=2
+    )
     assert Category.ACTIVATIONS not in trace.devices[0].memory[-1].by_category

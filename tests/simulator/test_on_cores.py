@@ -53,5 +53,7 @@ def test_who_waits_for_a_transfer_carries_it_meanwhile() -> None:
     """One microbatch over two stages takes a core as long as a GPU: nothing is computed beside a message."""
     cluster = make_cluster(2, bytes_per_second=RATE, latency_seconds=DELAY)
     plan = make_plan(equal_profile(2), [1, 1], microbatches=1, cluster=cluster)
-    found = [simulate(replace(plan, cluster=replace(cluster, backend=one)), steps=1) for one in ("cuda", "cpu")]
+    found = [
+        simulate(replace(plan, cluster=replace(cluster, backend=one)), steps=1) for one in ("cuda", "cpu")
+    ]
     assert found[0].step_seconds == found[1].step_seconds

@@ -42,7 +42,9 @@ def test_a_forward_lasts_longer_by_its_collectives(ranks: int) -> None:
 def test_recomputing_repeats_the_collectives_of_a_forward() -> None:
     """A second forward is as long as the first, with what the ranks do together."""
     plan = sharded((1, 2), together=(SUM,), links={"bytes_per_second": RATE})
-    trace = simulate(replace(plan, decisions=(Decision(stage=0, subject=Run(start=0, stop=1), what=What.RECOMPUTE),)))
+    trace = simulate(
+        replace(plan, decisions=(Decision(stage=0, subject=Run(start=0, stop=1), what=What.RECOMPUTE),))
+    )
     assert lasted(trace, 0, "0R0") == lasted(trace, 0, "0N0") == pytest.approx(1.0 + 960 / RATE)
 
 
@@ -60,9 +62,13 @@ def test_ranks_wait_as_long_as_their_sums_take(devices: tuple[int, ...]) -> None
     assert group.seconds([SUM]) == pytest.approx(sum_for_all(cluster, devices, SUM.nbytes).seconds)
     halves = [group.seconds([Collective(kind, 1200)]) for kind in ("reduce_scatter", "all_gather")]
     assert halves[0] == halves[1] < group.seconds([Collective("all_reduce", 1200)])
-    bytes_alone = group.seconds([Collective("all_reduce", 1200)]) - group.seconds([Collective("all_reduce", 0)])
+    bytes_alone = group.seconds([Collective("all_reduce", 1200)]) - group.seconds(
+        [Collective("all_reduce", 0)]
+    )
     slow = any(one // 2 != other // 2 for one, other in pairwise((*devices, devices[0])))
-    assert bytes_alone == pytest.approx(2 * (len(devices) - 1) / len(devices) * 1200 / (10.0 if slow else 100.0))
+    assert bytes_alone == pytest.approx(
+        2 * (len(devices) - 1) / len(devices) * 1200 / (10.0 if slow else 100.0)
+    )
 
 
 def boundary_bytes(simulation: Simulation, device: int) -> list[int]:
@@ -109,5 +115,7 @@ def test_owners_among_equal_shards_take_the_time_of_owners() -> None:
     for degrees in ((2, 1), (2, 2)):
         plan = sharded(degrees, links={"bytes_per_second": RATE})
         grid = replace(plan.stages[0].grid, shard="optimizer")
-        seconds.append(Simulation(replace(plan, stages=(replace(plan.stages[0], grid=grid),))).step_seconds[-1])
+        seconds.append(
+            Simulation(replace(plan, stages=(replace(plan.stages[0], grid=grid),))).step_seconds[-1]
+        )
     assert seconds[0] == pytest.approx(seconds[1])

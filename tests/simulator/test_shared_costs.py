@@ -81,6 +81,8 @@ def moved_plan(tensors: tuple[tuple[int, int], ...]) -> Plan:
         training=training("gpipe", 3),
         stages=(Stage(start=0, stop=3, grid=Grid.of(0)),),
         decisions=(
-            Decision(stage=0, subject=SavedTensors(tensors=tensors), what=What.OFFLOAD, place=parse_place("host")),
+            Decision(
+                stage=0, subject=SavedTensors(tensors=tensors), what=What.OFFLOAD, place=parse_place("host")
+            ),
         ),
     )

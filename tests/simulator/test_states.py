@@ -72,7 +72,13 @@ STREAMED = (
 def test_parameters_are_on_the_device_where_they_are_brought_in() -> None:
     """Those of layer 0 are 8 of 16 bytes."""
     found = levels(run(STREAMED), Category.PARAMETERS)
-    assert [found[word] for word in ("0F0[0:1]", "0F0[1:2]", "0B0[1:2]", "0B0[0:1]", "0STEP")] == [16, 8, 8, 16, 16]
+    assert [found[word] for word in ("0F0[0:1]", "0F0[1:2]", "0B0[1:2]", "0B0[0:1]", "0STEP")] == [
+        16,
+        8,
+        8,
+        16,
+        16,
+    ]
 
 
 def test_gradients_are_away_between_backwards() -> None:
@@ -128,7 +134,9 @@ def test_a_host_updates_for_one_device_after_the_other() -> None:
     """Two devices ask at the same time: the memory of the host is one wire."""
     cluster = with_bandwidth(make_cluster(2), 14.0)
     plan = make_plan(equal_profile(2, parameter_bytes=8), [1, 1], microbatches=1, cluster=cluster)
-    update = "{0}OFFLOAD[{0}.gradients]@host {0}WAIT_OFFLOAD[{0}.gradients]@host {0}STEP@host {0}WAIT_STEP@host "
+    update = (
+        "{0}OFFLOAD[{0}.gradients]@host {0}WAIT_OFFLOAD[{0}.gradients]@host {0}STEP@host {0}WAIT_STEP@host "
+    )
     update += "{0}RELOAD[{0}.parameters]@host {0}WAIT_RELOAD[{0}.parameters]@host"
     text = (
         f"device 0: 0LOAD0 0F0 0SEND_F0 0RECV_B0 0WAIT_SEND_F0 0WAIT_RECV_B0 0B0 {update.format(0)}\n"
@@ -136,7 +144,10 @@ def test_a_host_updates_for_one_device_after_the_other() -> None:
     )
     trace = simulate(plan, program=parse_program(text, placement=((0,), (1,)), microbatches=1), steps=1)
     times = [
-        (e.start_seconds, e.end_seconds) for d in trace.devices for e in d.events if e.action.endswith("STEP@host")
+        (e.start_seconds, e.end_seconds)
+        for d in trace.devices
+        for e in d.events
+        if e.action.endswith("STEP@host")
     ]
     assert times == [(8.0, 12.0), (4.0, 8.0)]
 
@@ -161,7 +172,10 @@ AGAIN = HOST_UPDATE.replace("0WAIT_STEP[0:1]@host ", "") + "0WAIT_STEP[0:1]@host
             PASS + "0RELOAD[0.optimizer]@host 0STEP 0WAIT_RELOAD[0.optimizer]@host",
             "0STEP needs the optimizer state of layer 0, which is on its way back",
         ),
-        (PASS + out("optimizer"), r"0OFFLOAD\[0.optimizer\]@host moves the optimizer state of layer 0, which is away"),
+        (
+            PASS + out("optimizer"),
+            r"0OFFLOAD\[0.optimizer\]@host moves the optimizer state of layer 0, which is away",
+        ),
         (out("gradients"), "has no gradients: the backward of every layer must come before it"),
         (
             PASS + into("gradients"),
@@ -179,9 +193,14 @@ AGAIN = HOST_UPDATE.replace("0WAIT_STEP[0:1]@host ", "") + "0WAIT_STEP[0:1]@host
             PASS + "0STEP[0:1]@host 0WAIT_STEP[0:1]@host",
             r"0STEP\[0:1\]@host needs an OFFLOAD of their gradients with host, of just these layers, in its program",
         ),
-        (PASS + AGAIN, r"0RELOAD\[0.parameters\]@host moves the parameters of layer 0, which is being updated"),
         (
-            PASS + HOST_UPDATE.replace("0WAIT_OFFLOAD[0.gradients]@host ", "") + "0WAIT_OFFLOAD[0.gradients]@host",
+            PASS + AGAIN,
+            r"0RELOAD\[0.parameters\]@host moves the parameters of layer 0, which is being updated",
+        ),
+        (
+            PASS
+            + HOST_UPDATE.replace("0WAIT_OFFLOAD[0.gradients]@host ", "")
+            + "0WAIT_OFFLOAD[0.gradients]@host",
             r"0STEP\[0:1\]@host needs gradients that are not there: 0WAIT_OFFLOAD\[0.gradients\]@host must",
         ),
         ("0LOAD0 0F0 0OFFLOAD[0.versions]@host 0WAIT_OFFLOAD[0.versions]@host", "moves versions of weights"),

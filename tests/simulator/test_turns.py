@@ -39,7 +39,9 @@ DEVICES = 24
 
 @cache
 def small() -> ModelProfile:
-    return profile(build("gpt", layers=5, hidden=16, heads=2, vocabulary=32, sequence=8), microbatch_size=(2, 1))
+    return profile(
+        build("gpt", layers=5, hidden=16, heads=2, vocabulary=32, sequence=8), microbatch_size=(2, 1)
+    )
 
 
 def plans(schedule: str, count: int, *, shares: bool = False, replicas: bool = False) -> list[Plan]:
@@ -50,7 +52,9 @@ def plans(schedule: str, count: int, *, shares: bool = False, replicas: bool = F
     for _ in range(count):
         plan = random_plan(small(), rng, microbatches=MICROBATCHES, schedule=schedule)
         plan = replicated(plan, rng) if replicas else plan
-        plan = moving_states(moving(plan, rng), rng, ("optimizer", "gradients", "parameters")[: rng.randint(1, 3)])
+        plan = moving_states(
+            moving(plan, rng), rng, ("optimizer", "gradients", "parameters")[: rng.randint(1, 3)]
+        )
         if schedule != "pipedream" and rng.random() < 0.5:  # all stages do something together, too
             plan = replace(plan, training=replace(plan.training, clip_norm=1.0))
         each = Microbatches(1, 2) if shares else Microbatches()
@@ -66,7 +70,9 @@ def replicated(plan: Plan, rng: Random) -> Plan:
         data = rng.choice([1, 2, 2])
         shard = rng.choice(("none", "none", *get_args(Sharding))) if data > 1 else "none"
         buckets = rng.choice([1, 3]) if data > 1 else 1
-        grids.append(Grid(devices=tuple(free.pop() for _ in range(data)), data=data, shard=shard, buckets=buckets))
+        grids.append(
+            Grid(devices=tuple(free.pop() for _ in range(data)), data=data, shard=shard, buckets=buckets)
+        )
     stages = tuple(replace(stage, grid=grid) for stage, grid in zip(plan.stages, grids, strict=True))
     return replace(plan, stages=stages, cluster=Cluster.emulated((DEVICES, ROOM)))
 
@@ -132,7 +138,9 @@ def test_a_plan_on_other_devices_is_not_lowered_again(lowered: list[int]) -> Non
     plan = next(plan for plan in plans("1f1b", 24) if len(plan.stages) > 2 and plan.decisions)
     ways = permutations(range(4), len(plan.stages))
     turned = (
-        replace(plan, stages=tuple(replace(s, grid=Grid.of(n)) for s, n in zip(plan.stages, way, strict=True)))
+        replace(
+            plan, stages=tuple(replace(s, grid=Grid.of(n)) for s, n in zip(plan.stages, way, strict=True))
+        )
         for way in ways
     )
     moved = next(one for one in turned if one != plan and not isinstance(told(one, parts_of(one)), str))
@@ -155,11 +163,15 @@ def test_microbatches_that_differ_are_all_read(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("method", ["of", "timed", "tell"])
-def test_what_turns_do_not_tell_is_read_whole(method: str, monkeypatch: pytest.MonkeyPatch, lowered: list[int]) -> None:
+def test_what_turns_do_not_tell_is_read_whole(
+    method: str, monkeypatch: pytest.MonkeyPatch, lowered: list[int]
+) -> None:
     """Where turns differ, to the eye, to the clock or to the ledger, all microbatches are lowered after all; what all
     stages do together at the end of a step is then counted from the first time again.
     """
-    plan = next(p for p in plans("1f1b", 24) if len(p.stages) > 2 and not isinstance(whole(p, monkeypatch), str))
+    plan = next(
+        p for p in plans("1f1b", 24) if len(p.stages) > 2 and not isinstance(whole(p, monkeypatch), str)
+    )
     plan = replace(plan, training=replace(plan.training, clip_norm=1.0))
     expected = whole(plan, monkeypatch)
     monkeypatch.setattr(Turns, method, lambda *_: None)

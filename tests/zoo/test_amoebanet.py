@@ -31,7 +31,12 @@ def parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-PUBLISHED = [(18, 256, 122_470_120), (36, 544, 1_055_832_376), (36, 808, 2_322_395_707), (36, 1008, 3_610_012_132)]
+PUBLISHED = [
+    (18, 256, 122_470_120),
+    (36, 544, 1_055_832_376),
+    (36, 808, 2_322_395_707),
+    (36, 1008, 3_610_012_132),
+]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +129,9 @@ def test_a_halved_skip_sees_every_other_pixel() -> None:
 def test_average_pools_have_the_same_weights() -> None:
     """`pooling="average"` replaces the 3 x 3 maximum pools alone: weights are the same, the 2 x 2 ones stay."""
     maximum, average = described(**SMALL), described(**SMALL, pooling="average")
-    assert {n: p.shape for n, p in maximum.named_parameters()} == {n: p.shape for n, p in average.named_parameters()}
+    assert {n: p.shape for n, p in maximum.named_parameters()} == {
+        n: p.shape for n, p in average.named_parameters()
+    }
     kernels = [
         sorted({pool.kernel_size for pool in chain.modules() if isinstance(pool, nn.MaxPool2d)})
         for chain in (maximum, average)

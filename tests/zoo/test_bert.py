@@ -11,7 +11,14 @@ from torch import nn
 from pipefit import models
 from pipefit.errors import UsageError
 
-SMALL: dict[str, Any] = {"layers": 2, "hidden": 24, "heads": 4, "vocabulary": 31, "sequence": 10, "dropout": 0.0}
+SMALL: dict[str, Any] = {
+    "layers": 2,
+    "hidden": 24,
+    "heads": 4,
+    "vocabulary": 31,
+    "sequence": 10,
+    "dropout": 0.0,
+}
 
 
 def chain_of(**settings: Any) -> nn.Sequential:
@@ -28,10 +35,16 @@ def parameters(module: nn.Module) -> int:
 @pytest.mark.parametrize(
     ("layers", "hidden", "vocabulary", "sequence"), [(1, 4, 1, 1), (3, 24, 31, 10), (2, 64, 7, 99)]
 )
-def test_parameters_are_those_of_the_closed_form(layers: int, hidden: int, vocabulary: int, sequence: int) -> None:
+def test_parameters_are_those_of_the_closed_form(
+    layers: int, hidden: int, vocabulary: int, sequence: int
+) -> None:
     """V H + S H + 4 H + L (12 H^2 + 13 H) + H^2 + 3 H + V H + V parameters in L + 3 layers."""
     chain = chain_of(layers=layers, hidden=hidden, vocabulary=vocabulary, sequence=sequence)
-    ends = vocabulary * hidden + sequence * hidden + 4 * hidden, hidden**2 + 3 * hidden, vocabulary * (hidden + 1)
+    ends = (
+        vocabulary * hidden + sequence * hidden + 4 * hidden,
+        hidden**2 + 3 * hidden,
+        vocabulary * (hidden + 1),
+    )
     assert parameters(chain) == sum(ends) + layers * (12 * hidden**2 + 13 * hidden)
     assert len(chain) == layers + 3
 
@@ -79,7 +92,13 @@ def test_an_answer_stands_between_hidden_tokens(mask: bool) -> None:
 
 def test_layers_are_named_after_their_part_and_place() -> None:
     """The layers are the embedding, numbered blocks, the head's transform and the head."""
-    assert [name for name, _ in chain_of().named_children()] == ["embedding", "block0", "block1", "transform", "head"]
+    assert [name for name, _ in chain_of().named_children()] == [
+        "embedding",
+        "block0",
+        "block1",
+        "transform",
+        "head",
+    ]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -98,11 +117,17 @@ def test_a_block_is_a_postnorm_encoder_layer(attention: str, masked: bool) -> No
             "self_attn.in_proj_weight": torch.cat(
                 [ours[f"attention.{part}.weight"] for part in ("query", "key", "value")]
             ),
-            "self_attn.in_proj_bias": torch.cat([ours[f"attention.{part}.bias"] for part in ("query", "key", "value")]),
+            "self_attn.in_proj_bias": torch.cat(
+                [ours[f"attention.{part}.bias"] for part in ("query", "key", "value")]
+            ),
             **{f"self_attn.out_proj.{kind}": ours[f"attention.out.{kind}"] for kind in ("weight", "bias")},
             **{f"linear1.{kind}": ours[f"feedforward.up.{kind}"] for kind in ("weight", "bias")},
             **{f"linear2.{kind}": ours[f"feedforward.down.{kind}"] for kind in ("weight", "bias")},
-            **{f"norm{place}.{kind}": ours[f"norm{place}.{kind}"] for place in (1, 2) for kind in ("weight", "bias")},
+            **{
+                f"norm{place}.{kind}": ours[f"norm{place}.{kind}"]
+                for place in (1, 2)
+                for kind in ("weight", "bias")
+            },
         }
     )
     hidden = torch.randn(2, 7, 24)
@@ -199,6 +224,7 @@ def test_loss_counts_every_token() -> None:
     per_token = nn.functional.cross_entropy(chain((tokens, mask)).transpose(1, 2), targets, reduction="none")
     torch.testing.assert_close(whole, per_token.mean())
     parts = [
-        task.loss(chain((t, m)), g) for t, m, g in zip(tokens.split(3), mask.split(3), targets.split(3), strict=True)
+        task.loss(chain((t, m)), g)
+        for t, m, g in zip(tokens.split(3), mask.split(3), targets.split(3), strict=True)
     ]
     torch.testing.assert_close(torch.stack(parts).mean(), whole)

@@ -75,9 +75,18 @@ def test_megatrons_llama_has_the_parameters_of_its_formula(here: Path) -> None:
             GPT.replace("--num-layers 3", "--num-layers three"),
             "--num-layers must be a whole number, 1 or more, not 'three'",
         ),
-        (GPT + "--make-vocab-size-divisible-by 0", "--make-vocab-size-divisible-by must be a whole number, 1 or more"),
-        (GPT + "--tensor-model-parallel-size 0", "--tensor-model-parallel-size must be a whole number, 1 or more"),
-        (GPT.replace("--num-layers 3", "--num-layers 2.5"), "--num-layers must be a whole number, 1 or more, not 2.5"),
+        (
+            GPT + "--make-vocab-size-divisible-by 0",
+            "--make-vocab-size-divisible-by must be a whole number, 1 or more",
+        ),
+        (
+            GPT + "--tensor-model-parallel-size 0",
+            "--tensor-model-parallel-size must be a whole number, 1 or more",
+        ),
+        (
+            GPT.replace("--num-layers 3", "--num-layers 2.5"),
+            "--num-layers must be a whole number, 1 or more, not 2.5",
+        ),
         (GPT + f"--vocab-size {'9' * 5000}", "--vocab-size must be a whole number, 1 or more, not inf"),
         (LLAMA + "--hidden-size inf", "--hidden-size must be a whole number, 1 or more, not inf"),
         (

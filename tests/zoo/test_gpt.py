@@ -10,7 +10,14 @@ from torch import nn
 
 from pipefit import models
 
-SMALL: dict[str, Any] = {"layers": 3, "hidden": 24, "heads": 4, "vocabulary": 31, "sequence": 10, "dropout": 0.0}
+SMALL: dict[str, Any] = {
+    "layers": 3,
+    "hidden": 24,
+    "heads": 4,
+    "vocabulary": 31,
+    "sequence": 10,
+    "dropout": 0.0,
+}
 
 
 def chain_of(**settings: Any) -> nn.Sequential:
@@ -27,7 +34,9 @@ def parameters(module: nn.Module) -> int:
 @pytest.mark.parametrize(
     ("layers", "hidden", "vocabulary", "sequence"), [(1, 4, 1, 1), (3, 24, 31, 10), (2, 64, 7, 99)]
 )
-def test_parameters_are_those_of_the_closed_form(layers: int, hidden: int, vocabulary: int, sequence: int) -> None:
+def test_parameters_are_those_of_the_closed_form(
+    layers: int, hidden: int, vocabulary: int, sequence: int
+) -> None:
     """2 V H + S H + L (12 H^2 + 13 H) + 2 H parameters in L + 3 layers."""
     chain = chain_of(layers=layers, hidden=hidden, vocabulary=vocabulary, sequence=sequence)
     block = 12 * hidden**2 + 13 * hidden
@@ -86,11 +95,17 @@ def test_a_block_is_a_prenorm_encoder_layer(attention: str) -> None:
             "self_attn.in_proj_weight": torch.cat(
                 [ours[f"attention.{part}.weight"] for part in ("query", "key", "value")]
             ),
-            "self_attn.in_proj_bias": torch.cat([ours[f"attention.{part}.bias"] for part in ("query", "key", "value")]),
+            "self_attn.in_proj_bias": torch.cat(
+                [ours[f"attention.{part}.bias"] for part in ("query", "key", "value")]
+            ),
             **{f"self_attn.out_proj.{kind}": ours[f"attention.out.{kind}"] for kind in ("weight", "bias")},
             **{f"linear1.{kind}": ours[f"feedforward.up.{kind}"] for kind in ("weight", "bias")},
             **{f"linear2.{kind}": ours[f"feedforward.down.{kind}"] for kind in ("weight", "bias")},
-            **{f"norm{place}.{kind}": ours[f"norm{place}.{kind}"] for place in (1, 2) for kind in ("weight", "bias")},
+            **{
+                f"norm{place}.{kind}": ours[f"norm{place}.{kind}"]
+                for place in (1, 2)
+                for kind in ("weight", "bias")
+            },
         }
     )
     hidden = torch.randn(2, 7, 24)

@@ -43,7 +43,10 @@ def test_resnet101_is_resnet_with_its_blocks() -> None:
     """`resnet101` is `resnet` with its blocks, settings and all; 40 layers."""
     assert parameters(described("resnet101")) == 44_549_160
     assert len(described("resnet101")) == 40
-    narrow = [{n: p.shape for n, p in described(name, width=8, num_classes=5).named_parameters()} for name in RESNETS]
+    narrow = [
+        {n: p.shape for n, p in described(name, width=8, num_classes=5).named_parameters()}
+        for name in RESNETS
+    ]
     assert narrow[0] == narrow[1]
 
 

@@ -10,7 +10,14 @@ from torch import nn
 
 from pipefit.models import build
 
-SMALL: dict[str, Any] = {"depth": 2, "width": 4, "convolutions": 1, "num_classes": 3, "image_size": 8, "dropout": 0.0}
+SMALL: dict[str, Any] = {
+    "depth": 2,
+    "width": 4,
+    "convolutions": 1,
+    "num_classes": 3,
+    "image_size": 8,
+    "dropout": 0.0,
+}
 
 
 def chain_of(**settings: Any) -> nn.Sequential:

@@ -34,7 +34,9 @@ def test_the_numbers_are_those_of_the_fused_kernel(name: str) -> None:
         nn.init.normal_(parameter)
     fused.load_state_dict(plain.state_dict())
     hidden, weights = torch.randn(3, 7, 24, dtype=torch.float64), torch.randn(3, 7, 24, dtype=torch.float64)
-    torch.testing.assert_close(outcome(plain, hidden, weights), outcome(fused, hidden, weights), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        outcome(plain, hidden, weights), outcome(fused, hidden, weights), rtol=1e-12, atol=1e-12
+    )
 
 
 def saved_bytes(module: nn.Module, hidden: Tensor) -> int:
@@ -64,7 +66,14 @@ def test_plain_operations_save_three_times_as_much(name: str, plain_rows: int, f
 
 def test_a_bert_of_plain_operations_has_the_same_logits() -> None:
     """From the same weights, which have the same names, to rounding."""
-    small: dict[str, Any] = {"layers": 2, "hidden": 24, "heads": 4, "vocabulary": 31, "sequence": 10, "dropout": 0.0}
+    small: dict[str, Any] = {
+        "layers": 2,
+        "hidden": 24,
+        "heads": 4,
+        "vocabulary": 31,
+        "sequence": 10,
+        "dropout": 0.0,
+    }
     plain, fused = (models.build("bert", **small, unfused=unfused).build() for unfused in (True, False))
     plain.load_state_dict(fused.state_dict())
     tokens = torch.randint(31, (2, 10))

@@ -60,7 +60,9 @@ def test_dropout_and_inplace_are_settings() -> None:
 def test_parameters_are_those_of_the_closed_form(width: int, classes: int) -> None:
     """Convolutions of 3 x 3 over w, 2w, 4w, 4w, 8w, ... channels and the classifier's three products, plus biases."""
     convolutions = 9 * (3 * width + (2 + 8 + 16 + 32 + 3 * 64) * width**2) + 43 * width
-    classifier = (8 * 49 * width + 1) * 64 * width + (64 * width + 1) * 64 * width + (64 * width + 1) * classes
+    classifier = (
+        (8 * 49 * width + 1) * 64 * width + (64 * width + 1) * 64 * width + (64 * width + 1) * classes
+    )
     assert parameters(chain_of(width=width, num_classes=classes)) == convolutions + classifier
 
 

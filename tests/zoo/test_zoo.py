@@ -36,7 +36,11 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "unet": ("unet", {"depth": 2, "convolutions": 1, "num_classes": 3, "image_size": 8, "width": 4}),
     "amoebanet": ("amoebanet", {"layers": 3, "num_classes": 4, "image_size": 64, "filters": 8}),
 }
-DROPPING = [case for case, (name, _) in SMALL.items() if "dropout" in inspect.signature(models.MODELS[name]).parameters]
+DROPPING = [
+    case
+    for case, (name, _) in SMALL.items()
+    if "dropout" in inspect.signature(models.MODELS[name]).parameters
+]
 
 every_small = pytest.mark.parametrize("case", SMALL)
 every_dropping = pytest.mark.parametrize("case", DROPPING)
@@ -219,9 +223,12 @@ def test_a_task_travels_to_a_worker(case: str) -> None:
 
 @every_name
 @pytest.mark.parametrize(
-    ("optimizer", "kind"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam), ("sgd", torch.optim.SGD)]
+    ("optimizer", "kind"),
+    [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam), ("sgd", torch.optim.SGD)],
 )
-def test_optimizer_and_rate_are_settings(name: str, optimizer: str, kind: type[torch.optim.Optimizer]) -> None:
+def test_optimizer_and_rate_are_settings(
+    name: str, optimizer: str, kind: type[torch.optim.Optimizer]
+) -> None:
     """Every model takes each optimizer by name, with its rate, over parameters or parameter groups."""
     parameter = nn.Parameter(torch.zeros(2))
     factory = models.build(name, optimizer=optimizer, lr=0.25).optimizer
@@ -259,7 +266,9 @@ def test_unknown_model_lists_the_models() -> None:
     with pytest.raises(UsageError) as refusal:
         models.build("gtp")
     names = "amoebanet, bert, gpt, gpt-stdlib, mlp, mpress-bert, mpress-gpt, resnet, resnet101, unet, vgg11"
-    assert str(refusal.value) == f"there is no model 'gtp' in the zoo: did you mean gpt? Choose one of {names}"
+    assert (
+        str(refusal.value) == f"there is no model 'gtp' in the zoo: did you mean gpt? Choose one of {names}"
+    )
 
 
 @every_name
@@ -301,7 +310,11 @@ RATE = "must be a finite number above 0, or None, not"
         ("gpt", {"attention": "flash"}, "gpt: attention must be 'sdpa' or 'eager', not 'flash'"),
         ("gpt", {"attention": (1,)}, "gpt: attention must be 'sdpa' or 'eager', not (1,)"),
         ("gpt", {"heads": 5}, "gpt: hidden=768 does not divide among heads=5: try heads=4 or hidden=770"),
-        ("bert", {"hidden": 6, "heads": 12}, "bert: hidden=6 does not divide among heads=12: try heads=6 or hidden=12"),
+        (
+            "bert",
+            {"hidden": 6, "heads": 12},
+            "bert: hidden=6 does not divide among heads=12: try heads=6 or hidden=12",
+        ),
         ("bert", {"mask": 1}, "bert: mask must be True or False, not 1"),
         ("vgg11", {"image_size": 31}, "vgg11: image_size must be a whole number, 32 or more, not 31"),
         ("vgg11", {"optimizer": "lion"}, "vgg11: optimizer must be 'adamw' or 'adam' or 'sgd', not 'lion'"),
@@ -316,15 +329,31 @@ RATE = "must be a finite number above 0, or None, not"
         ("amoebanet", {"layers": 19}, "amoebanet: layers must be a multiple of 3, 3 or more, not 19"),
         ("amoebanet", {"layers": True}, "amoebanet: layers must be a multiple of 3, 3 or more, not True"),
         ("amoebanet", {"filters": 12}, "amoebanet: filters must be a multiple of 8, 8 or more, not 12"),
-        ("amoebanet", {"image_size": 32}, "amoebanet: image_size must be a multiple of 32, 64 or more, not 32"),
+        (
+            "amoebanet",
+            {"image_size": 32},
+            "amoebanet: image_size must be a multiple of 32, 64 or more, not 32",
+        ),
         ("amoebanet", {"pooling": "min"}, "amoebanet: pooling must be 'max' or 'average', not 'min'"),
         ("resnet", {"blocks": (3, 0)}, f"resnet: blocks {SIZES} (3, 0)"),
-        ("resnet", {"blocks": (1, 1), "image_size": 8}, f"resnet: image_size=8 {PIXELS} 2 {BATCH_NORM} 9 or more"),
+        (
+            "resnet",
+            {"blocks": (1, 1), "image_size": 8},
+            f"resnet: image_size=8 {PIXELS} 2 {BATCH_NORM} 9 or more",
+        ),
         ("resnet101", {"image_size": 32}, f"resnet101: image_size=32 {PIXELS} 4 {BATCH_NORM} 33 or more"),
         ("unet", {"width": 5}, "unet: width must be a multiple of 2, 2 or more, not 5"),
-        ("unet", {"image_size": 200}, f"unet: image_size=200 {HALVED % 5} a multiple of 32 such as 192 or 224"),
+        (
+            "unet",
+            {"image_size": 200},
+            f"unet: image_size=200 {HALVED % 5} a multiple of 32 such as 192 or 224",
+        ),
         ("unet", {"image_size": 32}, f"unet: image_size=32 {HALVED % 5} a multiple of 32 such as 64"),
-        ("unet", {"image_size": 7, "depth": 1}, f"unet: image_size=7 {HALVED % 1} a multiple of 2 such as 6 or 8"),
+        (
+            "unet",
+            {"image_size": 7, "depth": 1},
+            f"unet: image_size=7 {HALVED % 1} a multiple of 2 such as 6 or 8",
+        ),
     ],
 )
 def test_wrong_values_are_refused(name: str, settings: dict[str, Any], sentence: str) -> None:

@@ -37,7 +37,9 @@ class Reading:
     most: int = 20_000
 
 
-_reading: ContextVar[Reading | None] = ContextVar("the numbers that the layer which runs has read", default=None)
+_reading: ContextVar[Reading | None] = ContextVar(
+    "the numbers that the layer which runs has read", default=None
+)
 _otherwise: ContextVar[bool] = ContextVar("whether the opposite is assumed", default=False)
 _updating: ContextVar[int | None] = ContextVar("what an update reads where it reads a number", default=None)
 
@@ -47,7 +49,9 @@ _OTHERWISE = "it depends on values: counted as if every mask selected half and n
 
 
 def assumed(func: Any, args: tuple[Any, ...]) -> Any:
-    """Return the assumed result of `func(*args)`; None if nothing can be assumed. Call it under a fake mode."""
+    """Return the assumed result of `func(*args)`; None if nothing can be assumed. Call it under a fake
+    mode.
+    """
     rule, numbers = _RULES.get(func), _reading.get()
     if numbers is not None:
         numbers.assumed += 1
@@ -130,7 +134,13 @@ def _number(tensor: Tensor) -> bool | int | float:
         if numbers.count > numbers.most:
             raise RuntimeError("numbers are read from tensors without an end, as if every condition held")
     result = _updating.get() or (2 if _otherwise.get() else 1)
-    return result % 2 == 1 if tensor.dtype is torch.bool else float(result) if tensor.is_floating_point() else result
+    return (
+        result % 2 == 1
+        if tensor.dtype is torch.bool
+        else float(result)
+        if tensor.is_floating_point()
+        else result
+    )
 
 
 def _selects(count: int) -> int:

@@ -135,7 +135,8 @@ def recording(what: str) -> Iterator[None]:
         )
     if saved_tensors_hooks_on_top(False) is not None:
         raise UsageError(
-            f"{what} inside hooks on saved tensors (torch.autograd.graph.save_on_cpu, saved_tensors_hooks) is not what "
+            f"{what} inside hooks on saved tensors (torch.autograd.graph.save_on_cpu, saved_tensors_hooks) "
+            "is not what "
             "the plan says: leave them, for plans say themselves what is moved and what is computed again"
         )
     refuse_elsewhere(what)
@@ -160,7 +161,8 @@ def refuse_elsewhere(what: str) -> None:
         )
     if torch.get_default_device().type != "cpu":
         raise UsageError(
-            f"{what} with another default device than the CPU (torch.set_default_device, torch.device) is not what the "
+            f"{what} with another default device than the CPU (torch.set_default_device, torch.device) is "
+            "not what the "
             "plan says, which has a device for every tensor: put `with torch.device('cpu'):` around it"
         )
 
@@ -193,8 +195,10 @@ def refuse_gradients(batch: tuple[Any, Any], name: str) -> None:
         for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 raise UsageError(
-                    f"{what}{pytree.keystr(path)} of a batch of {name} requires a gradient, and a pipeline returns "
-                    "none to the caller: pass its detach(), or, if a module that is to be trained made it, make that "
+                    f"{what}{pytree.keystr(path)} of a batch of {name} requires a gradient, and a pipeline "
+                    "returns "
+                    "none to the caller: pass its detach(), or, if a module that is to be trained made it, "
+                    "make that "
                     "module a part of the task's"
                 )
 

@@ -93,7 +93,9 @@ Key = tuple[int, bool]  # a storage, and whether a buffer lies in it
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A storage that a layer holds as a buffer or as a plain attribute, named after the first tensor in it."""
+    """A storage that a layer holds as a buffer or as a plain attribute, named after the first tensor in
+    it.
+    """
 
     name: str
     storage: int
@@ -164,7 +166,9 @@ def module_settings(module: nn.Module, other: Callable[[Any], object]) -> object
         if name in ("_parameters", "_buffers"):
             settings.append((name, tuple((key, layout(tensor)) for key, tensor in value.items())))
         elif name == "_modules":
-            parts = ((key, None if part is None else module_settings(part, other)) for key, part in value.items())
+            parts = (
+                (key, None if part is None else module_settings(part, other)) for key, part in value.items()
+            )
             settings.append((name, tuple(parts)))
         elif not name.startswith("_"):
             settings.append((name, _setting(value, other)))
@@ -173,7 +177,9 @@ def module_settings(module: nn.Module, other: Callable[[Any], object]) -> object
 
 def layout(tensor: Tensor | None) -> object:
     """Return shape, strides, dtype and `requires_grad` of a tensor; None for None."""
-    return None if tensor is None else (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+    return (
+        None if tensor is None else (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+    )
 
 
 def _setting(value: Any, other: Callable[[Any], object]) -> object:
@@ -259,7 +265,9 @@ class Chain:
     packing: Packing = field(kw_only=True, default="bare")
 
     def measured(self, measurement: Measurement) -> Chain:
-        """Return the chain with the measured packing and orders of its layers, and the packing of its loss."""
+        """Return the chain with the measured packing and orders of its layers, and the packing of its
+        loss.
+        """
         costs = measurement.costs
         left = (*(cost.orders for cost in costs[1:]), None)
         layers = tuple(
@@ -270,7 +278,9 @@ class Chain:
 
     @property
     def traced(self) -> bool:
-        """True if the layers were traced, for one microbatch size and mode, rather than written as modules."""
+        """True if the layers were traced, for one microbatch size and mode, rather than written as
+        modules.
+        """
         return self.outputs is not None
 
     @property
@@ -297,7 +307,8 @@ class Chain:
         if targets is None:
             return ()
         raise UsageError(
-            "the targets are new: the model was captured without any; pass None, or let the task's batches have targets"
+            "the targets are new: the model was captured without any; pass None, or let the task's batches "
+            "have targets"
         )
 
     def rebuild(self, values: Values) -> Any:
@@ -314,8 +325,12 @@ class Chain:
         with autocasting(self.autocast, values), standing_in(values, self.criterion):
             result = values[0] if self.criterion is None else self.criterion(self.rebuild(values), wanted)
         if not isinstance(result, Tensor) or result.numel() != 1:
-            what = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else kind_of(result)
-            raise UsageError(f"the loss must be a scalar tensor, not {what}: return the mean over the samples")
+            what = (
+                f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else kind_of(result)
+            )
+            raise UsageError(
+                f"the loss must be a scalar tensor, not {what}: return the mean over the samples"
+            )
         if not result.is_floating_point():
             raise UsageError(
                 f"the loss must be of floating-point numbers, not {result.dtype}: a gradient is taken of it"
@@ -352,9 +367,15 @@ def as_values(outputs: Any, where: str) -> Values:
         UsageError: `outputs` are empty, or something other than a tensor or a tuple or list of tensors.
     """
     if isinstance(outputs, tuple | list) and not outputs:
-        raise UsageError(f"{where} returns an empty {type(outputs).__name__}; layers pass at least one tensor")
-    values = outputs if isinstance(outputs, tuple) else tuple(outputs) if isinstance(outputs, list) else (outputs,)
+        raise UsageError(
+            f"{where} returns an empty {type(outputs).__name__}; layers pass at least one tensor"
+        )
+    values = (
+        outputs if isinstance(outputs, tuple) else tuple(outputs) if isinstance(outputs, list) else (outputs,)
+    )
     strange = next((value for value in values if not isinstance(value, Tensor)), None)
     if strange is not None:
-        raise UsageError(f"{where} returns a {type(strange).__name__}; layers pass a tensor or a tuple of tensors")
+        raise UsageError(
+            f"{where} returns a {type(strange).__name__}; layers pass a tensor or a tuple of tensors"
+        )
     return values

@@ -99,10 +99,16 @@ class Numbers:
             return self._refusal
         losses = " and ".join(f"{loss:.6g}" for loss in self.losses)
         if not all(map(isfinite, self.losses)):
-            return f"the numbers of {self.name} cannot be compared: its losses are {losses} before anything is trained"
-        exact = "equal bit by bit" if not self.apart else f"at most {self.apart:.1e} of the largest value apart"
+            return (
+                f"the numbers of {self.name} cannot be compared: its losses are {losses} before anything is "
+                "trained"
+            )
+        exact = (
+            "equal bit by bit" if not self.apart else f"at most {self.apart:.1e} of the largest value apart"
+        )
         return (
-            f"{self.name} computes as a chain what it computes as a module: {counted(len(self.losses), 'microbatch')} "
+            f"{self.name} computes as a chain what it computes as a module: "
+            f"{counted(len(self.losses), 'microbatch')} "
             f"of {self.microbatch_size}, losses {losses}, {counted(self.gradients, 'gradient')} and "
             f"{counted(self.buffers, 'buffer')}, {exact} ({self.allowed:.0e} allowed){''.join(self.besides)}"
         )
@@ -126,8 +132,10 @@ class Numbers:
         told, rest = self.differences[:_TOLD], len(self.differences) - _TOLD
         more = f", and {rest} more" if rest > 0 else ""
         return (
-            f"{self.name} computes as a chain other numbers than as a module: {', '.join(map(str, told))}{more} "
-            f"({self.allowed:.0e} of the largest value is allowed); {self._cause}; change that, or give pipefit the "
+            f"{self.name} computes as a chain other numbers than as a module: "
+            f"{', '.join(map(str, told))}{more} "
+            f"({self.allowed:.0e} of the largest value is allowed); {self._cause}; change that, or give "
+            "pipefit the "
             "parts instead, pipefit.chain([...]) in the order they run"
         )
 
@@ -138,12 +146,15 @@ class Numbers:
         losses = [name for name in what if name.startswith("the loss")]
         if losses and losses[0] != _loss_name(0):
             return (
-                "only the first microbatch has the same loss, so the forward keeps something from one call to the "
-                "next, which the chain does not keep: a count, a tensor in an attribute, a parameter changed in place"
+                "only the first microbatch has the same loss, so the forward keeps something from one call "
+                "to the "
+                "next, which the chain does not keep: a count, a tensor in an attribute, a parameter changed "
+                "in place"
             )
         if losses:
             return (
-                "the forward is another, as where it depends on more than its inputs, parameters and buffers: on "
+                "the forward is another, as where it depends on more than its inputs, parameters and "
+                "buffers: on "
                 "Python's state, on whether it is traced, on the data of a tensor (x.data)"
             )
         if any(name.startswith("the gradient") for name in what):
@@ -165,7 +176,9 @@ def compared(
     `untouched` are the buffers before the runs: buffers that no layer uses keep these values. The coarsest of
     `precisions` determines the allowed difference.
     """
-    allowed = max((ALLOWED[dtype] for dtype in precisions if dtype in ALLOWED), default=ALLOWED[torch.float32])
+    allowed = max(
+        (ALLOWED[dtype] for dtype in precisions if dtype in ALLOWED), default=ALLOWED[torch.float32]
+    )
     result = list(_differences(plain, replace(ours, buffers={**untouched, **ours.buffers})))
     return Numbers(
         name=name,
@@ -185,7 +198,9 @@ def _differences(plain: Run, ours: Run) -> Iterator[Difference]:
         if not same(loss, own):
             text = f"is {own.item():.6g} instead of {loss.item():.6g}"
             yield Difference(what=_loss_name(number), apart=_apart(loss, own, _SMALLEST), text=text)
-    most = max((largest(gradient) for gradient in plain.gradients.values() if gradient is not None), default=0.0)
+    most = max(
+        (largest(gradient) for gradient in plain.gradients.values() if gradient is not None), default=0.0
+    )
     for name, gradient in plain.gradients.items():
         yield from difference(f"the gradient of {name}", gradient, ours.gradients.get(name), _SMALLEST * most)
     for name, buffer in plain.buffers.items():
@@ -193,10 +208,14 @@ def _differences(plain: Run, ours: Run) -> Iterator[Difference]:
 
 
 def difference(what: str, plain: Tensor | None, ours: Tensor | None, floor: float) -> Iterator[Difference]:
-    """Yield the difference of `ours` from `plain`, if any, as a share of the largest value, at least `floor`."""
+    """Yield the difference of `ours` from `plain`, if any, as a share of the largest value, at least
+    `floor`.
+    """
     if plain is None or ours is None:
         if plain is not ours:
-            yield Difference(what=what, apart=None, text="is missing" if ours is None else "should not be there")
+            yield Difference(
+                what=what, apart=None, text="is missing" if ours is None else "should not be there"
+            )
     elif plain.shape != ours.shape or plain.dtype != ours.dtype:
         text = f"is {ours.dtype} {tuple(ours.shape)} instead of {plain.dtype} {tuple(plain.shape)}"
         yield Difference(what=what, apart=None, text=text)
@@ -215,14 +234,22 @@ def same(plain: Tensor, ours: Tensor) -> bool:
 
 
 def _apart(plain: Tensor, ours: Tensor, floor: float) -> float:
-    """Return the largest difference as a share of the largest value, at least `floor`; infinite for integers."""
+    """Return the largest difference as a share of the largest value, at least `floor`; infinite for
+    integers.
+    """
     if not (plain.is_floating_point() or plain.is_complex()):
         return float("inf")
     far = _norm(plain.to(_wide(plain)) - ours.to(_wide(plain)))
     if isfinite(far):
         return far / max(largest(plain), floor)
     unlike = (plain != ours) & ~(plain.isnan() & ours.isnan())
-    far = (plain[unlike].to(_wide(plain)) - ours[unlike].to(_wide(plain))).abs().nan_to_num(float("inf")).max().item()
+    far = (
+        (plain[unlike].to(_wide(plain)) - ours[unlike].to(_wide(plain)))
+        .abs()
+        .nan_to_num(float("inf"))
+        .max()
+        .item()
+    )
     return far / max(largest(plain), floor)
 
 
@@ -284,7 +311,9 @@ def rows_of(module: nn.Module) -> list[Row]:
     """Return the lists of blocks that a copy can shorten, except lists in left-out blocks."""
     result = list[Row]()
     for path, part in module.named_modules():
-        if isinstance(part, nn.ModuleList | nn.Sequential) and not any(row.leaves_out(path) for row in result):
+        if isinstance(part, nn.ModuleList | nn.Sequential) and not any(
+            row.leaves_out(path) for row in result
+        ):
             names = tuple(part._modules)
             superfluous = _superfluous([_kind(block) for block in part._modules.values()])
             if superfluous:
@@ -313,7 +342,9 @@ def with_fewer_blocks(task: Task, rows: Sequence[Row]) -> Task:
 
 
 def _settings_around(path: str, original: nn.Module, own: nn.Module) -> Iterator[dict[Any, Any]]:
-    """Yield the attributes of modules around `path` in `own`, and of objects that `original` does not share."""
+    """Yield the attributes of modules around `path` in `own`, and of objects that `original` does not
+    share.
+    """
     parts = path.split(".") if path else []
     for around in (".".join(parts[:depth]) for depth in range(len(parts) + 1)):
         held, before = vars(own.get_submodule(around)), vars(original.get_submodule(around))
@@ -349,7 +380,9 @@ def _structure(part: nn.Module) -> Iterator[object]:
     yield tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in part.named_parameters(recurse=False))
     yield tuple((name, b.shape, b.dtype) for name, b in part.named_buffers(recurse=False))
     yield tuple((name, value) for name, value in vars(part).items() if isinstance(value, str | bool))
-    yield bool(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks)
+    yield bool(
+        part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+    )
 
 
 # ---- The comparison
@@ -381,7 +414,9 @@ def compare(task: Task, chain: Chain, batches: Sequence[Sample], *, target: Targ
             plain,
             ours,
             name=task.name,
-            microbatch_size=len(next(leaf for leaf in pytree.tree_leaves(batches[0]) if isinstance(leaf, Tensor))),
+            microbatch_size=len(
+                next(leaf for leaf in pytree.tree_leaves(batches[0]) if isinstance(leaf, Tensor))
+            ),
             untouched={name: buffer.cpu() for name, buffer in module.named_buffers()},
             precisions={
                 *(parameter.dtype for parameter in module.parameters()),
@@ -403,7 +438,13 @@ def evaluated(
     """
     module = task.module
     assert isinstance(module, nn.Module)
-    with put_back(), recording("comparing numbers"), casting_for(target), tensors_put_back(module), torch.no_grad():
+    with (
+        put_back(),
+        recording("comparing numbers"),
+        casting_for(target),
+        tensors_put_back(module),
+        torch.no_grad(),
+    ):
         (own,), loss_of = copies_of([module], task.loss)
         with plainly(task, "evaluation"):
             forward = plain_forward(task, own if training else own.eval(), loss_of, traced=traced)
@@ -416,10 +457,18 @@ def values_before(
     """Return the inputs of some layers of a chain of modules for `batch`, in evaluation mode."""
     module = task.module
     assert isinstance(module, nn.Module)
-    with put_back(), recording("comparing numbers"), casting_for(target), tensors_put_back(module), torch.no_grad():
+    with (
+        put_back(),
+        recording("comparing numbers"),
+        casting_for(target),
+        tensors_put_back(module),
+        torch.no_grad(),
+    ):
         own, _ = copies_of([layer.module for layer in chain.layers], None)
         seed_all(0)
-        values = chain.flatten(pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), batch[0]))
+        values = chain.flatten(
+            pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), batch[0])
+        )
         result = []
         for number, (layer, copy) in enumerate(zip(chain.layers, own, strict=True)):
             if number in layers:
@@ -564,7 +613,9 @@ def _gradients(parameters: Iterable[tuple[str, nn.Parameter]], module: nn.Module
     A function that holds the original module (a closure) puts gradients into the original's parameters
     instead.
     """
-    leaked = {name: original.grad.cpu() for name, original in module.named_parameters() if original.grad is not None}
+    leaked = {
+        name: original.grad.cpu() for name, original in module.named_parameters() if original.grad is not None
+    }
     return {name: leaked.get(name, parameter.grad) for name, parameter in parameters}
 
 

@@ -35,8 +35,10 @@ from pipefit.torch_internals.fake_tensors import FakeTensor, active_fake_mode
 # change its tensors or replace its buffers; these are restored.
 
 _WAY_OUT = (
-    "register it in the layer too, as several may have one parameter, or freeze it (requires_grad_(False)); a loss "
-    "with parameters is a part of the module, which returns it (loss=None), and weight decay an option of the optimizer"
+    "register it in the layer too, as several may have one parameter, or freeze it (requires_grad_(False)); "
+    "a loss "
+    "with parameters is a part of the module, which returns it (loss=None), and weight decay an option of "
+    "the optimizer"
 )
 STRANGER = (
     "it computes with a parameter that it does not have, and whose gradient would be lost on its device",
@@ -66,7 +68,9 @@ def noticing() -> Iterator[StoodIn]:
 
 
 def standing_in(values: tuple[Tensor, ...], loss: object) -> AbstractContextManager[object]:
-    """Replace real tensors that a loss combines with `values` by fake ones in the body, if `values` are fake."""
+    """Replace real tensors that a loss combines with `values` by fake ones in the body, if `values` are
+    fake.
+    """
     like = values[0]
     return _standing_in(like, loss) if isinstance(like, FakeTensor) else nullcontext()
 
@@ -110,7 +114,9 @@ class _StandIns(TorchFunctionMode):
     def __init__(self, like: FakeTensor) -> None:
         super().__init__()
         self._like = like
-        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # id of a real tensor -> it, kept alive, and its stand-in
+        self._made: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # id of a real tensor -> it, kept alive, and its stand-in
 
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
@@ -128,7 +134,9 @@ class _StandIns(TorchFunctionMode):
             raise Refusal(*STRANGER)
         if id(tensor) not in self._made:
             with without_dispatch_modes(), self._like.fake_mode:
-                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._like.device)
+                made = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._like.device
+                )
             self._made[id(tensor)] = tensor, made
         return self._made[id(tensor)][1]
 
@@ -142,8 +150,12 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 def constants(module: nn.Module) -> list[Tensor]:
-    """Return the tensors in attributes of `module` and its parts, in lists and dictionaries too, each once."""
-    return list({id(tensor): tensor for tensors in _attributes(module).values() for tensor in tensors}.values())
+    """Return the tensors in attributes of `module` and its parts, in lists and dictionaries too, each
+    once.
+    """
+    return list(
+        {id(tensor): tensor for tensors in _attributes(module).values() for tensor in tensors}.values()
+    )
 
 
 def named_constants(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -156,8 +168,13 @@ def named_constants(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def held_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return all tensors that `module` holds: parameters and buffers under all names, and plain attributes."""
-    registered = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    """Return all tensors that `module` holds: parameters and buffers under all names, and plain
+    attributes.
+    """
+    registered = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
     return dict([*registered, *named_constants(module)])
 
 
@@ -174,13 +191,17 @@ def unchanged_constants(module: nn.Module) -> Iterator[None]:
         if list(map(id, before.get(name, []))) != list(map(id, tensors)):
             raise Refusal(
                 f"its forward puts a tensor into the attribute {name!r}, and what that holds is in no plan",
-                "make it a buffer that the forward updates, or let a module call the layers in its own forward, which "
-                "is traced; instead of old spectral_norm and weight_norm, use those of torch.nn.utils.parametrizations",
+                "make it a buffer that the forward updates, or let a module call the layers in its own "
+                "forward, which "
+                "is traced; instead of old spectral_norm and weight_norm, use those of "
+                "torch.nn.utils.parametrizations",
             )
 
 
 def _attributes(module: nn.Module) -> dict[str, list[Tensor]]:
-    """Return the unregistered tensors in each attribute of `module` and its parts, by the attribute's name."""
+    """Return the unregistered tensors in each attribute of `module` and its parts, by the attribute's
+    name.
+    """
     registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     result = {}
     for path, part in module.named_modules():
@@ -225,7 +246,9 @@ def copied(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
     with (
         mock.patch.object(Tensor, "__deepcopy__", deepcopy),
         mock.patch.object(nn.Parameter, "__deepcopy__", deepcopy),
-        mock.patch.dict(copy._deepcopy_dispatch, {**_COPIED, torch.Generator: _generator, FunctionType: function}),  # type: ignore[attr-defined]
+        mock.patch.dict(
+            copy._deepcopy_dispatch, {**_COPIED, torch.Generator: _generator, FunctionType: function}
+        ),  # type: ignore[attr-defined]
     ):
         return copy.deepcopy(module)
 
@@ -256,7 +279,9 @@ def copy_hooks(parameter: nn.Parameter, made: nn.Parameter, memo: dict[int, Any]
 
 
 def _converted(tensor: Tensor, convert: Callable[[Tensor], Tensor], storages: dict[int, Tensor]) -> Tensor:
-    """Convert `tensor`, placed in the converted storage of the original; `storages` has the storages so far."""
+    """Convert `tensor`, placed in the converted storage of the original; `storages` has the storages so
+    far.
+    """
     if tensor.layout != torch.strided or type(tensor) not in (Tensor, FakeTensor):
         return convert(tensor)
     key = storage_key(tensor)
@@ -342,9 +367,15 @@ def _function(original: FunctionType, memo: dict[int, Any], own: set[int]) -> Fu
 
     cells = original.__closure__ or ()
     for cell in cells:
-        memo.setdefault(id(cell), cell if is_empty(cell) else CellType())  # several functions may share one cell
+        memo.setdefault(
+            id(cell), cell if is_empty(cell) else CellType()
+        )  # several functions may share one cell
     made = FunctionType(
-        original.__code__, original.__globals__, original.__name__, None, tuple(memo[id(cell)] for cell in cells)
+        original.__code__,
+        original.__globals__,
+        original.__name__,
+        None,
+        tuple(memo[id(cell)] for cell in cells),
     )
     memo[id(original)] = made  # first: its contents may hold it
     for cell in cells:

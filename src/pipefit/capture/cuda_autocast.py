@@ -27,7 +27,12 @@ from torch.amp import autocast_mode
 from pipefit.errors import UsageError
 from pipefit.schema.profile import Target
 from pipefit.torch_internals import without_torch_function
-from pipefit.torch_internals.dispatcher import DispatchKey, DispatchKeySet, registrations, without_dispatch_keys
+from pipefit.torch_internals.dispatcher import (
+    DispatchKey,
+    DispatchKeySet,
+    registrations,
+    without_dispatch_keys,
+)
 
 # ---- CUDA's casts: which operators cast their arguments, to which dtype, and which fail
 #
@@ -40,7 +45,8 @@ from pipefit.torch_internals.dispatcher import DispatchKey, DispatchKeySet, regi
 #     float32           logarithms, powers, norms, losses: all arguments to float32
 #     optional dtype    sums and softmax: the result is float32, unless the call gives a dtype
 #     appended dtype    two forms of `norm`: the same, through the form that takes a dtype
-#     promote           operators of several tensors: to float32 if one of them is, else to the half-precision type
+#     promote           operators of several tensors: to float32 if one of them is, else to the half-precision
+# type
 #     banned            `binary_cross_entropy`, which overflows in half precision
 #
 # Operators that cast under CUDA's autocast but are not in the header raise an error when called.
@@ -81,21 +87,30 @@ def policies() -> Mapping[str, Policy]:
         text = header.read_text()
     except OSError as error:
         raise UsageError(
-            f"what CUDA's autocast casts is read from {header}, which this torch does not have: install torch from a "
+            f"what CUDA's autocast casts is read from {header}, which this torch does not have: install "
+            "torch from a "
             "wheel, or profile for the target cpu"
         ) from error
     result = dict(_BESIDE)
     for macro, policy in _MACROS.items():
         match = re.search(rf"#define AT_FORALL_{macro}\(_\)((?:.*\\\n)+.*\n)", text)
         if match is None:
-            raise UsageError(f"{header} has no list AT_FORALL_{macro}: pipefit does not know this torch; try another")
+            raise UsageError(
+                f"{header} has no list AT_FORALL_{macro}: pipefit does not know this torch; try another"
+            )
         result |= dict.fromkeys(map(_operator, _entries(match[1], policy)), policy)
     return result
 
 
 def _entries(macro: str, policy: Policy) -> Iterable[str]:
-    """Return the entries of a list: `name` or `name, overload`; strings if the rule calls another overload."""
-    return re.findall(r'"([\w.]+)"', macro) if policy == "appended dtype" else re.findall(r"_\(([\w, ]+)\)", macro)
+    """Return the entries of a list: `name` or `name, overload`; strings if the rule calls another
+    overload.
+    """
+    return (
+        re.findall(r'"([\w.]+)"', macro)
+        if policy == "appended dtype"
+        else re.findall(r"_\(([\w, ]+)\)", macro)
+    )
 
 
 def _operator(entry: str) -> str:
@@ -164,7 +179,9 @@ class CudaCasts:
 
     def _promote(self, operator: Any, args: Any, kwargs: Any) -> Any:
         low, given = self._low, _named(operator, args) | kwargs
-        promoting = [a.name for a in operator._schema.arguments if str(a.type) in _PROMOTING and a.name in given]
+        promoting = [
+            a.name for a in operator._schema.arguments if str(a.type) in _PROMOTING and a.name in given
+        ]
         dtypes = {t.dtype for name in promoting for t in _tensors(given[name]) if self._casts(t)}
         if dtypes - {low, torch.float32}:
             raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
@@ -178,7 +195,9 @@ class CudaCasts:
 
     def _called(self, operator: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
         keywords = {name: self._cast(argument, dtype) for name, argument in kwargs.items()}
-        cast = [self._cast(argument, dtype) for argument in reversed(args)]  # GCC evaluates arguments last to first
+        cast = [
+            self._cast(argument, dtype) for argument in reversed(args)
+        ]  # GCC evaluates arguments last to first
         return operator(*reversed(cast), **keywords)
 
     def _casts(self, argument: Any) -> bool:
@@ -207,7 +226,12 @@ class CudaCasts:
 
     def _keeps(self, tensor: Tensor, dtype: torch.dtype) -> bool:
         """Return whether the cast is cached: a parameter's cast from float32 to half precision."""
-        leaf = tensor.dtype == torch.float32 and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+        leaf = (
+            tensor.dtype == torch.float32
+            and tensor.requires_grad
+            and tensor.is_leaf
+            and not tensor._is_view()
+        )
         cached = torch.is_autocast_cache_enabled() and not torch.is_inference_mode_enabled()
         return leaf and cached and dtype == self._low
 
@@ -240,7 +264,8 @@ def _banned(*_: Any) -> Any:
 def _refusing(name: str) -> Kernel:
     def kernel(*_: Any, **__: Any) -> Any:
         raise UsageError(
-            f"{name} is cast by a rule of its own under CUDA's autocast, which pipefit does not know: call it under "
+            f"{name} is cast by a rule of its own under CUDA's autocast, which pipefit does not know: call "
+            "it under "
             "torch.autocast(..., enabled=False), with arguments of the types that it is to compute in"
         )
 
@@ -308,7 +333,9 @@ def _off_for_cuda() -> Any:
     """Turn autocast for `cuda` off in the body, without querying for a GPU."""
     begin = autocast_mode.autocast.__init__
 
-    def off(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
+    def off(
+        self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
+    ) -> None:
         begin(self, device_type, dtype, enabled and device_type != _CUDA, cache_enabled)
 
     return mock.patch.object(autocast_mode.autocast, "__init__", off)
@@ -334,7 +361,9 @@ def _renamed(begin: Callable[..., None], stand_in: str) -> Callable[..., None]:
 
 
 def _entered(enter: Callable[[Any], Any], device_type: str) -> Callable[[Any], Any]:
-    """Wrap `__enter__`: torch's query functions for `cuda` then return the state of the stand-in's autocast."""
+    """Wrap `__enter__`: torch's query functions for `cuda` then return the state of the stand-in's
+    autocast.
+    """
 
     def entered(self: Any) -> Any:
         result = enter(self)

@@ -86,7 +86,10 @@ def _constant(tensor: Tensor) -> Tensor | None:
         return None
     needed = _needed_by(end)
     changed = {
-        source for node in end.graph.nodes for target in mutated_arguments(node) for source in _needed_by(target)
+        source
+        for node in end.graph.nodes
+        for target in mutated_arguments(node)
+        for source in _needed_by(target)
     }
     if changed & needed or not all(node.op == "call_function" and not draws(node) for node in needed):
         return None
@@ -149,7 +152,8 @@ class ChangedAttributes:
             again()
         for name, (was, now) in self._changes.items():
             raise Refusal(
-                f"its forward changes the attribute {name!r} in every call (the second from {was!r} to {now!r}), and a "
+                f"its forward changes the attribute {name!r} in every call (the second from {was!r} to "
+                f"{now!r}), and a "
                 "trace would repeat the first",
                 f"keep it in a buffer and compute with that as a tensor, or {REMEDY}",
             )
@@ -160,14 +164,18 @@ class ChangedAttributes:
     def _end(self, module: nn.Module) -> None:
         now, before = _numbers_and_texts(module), self._before
         both = {name: (was, now[name]) for name, was in before.items() if name in now}
-        self._changes = {name: (was, new) for name, (was, new) in both.items() if was is not new and was != new}
+        self._changes = {
+            name: (was, new) for name, (was, new) in both.items() if was is not new and was != new
+        }
 
 
 def _numbers_and_texts(module: nn.Module) -> Attributes:
     """Return the numbers and strings among the attributes of a module, its parts, and their classes."""
     result: Attributes = {}
     for path, part in module.named_modules():
-        classes = [each for each in type(part).__mro__ if issubclass(each, nn.Module) and each is not nn.Module]
+        classes = [
+            each for each in type(part).__mro__ if issubclass(each, nn.Module) and each is not nn.Module
+        ]
         for owner in (*reversed(classes), part):
             numbers = {name: value for name, value in vars(owner).items() if isinstance(value, _PLAIN)}
             result.update({f"{path}.{name}".removeprefix("."): value for name, value in numbers.items()})
@@ -210,8 +218,10 @@ def the_loss(outputs: Any, name: str) -> Tensor:
         return result
     what = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else kind_of(outputs)
     raise UsageError(
-        f"{name} has no loss of its own: its module returned {what}, no scalar and nothing with a scalar 'loss': "
-        "give the labels among the inputs, or Task(..., loss=...), which is called with what the module returns"
+        f"{name} has no loss of its own: its module returned {what}, no scalar and nothing with a scalar "
+        "'loss': "
+        "give the labels among the inputs, or Task(..., loss=...), which is called with what the module "
+        "returns"
     )
 
 
@@ -233,7 +243,8 @@ def everything(outputs: Any, name: str) -> Any:
     for path, leaf in leaves:
         if not isinstance(leaf, _ENDINGS_PLAIN):
             raise Refusal(
-                f"it returns a {type(leaf).__name__}{f' as {pytree.keystr(path)}' if path else ''}, which is neither a "
+                f"it returns a {type(leaf).__name__}{f' as {pytree.keystr(path)}' if path else ''}, which is "
+                "neither a "
                 "tensor nor a structure of tensors",
                 "return tensors, or tuples, dictionaries or dataclasses of them; use_cache=False for a cache",
             )
@@ -372,15 +383,20 @@ def _check_arguments(module: nn.Module, name: str, args: tuple[Any, ...], kwargs
     try:
         taken.bind(*args, **kwargs)
     except TypeError as error:
-        given = f"the keyword arguments {', '.join(kwargs)}" if kwargs else f"{len(args)} positional arguments"
+        given = (
+            f"the keyword arguments {', '.join(kwargs)}" if kwargs else f"{len(args)} positional arguments"
+        )
         raise UsageError(
             f"{name} cannot be called with the inputs of a batch, {given}: {error}. Its forward takes "
-            f"({', '.join(taken.parameters)}); a tuple of inputs is its positional arguments, a dictionary its keywords"
+            f"({', '.join(taken.parameters)}); a tuple of inputs is its positional arguments, a dictionary "
+            "its keywords"
         ) from error
 
 
 def _close_and_end(module: nn.Module, ending: Callable[[Any, str], Any], name: str) -> None:
-    """Let the forward of `module` take dataclasses in place of records, and return `ending(outputs, name)`."""
+    """Let the forward of `module` take dataclasses in place of records, and return `ending(outputs,
+    name)`.
+    """
 
     def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         return closed(args), closed(kwargs)
@@ -404,7 +420,9 @@ def _update_replaced_buffers(module: nn.Module) -> None:
     before: list[tuple[nn.Module, str, Tensor | None]] = []
 
     def begin(*_: Any) -> None:
-        before[:] = [(part, name, buffer) for part in module.modules() for name, buffer in part._buffers.items()]
+        before[:] = [
+            (part, name, buffer) for part in module.modules() for name, buffer in part._buffers.items()
+        ]
 
     def end(*_: Any) -> None:
         for part, name, buffer in before:
@@ -434,11 +452,15 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Return a deep copy of `module` with tensors of `mode`; constants stay real, as the program takes them."""
+    """Return a deep copy of `module` with tensors of `mode`; constants stay real, as the program takes
+    them.
+    """
     varying = {storage_key(tensor) for tensor in (*module.parameters(), *module.buffers())}
 
     def convert(tensor: Tensor) -> Tensor:
-        is_constant = storage_key(tensor) not in varying and tensor.is_leaf and not isinstance(tensor, FakeTensor)
+        is_constant = (
+            storage_key(tensor) not in varying and tensor.is_leaf and not isinstance(tensor, FakeTensor)
+        )
         return tensor.clone() if is_constant else _fake(tensor, mode)
 
     return copied(module, convert)

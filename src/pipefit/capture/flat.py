@@ -17,7 +17,13 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from pipefit.capture.refusals import refuse_object, refuse_operation, refuse_shape, refuse_sparse, refuse_transform
+from pipefit.capture.refusals import (
+    refuse_object,
+    refuse_operation,
+    refuse_shape,
+    refuse_sparse,
+    refuse_transform,
+)
 from pipefit.capture.storages import storage_key
 from pipefit.capture.whole_modules import call_whole
 from pipefit.torch_internals import HigherOrderOperator, OpOverload, is_functorch_tensor, pytree
@@ -28,7 +34,10 @@ from pipefit.torch_internals import HigherOrderOperator, OpOverload, is_functorc
 # other would not change. A cut must therefore not lie between a change in place and a value that shares its
 # memory. Both are found from operator schemas and the storages of the traced values, in one pass.
 
-_NORMS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)  # arguments 3 and 4: statistics
+_NORMS = (
+    torch.ops.aten.batch_norm.default,
+    torch.ops.aten.instance_norm.default,
+)  # arguments 3 and 4: statistics
 
 
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:
@@ -57,7 +66,9 @@ def groups(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         for storage in _storages(node.meta.get("val")):
             candidates.append(storages.setdefault(storage, candidates[0] if candidates else node))
         root = candidates[0] if candidates else node
-        for other in {candidate for candidate in candidates if candidate is not root and candidate is not node}:
+        for other in {
+            candidate for candidate in candidates if candidate is not root and candidate is not node
+        }:
             for known in [n for n, r in first.items() if r is other]:
                 first[known] = root
             for storage in [s for s, r in storages.items() if r is other]:
@@ -93,7 +104,9 @@ def _storages(item: Any) -> list[int]:
 
 # ---- Flattening
 
-Context = tuple[tuple[Any, ...], ...]  # ("grad", enabled) or ("autocast", device type, dtype, enabled, cached)
+Context = tuple[
+    tuple[Any, ...], ...
+]  # ("grad", enabled) or ("autocast", device type, dtype, enabled, cached)
 
 _CHECKS = (
     torch.ops.aten._assert_tensor_metadata.default,
@@ -111,7 +124,9 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Meaning of a placeholder: a parameter, buffer, constant or module of this name, or input leaf `index`."""
+    """Meaning of a placeholder: a parameter, buffer, constant or module of this name, or input leaf
+    `index`.
+    """
 
     kind: Literal["parameter", "buffer", "constant", "module", "input"]
     name: str
@@ -163,7 +178,9 @@ def nbytes(node: fx.Node) -> int:
 
 
 def draws(node: fx.Node) -> bool:
-    """Return whether the operation may draw from torch's default generator; a whole module counts as drawing."""
+    """Return whether the operation may draw from torch's default generator; a whole module counts as
+    drawing.
+    """
     return node.target is call_whole or (
         isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
     )
@@ -240,7 +257,9 @@ class _Inliner:
         self.graph.output(outputs)
 
     def _copy(self, module: fx.GraphModule, arguments: tuple[Any, ...] | None, around: Context) -> Any:
-        """Return the outputs of `module` on `arguments`; None for the program itself, which has placeholders."""
+        """Return the outputs of `module` on `arguments`; None for the program itself, which has
+        placeholders.
+        """
         known: dict[fx.Node, Any] = {}
         given = iter(arguments or ())
         for node in module.graph.nodes:
@@ -275,7 +294,9 @@ class _Inliner:
         if node.target is call_whole:
             args = (self._module(args[0]), *args[1:])
         target = (
-            node.target if node.target is not torch.ops.aten.lift_fresh_copy.default else torch.ops.aten.clone.default
+            node.target
+            if node.target is not torch.ops.aten.lift_fresh_copy.default
+            else torch.ops.aten.clone.default
         )
         copied = self.graph.create_node("call_function", target, args, kwargs)
         copied.meta = {

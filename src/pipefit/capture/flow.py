@@ -24,7 +24,11 @@ from pipefit.capture.storages import is_dense
 from pipefit.capture.whole_modules import call_whole
 from pipefit.torch_internals import OpOverload
 
-_EXPANDING = (torch.ops.aten.expand.default, torch.ops.aten.expand_as.default, torch.ops.aten.broadcast_to.default)
+_EXPANDING = (
+    torch.ops.aten.expand.default,
+    torch.ops.aten.expand_as.default,
+    torch.ops.aten.broadcast_to.default,
+)
 _CONTIGUOUS = torch.ops.aten.contiguous.default
 
 
@@ -38,7 +42,9 @@ class Flow:
     @cached_property
     def repeated(self) -> frozenset[fx.Node]:
         """Operations that each layer repeats if it needs their results, instead of receiving the results."""
-        needed: dict[fx.Node, frozenset[fx.Node]] = {}  # repeated operation -> the values that must cross for it
+        needed: dict[
+            fx.Node, frozenset[fx.Node]
+        ] = {}  # repeated operation -> the values that must cross for it
         sent: set[fx.Node] = set()  # not repeated: their results are smaller than these values
         for node in self.graph.nodes:
             values = self._to_repeat(node, needed, sent)
@@ -53,7 +59,9 @@ class Flow:
     @cached_property
     def order(self) -> tuple[fx.Node, ...]:
         """The operations that exactly one layer runs, in order."""
-        return tuple(node for node in self.graph.nodes if node.op == "call_function" and node not in self.repeated)
+        return tuple(
+            node for node in self.graph.nodes if node.op == "call_function" and node not in self.repeated
+        )
 
     @cached_property
     def outputs(self) -> tuple[fx.Node, ...]:
@@ -61,7 +69,9 @@ class Flow:
         return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
     def needs(self, node: fx.Node) -> frozenset[fx.Node]:
-        """Return the values, inputs and parameters that `node` reads; for repeated operations, their sources."""
+        """Return the values, inputs and parameters that `node` reads; for repeated operations, their
+        sources.
+        """
         return self._expanded(node.all_input_nodes)
 
     def needed_by(self, order: Iterable[fx.Node], outputs: Iterable[fx.Node]) -> list[fx.Node]:
@@ -97,7 +107,9 @@ class Flow:
 
     @cached_property
     def legal(self) -> list[bool]:
-        """For each cut, whether only tensors cross it, and no change in place is visible on its other side."""
+        """For each cut, whether only tensors cross it, and no change in place is visible on its other
+        side.
+        """
         closed = ((first, last, 1) for first, last, _, _ in self._closed)
         return [count == 0 for count in sums(len(self.order), closed)]
 
@@ -107,7 +119,9 @@ class Flow:
 
     def obstacle(self, cut: int) -> str:
         """Return why a cut is illegal."""
-        node, reason = next((node, reason) for first, last, node, reason in self._closed if first <= cut <= last)
+        node, reason = next(
+            (node, reason) for first, last, node, reason in self._closed if first <= cut <= last
+        )
         line = line_of(node)
         return f"{node.name}{f' ({line})' if line else ''} {reason}"
 
@@ -122,7 +136,9 @@ class Flow:
         numbers = {node: number for number, node in enumerate(self.order)}
         for root, changes in self._changed.items():
             ranges = self._closed_by(root, [numbers[change] for change in changes])
-            closed += ((first, last, root, "is changed in place, and used on both sides") for first, last in ranges)
+            closed += (
+                (first, last, root, "is changed in place, and used on both sides") for first, last in ranges
+            )
         return closed
 
     # ---------------------------------------------------------------- inside
@@ -133,7 +149,9 @@ class Flow:
 
     @cached_property
     def _changed(self) -> dict[fx.Node, list[fx.Node]]:
-        """Groups of values that share memory and are changed in place, with the operations that change them."""
+        """Groups of values that share memory and are changed in place, with the operations that change
+        them.
+        """
         result: dict[fx.Node, list[fx.Node]] = {}
         for node in self.graph.nodes:
             for target in mutated_arguments(node):
@@ -169,7 +187,9 @@ class Flow:
         return frozenset(result)
 
     def _is_part(self, node: fx.Node, known: Set[fx.Node]) -> bool:
-        """Return whether `node` is a view of a part of a value: it cannot cross a cut, but can be made again."""
+        """Return whether `node` is a view of a part of a value: it cannot cross a cut, but can be made
+        again.
+        """
         whole = self._group[node]
         return whole is not node and _kind(whole) is None and whole not in known and not _can_cross(node)
 
@@ -198,7 +218,11 @@ class Flow:
     def _closed_by(self, root: fx.Node, changes: list[int]) -> Iterable[tuple[int, int]]:
         """Return ranges of cuts that are illegal because the memory of `root` is changed in place."""
         if root.op == "placeholder":  # a buffer: all its operations stay in one layer
-            touching = [n for n, node in enumerate(self.order) if any(self._group[s] is root for s in self.needs(node))]
+            touching = [
+                n
+                for n, node in enumerate(self.order)
+                if any(self._group[s] is root for s in self.needs(node))
+            ]
             return [(min(touching), max(touching) - 1)]
         crossing = [(first, last) for node, first, last in self.crossing if self._group[node] is root]
         return [
@@ -238,7 +262,9 @@ def _memory(node: fx.Node) -> int:
 
 
 def sums(count: int, ranges: Iterable[tuple[int, int, int]]) -> list[int]:
-    """Return for each of `count` cuts the summed weights of the ranges (first, last, weight) that contain it."""
+    """Return for each of `count` cuts the summed weights of the ranges (first, last, weight) that contain
+    it.
+    """
     changes = [0] * (count + 1)
     for first, last, weight in ranges:
         if last >= first and last >= 0:

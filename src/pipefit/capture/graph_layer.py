@@ -60,7 +60,9 @@ class Binding:
                 result[item.name] = f"constant{len(result)}"
                 continue
             names = self.aliases[id(self.tensors[item.name])]
-            local = (own + name.removeprefix(p) for p, own in prefixes for name in names if name.startswith(p))
+            local = (
+                own + name.removeprefix(p) for p, own in prefixes for name in names if name.startswith(p)
+            )
             result[item.name] = next(local, item.name)
         if len(set(result.values())) < len(result):
             return {item.name: item.name for item in needed}
@@ -83,17 +85,25 @@ class Binding:
         return originals
 
     def _give_module(self, layer: nn.Module, path: str, local: str) -> dict[str, str]:
-        """Put a module that stays whole into a layer; return the original names of its state dict's entries."""
+        """Put a module that stays whole into a layer; return the original names of its state dict's
+        entries.
+        """
         part = own_module(self.module.get_submodule(path), self._met)
         *owners, last = local.split(".")
         _owner(layer, owners).add_module(last, part)
-        return {f"{local}.{name}": f"{path}.{name}" for name in part.state_dict() if f"{path}.{name}" in self.kept}
+        return {
+            f"{local}.{name}": f"{path}.{name}" for name in part.state_dict() if f"{path}.{name}" in self.kept
+        }
 
     def with_the_rest(self, layers: Sequence[ChainLayer]) -> list[ChainLayer]:
-        """Give tensors without a layer to the nearest layer by name: unused parameters, names of tied ones."""
+        """Give tensors without a layer to the nearest layer by name: unused parameters, names of tied
+        ones.
+        """
         unread: dict[str, list[str]] = {layer.name: [] for layer in layers}
         held = {
-            id(t): layer for layer in reversed(layers) for t in (*layer.module.parameters(), *layer.module.buffers())
+            id(t): layer
+            for layer in reversed(layers)
+            for t in (*layer.module.parameters(), *layer.module.buffers())
         }
         named = {original for layer in layers for original in layer.originals.values()}
         for name, tensor in self.tensors.items():
@@ -121,7 +131,9 @@ class Binding:
     def _constant(self, found: Tensor) -> Tensor:
         """Return a constant of the program on the device of the model's tensors, fake if they are."""
         place = next(iter(self.tensors.values()), torch.empty(0))
-        if isinstance(place, FakeTensor) and not (isinstance(found, FakeTensor) and found.fake_mode is place.fake_mode):
+        if isinstance(place, FakeTensor) and not (
+            isinstance(found, FakeTensor) and found.fake_mode is place.fake_mode
+        ):
             return torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device=place.device)
         return found if isinstance(found, FakeTensor) else found.detach().to(place.device)
 
@@ -208,7 +220,11 @@ class Code(NamedTuple):
     @property
     def functions(self) -> Mapping[str, object]:
         """The functions that the code calls, by name."""
-        return {name: value for name, value in self.run.__globals__.items() if name not in ("forward", "__builtins__")}
+        return {
+            name: value
+            for name, value in self.run.__globals__.items()
+            if name not in ("forward", "__builtins__")
+        }
 
 
 def _code(text: str, operations: str, names: Mapping[str, Any]) -> Code:
@@ -384,7 +400,9 @@ class _Writer:
         """Write the repeated operation `node` after those it needs, iteratively: masks are long chains."""
         pending = [node]
         while pending:
-            missing = [s for s in pending[-1].all_input_nodes if s in self.flow.repeated and s not in self._known]
+            missing = [
+                s for s in pending[-1].all_input_nodes if s in self.flow.repeated and s not in self._known
+            ]
             if missing:
                 pending += missing
             elif (ready := pending.pop()) not in self._known:

@@ -50,7 +50,9 @@ class _TorchWithoutCopies:
 
 
 def cache_class() -> type[Any] | tuple[()]:
-    """Return the class of transformers' caches of keys and values; () if transformers has not been imported."""
+    """Return the class of transformers' caches of keys and values; () if transformers has not been
+    imported.
+    """
     result: type[Any] | tuple[()] = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
     return result
 
@@ -68,7 +70,9 @@ def advice(module: nn.Module) -> str:
 def configurations(module: nn.Module) -> list[Any]:
     """Return the configurations of the transformers models in `module`, nested ones included, each once."""
     kind = getattr(sys.modules.get("transformers.configuration_utils"), "PreTrainedConfig", None)
-    pending = [part.config for part in module.modules() if isinstance(getattr(part, "config", None), kind or ())]
+    pending = [
+        part.config for part in module.modules() if isinstance(getattr(part, "config", None), kind or ())
+    ]
     result: dict[int, Any] = {}
     while pending:
         config = pending.pop()

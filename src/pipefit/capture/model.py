@@ -50,12 +50,14 @@ def check_release(version: str) -> None:
     first, last = (".".join(map(str, release)) for release in (FIRST, LAST))
     if result < FIRST:
         raise UsageError(
-            f"pipefit follows torch {first} to {last} to the byte, and this is torch {version}: install one of these, "
+            f"pipefit follows torch {first} to {last} to the byte, and this is torch {version}: install one "
+            "of these, "
             f"such as pip install 'torch=={last}.*'"
         )
     if result > LAST:
         warnings.warn(
-            f"this is torch {version}, and pipefit is tested with torch {first} to {last}: peaks for the target cuda "
+            f"this is torch {version}, and pipefit is tested with torch {first} to {last}: peaks for the "
+            "target cuda "
             "may be off, and a model may be refused that could be planned; for what is tested, "
             f"pip install 'torch=={last}.*'",
             PipefitWarning,
@@ -142,7 +144,9 @@ def chain(parts: Sequence[nn.Module | tuple[str, nn.Module]]) -> nn.Sequential:
         try:
             result.add_module(name, module)
         except KeyError as error:
-            raise UsageError(f"part {number} of a chain has a name that no module can have: {error.args[0]}") from None
+            raise UsageError(
+                f"part {number} of a chain has a name that no module can have: {error.args[0]}"
+            ) from None
     return result
 
 
@@ -167,7 +171,9 @@ def is_chain(module: nn.Module) -> TypeGuard[nn.Sequential]:
     """Return whether the module only runs its parts: an `nn.Sequential` without own forward and hooks."""
     if not isinstance(module, nn.Sequential) or "forward" in vars(module):
         return False
-    return type(module).forward is nn.Sequential.forward and not (module._forward_hooks or module._forward_pre_hooks)
+    return type(module).forward is nn.Sequential.forward and not (
+        module._forward_hooks or module._forward_pre_hooks
+    )
 
 
 def _by_hand(module: nn.Sequential, name: str, *, whole: bool) -> tuple[ChainLayer, ...]:
@@ -191,7 +197,8 @@ def _check_inputs(name: str, inputs: Any, given: Tree) -> None:
         raise UsageError(f"the inputs of {name} must be tensors alone: its first layer takes nothing else")
     if not given.plain:
         raise UsageError(
-            f"the inputs of {name} must be a tensor, or a tuple or list of tensors, not a {type(inputs).__name__} of "
+            f"the inputs of {name} must be a tensor, or a tuple or list of tensors, not a "
+            f"{type(inputs).__name__} of "
             "others: its first layer takes them as one argument"
         )
 
@@ -210,8 +217,10 @@ def _refuse_shared_hooks(chain: Chain) -> None:
             number, local = shared.places[0]
             users = ", ".join(chain.layers[user].name for user in shared.users)
             raise UsageError(
-                f"{chain.layers[number].originals[local]} of {chain.name} has hooks on its gradient, and several "
-                f"layers use it ({users}): on several stages each would see a part of the gradient; take them off, and "
+                f"{chain.layers[number].originals[local]} of {chain.name} has hooks on its gradient, and "
+                "several "
+                f"layers use it ({users}): on several stages each would see a part of the gradient; take "
+                "them off, and "
                 "do the same in the optimizer, such as in a hook before its step (register_step_pre_hook)"
             )
 

@@ -19,7 +19,9 @@ from pipefit.texts import shortened
 from pipefit.torch_internals import without_dispatch_modes
 
 
-def parameter_groups(layers: Sequence[ChainLayer], options: ParameterOptions | None) -> list[list[dict[str, Any]]]:
+def parameter_groups(
+    layers: Sequence[ChainLayer], options: ParameterOptions | None
+) -> list[list[dict[str, Any]]]:
     """Return the groups of every layer that is trained: one for each set of options.
 
     A shared parameter is in a group of the first layer that has it.
@@ -36,7 +38,9 @@ def parameter_groups(layers: Sequence[ChainLayer], options: ParameterOptions | N
                 continue
             met.add(id(parameter))
             wanted = {} if options is None else _wanted(options, name, parameter)
-            group = next((g for g in of_layer if {k: v for k, v in g.items() if k != "params"} == wanted), None)
+            group = next(
+                (g for g in of_layer if {k: v for k, v in g.items() if k != "params"} == wanted), None
+            )
             if group is None:
                 of_layer.append({"params": [parameter], **wanted})
             else:
@@ -57,7 +61,8 @@ def _wanted(options: ParameterOptions, name: str, parameter: nn.Parameter) -> di
         raise UsageError(f"groups of a Task fails for {name}: {in_one_line(error)}") from error
     if not isinstance(result, dict) or not all(isinstance(key, str) and key != "params" for key in result):
         raise UsageError(
-            f"groups of a Task must return the options of a parameter's group, such as {{'weight_decay': 0.0}}, not "
+            "groups of a Task must return the options of a parameter's group, such as {'weight_decay': "
+            "0.0}, not "
             f"{shortened(repr(result))} as for {name}"
         )
     return result
@@ -82,7 +87,10 @@ class _Kind(NamedTuple):
     dimensions: int
 
 
-WHY = "the optimizer computes one number of several parameters, such as a norm of all gradients or a common step size"
+WHY = (
+    "the optimizer computes one number of several parameters, such as a norm of all gradients or a common "
+    "step size"
+)
 
 
 def couples(task: Task, module: nn.Module) -> bool:
@@ -104,7 +112,9 @@ def couples(task: Task, module: nn.Module) -> bool:
 def _kinds(task: Task, module: nn.Module) -> list[_Kind]:
     """Return the kinds of parameters that are trained, each once."""
     result: list[_Kind] = []
-    for group in (group for of_layer in parameter_groups([ChainLayer("", module)], task.groups) for group in of_layer):
+    for group in (
+        group for of_layer in parameter_groups([ChainLayer("", module)], task.groups) for group in of_layer
+    ):
         wanted = {key: value for key, value in group.items() if key != "params"}
         for parameter in group["params"]:
             kind = _Kind(wanted, parameter.ndim)

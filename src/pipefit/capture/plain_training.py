@@ -120,7 +120,9 @@ class Means(_Mode):  # type: ignore[no-untyped-call]
             case _aten.rand | _aten.rand_like:
                 return result.fill_(0.5)
             case _aten.normal_ | _aten.randn | _aten.randn_like:
-                return result.fill_(args[1] if func.overloadpacket is _aten.normal_ and len(args) > 1 else 0.0)
+                return result.fill_(
+                    args[1] if func.overloadpacket is _aten.normal_ and len(args) > 1 else 0.0
+                )
         raise UnknownDraw(f"it draws by {func}, which has no mean that could stand for it")
 
 
@@ -141,7 +143,9 @@ def _alone(func: Any, result: Any) -> Tensor:
 # ---- The training loop
 
 Forward = Callable[[Any, Any], Tensor]  # the loss for inputs and targets
-Around = Callable[[int, int, int], AbstractContextManager[object]]  # of a step, a microbatch and a local batch
+Around = Callable[
+    [int, int, int], AbstractContextManager[object]
+]  # of a step, a microbatch and a local batch
 _FIRST_SCALE = 2.0**16
 
 
@@ -198,11 +202,19 @@ class _Loop:
     """A training loop."""
 
     def __init__(
-        self, task: Task, module: nn.Module, forward: Forward, clip_norm: float | None, slices: int, around: Around
+        self,
+        task: Task,
+        module: nn.Module,
+        forward: Forward,
+        clip_norm: float | None,
+        slices: int,
+        around: Around,
     ) -> None:
         self._module, self._forward, self._clip_norm, self._around = module, forward, clip_norm, around
         self._named = dict(module.named_parameters())
-        self._trained = {name: parameter for name, parameter in self._named.items() if parameter.requires_grad}
+        self._trained = {
+            name: parameter for name, parameter in self._named.items() if parameter.requires_grad
+        }
         copies = {name: nn.Parameter(_wide(parameter)) for name, parameter in self._trained.items()}
         self._masters = copies if task.master_weights else {}
         self._worked_on = self._masters or self._trained
@@ -229,12 +241,16 @@ class _Loop:
         return total
 
     def _take_gradients(self) -> bool:
-        """Give the optimizer unscaled gradients; return False if a gradient is not finite under loss scaling."""
+        """Give the optimizer unscaled gradients; return False if a gradient is not finite under loss
+        scaling.
+        """
         for name, parameter in self._trained.items():
             one = self._worked_on[name]
             if parameter.grad is not None:
                 one.grad = (
-                    parameter.grad.to(one.dtype).div(self._scale) if self._scale != 1 else parameter.grad.to(one.dtype)
+                    parameter.grad.to(one.dtype).div(self._scale)
+                    if self._scale != 1
+                    else parameter.grad.to(one.dtype)
                 )
             elif one is not parameter:
                 one.grad = None
@@ -267,7 +283,11 @@ class _Loop:
         return Trained(
             tensors={name: tensor.detach().clone() for name, tensor in every.items()},
             optimizer={name: self._kept(self._worked_on[own]) for name, own in known.items()},
-            masters={name: self._masters[own].detach().clone() for name, own in known.items() if own in self._masters},
+            masters={
+                name: self._masters[own].detach().clone()
+                for name, own in known.items()
+                if own in self._masters
+            },
             buffers=self._buffers.of_all,
             losses=losses,
             gradients=self._gradients,
@@ -299,7 +319,9 @@ def _groups(
     """Return the optimizer's groups: one for each parameter if the task has `groups`, otherwise one."""
     if task.groups is None:
         return [{"params": list(worked_on.values())}]
-    return [{"params": [worked_on[name]], **task.groups(name, parameter)} for name, parameter in trained.items()]
+    return [
+        {"params": [worked_on[name]], **task.groups(name, parameter)} for name, parameter in trained.items()
+    ]
 
 
 class _Buffers:

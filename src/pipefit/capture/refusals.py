@@ -20,14 +20,18 @@ from pipefit.torch_internals import HigherOrderOperator
 
 REMEDY = "give pipefit the parts instead, pipefit.chain([...]) in the order they run, or change that line"
 VALUES = (
-    "compute it without looking at values (torch.where), or give pipefit the parts instead, pipefit.chain([...]) in "
+    "compute it without looking at values (torch.where), or give pipefit the parts instead, "
+    "pipefit.chain([...]) in "
     "the order they run: what is inside a part may look at values"
 )
 _OUTSIDE = "leave the labels out of the inputs and give Task(..., loss=...)"
 _WITHOUT = "see whether the module takes such a batch without pipefit"
 _CAUSAL = (
     "nn.Transformer and its parts compare a mask with a causal one, which depends on values",
-    "say what it is, with is_causal=True or False beside the mask (tgt_is_causal, src_is_causal of nn.Transformer)",
+    (
+        "say what it is, with is_causal=True or False beside the mask (tgt_is_causal, src_is_causal of "
+        "nn.Transformer)"
+    ),
 )
 PADDED = "give the recurrent layer the padded batch, and mask what lies behind the end of each sequence"
 _PACKED = "it packs sequences (pack_padded_sequence), and values alone tell how many rows that are", PADDED
@@ -42,9 +46,17 @@ _OURS = str(Path(__file__).parent)
 _OBJECT = "it computes with {}, which is no tensor, such as a torch.Generator of its own"
 _REASONS = (
     (r"DynamicOutputShape|data-dependent shape", "a shape depends on the values of a tensor", VALUES),
-    (r"[Dd]ata-dependent|DataDependent|guard on|unbacked", "what runs next depends on the values of a tensor", VALUES),
+    (
+        r"[Dd]ata-dependent|DataDependent|guard on|unbacked",
+        "what runs next depends on the values of a tensor",
+        VALUES,
+    ),
     (r"\.numpy\(\)|numpy", "it turns a tensor into a numpy array", REMEDY),
-    (r"[Uu]nsupported ?[Oo]perator|no fake impl|Meta kernel", "it uses an operator of unknown shapes", REMEDY),
+    (
+        r"[Uu]nsupported ?[Oo]perator|no fake impl|Meta kernel",
+        "it uses an operator of unknown shapes",
+        REMEDY,
+    ),
     (r"FakeTensor", "it needs the values of a tensor", VALUES),
     (
         r"argument of type: .*Generator",
@@ -62,7 +74,12 @@ class Refusal(Exception):
     """
 
     def __init__(
-        self, reason: str, remedy: str = REMEDY, *, module: nn.Module | None = None, in_a_whole_module: bool = False
+        self,
+        reason: str,
+        remedy: str = REMEDY,
+        *,
+        module: nn.Module | None = None,
+        in_a_whole_module: bool = False,
     ) -> None:
         super().__init__(f"{reason}; {remedy}")
         self.reason, self.module, self.in_a_whole_module = reason, module, in_a_whole_module
@@ -120,8 +137,13 @@ def _reason(error: BaseException) -> tuple[str, str]:
         return f"torch.export cannot follow it ({type(error).__name__}: {text})", REMEDY
     raised = f"raises {type(error).__name__}: {text}"
     codes = (frame.f_code for frame, _ in frames)
-    if any(_ASKING & set(code.co_names) for code in codes if not code.co_filename.startswith((_TORCH, _OURS))):
-        return f"it asks whether it is being compiled, takes another way while it is traced, and {raised}", _GIVE
+    if any(
+        _ASKING & set(code.co_names) for code in codes if not code.co_filename.startswith((_TORCH, _OURS))
+    ):
+        return (
+            f"it asks whether it is being compiled, takes another way while it is traced, and {raised}",
+            _GIVE,
+        )
     return f"it {raised}", f"{_WITHOUT}; if it does, {REMEDY}"
 
 
@@ -152,7 +174,9 @@ def refuse_sparse(name: str, node: fx.Node) -> NoReturn:
 
 
 def refuse_object(name: str, what: str) -> NoReturn:
-    """Raise an error: model `name` computes with an object that is not a tensor, such as a `torch.Generator`."""
+    """Raise an error: model `name` computes with an object that is not a tensor, such as a
+    `torch.Generator`.
+    """
     raise UsageError(_sentence(name, "", "", f"{_OBJECT.format(what)}; {REMEDY}"))
 
 
@@ -167,7 +191,11 @@ def refuse_operation(name: str, node: fx.Node) -> NoReturn:
 def _refuse_node(name: str, node: fx.Node, reason: str, remedy: str) -> NoReturn:
     where, line = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()][-1:], line_of(node)
     sentence = _sentence(name, "".join(where), line, f"{reason}; {remedy}")
-    raise LooksAtValues(sentence, "".join(where), _why(line, reason)) if remedy == VALUES else UsageError(sentence)
+    raise (
+        LooksAtValues(sentence, "".join(where), _why(line, reason))
+        if remedy == VALUES
+        else UsageError(sentence)
+    )
 
 
 def refuse_value(name: str, node: fx.Node, reason: str) -> NoReturn:

@@ -38,7 +38,10 @@ from pipefit.torch_internals import pytree
 
 _CHECKPOINT = (
     "it calls torch.utils.checkpoint, which plans cannot hold yet",
-    "turn that off (gradient_checkpointing_disable() of a Hugging Face model) and plan with recompute='always'",
+    (
+        "turn that off (gradient_checkpointing_disable() of a Hugging Face model) and plan with "
+        "recompute='always'"
+    ),
 )
 _COMPILED = (
     "it calls what torch.compile has compiled, or torch.cond, whose memory is unknown",
@@ -51,10 +54,16 @@ _GENERATOR = (  # the first from torch 2.14 on; the second only calls it there
 )
 _INFERENCE = "it runs under torch.inference_mode(), which a trace loses", "use torch.no_grad()"
 _BACKWARD = (
-    "it computes gradients inside its forward (torch.autograd.grad, .backward()), where a trace loses weights",
+    (
+        "it computes gradients inside its forward (torch.autograd.grad, .backward()), where a trace loses "
+        "weights"
+    ),
     "write that gradient out as operations, or in a torch.autograd.Function",
 )
-_TENSOR_HOOK = "it registers a hook on a tensor, which a trace loses", f"use a torch.autograd.Function, or {REMEDY}"
+_TENSOR_HOOK = (
+    "it registers a hook on a tensor, which a trace loses",
+    f"use a torch.autograd.Function, or {REMEDY}",
+)
 _SAVED_HOOKS = (
     "it saves tensors through hooks (saved_tensors_hooks, save_on_cpu), which a trace loses",
     "leave them out, and let the plan recompute",
@@ -64,7 +73,8 @@ _DATA_SET = (
     "use x.copy_() under torch.no_grad()",
 )
 _STRANGER = (
-    "it computes with a parameter that none of its modules has, or that it reaches by a name from outside, and a trace "
+    "it computes with a parameter that none of its modules has, or that it reaches by a name from outside, "
+    "and a trace "
     "would never train that"
 )
 _REGISTER = "register it, or freeze it (requires_grad_(False))"
@@ -77,7 +87,9 @@ _TORCH, _LAYERS = str(Path(torch.__file__).parent), str(Path(nn.__file__).parent
 
 @contextmanager
 def refusing(*, traced: bool) -> Iterator[None]:
-    """Let a forward in the body raise a `Refusal` at forbidden calls; `traced` adds those that a trace loses."""
+    """Let a forward in the body raise a `Refusal` at forbidden calls; `traced` adds those that a trace
+    loses.
+    """
     with ExitStack() as patches:
         for owner, name, replacement in _replacements(traced=traced):
             patches.enter_context(mock.patch.object(owner, name, replacement))
@@ -93,7 +105,8 @@ def refuse_hooks(module: nn.Module) -> None:
     for path, part in module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
             raise Refusal(
-                f"{path or 'it'} has hooks on its backward, which a trace loses", f"take them off, or {REMEDY}"
+                f"{path or 'it'} has hooks on its backward, which a trace loses",
+                f"take them off, or {REMEDY}",
             )
 
 
@@ -186,47 +199,72 @@ def _unless_compiled(original: Callable[..., Any]) -> Callable[..., Any]:
 
 # ---- Errors over fake tensors in a layer, the loss or the optimizer, with remedies by message
 
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), contextlib.__file__, "<")
+_NOT_THE_USERS = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parent.parent),
+    contextlib.__file__,
+    "<",
+)
 _OPERATOR = "make that a torch.library.custom_op with a register_fake, which says what shapes it returns"
 _REMEDIES = (
     (
         r"SparseTensorImpl|SparseCPU|[Ss]parse layout",
         "no plan knows the memory of sparse tensors and gradients: use dense ones (sparse=False)",
     ),
-    (r"a product of", "give the data, the module and all its parts one dtype, as Task(..., precision='float32') does"),
+    (
+        r"a product of",
+        "give the data, the module and all its parts one dtype, as Task(..., precision='float32') does",
+    ),
     (
         r"saves nothing has no backward|support saved tensor hooks",
-        "no plan holds gradients inside a forward: write them out as operations, or in a torch.autograd.Function",
+        (
+            "no plan holds gradients inside a forward: write them out as operations, or in a "
+            "torch.autograd.Function"
+        ),
     ),
     (r"without an end", "let the loop make a fixed number of steps"),
     (r"closure", "use an optimizer that steps without a closure, such as AdamW or SGD"),
     (
         r"only supports 2D parameters",
-        "let a class of your own step matrices with it and the rest with another, by options that groups=... gives",
+        (
+            "let a class of your own step matrices with it and the rest with another, by options that groups=... "
+            "gives"
+        ),
     ),
     (r"does not support dense gradients", "use Adam or AdamW"),
     (r"capturable=True", "leave capturable out: it is for steps that a GPU records"),
     (
         r"differentiated Tensors?",
-        "a loss cannot differentiate one output by another: let the module return that gradient, written as operations",
+        (
+            "a loss cannot differentiate one output by another: let the module return that gradient, written as "
+            "operations"
+        ),
     ),
     (r"_pack_padded_sequence", PADDED),
     (r"_ctc_loss\.default", "give the lengths of ctc_loss as tensors, not as numbers"),
     (
         r"convert all Tensors to FakeTensors",
-        "it computes with a tensor from outside, which no device would have: make that a buffer or a parameter of it",
+        (
+            "it computes with a tensor from outside, which no device would have: make that a buffer or a "
+            "parameter of it"
+        ),
     ),
     (
         r"DynamicOutputShape|DataDependent",
         f"what it returns depends on values, and nothing can be assumed of it: {_OPERATOR}",
     ),
     (r"[Uu]nsupported ?[Oo]perator|no fake impl", f"its shapes are not known: {_OPERATOR}"),
-    (r"numpy|FakeTensor|unpack the object", f"it needs values, and a profile has none: use torch, or {_OPERATOR}"),
+    (
+        r"numpy|FakeTensor|unpack the object",
+        f"it needs values, and a profile has none: use torch, or {_OPERATOR}",
+    ),
 )
 
 
 def why(error: BaseException) -> str:
-    """Return the line of the user's code that raised `error`, its message, and the remedy, if one is known."""
+    """Return the line of the user's code that raised `error`, its message, and the remedy, if one is
+    known.
+    """
     said = in_one_line(error)
     remedy = next((words for pattern, words in _REMEDIES if re.search(pattern, said)), "")
     line = own_line(error)
@@ -258,11 +296,13 @@ def refuse_module(module: nn.Module, name: str) -> None:
     for place, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise UsageError(
-                f"{place} of {name} has no shape yet, as in lazy modules before their first call: {LAZY_REMEDY}"
+                f"{place} of {name} has no shape yet, as in lazy modules before their first call: "
+                f"{LAZY_REMEDY}"
             )
         if tensor.is_inference():
             raise UsageError(
-                f"{place} of {name} was made inside torch.inference_mode(), where no tensor can be trained: make the "
+                f"{place} of {name} was made inside torch.inference_mode(), where no tensor can be trained: "
+                "make the "
                 "model outside of it"
             )
     _refuse_shared_memory(module, name)
@@ -290,7 +330,8 @@ def _refuse_shared_memory(module: nn.Module, name: str) -> None:
         apart = [one for one in run if one[0].rpartition(".")[0] != run[0][0].rpartition(".")[0]]
         if apart and any(isinstance(one, nn.Parameter) and one.requires_grad for _, one in run):
             raise UsageError(
-                f"{run[0][0]} and {apart[0][0]} of {name} are two tensors in the same memory, which two stages would "
+                f"{run[0][0]} and {apart[0][0]} of {name} are two tensors in the same memory, which two "
+                "stages would "
                 "train apart: make them one parameter (b.weight = a.weight), or give one of them a copy"
             )
 
@@ -304,7 +345,8 @@ def refuse_meta(module: nn.Module, name: str) -> None:
     for place, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_meta:
             raise UsageError(
-                f"{place} of {name} is on the meta device and has no numbers: it can be profiled and planned, but "
+                f"{place} of {name} is on the meta device and has no numbers: it can be profiled and "
+                "planned, but "
                 'not run; build it outside of torch.device("meta")'
             )
 
@@ -318,13 +360,16 @@ def refuse_without_memory(module: nn.Module, name: str) -> None:
     for place, tensor in module.named_parameters():
         if tensor.numel() and not tensor.untyped_storage().nbytes():
             raise UsageError(
-                f"{place} of {name} has no memory, since another training in this process divides it between replicas "
-                "or has moved it away: make a model of its own for each training (Task of a function that builds it)"
+                f"{place} of {name} has no memory, since another training in this process divides it between "
+                "replicas "
+                "or has moved it away: make a model of its own for each training (Task of a function that "
+                "builds it)"
             )
 
 
 LAZY_REMEDY = (
-    "write the sizes out (Linear for LazyLinear), or call the module on a small batch and pass the module itself"
+    "write the sizes out (Linear for LazyLinear), or call the module on a small batch and pass the module "
+    "itself"
 )
 
 
@@ -340,7 +385,8 @@ def copy_of(module: nn.Module, name: str, convert: Callable[[Tensor], Tensor]) -
         place, part = _innermost(module, convert)
         raise UsageError(
             f"{f'{place} of {name}' if place else name} ({type(part).__name__}) cannot be copied "
-            f"({in_one_line(error)}), and a profile is made of a copy: give it a __deepcopy__, or pass a function that "
+            f"({in_one_line(error)}), and a profile is made of a copy: give it a __deepcopy__, or pass a "
+            "function that "
             "builds the module"
         ) from error
 
@@ -358,14 +404,18 @@ def _innermost(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> tuple[
 
 def _compiled(part: nn.Module) -> str:
     if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None:
-        return "is compiled by torch.compile, so that its memory is unknown: give pipefit the module as it was before"
+        return (
+            "is compiled by torch.compile, so that its memory is unknown: give pipefit the module as it was "
+            "before"
+        )
     return ""
 
 
 def _scripted(part: nn.Module) -> str:
     if isinstance(part, ScriptModule):
         return (
-            "is a TorchScript module (torch.jit.script or torch.jit.trace), which can be neither copied nor followed: "
+            "is a TorchScript module (torch.jit.script or torch.jit.trace), which can be neither copied nor "
+            "followed: "
             "give pipefit the module as it was before"
         )
     return ""
@@ -373,7 +423,10 @@ def _scripted(part: nn.Module) -> str:
 
 def _quantised(part: nn.Module) -> str:
     if type(part).__module__.startswith(("torch.ao.nn.quantized", "torch.nn.quantized")):
-        return f"is a quantised {type(part).__name__}, which cannot be trained: train the module as it was before"
+        return (
+            f"is a quantised {type(part).__name__}, which cannot be trained: train the module as it was "
+            "before"
+        )
     return ""
 
 

@@ -40,7 +40,8 @@ def sample(task: Task, size: int, *, seed: int = 0) -> Sample:
         batch = _made(task, size)
     if isinstance(batch, Mapping) and task.loss is not None:
         raise UsageError(
-            f"a batch of {task.name} is a dictionary alone, and the task's loss is computed with targets: return "
+            f"a batch of {task.name} is a dictionary alone, and the task's loss is computed with targets: "
+            "return "
             "(inputs, targets), or say loss=None where the module computes its loss itself"
         )
     inputs, targets = pair(batch, f"the batch function of {task.name} must return")
@@ -48,7 +49,9 @@ def sample(task: Task, size: int, *, seed: int = 0) -> Sample:
     _refuse_strange((inputs, targets), task.name)
     with real():
         inputs, targets = pytree.tree_map_only(Tensor, task.cast, (inputs, targets))
-        inputs, targets = pytree.tree_map_only(Tensor, lambda one: laid_out(one, sample_order(one)), (inputs, targets))
+        inputs, targets = pytree.tree_map_only(
+            Tensor, lambda one: laid_out(one, sample_order(one)), (inputs, targets)
+        )
         return inputs, targets
 
 
@@ -60,10 +63,13 @@ def _refuse_strange(batch: Sample, name: str) -> None:
     """
     for what, tree in zip(("inputs", "targets"), batch, strict=True):
         for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
-            if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_nested or leaf.is_meta):
+            if isinstance(leaf, Tensor) and (
+                leaf.layout is not torch.strided or leaf.is_nested or leaf.is_meta
+            ):
                 kind = "nested" if leaf.is_nested else "meta" if leaf.is_meta else "sparse"
                 raise UsageError(
-                    f"{what}{pytree.keystr(path)} of a batch of {name} is a {kind} tensor: give dense ones, with values"
+                    f"{what}{pytree.keystr(path)} of a batch of {name} is a {kind} tensor: give dense ones, "
+                    "with values"
                 )
 
 
@@ -94,8 +100,10 @@ def check_samples(batch: Sample, size: int, name: str) -> None:
         for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
             if isinstance(leaf, Tensor) and (leaf.ndim == 0 or leaf.shape[0] != size):
                 raise UsageError(
-                    f"{what}{pytree.keystr(path)} of a batch of {name} has the shape {tuple(leaf.shape)} where a "
-                    f"batch of {counted(size, 'sample')} was asked for: every tensor of a batch holds its samples "
+                    f"{what}{pytree.keystr(path)} of a batch of {name} has the shape {tuple(leaf.shape)} "
+                    "where a "
+                    f"batch of {counted(size, 'sample')} was asked for: every tensor of a batch holds its "
+                    "samples "
                     "along dimension 0; what is the same for all samples belongs into the module"
                 )
 

@@ -28,14 +28,18 @@ NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d*)?(?:e[+-]?\d+)?")
 
 
 class Template(NamedTuple):
-    """Code with gaps: the text around them, and each gap's number, as text or as a multiple of the samples."""
+    """Code with gaps: the text around them, and each gap's number, as text or as a multiple of the
+    samples.
+    """
 
     around: tuple[str, ...]
     numbers: tuple[str | int, ...]
 
     @staticmethod
     def of(few: str, a: int, many: str, b: int) -> Template | None:
-        """Return the template of two texts of code, for `a` and `b` samples; None if they differ otherwise."""
+        """Return the template of two texts of code, for `a` and `b` samples; None if they differ
+        otherwise.
+        """
         around = NUMBER.split(few)
         if around != NUMBER.split(many):
             return None
@@ -97,7 +101,9 @@ class Family:
             return None
         codes = list[tuple[Template, Template]]()
         for ours, theirs in zip(own.codes, other.codes, strict=True):
-            code, operations = (Template.of(one, few, another, many) for one, another in zip(ours, theirs, strict=True))
+            code, operations = (
+                Template.of(one, few, another, many) for one, another in zip(ours, theirs, strict=True)
+            )
             if code is None or operations is None:
                 return None
             codes.append((code, operations))
@@ -129,7 +135,9 @@ def _described(chain: Chain) -> Iterator[object]:
 
 
 def _described_layer(layer: ChainLayer) -> Iterator[object]:
-    """Yield everything of a layer except its code: names, tensors' layouts, and the functions that it calls."""
+    """Yield everything of a layer except its code: names, tensors' layouts, and the functions that it
+    calls.
+    """
     module = layer.module
     yield layer.name, dict(layer.originals), layer.autocast, layer.packing, layer.orders, layer.leaves
     yield [(name, layout(parameter)) for name, parameter in module.named_parameters(remove_duplicate=False)]

@@ -45,7 +45,9 @@ def _order(value: Tensor) -> Order:
 
 def contiguous(values: Sequence[Tensor], orders: Orders) -> tuple[Tensor, ...]:
     """Return `values` permuted to these orders, each contiguous and with the strides of a new tensor."""
-    ordered = values if not orders else tuple(v.permute(o) if o else v for v, o in zip(values, orders, strict=True))
+    ordered = (
+        values if not orders else tuple(v.permute(o) if o else v for v, o in zip(values, orders, strict=True))
+    )
     return tuple(map(_as_new, ordered))
 
 
@@ -68,7 +70,9 @@ def _new_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def laid_out(tensor: Tensor, order: Order) -> Tensor:
-    """Return `tensor` with its dimensions in this memory order, or in their own for an empty order; may copy."""
+    """Return `tensor` with its dimensions in this memory order, or in their own for an empty order; may
+    copy.
+    """
     if order and dense_order(tensor) == order:
         return tensor
     return as_made(contiguous((tensor,), (order,)), (order,))[0]
@@ -92,7 +96,9 @@ def as_made(values: tuple[Tensor, ...], orders: Orders) -> tuple[Tensor, ...]:
 
 
 def dense_order(tensor: Tensor) -> Order | None:
-    """Return the order of dimensions in which `tensor` is contiguous; None if there is none, as for a slice."""
+    """Return the order of dimensions in which `tensor` is contiguous; None if there is none, as for a
+    slice.
+    """
     strides = tensor.stride()
     order = sorted(range(tensor.ndim), key=lambda d: (-strides[d], d))
     expected = 1
@@ -113,8 +119,13 @@ def is_dense(tensor: Tensor, *, of: int) -> bool:
     """
     if dense_order(tensor) is None or tensor.nbytes == of:
         return dense_order(tensor) is not None
-    ends = {1, *(size * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)}
-    return all(stride in ends for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size == 1)
+    ends = {
+        1,
+        *(size * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1),
+    }
+    return all(
+        stride in ends for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size == 1
+    )
 
 
 # ---- Storages

@@ -138,7 +138,8 @@ class Tree:
             return tuple(leaves)
         if spec != self.spec:
             raise UsageError(
-                f"{self.what} changed: the model was captured with {_described(self.spec)}, not {_described(spec)}; "
+                f"{self.what} changed: the model was captured with {_described(self.spec)}, not "
+                f"{_described(spec)}; "
                 "give all batches one form"
             )
         for number, (leaf, constant) in enumerate(zip(leaves, self.leaves, strict=True)):
@@ -184,7 +185,9 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _is_flat(tree: Any) -> bool:
     """Return whether `tree` is a tensor, or a tuple or list of tensors."""
-    return isinstance(tree, Tensor) or (isinstance(tree, tuple | list) and all(isinstance(t, Tensor) for t in tree))
+    return isinstance(tree, Tensor) or (
+        isinstance(tree, tuple | list) and all(isinstance(t, Tensor) for t in tree)
+    )
 
 
 def tensors(tree: Any, what: str) -> Values:

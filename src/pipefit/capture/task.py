@@ -43,7 +43,8 @@ def of_an_end(name: str) -> Iterator[None]:
         count += 1
         if count > MOST_MODULES:
             raise UsageError(
-                f"{name} has more than {MOST_MODULES:,} modules and is not built any further: is one of its settings, "
+                f"{name} has more than {MOST_MODULES:,} modules and is not built any further: is one of its "
+                "settings, "
                 "such as the number of layers, larger than it was meant to be?"
             )
 
@@ -78,26 +79,33 @@ class Task:
     """A training task.
 
     Args:
-        module: any `nn.Module` that `torch.export` can trace, or a function that builds one. An `nn.Sequential` is
-            used as it is, each part a layer; its parts pass a tensor, or a tuple or list of tensors. Profiles and dry
-            runs call a function under fake tensors, so a model too large for this machine is never allocated.
-        batch: batch size -> (inputs, targets): tensors with the samples along dimension 0, or tuples or dictionaries
-            of such tensors, without gradients. A tuple of inputs is the module's positional arguments, a dictionary
-            its keyword arguments; an `nn.Sequential` takes a tuple or list as its one argument. A dictionary alone is
-            inputs without targets. Use torch's default generator, so that a seed before the call fixes the batch.
-        loss: (outputs, targets) -> mean loss over the samples, a scalar; the outputs are as the module returns them.
-            None if the module computes the loss: it returns a scalar, or outputs with a scalar `loss`. The targets
-            may be None then.
-        optimizer: parameter groups -> `torch.optim` optimizer. Every stage makes its own, with a group per layer.
-        groups: (name, parameter) -> options of its parameter group, such as `{"weight_decay": 0.0}` for biases.
-        scheduler: optimizer -> learning-rate scheduler, stepped after every update.
-        precision: None leaves the module as it is. `bfloat16` or `float16` casts its parameters and its data. So does
-            `master-bfloat16` or `master-float16`, and the optimizer then works on float32 copies of the parameters.
-            `mixed-bfloat16` or `mixed-float16` runs the module under `torch.autocast`. With `mixed-float16` and
-            `master-float16` the loss is scaled.
-        granularity: where a stage may end in a module that is not an `nn.Sequential`: after `blocks` (a module's own
-            blocks, such as transformer.h.3), after `halves` (attention and MLP separately), or after any of its
-            `layers`.
+        module: any `nn.Module` that `torch.export` can trace, or a function that builds one. An
+        `nn.Sequential` is
+            used as it is, each part a layer; its parts pass a tensor, or a tuple or list of tensors. Profiles
+            and dry runs call a function under fake tensors, so a model too large for this machine is never
+            allocated.
+        batch: batch size -> (inputs, targets): tensors with the samples along dimension 0, or tuples or
+        dictionaries
+            of such tensors, without gradients. A tuple of inputs is the module's positional arguments, a
+            dictionary its keyword arguments; an `nn.Sequential` takes a tuple or list as its one argument. A
+            dictionary alone is inputs without targets. Use torch's default generator, so that a seed before
+            the call fixes the batch.
+        loss: (outputs, targets) -> mean loss over the samples, a scalar; the outputs are as the module
+        returns them.
+            None if the module computes the loss: it returns a scalar, or outputs with a scalar `loss`. The
+            targets may be None then.
+        optimizer: parameter groups -> `torch.optim` optimizer. Every stage makes its own, with a group per
+        layer. groups: (name, parameter) -> options of its parameter group, such as `{"weight_decay": 0.0}`
+        for biases. scheduler: optimizer -> learning-rate scheduler, stepped after every update.
+        precision: None leaves the module as it is. `bfloat16` or `float16` casts its parameters and its data.
+        So does
+            `master-bfloat16` or `master-float16`, and the optimizer then works on float32 copies of the
+            parameters. `mixed-bfloat16` or `mixed-float16` runs the module under `torch.autocast`. With
+            `mixed-float16` and `master-float16` the loss is scaled.
+        granularity: where a stage may end in a module that is not an `nn.Sequential`: after `blocks` (a
+        module's own
+            blocks, such as transformer.h.3), after `halves` (attention and MLP separately), or after any of
+            its `layers`.
         name: name in reports, messages and file names.
     """
 
@@ -114,22 +122,28 @@ class Task:
     def __post_init__(self) -> None:
         for name in ("module", "batch", "optimizer"):
             if not callable(getattr(self, name)):
-                raise UsageError(f"{name} of a Task must be {_CALLABLE[name]}, not {kind_of(getattr(self, name))}")
+                raise UsageError(
+                    f"{name} of a Task must be {_CALLABLE[name]}, not {kind_of(getattr(self, name))}"
+                )
         if self.loss is not None and not callable(self.loss):
             raise UsageError(
-                f"loss of a Task must be a function of (outputs, targets), or None where the module computes it, not "
+                "loss of a Task must be a function of (outputs, targets), or None where the module computes "
+                "it, not "
                 f"{kind_of(self.loss)}"
             )
         check_types(self)
         if isinstance(self.loss, nn.Module) and any(p.requires_grad for p in self.loss.parameters()):
             raise UsageError(
-                "loss of a Task has parameters, which no stage would train: make it a part of the module, which then "
+                "loss of a Task has parameters, which no stage would train: make it a part of the module, "
+                "which then "
                 "returns the loss, and give loss=None"
             )
 
     def __repr__(self) -> str:
         """Return one line, unlike a module's own repr with a line for every layer."""
-        module, optimizer = (getattr(one, "__name__", type(one).__name__) for one in (self.module, self.optimizer))
+        module, optimizer = (
+            getattr(one, "__name__", type(one).__name__) for one in (self.module, self.optimizer)
+        )
         return f"<Task: {self.name}, {module} trained by {optimizer}>"
 
     def build(self) -> nn.Module:
@@ -147,7 +161,10 @@ class Task:
         try:
             with of_an_end(self.name):
                 made = self.module()
-        except (PipefitError, DataDependentOutputException):  # the latter: the factory reads numbers from fake tensors
+        except (
+            PipefitError,
+            DataDependentOutputException,
+        ):  # the latter: the factory reads numbers from fake tensors
             raise
         except Exception as error:
             remedy = (
@@ -155,7 +172,9 @@ class Task:
                 if "UninitializedParameter" in str(error)
                 else "if it does not without pipefit, pass the module itself, built"
             )
-            raise UsageError(f"the function that builds {self.name} fails ({in_one_line(error)}): {remedy}") from error
+            raise UsageError(
+                f"the function that builds {self.name} fails ({in_one_line(error)}): {remedy}"
+            ) from error
         if not isinstance(made, nn.Module):
             raise UsageError(
                 f"the function that builds {self.name} returned {kind_of(made)}: it must return an nn.Module"

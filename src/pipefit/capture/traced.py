@@ -47,7 +47,9 @@ class Units:
         self.flow, self.deeper = flow, deeper
         self.modules = dict(module.named_modules(remove_duplicate=False))
         self._holds = with_blocks(self.modules)
-        self._of_blocks = frozenset(path for path, part in self.modules.items() if self._parts_are_blocks(path, part))
+        self._of_blocks = frozenset(
+            path for path, part in self.modules.items() if self._parts_are_blocks(path, part)
+        )
 
     @cached_property
     def of_all(self) -> list[str]:
@@ -120,7 +122,9 @@ class Units:
         return frozenset(result)
 
     def _around_containers(self) -> Mapping[str, set[tuple[str, ...]]]:
-        """Return for every module with parts the modules around them, outermost first, in each of its calls."""
+        """Return for every module with parts the modules around them, outermost first, in each of its
+        calls.
+        """
         result = defaultdict[str, set[tuple[str, ...]]](set)
         for path in {tuple(filter(None, path)) for path in self._paths}:
             first: dict[str, int] = {}
@@ -144,11 +148,17 @@ class Units:
         return result
 
     def _is_row(self, container: str, around: tuple[int, int], calls: Sequence[tuple[int, int]]) -> bool:
-        """Return whether no more crosses between these calls of a container's parts than around their unit."""
+        """Return whether no more crosses between these calls of a container's parts than around their
+        unit.
+        """
         module = self.modules.get(container)
         if len(calls) < 2 or not isinstance(module, _CONTAINERS) or not _are_blocks(list(module.children())):
             return False
-        cost, count, ends = self.flow.cost, self.flow.count, [end for end in (around[0] - 1, around[1]) if end >= 0]
+        cost, count, ends = (
+            self.flow.cost,
+            self.flow.count,
+            [end for end in (around[0] - 1, around[1]) if end >= 0],
+        )
         bytes_around, count_around = max(cost[end] for end in ends), max(count[end] for end in ends)
         return all(
             any(
@@ -172,7 +182,9 @@ def with_blocks(modules: Mapping[str, nn.Module]) -> frozenset[str]:
     """Return the paths of modules that contain blocks: a container of modules that have parts themselves."""
     result = set[str]()
     for path, module in modules.items():
-        if isinstance(module, _CONTAINERS) and any(True for part in module.children() for _ in part.children()):
+        if isinstance(module, _CONTAINERS) and any(
+            True for part in module.children() for _ in part.children()
+        ):
             around = path
             while around not in result:
                 result.add(around)
@@ -293,7 +305,9 @@ def _changes(flow: Flow, met: Set[fx.Node], before: fx.Node, after: fx.Node) -> 
 
 
 def _innermost(flow: Flow, start: int, stop: int) -> str:
-    """Return the innermost module of the operation with the most parameter bytes, by default the first one."""
+    """Return the innermost module of the operation with the most parameter bytes, by default the first
+    one.
+    """
     nodes = flow.order[start:stop]
     most = max(nodes, key=lambda node: sum(map(nbytes, _parameters(flow, node))))
     return "".join(stack(most)[-1:]) or _of_the_root(flow, nodes)
@@ -314,7 +328,9 @@ def _of_the_root(flow: Flow, nodes: Sequence[fx.Node]) -> str:
 
 
 def _free(flow: Flow, block_cuts: Sequence[int]) -> list[bool]:
-    """Return for each cut whether all uses of a parameter, buffer or constant in a block stay in one layer."""
+    """Return for each cut whether all uses of a parameter, buffer or constant in a block stay in one
+    layer.
+    """
     last: dict[fx.Node, int] = {}
     closed = []
     for number, node in enumerate(flow.order):
@@ -411,13 +427,16 @@ class _Runs:
 
 
 def _parameters(flow: Flow, node: fx.Node) -> set[fx.Node]:
-    return {source for source in flow.needs(node) if (meaning := role(source)) and meaning.kind == "parameter"}
+    return {
+        source for source in flow.needs(node) if (meaning := role(source)) and meaning.kind == "parameter"
+    }
 
 
 # ---- Capture by a trace
 
 _INSIDE = (
-    "let a module of the model do it, which stays whole (each block by itself, where blocks are left out at random)"
+    "let a module of the model do it, which stays whole (each block by itself, where blocks are left out at "
+    "random)"
 )
 
 
@@ -490,7 +509,9 @@ def _layers(
         leaving = flow.outputs if piece is cut[-1] else flow.values(piece.stop - 1)
         order = flow.order[piece.start : piece.stop]
         needed = [
-            meaning for node in flow.needed_by(order, leaving) if (meaning := role(node)) and meaning.kind != "input"
+            meaning
+            for node in flow.needed_by(order, leaving)
+            if (meaning := role(node)) and meaning.kind != "input"
         ]
         names = binding.names(piece.name, needed)
         layer = _class_of(module, piece.name)(write(flow, order, arriving, leaving, names))
@@ -522,7 +543,9 @@ def _end(task: Task, program: ExportedProgram, graph: fx.Graph) -> Tree:
 
 
 def _taken(shape: Tree, program: ExportedProgram, inputs: Any, first: Sequence[fx.Node]) -> Tree:
-    """Return the structure of the inputs in the program's order; the first layer takes those that it needs."""
+    """Return the structure of the inputs in the program's order; the first layer takes those that it
+    needs.
+    """
     if isinstance(inputs, dict):
         assert program.call_spec.in_spec is not None
         keys = program.call_spec.in_spec.child(1).context
@@ -530,5 +553,8 @@ def _taken(shape: Tree, program: ExportedProgram, inputs: Any, first: Sequence[f
     numbers = tuple(meaning.index for node in first if (meaning := role(node)))
     orders = dict(zip(shape.taken, shape.orders, strict=True))
     return replace(
-        shape, taken=numbers, plain=shape.plain and numbers == shape.taken, orders=tuple(orders[n] for n in numbers)
+        shape,
+        taken=numbers,
+        plain=shape.plain and numbers == shape.taken,
+        orders=tuple(orders[n] for n in numbers),
     )

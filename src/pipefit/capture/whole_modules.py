@@ -93,7 +93,9 @@ class CustomFunction:
     def __init__(self, function: type[Function]) -> None:
         self.function = function
         self.__name__ = self.__qualname__ = function.__qualname__.replace("<locals>", "").replace(".", "_")
-        self.__module__ = f"{__name__}.{function.__module__}"  # generated code would call a torch function by name
+        self.__module__ = (
+            f"{__name__}.{function.__module__}"  # generated code would call a torch function by name
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         results = self.function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -108,7 +110,8 @@ class _Call:
         self.given = Given.of(args, kwargs)
         if (strange := self.given.other_than(_PLAIN)) is not None:
             raise Refusal(
-                f"{self.name} takes a {type(strange).__name__}; in a traced model, custom functions take tensors, "
+                f"{self.name} takes a {type(strange).__name__}; in a traced model, custom functions take "
+                "tensors, "
                 "numbers, texts and None",
                 in_a_whole_module=True,
             )
@@ -131,7 +134,9 @@ class _Call:
         if versions != [tensor._version for tensor in tensors]:
             raise Refusal(f"{self.name} changes its arguments in place", in_a_whole_module=True)
         if not all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves):
-            raise Refusal(f"{self.name} returns something other than tensors and None", in_a_whole_module=True)
+            raise Refusal(
+                f"{self.name} returns something other than tensors and None", in_a_whole_module=True
+            )
         self.returned = [leaf is not None for leaf in leaves]
         result = (leaf for leaf in leaves if leaf is not None)
         return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in result]
@@ -139,7 +144,9 @@ class _Call:
     def packed(self, results: Sequence[Tensor]) -> Any:
         """Return `results` in the structure that the function returns."""
         given = iter(results)
-        return pytree.tree_unflatten([next(given) if there else None for there in self.returned], self.packing)
+        return pytree.tree_unflatten(
+            [next(given) if there else None for there in self.returned], self.packing
+        )
 
 
 # -------------------------------------------------------------------- the trace
@@ -154,7 +161,9 @@ class _Trace:
         self.returned: type[Function] | None = None  # torch reads its setup_context next
 
     def answer(self, function: type[Function], name: str, found: Any) -> Any:
-        """Return the attribute `name` of `function` that torch sees during a trace; `found` is the real one."""
+        """Return the attribute `name` of `function` that torch sees during a trace; `found` is the real
+        one.
+        """
         if name == "_backward_cls" and not function.__name__.startswith(_OPERATORS):
             self.begun = function
         elif name == "forward" and self.begun is function:
@@ -188,7 +197,9 @@ def _nothing_is_kept(*_: Any) -> None:
 _trace: ContextVar[_Trace | None] = ContextVar("the trace that is going on", default=None)
 
 
-torch.library.define("pipefit::custom_function", "(Tensor[] tensors, int call) -> Tensor[]")  # for traces only
+torch.library.define(
+    "pipefit::custom_function", "(Tensor[] tensors, int call) -> Tensor[]"
+)  # for traces only
 
 
 @torch.library.register_fake("pipefit::custom_function")  # type: ignore[untyped-decorator]
@@ -271,17 +282,22 @@ def call_whole(
         leaves = pytree.tree_leaves(module.forward(*args, **kwargs))
     name = type(module).__name__
     if versions != _versions(given):
-        raise UsageError(f"{name}, which stays whole in a traced model, changed an argument in place: {_REMEDY}")
+        raise UsageError(
+            f"{name}, which stays whole in a traced model, changed an argument in place: {_REMEDY}"
+        )
     result = tuple(map(_form, leaves))
     if result != forms:
         raise UsageError(
-            f"{name}, which stays whole in a traced model, returned {_words(result)}, and {_words(forms)} when the "
+            f"{name}, which stays whole in a traced model, returned {_words(result)}, and {_words(forms)} "
+            "when the "
             f"model was traced: {_REMEDY}"
         )
     return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
-_REMEDY = "let its shapes and numbers not depend on values, or give pipefit the parts instead, pipefit.chain([...])"
+_REMEDY = (
+    "let its shapes and numbers not depend on values, or give pipefit the parts instead, pipefit.chain([...])"
+)
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
@@ -297,7 +313,10 @@ def _form(leaf: Any) -> Form:
 
 def _words(forms: Sequence[Form]) -> str:
     """Return the forms in words, for messages."""
-    return ", ".join(f"{form[0]} {form[1]}" if isinstance(form, tuple) else repr(form) for form in forms) or "nothing"
+    return (
+        ", ".join(f"{form[0]} {form[1]}" if isinstance(form, tuple) else repr(form) for form in forms)
+        or "nothing"
+    )
 
 
 # -------------------------------------------------------------------- the trace
@@ -323,7 +342,9 @@ torch.library.define(
 
 
 @torch.library.register_fake("pipefit::whole_module")  # type: ignore[untyped-decorator]
-def _whole_modules_(parameters: list[Tensor], buffers: list[Tensor], given: list[Tensor], call: int) -> list[Tensor]:
+def _whole_modules_(
+    parameters: list[Tensor], buffers: list[Tensor], given: list[Tensor], call: int
+) -> list[Tensor]:
     """Return fake tensors like the results of the call."""
     calls = _calls.get()
     assert calls is not None
@@ -370,7 +391,9 @@ class _Whole:
             self._refuse("neither it nor its arguments hold a tensor")
         self._calls.append(_WholeModulesCall(self._path, given, forms, opposite, made))
         results = iter(torch.ops.pipefit.whole_module(parameters, buffers, tensors, len(self._calls) - 1))
-        return pytree.tree_unflatten([next(results) if isinstance(form, tuple) else form for form in forms], packing)
+        return pytree.tree_unflatten(
+            [next(results) if isinstance(form, tuple) else form for form in forms], packing
+        )
 
     def _run(self, given: Given) -> tuple[Any, bool]:
         """Return the results of a call, and True if it only succeeds when no condition holds."""
@@ -403,8 +426,7 @@ class _Whole:
                 self._refuse("it changes an argument in place")
             own = {storage_key(tensor) for tensor in (*self._like.parameters(), *self._like.buffers())}
             if any(
-                isinstance(leaf, Tensor) and storage_key(leaf) in own
-                for leaf in pytree.tree_leaves(returned)
+                isinstance(leaf, Tensor) and storage_key(leaf) in own for leaf in pytree.tree_leaves(returned)
             ):
                 self._refuse("it returns a parameter or a buffer")
             return returned
@@ -420,7 +442,9 @@ class _Whole:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
     def _refuse(self, reason: str) -> NoReturn:
-        raise LooksAtValues(f"{type(self._part).__name__} cannot stay whole: {reason}", self._path, whole=True)
+        raise LooksAtValues(
+            f"{type(self._part).__name__} cannot stay whole: {reason}", self._path, whole=True
+        )
 
 
 class _Assuming(FakeTensorMode):  # type: ignore[no-untyped-call]

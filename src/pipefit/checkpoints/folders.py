@@ -113,7 +113,9 @@ class Candidates:
     def tell(self, instead: str) -> None:
         """Warn about each checkpoint skipped since the last call, with the action taken `instead`."""
         for folder, reason in self.passed[self._told :]:
-            warnings.warn(f"{_named(folder)} is passed over: {reason}; {instead}", PipefitWarning, stacklevel=4)
+            warnings.warn(
+                f"{_named(folder)} is passed over: {reason}; {instead}", PipefitWarning, stacklevel=4
+            )
         self._told = len(self.passed)
 
     def pass_over(self, error: FileError) -> None:
@@ -197,7 +199,8 @@ def survey(directory: Path) -> list[Entry]:
         raise FileError(f"{_named(directory)} cannot be read: {getattr(error, 'strerror', error)}") from None
     result = [(int(match[1]), match[0]) for match in map(_WHOLE.fullmatch, names) if match]
     return [
-        Entry(step=step, folder=directory / name, obstacle=_obstacle(directory / name)) for step, name in sorted(result)
+        Entry(step=step, folder=directory / name, obstacle=_obstacle(directory / name))
+        for step, name in sorted(result)
     ]
 
 
@@ -226,7 +229,11 @@ def _obstacle(folder: Path) -> str:
             return "it is a symbolic link, and links are not followed"
         if not stat.S_ISDIR(mode):
             return "it is no folder"
-        return "" if stat.S_ISREG(os.lstat(folder / MANIFEST).st_mode) else f"its {MANIFEST} is not a regular file"
+        return (
+            ""
+            if stat.S_ISREG(os.lstat(folder / MANIFEST).st_mode)
+            else f"its {MANIFEST} is not a regular file"
+        )
     except FileNotFoundError:
         return f"it has no {MANIFEST}"
     except OSError as error:
@@ -260,11 +267,14 @@ def _opened(folder: Path) -> Checkpoint:
     match = _WHOLE.fullmatch(folder.name)
     with _damage(folder):
         if match and folder.is_symlink():
-            raise FileError(f"{_named(folder)} is a symbolic link, and links are not followed: name what it leads to")
+            raise FileError(
+                f"{_named(folder)} is a symbolic link, and links are not followed: name what it leads to"
+            )
         manifest = cast("Manifest", loads(_read(folder / MANIFEST), Manifest, _named(folder / MANIFEST)))
         if match and int(match[1]) != manifest.step:
             raise FileError(
-                f"{_named(folder)} holds the checkpoint of step {manifest.step}: it has been renamed; give it its own "
+                f"{_named(folder)} holds the checkpoint of step {manifest.step}: it has been renamed; give "
+                "it its own "
                 f"name back, {folder_of(folder.parent, manifest.step).name}"
             )
     return Checkpoint(folder=folder, manifest=manifest)
@@ -295,12 +305,17 @@ def check_writable(directory: Path) -> None:
     Raises:
         FileError: it is not a folder, or not writable.
     """
-    there = next((path for path in (directory, *directory.absolute().parents) if os.path.lexists(path)), directory)
+    there = next(
+        (path for path in (directory, *directory.absolute().parents) if os.path.lexists(path)), directory
+    )
     if not os.path.isdir(there):
-        raise FileError(f"{_named(directory)} cannot hold checkpoints: {_named(there)} is no folder; name another")
+        raise FileError(
+            f"{_named(directory)} cannot hold checkpoints: {_named(there)} is no folder; name another"
+        )
     if reason := obstacle(there):
         raise FileError(
-            f"{_named(directory)} cannot hold checkpoints: nothing can be written to {_named(there)} ({reason}); name "
+            f"{_named(directory)} cannot hold checkpoints: nothing can be written to {_named(there)} "
+            f"({reason}); name "
             "another folder"
         )
 
@@ -323,7 +338,8 @@ def begin(directory: Path, step: int, owner: Owner, *, first: int = 0, aside: Co
     later = [other for number, other in whole(directory) if number > step]
     if later:  # as the newest it would be loaded instead of this one, and `remove_old` would remove this one
         raise FileError(
-            f"{_named(later[-1])} is there already, of a later step than {step}: go on from there, or save to another "
+            f"{_named(later[-1])} is there already, of a later step than {step}: go on from there, or save "
+            "to another "
             "folder"
         )
     check_owner(directory, owner, first)
@@ -334,7 +350,9 @@ def begin(directory: Path, step: int, owner: Owner, *, first: int = 0, aside: Co
             _remove(directory / name)
         partial.mkdir()
     except OSError as error:
-        raise FileError(f"{_named(partial)} cannot be made: {error.strerror}; save to another folder") from None
+        raise FileError(
+            f"{_named(partial)} cannot be made: {error.strerror}; save to another folder"
+        ) from None
     return partial
 
 
@@ -421,7 +439,9 @@ def clear(partial: Path) -> None:
 
 
 def remove_old(directory: Path, keep: int, training: str) -> None:
-    """Remove all but the newest `keep` whole checkpoints, if of this training, as far as the system allows."""
+    """Remove all but the newest `keep` whole checkpoints, if of this training, as far as the system
+    allows.
+    """
     for _, folder in whole(directory)[:-keep]:
         partial = folder.with_name(f"{folder.name}.partial")
         with suppress(OSError, FileError):
@@ -459,7 +479,8 @@ def _read(path: Path) -> bytes:
     with regular_file(path) as (file, nbytes):
         if nbytes > _LARGEST_MANIFEST:
             raise FileError(
-                f"{_named(path)} has {format_bytes(nbytes)}; manifests have at most {format_bytes(_LARGEST_MANIFEST)}"
+                f"{_named(path)} has {format_bytes(nbytes)}; manifests have at most "
+                f"{format_bytes(_LARGEST_MANIFEST)}"
             )
         return file.read()
 

@@ -109,10 +109,15 @@ def process_start(pid: int) -> float | None:
     """
     try:
         ticks = int(
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
+            Path(f"/proc/{pid}/stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+            .split()[19]
         )
         boot = next(
-            int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime ")
+            int(line.split()[1])
+            for line in Path("/proc/stat").read_text().splitlines()
+            if line.startswith("btime ")
         )
     except (OSError, ValueError, IndexError, StopIteration):
         return None
@@ -168,14 +173,17 @@ class Hold:
     def __init__(self, directory: Path, owner: Owner) -> None:
         if not hasattr(os, "O_DIRECTORY"):
             raise FileError(
-                "checkpoints are not saved on Windows, whose folders cannot be held: train without, or on Linux"
+                "checkpoints are not saved on Windows, whose folders cannot be held: train without, or on "
+                "Linux"
             )
         self.directory, self.owner, self.busy = directory, owner, False
         self._path = directory.absolute() / LOCK
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise FileError(f"{_named(directory)} cannot be made: {error.strerror}; save to another folder") from None
+            raise FileError(
+                f"{_named(directory)} cannot be made: {error.strerror}; save to another folder"
+            ) from None
         self.file = self._locked()
         self._give_up = weakref.finalize(self, _released, self._path, self.file, os.getpid())
         _HOLDS.add(self)
@@ -230,7 +238,8 @@ class Hold:
         if holder is None or (holder.host == socket.gethostname() and not _lives(holder)):
             return
         raise FileError(
-            f"{_held(self.directory, holder)}; this file system has no locks that would say whether it has ended: if "
+            f"{_held(self.directory, holder)}; this file system has no locks that would say whether it has "
+            "ended: if "
             f"it has, remove {_named(self._path)}"
         )
 
@@ -275,7 +284,8 @@ def _opened(path: Path) -> int:
         file = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINK, 0o666)
     except OSError as error:
         raise FileError(
-            f"{_named(path)}, by which a training holds its folder, cannot be opened: {error.strerror}; save to "
+            f"{_named(path)}, by which a training holds its folder, cannot be opened: {error.strerror}; save "
+            "to "
             "another folder"
         ) from None
     if not stat.S_ISREG(os.fstat(file).st_mode):

@@ -92,7 +92,9 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedStage:
-    """A trained stage: its layers, its device, and the number of batches trained, on which its draws depend."""
+    """A trained stage: its layers, its device, and the number of batches trained, on which its draws
+    depend.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -239,7 +241,9 @@ def dumps(document: Manifest | Part) -> str:
         rest = json.dumps(body, indent=1, allow_nan=False).removeprefix("{")
     except ValueError as error:
         raise FileError(f"the checkpoint cannot be written: {error}") from None
-    header = json.dumps({"pipefit": _kind(kind), "version": VERSION, "sha256": _digest(f'",{rest}'.encode())}, indent=1)
+    header = json.dumps(
+        {"pipefit": _kind(kind), "version": VERSION, "sha256": _digest(f'",{rest}'.encode())}, indent=1
+    )
     return f'{header.removesuffix(_END)}",{rest}'
 
 
@@ -262,7 +266,8 @@ def loads(content: bytes, kind: type[Manifest] | type[Part], source: str) -> Man
         raise FileError(f"{source} is not the manifest of a checkpoint; name a folder that pipefit has saved")
     if header.get("version") != VERSION or type(header["version"]) is not int:
         raise UnreadableCheckpoint(
-            f"{source} is not of version {VERSION}, which this pipefit reads: load the checkpoint with the pipefit "
+            f"{source} is not of version {VERSION}, which this pipefit reads: load the checkpoint with the "
+            "pipefit "
             "that has saved it"
         )
     digest = header.get("sha256")
@@ -271,7 +276,9 @@ def loads(content: bytes, kind: type[Manifest] | type[Part], source: str) -> Man
         or not _DIGEST.fullmatch(digest)
         or _digest(content.partition(digest.encode())[2]) != digest
     ):
-        raise FileError(f"{source} is damaged: its bytes are not those that were saved (their SHA-256 differs)")
+        raise FileError(
+            f"{source} is damaged: its bytes are not those that were saved (their SHA-256 differs)"
+        )
     return parsed(kind, text, source, ignored=_HEADER)
 
 
@@ -282,10 +289,13 @@ def joined_settings(known: Sequence[dict[str, Setting]]) -> dict[str, Setting] |
         UsageError: they differ between stages; names one.
     """
     for other in known[1:]:
-        unlike = [name for name in dict.fromkeys(chain(known[0], other)) if known[0].get(name) != other.get(name)]
+        unlike = [
+            name for name in dict.fromkeys(chain(known[0], other)) if known[0].get(name) != other.get(name)
+        ]
         if unlike:
             raise UsageError(
-                f"the scheduler's {unlike[0]} differs between stages, so no other plan could go on with it: keep in it "
+                f"the scheduler's {unlike[0]} differs between stages, so no other plan could go on with it: "
+                "keep in it "
                 "what does not depend on a stage, or save without a scheduler"
             )
     return known[0] if known else None
@@ -308,5 +318,9 @@ def _check_once(what: str, names: Sequence[str]) -> None:
 def _check_tensor(tensor: StoredTensor, shards: int) -> None:
     if not 0 <= tensor.shard < shards:
         raise UsageError(f"{tensor.key!r} is in shard {tensor.shard}, and there are {shards}")
-    if any(length < 0 for length in tensor.shape) or len(tensor.shape) > _MOST_DIMENSIONS or tensor.nbytes >= _LARGEST:
+    if (
+        any(length < 0 for length in tensor.shape)
+        or len(tensor.shape) > _MOST_DIMENSIONS
+        or tensor.nbytes >= _LARGEST
+    ):
         raise UsageError(f"{tensor.key!r} has a shape that no tensor has")

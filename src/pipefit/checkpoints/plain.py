@@ -97,7 +97,9 @@ def load_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     while True:
         manifest = candidates.take().manifest
         try:
-            tensors = candidates.take().read([tensor for tensor in manifest.tensors if tensor.kind == "model"])
+            tensors = candidates.take().read(
+                [tensor for tensor in manifest.tensors if tensor.kind == "model"]
+            )
         except DamagedCheckpoint as error:
             candidates.pass_over(error)
         else:
@@ -120,12 +122,15 @@ def export(
     target = Path(output)
     if target.suffix not in (".safetensors", ".pt", ""):
         raise UsageError(
-            f"{printable(str(target))} is neither a .safetensors nor a .pt file, nor a folder: name one of these"
+            f"{printable(str(target))} is neither a .safetensors nor a .pt file, nor a folder: name one of "
+            "these"
         )
     if not target.suffix and os.path.lexists(target):
         raise FileError(f"{printable(str(target))} is there already: name a new folder for the model")
     tensors = load_state_dict(path)
-    once = dict(list({id(tensor): (name, tensor) for name, tensor in reversed(tensors.items())}.values())[::-1])
+    once = dict(
+        list({id(tensor): (name, tensor) for name, tensor in reversed(tensors.items())}.values())[::-1]
+    )
     temporary = temporary_of(target)
     try:
         if target.suffix == ".pt":
@@ -177,7 +182,9 @@ def _files(path: Path, wanted: set[str]) -> Sequence[Path]:
         single = path / "model.safetensors"
         path = single if os.path.isfile(single) else path / INDEX
     if path.name.endswith(".index.json"):
-        return [path.parent / file for file in dict.fromkeys(f for n, f in _index(path).items() if n in wanted)]
+        return [
+            path.parent / file for file in dict.fromkeys(f for n, f in _index(path).items() if n in wanted)
+        ]
     return [path]
 
 
@@ -189,20 +196,27 @@ def _index(path: Path) -> Mapping[str, str]:
     except (ValueError, KeyError, TypeError, RecursionError):
         raise FileError(f"{source} is not an index of a sharded model: it has no weight_map") from None
     if not isinstance(result, dict) or not all(_is_file_name(file) for file in result.values()):
-        raise FileError(f"{source} is not an index of a sharded model: its weight_map must name files beside it")
+        raise FileError(
+            f"{source} is not an index of a sharded model: its weight_map must name files beside it"
+        )
     return result
 
 
 def _is_file_name(name: object) -> bool:
     return (
-        isinstance(name, str) and name.endswith(".safetensors") and os.path.basename(name) == name and "\0" not in name
+        isinstance(name, str)
+        and name.endswith(".safetensors")
+        and os.path.basename(name) == name
+        and "\0" not in name
     )
 
 
 def _read(path: Path, wanted: set[str]) -> dict[str, Tensor]:
     source = printable(str(path))
     if not os.path.isfile(path):
-        raise FileError(f"there is no file {source}; weights are a .safetensors file, or a folder with {INDEX}")
+        raise FileError(
+            f"there is no file {source}; weights are a .safetensors file, or a folder with {INDEX}"
+        )
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys() if name in wanted}  # noqa: SIM118

@@ -37,7 +37,15 @@ from pipefit.units import format_bytes
 # wait on a pipe, or read a file from elsewhere. The checked file is the one that is read: a library that
 # opens files by path gets the path of the open file (`open_path`).
 
-_NOT_ITS_FAULT = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EINTR}
+_NOT_ITS_FAULT = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.ESTALE,
+    errno.EINTR,
+}
 
 
 @contextmanager
@@ -75,7 +83,9 @@ _BLOCK = 8 << 20  # bytes written and hashed at a time
 _NAMES = {code: name for name, code in DTYPES.items()}
 
 
-def write_shard(path: Path, tensors: Mapping[str, Tensor], progress: Callable[[int], None] = lambda _: None) -> Shard:
+def write_shard(
+    path: Path, tensors: Mapping[str, Tensor], progress: Callable[[int], None] = lambda _: None
+) -> Shard:
     """Write `tensors` to a new shard; return its name, size and hash. See `write_tensors`."""
     nbytes, digest = write_tensors(path, tensors, progress)
     return Shard(file=path.name, nbytes=nbytes, sha256=digest)
@@ -180,13 +190,16 @@ def _check_bytes(file: FileIO, nbytes: int, shard: Shard, source: str) -> None:
     _check_size(nbytes, shard, source)
     digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != shard.sha256:
-        raise FileError(f"{source} is damaged: its bytes are not those that were saved (their SHA-256 differs)")
+        raise FileError(
+            f"{source} is damaged: its bytes are not those that were saved (their SHA-256 differs)"
+        )
 
 
 def _check_size(nbytes: int, shard: Shard, source: str) -> None:
     if nbytes != shard.nbytes:
         raise FileError(
-            f"{source} is damaged: it has {format_bytes(nbytes)}, and {format_bytes(shard.nbytes)} were saved "
+            f"{source} is damaged: it has {format_bytes(nbytes)}, and {format_bytes(shard.nbytes)} were "
+            "saved "
             f"({nbytes} and {shard.nbytes} bytes)"
         )
 
@@ -211,6 +224,7 @@ def _check_tensors(file: safe_open, wanted: Sequence[StoredTensor], source: str)
         dtype, shape = _NAMES.get(result.get_dtype(), result.get_dtype()), tuple(result.get_shape())
         if (dtype, shape) != (tensor.dtype, tensor.shape):
             raise FileError(
-                f"{source} is damaged: {printable(tensor.key)} has dtype torch.{dtype} and shape {shape}, and the "
+                f"{source} is damaged: {printable(tensor.key)} has dtype torch.{dtype} and shape {shape}, "
+                "and the "
                 f"manifest says torch.{tensor.dtype} and {tensor.shape}"
             )

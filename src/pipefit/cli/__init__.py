@@ -45,15 +45,28 @@ from pipefit.cli import (
 )
 from pipefit.cli.output import fill_streams
 from pipefit.cli.progress import STOPPED, Stopped, stoppable
-from pipefit.errors import FileError, OutOfMemory, PipefitError, PipefitWarning, UsageError, in_one_line, no_memory
+from pipefit.errors import (
+    FileError,
+    OutOfMemory,
+    PipefitError,
+    PipefitWarning,
+    UsageError,
+    in_one_line,
+    no_memory,
+)
 from pipefit.processes import forking, met, no_room_for
 from pipefit.texts import printable, unknown, without_long_words
 
 _CHOICE = re.compile(r"Value error, '([^']*)' is not one of (.*)")  # matches the parser's message
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_ALLOCATIONS = 500_000, 20, 100  # less frequent garbage collection, because commands create many lasting objects
+_ALLOCATIONS = (
+    500_000,
+    20,
+    100,
+)  # less frequent garbage collection, because commands create many lasting objects
 _EPILOG = (
-    "Exit codes: 0 ok, 2 usage, 3 nothing fits, 4 out of memory, 5 a worker failed, 6 bad file, 7 a loss that is no "
+    "Exit codes: 0 ok, 2 usage, 3 nothing fits, 4 out of memory, 5 a worker failed, 6 bad file, 7 a loss "
+    "that is no "
     "number, 130 stopped by Ctrl-C, 143 by SIGTERM, 1 anything else."
 )
 
@@ -69,13 +82,17 @@ _COMMANDS = (
     export, doctor,
 )  # fmt: skip
 for _module in _COMMANDS:
-    app.command(_module.__name__.rpartition(".")[2], epilog=f"For example:\n\n\b\n  {_module.EXAMPLE}")(_module.command)
+    app.command(_module.__name__.rpartition(".")[2], epilog=f"For example:\n\n\b\n  {_module.EXAMPLE}")(
+        _module.command
+    )
 
 
 @app.callback(epilog=_EPILOG)
 def pipefit(
     version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; works after a command too.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks; works after a command too.")
+    ] = False,
 ) -> None:
     """Make a PyTorch model fit: will it fit, how, and how fast; then train it that way."""
 
@@ -104,7 +121,11 @@ def _run(words: list[str], *, own: bool, is_open: bool) -> int:
     words = words or ["--help"]
     try:
         _check_surroundings(is_open)
-        with stoppable(at_once=own, to_the_end=own), _warnings_on_stderr(), forking() if own else nullcontext():
+        with (
+            stoppable(at_once=own, to_the_end=own),
+            _warnings_on_stderr(),
+            forking() if own else nullcontext(),
+        ):
             code = _call(words)
         sys.stdout.flush()
         if code == STOPPED:  # typer has converted the interrupt to an exit code
@@ -138,11 +159,15 @@ def _check_surroundings(is_open: bool) -> None:
         UsageError: the working directory has been removed.
     """
     if not is_open:
-        raise FileError("stdout is closed, where the result would be printed: redirect it to a file, or to /dev/null")
+        raise FileError(
+            "stdout is closed, where the result would be printed: redirect it to a file, or to /dev/null"
+        )
     try:
         os.getcwd()
     except OSError as error:
-        raise UsageError(f"the working directory cannot be used ({error.strerror}): cd to one that exists") from None
+        raise UsageError(
+            f"the working directory cannot be used ({error.strerror}): cd to one that exists"
+        ) from None
 
 
 def _call(words: list[str]) -> object:
@@ -210,7 +235,9 @@ class _Failure:
         if self._debug:
             traceback.print_exc()
         sentence = without_long_words(sentence)
-        text = " ".join(printable(line) for line in f"pipefit: {sentence}".splitlines())  # names may have lines
+        text = " ".join(
+            printable(line) for line in f"pipefit: {sentence}".splitlines()
+        )  # names may have lines
         if sys.stderr.isatty():
             from pipefit.tables import wrapped
 
@@ -237,7 +264,9 @@ class _Failure:
             sentence = f"{limit}, and this takes more ({no_room_for(error) or in_one_line(error)})"
             return self.told(sentence, OutOfMemory.exit_code if no_memory(error) or no_room_for(error) else 1)
         what = in_one_line(error)
-        return self.told(f"unexpected {what}; this is a defect of pipefit or of the model: --debug shows where", 1)
+        return self.told(
+            f"unexpected {what}; this is a defect of pipefit or of the model: --debug shows where", 1
+        )
 
 
 def _usage_sentence(error: typer.TyperException) -> str:
@@ -249,7 +278,9 @@ def _usage_sentence(error: typer.TyperException) -> str:
     choice = _CHOICE.search(complaint)
     if choice:
         choices = re.findall("'([^']+)'", choice[2])
-        complaint = f"{complaint[: choice.start()]}{unknown(f'it cannot be {choice[1]!r}', choice[1], choices)}"
+        complaint = (
+            f"{complaint[: choice.start()]}{unknown(f'it cannot be {choice[1]!r}', choice[1], choices)}"
+        )
     return f"{complaint.rstrip('.')}; {command} --help shows what it takes"
 
 

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipefit.cli.options import AfterDeath, Json, Model, Output, PlanFile, PredictedSteps, Settings, Target, allocator
+from pipefit.cli.options import (
+    AfterDeath,
+    Json,
+    Model,
+    Output,
+    PlanFile,
+    PredictedSteps,
+    Settings,
+    Target,
+    allocator,
+)
 
 if TYPE_CHECKING:
     from pipefit.errors import OutOfMemory
@@ -28,11 +38,15 @@ def command(
     ] = None,
     numbers: Annotated[
         bool,
-        typer.Option("--numbers", help="Also compare the chain, and two steps of the plan, with plain training."),
+        typer.Option(
+            "--numbers", help="Also compare the chain, and two steps of the plan, with plain training."
+        ),
     ] = False,
     alloc_conf: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="Allocator settings for target cuda. Default: PYTORCH_CUDA_ALLOC_CONF."),
+        typer.Option(
+            metavar="TEXT", help="Allocator settings for target cuda. Default: PYTORCH_CUDA_ALLOC_CONF."
+        ),
     ] = None,
     post_mortem: AfterDeath = None,
     output: Output = None,
@@ -40,13 +54,21 @@ def command(
 ) -> None:
     """Certify PLAN: exact peaks by a dry run.
 
-    The real runtime executes the plan over fake tensors, without the hardware or the data. Exits with 4 if a device
-    would run out of memory. For target cuda, also prints what torch's caching allocator would allocate and reserve, and
-    the other memory of the process. With --numbers, also compares the model with its chain, and two steps of the plan
-    with plain training, on the CPU; exits with 2 if losses, gradients, buffers, parameters or optimizer state differ.
+    The real runtime executes the plan over fake tensors, without the hardware or the data. Exits with 4 if a
+    device would run out of memory. For target cuda, also prints what torch's caching allocator would allocate
+    and reserve, and the other memory of the process. With --numbers, also compares the model with its chain,
+    and two steps of the plan with plain training, on the CPU; exits with 2 if losses, gradients, buffers,
+    parameters or optimizer state differ.
     """
     from pipefit.cli.model import check_order, precision_of, resolve
-    from pipefit.cli.output import check_output, deliver, leaving_post_mortem, load_runnable, plain_data, with_found
+    from pipefit.cli.output import (
+        check_output,
+        deliver,
+        leaving_post_mortem,
+        load_runnable,
+        plain_data,
+        with_found,
+    )
     from pipefit.cli.progress import progress
     from pipefit.schema.json_io import save
 

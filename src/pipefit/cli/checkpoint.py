@@ -27,20 +27,26 @@ EXAMPLE = "pipefit checkpoint runs -o model.safetensors"
 
 def command(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of checkpoints: its newest complete one.")
+        Path,
+        typer.Argument(
+            metavar="DIR", help="A checkpoint, or a folder of checkpoints: its newest complete one."
+        ),
     ],
     output: Annotated[
         Path | None,
         typer.Option(
-            "-o", "--output", metavar="FILE", help="Write the weights to a .safetensors or .pt file, or to a folder."
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="Write the weights to a .safetensors or .pt file, or to a folder.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Verify a checkpoint of train, and show what it holds.
 
-    With -o, writes parameters and buffers under the names of the original module, as one file for plain PyTorch or a
-    folder in Hugging Face's layout.
+    With -o, writes parameters and buffers under the names of the original module, as one file for plain
+    PyTorch or a folder in Hugging Face's layout.
     """
     from pipefit.cli.output import check_output
     from pipefit.cli.progress import cleared_away, progress
@@ -90,7 +96,10 @@ def _described(found: Checkpoint) -> list[Block]:
     sizes = {what: manifest.bytes_of(kind) for kind, what in _WORDS.items()}
     held = ", ".join(f"{format_bytes(nbytes)} of {what}" for what, nbytes in sizes.items() if nbytes)
     return [
-        f"{printable(str(found.folder))}: step {manifest.step}, seed {manifest.seed}, {shards}, all as they were saved",
+        (
+            f"{printable(str(found.folder))}: step {manifest.step}, seed {manifest.seed}, {shards}, all as they "
+            "were saved"
+        ),
         f"trained in {stages} under {printable(manifest.schedule)}, by {made_by}",
         f"{counted(len(manifest.tensors), 'tensor')}: {held}",
     ]

@@ -15,8 +15,10 @@ EXAMPLE = "pipefit clusters"
 _CARDS = "Cards in one box, 1 to 16 of a kind: 4x-rtx-3090 is four. TFLOP/s by type"
 _DTYPES = ("float32", "float16", "bfloat16")  # TFLOP/s
 _OTHERS = (
-    "emulated:4x256MiB is four worker processes of this machine with 256 MiB each, emulated:2x256MiB+2x128MiB two "
-    "sizes of them. A cluster of your own is a .toml file. 16xdgx-a100@25GB/s is sixteen machines, between which every "
+    "emulated:4x256MiB is four worker processes of this machine with 256 MiB each, "
+    "emulated:2x256MiB+2x128MiB two "
+    "sizes of them. A cluster of your own is a .toml file. 16xdgx-a100@25GB/s is sixteen machines, between "
+    "which every "
     "device sends and receives 25 GB/s. pipefit show NAME tells devices, hosts and links."
 )
 
@@ -24,7 +26,8 @@ _OTHERS = (
 def command(as_json: Json = False) -> None:
     """List the clusters that have a name.
 
-    Memory is what the driver offers to programs. A reserve of it is kept free for non-tensor memory of the process.
+    Memory is what the driver offers to programs. A reserve of it is kept free for non-tensor memory of the
+    process.
     """
     from pipefit.schema.cluster import Cluster
     from pipefit.schema.presets import card_names, machine_names
@@ -84,4 +87,6 @@ def _table(clusters: list[Cluster]) -> Table:
         )
         for cluster in clusters
     )
-    return Table(("cluster", "devices", "of kind", "memory of each", "reserve", "hosts"), rows, spare=("reserve",))
+    return Table(
+        ("cluster", "devices", "of kind", "memory of each", "reserve", "hosts"), rows, spare=("reserve",)
+    )

@@ -22,7 +22,8 @@ def command(
 ) -> None:
     """Compare a prediction with a measurement.
 
-    Prints the peak of every device, to the byte, and the seconds of the last step. pipefit diff compares two plans.
+    Prints the peak of every device, to the byte, and the seconds of the last step. pipefit diff compares two
+    plans.
     """
     from pipefit.report.traces import compare, describe_comparison
     from pipefit.schema.json_io import load

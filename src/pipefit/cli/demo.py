@@ -34,8 +34,8 @@ def command(
 ) -> None:
     """Out of memory, then a plan, then training.
 
-    A byte-level GPT learns the sources of Python's standard library on four emulated devices of 12 MiB, on which no
-    split of it fits. Takes about a minute and needs no GPU, no network and no data.
+    A byte-level GPT learns the sources of Python's standard library on four emulated devices of 12 MiB, on
+    which no split of it fits. Takes about a minute and needs no GPU, no network and no data.
     """
     from pipefit.cli.progress import cleared_away, progress
     from pipefit.schema.json_io import load_cluster
@@ -51,7 +51,9 @@ def command(
         task: partial[Task] = partial(build, "gpt-stdlib", **_MODEL)
         costs = profile(task(), microbatch_size=_MICROBATCH, progress=report)
     cluster = load_cluster(_CLUSTER)
-    question = partial(plan, costs, cluster, batch_size=_MICROBATCH * _MICROBATCHES, microbatches=_MICROBATCHES)
+    question = partial(
+        plan, costs, cluster, batch_size=_MICROBATCH * _MICROBATCHES, microbatches=_MICROBATCHES
+    )
     say([_introduction(costs.layers, cluster.name)])
 
     split = question(planner="exact", allow_infeasible=True)
@@ -107,7 +109,8 @@ def _needs(plan: Plan) -> str:
 def _introduction(layers: tuple[str, ...], cluster: str) -> str:
     tokens = _MICROBATCH * _MICROBATCHES * _MODEL["sequence"]
     return (
-        f"A byte-level GPT of {counted(len(layers), 'layer')} learns the sources of Python's standard library, "
+        f"A byte-level GPT of {counted(len(layers), 'layer')} learns the sources of Python's standard "
+        "library, "
         f"{tokens} bytes a step in {_MICROBATCHES} microbatches, on {cluster}."
     )
 
@@ -117,7 +120,10 @@ def _losses(losses: list[float]) -> str:
     marks = sorted({0, *range(9, len(losses), 10)})
     course = "  ".join(f"{mark + 1}: {losses[mark]:.2f}" for mark in marks)
     last = losses[-10:]
-    return f"   loss in nats per byte, by step   {course}\n   mean of the last {len(last)}: {sum(last) / len(last):.2f}"
+    return (
+        f"   loss in nats per byte, by step   {course}\n   mean of the last {len(last)}: "
+        f"{sum(last) / len(last):.2f}"
+    )
 
 
 def _peaks(predicted: Trace, certified: Trace, measured: Trace) -> Block:
@@ -125,7 +131,12 @@ def _peaks(predicted: Trace, certified: Trace, measured: Trace) -> Block:
     from pipefit.units import format_bytes
 
     rows = tuple(
-        (str(a.device), format_bytes(a.budget_bytes), *(format_bytes(n) for n in peaks), str(peaks[2] - peaks[0]))
+        (
+            str(a.device),
+            format_bytes(a.budget_bytes),
+            *(format_bytes(n) for n in peaks),
+            str(peaks[2] - peaks[0]),
+        )
         for a, b, c in zip(predicted.devices, certified.devices, measured.devices, strict=True)
         for peaks in [(a.peak_bytes, b.peak_bytes, c.peak_bytes)]
     )

@@ -20,8 +20,8 @@ def command(
 ) -> None:
     """Show the differences between two plans or traces.
 
-    The requests, moved layers, recomputation and offloading with their reasons, and the effect on the peak of every
-    device and on the step. pipefit compare compares a prediction with a measurement.
+    The requests, moved layers, recomputation and offloading with their reasons, and the effect on the peak of
+    every device and on the step. pipefit compare compares a prediction with a measurement.
     """
     from pipefit.cli.output import used_together
     from pipefit.errors import UsageError
@@ -39,7 +39,9 @@ def command(
     elif isinstance(one, Trace) and isinstance(two, Trace):
         result = difference_of_traces(one, two)
     else:
-        kinds = " and ".join(f"{path} is a {name_of_kind(type(it))}" for path, it in ((first, one), (second, two)))
+        kinds = " and ".join(
+            f"{path} is a {name_of_kind(type(it))}" for path, it in ((first, one), (second, two))
+        )
         raise UsageError(f"{kinds}: name two plans or two traces; pipefit simulate makes a trace of a plan")
     if as_json:
         print(json.dumps(result.as_json()))

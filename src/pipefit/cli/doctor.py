@@ -40,7 +40,13 @@ def command(as_json: Json = False) -> None:
     )
     packages = tuple((name, number or "missing") for name, number in result["packages"].items())
     abilities = "\n".join(f"{'yes' if able else 'no '}  {what}" for what, able in result["abilities"].items())
-    write([Table(("machine", ""), rows), Table(("package", "version"), packages), f"pipefit can here:\n{abilities}"])
+    write(
+        [
+            Table(("machine", ""), rows),
+            Table(("package", "version"), packages),
+            f"pipefit can here:\n{abilities}",
+        ]
+    )
 
 
 def examine() -> dict[str, Any]:

@@ -33,7 +33,8 @@ def command(
         typer.Option(
             metavar="TOOL",
             help="perfetto: a trace for ui.perfetto.dev. memory-viz: one for pytorch.org/memory_viz. pipelining: "
-            "torch.distributed.pipelining's CSV. split-points: the stages of its pipeline. megatron: arguments. "
+            "torch.distributed.pipelining's CSV. split-points: the stages of its pipeline. megatron: "
+            "arguments. "
             "torchtitan, deepspeed: a configuration. slurm, kubernetes: a launch file.",
         ),
     ],

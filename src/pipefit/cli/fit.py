@@ -54,7 +54,8 @@ def command(
     ] = None,
     end: Annotated[str | None, typer.Option("--to", metavar="N", help="Largest value to try.")] = None,
     step: Annotated[
-        str | None, typer.Option(metavar="N", help="Try every Nth value after --from. Default: 1; 1MiB for memory.")
+        str | None,
+        typer.Option(metavar="N", help="Try every Nth value after --from. Default: 1; 1MiB for memory."),
     ] = None,
     batch_size: Annotated[
         int | None,
@@ -78,7 +79,9 @@ def command(
     data: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="With --grow: replicas of every stage. Default: chosen by joint and exact."
+            metavar="N",
+            min=1,
+            help="With --grow: replicas of every stage. Default: chosen by joint and exact.",
         ),
     ] = None,
     tensor: Annotated[
@@ -89,7 +92,9 @@ def command(
     ] = None,
     planner: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Planner for --grow; pipefit plan --help lists them. Default: joint."),
+        typer.Option(
+            metavar="NAME", help="Planner for --grow; pipefit plan --help lists them. Default: joint."
+        ),
     ] = None,
     target: Annotated[
         Target | None,
@@ -99,7 +104,9 @@ def command(
     threads: Threads = 1,
     certify: Annotated[
         bool,
-        typer.Option("--certify/--no-certify", help="Verify the answer, and that the next value fails, by dry runs."),
+        typer.Option(
+            "--certify/--no-certify", help="Verify the answer, and that the next value fails, by dry runs."
+        ),
     ] = True,
     plot: Annotated[
         Path | None,
@@ -110,9 +117,9 @@ def command(
 ) -> None:
     """Does MODEL fit, and the largest that does.
 
-    Prints one screen: on 1, 2, 4 and 8 devices, kept, recomputed and offloaded, in every precision, with the limit and
-    the way out. With --grow, finds the largest value of one size that fits, or the fewest devices or least memory; -o
-    saves the plan of the answer. Exits with 3 if nothing fits.
+    Prints one screen: on 1, 2, 4 and 8 devices, kept, recomputed and offloaded, in every precision, with the
+    limit and the way out. With --grow, finds the largest value of one size that fits, or the fewest devices
+    or least memory; -o saves the plan of the answer. Exits with 3 if nothing fits.
     """
     from pipefit.cli.model import built_with
     from pipefit.cli.output import check_output, print_and_save
@@ -155,7 +162,9 @@ def command(
             threads=threads,
         )
         report(0, 0, "tracing the model")
-        result = find(_growth(model, settings, precision, grow, demand, values), certify=certify, progress=report)
+        result = find(
+            _growth(model, settings, precision, grow, demand, values), certify=certify, progress=report
+        )
     grown = [] if grow in _NO_SETTINGS else [f"{grow}={result.best.value}"]
 
     def save_both() -> None:
@@ -180,7 +189,9 @@ def _only_with_grow(given: Mapping[str, object]) -> None:
     """Refuse options that have an effect only with --grow."""
     for option, value in given.items():
         if value is not None:
-            raise UsageError(f"{option} goes with --grow, which says what is looked for, such as --grow layers")
+            raise UsageError(
+                f"{option} goes with --grow, which says what is looked for, such as --grow layers"
+            )
 
 
 def _overview(
@@ -215,7 +226,9 @@ def _overview(
     if not as_json:
         write(told(describe_overview(result, shlex.join(words)), built_with(model, settings)), width=80)
     if not result.fits:
-        why = result.impossible or f"no plan was found that does; with everything kept, {result.here.one.miss}"
+        why = (
+            result.impossible or f"no plan was found that does; with everything kept, {result.here.one.miss}"
+        )
         with with_found(lambda: {"result": result.as_json()}):
             raise InfeasibleError(f"not one sample fits on {cluster.name}: {why}")
     if as_json:
@@ -237,10 +250,16 @@ def _growth(
         case "memory":
             return growth.memory(resolve(model, settings, precision), demand, values)
     if not grow.isidentifier():
-        raise UsageError(f"--grow {grow} is not the name of a setting: write one that --set takes, such as layers")
+        raise UsageError(
+            f"--grow {grow} is not the name of a setting: write one that --set takes, such as layers"
+        )
     if grow in parse_settings(settings):
-        raise UsageError(f"--set {grow} and --grow {grow} exclude each other: use --from for the smallest to try")
-    return growth.setting(grow, lambda value: resolve(model, [*settings, f"{grow}={value}"], precision), demand, values)
+        raise UsageError(
+            f"--set {grow} and --grow {grow} exclude each other: use --from for the smallest to try"
+        )
+    return growth.setting(
+        grow, lambda value: resolve(model, [*settings, f"{grow}={value}"], precision), demand, values
+    )
 
 
 def _values(grow: str, start: str | None, end: str | None, step: str | None) -> range:

@@ -58,7 +58,9 @@ def precision_of(plan: Plan) -> Precision | None:
     Returns None if parameters have several dtypes, so no cast was made.
     """
     kinds = (kind for measurement in plan.profile.measurements for kind in measurement.kinds)
-    dtypes = {parameter.dtype for kind in kinds for parameter in kind.parameters if "float" in parameter.dtype}
+    dtypes = {
+        parameter.dtype for kind in kinds for parameter in kind.parameters if "float" in parameter.dtype
+    }
     is_as_it_is = len(dtypes) > 1 and plan.training.precision in DTYPES
     return None if is_as_it_is else plan.training.precision
 
@@ -163,10 +165,13 @@ def check_factory(model: str) -> None:
     try:
         takes = inspect.signature(factory)
     except (TypeError, ValueError):  # written in C
-        raise UsageError(f"{model} does not tell what it takes: name a function that returns a pipefit.Task") from None
+        raise UsageError(
+            f"{model} does not tell what it takes: name a function that returns a pipefit.Task"
+        ) from None
     if takes.parameters and all(item.default is item.empty for item in takes.parameters.values()):
         raise UsageError(
-            f"{model} takes {takes} and no settings: a factory has arguments with defaults, or none, and returns a "
+            f"{model} takes {takes} and no settings: a factory has arguments with defaults, or none, and "
+            "returns a "
             "pipefit.Task"
         )
 
@@ -197,7 +202,9 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals or not key.isidentifier():
-            raise UsageError(f"--set {setting} is not a setting: write --set name=value, such as --set layers=4")
+            raise UsageError(
+                f"--set {setting} is not a setting: write --set name=value, such as --set layers=4"
+            )
         if key in result:
             raise UsageError(f"--set {key} is given twice: keep one of them")
         result[key] = _value(text.strip())
@@ -219,7 +226,8 @@ def _from_factory(source: str, name: str, arguments: dict[str, Any]) -> Task:
     factory = _factory(source, name)
     if isinstance(factory, type) and hasattr(factory, "forward"):
         raise UsageError(
-            f"{source}:{name} is a module, and a task has batches, a loss and an optimizer besides: name a function "
+            f"{source}:{name} is a module, and a task has batches, a loss and an optimizer besides: name a "
+            "function "
             f"that returns pipefit.Task({name}, batch=..., loss=..., optimizer=...)"
         )
     try:
@@ -228,12 +236,14 @@ def _from_factory(source: str, name: str, arguments: dict[str, Any]) -> Task:
         raise
     except (Exception, SystemExit) as error:
         raise _Raised(
-            f"{source}:{name} raised {in_one_line(error)}: it is called to return a pipefit.Task, and trains nothing "
+            f"{source}:{name} raised {in_one_line(error)}: it is called to return a pipefit.Task, and trains "
+            "nothing "
             "itself; --debug shows where"
         ) from error
     if not isinstance(task, Task):
         raise UsageError(
-            f"{source}:{name} returned a {type(task).__name__}: it must return a pipefit.Task, which says how a module "
+            f"{source}:{name} returned a {type(task).__name__}: it must return a pipefit.Task, which says "
+            "how a module "
             "is trained: pipefit.Task(module, batch=..., loss=...)"
         )
     return task
@@ -254,7 +264,10 @@ def _as_module(file: str) -> str:
     """
     folder, name = os.path.split(os.path.abspath(file))
     if not name[:-3].isidentifier():
-        return f"no module can have its name: rename it, to {re.sub(r'^(?=[0-9])|[^0-9A-Za-z]', '_', name[:-3])}.py"
+        return (
+            "no module can have its name: rename it, to "
+            f"{re.sub(r'^(?=[0-9])|[^0-9A-Za-z]', '_', name[:-3])}.py"
+        )
     within = os.path.relpath(folder, os.getcwd()).split(os.sep)
     packages = [] if within == ["."] else within
     if all(part.isidentifier() for part in packages):
@@ -274,10 +287,14 @@ def _module(source: str) -> Any:
         return importlib.import_module(source)
     except ModuleNotFoundError as error:
         if error.name is not None and (source == error.name or source.startswith(f"{error.name}.")):
-            raise UsageError(f"there is no module {error.name!r} here or in the environment: {_FORMS}") from error
+            raise UsageError(
+                f"there is no module {error.name!r} here or in the environment: {_FORMS}"
+            ) from error
         raise _Raised(f"module {source} cannot be imported: {in_one_line(error)}") from error
     except (Exception, SystemExit) as error:
-        raise _Raised(f"module {source} raised {in_one_line(error)} on import: --debug shows where") from error
+        raise _Raised(
+            f"module {source} raised {in_one_line(error)} on import: --debug shows where"
+        ) from error
 
 
 def _attribute(module: Any, source: str, name: str) -> Any:

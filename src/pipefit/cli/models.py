@@ -28,7 +28,8 @@ def command(
 ) -> None:
     """List models with their settings and defaults.
 
-    Without MODEL, the models of the zoo with the settings of --set; with MODEL, the allowed values of each setting.
+    Without MODEL, the models of the zoo with the settings of --set; with MODEL, the allowed values of each
+    setting.
     """
     from pipefit.cli.progress import progress
     from pipefit.tables import write
@@ -47,14 +48,21 @@ def _found(model: str | None) -> dict[str, dict[str, object]]:
 
     if model is not None and model != "hf:":
         check_factory(model)
-        return {model: {item.name: {"default": item.default, "must_be": item.words} for item in settings_of(model)}}
+        return {
+            model: {
+                item.name: {"default": item.default, "must_be": item.words} for item in settings_of(model)
+            }
+        }
     if model == "hf:":
         from pipefit.models.hugging_face import architectures
 
         return {"hf": dict(architectures())}
     from pipefit.models import MODELS
 
-    return {f"zoo:{name}": {item.name: item.default for item in settings_of(f"zoo:{name}")} for name in sorted(MODELS)}
+    return {
+        f"zoo:{name}": {item.name: item.default for item in settings_of(f"zoo:{name}")}
+        for name in sorted(MODELS)
+    }
 
 
 def _told(model: str | None, found: dict[str, dict[str, object]]) -> list[Block]:
@@ -94,7 +102,10 @@ def _paragraph(name: str, settings: dict[str, object]) -> str:
 
 
 _OTHERS = (
-    "hf:NAME is an architecture of Hugging Face transformers with random weights: pipefit models hf: names them. "
-    "package.module:factory is a model of your own; megatron:FILE and torchtitan:NAME have the shape that a file of "
-    "Megatron's arguments, or a configuration of torchtitan, says. pipefit models MODEL tells what each setting may be."
+    "hf:NAME is an architecture of Hugging Face transformers with random weights: pipefit models hf: names "
+    "them. "
+    "package.module:factory is a model of your own; megatron:FILE and torchtitan:NAME have the shape that a "
+    "file of "
+    "Megatron's arguments, or a configuration of torchtitan, says. pipefit models MODEL tells what each "
+    "setting may be."
 )

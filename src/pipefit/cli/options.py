@@ -53,10 +53,13 @@ Reserve = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout, and nothing else.")]
 Output = Annotated[
     Path | None,
-    typer.Option("-o", "--output", metavar="FILE", help="Save the result. The file appears when the command succeeds."),
+    typer.Option(
+        "-o", "--output", metavar="FILE", help="Save the result. The file appears when the command succeeds."
+    ),
 ]
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="zoo:NAME, hf:NAME, or package.module:factory that returns a Task.")
+    str,
+    typer.Argument(metavar="MODEL", help="zoo:NAME, hf:NAME, or package.module:factory that returns a Task."),
 ]
 ClusterName = Annotated[
     str,

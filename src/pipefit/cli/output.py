@@ -154,9 +154,13 @@ def check_output(path: Path | None, *others: str | Path | None) -> None:
     target = Path(os.path.realpath(path))
     for other in map(os.path.realpath, (one for one in others if one is not None)):
         if other == str(target):
-            raise UsageError(f"{path} is named twice, and would be overwritten: name another file for the result")
+            raise UsageError(
+                f"{path} is named twice, and would be overwritten: name another file for the result"
+            )
         if Path(other) in target.parents and target.exists():
-            raise UsageError(f"{path} is a file of {other}, and would be overwritten: name another file for the result")
+            raise UsageError(
+                f"{path} is a file of {other}, and would be overwritten: name another file for the result"
+            )
     if _CHECKPOINT.fullmatch(target.parent.name) and (target.parent / "manifest.json").exists():
         raise UsageError(f"{path} would be in a checkpoint, which has files of its own: name another folder")
 
@@ -167,7 +171,11 @@ def on_stderr(sentence: str) -> None:
 
 
 def deliver(
-    document: Document, *, output: Path | None, as_json: bool, describe: Callable[[], Sequence[Block]] | None = None
+    document: Document,
+    *,
+    output: Path | None,
+    as_json: bool,
+    describe: Callable[[], Sequence[Block]] | None = None,
 ) -> None:
     """Print `document`, and save it if `output` is given.
 
@@ -194,7 +202,10 @@ def told(blocks: Sequence[Block], built: str) -> list[Block]:
 
 
 def print_and_save(
-    print_it: Callable[[], None], save_it: Callable[[], None], *, found: Callable[[], Mapping[str, Any]] | None = None
+    print_it: Callable[[], None],
+    save_it: Callable[[], None],
+    *,
+    found: Callable[[], Mapping[str, Any]] | None = None,
 ) -> None:
     """Print first, so that a full disk loses nothing, then save, even if the reader of a pipe has left.
 

@@ -64,7 +64,9 @@ def command(
     ] = None,
     schedule: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help=f"Pipeline schedule: {SCHEDULE_HELP} Default: 1f1b or eager-1f1b, chosen."),
+        typer.Option(
+            metavar="NAME", help=f"Pipeline schedule: {SCHEDULE_HELP} Default: 1f1b or eager-1f1b, chosen."
+        ),
     ] = None,
     objective: Annotated[
         Literal["throughput", "peak"],
@@ -102,13 +104,17 @@ def command(
     data: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="Data-parallel replicas of every stage. Default: chosen by joint and exact."
+            metavar="N",
+            min=1,
+            help="Data-parallel replicas of every stage. Default: chosen by joint and exact.",
         ),
     ] = None,
     tensor: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="Tensor-parallel ranks of every replica. Default: chosen by joint and exact."
+            metavar="N",
+            min=1,
+            help="Tensor-parallel ranks of every replica. Default: chosen by joint and exact.",
         ),
     ] = None,
     sequences: Annotated[
@@ -156,9 +162,10 @@ def command(
 ) -> None:
     """Plan which layers go where, and what is recomputed.
 
-    Finds the fastest plan that fits: splits the model over the devices of a cluster, recomputes and offloads what is
-    necessary, and names the limiting device. For GPUs, the plan of a MODEL is verified against the memory of its
-    processes, and planned again if it does not fit. The plan of a PROFILE only keeps the --reserve free.
+    Finds the fastest plan that fits: splits the model over the devices of a cluster, recomputes and offloads
+    what is necessary, and names the limiting device. For GPUs, the plan of a MODEL is verified against the
+    memory of its processes, and planned again if it does not fit. The plan of a PROFILE only keeps the
+    --reserve free.
     """
     from pipefit.cli.model import built_with
     from pipefit.cli.output import check_output, deliver, told
@@ -198,7 +205,8 @@ def command(
     deliver(made, output=output, as_json=as_json, describe=lambda: told(describe_plan(made), built))
     if devices.backend == "cuda" and made.profile.assumptions.target != "cuda":
         on_stderr(
-            "pipefit: this profile follows the kernels of the CPU, which keep more for the backward pass than those of "
+            "pipefit: this profile follows the kernels of the CPU, which keep more for the backward pass "
+            "than those of "
             f"{devices.name}: profile again with --target cuda"
         )
 
@@ -240,7 +248,8 @@ def _loaded(path: str) -> ModelProfile:
             ) from None
         name = shortened(path.rpartition("/")[2])
         raise FileError(
-            f"{error}; or name a model: zoo:NAME, package.module:factory, or an architecture of Hugging Face's, such "
+            f"{error}; or name a model: zoo:NAME, package.module:factory, or an architecture of Hugging "
+            "Face's, such "
             f"as hf:{name}"
         ) from None
 

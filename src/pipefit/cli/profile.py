@@ -43,14 +43,18 @@ def command(
     threads: Threads = 1,
     tensor: Annotated[
         list[int],
-        typer.Option(min=1, metavar="RANKS", help="Also profile layers for N tensor-parallel ranks; repeatable."),
+        typer.Option(
+            min=1, metavar="RANKS", help="Also profile layers for N tensor-parallel ranks; repeatable."
+        ),
     ] = [],  # noqa: B006 - typer reads it and makes a list of its own
     sequences: Annotated[
         bool, typer.Option("--sequences", help="Also profile these ranks with sequence parallelism.")
     ] = False,
     runs: Annotated[
         Runs | None,
-        typer.Option(help="Also train, for the additive planner: the whole model, or a few blocks at a time."),
+        typer.Option(
+            help="Also train, for the additive planner: the whole model, or a few blocks at a time."
+        ),
     ] = None,
     cluster: Annotated[
         str | None, typer.Option("--cluster", "-c", metavar="NAME|FILE", help="Devices of the runs.")
@@ -58,7 +62,10 @@ def command(
     microbatches: Annotated[
         int | None,
         typer.Option(
-            "--microbatches", metavar="N", min=1, help="Microbatches in a step of the runs. Default: 4 per device."
+            "--microbatches",
+            metavar="N",
+            min=1,
+            help="Microbatches in a step of the runs. Default: 4 per device.",
         ),
     ] = None,
     schedule: Annotated[
@@ -72,7 +79,8 @@ def command(
     store: Annotated[
         Path,
         typer.Option(
-            metavar="FILE", help="Where to keep finished runs, so that the same command continues after a break."
+            metavar="FILE",
+            help="Where to keep finished runs, so that the same command continues after a break.",
         ),
     ] = Path("runs.json"),
     output: Output = None,
@@ -80,8 +88,9 @@ def command(
 ) -> None:
     """Profile MODEL: what every layer costs.
 
-    Measures bytes, FLOPs and the tensors saved for backward, in seconds and without a GPU. With --runs, also trains on
-    the devices of --cluster and measures every block there; such a profile is for this training alone.
+    Measures bytes, FLOPs and the tensors saved for backward, in seconds and without a GPU. With --runs, also
+    trains on the devices of --cluster and measures every block there; such a profile is for this training
+    alone.
     """
     from pipefit.cli.model import resolve
     from pipefit.cli.output import check_output, deliver
@@ -92,7 +101,9 @@ def command(
     if (runs is None) != (cluster is None):
         raise UsageError("--runs and --cluster go together: the runs train on the cluster's devices")
     devices = None if cluster is None else load_cluster(cluster)
-    training = None if devices is None else _training(devices, microbatch_size[0], microbatches, schedule, clip_norm)
+    training = (
+        None if devices is None else _training(devices, microbatch_size[0], microbatches, schedule, clip_norm)
+    )
     if devices is not None and training is not None:
         from pipefit.profiler.training_runs.runs import check_devices, check_places
 
@@ -126,7 +137,9 @@ def _training(
     from pipefit.schema.training import Training
 
     count = microbatches or 4 * len(cluster.devices)
-    return Training(batch_size=count * microbatch_size, microbatches=count, schedule=schedule, clip_norm=clip_norm)
+    return Training(
+        batch_size=count * microbatch_size, microbatches=count, schedule=schedule, clip_norm=clip_norm
+    )
 
 
 def _with_runs(

@@ -44,7 +44,9 @@ def stoppable(*, at_once: bool, to_the_end: bool = False) -> Iterator[None]:
 
     With `to_the_end`, they also do while the process exits.
     """
-    with _handled(lambda number: signal.getsignal(number) in _USUAL, _end if at_once else None, stays=to_the_end):
+    with _handled(
+        lambda number: signal.getsignal(number) in _USUAL, _end if at_once else None, stays=to_the_end
+    ):
         yield
 
 
@@ -86,7 +88,10 @@ def _end(number: int, frame: object) -> None:
         signal.signal(other, lambda *_: os._exit(128 + number))
     word, code = b"stopped" if number == signal.SIGINT else str(Stopped(number)).encode(), 128 + number
     if number == signal.SIGINT and not room_for_threads(1):  # OpenBLAS sends it if it cannot start a thread
-        word, code = f"no more threads can be started: {processes() or 'ulimit -a shows the limits'}".encode(), 1
+        word, code = (
+            f"no more threads can be started: {processes() or 'ulimit -a shows the limits'}".encode(),
+            1,
+        )
     with suppress(Exception):
         sys.stdout.flush()
     with suppress(OSError):
@@ -168,6 +173,8 @@ class _Lines:
         while not self._ended.wait(seconds):
             with suppress(OSError, ValueError):  # no reader any more
                 print(
-                    f"pipefit: {printable(self._now)}, {monotonic() - self._began:.0f} s", file=self._stream, flush=True
+                    f"pipefit: {printable(self._now)}, {monotonic() - self._began:.0f} s",
+                    file=self._stream,
+                    flush=True,
                 )
             seconds, before = (2 * seconds if self._now == before else SECONDS), self._now

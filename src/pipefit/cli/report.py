@@ -31,8 +31,8 @@ def command(
 ) -> None:
     """Show a plan, trace or post-mortem as one HTML page.
 
-    Memory over time, the timeline of every device, the contents of its peak, and decisions with their price. The page
-    needs no network and no other file.
+    Memory over time, the timeline of every device, the contents of its peak, and decisions with their price.
+    The page needs no network and no other file.
     """
     from pipefit.cli.output import check_output, used_together
     from pipefit.cli.progress import progress

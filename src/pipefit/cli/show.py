@@ -21,7 +21,8 @@ def command(
 ) -> None:
     """Show any document readably.
 
-    The blocks and layers of a profile, a plan's reasons, a trace's peaks, a program's text, a cluster's links.
+    The blocks and layers of a profile, a plan's reasons, a trace's peaks, a program's text, a cluster's
+    links.
     """
     from pipefit.cli.output import deliver
     from pipefit.schema.json_io import is_cluster, load, load_cluster

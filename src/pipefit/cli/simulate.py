@@ -7,11 +7,13 @@ from pipefit.cli.options import Json, Output, PlanFile, PredictedSteps
 EXAMPLE = "pipefit simulate plan.json -o predicted.json"
 
 
-def command(plan: PlanFile, steps: PredictedSteps = None, output: Output = None, as_json: Json = False) -> None:
+def command(
+    plan: PlanFile, steps: PredictedSteps = None, output: Output = None, as_json: Json = False
+) -> None:
     """Simulate PLAN: predicted peaks and time.
 
-    The first step differs from the others, because its update allocates the optimizer state. Under pipedream and
-    pipedream-2bw the pipeline fills during the first steps, and the last step is typical.
+    The first step differs from the others, because its update allocates the optimizer state. Under pipedream
+    and pipedream-2bw the pipeline fills during the first steps, and the last step is typical.
     """
     from pipefit.cli.output import check_output, deliver, used
     from pipefit.cli.progress import progress

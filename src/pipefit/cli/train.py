@@ -31,11 +31,15 @@ def command(
     settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
     steps: Annotated[
         int,
-        typer.Option("--steps", metavar="N", min=1, help="Training steps in total, including those before --resume."),
+        typer.Option(
+            "--steps", metavar="N", min=1, help="Training steps in total, including those before --resume."
+        ),
     ] = 10,
     seed: Annotated[
         int | None,
-        typer.Option(metavar="N", min=0, help="Seed of weights, data and dropout. Default: the checkpoint's, or 0."),
+        typer.Option(
+            metavar="N", min=0, help="Seed of weights, data and dropout. Default: the checkpoint's, or 0."
+        ),
     ] = None,
     timeout: Annotated[
         float | None,
@@ -54,15 +58,20 @@ def command(
         ),
     ] = True,
     share_device: Annotated[
-        bool, typer.Option("--share-device", help="Run all GPUs of the plan on the first GPU of this machine.")
+        bool,
+        typer.Option("--share-device", help="Run all GPUs of the plan on the first GPU of this machine."),
     ] = False,
     cap: Annotated[
         bool,
-        typer.Option("--cap/--no-cap", help="Limit GPUs to the memory of the plan's devices, like smaller GPUs."),
+        typer.Option(
+            "--cap/--no-cap", help="Limit GPUs to the memory of the plan's devices, like smaller GPUs."
+        ),
     ] = True,
     metrics: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write a line of JSON after each step: loss, seconds, rates and peaks."),
+        typer.Option(
+            metavar="FILE", help="Write a line of JSON after each step: loss, seconds, rates and peaks."
+        ),
     ] = None,
     log_every: Annotated[
         int | None,
@@ -70,7 +79,9 @@ def command(
     ] = None,
     save: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Save checkpoints in this folder, including one after the last step."),
+        typer.Option(
+            metavar="DIR", help="Save checkpoints in this folder, including one after the last step."
+        ),
     ] = None,
     every: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Save a checkpoint every N steps. Default: 100.")
@@ -91,15 +102,21 @@ def command(
     ] = False,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Resume from this checkpoint, or the newest complete one in this folder."),
+        typer.Option(
+            metavar="DIR", help="Resume from this checkpoint, or the newest complete one in this folder."
+        ),
     ] = None,
     weights: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Start from the weights in a safetensors file or a Hugging Face folder."),
+        typer.Option(
+            metavar="FILE", help="Start from the weights in a safetensors file or a Hugging Face folder."
+        ),
     ] = None,
     restarts: Annotated[
         int,
-        typer.Option(min=0, metavar="N", help="Restart from the last checkpoint if a worker fails, at most N times."),
+        typer.Option(
+            min=0, metavar="N", help="Restart from the last checkpoint if a worker fails, at most N times."
+        ),
     ] = 0,
     cluster: Annotated[
         str | None,
@@ -120,12 +137,19 @@ def command(
 ) -> None:
     """Train MODEL as PLAN says.
 
-    Starts one worker process per device of the plan. The measurement is a trace, like a prediction. With --save and
-    --resume, a training that ends early loses at most the steps since its last checkpoint, under this plan or another.
-    With --restarts, it continues automatically.
+    Starts one worker process per device of the plan. The measurement is a trace, like a prediction. With
+    --save and
+    --resume, a training that ends early loses at most the steps since its last checkpoint, under this plan or
+    another. With --restarts, it continues automatically.
     """
     from pipefit.cli.model import build, check_order, precision_of, resolve
-    from pipefit.cli.output import check_output, leaving_post_mortem, load_runnable, plain_data, print_and_save
+    from pipefit.cli.output import (
+        check_output,
+        leaving_post_mortem,
+        load_runnable,
+        plain_data,
+        print_and_save,
+    )
     from pipefit.cli.progress import cleared_away, progress
     from pipefit.cli.train_log import StepLog, in_json, lines_of_metrics
     from pipefit.schema.json_io import save as save_document
@@ -133,7 +157,12 @@ def command(
     check_output(output, plan, cluster, weights)
     check_output(metrics, plan, cluster, weights, output)
     check_output(post_mortem, plan, cluster, weights, output, metrics)
-    options = {"every": every, "keep": keep, "on_failure": on_failed_save, "in_foreground": save_in_foreground or None}
+    options = {
+        "every": every,
+        "keep": keep,
+        "on_failure": on_failed_save,
+        "in_foreground": save_in_foreground or None,
+    }
     saving = _saving(save, {name: value for name, value in options.items() if value is not None}, restarts)
     check_order(plan, model)
     document = load_runnable(plan)
@@ -225,7 +254,9 @@ def _planned_for(cluster: str, plan: Plan) -> Plan:
 
 
 class _Told:
-    """Messages about checkpoints: the resumed one, the costs of saves, and the state after an interruption."""
+    """Messages about checkpoints: the resumed one, the costs of saves, and the state after an
+    interruption.
+    """
 
     def __init__(self, saving: Saving | None, resume: Path | None) -> None:
         from pipefit.checkpoints import Candidates

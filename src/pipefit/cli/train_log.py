@@ -60,7 +60,9 @@ def lines_of_metrics(path: Path | None, first: int) -> Iterator[Note]:
             try:
                 file.write(text)
             except OSError as error:
-                raise FileError(f"{path} cannot be written: {error.strerror}; step {step} was the last") from error
+                raise FileError(
+                    f"{path} cannot be written: {error.strerror}; step {step} was the last"
+                ) from error
 
         def note(report: StepReport, figures: Mapping[str, float | None]) -> None:
             nonlocal last
@@ -91,7 +93,9 @@ def _opened(path: Path) -> FileIO:
     try:
         return path.open("wb", buffering=0)
     except OSError as error:
-        raise FileError(f"{printable(str(path))} cannot be written: {error.strerror}; choose another file") from None
+        raise FileError(
+            f"{printable(str(path))} cannot be written: {error.strerror}; choose another file"
+        ) from None
 
 
 def in_json(loss: float) -> float | str:
@@ -104,7 +108,9 @@ def _lines_before(path: Path, first: int) -> list[tuple[int, bytes]]:
     if not first or not path.is_file():
         return []
     result = list[tuple[int, bytes]]()
-    for line in content(path, printable(str(path)), _LARGEST_BYTES, "files of metrics have").splitlines(keepends=True):
+    for line in content(path, printable(str(path)), _LARGEST_BYTES, "files of metrics have").splitlines(
+        keepends=True
+    ):
         with suppress(ValueError, TypeError, KeyError, RecursionError):
             step = json.loads(line)["step"]
             result += [(step, line)] if step < first else []

@@ -63,10 +63,14 @@ def decoder_of(plan: Plan, able: Abilities) -> Decoder:
     _check(plan, able)
     edges = plan.profile.edges
     if not {stage.start for stage in plan.stages} <= set(edges):
-        raise UsageError(f"a stage begins inside a block, which {tool} does not divide: plan with granularity blocks")
+        raise UsageError(
+            f"a stage begins inside a block, which {tool} does not divide: plan with granularity blocks"
+        )
     first, last = _equal(plan, tool)
     bounds = tuple(edges.index(layer) for layer in (*(stage.start for stage in plan.stages), edges[-1]))
-    touched = {layer for decision in plan.decisions for layer in range(decision.layers[0], decision.layers[-1] + 1)}
+    touched = {
+        layer for decision in plan.decisions for layer in range(decision.layers[0], decision.layers[-1] + 1)
+    }
     whole = [bool(touched & set(range(*pair))) for pair in pairwise(edges)]
     inside = [range(max(start, first), min(stop, last)) for start, stop in pairwise(bounds)]
     return Decoder(
@@ -88,7 +92,8 @@ def check_tokens(plan: Plan, tool: str) -> None:
     """
     if not plan.profile.fingerprint.lengths:
         raise UsageError(
-            f"{plan.profile.model} reads {' and '.join(plan.profile.fingerprint.inputs) or 'no tokens'}: {tool} trains "
+            f"{plan.profile.model} reads {' and '.join(plan.profile.fingerprint.inputs) or 'no tokens'}: "
+            f"{tool} trains "
             "models of sequences of tokens only"
         )
 
@@ -113,7 +118,11 @@ def _impossible(plan: Plan, able: Abilities) -> Iterator[tuple[str, str]]:
     grids = Counter((stage.grid.data, stage.grid.tensor) for stage in plan.stages)
     ((data, tensor), _), *others = grids.most_common()
     if others or (tensor > 1 and not able.tensor):
-        what = "replicas or shards that differ from stage to stage" if others else "tensor shards in its pipelines"
+        what = (
+            "replicas or shards that differ from stage to stage"
+            if others
+            else "tensor shards in its pipelines"
+        )
         yield f"--data {data} --tensor {tensor if able.tensor else 1}", what
     shards = {stage.grid.shard for stage in plan.stages if stage.grid.data > 1}
     if len(shards) > 1 or not shards <= {*able.shards}:
@@ -132,7 +141,9 @@ def _tied(plan: Plan, tool: str, first: int, last: int) -> bool:
     """
     for shared in plan.measurement.shared:
         if any(first <= user < last for user in shared.users):
-            raise UsageError(f"layers share {shared.name}: {tool} shares nothing but the weights of embedding and head")
+            raise UsageError(
+                f"layers share {shared.name}: {tool} shares nothing but the weights of embedding and head"
+            )
     return bool(plan.measurement.shared)
 
 
@@ -148,7 +159,8 @@ def _equal(plan: Plan, tool: str) -> tuple[int, int]:
     first = blocks.index(kind)
     if first == 0 or first + count == len(blocks) or set(blocks[first : first + count]) != {kind}:
         raise UsageError(
-            f"{plan.profile.model} is no decoder as {tool} has them: an embedding, equal blocks one behind the other, "
+            f"{plan.profile.model} is no decoder as {tool} has them: an embedding, equal blocks one behind "
+            "the other, "
             "and a head"
         )
     return first, first + count

@@ -53,7 +53,9 @@ def kubernetes_job(plan: Plan, file: str) -> str:
         f"torchrun --nnodes={hosts} --nproc-per-node={each} --node-rank=$JOB_COMPLETION_INDEX "
         f"--master-addr={name}-0.{name} --master-port={_PORT} train.py {named}"
     )
-    limits = f"\n            limits: {{nvidia.com/gpu: '{each}'}}" if plan.cluster.backend == "cuda" else " {}"
+    limits = (
+        f"\n            limits: {{nvidia.com/gpu: '{each}'}}" if plan.cluster.backend == "cuda" else " {}"
+    )
     return f"""\
 apiVersion: v1
 kind: Service
@@ -109,7 +111,9 @@ def _hosts(plan: Plan) -> tuple[int, int]:
     if len(set(counts.values())) > 1:
         raise UsageError(
             "the plan has "
-            + ", ".join(f"{counted(count, 'device')} on host {host}" for host, count in sorted(counts.items()))
+            + ", ".join(
+                f"{counted(count, 'device')} on host {host}" for host, count in sorted(counts.items())
+            )
             + ": a launch file starts as many processes on every host; plan with another number of --stages"
         )
     return len(counts), next(iter(counts.values()))
@@ -117,7 +121,9 @@ def _hosts(plan: Plan) -> tuple[int, int]:
 
 def _name(plan: Plan) -> str:
     """Return a name that SLURM and Kubernetes accept: lower-case letters, digits and dashes."""
-    letters = (letter if letter.isascii() and letter.isalnum() else "-" for letter in plan.profile.model.lower())
+    letters = (
+        letter if letter.isascii() and letter.isalnum() else "-" for letter in plan.profile.model.lower()
+    )
     return f"pipefit-{''.join(letters)}"[:50].rstrip("-")
 
 

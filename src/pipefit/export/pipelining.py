@@ -62,7 +62,8 @@ def split_points(plan: Plan) -> str:
     if again := next((name for name in names if "@" in name), None):
         module, _, number = again.partition("@")
         raise UsageError(
-            f"a stage begins with call {int(number) + 1} of {module}, and torch.distributed.pipelining divides a model "
+            f"a stage begins with call {int(number) + 1} of {module}, and torch.distributed.pipelining "
+            "divides a model "
             "at the first call of a module: plan with another number of --stages"
         )
     return json.dumps(dict.fromkeys(names, "BEGINNING"), indent=2) + "\n"

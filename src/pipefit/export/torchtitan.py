@@ -18,7 +18,11 @@ from pipefit.texts import counted
 _SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
 _PRECISIONS = ("float32", "bfloat16")  # torchtitan's autocast supports one device and its replicas only
 _ABLE = Abilities(
-    tool="torchtitan", schedules=_SCHEDULES, precisions=_PRECISIONS, shards=("none", "parameters"), tensor=False
+    tool="torchtitan",
+    schedules=_SCHEDULES,
+    precisions=_PRECISIONS,
+    shards=("none", "parameters"),
+    tensor=False,
 )
 
 
@@ -31,7 +35,9 @@ def torchtitan_config(plan: Plan) -> str:
     result, training = decoder_of(plan, _ABLE), plan.training
     check_tokens(plan, "torchtitan")
     if result.tied and len(plan.stages) > 1:
-        raise UsageError("torchtitan's pipelines have no embedding and head that share weights: plan with --stages 1")
+        raise UsageError(
+            "torchtitan's pipelines have no embedding and head that share weights: plan with --stages 1"
+        )
     parts = [[f"layers.{n}" for n in range(*pair)] for pair in pairwise(accumulate(result.blocks, initial=0))]
     parts[0].insert(0, "tok_embeddings")
     parts[result.norm].append("norm")
@@ -51,7 +57,8 @@ def torchtitan_config(plan: Plan) -> str:
         f"    pipeline_parallel_schedule={_SCHEDULES[training.schedule]!r},\n"
         f"    pipeline_parallel_microbatch_size={result.each(training.microbatch_size)},\n{_replicas(result)}"
         f"    module_fqns_per_model_part=[\n{rows}    ],\n)\n"
-        f"training = TrainingConfig(\n    local_batch_size={local},\n    global_batch_size={training.batch_size},\n"
+        f"training = TrainingConfig(\n    local_batch_size={local},\n    "
+        f"global_batch_size={training.batch_size},\n"
         f"{length}    max_norm={norm},\n    dtype={training.precision!r},\n"
         "    mixed_precision_param='float32',\n    disable_cuda_graphs=True,\n)\n"
         f"activation_checkpoint = {recomputes}\n"
@@ -59,7 +66,11 @@ def torchtitan_config(plan: Plan) -> str:
 
 
 def _replicas(found: Decoder) -> str:
-    """Return lines for replicas that hold a whole stage, or divide its parameters, which is torchtitan's default."""
+    """Return lines for replicas that hold a whole stage, or divide its parameters, which is torchtitan's
+    default.
+    """
     if found.grid.shard == "parameters":
-        return f"    data_parallel_shard_degree={found.grid.data},\n    fsdp_reshard_after_forward='always',\n"
+        return (
+            f"    data_parallel_shard_degree={found.grid.data},\n    fsdp_reshard_after_forward='always',\n"
+        )
     return f"    data_parallel_replicate_degree={found.grid.data},\n    data_parallel_shard_degree=1,\n"

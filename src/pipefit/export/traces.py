@@ -53,7 +53,9 @@ def _events(device: DeviceTrace) -> list[dict[str, Any]]:
         moments = []
         for number, level in enumerate(sample.bytes):
             moments += _moved(number, piles[number], level)
-        moments.sort(key=lambda moment: moment[0] != "free_completed")  # frees first, so that no false peak appears
+        moments.sort(
+            key=lambda moment: moment[0] != "free_completed"
+        )  # frees first, so that no false peak appears
         for action, number, below, size in moments:
             category = {"name": CATEGORIES[number].value, "filename": "", "line": 0}
             events.append(
@@ -149,12 +151,16 @@ def _device(trace: Trace, device: DeviceTrace) -> Iterator[dict[str, Any]]:
 
 
 def _threads(events: Iterable[Event]) -> dict[str, list[Event]]:
-    """Return the events of every thread, by its name: each event is on the first idle thread of its stream."""
+    """Return the events of every thread, by its name: each event is on the first idle thread of its
+    stream.
+    """
     result: dict[str, list[Event]] = {name: [] for name in _STREAMS}
     for event in sorted(events, key=lambda one: one.start_seconds):
         name = _STREAMS[_stream(event)]
         names = (name if not more else f"{name} {more + 1}" for more in count())
-        free = next(one for one in names if not result.get(one) or result[one][-1].end_seconds <= event.start_seconds)
+        free = next(
+            one for one in names if not result.get(one) or result[one][-1].end_seconds <= event.start_seconds
+        )
         result.setdefault(free, []).append(event)
     return result
 

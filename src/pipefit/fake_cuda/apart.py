@@ -45,7 +45,9 @@ def apart(target: Target, work: Callable[[], T]) -> T:
     Raises:
         WorkerFailed: the fork was killed, or hangs.
     """
-    ours = target == "cpu" or sys.platform != "linux" or follows_fake_streams() or not torch.cuda.is_available()
+    ours = (
+        target == "cpu" or sys.platform != "linux" or follows_fake_streams() or not torch.cuda.is_available()
+    )
     told = None
     if not ours:
         with suppress(OSError):  # no process can be started
@@ -77,7 +79,8 @@ def _told(work: Callable[[], T]) -> tuple[T, PipefitError | None, _Warned] | Non
         answer = b"".join(iter(lambda: fork.read(_CHUNK_BYTES), b""))
     except TimeoutError as error:
         raise WorkerFailed(
-            f"work over fake GPUs is done in a fork, and {error}, as where another thread held a lock at the fork: do "
+            f"work over fake GPUs is done in a fork, and {error}, as where another thread held a lock at the "
+            "fork: do "
             f"it before other threads start, or {_ALONE}"
         ) from None
     finally:
@@ -85,7 +88,8 @@ def _told(work: Callable[[], T]) -> tuple[T, PipefitError | None, _Warned] | Non
     if os.WIFSIGNALED(status):
         name = signal.Signals(os.WTERMSIG(status)).name
         raise WorkerFailed(
-            f"work over fake GPUs is done in a fork, which was killed by {name}, as where memory runs out: free some "
+            f"work over fake GPUs is done in a fork, which was killed by {name}, as where memory runs out: "
+            "free some "
             f"before, or do it {_ALONE}"
         )
     return pickle.loads(answer) if answer else None  # noqa: S301 - our own fork wrote it

@@ -4,9 +4,10 @@ The kernel, not the model, determines what an attention layer saves for backward
 T x D:
 
     flash       q, k, v, out, logsumexp (B, H, T) float32                            half precision, no mask
-    efficient   q, k, v, out, mask, logsumexp (B, H, T rounded up to 32) float32     float32, or a mask, any precision
-    cudnn       q, k, v, out, mask, logsumexp (B, H, T, 1) float32                   only if requested, see below
-    math        q, k, v, and every intermediate B x H x T x T score matrix           everything else
+    efficient   q, k, v, out, mask, logsumexp (B, H, T rounded up to 32) float32     float32, or a mask, any
+    precision cudnn       q, k, v, out, mask, logsumexp (B, H, T, 1) float32                   only if
+    requested, see below math        q, k, v, and every intermediate B x H x T x T score matrix
+    everything else
 
 The conditions are those of torch's `sdp_utils` for compute capability 8.0 and later; the first match in
 priority order counts. Dropout inside a fused kernel saves a seed, never a mask. The order is torch's: flash,
@@ -64,12 +65,20 @@ def choose_kernel(
 
 
 def _fusable(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> bool:
-    """Return whether fused kernels are possible: 4-D, one batch size, matching heads, dense last dimension."""
+    """Return whether fused kernels are possible: 4-D, one batch size, matching heads, dense last
+    dimension.
+    """
     tensors = (query, key, value)
-    if any(t.dim() != 4 for t in tensors) or len({t.shape[0] for t in tensors}) > 1 or key.shape[1] != value.shape[1]:
+    if (
+        any(t.dim() != 4 for t in tensors)
+        or len({t.shape[0] for t in tensors}) > 1
+        or key.shape[1] != value.shape[1]
+    ):
         return False
     heads_match = query.shape[1] % key.shape[1] == 0 if enable_gqa else query.shape[1] == key.shape[1]
-    dense = all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in tensors) and (mask is None or mask.stride(-1) == 1)
+    dense = all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in tensors) and (
+        mask is None or mask.stride(-1) == 1
+    )
     return heads_match and dense and query.shape[2] > 0 and key.shape[2] > 0
 
 
@@ -87,7 +96,9 @@ def _flash_can(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, i
 
 def _efficient_can(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
     aligned = 16 // query.element_size()  # tensor cores load 16 bytes at a time
-    head_dims = query.shape[-1] == key.shape[-1] and query.shape[-1] % aligned == 0 and value.shape[-1] % aligned == 0
+    head_dims = (
+        query.shape[-1] == key.shape[-1] and query.shape[-1] % aligned == 0 and value.shape[-1] % aligned == 0
+    )
     same_heads = not enable_gqa or query.shape[1] == key.shape[1]
     return query.dtype in (*_HALVES, torch.float32) and head_dims and same_heads
 
@@ -132,16 +143,19 @@ def cuda_attention(
     return attended
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None) -> Tensor:
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None
+) -> Tensor:
     """Run flash attention with padded head dimensions, as CUDA does: the padded copies are saved."""
     head_dim = query.shape[-1]
     padded = [
-        F.pad(t, (0, -head_dim % _FLASH_ALIGNMENT)) if head_dim % _FLASH_ALIGNMENT else t for t in (query, key, value)
+        F.pad(t, (0, -head_dim % _FLASH_ALIGNMENT)) if head_dim % _FLASH_ALIGNMENT else t
+        for t in (query, key, value)
     ]
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
-    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[
-        0
-    ]
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+        *padded, dropout_p, is_causal, False, scale=scale
+    )[0]
     return out[..., :head_dim] if out.shape[-1] != head_dim else out
 
 

@@ -78,7 +78,11 @@ def built_without_bytes(task: Task, fake: FakeTarget) -> nn.Module:
 def _start_counting(module: nn.Module, fake: FakeTarget) -> None:
     """Set the batch counts of batch norms without momentum, which read them to average over all batches."""
     for part in module.modules():
-        if isinstance(part, nn.modules.batchnorm._NormBase) and part.momentum is None and part.track_running_stats:
+        if (
+            isinstance(part, nn.modules.batchnorm._NormBase)
+            and part.momentum is None
+            and part.track_running_stats
+        ):
             assert part.num_batches_tracked is not None
             fake.set_value(part.num_batches_tracked, 0)
 
@@ -110,7 +114,9 @@ class Chains:
         self._tells = False  # whether traces record lines of code, which takes time
 
     def also_for(self, task: Task) -> Chains:
-        """Return the chains of a task that differs only in what a trace does not see, such as the optimizer."""
+        """Return the chains of a task that differs only in what a trace does not see, such as the
+        optimizer.
+        """
         result = Chains(task, self._sizes)
         result._traced, result._tells = self._traced, self._tells
         return result
@@ -155,7 +161,9 @@ class Chains:
         both inside `fake`.
         """
         family = self._family
-        written = [size for size in sizes if family and family.few < size < family.many and size not in self._traced]
+        written = [
+            size for size in sizes if family and family.few < size < family.many and size not in self._traced
+        ]
         if family is None or not written:
             return lambda: True
         (checked,) = beside(lambda: all(self._is_written_well(family, size, fake) for size in written))

@@ -76,7 +76,9 @@ def with_loss(made: Fingerprinted, chain: Chain, measurement: Measurement) -> Fi
         UsageError: the loss fails on them.
     """
     loss, sizes = _loss(chain, measurement)
-    return Fingerprinted(replace(made.fingerprint, loss=digest(loss, _DIGITS)), digest(repr((made.sizes, sizes))))
+    return Fingerprinted(
+        replace(made.fingerprint, loss=digest(loss, _DIGITS)), digest(repr((made.sizes, sizes)))
+    )
 
 
 def precision_of(task: Task, chain: Chain) -> Precision:
@@ -93,7 +95,9 @@ def precision_of(task: Task, chain: Chain) -> Precision:
     dtypes = [dtype for dtype, _ in elements.most_common()] or ["float32"]
     known = [dtype for dtype in dtypes if dtype in get_args(Precision)]
     if not known:
-        raise UsageError(f"{chain.name} computes in {dtypes[0]}; pipefit knows {', '.join(get_args(Precision))}")
+        raise UsageError(
+            f"{chain.name} computes in {dtypes[0]}; pipefit knows {', '.join(get_args(Precision))}"
+        )
     return cast(Precision, known[0])
 
 
@@ -166,9 +170,16 @@ def _described(value: Any, depth: int = 0) -> object:
     if isinstance(value, functools.partial):
         return _described(value.func), _inner((value.args, value.keywords), depth)
     name = getattr(value, "__qualname__", None) or type(value).__qualname__
-    if isinstance(value, Enum | nn.Module) or not hasattr(value, "__dict__") or callable(value) or depth == _DEEPEST:
+    if (
+        isinstance(value, Enum | nn.Module)
+        or not hasattr(value, "__dict__")
+        or callable(value)
+        or depth == _DEEPEST
+    ):
         return str(value) if isinstance(value, Enum) else name
-    return name, _described({key: item for key, item in vars(value).items() if not key.startswith("_")}, depth + 1)
+    return name, _described(
+        {key: item for key, item in vars(value).items() if not key.startswith("_")}, depth + 1
+    )
 
 
 def _inner(value: Any, depth: int) -> object:
@@ -236,8 +247,10 @@ def _loss(chain: Chain, measurement: Measurement) -> tuple[str, str]:
                 raise
             except Exception as error:
                 raise UsageError(
-                    f"the loss of {chain.name} fails on values of the shapes that the model returned as it was "
-                    f"profiled ({in_one_line(error)}): give the loss that it was profiled with, or profile it again"
+                    f"the loss of {chain.name} fails on values of the shapes that the model returned as it "
+                    "was "
+                    f"profiled ({in_one_line(error)}): give the loss that it was profiled with, or profile "
+                    "it again"
                 ) from error
     return repr(recorder.operations), repr(recorder.sizes)
 
@@ -256,12 +269,14 @@ def _optimizer(task: Task) -> torch.optim.Optimizer:
             made = task.optimizer([{"params": [nn.Parameter(torch.empty(0, 0))]}])
         except Exception as error:
             raise UsageError(
-                f"the optimizer of {task.name} cannot be made of a group with one parameter ({in_one_line(error)}): "
+                f"the optimizer of {task.name} cannot be made of a group with one parameter "
+                f"({in_one_line(error)}): "
                 "give a function of parameter groups that takes any, such as its class"
             ) from error
     if not isinstance(made, torch.optim.Optimizer):
         raise UsageError(
-            f"the optimizer of {task.name} is a function that returns {kind_of(made)}: it must return a torch.optim "
+            f"the optimizer of {task.name} is a function that returns {kind_of(made)}: it must return a "
+            "torch.optim "
             "optimizer of the parameter groups that it is given"
         )
     return made
@@ -280,7 +295,9 @@ def _groups(task: Task, chain: Chain) -> Iterator[tuple[int, str, int, tuple[str
     assert task.groups is not None
     for number, layer in enumerate(chain.layers):
         met: list[dict[str, Any]] = []
-        for (name, parameter), (called, _) in zip(layer.module.named_parameters(), layer.named_parameters, strict=True):
+        for (name, parameter), (called, _) in zip(
+            layer.module.named_parameters(), layer.named_parameters, strict=True
+        ):
             if parameter.requires_grad:
                 wanted = task.groups(called, parameter)
                 if wanted not in met:

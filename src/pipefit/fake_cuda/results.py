@@ -66,7 +66,9 @@ class _Nothing(NamedTuple):
 
 
 class _Several(NamedTuple):
-    """A tuple or a list of results. Named tuples lose their names in torch's dispatcher, and have none here."""
+    """A tuple or a list of results. Named tuples lose their names in torch's dispatcher, and have none
+    here.
+    """
 
     kind: type[tuple[Any, ...] | list[Any]]
     results: tuple[Any, ...]
@@ -210,7 +212,10 @@ def _found(out: Any, tensors: list[FakeTensor], fresh: set[int]) -> Any:
         return None
     storage, shape, offset = out.untyped_storage(), tuple(out.shape), int(out.storage_offset())
     if any(tensor.untyped_storage()._cdata == storage._cdata for tensor in tensors):
-        alike = len(tensors) == 1 and (out.dtype, out.fake_device) == (tensors[0].dtype, tensors[0].fake_device)
+        alike = len(tensors) == 1 and (out.dtype, out.fake_device) == (
+            tensors[0].dtype,
+            tensors[0].fake_device,
+        )
         return _View(shape, out.stride(), offset) if alike else None
     made = _Fresh(shape, out.stride(), out.dtype, out.fake_device)
     if storage._cdata in fresh or offset or storage.nbytes() != _nbytes(made):

@@ -1,9 +1,10 @@
 """Fake devices: profiles and dry runs build the model there; their kernels determine the saved tensors.
 
     with FakeTarget("cuda") as fake:
-        model = torch.nn.Linear(4096, 4096, device=fake.device)     # or built as usual, then `.to(fake.device)`
-        loss = model(fake.fake(batch)).sum()
-        loss.backward()                                             # no bytes, no GPU: shapes, strides, storages
+        model = torch.nn.Linear(4096, 4096, device=fake.device)     # or built as usual, then
+        `.to(fake.device)` loss = model(fake.fake(batch)).sum()
+        loss.backward()                                             # no bytes, no GPU: shapes, strides,
+        storages
 
 Target `cpu` is `FakeTensorMode` over CPU tensors: the CPU's kernels. Target `cuda` follows CUDA's: dropout
 saves a boolean mask, normalizations float32 statistics, attention is fused (`attention_choice`), RNN cells
@@ -218,7 +219,9 @@ def _rounded(x: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
 
 
-def _learnt_backward(grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, *_: object) -> tuple[Tensor, ...]:
+def _learnt_backward(
+    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, *_: object
+) -> tuple[Tensor, ...]:
     """Return gradients of the values, the scale and the zero point."""
     return torch.empty_like(x), torch.empty_like(scale), torch.empty_like(zero_point)
 
@@ -293,8 +296,14 @@ _registered = functools.cache(_Registered)
 
 FAKE_CUDA = "fakecuda"
 _FREE_SLOT = "privateuseone"  # torch's name for the open device slot while it is free
-_CHOICES = {"scaled_dot_product_attention": cuda_attention, "softmax.int": softmax, "log_softmax.int": log_softmax}
-_NUMBERS = frozenset((aten.zeros.default, aten.ones.default, aten.full.default))  # if they make a single number
+_CHOICES = {
+    "scaled_dot_product_attention": cuda_attention,
+    "softmax.int": softmax,
+    "log_softmax.int": log_softmax,
+}
+_NUMBERS = frozenset(
+    (aten.zeros.default, aten.ones.default, aten.full.default)
+)  # if they make a single number
 _FOREACH_TYPES = (optim_optimizer._foreach_supported_types, foreach_utils._foreach_supported_types)
 
 
@@ -310,7 +319,9 @@ class FakeTarget:
 
     def __init__(self, target: Target) -> None:
         if target not in ("cpu", "cuda"):
-            raise UsageError(f"{target!r} is not a target: write 'cpu' or 'cuda', the device whose kernels to follow")
+            raise UsageError(
+                f"{target!r} is not a target: write 'cpu' or 'cuda', the device whose kernels to follow"
+            )
         self.target: Target = target
         self.device = _device_of(target)
         self._mode = _Mode(_known(target))
@@ -325,7 +336,9 @@ class FakeTarget:
             if self.target == "cuda":
                 stack.enter_context(autocast_of(FAKE_CUDA))
                 stack.enter_context(counting_as_cuda(FAKE_CUDA))
-            stack.enter_context(torch.autograd.set_detect_anomaly(mode=False))  # it would take fake numbers for NaN
+            stack.enter_context(
+                torch.autograd.set_detect_anomaly(mode=False)
+            )  # it would take fake numbers for NaN
             # Backward on the calling thread: autograd counts devices at a process's first backward, and may
             # know none.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -344,7 +357,9 @@ class FakeTarget:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
 
     def again(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a model's tensor: like `fake`, with a known number's value; real ones stay real."""
+        """Return a copy of a model's tensor: like `fake`, with a known number's value; real ones stay
+        real.
+        """
         if not isinstance(tensor, FakeTensor):
             with without_dispatch_modes():
                 return tensor.detach().clone()
@@ -357,7 +372,9 @@ class FakeTarget:
 
     @contextmanager
     def assuming_nothing(self) -> Iterator[None]:
-        """Let value-dependent operations in the body raise exceptions instead of returning assumed results."""
+        """Let value-dependent operations in the body raise exceptions instead of returning assumed
+        results.
+        """
         self._mode.assumes = False
         try:
             yield
@@ -445,7 +462,9 @@ class _Forgetful(FakeTensorConverter):
         pass
 
     def forget(self, known: FakeTensor) -> None:
-        """Forget the value of a tensor, such as that of `torch.tensor(0.5)`, and the weak references to it."""
+        """Forget the value of a tensor, such as that of `torch.tensor(0.5)`, and the weak references to
+        it.
+        """
         assert known.constant is not None
         self.invalidate_constant_aliases(known.constant)
         memo = self.meta_converter.tensor_memo

@@ -26,7 +26,11 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.training import MOST_SAMPLES, Training
 from pipefit.simulator import Simulation
 
-_PARTS = 0.75, 0.5, 0.25  # of every stage's layers that hosts update, where they have no room for those of all
+_PARTS = (
+    0.75,
+    0.5,
+    0.25,
+)  # of every stage's layers that hosts update, where they have no room for those of all
 
 
 class Need(NamedTuple):
@@ -37,14 +41,18 @@ class Need(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What plans that are soon made say of a value: one that fits, if any does, and what each way of planning needs."""
+    """What plans that are soon made say of a value: one that fits, if any does, and what each way of planning
+    needs.
+    """
 
     fitting: Attempt | None
     needs: dict[str, tuple[Need, ...]]
 
 
 def attempt(value: int, plan: Plan) -> Attempt:
-    """The attempt of a value whose plan this is. Costs a simulation where the plan moves or recomputes anything."""
+    """The attempt of a value whose plan this is. Costs a simulation where the plan moves or recomputes
+    anything.
+    """
     short = shortage(plan, Simulation(plan).arenas) if plan.decisions else ""
     return Attempt(value=value, plan=plan, shortage=short)
 
@@ -80,7 +88,9 @@ def soon_planned(value: int, question: Question) -> Look:
 
 
 def _without_hosts(question: Question) -> Iterator[Recompute]:
-    """What to recompute in plans that keep all state on the devices; nothing where these are too small for that."""
+    """What to recompute in plans that keep all state on the devices; nothing where these are too small for
+    that.
+    """
     costs, budgets = question.measurement.costs, question.cluster.budgets
     shared = question.measurement.shared
     twice = sum((len(s.users) - 1) * (s.nbytes + s.gradient_bytes + s.state_bytes) for s in shared)
@@ -92,8 +102,8 @@ def _without_hosts(question: Question) -> Iterator[Recompute]:
 
 
 def _with_hosts(needs: dict[str, tuple[Need, ...]]) -> Iterator[tuple[str, Planner]]:
-    """Plans whose hosts update layers: all; where hosts alone have no room for that, as many as they have; and such
-    whose hosts have parameters and gradients between passes too.
+    """Plans whose hosts update layers: all; where hosts alone have no room for that, as many as they have;
+    and such whose hosts have parameters and gradients between passes too.
     """
 
     def lacks(way: str) -> tuple[bool, bool]:
@@ -107,13 +117,17 @@ def _with_hosts(needs: dict[str, tuple[Need, ...]]) -> Iterator[tuple[str, Plann
             part = parts[len(parts) // 2]
             yield str(part), partial(at_hosts, part=part)
             on_device, on_host = lacks(str(part))
-            parts = [one for one in parts if (one > part if on_device else one < part)] if on_device != on_host else []
+            parts = (
+                [one for one in parts if (one > part if on_device else one < part)]
+                if on_device != on_host
+                else []
+            )
     yield "all away", partial(at_hosts, part=1.0, moves=ALL_AWAY)
 
 
 def likely(looks: dict[int, Look], at_least: int) -> int:
-    """The largest value that is likely to fit, by what every way of planning needed at those that were looked at, as if
-    that rose evenly.
+    """The largest value that is likely to fit, by what every way of planning needed at those that were looked
+    at, as if that rose evenly.
     """
     ways = dict.fromkeys(way for look in looks.values() for way in look.needs)
     return max((_reached(sorted(looks.items()), way) for way in ways), default=at_least)
@@ -125,7 +139,9 @@ def _reached(looks: list[tuple[int, Look]], way: str) -> int:
     (first, before), (last, after) = known[-2:][0], known[-1]
     reached = list[float]()
     for number, (need, room) in enumerate(after):
-        rises = (need - before[number].need) / (last - first) if last > first and number < len(before) else 0.0
+        rises = (
+            (need - before[number].need) / (last - first) if last > first and number < len(before) else 0.0
+        )
         each = rises if rises > 0 else need / max(1, last)
         reached.append(last + (room - need) / max(each, 1e-9))
     return int(min(reached))
@@ -155,7 +171,9 @@ def sizes_asked(training: Training | None, asked: Asked) -> tuple[int, ...]:
         size = training.microbatch_size
     elif size is None:
         size = batch // count if batch and count else batch
-    return sizes_of(size) if size and 0 < size <= MOST_SAMPLES else (1,)  # other values fail in the later checks
+    return (
+        sizes_of(size) if size and 0 < size <= MOST_SAMPLES else (1,)
+    )  # other values fail in the later checks
 
 
 def in_order(sizes: Sequence[int], training: Training | None, asked: Asked, devices: int) -> list[int]:

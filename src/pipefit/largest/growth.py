@@ -37,12 +37,15 @@ _FIRST = 1  # of the three neighbours: a single block is both the first and the 
 
 
 class Depths:
-    """The profiles of the `values` of a setting, each of which `trace` makes; some are written instead. `trace_at`
-    traces a value for microbatches of some sizes alone.
+    """The profiles of the `values` of a setting, each of which `trace` makes; some are written instead.
+    `trace_at` traces a value for microbatches of some sizes alone.
     """
 
     def __init__(
-        self, values: range, trace: Callable[[int], OnDemand], trace_at: Callable[[int, Sequence[int]], OnDemand]
+        self,
+        values: range,
+        trace: Callable[[int], OnDemand],
+        trace_at: Callable[[int, Sequence[int]], OnDemand],
     ) -> None:
         self._values, self._trace, self._trace_at = values, trace, trace_at
         self._writes = len(values) > _FIRST + 3
@@ -59,7 +62,9 @@ class Depths:
         self._trace_at(value, ())  # settings that the model refuses are refused
         if self._writes and place >= _FIRST + 3 and len(self._layers) > 1:
             with suppress(UsageError, NotRepeated):
-                self._neighbours = self._neighbours or tuple(map(self._trace, self._values[_FIRST : _FIRST + 3]))
+                self._neighbours = self._neighbours or tuple(
+                    map(self._trace, self._values[_FIRST : _FIRST + 3])
+                )
                 written = Repeated(self._neighbours, place - _FIRST)
                 written(min(written.sizes, default=1))
                 return written
@@ -73,12 +78,14 @@ class Depths:
         self._writes, self._neighbours = False, ()
 
     def as_traced(self, value: int, plan: Plan) -> tuple[Plan, Chains] | None:
-        """The plan of a value with its traced profile in place of a written one, and the chains of the trace; None
-        where the two profiles differ.
+        """The plan of a value with its traced profile in place of a written one, and the chains of the trace;
+        None where the two profiles differ.
         """
         made = plan.profile
         try:
-            known = self._trace_at(value, sorted({measured.microbatch_size for measured in made.measurements}))
+            known = self._trace_at(
+                value, sorted({measured.microbatch_size for measured in made.measurements})
+            )
             every = [known(m.microbatch_size, (m.tensor,), sequences=m.sequences) for m in made.measurements]
         except UsageError:
             return None
@@ -159,7 +166,9 @@ class Demand:
             means=Means(spill=False),
         )
         if self.batch_size is not None:
-            return Asked(**asked, batch_size=self.batch_size, microbatch_size=size, microbatches=self.microbatches)
+            return Asked(
+                **asked, batch_size=self.batch_size, microbatch_size=size, microbatches=self.microbatches
+            )
         if size is None and self.microbatches is None:
             return Asked(**asked, batch_size=each)
         return Asked(**asked, microbatch_size=size or 1, microbatches=self.microbatches or each)
@@ -188,9 +197,15 @@ class Demand:
         return self.planner == "joint" and (self.data or 1) * (self.tensor or 1) == 1
 
     def soon(
-        self, value: int, known: OnDemand | Repeated, cluster: Cluster | None = None, microbatch_size: int | None = None
+        self,
+        value: int,
+        known: OnDemand | Repeated,
+        cluster: Cluster | None = None,
+        microbatch_size: int | None = None,
     ) -> Look:
-        """Return an attempt that fits, if found fast: with the smallest microbatches and one device per stage."""
+        """Return an attempt that fits, if found fast: with the smallest microbatches and one device per
+        stage.
+        """
         within, numbers = cluster or self.cluster, self.numbers(microbatch_size)
         with suppress(UsageError):  # reported when it is planned
             size = numbers.sizes(known, chooses=True)[0]
@@ -216,7 +231,12 @@ class Demand:
         chooses = self.planner in ON_GRIDS
         ranks = self.tensor or 1
         result = _divided(make, ranks, along=chooses and ranks > 1)
-        while chooses and self.tensor is None and 2 * ranks <= len(within.devices) and not attempt(0, result.plan).fits:
+        while (
+            chooses
+            and self.tensor is None
+            and 2 * ranks <= len(within.devices)
+            and not attempt(0, result.plan).fits
+        ):
             ranks *= 2
             with suppress(UsageError):  # this many ranks cannot divide the layers
                 divided = _divided(make, ranks, along=True)
@@ -319,7 +339,8 @@ def devices(task: Task, demand: Demand, values: range) -> Growth:
     cluster = demand.cluster
     if not cluster.is_uniform:
         raise UsageError(
-            f"the devices of {cluster.name} differ in kind or memory, so that the answer would depend on which of them "
+            f"the devices of {cluster.name} differ in kind or memory, so that the answer would depend on "
+            "which of them "
             "are used: name a cluster of equal devices"
         )
     demand.check_degrees(values[-1])
@@ -354,8 +375,10 @@ def memory(task: Task, demand: Demand, values: range) -> Growth:
     most, values = values[-1], values[bisect_right(values, reserve) :]
     if not values:
         raise UsageError(
-            f"the devices of {demand.cluster.name} leave a reserve of {format_bytes(reserve)}, and none of the "
-            f"memories to try, up to {format_bytes(most)}, is more than the reserve: try larger ones, or leave less"
+            f"the devices of {demand.cluster.name} leave a reserve of {format_bytes(reserve)}, and none of "
+            "the "
+            f"memories to try, up to {format_bytes(most)}, is more than the reserve: try larger ones, or "
+            "leave less"
         )
     known = demand.profiles(task)
     return Growth(
@@ -382,7 +405,9 @@ def with_devices(cluster: Cluster, count: int) -> Cluster:
         return Cluster.emulated((count, cluster.devices[0].memory_bytes))
     numbers = (*cluster.largest(count), *(number % have for number in range(have, count)))
     kept = tuple(cluster.devices[number] for number in numbers)
-    return replace(cluster, name=f"{count} devices of {cluster.name}", devices=kept, links=_links(cluster, numbers))
+    return replace(
+        cluster, name=f"{count} devices of {cluster.name}", devices=kept, links=_links(cluster, numbers)
+    )
 
 
 def with_memory(cluster: Cluster, nbytes: int) -> Cluster:
@@ -425,5 +450,7 @@ def _links(cluster: Cluster, numbers: Sequence[int]) -> tuple[Link, ...]:
     if len(numbers) <= have:
         return kept
     present = {*map(Member.device, range(len(numbers))), *map(Member.host, range(len(cluster.hosts)))}
-    rate = min((link.copy_rate for link in kept if present.issuperset(link.members)), default=_RATE_WITHOUT_LINKS)
+    rate = min(
+        (link.copy_rate for link in kept if present.issuperset(link.members)), default=_RATE_WITHOUT_LINKS
+    )
     return (*kept, Link(members=tuple(sorted(present)), bytes_per_second=rate))

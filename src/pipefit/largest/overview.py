@@ -30,7 +30,16 @@ from pipefit.planner.problem import changed_by_replicas
 from pipefit.profiler import Progress
 from pipefit.profiler.on_demand import OnDemand, profiled_beside
 from pipefit.schema.cluster import Cluster
-from pipefit.schema.fit import HOWS, Attempt, How, InPrecision, Overview, Reach, Replicated, samples_per_second
+from pipefit.schema.fit import (
+    HOWS,
+    Attempt,
+    How,
+    InPrecision,
+    Overview,
+    Reach,
+    Replicated,
+    samples_per_second,
+)
 from pipefit.schema.json_io import load_cluster
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Measurement, ModelProfile, Target
@@ -74,9 +83,9 @@ def fit(
     """Show what fits of `model` on devices like those of `cluster`.
 
     If the devices differ in kind or memory, fewer of them are those with the most memory, and no more devices
-    than the cluster has are compared. `cluster` may be a name or a file, as for `load_cluster`; `microbatches`
-    None means four for each device. Other arguments are those of `pipefit.plan`. Print the result, or end a
-    notebook's cell with it.
+    than the cluster has are compared. `cluster` may be a name or a file, as for `load_cluster`;
+    `microbatches` None means four for each device. Other arguments are those of `pipefit.plan`. Print the
+    result, or end a notebook's cell with it.
 
     Raises:
         UsageError: not a task or cluster, or a task that cannot be profiled.
@@ -92,7 +101,9 @@ def fit(
     training = Training(batch_size=each, microbatches=each, schedule=schedule)
     check_first(training, cluster, Options(), (1,))
     kernels = target or cluster.target
-    return apart(kernels, lambda: _looked_at(model, cluster, microbatches, schedule, kernels, threads, progress))
+    return apart(
+        kernels, lambda: _looked_at(model, cluster, microbatches, schedule, kernels, threads, progress)
+    )
 
 
 def _looked_at(
@@ -170,7 +181,9 @@ class _Look:
         key = devices, size, how
         if key not in self.known:
             self.say(
-                len(self.known), len(self.known) + 1, f"{counted(devices, 'device')}, microbatches of {size}, {how}"
+                len(self.known),
+                len(self.known) + 1,
+                f"{counted(devices, 'device')}, microbatches of {size}, {how}",
             )
             self.known[key] = attempt(size, self._plan(self.profiles(size), devices, how))
         return self.known[key]
@@ -201,7 +214,9 @@ class _Look:
         return plan if soon is None else soon.plan
 
     def reach(self, devices: int) -> Reach:
-        """Return the capacity of `devices` devices; each technique begins at the largest size that fits without it."""
+        """Return the capacity of `devices` devices; each technique begins at the largest size that fits
+        without it.
+        """
         largest, least = list[Attempt | None](), 0
         for how in HOWS:
             best = self._largest(devices, how, least)
@@ -269,7 +284,9 @@ class _Look:
             )
 
     def _of_replicas(self) -> Question | None:
-        """Return the question of one stage with a replica on every device; None if the model cannot have replicas."""
+        """Return the question of one stage with a replica on every device; None if the model cannot have
+        replicas.
+        """
         devices = len(self.cluster.devices)
         if devices == 1 or (self.schedule in ENDLESS):
             return None
@@ -313,11 +330,14 @@ def impossible(profile: ModelProfile, cluster: Cluster) -> str:
     room = sum(cluster.budgets) + sum(host.memory_bytes + (host.disk_bytes or 0) for host in cluster.hosts)
     if parameters + state > room:
         return (
-            f"parameters and optimizer state take {format_bytes(parameters + state)}, and devices, hosts and disks "
+            f"parameters and optimizer state take {format_bytes(parameters + state)}, and devices, hosts and "
+            "disks "
             f"have {format_bytes(room)} together"
         )
     names = [*(f"layer {name}" for name in profile.layers), "the loss"]
-    largest = max(zip(names, (*measured.costs, measured.loss), strict=True), key=lambda one: one[1].least_bytes)
+    largest = max(
+        zip(names, (*measured.costs, measured.loss), strict=True), key=lambda one: one[1].least_bytes
+    )
     least, budget, devices = largest[1].least_bytes, max(cluster.budgets), len(cluster.devices)
     if least // devices > budget:
         divided = f", {format_bytes(least // devices)} if {devices} ranks divide it" if devices > 1 else ""

@@ -43,14 +43,18 @@ Guess = Callable[[int], int]  # from the largest number known to be true to the 
 
 
 class Edge(NamedTuple):
-    """The largest number found true and the smallest found false; all numbers between were refused. None: not found."""
+    """The largest number found true and the smallest found false; all numbers between were refused. None: not
+    found.
+    """
 
     holds: int | None
     fails: int | None
 
 
 def edge(judge: Judge, numbers: range, guess: Guess | None = None) -> Edge:
-    """Find the edge of a statement among rising `numbers`. `judge` returns True, then False; None is a refusal."""
+    """Find the edge of a statement among rising `numbers`. `judge` returns True, then False; None is a
+    refusal.
+    """
     place = _accepted(judge, numbers, range(min(len(numbers), PATIENCE)))
     if place is None:
         return Edge(None, None)
@@ -104,7 +108,9 @@ def _place(numbers: range, number: int, low: int, high: int) -> int:
 
 
 def _between(judge: Judge, numbers: range, low: int, high: int, wanted: int) -> int | None:
-    """Return an index between `low` and `high` that is not refused: the nearest from `wanted` up, or else down."""
+    """Return an index between `low` and `high` that is not refused: the nearest from `wanted` up, or else
+    down.
+    """
     above = _accepted(judge, numbers, range(max(wanted, low + 1), high))
     return above if above is not None else _accepted(judge, numbers, range(wanted - 1, low, -1))
 
@@ -167,13 +173,23 @@ class _Search:
     known: dict[int, Attempt] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
     soon: dict[int, Look] = field(default_factory=dict)  # what plans that are soon made say
-    made: dict[int, OnDemand | Repeated] = field(default_factory=dict)  # the profiles of the last values tried
-    written: set[int] = field(default_factory=set)  # values whose profiles were written, and not held to a trace yet
-    chains: dict[int, Chains] = field(default_factory=dict)  # of the values whose profiles were held to traces
-    fitting: tuple[int, Answer] | None = None  # only the last one that fits, because answers hold their whole search
+    made: dict[int, OnDemand | Repeated] = field(
+        default_factory=dict
+    )  # the profiles of the last values tried
+    written: set[int] = field(
+        default_factory=set
+    )  # values whose profiles were written, and not held to a trace yet
+    chains: dict[int, Chains] = field(
+        default_factory=dict
+    )  # of the values whose profiles were held to traces
+    fitting: tuple[int, Answer] | None = (
+        None  # only the last one that fits, because answers hold their whole search
+    )
 
     def edge(self) -> _Neighbours:
-        """Return the neighbours by plans: first by those found fast, then by full plans from their edge on."""
+        """Return the neighbours by plans: first by those found fast, then by full plans from their edge
+        on.
+        """
         values = self.growth.values
         if not self.growth.searches:
             return self.edge_of_all()
@@ -195,7 +211,9 @@ class _Search:
         return self.edge()
 
     def as_traced(self, value: int) -> bool:
-        """Give the plan of a value the profile of a trace, if its own was written: whether both say the same."""
+        """Give the plan of a value the profile of a trace, if its own was written: whether both say the
+        same.
+        """
         if value not in self.written:
             return True
         plan = self._traced(value, self.known[value].plan)
@@ -224,7 +242,9 @@ class _Search:
         return _Neighbours(*reversed(edge(lambda value: _negated(self._fits(value)), self.growth.values)))
 
     def settle(self, value: int | None) -> None:
-        """Make a full plan of the last value that fits; keep the plan found fast if the full plan does not fit."""
+        """Make a full plan of the last value that fits; keep the plan found fast if the full plan does not
+        fit.
+        """
         if value is None or value in self.known:
             return
         self._plan(value)
@@ -290,7 +310,9 @@ class _Search:
     def _of_profiles(
         self, make: Callable[[OnDemand | Repeated, int], T], profiles: OnDemand | Repeated, value: int
     ) -> T:
-        """What is made of the profiles of a value; of traced ones, where the model turns out not to repeat itself."""
+        """What is made of the profiles of a value; of traced ones, where the model turns out not to repeat
+        itself.
+        """
         try:
             return make(profiles, value)
         except NotRepeated:
@@ -329,9 +351,13 @@ class _Search:
         """Report the current activity with a value, and the best value known to fit."""
         if self.progress is not None:
             fitting = [one.value for one in self.tried if one.fits]
-            best = max(fitting, default=None) if self.growth.sense == "largest" else min(fitting, default=None)
+            best = (
+                max(fitting, default=None) if self.growth.sense == "largest" else min(fitting, default=None)
+            )
             text = f"{what} {self.growth.named(value)}" + (f", {step}" if step else "")
-            self.progress(len(self.tried), 0, text + (f"; {self.growth.named(best)} fits" if best is not None else ""))
+            self.progress(
+                len(self.tried), 0, text + (f"; {self.growth.named(best)} fits" if best is not None else "")
+            )
 
 
 def _negated(statement: bool | None) -> bool | None:

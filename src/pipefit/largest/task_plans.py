@@ -91,9 +91,13 @@ def plan_reserving(
             return _told(made, devices, short)
         short.append(max(devices, key=lambda device: device.lack_bytes).shortage)
         asked = [_leaving_more(within, devices, short[-1])]
-        if len(short) > 1:  # the overflow may move to another device like it in the next plan, and then to a third
+        if (
+            len(short) > 1
+        ):  # the overflow may move to another device like it in the next plan, and then to a third
             asked.insert(0, _alike(asked[0]))
-    raise InfeasibleError(f"{short[-1]}. {ROUNDS} plans, each of which left more than the one before, did not fit")
+    raise InfeasibleError(
+        f"{short[-1]}. {ROUNDS} plans, each of which left more than the one before, did not fit"
+    )
 
 
 class _Refused(Exception):
@@ -144,7 +148,9 @@ def _alike(cluster: Cluster) -> Cluster:
     """Return the cluster with the largest reserve of any device on all devices of its kind and size."""
     most = dict[tuple[object, int], int]()
     for reserve, device in zip(cluster.reserves, cluster.devices, strict=True):
-        most[device.kind.key, device.memory_bytes] = max(reserve, most.get((device.kind.key, device.memory_bytes), 0))
+        most[device.kind.key, device.memory_bytes] = max(
+            reserve, most.get((device.kind.key, device.memory_bytes), 0)
+        )
     return cluster.reserving([most[device.kind.key, device.memory_bytes] for device in cluster.devices])
 
 
@@ -170,7 +176,9 @@ def _leaving_more(cluster: Cluster, devices: Sequence[DeviceTrace], short: str) 
 def _told(plan: Plan, devices: Sequence[DeviceTrace], short: Sequence[str]) -> Plan:
     """Return the plan with the memory of its processes, and the reason why it was planned again, if so."""
     assert plan.prediction is not None  # planners predict
-    processes = tuple(device.allocator for device in devices) if any(device.allocator for device in devices) else ()
+    processes = (
+        tuple(device.allocator for device in devices) if any(device.allocator for device in devices) else ()
+    )
     told = replace(plan, prediction=replace(plan.prediction, processes=processes))
     if not short or plan.provenance is None:
         return told
@@ -230,7 +238,9 @@ def plan(
 
     instance("model", model, Task, "or a ModelProfile; pipefit.Task says how a module is trained")
     kernels: Target = target or cluster.target
-    return apart(kernels, lambda: _plan_of_task(model, cluster, training, kernels, certify, allocator, progress, asked))
+    return apart(
+        kernels, lambda: _plan_of_task(model, cluster, training, kernels, certify, allocator, progress, asked)
+    )
 
 
 def _plan_of_task(
@@ -268,7 +278,9 @@ def _plan_of_task(
     fewer = [replace(means, spill=False), replace(means, spill=False, state=False)]
     fewer.append(replace(fewer[-1], host=False, peers=False))
     tried = [partial(make, means=fromkey) for fromkey in dict.fromkeys(fewer) if fromkey != means]
-    return plan_reserving(model, cluster, make, allocator, known.chains, progress, target=kernels, fewer=tried)
+    return plan_reserving(
+        model, cluster, make, allocator, known.chains, progress, target=kernels, fewer=tried
+    )
 
 
 def _check(model: Task, asked: Asked) -> None:
@@ -279,13 +291,16 @@ def _check(model: Task, asked: Asked) -> None:
     """
     if asked.get("sequences") and asked.get("tensor") is None:
         raise UsageError(
-            "a model is profiled with sequence parallelism for as many shards as are asked for: say how many, as by "
+            "a model is profiled with sequence parallelism for as many shards as are asked for: say how "
+            "many, as by "
             "--tensor 2 --sequences (tensor=2, sequences=True)"
         )
     if asked.get("planner") in ON_RUNS:
         raise UsageError(
-            f"the {asked['planner']} planner takes what training runs measured: profile the model with --runs "
-            "incremental or --runs trimmed, and plan that profile, or use the exact planner, which needs no runs"
+            f"the {asked['planner']} planner takes what training runs measured: profile the model with "
+            "--runs "
+            "incremental or --runs trimmed, and plan that profile, or use the exact planner, which needs no "
+            "runs"
         )
     Training(  # of one sample: checks that schedule, precision, clipping and versions fit together
         batch_size=1,

@@ -66,14 +66,18 @@ class _Version:
 
 
 class _Use(NamedTuple):
-    """The passes of a microbatch through some layers that need them at once: a forward, or all later passes."""
+    """The passes of a microbatch through some layers that need them at once: a forward, or all later
+    passes.
+    """
 
     positions: tuple[int, ...]
     microbatch: int
     is_forward: bool
 
 
-def version_moves(timeline: Timeline, decisions: Sequence[Decision], stage: Stage, bundles: Bundles) -> Iterator[Move]:
+def version_moves(
+    timeline: Timeline, decisions: Sequence[Decision], stage: Stage, bundles: Bundles
+) -> Iterator[Move]:
     """Yield the moves of a rank of one stage by decisions to offload weight versions."""
     if not decisions:
         return
@@ -128,8 +132,12 @@ def _gaps(timeline: Timeline, state: State, version: _Version) -> Iterator[tuple
 def _uses(timeline: Timeline, state: State, microbatch: int, since: int) -> Iterator[_Use]:
     """Yield the uses of the layers by a microbatch after a position: its forward, and all later passes."""
     for kinds in (FORWARDS, _AGAIN):
-        passes = ((number, timeline.actions[number]) for number in _computes(timeline, microbatch) if number > since)
-        result = tuple(number for number, action in passes if action.kind in kinds and _touches(action, state))
+        passes = (
+            (number, timeline.actions[number]) for number in _computes(timeline, microbatch) if number > since
+        )
+        result = tuple(
+            number for number, action in passes if action.kind in kinds and _touches(action, state)
+        )
         if result:
             yield _Use(result, microbatch, kinds is FORWARDS)
 
@@ -161,8 +169,10 @@ def check_endless(plan: Plan) -> None:
     for number, members in plan.summed.items():
         shared = plan.measurement.shared[number].name
         raise UsageError(
-            f"parameter {shared!r} is shared by stages {', '.join(map(str, members))}, whose gradients would be added "
-            f"up before every update, but schedule {name} updates every stage by itself: put all of its layers into "
+            f"parameter {shared!r} is shared by stages {', '.join(map(str, members))}, whose gradients would "
+            "be added "
+            f"up before every update, but schedule {name} updates every stage by itself: put all of its "
+            "layers into "
             "one stage, untie them, or use schedule 1f1b"
         )
     for number, stage in enumerate(plan.stages):
@@ -174,8 +184,10 @@ def check_endless(plan: Plan) -> None:
         every, count = decision.microbatches.every, plan.training.microbatches
         if count % every:
             raise UsageError(
-                f"{decision}: it is for a share of every {counted(every, 'microbatch')}, but under schedule {name} "
-                f"their numbers go on from step to step, and {every} does not divide the {count} of a step, so that "
+                f"{decision}: it is for a share of every {counted(every, 'microbatch')}, but under schedule "
+                f"{name} "
+                f"their numbers go on from step to step, and {every} does not divide the {count} of a step, "
+                "so that "
                 f"steps would differ: take a share of every {_divisors(count)}, or all"
             )
 
@@ -189,13 +201,16 @@ def _check_divided(plan: Plan, number: int, grid: Grid) -> None:
     name, where = plan.training.schedule, f"stage {number} has {grid.data} replicas that divide {grid.shard}"
     if grid.shard == "parameters":
         raise UsageError(
-            f"{where}, but under schedule {name} every microbatch goes through weights of its own version, which would "
-            "have to come from their owners for each of them, and older ones again for its backward: divide gradients "
+            f"{where}, but under schedule {name} every microbatch goes through weights of its own version, "
+            "which would "
+            "have to come from their owners for each of them, and older ones again for its backward: divide "
+            "gradients "
             "(shard='gradients'), which leaves the weights on all, or use schedule 1f1b"
         )
     if grid.shard != "none" and plan.training.versions == "everything":
         raise UsageError(
-            f"{where}, and versions='everything' gives every version of the weights room for these, as if each replica "
+            f"{where}, and versions='everything' gives every version of the weights room for these, as if "
+            "each replica "
             "had all of them: let versions hold weights alone (versions='weights'), or divide nothing"
         )
 
@@ -211,7 +226,8 @@ def _check_state(plan: Plan, decision: Decision, state: State) -> None:
         return
     if state.kind == "versions" and plan.training.schedule == "pipedream" and decision.stage == last:
         raise UsageError(
-            f"{decision}: stage {last} is the last one and updates in place, so that it has no older weights; leave it "
+            f"{decision}: stage {last} is the last one and updates in place, so that it has no older "
+            "weights; leave it "
             "out"
         )
     _check_layers(plan, decision, state)
@@ -227,17 +243,21 @@ def _check_layers(plan: Plan, decision: Decision, state: State) -> None:
     costs = plan.measurement.costs[state.start : state.stop]
     if not any(cost.trained_bytes for cost in costs):
         raise UsageError(f"{decision}: these layers have no weights that are trained; leave them out")
-    frozen = next((n for n, cost in zip(layers, costs, strict=True) if cost.trained_bytes < cost.parameter_bytes), None)
+    frozen = next(
+        (n for n, cost in zip(layers, costs, strict=True) if cost.trained_bytes < cost.parameter_bytes), None
+    )
     if state.kind == "parameters" and frozen is not None:
         raise UsageError(
-            f"{decision}: layer {frozen} has weights that are not trained, which all microbatches go through, whatever "
+            f"{decision}: layer {frozen} has weights that are not trained, which all microbatches go "
+            "through, whatever "
             "their version; leave it out, or use schedule 1f1b"
         )
     for shared in plan.measurement.shared:
         inside = [user in layers for user in shared.users if stage.start <= user < stage.stop]
         if shared.gradient_bytes and any(inside) and not all(inside):
             raise UsageError(
-                f"{decision}: parameter {shared.name!r} belongs to other layers of the stage too; move the weights of "
+                f"{decision}: parameter {shared.name!r} belongs to other layers of the stage too; move the "
+                "weights of "
                 "all layers that share it, or of none"
             )
 
@@ -250,9 +270,12 @@ def check_in_turn(plan: Plan, entered: int) -> None:
     """
     if entered % (turn := period(plan)):
         raise UsageError(
-            f"the plan decides for shares of every {turn} microbatches, and the batch before was no multiple of them: "
-            "from now on shares would lie across the ends of steps, where the plan's peaks do not hold. After a batch "
-            "like that end what is in flight, as Trainer.finish does, or leave it out, or decide for all microbatches"
+            f"the plan decides for shares of every {turn} microbatches, and the batch before was no multiple "
+            "of them: "
+            "from now on shares would lie across the ends of steps, where the plan's peaks do not hold. "
+            "After a batch "
+            "like that end what is in flight, as Trainer.finish does, or leave it out, or decide for all "
+            "microbatches"
         )
 
 
@@ -267,7 +290,9 @@ def _divisors(count: int) -> str:
 
 
 def carried(actions: Sequence[Action]) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
-    """Return the starts that these actions join but do not contain, and the starts that they leave to be joined."""
+    """Return the starts that these actions join but do not contain, and the starts that they leave to be
+    joined.
+    """
     before, begun = list[Action](), dict[Action, None]()
     for action in actions:
         if action.in_background and not action.wait:
@@ -369,9 +394,15 @@ class Stream:
         return self._finished(actions)
 
     def drain(self) -> list[Action]:
-        """Return the actions that end the microbatches in flight after the earlier steps, instead of a step."""
-        done = {action for unit in self._units[: len(self._earlier)] for action in unit if not action.moves_state}
-        soon = replace(self._plan, decisions=tuple(replace(decision, ahead=0) for decision in self._plan.decisions))
+        """Return the actions that end the microbatches in flight after the earlier steps, instead of a
+        step.
+        """
+        done = {
+            action for unit in self._units[: len(self._earlier)] for action in unit if not action.moves_state
+        }
+        soon = replace(
+            self._plan, decisions=tuple(replace(decision, ahead=0) for decision in self._plan.decisions)
+        )
         units = self._divided([*self._earlier, *self._own], soon)[len(self._earlier) :]
         order = [action for unit in units for action in unit if action not in done]
         actions = list(drained(order, self._plan, self._slices, before=self._last))
@@ -382,7 +413,9 @@ class Stream:
     def _finished(self, actions: Sequence[Action]) -> list[Action]:
         """Return the actions with offloaded parameters and microbatches counted from the step's first."""
         copied = (
-            weights_copied(actions, self._earlier, self._parameters, self._bundles) if self._parameters else actions
+            weights_copied(actions, self._earlier, self._parameters, self._bundles)
+            if self._parameters
+            else actions
         )
         return [shifted(action, -self._entered) for action in self._slices.together(copied)]
 
@@ -391,7 +424,9 @@ class Stream:
         return list(communicated(list(order), self._plan, self._slices, before=before, endless=True))
 
     def _with_the_rest(self, actions: Sequence[Action], moves: Sequence[Move]) -> Iterator[Action]:
-        """Yield the actions of a drain with the unfinished moves of earlier steps, and the drain's own moves."""
+        """Yield the actions of a drain with the unfinished moves of earlier steps, and the drain's own
+        moves.
+        """
         earlier = list(chain(*self._units[: len(self._earlier)]))
         past = self._communicated(earlier) if earlier else []
         done = set(past)
@@ -417,7 +452,9 @@ class Stream:
             yield from (*needed.get(action, ()), *before[number], action, *behind[number])
 
     def _before(self, entered: int, steps: int) -> Iterator[Action]:
-        """Yield the compute actions of the earlier steps: of one, or of two with the shortest possible last one."""
+        """Yield the compute actions of the earlier steps: of one, or of two with the shortest possible last
+        one.
+        """
         last = len(self._plan.stages)
         sizes = (entered - last, last) if steps > 1 and entered >= 2 * last else (entered,)
         for size, before in zip(sizes, (0, entered - last), strict=False):
@@ -438,7 +475,9 @@ class Stream:
         """The expansion of every action of the earlier steps, this step and the next one, without a drain."""
         entered = self._entered + self._microbatches
         own = self._own if self._microbatches else []
-        return self._divided([*self._earlier, *own, *self._order(len(self._plan.stages), entered)], self._plan)
+        return self._divided(
+            [*self._earlier, *own, *self._order(len(self._plan.stages), entered)], self._plan
+        )
 
     def _divided(self, order: Order, plan: Plan) -> list[list[Action]]:
         """Return the expansion of every action of an order.

@@ -53,13 +53,17 @@ class Slices:
         if len(own.devices) == len(there.devices) == 1:
             yield plain
             return
-        for replica, rows in common_rows(self._own(stage, microbatch), self._samples(microbatch) // there.data):
+        for replica, rows in common_rows(
+            self._own(stage, microbatch), self._samples(microbatch) // there.data
+        ):
             for shard in _partners(self._shard, own.tensor, there.tensor, sends=kind in SENDS):
                 peer = there.devices[replica * there.tensor + shard]
                 yield plain._replace(part=rows, place=_of([peer]) if len(there.devices) > 1 else None)
 
     def together(self, actions: Iterable[Action]) -> Iterator[Action]:
-        """Yield the actions; gradient reductions and parameter gathers name the devices that hold the same shard."""
+        """Yield the actions; gradient reductions and parameter gathers name the devices that hold the same
+        shard.
+        """
         for action in actions:
             if action.kind in (Kind.REDUCE, Kind.UNSHARD) and self._grids[action.stage].tensor > 1:
                 subject = action.subject
@@ -114,7 +118,8 @@ def _check_shards(plan: Plan, number: int) -> None:
     for other, stage in enumerate(plan.stages):
         if stage.devices == grid.devices and (stage.grid.data, stage.grid.tensor) != (grid.data, grid.tensor):
             raise UsageError(
-                f"{where}, and stage {other} on the same devices is divided otherwise: divide both alike, or put them "
+                f"{where}, and stage {other} on the same devices is divided otherwise: divide both alike, or "
+                "put them "
                 "on different devices"
             )
     for shared, stages in plan.summed.items():
@@ -123,12 +128,17 @@ def _check_shards(plan: Plan, number: int) -> None:
         if differing is not None:
             name, there = plan.measurement.shared[shared].name, plan.stages[differing].grid
             if there.tensor == shards:
-                why, do = "which has as many, but divides it otherwise for slices of its size", "as many replicas"
+                why, do = (
+                    "which has as many, but divides it otherwise for slices of its size",
+                    "as many replicas",
+                )
             else:
                 why, do = f"which has {counted(there.tensor, 'shard')}", "as many shards"
             raise UsageError(
-                f"{where} in {counted(grid.data, 'replica')}, and shares parameter {name!r} with stage {differing} in "
-                f"{counted(there.data, 'replica')}, {why}: give both {do}, or put all layers that use it into one stage"
+                f"{where} in {counted(grid.data, 'replica')}, and shares parameter {name!r} with stage "
+                f"{differing} in "
+                f"{counted(there.data, 'replica')}, {why}: give both {do}, or put all layers that use it "
+                "into one stage"
             )
 
 
@@ -143,24 +153,28 @@ def _check_replicas(plan: Plan, number: int, last: int | None) -> None:
     if last is not None and last % data:
         every = lcm(*(one.grid.data for one in plan.stages))
         raise UsageError(
-            f"{where}, which cannot divide the {counted(last, 'sample')} of the last microbatch equally: leave out "
+            f"{where}, which cannot divide the {counted(last, 'sample')} of the last microbatch equally: "
+            "leave out "
             f"{last % every} of them, or give the batch {-last % every} more"
         )
     for layer, cost in zip(plan.profile.layers[stage.start : stage.stop], _costs(plan, number), strict=True):
         if cost.alone:
             raise UsageError(
-                f"{where}, and layer {layer} {cost.alone}: that would become another in each replica, so put this "
+                f"{where}, and layer {layer} {cost.alone}: that would become another in each replica, so put "
+                "this "
                 "layer into a stage on one device"
             )
     if plan.measurement.loss.alone and number + 1 == len(plan.stages):
         raise UsageError(
-            f"{where}, and the loss {plan.measurement.loss.alone}: that would become another in each replica, so put "
+            f"{where}, and the loss {plan.measurement.loss.alone}: that would become another in each "
+            "replica, so put "
             "the last stage on one device"
         )
     for shared, stages in plan.summed.items() if stage.grid.divides_gradients else ():
         if number in stages:
             raise UsageError(
-                f"{where} that divide gradients, and shares parameter {plan.measurement.shared[shared].name!r} with "
+                f"{where} that divide gradients, and shares parameter "
+                f"{plan.measurement.shared[shared].name!r} with "
                 "another stage, whose gradients would have to stay on all: divide the optimizer state alone "
                 "(shard='optimizer'), or put the layers that share it into one stage"
             )
@@ -170,20 +184,25 @@ def _check_replicas(plan: Plan, number: int, last: int | None) -> None:
 
 
 def _check_state(decision: Decision, moved: State, shard: Sharding, where: str) -> None:
-    """Check that replicas divide the moved state, so that each keeps its own part from one update to the next."""
+    """Check that replicas divide the moved state, so that each keeps its own part from one update to the
+    next.
+    """
     if decision.what is What.UPDATE and shard == "optimizer":
         raise UsageError(
-            f"{decision}: {where} that divide the optimizer state alone, and each of them has all gradients: divide "
+            f"{decision}: {where} that divide the optimizer state alone, and each of them has all gradients: "
+            "divide "
             "these too (shard='gradients'), so that each sends the host its own"
         )
     if moved.kind == "gradients":
         raise UsageError(
-            f"{decision}: {where} that divide {shard}, whose gradients are summed or dealt out when they have been "
+            f"{decision}: {where} that divide {shard}, whose gradients are summed or dealt out when they "
+            "have been "
             "computed, and cannot be moved; leave them, or have the host update the layers"
         )
     if moved.kind == "parameters" and shard != "parameters":
         raise UsageError(
-            f"{decision}: {where} that divide {shard} and have all parameters, which an update brings to all of them: "
+            f"{decision}: {where} that divide {shard} and have all parameters, which an update brings to all "
+            "of them: "
             "divide these too (shard='parameters'), so that each moves its own"
         )
 

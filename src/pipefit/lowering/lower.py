@@ -58,7 +58,9 @@ def schedule_named(name: str) -> Schedule:
     try:
         return SCHEDULES[name]
     except KeyError:
-        raise UsageError(unknown(f"there is no schedule {name!r}", str(name), (*SCHEDULES, *ENDLESS))) from None
+        raise UsageError(
+            unknown(f"there is no schedule {name!r}", str(name), (*SCHEDULES, *ENDLESS))
+        ) from None
 
 
 def is_endless(plan: Plan) -> bool:
@@ -97,7 +99,9 @@ def rank_programs(
     """
     ranks, count = range(rank, rank + 1), plan.training.microbatches
     if is_endless(plan):
-        result = (_endless(plan, count, entered, ranks, devices=devices) for entered in _entered(plan)[:steps])
+        result = (
+            _endless(plan, count, entered, ranks, devices=devices) for entered in _entered(plan)[:steps]
+        )
         return tuple(_unchecked(plan, count, *step, endless=True) for step in result)
     return (_unchecked(plan, count, *_synchronous(plan, count, ranks, devices=devices), endless=False),)
 
@@ -184,7 +188,8 @@ def lower(
     if is_endless(plan):
         if not update:
             raise UsageError(
-                f"schedule {plan.training.schedule} updates in every step: it cannot accumulate the gradients of "
+                f"schedule {plan.training.schedule} updates in every step: it cannot accumulate the "
+                "gradients of "
                 "several batches; use larger batches, or schedule 1f1b"
             )
         own = (*smaller, *_last_one(count, last))
@@ -262,7 +267,10 @@ def _synchronous(
     """
     _check_shared(plan)
     check_changed_weights(plan, ranks)
-    own, bundles = computes(plan, schedule_named(plan.training.schedule), microbatches, ranks), bundles_of(plan)
+    own, bundles = (
+        computes(plan, schedule_named(plan.training.schedule), microbatches, ranks),
+        bundles_of(plan),
+    )
     orders = dict(zip(ranks, recomputed(own, plan, sums=update), strict=True))
     ends = {rank: list(updated(plan.ranks[rank], plan, bundles)) if update else [] for rank in ranks}
 
@@ -305,7 +313,9 @@ def _endless(
     schedule, bundles, entered = ENDLESS[plan.training.schedule], bundles_of(plan), as_early(plan, entered)
 
     def actions(rank: int, slices: Slices) -> list[Action]:
-        stream = Stream(plan, schedule, rank, bundles, slices, microbatches=microbatches, entered=entered, steps=steps)
+        stream = Stream(
+            plan, schedule, rank, bundles, slices, microbatches=microbatches, entered=entered, steps=steps
+        )
         return stream.step() if microbatches else stream.drain()
 
     early = [(number + entered, samples) for number, samples in smaller]
@@ -325,7 +335,8 @@ def _check_shared(plan: Plan) -> None:
                 device = plan.stages[both[0]].devices[0]
                 raise UsageError(
                     f"stages {both[0]} and {both[1]} of device {device} share parameter {name!r}, "
-                    "which is not supported: put all of its layers into one stage, or its stages on different devices"
+                    "which is not supported: put all of its layers into one stage, or its stages on "
+                    "different devices"
                 )
 
 

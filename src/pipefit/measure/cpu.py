@@ -58,7 +58,9 @@ def _nothing(_: None) -> NoReturn:
 
 _POSITION = {category: number for number, category in enumerate(CATEGORIES)}
 _LIFT = torch.ops.aten.lift_fresh.default  # a view by its schema; `torch.tensor(...)` calls it on its result
-_DEVICE = torch.ops.prim.device.default  # called on fake tensors, more often than all other operations together
+_DEVICE = (
+    torch.ops.prim.device.default
+)  # called on fake tensors, more often than all other operations together
 _COLLECTIVES = "c10d"  # these return their arguments, which may be views
 _TEMPORARY, _ACTIVATIONS = _POSITION[Category.TEMPORARY], _POSITION[Category.ACTIVATIONS]
 _LENT, _WORKSPACE = _POSITION[Category.LENT], _POSITION[Category.WORKSPACE]
@@ -66,7 +68,12 @@ _LENT, _WORKSPACE = _POSITION[Category.LENT], _POSITION[Category.WORKSPACE]
 # For the backward of `x * 2.0` autograd keeps the number, as a 0-dimensional tensor that no operation
 # returns.
 _KEEP_SCALAR = frozenset(
-    {torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, torch.ops.aten.mul_.Tensor, torch.ops.aten.div_.Tensor}
+    {
+        torch.ops.aten.mul.Tensor,
+        torch.ops.aten.div.Tensor,
+        torch.ops.aten.mul_.Tensor,
+        torch.ops.aten.div_.Tensor,
+    }
 )
 SCALAR_BYTES = 8
 
@@ -100,9 +107,11 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         device: its number, for messages.
         cap_bytes: raise `torch.OutOfMemoryError` above this; None only counts.
-        kernels: the workspaces of CPU kernels, which are added, and the layouts of their results, which fake results
+        kernels: the workspaces of CPU kernels, which are added, and the layouts of their results, which fake
+        results
             get; None for other targets.
-        place: the device of the memory: tensors elsewhere, such as optimizer states on the host of a GPU, are not
+        place: the device of the memory: tensors elsewhere, such as optimizer states on the host of a GPU, are
+        not
             counted. None counts all.
     """
 

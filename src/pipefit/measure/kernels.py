@@ -183,7 +183,9 @@ def _layout_of(result: Any, theirs: set[int], numbers: dict[int, int]) -> Layout
 
 
 def agree(out: Any, layouts: tuple[Layout | None, ...]) -> bool:
-    """Return whether fake results have these `layouts`. Real results always do, because the kernel made them."""
+    """Return whether fake results have these `layouts`. Real results always do, because the kernel made
+    them.
+    """
     results = results_of(out)
     if len(results) != len(layouts) or not any(isinstance(result, FakeTensor) for result in results):
         return True
@@ -291,11 +293,21 @@ class Named(NamedTuple):
 
 
 def key_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], flags: str) -> Key | None:
-    """Return the key of this call among those of `func`; None if an argument's type cannot be part of a key."""
+    """Return the key of this call among those of `func`; None if an argument's type cannot be part of a
+    key.
+    """
     grad = torch.is_grad_enabled()
     try:
         parts: list[Any] = [
-            (arg.shape, arg.stride(), arg.dtype, arg.layout, grad and arg.requires_grad, arg.is_conj(), arg.is_neg())
+            (
+                arg.shape,
+                arg.stride(),
+                arg.dtype,
+                arg.layout,
+                grad and arg.requires_grad,
+                arg.is_conj(),
+                arg.is_neg(),
+            )
             if isinstance(arg, Tensor)
             else _part(func, arg, grad)
             for arg in args
@@ -316,7 +328,15 @@ def _part(func: Any, arg: Any, grad: bool) -> Any:
     if kind is bool:
         return str(arg)  # True == 1, but the two calls differ
     if isinstance(arg, Tensor):
-        return arg.shape, arg.stride(), arg.dtype, arg.layout, grad and arg.requires_grad, arg.is_conj(), arg.is_neg()
+        return (
+            arg.shape,
+            arg.stride(),
+            arg.dtype,
+            arg.layout,
+            grad and arg.requires_grad,
+            arg.is_conj(),
+            arg.is_neg(),
+        )
     if kind is list or kind is tuple:
         return tuple([_part(func, item, grad) for item in arg])
     if kind is complex or kind is torch.Generator:
@@ -422,7 +442,10 @@ def peak_of(call: Callable[[], T]) -> tuple[int, T]:
         threads = legacy_profiler.stop()
         torch.set_rng_state(state)
     changes = [
-        event.cpu_memory_usage() for events in threads for event in events if str(event.kind()) == "memory_alloc"
+        event.cpu_memory_usage()
+        for events in threads
+        for event in events
+        if str(event.kind()) == "memory_alloc"
     ]
     return max(accumulate(changes), default=0), out
 
@@ -430,7 +453,13 @@ def peak_of(call: Callable[[], T]) -> tuple[int, T]:
 def _memory_only() -> legacy_profiler.ProfilerConfig:
     """Return a profiler configuration for memory only, without shapes, stacks, FLOPs or modules."""
     return legacy_profiler.ProfilerConfig(
-        legacy_profiler.ProfilerState.CPU, False, True, False, False, False, legacy_profiler.ExperimentalConfig()
+        legacy_profiler.ProfilerState.CPU,
+        False,
+        True,
+        False,
+        False,
+        False,
+        legacy_profiler.ExperimentalConfig(),
     )
 
 
@@ -446,7 +475,10 @@ aten = torch.ops.aten
 
 _OWN = frozenset({"aten", "mkldnn", "mkldnn_rnn", "prims", "quantized"})  # namespaces that come with torch
 _MOST_BYTES, _MOST_FLOPS = 1 << 30, 2e11  # floating-point operations per thread
-_RECURRENT = {aten.mkldnn_rnn_layer.default: 1, aten.mkldnn_rnn_layer_backward.default: 2}  # products with each weight
+_RECURRENT = {
+    aten.mkldnn_rnn_layer.default: 1,
+    aten.mkldnn_rnn_layer_backward.default: 2,
+}  # products with each weight
 _BY_VALUE = "it depends on the values of its arguments"
 _BAG_MODE, _MAXIMUM = 8, 2  # the backward of a maximum works on the bags that are not empty
 
@@ -473,7 +505,9 @@ def _refused(func: Any, args: tuple[Any, ...]) -> str:
     """Return why the operation must not run on synthetic data; empty if it may."""
     if func.namespace not in _OWN:
         return "it does not come with torch, so it is not run on made-up data"
-    by_value = torch.Tag.dynamic_output_shape in func.tags and func is not aten.index.Tensor  # it runs with all masks
+    by_value = (
+        torch.Tag.dynamic_output_shape in func.tags and func is not aten.index.Tensor
+    )  # it runs with all masks
     if by_value or (func is aten._embedding_bag_backward.default and args[_BAG_MODE] == _MAXIMUM):
         return _BY_VALUE
     if any(tensor.layout is not torch.strided for tensor in tensors(args)):
@@ -558,7 +592,9 @@ class Known:
 
     def __init__(self, kernel: Kernel) -> None:
         self.peak_bytes, self._results = kernel.peak_bytes or 0, kernel.results
-        self._agrees: bool | None = None  # whether fake results have the kernel's layouts; None until compared
+        self._agrees: bool | None = (
+            None  # whether fake results have the kernel's layouts; None until compared
+        )
 
     def laid_out(self, out: Any) -> Any:
         """Return fake results with the kernel's layouts; real ones are returned unchanged."""
@@ -627,7 +663,9 @@ class Kernels:
         if unknown:
             warnings.warn(KernelMemory(kernels=unknown).gap, PipefitWarning, stacklevel=3)
 
-    def _meet(self, key: Key | None, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Kernel:
+    def _meet(
+        self, key: Key | None, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
+    ) -> Kernel:
         """Look up or measure a call that has not been met before."""
         operation = name_of(func, args) if key is None else text_of(func, key)
         kernel = self._met.get(operation) or self._given.get(operation) or self._cache.read().get(operation)

@@ -35,7 +35,13 @@ def threads_of(count: int) -> Iterator[None]:
 
 # ---- The machine
 
-_CHOOSING = ("ATEN_", "ONEDNN_", "DNNL_", "MKLDNN_", "TORCH_MKLDNN_")  # variables that affect the choice of kernels
+_CHOOSING = (
+    "ATEN_",
+    "ONEDNN_",
+    "DNNL_",
+    "MKLDNN_",
+    "TORCH_MKLDNN_",
+)  # variables that affect the choice of kernels
 _FACTS = ("model name", "cpu family", "model", "stepping", "flags", "Features", "CPU implementer", "CPU part")
 _SYSTEM = Path("/sys/devices/system/cpu/cpu0/cache")
 
@@ -54,7 +60,9 @@ class Machine:
 def this_machine(threads: int) -> Machine:
     """Return the machine that runs this, with kernels on `threads` threads."""
     cpu, details = _processor()
-    return Machine(cpu=cpu, capability=_capability(), details=details, torch=torch.__version__, threads=threads)
+    return Machine(
+        cpu=cpu, capability=_capability(), details=details, torch=torch.__version__, threads=threads
+    )
 
 
 def flags() -> str:
@@ -71,9 +79,13 @@ def flags() -> str:
 
 @cache
 def _capability() -> str:
-    """Return the processor capability that torch uses. Cached, because libraries read the environment once."""
+    """Return the processor capability that torch uses. Cached, because libraries read the environment
+    once.
+    """
     said = (f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_CHOOSING))
-    return " ".join((torch.backends.cpu.get_cpu_capability(), *(word for word in said if "VERBOSE" not in word)))
+    return " ".join(
+        (torch.backends.cpu.get_cpu_capability(), *(word for word in said if "VERBOSE" not in word))
+    )
 
 
 @cache

@@ -34,7 +34,9 @@ def members(plan: Plan, action: Action) -> tuple[int, ...]:
     if action.place is not None:
         return tuple(member.number for member in action.place.members if member.number is not None)
     if isinstance(action.subject, Subject):
-        return tuple(device for stage in plan.summed[action.subject.layer] for device in plan.stages[stage].devices)
+        return tuple(
+            device for stage in plan.summed[action.subject.layer] for device in plan.stages[stage].devices
+        )
     return plan.stages[action.stage].devices
 
 
@@ -153,7 +155,9 @@ def arenas_of(plan: Plan, program: Program) -> tuple[Arena, ...]:
 
 def arenas_of_copies(plan: Plan, program: Program) -> tuple[Arena, ...]:
     """Return the arenas without the memory of updates at a place, which their optimizer allocates."""
-    return _arenas(plan, program, [[a for a in actions if a.kind is not Kind.STEP] for actions in program.actions])
+    return _arenas(
+        plan, program, [[a for a in actions if a.kind is not Kind.STEP] for actions in program.actions]
+    )
 
 
 def _arenas(plan: Plan, program: Program, devices: Sequence[Sequence[Action]]) -> tuple[Arena, ...]:
@@ -259,7 +263,9 @@ def missing_bytes(plan: Plan, lent: Sequence[Arena]) -> dict[Member, int]:
     Devices with a stage are excluded, because their peak includes the memory that they lend.
     """
     used = set(map(Member.device, plan.workers))
-    needed = {member: shares.total() for member, shares in room_needed(plan, lent).items() if member not in used}
+    needed = {
+        member: shares.total() for member, shares in room_needed(plan, lent).items() if member not in used
+    }
     excess = {member: nbytes - plan.cluster.capacity(member) for member, nbytes in needed.items()}
     return {member: nbytes for member, nbytes in excess.items() if nbytes > 0}
 
@@ -324,7 +330,8 @@ def snapshot_shortage(plan: Plan, lent: Sequence[Arena]) -> str:
         if nbytes > rest:
             return (
                 f"{host} has {format_bytes(plan.cluster.capacity(host))}, of which moved tensors take "
-                f"{format_bytes(needed[host].total())}, and a copy of what it saves takes {format_bytes(nbytes)}, "
+                f"{format_bytes(needed[host].total())}, and a copy of what it saves takes "
+                f"{format_bytes(nbytes)}, "
                 f"{format_bytes(nbytes - rest)} more than is left"
             )
     return ""

@@ -11,7 +11,17 @@ from typing import Any, NoReturn
 
 from pipefit.errors import UsageError
 from pipefit.memory.passes import Forward, Working, buffer_copies, copy_inputs, run_backward, run_forward
-from pipefit.memory.storages import Away, Done, Effect, Piece, Residency, Sent, StageStorages, Whereabouts, begin
+from pipefit.memory.storages import (
+    Away,
+    Done,
+    Effect,
+    Piece,
+    Residency,
+    Sent,
+    StageStorages,
+    Whereabouts,
+    begin,
+)
 from pipefit.schema.actions import OF_ROWS, Action, Kind, Subject
 from pipefit.texts import layers_text
 
@@ -160,7 +170,8 @@ def offloaded(transition: Transition) -> Answer:
             )
         if holders & transition.holders.sending:
             transition.refuse(
-                f"frees what is still being sent: {transition.waits_for(Kind.SEND_FORWARD)} must come before it"
+                f"frees what is still being sent: {transition.waits_for(Kind.SEND_FORWARD)} must come before "
+                "it"
             )
         transition.working.away[instance] = Away(Whereabouts.AWAY, transition.action.place)
     return transition.left()
@@ -251,11 +262,15 @@ class Flights:
         Raises:
             UsageError: the action uses missing memory; says what is missing.
         """
-        what = moved or action.subject  # not the bundle's number, which means other tensors in another program
+        what = (
+            moved or action.subject
+        )  # not the bundle's number, which means other tensors in another program
         key = action.kind, action.layers, what, action.place, action.part, action.wait, is_first
         answer = residency.known.get(key)
         if answer is None:
-            result, changed = _answer(Transition(self.storages, residency, action, moved, is_first, self.sent))
+            result, changed = _answer(
+                Transition(self.storages, residency, action, moved, is_first, self.sent)
+            )
             answer = residency.known[key] = self._interned(result), changed
         return answer
 
@@ -293,7 +308,9 @@ def _load(transition: Transition) -> Answer:
     if not transition.completes:
         transition.refuse(f"loads other rows than the {storages.samples} of the stage's slice")
     if storages.start and not storages.last:
-        transition.refuse("has nothing to load: only the first stage has inputs and only the last one targets")
+        transition.refuse(
+            "has nothing to load: only the first stage has inputs and only the last one targets"
+        )
     values = transition.residency.values
     if not storages.start:
         values = storages.input_storages
@@ -361,7 +378,10 @@ def _pass(transition: Transition, *, saves: bool) -> Answer:
     values = inputs
     if not saves:
         copies = buffer_copies(transition.storages, first, end, fed_back=True)
-        for instance in (*inputs, *(transition.storages.target_storages if end == transition.storages.count else ())):
+        for instance in (
+            *inputs,
+            *(transition.storages.target_storages if end == transition.storages.count else ()),
+        ):
             transition.working.hold(instance, transition.holders.kept(first))
         transition.working.hold(copies, transition.holders.kept(first))
         values = copy_inputs(transition.working, first, inputs)
@@ -384,7 +404,8 @@ def _inputs(transition: Transition, first: int, end: int) -> tuple[int, ...]:
     storages, residency = transition.storages, transition.residency
     if first != residency.at:
         transition.refuse(
-            f"is out of order: the next layer forward is {transition.layer(residency.at)} of {storages.stop - 1}"
+            f"is out of order: the next layer forward is {transition.layer(residency.at)} of "
+            f"{storages.stop - 1}"
         )
     if first == 0 and storages.start and not transition.has_joined(Kind.RECV_FORWARD):
         transition.refuse(f"has no inputs: {transition.waits_for(Kind.RECV_FORWARD)} must come before it")
@@ -400,7 +421,9 @@ def _recompute(transition: Transition) -> Answer:
     first, end = transition.layers()
     number, piece = _piece(transition, first, end)
     if not piece.keeps_inputs or piece.again:
-        transition.refuse("has nothing to recompute: it belongs once between an N of these layers and their backward")
+        transition.refuse(
+            "has nothing to recompute: it belongs once between an N of these layers and their backward"
+        )
     _check_inputs(transition, piece)
     kept = transition.holders.kept(first)
     transition.working.hold(buffer_copies(transition.storages, first, end, fed_back=False), kept)
@@ -424,7 +447,9 @@ def _check_inputs(transition: Transition, piece: Piece) -> None:
     for instance in piece.inputs:
         state, place = transition.residency.away.get(instance, Away(Whereabouts.HERE, None))
         if state in (Whereabouts.AWAY, Whereabouts.RETURNING):
-            transition.refuse(f"starts from a tensor that is {state} (@{place}): RELOAD it and join the reload before")
+            transition.refuse(
+                f"starts from a tensor that is {state} (@{place}): RELOAD it and join the reload before"
+            )
 
 
 def _piece(transition: Transition, first: int, end: int) -> tuple[int, Piece]:
@@ -450,16 +475,22 @@ def _backward(transition: Transition) -> Answer:
     back = storages.count if residency.back is None else residency.back
     if residency.at < storages.count or end != back or back == 0:
         last = transition.layer(back - 1) if back else "none"
-        transition.refuse(f"is out of order: the next layer backward is {last}, after the forward of the stage")
+        transition.refuse(
+            f"is out of order: the next layer backward is {last}, after the forward of the stage"
+        )
     if end == storages.count and not storages.last and not transition.has_joined(Kind.RECV_BACKWARD):
         transition.refuse(f"has no gradients: {transition.waits_for(Kind.RECV_BACKWARD)} must come before it")
     pieces = [piece for piece in residency.pieces if first <= piece.first < end]
     if not pieces or pieces[0].first != first or pieces[-1].end != end:
-        transition.refuse("ends within layers that went forward in one action: cut forwards and backwards alike")
+        transition.refuse(
+            "ends within layers that went forward in one action: cut forwards and backwards alike"
+        )
     for piece in pieces:
         if piece.keeps_inputs and not piece.again:
             layers = None if (piece.first, piece.end) == (0, storages.count) else _layers(transition, piece)
-            transition.refuse(f"needs {transition.action._replace(kind=Kind.RECOMPUTE, layers=layers)} before it")
+            transition.refuse(
+                f"needs {transition.action._replace(kind=Kind.RECOMPUTE, layers=layers)} before it"
+            )
     _check_present(transition, first, end)
     grown = travelling = 0
     for piece in reversed(pieces):

@@ -125,7 +125,9 @@ class Gathered:
             return []
         known = [layer for layer in gathered if layer in self._here or layer in self._coming]
         if known:
-            raise UsageError(f"{action} brings parameters of layer {known[0]}, which are here or on their way")
+            raise UsageError(
+                f"{action} brings parameters of layer {known[0]}, which are here or on their way"
+            )
         self._coming.update(gathered)
         return gathered
 
@@ -185,7 +187,9 @@ def _first_users(storages: StageStorages) -> list[int]:
 
 
 def _sizes(storages: StageStorages, divided: frozenset[str]) -> list[int]:
-    """Return the divided bytes of every layer; those of a shared parameter belong to the stage's first user."""
+    """Return the divided bytes of every layer; those of a shared parameter belong to the stage's first
+    user.
+    """
     result = [
         cost.state_bytes
         + cost.gradient_bytes * ("gradients" in divided)
@@ -239,7 +243,9 @@ class StageRest:
         storages, layer = self.storages, self.storages.start + position
         away = 0
         if self.divides_parameters and layer < storages.stop:
-            away = self.whole_bytes_of("parameters", layer, layer + 1) - self.bytes_of("parameters", layer, layer + 1)
+            away = self.whole_bytes_of("parameters", layer, layer + 1) - self.bytes_of(
+                "parameters", layer, layer + 1
+            )
             away += storages.copy_bytes(layer)
         repeated = sum(again.shared.nbytes for again in storages.repetitions if again.later == position)
         repeated += sum(again.shared.nbytes for again in storages.repeated_buffers if again.later == position)
@@ -248,7 +254,9 @@ class StageRest:
         return storages.costs[position].static_bytes - repeated - away
 
     def copies_here(self, layer: int) -> int:
-        """Return the bytes of a layer's half-precision weight copies that stay on the device between steps."""
+        """Return the bytes of a layer's half-precision weight copies that stay on the device between
+        steps.
+        """
         return 0 if self.divides_parameters else self.storages.copy_bytes(layer)
 
     @property
@@ -286,9 +294,13 @@ class StageRest:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of the trained parameters and their half-precision copies: a weight version without its room."""
+        """Bytes of the trained parameters and their half-precision copies: a weight version without its
+        room.
+        """
         storages = self.storages
-        return sum(storages.version_bytes(n) - storages.room_bytes(n) for n in range(storages.start, storages.stop))
+        return sum(
+            storages.version_bytes(n) - storages.room_bytes(n) for n in range(storages.start, storages.stop)
+        )
 
     def weight_bytes_of(self, start: int, stop: int) -> int:
         """Return the bytes of the trained parameters of layers `start` to `stop - 1`."""
@@ -330,7 +342,9 @@ class StageRest:
             field = _FIELDS[kind]
             sizes: list[int] = [getattr(cost, field) for cost in self.storages.costs]
             for again in self.storages.repetitions:
-                sizes[again.later] -= again.shared.nbytes if kind == "parameters" else getattr(again.shared, field)
+                sizes[again.later] -= (
+                    again.shared.nbytes if kind == "parameters" else getattr(again.shared, field)
+                )
             self._sums[kind] = [0, *accumulate(sizes)]
         return self._sums[kind]
 
@@ -349,12 +363,15 @@ class StageRest:
         """Return the number of a layer's gradients to reduce, or of its parameters to gather (`gathered`)."""
         every = gathered and self.divides_parameters
         return sum(
-            every or parameter.trainable for parameter in self.storages.costs[layer - self.storages.start].parameters
+            every or parameter.trainable
+            for parameter in self.storages.costs[layer - self.storages.start].parameters
         )
 
     @cached_property
     def _trained_bytes(self) -> list[int]:
-        """Bytes of the trained parameters of every position; those of a shared one belong to its first user."""
+        """Bytes of the trained parameters of every position; those of a shared one belong to its first
+        user.
+        """
         result = [cost.trained_bytes for cost in self.storages.costs]
         for again in self.storages.repetitions:
             result[again.later] -= again.shared.nbytes if again.shared.gradient_bytes else 0
@@ -373,10 +390,14 @@ class StageRest:
             if subject.what == kind:
                 is_owned = self.share is None or self.share.owns(subject.layer)
                 return self.bytes_of(kind, subject.layer, subject.layer + 1) if is_owned else 0
-        raise UsageError(f"{subject} cannot be moved as a state: that is a layer's parameters, gradients or optimizer")
+        raise UsageError(
+            f"{subject} cannot be moved as a state: that is a layer's parameters, gradients or optimizer"
+        )
 
     def update_room_bytes(self, start: int, stop: int) -> int:
-        """Return the peak bytes of the optimizer, state included, in an update of layers `start` to `stop - 1`."""
+        """Return the peak bytes of the optimizer, state included, in an update of layers `start` to `stop -
+        1`.
+        """
         early, state = (self.bytes_of(kind, start, stop) for kind in ("early optimizer", "optimizer"))
         first, later = (self.update(start, stop, first=first).peak_bytes for first in (True, False))
         return max(early + first, state + later)
@@ -397,7 +418,9 @@ class StageRest:
     def _first_update(self, start: int, stop: int) -> Effect:
         """Return the effect of the first STEP, which creates the optimizer state layer by layer."""
         first, end = start - self.storages.start, stop - self.storages.start
-        repeated = Counter[int]()  # by position, bytes of state that an earlier layer's update has already created
+        repeated = Counter[
+            int
+        ]()  # by position, bytes of state that an earlier layer's update has already created
         for again in self.storages.repetitions:
             repeated[again.later] += again.shared.state_bytes - again.shared.early_state_bytes
         grown = 0
@@ -415,8 +438,12 @@ class StageRest:
         """Return the effect of every later STEP."""
         positions = self._updated(start - self.storages.start, stop - self.storages.start)
         costs = [self.storages.costs[position] for position in positions]
-        peak, workspace = _first_highest([(cost.update_peak_bytes, cost.update_workspace_bytes) for cost in costs])
-        return effect(peak_bytes=peak, workspace=workspace, gradients=-self.bytes_of("gradients", start, stop))
+        peak, workspace = _first_highest(
+            [(cost.update_peak_bytes, cost.update_workspace_bytes) for cost in costs]
+        )
+        return effect(
+            peak_bytes=peak, workspace=workspace, gradients=-self.bytes_of("gradients", start, stop)
+        )
 
     def _updated(self, first: int, end: int) -> list[int]:
         """Return the positions whose layers the device updates.

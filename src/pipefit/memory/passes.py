@@ -77,7 +77,9 @@ class Working:
                 self.drop(instance, holder)
 
     def reach(self, above: int, workspace: int = 0) -> None:
-        """Record a moment within a layer: `above` more bytes are allocated, `workspace` of them by a kernel."""
+        """Record a moment within a layer: `above` more bytes are allocated, `workspace` of them by a
+        kernel.
+        """
         if self.level + above > self.peak:
             self.peak, self.workspace = self.level + above, workspace
 
@@ -90,7 +92,11 @@ class Working:
         """Return the bytes of activations and boundary buffers on the device after the changes."""
         activations, boundary = self._residency.categories
         were, saved = self._residency.away, self.holders.activations
-        moved = [one for one in {*were, *self.away} if were.get(one) != self.away.get(one)] if were or self.away else ()
+        moved = (
+            [one for one in {*were, *self.away} if were.get(one) != self.away.get(one)]
+            if were or self.away
+            else ()
+        )
         for instance in {*self._touched, *moved}:
             now = self.held.get(instance, 0)
             before = self._touched.get(instance, now)
@@ -197,7 +203,9 @@ def _with_targets(storages: StageStorages, position: int, values: tuple[int, ...
     return values + storages.target_storages if _is_loss(storages, position) else values
 
 
-def _instances(layer: LayerStorages, numbers: Iterable[int], given: tuple[int, ...], shift: int) -> Iterator[int]:
+def _instances(
+    layer: LayerStorages, numbers: Iterable[int], given: tuple[int, ...], shift: int
+) -> Iterator[int]:
     """Yield the instances of storages that a layer saves: an input's are those that the layer received."""
     inputs = defaultdict[int, list[int]](list)
     for k in layer.saved_inputs:
@@ -241,11 +249,15 @@ def _outputs(layer: LayerStorages, values: tuple[int, ...], shift: int) -> tuple
     Values in one storage have separate copies if they were copied.
     """
     made = zip(layer.cost.output_origins, layer.outputs, strict=True)
-    return tuple(values[origin.index] if origin.kind == "input" else number + shift for origin, number in made)
+    return tuple(
+        values[origin.index] if origin.kind == "input" else number + shift for origin, number in made
+    )
 
 
 def copy_inputs(working: Working, first: int, inputs: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the instances that a forward with kept inputs reads: copies, if its first layer works in place."""
+    """Return the instances that a forward with kept inputs reads: copies, if its first layer works in
+    place.
+    """
     storages = working.storages
     if not storages.layers[first].cost.mutates_inputs:
         return inputs
@@ -280,14 +292,19 @@ def run_backward(working: Working, piece: Piece, *, bears: Callable[[int], bool]
             gone = _released(layer, span, given[position])
             freed = sum(working.size(i) for i in gone if working.held.get(i) == mine)
             working.reach(above + span.peak_bytes - freed, span.workspace_bytes)
-        for instance in _instances(layer, [n for n in layer.saves if n not in layer.lasts], given[position], shift):
+        for instance in _instances(
+            layer, [n for n in layer.saves if n not in layer.lasts], given[position], shift
+        ):
             working.drop(instance, mine)
         born += cost.gradient_bytes - added if bears(position) else 0
     for position in range(piece.first, piece.end):
         layer = storages.layers[position]
         for instance in _instances(layer, layer.lasts, given[position], shift):
             working.drop(instance, holders.saved(position))
-    grown, travelling = born + _waiting(storages, piece.first, bears) - waited, storages.gradients(piece.first)
+    grown, travelling = (
+        born + _waiting(storages, piece.first, bears) - waited,
+        storages.gradients(piece.first),
+    )
     if piece.first == 0:
         working.reach(travelling - entry + grown + storages.made_gradient_bytes)
         travelling = storages.sent_gradient_bytes
@@ -295,7 +312,9 @@ def run_backward(working: Working, piece: Piece, *, bears: Callable[[int], bool]
 
 
 def _released(layer: LayerStorages, span: Span, given: tuple[int, ...]) -> set[int]:
-    """Return the instances of saved inputs that the layer has released before `span`; two values may share one."""
+    """Return the instances of saved inputs that the layer has released before `span`; two values may share
+    one.
+    """
     kept = {given[k] for k in layer.saved_inputs if k not in span.released}
     return {given[k] for k in span.released} - kept
 
@@ -321,7 +340,9 @@ def _waiting(storages: StageStorages, boundary: int, bears: Callable[[int], bool
     )
 
 
-def _left_waiting(storages: StageStorages, position: int, bears: Callable[[int], bool]) -> tuple[int, Sequence[Span]]:
+def _left_waiting(
+    storages: StageStorages, position: int, bears: Callable[[int], bool]
+) -> tuple[int, Sequence[Span]]:
     """Return the gradient bytes that a layer leaves waiting, and the spans of its backward without these.
 
     The profile adds and frees the gradient of the last user of a shared parameter at once, or allocates it. A

@@ -26,7 +26,12 @@ class StageCost:
     """
 
     def __init__(
-        self, flights: Flights, times: Sequence[Seconds], kind: DeviceKind, microbatches: int, share: Share | None
+        self,
+        flights: Flights,
+        times: Sequence[Seconds],
+        kind: DeviceKind,
+        microbatches: int,
+        share: Share | None,
     ) -> None:
         self.flights, self.storages, self.share = flights, flights.storages, share
         self.start, self.stop = self.storages.start, self.storages.stop
@@ -61,7 +66,9 @@ class StageCost:
         times = self._times[first : end + (end + 1 == len(self._times))]
         if kind is Kind.STEP:
             own = self.share.owns if self.share is not None else self.layers.__contains__
-            return sum(time.update for layer, time in enumerate(times[: end - first], start=first) if own(layer))
+            return sum(
+                time.update for layer, time in enumerate(times[: end - first], start=first) if own(layer)
+            )
         return sum(time.backward if kind is Kind.BACKWARD else time.forward for time in times)
 
     def host_update_seconds(self, action: Action, host: Host) -> float:
@@ -109,7 +116,9 @@ class StageCost:
     def _collected_bytes(self, action: Action) -> list[int]:
         """Return the bytes of every layer in a collective of its stage."""
         if action.kind not in self._collected:
-            self._collected[action.kind] = [self._bytes_in(action.kind, n) for n in range(self.start, self.stop)]
+            self._collected[action.kind] = [
+                self._bytes_in(action.kind, n) for n in range(self.start, self.stop)
+            ]
         first, end = action.layers or (self.start, self.stop)
         return self._collected[action.kind][first - self.start : end - self.start]
 
@@ -140,7 +149,9 @@ class Costs:
     that tensor-parallel ranks divide.
     """
 
-    def __init__(self, measurement: Measurement, training: Training, slices: Sequence[Measurement] = ()) -> None:
+    def __init__(
+        self, measurement: Measurement, training: Training, slices: Sequence[Measurement] = ()
+    ) -> None:
         self._measurements = {one.way: one for one in (*slices, measurement)}
         self._size, self._training = measurement.microbatch_size, training
         self._stages: dict[tuple[object, ...], StageCost] = {}
@@ -179,7 +190,9 @@ class Costs:
             if flight not in self._flights:
                 self._flights[flight] = Flights(self._storages_of(start, stop, degree), sent)
             times = self._seconds(kind, degree, group)
-            self._stages[key] = StageCost(self._flights[flight], times, kind, self._training.microbatches, share)
+            self._stages[key] = StageCost(
+                self._flights[flight], times, kind, self._training.microbatches, share
+            )
         return self._stages[key]
 
     def of_device(self, plan: Plan, stage: int, device: int, devices: Sequence[int]) -> StageCost:
@@ -238,7 +251,9 @@ class WholeStage:
         """Return the effect of a backward without recomputation, the step's first or a later one."""
         residency = self._flights.start
         first, last = not self.storages.start, self.storages.last
-        kinds: list[tuple[Kind, bool]] = [] if first else [(Kind.RECV_FORWARD, False), (Kind.RECV_FORWARD, True)]
+        kinds: list[tuple[Kind, bool]] = (
+            [] if first else [(Kind.RECV_FORWARD, False), (Kind.RECV_FORWARD, True)]
+        )
         kinds += [(Kind.LOAD, False)] if first or last else []
         kinds += [(Kind.FORWARD, False)]
         kinds += [] if last else [(Kind.SEND_FORWARD, False), (Kind.SEND_FORWARD, True)]

@@ -5,7 +5,8 @@ home: memory at the target place, reserved for the whole run. The state is in on
 
     on the device        as without offloading
     on its way out       from an OFFLOAD to its join, which frees the device's memory
-    away                 optimizer state and parameters begin so: before the first step, their homes have received what
+    away                 optimizer state and parameters begin so: before the first step, their homes have
+    received what
                          exists by then
     on its way back      from a RELOAD, which allocates, to its join
     being updated        parameters, and gradients that are away, from the STEP at a place to its join
@@ -31,7 +32,8 @@ from pipefit.schema.devices import Place
 from pipefit.schema.program import UncheckedProgram
 from pipefit.texts import layers_text
 
-# ---- Weight versions: the weights of a stage that are in memory while it is updated with microbatches in flight.
+# ---- Weight versions: the weights of a stage that are in memory while it is updated with microbatches in
+# flight.
 #
 # A microbatch goes backward through the weights of its own forward, although updates have happened since. So
 # a stage may hold several versions of its weights:
@@ -87,10 +89,14 @@ class StageVersions:
 
     @property
     def state(self) -> object:
-        """A key that is equal at two moments with equal futures: versions are counted back from the newest."""
+        """A key that is equal at two moments with equal futures: versions are counted back from the
+        newest.
+        """
         held = frozenset((self._newest - version, end) for version, end in self._held.items())
         used = frozenset((m, self._newest - version, end) for m, (version, end) in self._used.items())
-        absent = ((self._newest - version, layer, *absent) for (version, layer), absent in self._absent.items())
+        absent = (
+            (self._newest - version, layer, *absent) for (version, layer), absent in self._absent.items()
+        )
         return held, self._newest - self._current, used, frozenset(absent)
 
     def goes_through_newest(self, microbatch: int) -> bool:
@@ -157,7 +163,9 @@ class StageVersions:
         """
         if len(self._copied) < self._stop - self._start:
             missing = min(frozenset(range(self._start, self._stop)) - self._copied)
-            raise UsageError(f"comes before the STASH of layer {missing}: copy the weights of all layers first")
+            raise UsageError(
+                f"comes before the STASH of layer {missing}: copy the weights of all layers first"
+            )
 
     def _free(self, version: int) -> int:
         """Free the unused layers of a version that is neither newest nor current; return their bytes."""
@@ -231,7 +239,8 @@ class StageVersions:
         for layer in layers if self._absent else ():
             if absent := self._absent.get((self._current if use is None else use.version, layer)):
                 raise UsageError(
-                    f"needs a version of layer {layer} that is {absent.state} (@{absent.place}): RELOAD it and join "
+                    f"needs a version of layer {layer} that is {absent.state} (@{absent.place}): RELOAD it "
+                    "and join "
                     "the reload before"
                 )
 
@@ -284,7 +293,9 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateMoves:
-    """The state moves of a device's program: the contents of every home, and the places of updates by layers."""
+    """The state moves of a device's program: the contents of every home, and the places of updates by
+    layers.
+    """
 
     homes: Mapping[Home, Kept] = field(default_factory=dict)
     updates: Mapping[tuple[int, Layers], Place] = field(default_factory=dict)  # by stage and layers
@@ -351,7 +362,8 @@ def _kept(action: Action, subjects: Iterable[Subject], stage: Layers) -> Kept:
     start, stop = layers[0], layers[-1] + 1
     if len(kinds) > 1 or not kinds <= {*STATES} or layers != list(range(start, stop)):
         raise UsageError(
-            f"{action} moves what belongs to no microbatch: that is one of {', '.join(STATES)}, of layers that follow "
+            f"{action} moves what belongs to no microbatch: that is one of {', '.join(STATES)}, of layers "
+            "that follow "
             "each other, such as [5.optimizer]"
         )
     if not stage[0] <= start < stop <= stage[1]:
@@ -453,7 +465,8 @@ class Conditions:
         if (condition := self._of[home]) is not Condition.HERE:
             reload = Action(Kind.RELOAD, home.stage, subject=home.subject, place=home.place)
             raise UsageError(
-                f"{action} needs {self._moves.homes[home]}, which is {condition} (@{home.place}): {reload.join} must "
+                f"{action} needs {self._moves.homes[home]}, which is {condition} (@{home.place}): "
+                f"{reload.join} must "
                 "come before it"
             )
 
@@ -480,7 +493,9 @@ class Conditions:
             return
         if self._of[gradients] is not Condition.AWAY:
             offload = Action(Kind.OFFLOAD, action.stage, subject=gradients.subject, place=gradients.place)
-            raise UsageError(f"{action} needs gradients that are not there: {offload.join} must come before it")
+            raise UsageError(
+                f"{action} needs gradients that are not there: {offload.join} must come before it"
+            )
         self._check(action, parameters)
         self.put(gradients, Condition.UPDATING)
         self.put(parameters, Condition.UPDATING)
@@ -491,7 +506,9 @@ class Conditions:
         if home is not None:
             return home
         needed = "OFFLOAD of their gradients" if kind == "gradients" else "RELOAD of their parameters"
-        raise UsageError(f"{action} needs an {needed} with {action.place}, of just these layers, in its program")
+        raise UsageError(
+            f"{action} needs an {needed} with {action.place}, of just these layers, in its program"
+        )
 
 
 _COPIES = {  # by kind and whether it is a WAIT: the condition before and after a copy
@@ -502,7 +519,9 @@ _COPIES = {  # by kind and whether it is a WAIT: the condition before and after 
 }
 assert {kind for kind, _ in _COPIES} == COPIES
 _NEEDS = {  # by kind of action, the states that must be on the device
-    **dict.fromkeys((Kind.FORWARD, Kind.FORWARD_ONLY, Kind.RECOMPUTE, Kind.STASH, Kind.UNSHARD), ("parameters",)),
+    **dict.fromkeys(
+        (Kind.FORWARD, Kind.FORWARD_ONLY, Kind.RECOMPUTE, Kind.STASH, Kind.UNSHARD), ("parameters",)
+    ),
     Kind.BACKWARD: ("parameters", "gradients"),
     **dict.fromkeys((Kind.REDUCE, Kind.AGREE), ("gradients",)),
     Kind.STEP: ("parameters", "gradients", "optimizer"),
@@ -580,7 +599,9 @@ def unchanged(program: UncheckedProgram, actions: Sequence[Action]) -> frozenset
         if action.kind is Kind.STEP and action.place is None and action.layers is None:
             all_updated[action.stage] = position
         elif action.kind is Kind.STEP and action.place is None:
-            updated.update(dict.fromkeys(((action.stage, layer) for layer in range(*action.layers or ())), position))
+            updated.update(
+                dict.fromkeys(((action.stage, layer) for layer in range(*action.layers or ())), position)
+            )
         elif action.kind is Kind.OFFLOAD and action.moves_state and not action.wait:
             subjects, home = program.moved(action), home_of(action)
             changed = (updated.get((action.stage, subject.layer), -1) for subject in subjects)

@@ -39,7 +39,8 @@ from pipefit.texts import layers_text
 #
 #     activations        storages that a forward saved and no backward has used up
 #     weight versions    weights that are not the newest ones, for microbatches in flight and coming forwards
-#     boundary buffers   inputs, targets, outputs and gradients that wait or travel and that no layer saved; the losses
+#     boundary buffers   inputs, targets, outputs and gradients that wait or travel and that no layer saved;
+# the losses
 #     gradients          of parameters, from the first backward of a step to its STEP
 #     optimizer state    from the first STEP on
 #     parameters         and buffers, which change if parameters are offloaded
@@ -156,7 +157,9 @@ class StageStorages:
         self._saved_places: list[dict[Origin, int]] = []  # by position: the storage of each saved tensor
         self.layers: tuple[LayerStorages, ...] = self._walk()
         # By position, storages for copies of the inputs, if the layer works in place
-        self.copies = tuple(self._new(v.nbytes for v in cost.inputs * cost.mutates_inputs) for cost in self.costs)
+        self.copies = tuple(
+            self._new(v.nbytes for v in cost.inputs * cost.mutates_inputs) for cost in self.costs
+        )
 
     @staticmethod
     def of(plan: Plan, stage: int) -> StageStorages:
@@ -262,7 +265,8 @@ class StageStorages:
         result = self._named.get(subject)
         if result is None:
             raise UsageError(
-                f"saved tensor {subject} cannot be moved: in {layers_text(self.start, self.stop)} no such tensor is "
+                f"saved tensor {subject} cannot be moved: in {layers_text(self.start, self.stop)} no such "
+                "tensor is "
                 "kept, or one that autograd's hooks do not see, or values decide whether it is kept"
             )
         return result
@@ -273,7 +277,11 @@ class StageStorages:
         Raises:
             UsageError: as `storage`.
         """
-        return self.version_bytes(subject.layer) if subject.what == "versions" else self.sizes[self.storage(subject)]
+        return (
+            self.version_bytes(subject.layer)
+            if subject.what == "versions"
+            else self.sizes[self.storage(subject)]
+        )
 
     def version_bytes(self, layer: int) -> int:
         """Return the bytes of a weight version of a layer.
@@ -334,7 +342,9 @@ class StageStorages:
     @cached_property
     def _named(self) -> dict[Subject, int]:
         result: dict[Subject, int] = {}
-        fixed = frozenset[int]().union(*(layer.lasts for layer in self.layers))  # autograd does not hold these
+        fixed = frozenset[int]().union(
+            *(layer.lasts for layer in self.layers)
+        )  # autograd does not hold these
         for position, layer in enumerate(self.layers[: self.stop - self.start]):
             places = self._saved_places[position]
             for tensor in layer.cost.saved:
@@ -394,7 +404,11 @@ class StageStorages:
         """
         unlike = [self._unlike(boundary) for boundary in range(self.count + 1)]
         last = {storage: boundary for boundary, storages in enumerate(unlike) for storage in storages}
-        return [(boundary, last[storage]) for boundary, storages in enumerate(unlike) for storage in sorted(storages)]
+        return [
+            (boundary, last[storage])
+            for boundary, storages in enumerate(unlike)
+            for storage in sorted(storages)
+        ]
 
     def _unlike(self, boundary: int) -> set[int]:
         """Return the gradient storages at a boundary that do not hold exactly one whole gradient."""
@@ -474,7 +488,11 @@ def _gradient(
     if origin.kind == "own":
         return GradientValue(own[origin.index], origin.contiguous, nbytes)
     passed = behind[origin.index] if origin.kind == "output" else None
-    return None if passed is None else GradientValue(passed.storage, passed.contiguous and origin.contiguous, nbytes)
+    return (
+        None
+        if passed is None
+        else GradientValue(passed.storage, passed.contiguous and origin.contiguous, nbytes)
+    )
 
 
 # ---- Residency: the storages of one microbatch in memory, and their holders
@@ -493,11 +511,15 @@ def _gradient(
 #
 # Holders that each action adds and removes:
 #
-#     LOAD, RECV_F          holds the inputs (and targets) for the first forward; the first of several receives does
+#     LOAD, RECV_F          holds the inputs (and targets) for the first forward; the first of several
+# receives does
 #     F[a:b]                every layer holds its saved tensors, and drops the values that it read
-#     N[a:b]                holds the inputs and copies of buffers that feed back, for recomputation, and saves nothing
-#     R[a:b]                runs forward from those, and from copies of the other buffers; saves, and drops its outputs
-#     B[a:b]                every layer, from the last to the first, drops its saved tensors; then copies are dropped
+#     N[a:b]                holds the inputs and copies of buffers that feed back, for recomputation, and
+# saves nothing
+#     R[a:b]                runs forward from those, and from copies of the other buffers; saves, and drops
+# its outputs
+#     B[a:b]                every layer, from the last to the first, drops its saved tensors; then copies are
+# dropped
 #     WAIT_SEND_F, _B       drops the outputs or gradients that were sent; the last of several does
 #     WAIT_OFFLOAD, RELOAD  frees or allocates bytes; the holders stay
 
@@ -610,7 +632,9 @@ class Residency:
         self.known: dict[object, tuple[Residency, Effect | None]] = {}  # cached answers for actions
 
     def key(self) -> object:
-        """Return a key that is equal for residencies with equal fields. `held` follows from the other fields."""
+        """Return a key that is equal for residencies with equal fields. `held` follows from the other
+        fields.
+        """
         return self.at, self.values, self.pieces, self.back, self.done, frozenset(self.away.items())
 
     def rows(self, kind: Kind, *, wait: bool, samples: int) -> int:
@@ -629,7 +653,9 @@ class Residency:
 
 def begin() -> Residency:
     """Return the residency of a microbatch that has not reached the stage yet."""
-    return Residency(held=Held(), at=0, values=(), pieces=(), back=None, done=frozenset(), away={}, categories=(0, 0))
+    return Residency(
+        held=Held(), at=0, values=(), pieces=(), back=None, done=frozenset(), away={}, categories=(0, 0)
+    )
 
 
 class Holders:
@@ -668,11 +694,15 @@ class Sent(NamedTuple):
     def of(plan: Plan, stage: int, shard: int) -> Sent:
         """Return the counts of the devices of a stage that hold this shard."""
         own, last = plan.stages[stage].grid.tensor, len(plan.stages) - 1
-        ahead, behind = (plan.stages[other].grid.tensor for other in (max(stage - 1, 0), min(stage + 1, last)))
+        ahead, behind = (
+            plan.stages[other].grid.tensor for other in (max(stage - 1, 0), min(stage + 1, last))
+        )
         return Sent(len(range(shard, behind, own)), len(range(shard, ahead, own)))
 
 
-def message_sizes(plan: Plan, placement: Placement, storages: Sequence[StageStorages]) -> Callable[[Message], int]:
+def message_sizes(
+    plan: Plan, placement: Placement, storages: Sequence[StageStorages]
+) -> Callable[[Message], int]:
     """Return a function from a message to its bytes.
 
     They are those of all that a stage sends, or of the rows that one replica gets.

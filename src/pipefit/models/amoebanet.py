@@ -1,12 +1,15 @@
-"""AmoebaNet-D (L, F), found by evolution: cells of ten operations that pass on a pair, their result and their input.
+"""AmoebaNet-D (L, F), found by evolution: cells of ten operations that pass on a pair, their result and their
+input.
 
-layers + 6 layers: a convolution stem and two reduction cells as stems, three groups of layers / 3 normal cells with a
-reduction between groups, the classifier. Cells start at filters / 4 channels; every reduction
-doubles them and halves the image. For 1000 classes (18, 256) has 122,470,120 parameters, (36, 544) 1,055,832,376, (36,
-808) 2,322,395,707 and (36, 1008) 3,610,012,132; the mCAP paper trains the largest that fits.
+layers + 6 layers: a convolution stem and two reduction cells as stems, three groups of layers / 3 normal
+cells with a reduction between groups, the classifier. Cells start at filters / 4 channels; every reduction
+doubles them and halves the image. For 1000 classes (18, 256) has 122,470,120 parameters, (36, 544)
+1,055,832,376, (36, 808) 2,322,395,707 and (36, 1008) 3,610,012,132; the mCAP paper trains the largest that
+fits.
 
-Real et al., "Regularized Evolution for Image Classifier Architecture Search", 2019. Huang et al., "GPipe", 2019, whose
-sizes need a normal cell that joins states 0, 3, 4 and 6, as the authors' TensorFlow code does; their figure does not.
+Real et al., "Regularized Evolution for Image Classifier Architecture Search", 2019. Huang et al., "GPipe",
+2019, whose sizes need a normal cell that joins states 0, 3, 4 and 6, as the authors' TensorFlow code does;
+their figure does not.
 """
 
 from __future__ import annotations
@@ -54,8 +57,8 @@ def amoebanet(
     """AmoebaNet-D with `layers` normal cells on square images (batch, 3, image_size, image_size).
 
     `pooling="average"` replaces the 3 x 3 maximum pools by average pools, which save less for the backward, as in
-    torchgpipe's benchmark, whose model mCAP and others measured. `lr` None means the optimizer's usual rate; SGD
-    decays weights by 1e-4.
+    torchgpipe's benchmark, whose model mCAP and others measured. `lr` None means the optimizer's usual rate;
+    SGD decays weights by 1e-4.
 
     Raises:
         UsageError: a setting has a wrong value.
@@ -162,7 +165,9 @@ _REDUCTION = Genotype(
 
 
 class Halving(nn.Module):
-    """Halving of the images: one half of the channels reads the even rows and columns, the other the odd ones."""
+    """Halving of the images: one half of the channels reads the even rows and columns, the other the odd
+    ones.
+    """
 
     def __init__(self, inward: int, outward: int) -> None:
         super().__init__()
@@ -186,12 +191,21 @@ class Cell(nn.Module):
     """
 
     def __init__(
-        self, genotype: Genotype, *, inward: int, skipped: int, channels: int, halve_skip: bool, pooling: Pooling
+        self,
+        genotype: Genotype,
+        *,
+        inward: int,
+        skipped: int,
+        channels: int,
+        halve_skip: bool,
+        pooling: Pooling,
     ) -> None:
         super().__init__()
         self.genotype = genotype
         self.enter = nn.Sequential(*_convolve(inward, channels))
-        self.enter_skip = Halving(skipped, channels) if halve_skip else nn.Sequential(*_convolve(skipped, channels))
+        self.enter_skip = (
+            Halving(skipped, channels) if halve_skip else nn.Sequential(*_convolve(skipped, channels))
+        )
         self.operations = nn.ModuleList(
             (_average3 if make is _max3 and pooling == "average" else make)(
                 channels, genotype.stride if state < 2 else 1
@@ -231,9 +245,17 @@ class Classifier(nn.Module):
 def _chain(*, layers: int, filters: int, num_classes: int, pooling: Pooling) -> nn.Sequential:
     channels = filters // 4
     stem = nn.Conv2d(3, channels, kernel_size=3, stride=2, padding=1, bias=False)
-    chain: OrderedDict[str, nn.Module] = OrderedDict(stem1=nn.Sequential(nn.ReLU(), stem, nn.BatchNorm2d(channels)))
+    chain: OrderedDict[str, nn.Module] = OrderedDict(
+        stem1=nn.Sequential(nn.ReLU(), stem, nn.BatchNorm2d(channels))
+    )
     normal = [("normal", _NORMAL)] * (layers // 3)
-    kinds = [("stem", _REDUCTION)] * 2 + normal + [("reduction", _REDUCTION)] + normal + [("reduction", _REDUCTION)]
+    kinds = (
+        [("stem", _REDUCTION)] * 2
+        + normal
+        + [("reduction", _REDUCTION)]
+        + normal
+        + [("reduction", _REDUCTION)]
+    )
     skipped, inward, halved = channels, channels, False
     places = {"stem": 1, "normal": 0, "reduction": 0}
     for kind, genotype in kinds + normal:

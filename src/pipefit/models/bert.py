@@ -22,7 +22,16 @@ from torch.nn import functional as F
 
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
-from pipefit.models.settings import Depth, OptimizerName, Rate, Share, Size, check_heads, checked, optimizer_of
+from pipefit.models.settings import (
+    Depth,
+    OptimizerName,
+    Rate,
+    Share,
+    Size,
+    check_heads,
+    checked,
+    optimizer_of,
+)
 from pipefit.models.transformer import (
     AttentionKind,
     FeedForward,
@@ -95,22 +104,26 @@ def bert(
     optimizer: OptimizerName = "adamw",
     lr: Rate | None = None,
 ) -> Task:
-    """BERT on tokens (batch, sequence), some of them hidden, restoring all: logits (batch, sequence, vocabulary).
+    """BERT on tokens (batch, sequence), some of them hidden, restoring all: logits (batch, sequence,
+    vocabulary).
 
-    Head "span" finds the begin and end of an answer instead: logits (batch, sequence, 2). With `unfused`, GELU and
-    layer norm are of plain operations, as before PyTorch 1.2, and save three times the bytes.
+    Head "span" finds the begin and end of an answer instead: logits (batch, sequence, 2). With `unfused`,
+    GELU and layer norm are of plain operations, as before PyTorch 1.2, and save three times the bytes.
 
-    With `mask`, the inputs are the pair of tokens and a boolean mask (batch, sequence), True for text and False for
-    padding, and the layers pass (hidden, mask) on; without, all are plain tensors. `intermediate` None means
-    4 x hidden; `lr` None means the optimizer's usual rate.
+    With `mask`, the inputs are the pair of tokens and a boolean mask (batch, sequence), True for text and
+    False for padding, and the layers pass (hidden, mask) on; without, all are plain tensors. `intermediate`
+    None means 4 x hidden; `lr` None means the optimizer's usual rate.
 
     Raises:
-        UsageError: a setting has a wrong value, hidden does not divide among the heads, or a head that is not a
+        UsageError: a setting has a wrong value, hidden does not divide among the heads, or a head that is not
+        a
             decoder of tokens is tied.
     """
     check_heads("bert", hidden, heads)
     if tied and head != "tokens":
-        raise UsageError("bert: head='span' has no weights that could be tied to the embedding: leave out tied")
+        raise UsageError(
+            "bert: head='span' has no weights that could be tied to the embedding: leave out tied"
+        )
     sizes = Sizes(
         layers=layers,
         hidden=hidden,
@@ -163,7 +176,9 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """A post-norm block: attention and the feed-forward pair each add to their input, and the sum is normalised."""
+    """A post-norm block: attention and the feed-forward pair each add to their input, and the sum is
+    normalised.
+    """
 
     def __init__(self, sizes: Sizes, *, unfused: bool) -> None:
         super().__init__()
@@ -237,7 +252,9 @@ def _chain(sizes: Sizes, head: HeadKind, *, unfused: bool) -> nn.Sequential:
 
 
 def _batch(size: int, *, sequence: int, vocabulary: int, mask: bool) -> tuple[Values, Tensor]:
-    """Return texts with some tokens hidden, and the texts; with `mask`, each is padded from its half or later on."""
+    """Return texts with some tokens hidden, and the texts; with `mask`, each is padded from its half or later
+    on.
+    """
     targets = token_sequences(size, length=sequence, vocabulary=vocabulary)
     tokens = targets.masked_fill(torch.rand(size, sequence) < _HIDDEN_TOKENS, _HIDDEN_TOKEN)
     return _together(tokens, _padding(size, sequence) if mask else None), targets
@@ -258,5 +275,7 @@ def _padding(size: int, sequence: int) -> Tensor:
 
 
 def span_loss(output: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy of the first and last places of answers, from logits (batch, sequence, 2)."""
+    """Return the mean cross entropy of the first and last places of answers, from logits (batch, sequence,
+    2).
+    """
     return F.cross_entropy(output.float(), targets)

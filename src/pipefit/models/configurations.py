@@ -30,13 +30,25 @@ _SILENT = (
     "tokenizer-", "tp-comm-", "train-", "transformer-impl", "use-checkpoint-", "use-dist-", "use-distributed-optimizer",
     "use-flash-attn", "use-mcore-models", "valid-", "virtual-pipeline-", "vocab-file", "wandb-", "weight-decay",
 )  # fmt: skip
-_LLAMA = {"swiglu": True, "disable-bias-linear": True, "normalization": "RMSNorm", "position-embedding-type": "rope"}
+_LLAMA = {
+    "swiglu": True,
+    "disable-bias-linear": True,
+    "normalization": "RMSNorm",
+    "position-embedding-type": "rope",
+}
 _GPT = {"swiglu": False, "disable-bias-linear": False, "normalization": "LayerNorm",
         "position-embedding-type": "learned_absolute"}  # fmt: skip
 _SHARES = {"hidden-dropout": 0.1, "attention-dropout": 0.1}
 _PADDED = {"make-vocab-size-divisible-by": 128, "tensor-model-parallel-size": 1}
 _COUNTS = *_PADDED, "ffn-hidden-size", "num-query-groups"
-_NEEDED = ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "max-position-embeddings", "vocab-size")
+_NEEDED = (
+    "num-layers",
+    "hidden-size",
+    "num-attention-heads",
+    "seq-length",
+    "max-position-embeddings",
+    "vocab-size",
+)
 _LARGEST_BYTES = 1 << 20  # of a file of arguments
 _OPTIMIZERS = {"adam": "adamw", "sgd": "sgd"}  # Megatron's Adam decays weights as AdamW does
 _MORE = ("optimizer", "ffn-hidden-size", "group-query-attention", "num-query-groups", "rotary-base", "rotary-percent",
@@ -98,10 +110,14 @@ def _decoder(found: dict[str, Any], file: str) -> tuple[str, dict[str, Any]]:
     """Return GPT with Megatron's defaults, or a Llama; no mixtures."""
     for name in (*_NEEDED, *_COUNTS):
         if name in found and (type(found[name]) is not int or found[name] < 1):
-            raise UsageError(f"{file}: --{name} must be a whole number, 1 or more, not {shortened(repr(found[name]))}")
+            raise UsageError(
+                f"{file}: --{name} must be a whole number, 1 or more, not {shortened(repr(found[name]))}"
+            )
     for name in _SHARES:
         if isinstance(found[name], str | bool) or not 0 <= found[name] <= 1:
-            raise UsageError(f"{file}: --{name} must be a number from 0 to 1, not {shortened(repr(found[name]))}")
+            raise UsageError(
+                f"{file}: --{name} must be a number from 0 to 1, not {shortened(repr(found[name]))}"
+            )
     if found.get("use-rotary-position-embeddings"):
         found["position-embedding-type"] = "rope"
     chosen = {name: found.get(name, default) for name, default in _GPT.items()}
@@ -114,16 +130,22 @@ def _decoder(found: dict[str, Any], file: str) -> tuple[str, dict[str, Any]]:
     words = -(-found["vocab-size"] // step) * step  # as Megatron pads it
     tied = not found.get("untie-embeddings-and-output-weights", False)
     if (optimizer := found.get("optimizer", "adam")) not in _OPTIMIZERS:
-        raise UsageError(f"{file}: --optimizer {optimizer} has no counterpart here: {' or '.join(_OPTIMIZERS)}")
+        raise UsageError(
+            f"{file}: --optimizer {optimizer} has no counterpart here: {' or '.join(_OPTIMIZERS)}"
+        )
     ours, settings = (_llama if chosen == _LLAMA else _gpt)(found, file, words, tied=tied)
     return ours, settings | {"optimizer": _OPTIMIZERS[optimizer]}
 
 
 def _gpt(found: dict[str, Any], file: str, words: int, *, tied: bool) -> tuple[str, dict[str, Any]]:
     if found["max-position-embeddings"] != found["seq-length"]:
-        raise UsageError(f"{file}: zoo:gpt has as many positions as tokens: --max-position-embeddings and --seq-length")
+        raise UsageError(
+            f"{file}: zoo:gpt has as many positions as tokens: --max-position-embeddings and --seq-length"
+        )
     if found["hidden-dropout"] != found["attention-dropout"] or found.get("group-query-attention"):
-        raise UsageError(f"{file}: zoo:gpt has one dropout for attention and hidden states, and no query groups")
+        raise UsageError(
+            f"{file}: zoo:gpt has one dropout for attention and hidden states, and no query groups"
+        )
     settings = {
         "layers": found["num-layers"], "hidden": found["hidden-size"], "heads": found["num-attention-heads"],
         "vocabulary": words, "sequence": found["seq-length"], "dropout": float(found["hidden-dropout"]), "tied": tied,
@@ -164,7 +186,9 @@ def torchtitan(name: str) -> tuple[str, dict[str, Any]]:
     asked = make()
     shape = asked.model_spec.model
     if type(shape).__qualname__ != "Llama3Model.Config":
-        raise UsageError(f"torchtitan:{name} is a {type(shape).__qualname__}: only its Llama 3 has a counterpart here")
+        raise UsageError(
+            f"torchtitan:{name} is a {type(shape).__qualname__}: only its Llama 3 has a counterpart here"
+        )
     attention, forward = shape.layers[0].attention, shape.layers[0].feed_forward
     return "hf:llama", {
         "num_hidden_layers": len(shape.layers), "hidden_size": shape.dim, "num_attention_heads": attention.n_heads,

@@ -22,7 +22,16 @@ from torch import Tensor, nn
 
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
-from pipefit.models.settings import Depth, OptimizerName, Rate, Share, Size, check_heads, checked, optimizer_of
+from pipefit.models.settings import (
+    Depth,
+    OptimizerName,
+    Rate,
+    Share,
+    Size,
+    check_heads,
+    checked,
+    optimizer_of,
+)
 from pipefit.models.transformer import (
     AttentionKind,
     FeedForward,
@@ -127,7 +136,9 @@ def _chain(sizes: Sizes) -> nn.Sequential:
 
 
 def _scale_residuals(model: nn.Module, layers: int) -> None:
-    """Scale down the 2 x layers projections onto the residual stream, so that activations do not grow with depth."""
+    """Scale down the 2 x layers projections onto the residual stream, so that activations do not grow with
+    depth.
+    """
     for block in model.modules():
         if isinstance(block, Block):
             for projection in (block.attention.out, block.feedforward.down):
@@ -135,7 +146,9 @@ def _scale_residuals(model: nn.Module, layers: int) -> None:
 
 
 def _batch(size: int, *, sequence: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Return tokens and, for each, the next one: two tensors (size, sequence), each with a separate storage."""
+    """Return tokens and, for each, the next one: two tensors (size, sequence), each with a separate
+    storage.
+    """
     tokens = token_sequences(size, length=sequence + 1, vocabulary=vocabulary)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
@@ -160,7 +173,8 @@ def gpt_stdlib(
     optimizer: OptimizerName = "adamw",
     lr: Rate | None = 2e-3,
 ) -> Task:
-    """A byte-level GPT that learns Python's standard library: bytes (batch, sequence) and, for each, the next one.
+    """A byte-level GPT that learns Python's standard library: bytes (batch, sequence) and, for each, the next
+    one.
 
     Raises:
         UsageError: a setting has a wrong value, or this Python lacks library sources.
@@ -184,7 +198,9 @@ def _stdlib_text_batch(size: int, *, sequence: int) -> tuple[Tensor, Tensor]:
 def _text() -> Tensor:
     """Return the largest modules of the library, largest first, as bytes."""
     library = Path(sysconfig.get_path("stdlib"))
-    modules = sorted(library.glob("*.py"), key=lambda path: (-path.stat().st_size, path.name))[:_LARGEST_MODULES]
+    modules = sorted(library.glob("*.py"), key=lambda path: (-path.stat().st_size, path.name))[
+        :_LARGEST_MODULES
+    ]
     if not modules:
         raise UsageError(f"this Python has no sources in {library}: use zoo:gpt, which makes its data up")
     text = b"".join(path.read_bytes() for path in modules)

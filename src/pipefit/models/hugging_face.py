@@ -85,7 +85,9 @@ def _config(transformers: Any, name: str, settings: dict[str, Any]) -> Any:
     """Return the configuration, its settings checked by name and by transformers' own rules."""
     known = list(transformers.CONFIG_MAPPING.keys())
     if name not in known:
-        raise UsageError(f"hf:{name} is unknown: transformers has no such architecture{_architecture(name, known)}")
+        raise UsageError(
+            f"hf:{name} is unknown: transformers has no such architecture{_architecture(name, known)}"
+        )
     plain = _configured(transformers, name)
     names = {*vars(plain), *plain.attribute_map, "num_labels"}
     for key in settings:
@@ -118,7 +120,12 @@ def architectures() -> dict[str, str]:
         UsageError: transformers is not installed.
     """
     known = _transformers().CONFIG_MAPPING.keys()
-    return {name: kind for kind, classes in reversed(_classes().items()) for name in sorted(classes) if name in known}
+    return {
+        name: kind
+        for kind, classes in reversed(_classes().items())
+        for name in sorted(classes)
+        if name in known
+    }
 
 
 def settings_of_architecture(name: str) -> tuple[Setting, ...]:
@@ -138,7 +145,9 @@ def settings_of_architecture(name: str) -> tuple[Setting, ...]:
         Setting("optimizer", "adamw", rule_of(OptimizerName).words),
         Setting("lr", None, rule_of(Rate | None).words),
     )
-    configured = {key: value for key, value in vars(plain).items() if key not in common and not key.startswith("_")}
+    configured = {
+        key: value for key, value in vars(plain).items() if key not in common and not key.startswith("_")
+    }
     return (*own, *(Setting(key, value, "") for key, value in configured.items()))
 
 
@@ -171,9 +180,13 @@ def _kind(name: str) -> tuple[str, str]:
 
 
 def _length(name: str, config: Any, sequence: int | None) -> int:
-    """Return the tokens in a sample: `sequence`, or the model's number of positions limited to the default."""
+    """Return the tokens in a sample: `sequence`, or the model's number of positions limited to the
+    default.
+    """
     result = [getattr(config, key, None) for key in _POSITIONS]
-    lengths = [length for length in result if isinstance(length, int) and length > 0]  # XLNet's -1 means unlimited
+    lengths = [
+        length for length in result if isinstance(length, int) and length > 0
+    ]  # XLNet's -1 means unlimited
     longest = min(lengths or [_MOST])
     length = min(longest, _LONGEST) if sequence is None else sequence
     if not isinstance(length, int) or not 1 <= length <= longest:
@@ -187,12 +200,15 @@ def _closest(name: str, known: Iterable[str]) -> str:
 
 
 def _architecture(name: str, known: Sequence[str]) -> str:
-    """Return the architectures nearest to a name, which may be a checkpoint's, such as `openai-community/gpt2-xl`."""
+    """Return the architectures nearest to a name, which may be a checkpoint's, such as
+    `openai-community/gpt2-xl`.
+    """
     last = name.rpartition("/")[2].lower()
     begun = max((one for one in known if last.startswith(one)), key=len, default="")
     guess = f"; did you mean {begun}?" if begun else _closest(last, known)
     of_checkpoint = (
-        f" A checkpoint has no name here: write its architecture, and its shape with --set, from the settings that "
+        " A checkpoint has no name here: write its architecture, and its shape with --set, from the "
+        "settings that "
         f"pipefit models hf:{begun or 'gpt2'} lists."
     )
     return guess + (of_checkpoint if begun or "/" in name else "")
@@ -220,8 +236,10 @@ def _check_batch(name: str, batch: Callable[[int], Any]) -> None:
             batch(1)
         except (AttributeError, TypeError, RuntimeError) as error:
             raise UsageError(
-                f"hf:{name}: its samples cannot be made up from its configuration ({in_one_line(error)}); set what is "
-                "missing, or build it in Python and pass the module to pipefit.Task, with a batch function of your own"
+                f"hf:{name}: its samples cannot be made up from its configuration ({in_one_line(error)}); "
+                "set what is "
+                "missing, or build it in Python and pass the module to pipefit.Task, with a batch function "
+                "of your own"
             ) from error
 
 

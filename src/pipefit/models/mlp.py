@@ -51,7 +51,9 @@ def mlp(
         UsageError: a setting has a wrong value.
     """
     return Task(
-        partial(_chain, widths=widths, inputs=inputs, classes=classes, activation=activation, dropout=dropout),
+        partial(
+            _chain, widths=widths, inputs=inputs, classes=classes, activation=activation, dropout=dropout
+        ),
         batch=partial(noise_batch, shape=(inputs,), classes=classes),
         loss=class_loss,
         optimizer=optimizer_of(optimizer, lr),

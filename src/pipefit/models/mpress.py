@@ -73,8 +73,8 @@ def mpress_bert(
     optimizer: OptimizerName = "adam",
     lr: Rate | None = None,
 ) -> Task:
-    """A Bert of the family, as `pipefit.models.bert` describes it; `unfused` with GELU and layer norm of plain
-    operations.
+    """A Bert of the family, as `pipefit.models.bert` describes it; `unfused` with GELU and layer norm of
+    plain operations.
 
     Raises:
         UsageError: a setting has a wrong value.

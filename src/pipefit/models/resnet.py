@@ -1,8 +1,9 @@
 """ResNet of bottleneck blocks: few parameters, large activations, batch norm in every block.
 
-In torchvision's layout: the stem's convolution, norm, ReLU and pool are four layers, each bottleneck block is one, and
-the pool, the flatten and the classifier end the chain: blocks + 7 layers. ResNet-101 has 40 layers and 44,549,160
-parameters. (He et al., "Deep Residual Learning for Image Recognition", 2016; the stride is in the 3 x 3 convolution.)
+In torchvision's layout: the stem's convolution, norm, ReLU and pool are four layers, each bottleneck block is
+one, and the pool, the flatten and the classifier end the chain: blocks + 7 layers. ResNet-101 has 40 layers
+and 44,549,160 parameters. (He et al., "Deep Residual Learning for Image Recognition", 2016; the stride is in
+the 3 x 3 convolution.)
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ def resnet(
 ) -> Task:
     """ResNet on square images (batch, 3, image_size, image_size): `blocks` bottleneck blocks in each group.
 
-    `width` is the channel count of the stem and of the first group's inner convolutions; each group doubles it and
-    halves the image. `inplace` lets each ReLU overwrite its input. `lr` None means the optimizer's usual rate.
+    `width` is the channel count of the stem and of the first group's inner convolutions; each group doubles
+    it and halves the image. `inplace` lets each ReLU overwrite its input. `lr` None means the optimizer's
+    usual rate.
 
     Raises:
         UsageError: a setting has a wrong value, or the last group's images would be single pixels.
@@ -98,7 +100,9 @@ class Bottleneck(nn.Module):
         self.conv3 = nn.Conv2d(inner, outward, kernel_size=1, bias=False)
         self.norm3 = nn.BatchNorm2d(outward)
         self.relu = nn.ReLU(inplace=inplace)
-        self.shortcut = nn.Identity() if inward == outward and stride == 1 else _projection(inward, outward, stride)
+        self.shortcut = (
+            nn.Identity() if inward == outward and stride == 1 else _projection(inward, outward, stride)
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         """Map (batch, inward, side, side) to (batch, 4 x inner, side / stride rounded up, the same)."""
@@ -114,7 +118,8 @@ def _projection(inward: int, outward: int, stride: int) -> nn.Sequential:
     """Return the shortcut of a block whose output and input shapes differ."""
     return nn.Sequential(
         OrderedDict(
-            conv=nn.Conv2d(inward, outward, kernel_size=1, stride=stride, bias=False), norm=nn.BatchNorm2d(outward)
+            conv=nn.Conv2d(inward, outward, kernel_size=1, stride=stride, bias=False),
+            norm=nn.BatchNorm2d(outward),
         )
     )
 
@@ -124,7 +129,8 @@ def _check_image(model: str, image_size: int, *, groups: int) -> None:
     least = 2 ** (groups + 1) + 1
     if image_size < least:
         raise UsageError(
-            f"{model}: image_size={image_size} leaves single pixels to the last of {groups} groups of blocks, "
+            f"{model}: image_size={image_size} leaves single pixels to the last of {groups} groups of "
+            "blocks, "
             f"and batch norm needs more: take {least} or more"
         )
 
@@ -141,7 +147,9 @@ def _chain(*, blocks: tuple[int, ...], num_classes: int, width: int, inplace: bo
         inner = width * 2 ** (group - 1)
         for place in range(1, count + 1):
             stride = 2 if group > 1 and place == 1 else 1
-            chain[f"block{group}_{place}"] = Bottleneck(inward=channels, inner=inner, stride=stride, inplace=inplace)
+            chain[f"block{group}_{place}"] = Bottleneck(
+                inward=channels, inner=inner, stride=stride, inplace=inplace
+            )
             channels = _EXPANSION * inner
     chain["avgpool"] = nn.AdaptiveAvgPool2d(1)
     chain["flatten"] = nn.Flatten()

@@ -12,7 +12,18 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from math import inf
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    ParamSpec,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import torch
 from torch import Tensor, nn, optim
@@ -57,7 +68,9 @@ def noise_batch(size: int, *, shape: tuple[int, ...], classes: int) -> tuple[Ten
     Inputs are brighter the higher their class.
     """
     targets = torch.randint(classes, (size,))
-    return torch.randn(size, *shape) + _brightness(targets, classes).reshape(size, *(1 for _ in shape)), targets
+    return torch.randn(size, *shape) + _brightness(targets, classes).reshape(
+        size, *(1 for _ in shape)
+    ), targets
 
 
 def patched_batch(size: int, *, channels: int, side: int, patch: int, classes: int) -> tuple[Tensor, Tensor]:
@@ -80,7 +93,9 @@ def _brightness(targets: Tensor, classes: int) -> Tensor:
 
 
 def class_loss(output: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy of logits (batch, classes, ...), in float32 also for a model in half precision."""
+    """Return the mean cross entropy of logits (batch, classes, ...), in float32 also for a model in half
+    precision.
+    """
     return F.cross_entropy(output.float(), targets)
 
 
@@ -112,7 +127,9 @@ class Rule:
 
 
 class Setting(NamedTuple):
-    """One setting of a model: its default, and the words that follow "must be"; empty without a known rule."""
+    """One setting of a model: its default, and the words that follow "must be"; empty without a known
+    rule.
+    """
 
     name: str
     default: object
@@ -153,12 +170,18 @@ Depth = Annotated[int, from_to(1, 10_000)]  # layers; more would take minutes to
 Sizes = Annotated[
     tuple[int, ...],
     Rule(
-        lambda value: isinstance(value, tuple) and len(value) > 0 and all(_is_whole(size, 1) for size in value),
+        lambda value: (
+            isinstance(value, tuple) and len(value) > 0 and all(_is_whole(size, 1) for size in value)
+        ),
         "a tuple of whole numbers, each 1 or more, such as (64, 32)",
     ),
 ]
-Share = Annotated[float, Rule(lambda value: _is_number(value, 0, 1), "a number from 0 up to, not including, 1")]
-Rate = Annotated[float, Rule(lambda value: value != 0 and _is_number(value, 0, inf), "a finite number above 0")]
+Share = Annotated[
+    float, Rule(lambda value: _is_number(value, 0, 1), "a number from 0 up to, not including, 1")
+]
+Rate = Annotated[
+    float, Rule(lambda value: value != 0 and _is_number(value, 0, inf), "a finite number above 0")
+]
 
 
 def rule_of(hint: Any) -> Rule:
@@ -173,7 +196,9 @@ def rule_of(hint: Any) -> Rule:
         return next(item for item in hint.__metadata__ if isinstance(item, Rule))
     if get_origin(hint) is Literal:
         choices = get_args(hint)
-        return Rule(lambda value: isinstance(value, str) and value in choices, " or ".join(map(repr, choices)))
+        return Rule(
+            lambda value: isinstance(value, str) and value in choices, " or ".join(map(repr, choices))
+        )
     if hint is bool:
         return Rule(lambda value: isinstance(value, bool), "True or False")
     if get_origin(hint) in (Union, UnionType) and NoneType in get_args(hint):
@@ -184,11 +209,15 @@ def rule_of(hint: Any) -> Rule:
 
 def describe(factory: Callable[..., object]) -> str:
     """Format the settings of a model with their defaults: `layers=12, hidden=768, ...`."""
-    return ", ".join(f"{item.name}={item.default!r}" for item in inspect.signature(factory).parameters.values())
+    return ", ".join(
+        f"{item.name}={item.default!r}" for item in inspect.signature(factory).parameters.values()
+    )
 
 
 def settings_of(factory: Callable[..., object]) -> tuple[Setting, ...]:
-    """Return the settings of a factory that have a default, in its order; without rules for a foreign factory."""
+    """Return the settings of a factory that have a default, in its order; without rules for a foreign
+    factory.
+    """
     hints = get_type_hints(factory, include_extras=True) if hasattr(factory, "__wrapped__") else {}
     return tuple(
         Setting(item.name, item.default, rule_of(hints[item.name]).words if item.name in hints else "")
@@ -212,7 +241,9 @@ def checked(factory: Callable[Parameters, Described]) -> Callable[Parameters, De
             if name not in rules:
                 near = meant(name, rules)
                 guess = f"{near} It" if near else "it"
-                raise UsageError(f"{factory.__name__} has no setting {name!r}: {guess} has {describe(factory)}")
+                raise UsageError(
+                    f"{factory.__name__} has no setting {name!r}: {guess} has {describe(factory)}"
+                )
             if not rules[name].accepts(value):
                 raise UsageError(
                     f"{factory.__name__}: {name} must be {rules[name].words}, not {shortened(repr(value))}"
@@ -232,5 +263,6 @@ def check_heads(model: str, hidden: int, heads: int) -> None:
         fewer = next(count for count in range(min(heads, hidden), 0, -1) if hidden % count == 0)
         wider = (hidden // heads + 1) * heads
         raise UsageError(
-            f"{model}: hidden={hidden} does not divide among heads={heads}: try heads={fewer} or hidden={wider}"
+            f"{model}: hidden={hidden} does not divide among heads={heads}: try heads={fewer} or "
+            f"hidden={wider}"
         )

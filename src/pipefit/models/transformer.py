@@ -92,7 +92,9 @@ class FeedForward(nn.Module):
 
 
 def initialise(model: nn.Module) -> None:
-    """Initialise weights of linear and embedding layers from N(0, 0.02), biases zero, as both papers' code does."""
+    """Initialise weights of linear and embedding layers from N(0, 0.02), biases zero, as both papers' code
+    does.
+    """
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
@@ -101,7 +103,9 @@ def initialise(model: nn.Module) -> None:
 
 
 def token_sequences(size: int, *, length: int, vocabulary: int) -> Tensor:
-    """Return `size` sequences (int64) that count upwards modulo the vocabulary, from any token, in steps of 1 to 4."""
+    """Return `size` sequences (int64) that count upwards modulo the vocabulary, from any token, in steps of 1
+    to 4.
+    """
     first = torch.randint(vocabulary, (size, 1))
     step = torch.randint(1, 5, (size, 1))
     return (first + step * torch.arange(length)) % vocabulary

@@ -54,11 +54,12 @@ def unet(
     optimizer: OptimizerName = "sgd",
     lr: Rate | None = None,
 ) -> Task:
-    """U-Net on images (batch, channels, image_size, image_size): logits (batch, num_classes, image_size, image_size).
+    """U-Net on images (batch, channels, image_size, image_size): logits (batch, num_classes, image_size,
+    image_size).
 
-    `width` is the first encoder's channel count, which every level doubles; each of the `depth` levels halves the image
-    and has a block of `convolutions` on either side. `dropout` drops whole channels. `lr` None means the optimizer's
-    usual rate.
+    `width` is the first encoder's channel count, which every level doubles; each of the `depth` levels halves
+    the image and has a block of `convolutions` on either side. `dropout` drops whole channels. `lr` None
+    means the optimizer's usual rate.
 
     Raises:
         UsageError: a setting has a wrong value, or the image cannot be halved that often.
@@ -105,7 +106,9 @@ class Down(nn.Module):
         self.pool = nn.MaxPool2d(kernel_size=2)
 
     def forward(self, values: Values) -> Values:
-        """Map (batch, channels, side, side) to (batch, channels, side / 2, side / 2) and the images themselves."""
+        """Map (batch, channels, side, side) to (batch, channels, side / 2, side / 2) and the images
+        themselves.
+        """
         images, skips = _apart(values)
         return _together(self.pool(images), (*skips, images))
 

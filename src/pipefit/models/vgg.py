@@ -48,8 +48,8 @@ def vgg11(
 ) -> Task:
     """VGG-11 on square images (batch, 3, image_size, image_size).
 
-    `width` is the channel count of the first convolution; every other one, and the classifier, scales with it.
-    `inplace` lets each ReLU overwrite its input. `lr` None means the optimizer's usual rate.
+    `width` is the channel count of the first convolution; every other one, and the classifier, scales with
+    it. `inplace` lets each ReLU overwrite its input. `lr` None means the optimizer's usual rate.
 
     Raises:
         UsageError: a setting has a wrong value.

@@ -122,7 +122,9 @@ class Asked(TypedDict, total=False):
     means: Means
 
 
-ELSEWHERE = {"precision": "it belongs to the task, pipefit.Task(module, ..., precision=...), or to a Training"} | {
+ELSEWHERE = {
+    "precision": "it belongs to the task, pipefit.Task(module, ..., precision=...), or to a Training"
+} | {
     name: f"it belongs to the task, pipefit.Task(module, ..., {name}=...)"
     for name in ("batch", "loss", "optimizer", "groups", "scheduler", "granularity")
 }
@@ -130,7 +132,10 @@ PLANNER_FOR: dict[str, str] = {"throughput": "joint", "peak": "exact"}
 
 
 def plan(
-    profile: ModelProfile | Profiles, cluster: Cluster, training: Training | None = None, **asked: Unpack[Asked]
+    profile: ModelProfile | Profiles,
+    cluster: Cluster,
+    training: Training | None = None,
+    **asked: Unpack[Asked],
 ) -> Plan:
     """Choose the devices of every layer, and what to recompute or offload, so that the model fits.
 
@@ -221,7 +226,8 @@ def answered(
     )
     if training is not None and numbers != Numbers():
         raise UsageError(
-            "say how the model is trained either with training or with batch_size, microbatches, microbatch_size, "
+            "say how the model is trained either with training or with batch_size, microbatches, "
+            "microbatch_size, "
             "schedule, clip_norm and versions, not both"
         )
     options = Options(
@@ -236,7 +242,9 @@ def answered(
     )
     chooses = planner == "joint"
     may = Open(sizes=planner in ("joint", "exact", "lean"), arrangements=chooses, degrees=planner in ON_GRIDS)
-    space = space_of(profile, cluster, numbers if training is None else training, options, may, means, redone=redone)
+    space = space_of(
+        profile, cluster, numbers if training is None else training, options, may, means, redone=redone
+    )
     if may.sizes:
         return _chosen(space) if chooses else Answer(_leanest(space, planner))
     asked = PLANNERS[planner] if may.degrees else in_replicas(PLANNERS[planner])
@@ -254,7 +262,8 @@ def check_planner(name: str, objective: Goal = "throughput") -> None:
         raise UsageError(unknown(f"there is no planner {name!r}", name, PLANNERS))
     if objective == "peak" and name in FOR_SPEED:
         raise UsageError(
-            f"the {name} planner looks for the fastest step, not for the lowest peak: leave it out for the objective "
+            f"the {name} planner looks for the fastest step, not for the lowest peak: leave it out for the "
+            "objective "
             "peak (then exact is used), or leave out the objective"
         )
 
@@ -285,7 +294,9 @@ def plan_again(old: Plan, cluster: Cluster) -> Plan:
             old.profile,
             cluster,
             old.training,
-            recompute=cast("Recompute", asked.get("recompute", "never")),  # read from a file; `Options` checks it
+            recompute=cast(
+                "Recompute", asked.get("recompute", "never")
+            ),  # read from a file; `Options` checks it
             planner=made.planner if made and made.planner in PLANNERS else "joint",
             shard=cast("Sharding | None", asked.get("shard")) if len(cluster.devices) > 1 else None,
             stages=stages,
@@ -331,7 +342,9 @@ def _leanest(space: Space, planner: str) -> Plan:
             asked.append(space.question_of(size, space.profiles(size)))
     question, best = (leanest_of if planner == "exact" else leanest_with_hosts)(asked or [space.question])
     seconds = perf_counter() - began
-    return answer(question, best, planner=PLANNERS[planner], name=planner, seconds=seconds, asked=question.options)
+    return answer(
+        question, best, planner=PLANNERS[planner], name=planner, seconds=seconds, asked=question.options
+    )
 
 
 def _chosen(space: Space) -> Answer:

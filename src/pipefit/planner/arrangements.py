@@ -34,7 +34,15 @@ from pipefit.planner.hybrid import Least, budget_level, candidates
 from pipefit.planner.joint import Search, Searched, exact_in_time
 from pipefit.planner.mixed import Mixed, commonly, mixed, otherwise
 from pipefit.planner.neighbours import is_small
-from pipefit.planner.open_choices import Arrangement, Space, Trial, by_distance, chosen_from, leaves_no_room, left_out
+from pipefit.planner.open_choices import (
+    Arrangement,
+    Space,
+    Trial,
+    by_distance,
+    chosen_from,
+    leaves_no_room,
+    left_out,
+)
 from pipefit.planner.problem import SINGLE, Degree, Found, Question
 from pipefit.planner.replicas import expanded, representative, seconds_together
 from pipefit.processes import beside
@@ -59,10 +67,14 @@ class Trials:
         self.space = space
         self._known: dict[Arrangement, Trial] = {}
         question = space.question
-        self._profiles: dict[int, ModelProfile | UsageError] = {question.training.microbatch_size: question.profile}
+        self._profiles: dict[int, ModelProfile | UsageError] = {
+            question.training.microbatch_size: question.profile
+        }
         self._bounds: list[float] = []  # of all examined arrangements
         self._least: dict[int, Least] = {}  # lower bounds for plans of any degrees, by microbatch size
-        self._replicas: dict[tuple[int, Degree], Question] = {}  # of one replica, of any schedule and number of stages
+        self._replicas: dict[
+            tuple[int, Degree], Question
+        ] = {}  # of one replica, of any schedule and number of stages
         self.mixed: list[Mixed] = []  # plans that fit
         self._spent = 0.0  # new actions, or equivalent work
         self._unseen: list[int] = []  # sizes for which the budget was too small
@@ -91,7 +103,11 @@ class Trials:
                 self._look_at(self._widest(size))
             for arrangement in self._others():
                 self._look_at(arrangement)
-        if not self._known and self._keeps and any(_is_costly(self.question(one)) for one in self._like_mixed):
+        if (
+            not self._known
+            and self._keeps
+            and any(_is_costly(self.question(one)) for one in self._like_mixed)
+        ):
             return None
         if not self._known and not any(map(self.tried, self._like_mixed)):
             self._try(self._roomiest)
@@ -106,7 +122,9 @@ class Trials:
         bounds = [*self._bounds, *map(self._least_of, self._least)]
         if trial is not None and not self._bounds:
             bounds = [trial.search.bound]
-        return question, result._replace(bound=min(result.value, *bounds), remarks=(*self._remarks, *result.remarks))
+        return question, result._replace(
+            bound=min(result.value, *bounds), remarks=(*self._remarks, *result.remarks)
+        )
 
     def _told(self, trial: Trial | None, other: Mixed | None) -> tuple[Question, Found]:
         """Return the plan of the best trial, or the best plan of any degrees."""
@@ -259,7 +277,9 @@ class Trials:
     def _others(self) -> Iterator[Arrangement]:
         """Yield the other arrangements of the examined sizes, the best sizes first."""
         known = {size: self._known.get(self._widest(size)) for size in self.sizes}
-        ranks = {size: (math.inf, math.inf, 0) if trial is None else trial.order for size, trial in known.items()}
+        ranks = {
+            size: (math.inf, math.inf, 0) if trial is None else trial.order for size, trial in known.items()
+        }
         for size in sorted(ranks, key=ranks.__getitem__):
             for degree in self.degrees(size):
                 for stages in sorted(self.space.stages, reverse=True):
@@ -274,7 +294,10 @@ class Trials:
 
     def _is_possible(self, arrangement: Arrangement) -> bool:
         """Return whether the devices suffice for an arrangement, and it may be the fastest on them."""
-        used, least = arrangement.stages * arrangement.degree.devices, self._least.get(arrangement.microbatch_size)
+        used, least = (
+            arrangement.stages * arrangement.degree.devices,
+            self._least.get(arrangement.microbatch_size),
+        )
         there = used <= len(self.space.question.cluster.devices)
         return there and (least is None or self._may_win(least.seconds(used)))
 
@@ -349,7 +372,11 @@ class Trials:
         """Return the best trial, or a hardly slower one that leaves every GPU room if the best does not."""
         if not (best.fits and best.tight):
             return best
-        others = (value for value in self._known.values() if value.fits and value.seconds <= best.seconds * (1 + _ROOM))
+        others = (
+            value
+            for value in self._known.values()
+            if value.fits and value.seconds <= best.seconds * (1 + _ROOM)
+        )
         return min((other for other in others if not other.tight), key=lambda one: one.order, default=best)
 
     @property
@@ -387,7 +414,12 @@ class Trials:
         for trial in trials:
             if best is not None and not self._may_win(trial.search.bound):
                 continue
-            if best is None and self._spent_on_trying and self._keeps and self._fastest < trial.seconds * (1 - _GAIN):
+            if (
+                best is None
+                and self._spent_on_trying
+                and self._keeps
+                and self._fastest < trial.seconds * (1 - _GAIN)
+            ):
                 self._tried_shortly, best = self._tried_shortly + 1, trial
                 continue
             if best is not None and self._spent > _SEARCHING * self.space.question.options.effort:
@@ -436,7 +468,8 @@ def _fewest_devices(trials: Trials, best: Trial) -> Iterator[Alternative]:
     """Yield the plan on the fewest devices, if these are fewer than the best plan's."""
     pinned, one = len(trials.space.stages) == 1, _of_single_devices(trials, best.arrangement)
     most = min(
-        best.arrangement.stages * best.arrangement.degree.devices // one.degree.devices, max(trials.space.stages)
+        best.arrangement.stages * best.arrangement.degree.devices // one.degree.devices,
+        max(trials.space.stages),
     )
     low, high = most - 1 if pinned else 0, most
     while high - low > 1:
@@ -453,7 +486,9 @@ def _fewest_devices(trials: Trials, best: Trial) -> Iterator[Alternative]:
             if len({degree.sequences for degree in degrees if degree.tensor == one.degree.tensor}) > 1:
                 pins += " --sequences" if one.degree.sequences else " --no-sequences"
         simulation, each = result.searched.evaluation.simulation, result.arrangement.degree.devices
-        yield _alternative("fewest devices", result.question, simulation, pins, each=each, more_seconds=result.apart)
+        yield _alternative(
+            "fewest devices", result.question, simulation, pins, each=each, more_seconds=result.apart
+        )
 
 
 def _fits(trials: Trials, arrangement: Arrangement) -> bool:

@@ -128,7 +128,11 @@ def position_of(schedule: str, stage: int, stages: int, microbatches: int) -> Po
 
 def in_flight(training: Training, stage: int, stages: int) -> int:
     """Return the number of microbatches that a stage holds at once."""
-    return stages - stage if training.endless else _held(training.schedule, stages - stage, training.microbatches)
+    return (
+        stages - stage
+        if training.endless
+        else _held(training.schedule, stages - stage, training.microbatches)
+    )
 
 
 @cache
@@ -189,7 +193,11 @@ class _Bound:
         self.question, self.count = question, question.blocks
         self.microbatches, self.endless = question.training.microbatches, question.training.endless
         self.prices = Prices(question)
-        self.forward, self.backward, self.update = self.prices.forward, self.prices.backward, self.prices.update
+        self.forward, self.backward, self.update = (
+            self.prices.forward,
+            self.prices.backward,
+            self.prices.update,
+        )
         owned, gradients = question.ranges.owned()
         edges = np.array(question.edges)
         owned = owned - question.ranges.state[edges] if self._hosts_have_state else owned
@@ -216,7 +224,10 @@ class _Bound:
 
         Ranges with a higher line than the even split cannot be part of the best split.
         """
-        known = max(float(self._highest(stage, _of(*edges)).item()) for stage, edges in enumerate(pairwise(self._even)))
+        known = max(
+            float(self._highest(stage, _of(*edges)).item())
+            for stage, edges in enumerate(pairwise(self._even))
+        )
         windows = self._windows(lambda stage, within: self._highest(stage, within) <= known * _ROUNDING)
         assert windows is not None, "there is such a split"
         reached = np.zeros(1)
@@ -283,10 +294,14 @@ class _Bound:
         if self.endless:
             updates = self.microbatches if self.question.training.schedule == "pipedream" else 1
             passes = self.microbatches * ranges(self.forward + self.backward, within)
-            result = passes + updates * ranges(self.update, within) * (1 - self._elsewhere(updates, step, within))
+            result = passes + updates * ranges(self.update, within) * (
+                1 - self._elsewhere(updates, step, within)
+            )
             return result, result
         before, whole = self.forward + self.backward, float(self.forward[-1] + self.backward[-1])
-        work = Work(ranges(self.forward, within), ranges(self.backward, within), before[within.starts, None], whole)
+        work = Work(
+            ranges(self.forward, within), ranges(self.backward, within), before[within.starts, None], whole
+        )
         return lines(self._position(stage), work)
 
     def _position(self, stage: int) -> Position:
@@ -335,7 +350,13 @@ class _Bound:
         return np.where(possible, result, _INFINITE)
 
     def _in_windows(
-        self, number: int, windows: float, without_gradients: float, step: float, spare: Floats, within: Within
+        self,
+        number: int,
+        windows: float,
+        without_gradients: float,
+        step: float,
+        spare: Floats,
+        within: Within,
     ) -> Floats:
         """Return the bytes held on average over `windows` windows, each with `number` microbatches in flight.
 

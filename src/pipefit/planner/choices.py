@@ -65,7 +65,9 @@ class Prices:
 
     def kept(self, within: Within = EVERYWHERE) -> Floats:
         """Return the bytes that ranges keep of a microbatch."""
-        return sum((ranges(sums, within) for _, sums in self._classes), np.zeros_like(ranges(self.forward, within)))
+        return sum(
+            (ranges(sums, within) for _, sums in self._classes), np.zeros_like(ranges(self.forward, within))
+        )
 
     def freed(self, seconds: Floats, microbatches: float, within: Within = EVERYWHERE) -> Floats:
         """Return the bytes of `microbatches` that ranges free in `seconds`, the cheapest first."""
@@ -113,7 +115,9 @@ class Prices:
         model = lifetimes(self.question.measurement)
         ends = edges[np.searchsorted(edges, np.arange(len(model.own)), side="right")]
         pairs = zip(model.own, ends, strict=True)
-        return np.array([sum(s.nbytes for s in own if s.saver != NEVER and s.saver < end) for own, end in pairs], float)
+        return np.array(
+            [sum(s.nbytes for s in own if s.saver != NEVER and s.saver < end) for own, end in pairs], float
+        )
 
 
 def ranges(sums: Floats, within: Within = EVERYWHERE) -> Floats:
@@ -185,7 +189,9 @@ class Menu(NamedTuple):
         """Return the menu of an equal block that starts at layer `start`."""
         by = start - self.start
         recipes = (r._replace(runs=tuple((a + by, b + by) for a, b in r.runs)) for r in self.recipes)
-        tensors = (t._replace(layer=t.layer + by, savers=tuple(s + by for s in t.savers)) for t in self.tensors)
+        tensors = (
+            t._replace(layer=t.layer + by, savers=tuple(s + by for s in t.savers)) for t in self.tensors
+        )
         return Menu(start, self.stop + by, tuple(recipes), tuple(tensors), self.stays)
 
 
@@ -219,7 +225,9 @@ class Menus:
         key = self.measurement.layers[start:stop], last, not start
         result = self._known.get(key)
         if result is None:
-            result = self._known[key] = _Block(self.measurement, start, stop, self._seconds, self.question.means).menu()
+            result = self._known[key] = _Block(
+                self.measurement, start, stop, self._seconds, self.question.means
+            ).menu()
         return result.from_layer(start)
 
 
@@ -239,7 +247,9 @@ class _Block:
         self.measurement, self.start, self.stop, self.means = measurement, start, stop, means
         self.storages = StageStorages(measurement, start, stop)
         own = seconds[start:stop]
-        own = (*own[:-1], own[-1] + seconds[stop]) if self.storages.last else own  # the loss goes with the last layer
+        own = (
+            (*own[:-1], own[-1] + seconds[stop]) if self.storages.last else own
+        )  # the loss goes with the last layer
         self.seconds = np.concatenate([[0.0], np.cumsum(own)])
 
     def menu(self) -> Menu:
@@ -454,7 +464,13 @@ def _joined(runs: Sequence[tuple[tuple[int, int], int]]) -> list[tuple[tuple[int
 
 
 def _bundle(
-    stage: int, choice: StageChoice, menus: Sequence[Menu], blocks: Sequence[int], place: Place, behind: int, ahead: int
+    stage: int,
+    choice: StageChoice,
+    menus: Sequence[Menu],
+    blocks: Sequence[int],
+    place: Place,
+    behind: int,
+    ahead: int,
 ) -> Iterator[Decision]:
     """Yield the decision that offloads the tensors of some blocks together; nothing if they lack tensors."""
     tensors = tuple((t.layer, t.number) for block in blocks for t in choice.moved(menus, block))

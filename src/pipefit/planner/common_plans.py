@@ -126,14 +126,18 @@ def common_plans(question: Question) -> Iterator[Candidate]:
     means, asked = question.means, question.options.recompute
     settings: tuple[Recompute, ...] = ("never", "always") if asked == "never" else (asked,)
     degrees = sorted((one for one in question.degrees if one.data > 1), key=lambda one: (-one.data, *one[1:]))
-    ways = [(shard, moves) for shard, moves in _WAYS if shard in question.shards and _is_allowed(means, moves)]
+    ways = [
+        (shard, moves) for shard, moves in _WAYS if shard in question.shards and _is_allowed(means, moves)
+    ]
     for recompute, degree in product(settings if means.recompute != "never" else (asked,), degrees):
         for split, (shard, moves) in product(_splits(question, degree), ways):
             buckets = question.blocks if shard in ("gradients", "parameters") else 1
             grids = tuple(replace(grid, shard=shard, buckets=buckets) for grid in split.grids)
             divided = split._replace(grids=grids)
             plan = plan_of(question, divided)
-            runs = (_decided(question, plan, moves, in_buckets=one, recompute=recompute) for one in (True, False))
+            runs = (
+                _decided(question, plan, moves, in_buckets=one, recompute=recompute) for one in (True, False)
+            )
             for decisions in dict.fromkeys(runs) if moves else [next(runs)]:
                 yield Candidate(divided, recompute, moves, decisions)
 
@@ -145,7 +149,10 @@ def _is_allowed(means: Means, moves: Moves) -> bool:
 
 def _splits(question: Question, degree: Degree) -> Iterator[Split]:
     """Yield the splits into the most stages of a degree that the devices allow, and into one."""
-    most, asked = min(question.blocks, len(question.cluster.devices) // degree.devices), question.options.stages
+    most, asked = (
+        min(question.blocks, len(question.cluster.devices) // degree.devices),
+        question.options.stages,
+    )
     for stages in dict.fromkeys((most, 1)) if asked is None else (asked,):
         options = replace(question.options, stages=stages, **degree.pins)
         with suppress(UsageError):
@@ -164,7 +171,9 @@ def _decided(
     for number in range(len(plan.stages)):
         runs = runs_of(question, plan, number, in_buckets=in_buckets and bool(moves))
         decisions += moved(number, together(question, runs), moves, ahead=1)
-        decisions += ran_again(number, runs[:-1] if recompute == "always" != question.options.recompute else ())
+        decisions += ran_again(
+            number, runs[:-1] if recompute == "always" != question.options.recompute else ()
+        )
     return (*(plan.decisions if question.options.recompute == "always" else ()), *decisions)
 
 

@@ -50,7 +50,12 @@ class Accounts(NamedTuple):
         if not self.left_out:
             return ()
         count = len(self.compactions)
-        return (f"Of {count + self.left_out} ways in which stages free memory, the {count} of most layers are told.",)
+        return (
+            (
+                f"Of {count + self.left_out} ways in which stages free memory, the {count} of most layers are "
+                "told."
+            ),
+        )
 
 
 def accounts(plan: Plan, whole: Assembled, *, most_actions: int = _ACTIONS) -> Accounts:
@@ -104,12 +109,15 @@ def undivided(plan: Plan) -> Iterator[str]:
     """Yield a sentence with the fullest device's peak and the step's seconds if replicas divided no state."""
     if any(stage.grid.shard != "none" for stage in plan.stages):
         grids = (replace(stage.grid, shard="none") for stage in plan.stages)
-        whole = replace(plan, stages=tuple(replace(s, grid=grid) for s, grid in zip(plan.stages, grids, strict=True)))
+        whole = replace(
+            plan, stages=tuple(replace(s, grid=grid) for s, grid in zip(plan.stages, grids, strict=True))
+        )
         simulation, budgets = assembled(whole), plan.cluster.budgets
         peaks = simulation.peak_bytes
         fullest = max(range(len(peaks)), key=lambda device: peaks[device] / budgets[device])
         yield (
-            f"If replicas divided nothing, device {fullest} would need {format_bytes(peaks[fullest])} and a step would "
+            f"If replicas divided nothing, device {fullest} would need {format_bytes(peaks[fullest])} and a "
+            "step would "
             f"take {format_seconds(simulation.step_seconds[-1])}."
         )
 
@@ -165,11 +173,16 @@ def _device(question: Question, found: Found, peaks: tuple[int, ...]) -> str:
     device, need = split.devices[stage], peaks[stage]
     names = question.profile.span(*question.layers(*split.edges[stage : stage + 2]))
     budget, reserve = budgets[device], question.cluster.reserves[device]
-    left = f", {format_bytes(reserve)} of the device are left to what its process takes besides" if reserve else ""
+    left = (
+        f", {format_bytes(reserve)} of the device are left to what its process takes besides"
+        if reserve
+        else ""
+    )
     freed = ", with what recomputing and moving tensors frees" if found.decisions else ""
     return (
         f"device {device} needs {format_bytes(need)} for stage {stage} ({first_to_last(names)}), "
-        f"{format_bytes(need - budget)} over its {format_bytes(budget)} ({ceil(100 * need / budget)} % full{left})"
+        f"{format_bytes(need - budget)} over its {format_bytes(budget)} ({ceil(100 * need / budget)} % "
+        f"full{left})"
         f"{freed}"
     )
 
@@ -206,9 +219,13 @@ def _free(question: Question, judge: Judge) -> Iterator[str]:
     training, options = question.training, question.options
     changes: list[tuple[str, Callable[[], Question]]] = []
     if training.schedule != "1f1b":
-        changes.append(("schedule 1f1b", lambda: replace(question, training=replace(training, schedule="1f1b"))))
+        changes.append(
+            ("schedule 1f1b", lambda: replace(question, training=replace(training, schedule="1f1b")))
+        )
     if options.stages is not None and options.stages < min(question.blocks, len(question.cluster.devices)):
-        changes.append(("a stage on every device", lambda: replace(question, options=replace(options, stages=None))))
+        changes.append(
+            ("a stage on every device", lambda: replace(question, options=replace(options, stages=None)))
+        )
     for size in sorted({m.microbatch_size for m in question.profile.measurements}, reverse=True):
         if size < training.microbatch_size and training.batch_size % size == 0:
             parts = training.batch_size // size
@@ -270,7 +287,10 @@ def _less_memory(question: Question, judge: Judge) -> str:
         low, high = (middle, high) if judge(_with_memory(question, middle)) is None else (low, middle)
     larger = _with_memory(question, high).cluster.devices
     if question.equal_budgets:
-        return f"the same devices with {format_bytes(larger[0].memory_bytes)} each ({larger[0].memory_bytes} bytes)"
+        return (
+            f"the same devices with {format_bytes(larger[0].memory_bytes)} each ({larger[0].memory_bytes} "
+            "bytes)"
+        )
     return f"{ceil(1000 * (high - 1)) / 10} % more memory on every device"
 
 
@@ -415,7 +435,8 @@ def _unreplicated(question: Question, asked: Options, name: str) -> Iterator[str
     reason = replace(question, options=asked).changed_by_replicas if name in ON_GRIDS else ""
     if reason and question.training.microbatch_size > 1 and len(question.cluster.devices) > 1:
         yield (
-            f"Replicas are not considered, because {reason}: they would train to other numbers. --data N (data=N) "
+            f"Replicas are not considered, because {reason}: they would train to other numbers. --data N "
+            "(data=N) "
             "allows that."
         )
 
@@ -438,13 +459,17 @@ class _Judge:
         except UsageError:  # no candidate can be carried out
             return None
         simulation = assembled(plan_of(question, result.split, decisions=result.decisions))
-        self._spent += result.work + simulation.actions // 2  # half, since both simulated steps have the same actions
+        self._spent += (
+            result.work + simulation.actions // 2
+        )  # half, since both simulated steps have the same actions
         budgets = question.cluster.budgets
         full = max(peak / budget for peak, budget in zip(simulation.peak_bytes, budgets, strict=True))
         return None if full > 1 or shortage(simulation.plan, simulation.arenas) else full
 
 
-def _check(question: Question, found: Found, peaks: tuple[int, ...], short: str, name: str, judge: _Judge) -> None:
+def _check(
+    question: Question, found: Found, peaks: tuple[int, ...], short: str, name: str, judge: _Judge
+) -> None:
     """Check that every device has the memory of its stage; `short` names another shortage, if there is one.
 
     Raises:
@@ -455,7 +480,10 @@ def _check(question: Question, found: Found, peaks: tuple[int, ...], short: str,
     devices = tuple(max(grid.devices, key=lambda device: peaks[device] / budgets[device]) for grid in grids)
     over = any(peaks[device] > budgets[device] for device in devices)
     if over or short:
-        held, found = tuple(peaks[device] for device in devices), found._replace(split=split._replace(devices=devices))
+        held, found = (
+            tuple(peaks[device] for device in devices),
+            found._replace(split=split._replace(devices=devices)),
+        )
         where = "" if over else short
         raise InfeasibleError(explanation(question, found, held, planner=name, elsewhere=where, judge=judge))
 
@@ -476,7 +504,11 @@ def plan_of(question: Question, split: Split, *, decisions: tuple[Decision, ...]
             training.microbatches,
         )
     return Plan(
-        profile=question.profile, cluster=question.cluster, training=training, stages=stages, decisions=decisions
+        profile=question.profile,
+        cluster=question.cluster,
+        training=training,
+        stages=stages,
+        decisions=decisions,
     )
 
 

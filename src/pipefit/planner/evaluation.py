@@ -97,7 +97,9 @@ class AtOnce:
     def seconds(self, splits: Sequence[Split]) -> Floats:
         """Return the seconds of a step of each split."""
         edges: _Ints = np.array([split.edges for split in splits]).T
-        return self._through(edges, dict(zip((Kind.FORWARD, Kind.BACKWARD), self._passes(edges), strict=True)))
+        return self._through(
+            edges, dict(zip((Kind.FORWARD, Kind.BACKWARD), self._passes(edges), strict=True))
+        )
 
     def _through(self, edges: _Ints, passes: dict[Kind, Floats]) -> Floats:
         """Return the time at which the last stage of each split ends."""
@@ -118,7 +120,9 @@ class AtOnce:
 
     def _passes(self, edges: _Ints) -> tuple[Floats, Floats]:
         """Return the seconds of a forward and of a backward, for every stage and split."""
-        forward, backward = (np.diff(times[edges], axis=0) for times in (self._prices.forward, self._prices.backward))
+        forward, backward = (
+            np.diff(times[edges], axis=0) for times in (self._prices.forward, self._prices.backward)
+        )
         return forward, backward
 
     def _sent(self, edges: _Ints) -> dict[tuple[bool, int], Floats]:
@@ -167,7 +171,9 @@ def _of_stage(schedule: str, stage: int, stages: int, microbatches: int) -> Iter
     for number, (kind, _, microbatch) in enumerate(order):
         needed, joins = steps(received[number], waits=True), steps(sent[number], waits=True)
         ahead = steps(received[number + 1], waits=False)
-        turns_back = kind is Kind.BACKWARD and number > 0 and order[number - 1] == (Kind.FORWARD, stage, microbatch)
+        turns_back = (
+            kind is Kind.BACKWARD and number > 0 and order[number - 1] == (Kind.FORWARD, stage, microbatch)
+        )
         yield from (*needed, *joins, *ahead) if turns_back else (*ahead, *needed)
         yield _Step(stage, kind)
         yield from () if turns_back else joins
@@ -214,7 +220,9 @@ class Evaluation:
         """Peak bytes of every device."""
         last = self.candidate.split.devices[-1]
         losses = self.simulation.plan.measurement.loss_bytes * self._left_out
-        return tuple(peak + losses * (device == last) for device, peak in enumerate(self.simulation.peak_bytes))
+        return tuple(
+            peak + losses * (device == last) for device, peak in enumerate(self.simulation.peak_bytes)
+        )
 
     @cached_property
     def over(self) -> tuple[int, ...]:
@@ -225,9 +233,13 @@ class Evaluation:
     @cached_property
     def over_bytes(self) -> int:
         """Total bytes above the memory of devices and hosts; zero if the candidate fits."""
-        devices = sum(max(0, peak - budget) for peak, budget in zip(self.peaks, self._cluster.budgets, strict=True))
+        devices = sum(
+            max(0, peak - budget) for peak, budget in zip(self.peaks, self._cluster.budgets, strict=True)
+        )
         missing = missing_bytes(self.simulation.plan, self.simulation.arenas)
-        return devices + sum(nbytes for member, nbytes in missing.items() if member.kind is not MemberKind.DEVICE)
+        return devices + sum(
+            nbytes for member, nbytes in missing.items() if member.kind is not MemberKind.DEVICE
+        )
 
     @property
     def fits(self) -> bool:
@@ -316,7 +328,9 @@ class Evaluator:
         """A sentence about the limit of work, if it has ended a search."""
         if not self.ended:
             return ()
-        return (f"The search ended at its limit of work, after {counted(self.count, 'simulated candidate')}.",)
+        return (
+            f"The search ended at its limit of work, after {counted(self.count, 'simulated candidate')}.",
+        )
 
     def stage_menus(self, split: Split) -> list[tuple[Menu, ...]]:
         """Return the menus of every stage of a split."""
@@ -349,7 +363,9 @@ class Evaluator:
 
     def kept(self, split: Split) -> Candidate:
         """Return the candidate of a split that keeps everything."""
-        return Candidate(split, tuple(StageChoice.keep(stop - start) for start, stop in pairwise(split.edges)))
+        return Candidate(
+            split, tuple(StageChoice.keep(stop - start) for start, stop in pairwise(split.edges))
+        )
 
     def evaluate(self, candidate: Candidate) -> Evaluation | None:
         """Return the evaluation of a candidate; None if its decisions cannot be carried out."""
@@ -381,7 +397,9 @@ class Evaluator:
 
     def fastest(self, count: int) -> list[Evaluation]:
         """Return the `count` fastest simulated candidates that fit, the fastest first."""
-        return nsmallest(count, (value for value in self._simulated.values() if value.fits), key=lambda one: one.order)
+        return nsmallest(
+            count, (value for value in self._simulated.values() if value.fits), key=lambda one: one.order
+        )
 
     def whole(self, candidate: Candidate) -> Evaluation:
         """Return the evaluation of a candidate that can be carried out, with all microbatches simulated."""
@@ -411,7 +429,10 @@ class Evaluator:
             result = self._simulated.get(candidate) or Evaluation(
                 candidate, simulation, self.question.training.microbatches
             )
-            _ = result.over_bytes, result.seconds  # both raise UsageError if the decisions cannot be carried out
+            _ = (
+                result.over_bytes,
+                result.seconds,
+            )  # both raise UsageError if the decisions cannot be carried out
             self._simulated[candidate] = result
         except UsageError as error:
             self._refusal = error

@@ -71,7 +71,9 @@ class Bounds:
         owned, gradients, saved, born = (part.astype(float) for part in sums)
         self.lines: list[list[_Line]] = []
         for stage in range(self.stages):
-            whole = question.options.recompute != "always"  # else one block of a microbatch has been recomputed
+            whole = (
+                question.options.recompute != "always"
+            )  # else one block of a microbatch has been recomputed
             held = [
                 (s.in_flight + (s.kind is Kind.BACKWARD and (whole or not s.recomputed)), s.gradients)
                 for s in question.surroundings(stage)
@@ -79,7 +81,9 @@ class Bounds:
             n = max(number for number, _ in held)
             m = max((number for number, exist in held if exist), default=0)
             full = owned + gradients
-            self.lines.append([_Line(owned + n * saved, owned + n * born), _Line(full + m * saved, full + m * born)])
+            self.lines.append(
+                [_Line(owned + n * saved, owned + n * born), _Line(full + m * saved, full + m * born)]
+            )
 
     def windows(self, level: float) -> list[Window] | None:
         """Return the window of every stage if none may need more than `level` bytes, or None."""
@@ -134,7 +138,9 @@ class Bounds:
         starts = [self.blocks]
         for stage in reversed(range(self.stages)):
             lines = self.lines[stage]
-            result = [int(np.searchsorted(line.base, line.reach[starts[-1]] - level, side="left")) for line in lines]
+            result = [
+                int(np.searchsorted(line.base, line.reach[starts[-1]] - level, side="left")) for line in lines
+            ]
             starts.append(max(stage, *result))
         return starts[::-1]
 
@@ -164,7 +170,10 @@ class Bounds:
 Used = tuple[int, ...]  # number of devices of each class that hold a stage
 Indices = NDArray[np.intp]
 
-_FEW, _MANY = 4_000, 20_000  # tuples of used devices: up to this number without merging similar classes, and at most
+_FEW, _MANY = (
+    4_000,
+    20_000,
+)  # tuples of used devices: up to this number without merging similar classes, and at most
 _ROUNDING = 1 + 1e-9  # margin of bounds in bytes that are compared with shares of a budget
 
 
@@ -257,7 +266,9 @@ class _Search:
     def _achievable(self) -> float:
         """Return the highest cost of a split that is good by its bounds, on the largest devices."""
         edges = self.bounds.lowest_split()
-        units = sorted((u for u, n in zip(self.units, self.sizes, strict=True) for _ in range(n)), reverse=True)
+        units = sorted(
+            (u for u, n in zip(self.units, self.sizes, strict=True) for _ in range(n)), reverse=True
+        )
         self.band = self.question.ranges.band(max(stop - start for start, stop in pairwise(edges)))
         ends = enumerate(pairwise(edges))
         return max(self._peak(s, *stage) / units[s] for s, stage in ends)
@@ -320,7 +331,9 @@ class _Search:
         ends = [(*nodes.costs[:, node].tolist(), _path(trail, node)) for node in range(len(nodes.stop))]
         return self._split(min(ends)[-1])
 
-    def _step(self, stage: int, nodes: _Nodes, rest: dict[Used, Floats], level: float) -> tuple[_Candidates, _Nodes]:
+    def _step(
+        self, stage: int, nodes: _Nodes, rest: dict[Used, Floats], level: float
+    ) -> tuple[_Candidates, _Nodes]:
         """Return the best candidate stage for every node after this stage, and those nodes."""
         places = self._places(stage + 1)
         result = list(self._within(stage, nodes, rest, level, places))
@@ -341,10 +354,14 @@ class _Search:
             columns = nodes.stop[members] - window.first
             for kind, after in self._next(used):
                 cost = by_kind[kind][:, columns]
-                row, column = np.nonzero(np.maximum(cost, _following(rest[after], window)[:, columns]) <= level)
+                row, column = np.nonzero(
+                    np.maximum(cost, _following(rest[after], window)[:, columns]) <= level
+                )
                 start = nodes.stop[members[column]]
                 target = places.index(after) * (self.blocks + 1) + start + row + window.narrowest
-                yield _Candidates(members[column], start, np.full_like(start, kind), target, cost[row, column])
+                yield _Candidates(
+                    members[column], start, np.full_like(start, kind), target, cost[row, column]
+                )
 
     def _split(self, path: tuple[tuple[int, int], ...]) -> Split:
         """Return the split of a path from the last stage to the first."""
@@ -415,7 +432,11 @@ def _exact(question: Question, every: Sequence[Search]) -> Found:
         return _alone(question)
     result = leanest(question, every)
     best = Found(result.split, question.objective, result.value, result.evaluated)
-    if SINGLE in question.degrees and question.options.recompute != "always" and is_possible(question, result.value):
+    if (
+        SINGLE in question.degrees
+        and question.options.recompute != "always"
+        and is_possible(question, result.value)
+    ):
         best = min(_alone(question), best, key=lambda one: one.value)
     return best._replace(proven=result.bound >= best.value, bound=min(result.bound, best.value))
 
@@ -464,5 +485,10 @@ def _alone(question: Question) -> Found:
     split, value, evaluated, kept = solve(question)
     value = int(value) if question.equal_budgets else value
     return Found(
-        split, question.objective, value, evaluated, proven=kept == 1, bound=None if kept == 1 else value * kept
+        split,
+        question.objective,
+        value,
+        evaluated,
+        proven=kept == 1,
+        bound=None if kept == 1 else value * kept,
     )

@@ -36,7 +36,9 @@ from pipefit.schema.devices import Place
 # takes time too.
 
 _POWER = 12.0
-_MISSING = 1e3  # multiple of the seconds of all blocks, for each share of the budget by which a range is too large
+_MISSING = (
+    1e3  # multiple of the seconds of all blocks, for each share of the budget by which a range is too large
+)
 _AWAY = 2.0
 DOUBLE = 2  # number of blocks whose optimizer state is on the device during an update
 
@@ -231,14 +233,19 @@ class Filler:
         """Correct the margins by the ledger's result; return whether the correction may change anything."""
         changed = False
         for stage, (over, choice) in enumerate(zip(found.over, choices, strict=True)):
-            if over > 0 or (over < 0 and not choice.idle and self._spare(found.candidate, stage, choice) < -over):
+            if over > 0 or (
+                over < 0 and not choice.idle and self._spare(found.candidate, stage, choice) < -over
+            ):
                 off[stage] += over
                 changed = True
         return changed
 
     def _spare(self, candidate: Candidate, stage: int, choice: StageChoice) -> float:
         """Return the fewest bytes that one recipe step less would add to a stage."""
-        menus, held = self.evaluator.stage_menus(candidate.split)[stage], self.in_flight(candidate.split, stage)
+        menus, held = (
+            self.evaluator.stage_menus(candidate.split)[stage],
+            self.in_flight(candidate.split, stage),
+        )
         steps = [
             (menu.recipes[n].nbytes - menu.recipes[n - 1].nbytes) * held
             for menu, n in zip(menus, choice.recipes, strict=True)
@@ -264,7 +271,9 @@ class Filler:
 
     def keeps(self, split: Split) -> bool:
         """Return whether every stage of a split fits its device without freeing memory."""
-        return all(peak <= budget for peak, budget in zip(self._whole(split), self._budgets(split), strict=True))
+        return all(
+            peak <= budget for peak, budget in zip(self._whole(split), self._budgets(split), strict=True)
+        )
 
     def _whole(self, split: Split) -> tuple[int, ...]:
         stages = enumerate(pairwise(split.edges))
@@ -303,7 +312,8 @@ class Filler:
         """Return each stage's bytes per second to its host if all stages that may offload do so."""
         split = setting.split
         may = [
-            setting.host[stage] and self.in_flight(split, stage) > _FILLING_AWAY for stage in range(len(split.devices))
+            setting.host[stage] and self.in_flight(split, stage) > _FILLING_AWAY
+            for stage in range(len(split.devices))
         ]
         may = may if self.question.means.host else [False] * len(may)
         moving = [device if moves else None for device, moves in zip(split.devices, may, strict=True)]
@@ -352,7 +362,9 @@ class Filler:
         counts = []
         for nbytes in self._bytes(menus, "gradient_bytes"), self._bytes(menus, "parameter_bytes"):
             freed = [sum(nbytes[:n]) - DOUBLE * max(nbytes[:n], default=0) for n in range(len(nbytes) + 1)]
-            counts.append(next((n for n, enough in enumerate(freed) if enough >= need or need <= 0), len(nbytes)))
+            counts.append(
+                next((n for n, enough in enumerate(freed) if enough >= need or need <= 0), len(nbytes))
+            )
             need -= max(0, freed[counts[-1]])
         return counts[0], counts[1]
 

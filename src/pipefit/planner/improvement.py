@@ -68,7 +68,11 @@ def spared(evaluator: Evaluator, start: Evaluation, *, budget: Budget) -> Evalua
 
 
 def _leaner(
-    evaluator: Evaluator, best: Evaluation, stage: int, way: Callable[[StageChoice], StageChoice], budget: Budget
+    evaluator: Evaluator,
+    best: Evaluation,
+    stage: int,
+    way: Callable[[StageChoice], StageChoice],
+    budget: Budget,
 ) -> Evaluation:
     """Return the plan with the choice of one stage changed by `way` if it is as good, else `best`."""
     split, choices = best.candidate
@@ -270,7 +274,9 @@ def _rows(array: Floats) -> Rows:
 def _loads(cluster: Cluster) -> Floats:
     """Return the seconds that a byte of each device takes on each wire to the host: a row for each device."""
     routes = [host_route(cluster, device) for device in range(len(cluster.devices))]
-    wires = {wire: n for n, wire in enumerate(dict.fromkeys(w for r in routes if r is not None for w in r.wires))}
+    wires = {
+        wire: n for n, wire in enumerate(dict.fromkeys(w for r in routes if r is not None for w in r.wires))
+    }
     result = np.zeros((len(routes), len(wires)))
     for device, route in enumerate(routes):
         if route is not None:
@@ -286,7 +292,8 @@ def _scores(orders: Orders, weights: tuple[int, ...], loads: Floats, rates: Floa
         seconds = np.where(between > 0, 1 / between, 0.0).sum(axis=1) * rates.max(initial=0.0)
     apart = (between == 0).sum(axis=1)
     result: Floats = np.round(
-        np.array([apart, wires.max(axis=1, initial=0.0), (wires**2).sum(axis=1), seconds], dtype=float), _DIGITS
+        np.array([apart, wires.max(axis=1, initial=0.0), (wires**2).sum(axis=1), seconds], dtype=float),
+        _DIGITS,
     )
     return result
 
@@ -446,7 +453,9 @@ class _Faster:
         if not result.fits or not all(choice.idle for choice in result.candidate.choices):
             return {}
         splits = list(
-            dict.fromkeys((own, *(setting.split for setting in _improvement_neighbours(self._filler, self._best))))
+            dict.fromkeys(
+                (own, *(setting.split for setting in _improvement_neighbours(self._filler, self._best)))
+            )
         )
         times = self._filler.evaluator.at_once(splits)
         first = result.simulation.step_seconds[0]

@@ -69,7 +69,9 @@ class _Answer(NamedTuple):
 
 _OTHERS = time, exact, bisection, uniform, parameters, first_last
 _HOST_PARTS = 1.0, 0.5, 0.0  # parts of the capacity of the host's link for which even splits are made
-_STATES: tuple[tuple[States, float], ...] = (  # the state at the host, and the part of it that is updated there
+_STATES: tuple[
+    tuple[States, float], ...
+] = (  # the state at the host, and the part of it that is updated there
     ("all", 1.0),
     ("all", 0.0),
     ("needed", 0.0),
@@ -104,7 +106,9 @@ class Search:
     """
 
     def __init__(self, question: Question, bound: float | None = None) -> None:
-        question = replace(question, options=replace(question.options, data=1, tensor=1, sequences=None, shard=None))
+        question = replace(
+            question, options=replace(question.options, data=1, tensor=1, sequences=None, shard=None)
+        )
         self.bound = step_bound(question) if bound is None else bound
         self._question, self._filler = question, Filler(Evaluator(question))
         self._fillers: dict[Means, Filler] = {}
@@ -123,7 +127,9 @@ class Search:
         """
         result, _, others, remarks = self._answer(self._question.means, effort, {})
         evaluator = self._filler.evaluator
-        whole = min((evaluator.whole(one.candidate) for one in _close(result, others)), key=lambda one: one.order)
+        whole = min(
+            (evaluator.whole(one.candidate) for one in _close(result, others)), key=lambda one: one.order
+        )
         for one in evaluator.fastest(_FASTEST):
             if whole.fits and one.seconds >= whole.seconds * (1 - _WORTH):
                 break
@@ -169,7 +175,9 @@ class Search:
         """
         fewer, left_out = dict[Means, _Answer](), list[Means]()
         for less in reversed(means.fewer) if not self._filler.evaluator.pinned else ():
-            fastest = min((value.found.seconds for value in fewer.values() if value.found.fits), default=float("inf"))
+            fastest = min(
+                (value.found.seconds for value in fewer.values() if value.found.fits), default=float("inf")
+            )
             if _is_base(less, means) or self._bound(less) < fastest * (1 + _CLOSE):
                 fewer[less] = self._answer(less, effort, known)
             else:
@@ -203,7 +211,12 @@ class Search:
         kept = _compacted(filler)
         if evaluator.pinned:
             return _Answer(filled.found, filled, (*kept, *others), remarks)
-        tried = [filled.found, *(other.found for other in filler.others(filled, _OTHER_SPLITS)), *kept, *others]
+        tried = [
+            filled.found,
+            *(other.found for other in filler.others(filled, _OTHER_SPLITS)),
+            *kept,
+            *others,
+        ]
         tried = sorted(dict.fromkeys(tried), key=lambda one: one.order)
         if self._is_near(tried[0]):
             each = (_polished(evaluator, one, self.bound) for one in tried[: 1 + _OTHER_SPLITS])
@@ -297,7 +310,11 @@ def _best_in_order(
         parts = _HOST_PARTS if means.host else _HOST_PARTS[-1:]
         if means.host or means.recompute != "never":
             best = _best_of(filler, [balance.split(host) for host in parts], best, budget)
-        splits = [*(balance.split(host, states=True) for host in parts[:2]), balance.split(parts[0]), *others[:2]]
+        splits = [
+            *(balance.split(host, states=True) for host in parts[:2]),
+            balance.split(parts[0]),
+            *others[:2],
+        ]
         for states, updated in _STATES if means.state and means.host else ():
             if states == "spill" and not means.spill:
                 continue

@@ -72,7 +72,9 @@ def lean(question: Question) -> Found:
     told = counted(search.count, "plan")
     if result is None:
         remark = (
-            f"None of {told} with state at hosts has a lower peak." if search.count else "No state can be at hosts."
+            f"None of {told} with state at hosts has a lower peak."
+            if search.count
+            else "No state can be at hosts."
         )
         return kept._replace(remarks=(*kept.remarks, remark))
     candidate, value = result
@@ -80,7 +82,13 @@ def lean(question: Question) -> Found:
     remark += " The search ended at its limit of work." if search.ended else ""
     decisions = search.decisions(candidate)
     return Found(
-        candidate.split, question.objective, value, search.count, proven=False, decisions=decisions, remarks=(remark,)
+        candidate.split,
+        question.objective,
+        value,
+        search.count,
+        proven=False,
+        decisions=decisions,
+        remarks=(remark,),
     )
 
 
@@ -126,7 +134,12 @@ def at_hosts(question: Question, part: float, moves: Moves = UPDATED) -> Found:
     simulation = assembled(plan_of(question, split, decisions=tuple(result)))
     value = question.value(tuple(simulation.peak_bytes[device] for device in split.devices), split.devices)
     return Found(
-        split, question.objective, value, proven=False, decisions=simulation.plan.decisions, simulation=simulation
+        split,
+        question.objective,
+        value,
+        proven=False,
+        decisions=simulation.plan.decisions,
+        simulation=simulation,
     )
 
 
@@ -138,7 +151,8 @@ def _without_state(question: Question, part: float) -> Question:
         return replace(cost, state_bytes=state, early_state_bytes=early)
 
     measurements = tuple(
-        replace(measurement, kinds=tuple(map(less, measurement.kinds))) for measurement in question.profile.measurements
+        replace(measurement, kinds=tuple(map(less, measurement.kinds)))
+        for measurement in question.profile.measurements
     )
     options = replace(question.options, recompute="always")
     return replace(question, profile=replace(question.profile, measurements=measurements), options=options)
@@ -198,7 +212,9 @@ class _Search:
             except UsageError:
                 peaks = [float("inf")]
             units = [
-                1 if question.equal_budgets else min(question.cluster.budgets[device] for device in grid.devices)
+                1
+                if question.equal_budgets
+                else min(question.cluster.budgets[device] for device in grid.devices)
                 for grid in map(split.grid, range(len(split.devices)))
             ]
             self._known[candidate] = max(peak / unit for peak, unit in zip(peaks, units, strict=False))

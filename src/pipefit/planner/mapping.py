@@ -92,7 +92,9 @@ def mapped(needs: Sequence[int], spares: Sequence[int], rates: Floats) -> Mappin
 
 
 @lru_cache(maxsize=64)
-def _best_of_orders(needs: tuple[int, ...], spares: tuple[int, ...], rows: tuple[tuple[float, ...], ...]) -> Mapping:
+def _best_of_orders(
+    needs: tuple[int, ...], spares: tuple[int, ...], rows: tuple[tuple[float, ...], ...]
+) -> Mapping:
     """Return the best mapping if links differ and some stages can lend; cached for other searches."""
     rates = np.array(rows)
     every = _orders(rows) if len(needs) <= MOST else None

@@ -129,7 +129,9 @@ class _Search:
         """Return a stage of the plan `best`, which recomputes its first `again` blocks."""
         arenas = self._simulations.of(self.split, best.decisions).arenas
         devices = range(len(self.question.cluster.devices))
-        return _Stage(self, number, again, best.peaks, [lent_bytes(arenas, Member.device(n)) for n in devices])
+        return _Stage(
+            self, number, again, best.peaks, [lent_bytes(arenas, Member.device(n)) for n in devices]
+        )
 
     def simulated(self, decisions: Decisions) -> Swapped | None:
         """Return the simulation of these decisions; None if they do not fit or cannot be carried out."""
@@ -143,7 +145,9 @@ class _Search:
 class _Stage:
     """Ways of one stage in a plan with these peaks; each device lends `lent` bytes."""
 
-    def __init__(self, search: _Search, number: int, again: int, peaks: tuple[int, ...], lent: list[int]) -> None:
+    def __init__(
+        self, search: _Search, number: int, again: int, peaks: tuple[int, ...], lent: list[int]
+    ) -> None:
         self._search, self._number, self._again = search, number, again
         self._reader, self._split, grid = search.reader, search.split, search.split.grid(number)
         budgets = search.question.cluster.budgets
@@ -224,7 +228,9 @@ class _Stage:
         lenders = list(self._left)
         rates = np.zeros((len(lenders) + 1,) * 2)
         rates[0, 1:] = self._rates[lenders]
-        result = lending(tuple(range(len(rates))), [int(nbytes), *[0] * len(lenders)], [0, *self._left.values()], rates)
+        result = lending(
+            tuple(range(len(rates))), [int(nbytes), *[0] * len(lenders)], [0, *self._left.values()], rates
+        )
         return shared_out(result.lenders_of(0), [0, *lenders])
 
     def _decisions(self, blocks: _Blocks, place: Place) -> Decisions:
@@ -349,7 +355,9 @@ def otherwise(known: Sequence[Mixed], schedules: Sequence[str]) -> Iterator[Mixe
         question = replace(best.question, training=replace(how, schedule=schedule))
         simulation = Simulations(question).of(best.split)
         if simulation.step_seconds[-1] < best.seconds and simulation.fits:
-            yield Mixed(question, best.split, simulation.step_seconds[-1], simulation.peak_bytes, (), simulation)
+            yield Mixed(
+                question, best.split, simulation.step_seconds[-1], simulation.peak_bytes, (), simulation
+            )
 
 
 def _is_long(question: Question) -> bool:
@@ -385,7 +393,9 @@ def _swapped(simulations: Simulations, best: Mixed | None) -> Mixed | None:
     if best is None or not best.decisions:
         return best
     result = swapped(simulations, best.split, Swapped(best.decisions, best.seconds, best.peaks))
-    return best._replace(decisions=result.decisions, seconds=result.seconds, peaks=result.peaks, simulation=None)
+    return best._replace(
+        decisions=result.decisions, seconds=result.seconds, peaks=result.peaks, simulation=None
+    )
 
 
 def _simulated(
@@ -414,4 +424,8 @@ def _simulated(
 
 def _is_enough(simulations: Simulations, best: Mixed | None, at_most: float) -> bool:
     """Return whether, after a little work, the best plan found is far slower than a known one."""
-    return best is not None and best.seconds > at_most * (1 + _FAR) and simulations.work > simulations.share_of(_LITTLE)
+    return (
+        best is not None
+        and best.seconds > at_most * (1 + _FAR)
+        and simulations.work > simulations.share_of(_LITTLE)
+    )

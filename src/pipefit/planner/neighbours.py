@@ -81,7 +81,9 @@ class Simulations:
         """
         budgets = self.question.cluster.budgets
         needs = enumerate(self._least_bytes(split, recompute))
-        return all(need <= min(budgets[device] for device in split.grid(number).devices) for number, need in needs)
+        return all(
+            need <= min(budgets[device] for device in split.grid(number).devices) for number, need in needs
+        )
 
     def least_bytes(self, split: Split, recompute: Recompute = "never") -> float:
         """Return a lower bound of the peak of the fullest device of such stages."""
@@ -115,7 +117,9 @@ class Simulations:
         @cache
         def before(degree: Degree) -> Sequence[float]:
             measured = question.measured(degree)
-            of_kinds = zip(*(layer_seconds(measured, kind, question.training.dtype) for kind in kinds), strict=True)
+            of_kinds = zip(
+                *(layer_seconds(measured, kind, question.training.dtype) for kind in kinds), strict=True
+            )
             fewest = [min(of.forward + of.backward for of in times) for times in of_kinds]
             return [0.0, *accumulate(fewest[: len(question.profile.layers)])]
 
@@ -198,7 +202,9 @@ def _together(question: Question, split: Split) -> Iterator[Split]:
     """Yield the splits whose replicas reduce gradients in more buckets, or also divide their state."""
     for shard in question.shards:
         for buckets in dict.fromkeys((*_BUCKETS, question.blocks)):
-            grids = [replace(grid, shard=shard, buckets=buckets) if grid.data > 1 else grid for grid in split.grids]
+            grids = [
+                replace(grid, shard=shard, buckets=buckets) if grid.data > 1 else grid for grid in split.grids
+            ]
             if tuple(grids) != split.grids:
                 yield split._replace(grids=tuple(grids))
 

@@ -118,7 +118,11 @@ class Numbers:
             UsageError: inconsistent numbers.
         """
         self._check()
-        measured = sorted(m.microbatch_size for m in profile.measurements) if isinstance(profile, ModelProfile) else []
+        measured = (
+            sorted(m.microbatch_size for m in profile.measurements)
+            if isinstance(profile, ModelProfile)
+            else []
+        )
         first = profile.measurements[0].microbatch_size if isinstance(profile, ModelProfile) else 1
         if self.microbatch_size is not None:
             return (self.microbatch_size,)
@@ -147,7 +151,11 @@ class Numbers:
         )
 
     def _check(self) -> None:
-        most = {"batch_size": MOST_SAMPLES, "microbatches": MOST_MICROBATCHES, "microbatch_size": MOST_SAMPLES}
+        most = {
+            "batch_size": MOST_SAMPLES,
+            "microbatches": MOST_MICROBATCHES,
+            "microbatch_size": MOST_SAMPLES,
+        }
         for name, limit in most.items():
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), 1, limit)
@@ -245,7 +253,9 @@ def space_of(
     return Space(
         question=question,
         schedules=SCHEDULES if open_schedule and question.stages > 1 else (training.schedule,),
-        stages=counts_of(question.stages) if may.arrangements and options.stages is None else (question.stages,),
+        stages=counts_of(question.stages)
+        if may.arrangements and options.stages is None
+        else (question.stages,),
         sizes=sizes,
         profiles=profiles,
         profiled=profiled,
@@ -300,7 +310,9 @@ def _with_pins(profiles: Profiles, devices: int, options: Options, batch: int | 
         asked = {"data": options.data, "tensor": options.tensor}
         check_degrees(size, devices, **asked, sequences=options.sequences, shard=options.shard, batch=batch)
         made = profiles(size)
-        check_pins(made, size, devices, **asked, sequences=options.sequences, shard=options.shard, batch=batch)
+        check_pins(
+            made, size, devices, **asked, sequences=options.sequences, shard=options.shard, batch=batch
+        )
         return made
 
     return at
@@ -337,7 +349,8 @@ def _count(batch_size: int, size: int) -> int:
     if left:
         fitting = " or ".join(counted(number * size, "sample") for number in (count, count + 1) if number)
         raise UsageError(
-            f"a batch of {batch_size} is not a whole number of microbatches of {counted(size, 'sample')}: use "
+            f"a batch of {batch_size} is not a whole number of microbatches of {counted(size, 'sample')}: "
+            "use "
             f"{fitting}, or another microbatch size"
         )
     return count
@@ -386,7 +399,10 @@ def left_out(sizes: Sequence[int], arrangements: int) -> Iterator[str]:
         of = f"microbatches of {_listed(sizes, 'sample')}" if sizes else ""
         others = f"{counted(arrangements, 'other arrangement')} that may be faster" if arrangements else ""
         left = " and ".join(filter(None, (of, others)))
-        yield f"The search ended before {left}: --stages, --microbatch-size and --schedule leave it less to search."
+        yield (
+            f"The search ended before {left}: --stages, --microbatch-size and --schedule leave it less to "
+            "search."
+        )
 
 
 def _listed(numbers: Sequence[int], noun: str) -> str:

@@ -101,8 +101,10 @@ def check_divided(training: Training, shard: Sharding | None) -> None:
     """
     if shard is not None and shard not in divisible(training):
         raise UsageError(
-            f"schedule {training.schedule} updates with microbatches in flight, each of which goes through weights of "
-            f"its own version, and replicas cannot divide {_DIVIDED[shard]} then: divide gradients (with versions of "
+            f"schedule {training.schedule} updates with microbatches in flight, each of which goes through "
+            "weights of "
+            f"its own version, and replicas cannot divide {_DIVIDED[shard]} then: divide gradients (with "
+            "versions of "
             "weights alone), or use schedule 1f1b"
         )
 
@@ -170,7 +172,11 @@ def check_pins(
     check_degrees(size, devices, data=data, tensor=tensor, sequences=sequences, shard=shard, batch=batch)
     if shard not in (None, "none"):
         _check_replicas(profile, size, shard, most=_most_replicas(size, devices, data, tensor))
-    if sequences and tensor is None and not any(measurement.sequences for measurement in profile.measurements):
+    if (
+        sequences
+        and tensor is None
+        and not any(measurement.sequences for measurement in profile.measurements)
+    ):
         raise UsageError(
             f"{profile.model} was profiled without sequence parallelism: profile it, or plan the model, with "
             "--tensor 2 --sequences"
@@ -201,7 +207,9 @@ def check_degrees(
         if number is not None and number < 1:
             raise UsageError(f"a stage has at least one device: {what} is 1 or more, not {number}")
     if sequences and tensor == 1:
-        raise UsageError("sequence parallelism is of several shards: ask for 2 or more (tensor), or leave it out")
+        raise UsageError(
+            "sequence parallelism is of several shards: ask for 2 or more (tensor), or leave it out"
+        )
     asked = Degree(data or 1, tensor or 1, bool(sequences and tensor))
     if asked.devices > devices:
         raise UsageError(
@@ -216,8 +224,10 @@ def check_degrees(
         most = _most_replicas(size, devices, data, tensor)
         if all(size % count for count in range(2, most + 1)):
             raise UsageError(
-                f"replicas of a stage divide {_DIVIDED[shard]}, and with microbatches of {counted(size, 'sample')} no "
-                f"stage can have two here: {_two_replicas(data, tensor, devices)}, or leave out what they divide"
+                f"replicas of a stage divide {_DIVIDED[shard]}, and with microbatches of "
+                f"{counted(size, 'sample')} no "
+                f"stage can have two here: {_two_replicas(data, tensor, devices)}, or leave out what they "
+                "divide"
             )
 
 
@@ -238,12 +248,16 @@ def _two_replicas(data: int | None, tensor: int | None, devices: int) -> str:
 def _check_replicas(profile: ModelProfile, size: int, shard: str, *, most: int) -> None:
     """Check that a stage can have two replicas or more, up to `most`."""
     counts = {
-        size // measurement.microbatch_size for measurement in profile.measurements if _divides(measurement, size)
+        size // measurement.microbatch_size
+        for measurement in profile.measurements
+        if _divides(measurement, size)
     }
     if not any(1 < count <= most for count in counts):
         raise UsageError(
-            f"replicas of a stage divide {_DIVIDED[shard]}, and with microbatches of {counted(size, 'sample')} no "
-            f"stage can have two here: profile {profile.model} at a size and its half, such as 2 and 1 (-b 2 -b 1), "
+            f"replicas of a stage divide {_DIVIDED[shard]}, and with microbatches of "
+            f"{counted(size, 'sample')} no "
+            f"stage can have two here: profile {profile.model} at a size and its half, such as 2 and 1 (-b 2 "
+            "-b 1), "
             "ask for 2 replicas or more, or leave out what they divide"
         )
 
@@ -252,7 +266,8 @@ def _check_slices(profile: ModelProfile, size: int, data: int) -> None:
     measured = sorted({measurement.microbatch_size for measurement in profile.measurements})
     if size // data not in measured:
         raise UsageError(
-            f"{data} replicas compute slices of {counted(size // data, 'sample')}, and {profile.model} was profiled at "
+            f"{data} replicas compute slices of {counted(size // data, 'sample')}, and {profile.model} was "
+            "profiled at "
             f"{', '.join(map(str, measured))}: profile it at {size} and {size // data} "
             f"(-b {size} -b {size // data}, microbatch_size=({size}, {size // data}))"
         )
@@ -324,7 +339,10 @@ class TensorCosts:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if any(seconds is not None and seconds < 0 for seconds in (self.interval_seconds, *self._seconds.values())):
+        if any(
+            seconds is not None and seconds < 0
+            for seconds in (self.interval_seconds, *self._seconds.values())
+        ):
             raise UsageError("a tensor's costs are times of zero or more")
 
     @property
@@ -377,7 +395,13 @@ def _some(costs: TensorCosts) -> dict[Technique, float]:
 
 # ---- Options, splits and results
 
-ON_GRIDS = "joint", "exact", "lean", "capture", "alpa"  # planners that choose the number of devices of each stage
+ON_GRIDS = (
+    "joint",
+    "exact",
+    "lean",
+    "capture",
+    "alpa",
+)  # planners that choose the number of devices of each stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -408,7 +432,9 @@ class Options:
     def __post_init__(self) -> None:
         check_types(self)
         if not 0 < self.effort < float("inf"):
-            raise UsageError(f"the effort of a search is a part of its budgets, more than 0, not {self.effort}")
+            raise UsageError(
+                f"the effort of a search is a part of its budgets, more than 0, not {self.effort}"
+            )
 
 
 def check_stages(options: Options, cluster: Cluster) -> None:
@@ -424,7 +450,8 @@ def check_stages(options: Options, cluster: Cluster) -> None:
     if asked is not None and asked * each > devices:
         of = f" of {each} devices" if each > 1 else ""
         raise UsageError(
-            f"cluster {cluster.name} has {counted(devices, 'device')}, too few for {counted(asked, 'stage')}{of}: "
+            f"cluster {cluster.name} has {counted(devices, 'device')}, too few for "
+            f"{counted(asked, 'stage')}{of}: "
             f"ask for {max(1, devices // each)} or fewer"
         )
 
@@ -496,8 +523,10 @@ class Question:
         asked, blocks = self.options.stages, self.blocks
         if asked is not None and blocks < asked < len(self.profile.edges):
             raise UsageError(
-                f"schedule {self.training.schedule} updates every stage by itself, so that layers that share a "
-                f"parameter are in one stage, with those between them: ask for {counted(blocks, 'stage')} or fewer, "
+                f"schedule {self.training.schedule} updates every stage by itself, so that layers that share "
+                "a "
+                f"parameter are in one stage, with those between them: ask for {counted(blocks, 'stage')} or "
+                "fewer, "
                 "untie them, or use schedule 1f1b"
             )
         if asked is not None and asked > blocks:
@@ -602,7 +631,9 @@ class Question:
         groups: dict[tuple[object, ...], list[int]] = {}
         for number, device in enumerate(self.cluster.devices):
             groups.setdefault((self.cluster.budgets[number], device.kind.key), []).append(number)
-        return tuple(DeviceClass(self.cluster.budgets[members[0]], tuple(members)) for members in groups.values())
+        return tuple(
+            DeviceClass(self.cluster.budgets[members[0]], tuple(members)) for members in groups.values()
+        )
 
     @property
     def equal_budgets(self) -> bool:

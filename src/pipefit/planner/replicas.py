@@ -37,11 +37,14 @@ def groups_of(question: Question, degree: Degree) -> Groups:
     """
     size = degree.devices
     result = [
-        cls_.devices[at : at + size] for cls_ in question.classes for at in range(0, len(cls_.devices) - size + 1, size)
+        cls_.devices[at : at + size]
+        for cls_ in question.classes
+        for at in range(0, len(cls_.devices) - size + 1, size)
     ]
     if not result:
         raise UsageError(
-            f"cluster {question.cluster.name} has no {size} equal devices for the replicas of a stage: use fewer"
+            f"cluster {question.cluster.name} has no {size} equal devices for the replicas of a stage: use "
+            "fewer"
         )
     return tuple(sorted(result))
 
@@ -118,7 +121,8 @@ def seconds_together(question: Question, split: Split, degree: Degree) -> float:
         shards, replicas = (Group.of(question.cluster, group) for group in degree.groups(groups[device]))
         kind = question.cluster.devices[groups[device][0]].kind
         passes = [
-            float((of.forward + of.backward)[start, stop]) for of in map(tables.seconds, (kind,) * 2, (None, shards))
+            float((of.forward + of.backward)[start, stop])
+            for of in map(tables.seconds, (kind,) * 2, (None, shards))
         ]
         sums = float(together_seconds(replicas.sums, np.array(tables.gradients[start, stop])))
         result.append(sums + question.training.microbatches * (passes[1] - passes[0]))
@@ -136,7 +140,10 @@ def _part(cluster: Cluster, devices: Sequence[int]) -> Cluster:
             if member.kind is not MemberKind.DEVICE or member.number in numbers
         ]
 
-    links, there = [(link, tuple(kept(link))) for link in cluster.links], cluster.reserving(cluster.reserves).devices
+    links, there = (
+        [(link, tuple(kept(link))) for link in cluster.links],
+        cluster.reserving(cluster.reserves).devices,
+    )
     return replace(
         cluster,
         devices=tuple(there[device] for device in devices),

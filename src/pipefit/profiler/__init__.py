@@ -40,14 +40,15 @@ def profile(
     generators.
 
     Args:
-        device: `fake` builds no model and finds bytes and FLOPs; `cpu` and `cuda` also measure seconds there. For the
-            target `cpu`, each operation that this machine has not measured yet runs once, on up to 1 GiB of random
-            data.
+        device: `fake` builds no model and finds bytes and FLOPs; `cpu` and `cuda` also measure seconds there.
+        For the
+            target `cpu`, each operation that this machine has not measured yet runs once, on up to 1 GiB of
+            random data.
         target: device type whose kernels autograd's choices follow; with a real device, that device's type.
         threads: CPU threads of a worker (the temporary memory of its kernels depends on them).
         tensor: numbers of tensor-parallel ranks to profile, in addition to whole layers.
-        sequences: also profile sequence parallelism: ranks divide values between attention and MLP along positions.
-        progress: called with (layers done, number of layers, name of the next one).
+        sequences: also profile sequence parallelism: ranks divide values between attention and MLP along
+        positions. progress: called with (layers done, number of layers, name of the next one).
     """
     instance("task", task, Task, "pipefit.Task says how a module is trained")
     asked: Sequence[Any] = microbatch_size if isinstance(microbatch_size, list | tuple) else [microbatch_size]
@@ -69,7 +70,13 @@ def profile(
     def faked() -> ModelProfile:
         with recording("profiling"), torch.random.fork_rng(devices=[]):
             return profile_sizes(
-                task, sizes, target=followed, threads=threads, tensor=degrees, sequences=along, progress=progress
+                task,
+                sizes,
+                target=followed,
+                threads=threads,
+                tensor=degrees,
+                sequences=along,
+                progress=progress,
             )
 
     result = apart(followed, faked)

@@ -69,8 +69,10 @@ def profile_sizes(
         if result:
             size = other.measurements[0].microbatch_size
             raise UsageError(
-                f"{task.name} is another model at {counted(size, 'sample')} than at {sizes[0]} ({'; '.join(result)}), "
-                "so that no plan could use both: profile it at one size, or let its operations not depend on the "
+                f"{task.name} is another model at {counted(size, 'sample')} than at {sizes[0]} "
+                f"({'; '.join(result)}), "
+                "so that no plan could use both: profile it at one size, or let its operations not depend on "
+                "the "
                 "number of samples"
             )
     every = (first, *others)
@@ -109,7 +111,9 @@ def profile_fake(
         values = tuple(map(fake.fake, chain.flatten(like[0])))
         targets = tuple(map(fake.fake, chain.flatten_targets(like[1])))
         divided = sharded_chains(chain, tensor, values, targets, sequences=sequences)  # before any layer runs
-        whole = survey(task, kernels, chain, values, targets, progress, lambda layer: layers_again((layer,), fake)[0])
+        whole = survey(
+            task, kernels, chain, values, targets, progress, lambda layer: layers_again((layer,), fake)[0]
+        )
         measurements = [whole]
         for sharded in divided:
             rank = sharded.rank(Alone(rank=0, size=sharded.ranks))
@@ -123,7 +127,9 @@ def profile_fake(
 
 
 def _with_kernels(profile: ModelProfile, kernels: Kernels) -> ModelProfile:
-    """Return the profile with the workspaces of CPU kernels, and the processor on which they were measured."""
+    """Return the profile with the workspaces of CPU kernels, and the processor on which they were
+    measured.
+    """
     kernels.keep()
     machine = this_machine(kernels.threads)
     assumptions = replace(

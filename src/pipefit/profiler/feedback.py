@@ -45,7 +45,8 @@ from pipefit.runtime.hardware import free_bytes
 from pipefit.schema.profile import Measurement, ModelProfile
 from pipefit.torch_internals import TorchDispatchMode, pytree
 
-# ---- Detection of coupled samples: a local batch then gives other numbers than its rows in the whole microbatch.
+# ---- Detection of coupled samples: a local batch then gives other numbers than its rows in the whole
+# microbatch.
 #
 # Replicas of a stage compute local batches, so such a model trains to other numbers on replicas than on one
 # device. Known operators are detected while each kind of layer runs over fake tensors: batch norm with batch
@@ -99,7 +100,8 @@ def with_coupling(profile: ModelProfile, reason: str) -> ModelProfile:
     if not reason:
         return profile
     measurements = (
-        replace(measurement, loss=replace(measurement.loss, coupled=reason)) for measurement in profile.measurements
+        replace(measurement, loss=replace(measurement.loss, coupled=reason))
+        for measurement in profile.measurements
     )
     return replace(profile, measurements=tuple(measurements))
 
@@ -114,12 +116,15 @@ def measured_coupling(task: Task, profile: ModelProfile) -> str:
     if profile.coupled:
         return ""
     every = (*largest.costs, largest.loss)
-    trains = not any(cost.alone or cost.draws for cost in every)  # otherwise two forwards are equal in evaluation only
+    trains = not any(
+        cost.alone or cost.draws for cost in every
+    )  # otherwise two forwards are equal in evaluation only
     tried = _through_the_module(task) if _is_cheap(largest) else _through_the_loss(task, largest)
     with _one_thread(), warnings.catch_warnings(), suppress(PipefitError):
         warnings.simplefilter("ignore")
         if left_out(
-            [leaf for leaf in pytree.tree_leaves(sample(task, _SAMPLES)) if isinstance(leaf, Tensor)], _SAMPLES
+            [leaf for leaf in pytree.tree_leaves(sample(task, _SAMPLES)) if isinstance(leaf, Tensor)],
+            _SAMPLES,
         ):
             return _LEAVES_OUT
         return next((_APART for whole, batch in tried if _is_apart(whole, batch, training=trains)), "")
@@ -149,14 +154,18 @@ def _through_the_loss(task: Task, measurement: Measurement) -> Iterator[tuple[Ta
 
 
 def _is_apart(whole: Task, batch: Sample, *, training: bool) -> bool:
-    """Return whether a batch's loss differs from the mean of its halves; False if that cannot be determined."""
+    """Return whether a batch's loss differs from the mean of its halves; False if that cannot be
+    determined.
+    """
     assert isinstance(whole.module, nn.Module)
     half = len(next(leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))) // 2
     asked = [batch, batch, _rows(batch, 0, half), _rows(batch, half, 2 * half)]
     one, again, *parts = evaluated(whole, asked, traced=not is_chain(whole.module), training=training)
     mean = sum(parts) / len(parts)
     largest = max(abs(one), abs(mean), SMALLEST)
-    return one == again and isfinite(mean) and abs(mean - one) > rounding(whole.precision or "float32") * largest
+    return (
+        one == again and isfinite(mean) and abs(mean - one) > rounding(whole.precision or "float32") * largest
+    )
 
 
 def _rows(batch: Sample, first: int, end: int) -> Sample:
@@ -168,7 +177,9 @@ def _is_cheap(measurement: Measurement) -> bool:
     """Return whether a comparison is cheap, judged by the costs of this microbatch in training."""
     share = len(_SEEDS) * _SAMPLES / measurement.microbatch_size
     needed = host_bytes(measurement) * max(1, _SAMPLES // measurement.microbatch_size)
-    return share * host_seconds(measurement) <= LONGEST_SECONDS and needed <= min(MOST_BYTES, free_bytes() // 2)
+    return share * host_seconds(measurement) <= LONGEST_SECONDS and needed <= min(
+        MOST_BYTES, free_bytes() // 2
+    )
 
 
 @contextmanager
@@ -220,19 +231,28 @@ def plain_attributes(owner: object) -> Plain:
     """
     owner = owner.__self__ if isinstance(owner, MethodType) else owner
     parts = owner.named_modules() if isinstance(owner, nn.Module) else [("", owner)]
-    return {f"{path}.{name}".removeprefix("."): item for path, part in parts for name, item in _attributes(part)}
+    return {
+        f"{path}.{name}".removeprefix("."): item for path, part in parts for name, item in _attributes(part)
+    }
 
 
 def _attributes(part: object) -> Iterator[tuple[str, object]]:
-    """Yield the attributes of one module, object or function, with its class's and the globals that it names."""
+    """Yield the attributes of one module, object or function, with its class's and the globals that it
+    names.
+    """
     own = getattr(part, "__dict__", {})
     classes = [each for each in type(part).__mro__ if not _of_a_library(each)]
     functions = [part, *(item for each in classes for item in vars(each).values())]
-    for name, item in (*_countable((n, i) for each in classes for n, i in vars(each).items()), *_globals(functions)):
+    for name, item in (
+        *_countable((n, i) for each in classes for n, i in vars(each).items()),
+        *_globals(functions),
+    ):
         yield name, comparable(item)
     yield from ((name, comparable(item)) for name, item in own.items() if name not in _REGISTERED)
     if isinstance(part, nn.Module):
-        yield from ((f"{name}.requires_grad", p.requires_grad) for name, p in part.named_parameters(recurse=False))
+        yield from (
+            (f"{name}.requires_grad", p.requires_grad) for name, p in part.named_parameters(recurse=False)
+        )
     if isinstance(part, FunctionType):
         yield from ((name, comparable(item)) for name, item in _closure(part))
 
@@ -255,7 +275,9 @@ def _names(code: CodeType) -> Iterator[str]:
 
 def _countable(items: Iterable[tuple[str, object]]) -> Iterator[tuple[str, object]]:
     """Yield the items that are numbers, strings, flags or containers, without dunder names."""
-    return ((n, i) for n, i in items if isinstance(i, (*_PLAIN, *_CONTAINERS, Mapping)) and not n.startswith("__"))
+    return (
+        (n, i) for n, i in items if isinstance(i, (*_PLAIN, *_CONTAINERS, Mapping)) and not n.startswith("__")
+    )
 
 
 def _closure(function: FunctionType) -> list[tuple[str, object]]:
@@ -286,7 +308,9 @@ def comparable(item: Any, depth: int = _DEPTH) -> object:
     if depth == 0 or isinstance(item, _OPAQUE):
         return _Same(item)
     if isinstance(item, Mapping):
-        return tuple((comparable(key, depth - 1), comparable(value, depth - 1)) for key, value in item.items())
+        return tuple(
+            (comparable(key, depth - 1), comparable(value, depth - 1)) for key, value in item.items()
+        )
     if isinstance(item, _CONTAINERS):
         return type(item), tuple(comparable(part, depth - 1) for part in item)
     return _Same(item), comparable(_inside(item), depth - 1)
@@ -360,7 +384,8 @@ def changed_inputs(inputs: Sequence[Tensor], versions: Sequence[int], written: S
     changed = frozenset(number for number, value in enumerate(inputs) if value._version != versions[number])
     if any(storage_key(value) in written for number, value in enumerate(inputs) if number not in changed):
         raise Refusal(
-            "its forward changes what it is given where autograd does not see it (x.data), and what the layer before "
+            "its forward changes what it is given where autograd does not see it (x.data), and what the "
+            "layer before "
             "has saved of that would stay as it was where a stage ends between them",
             "change it under torch.no_grad(), or compute with a clone",
         )
@@ -390,7 +415,9 @@ class Feedback:
     draws: bool  # whether it draws random numbers
 
 
-def feedback(forward: Callable[[], Sequence[Tensor]], module: nn.Module, owner: object, before: Plain) -> Feedback:
+def feedback(
+    forward: Callable[[], Sequence[Tensor]], module: nn.Module, owner: object, before: Plain
+) -> Feedback:
     """Return what `forward`, which runs `module`, changes and computes with. Replaced buffers are restored.
 
     Args:
@@ -488,7 +515,9 @@ class Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._met: list[Any] = [t.untyped_storage() for t in tensors]  # kept alive, so that no address is reused
+        self._met: list[Any] = [
+            t.untyped_storage() for t in tensors
+        ]  # kept alive, so that no address is reused
         self._known = {storage._cdata: frozenset((storage._cdata,)) for storage in self._met}
         self.written: set[int] = set()
         self.in_place: set[int] = set()
@@ -502,7 +531,9 @@ class Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (
+            kwargs or {}
+        )
         changed = changed_arguments(func)
         read = given
         if any(given.get(name) for name in _FEEDBACK_TRAINING) or "with_update" in str(func):
@@ -516,7 +547,9 @@ class Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         written = _tensors([given.get(name) for name in changed])
         self.written |= set(map(storage_key, written))
-        self.in_place |= set(map(storage_key, _tensors([given.get(name) for name in changed.difference(_STATISTICS)])))
+        self.in_place |= set(
+            map(storage_key, _tensors([given.get(name) for name in changed.difference(_STATISTICS)]))
+        )
         for tensor in (*_tensors(out), *written):
             storage = tensor.untyped_storage()
             self._met.append(storage)
@@ -526,7 +559,9 @@ class Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _is_of_a_layer(node: object) -> bool:
     """Return whether a graph node is a custom function that is not pipefit's."""
-    return isinstance(node, BackwardCFunction) and not type(node)._forward_cls.__module__.startswith("pipefit.")  # type: ignore[attr-defined]
+    return isinstance(node, BackwardCFunction) and not type(node)._forward_cls.__module__.startswith(
+        "pipefit."
+    )  # type: ignore[attr-defined]
 
 
 def _kept_by_custom_functions(outputs: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -41,7 +41,16 @@ from pipefit.profiler.pass_meter import Layouts, PassMeter, dense, gradients_in,
 from pipefit.profiler.update import LayerGroups, MakeOptimizer, Peak, updates_of
 from pipefit.runtime.engine.flight import GraphEnds, backward, born_apart, enter, leave
 from pipefit.runtime.optim.half_precision import WeightCopy, cast_by, using
-from pipefit.schema.layer_costs import GradientOrigin, LayerCost, Origin, Parameter, SavedTensor, Span, Value, Work
+from pipefit.schema.layer_costs import (
+    GradientOrigin,
+    LayerCost,
+    Origin,
+    Parameter,
+    SavedTensor,
+    Span,
+    Value,
+    Work,
+)
 from pipefit.schema.trace import Category
 from pipefit.texts import dtype_name
 from pipefit.torch_internals import TorchDispatchMode, pytree
@@ -73,7 +82,9 @@ class LayerStorages:
         self._origins |= {storage_key(t): Origin(kind="input", index=k) for k, t in enumerate(inputs)}
 
     def origin(self, tensor: Tensor) -> Origin:
-        """Return the origin of a tensor's storage; tensors of a loss, such as class weights, are parameters."""
+        """Return the origin of a tensor's storage; tensors of a loss, such as class weights, are
+        parameters.
+        """
         key = storage_key(tensor)
         if key not in self._origins:
             known = self._meter.counts(tensor)
@@ -132,7 +143,9 @@ def lasting_tensors(values: Sequence[Tensor], first: int, storages: LayerStorage
 
 
 def savers(values: Sequence[Tensor]) -> dict[object, list[str]]:
-    """Return the operations in the graph of `values` that saved each tensor, in the order in which they ran."""
+    """Return the operations in the graph of `values` that saved each tensor, in the order in which they
+    ran.
+    """
     result: dict[object, list[str]] = defaultdict(list)
     for node in sorted(nodes(values), key=lambda node: node._sequence_nr()):
         operation = node.name().rpartition("Backward")[0]
@@ -174,7 +187,8 @@ def check_backward(
     """
     for name in sorted(written & found.read):
         raise Refusal(
-            f"its backward changes {name!r}, with which its forward computes: in a pipeline other microbatches go "
+            f"its backward changes {name!r}, with which its forward computes: in a pipeline other "
+            "microbatches go "
             "forward before that",
             f"change {name!r} in the forward, or after the optimizer's step",
         )
@@ -183,14 +197,18 @@ def check_backward(
         read = _read_unsaved(forward, module)
         for name in sorted(read & found.in_place):
             raise Refusal(
-                f"its backward reads {name!r}, which its forward changes and does not save, as by an attribute of a "
-                "context or a hook: with several microbatches in flight it would read the numbers of another one",
+                f"its backward reads {name!r}, which its forward changes and does not save, as by an "
+                "attribute of a "
+                "context or a hook: with several microbatches in flight it would read the numbers of another "
+                "one",
                 f"keep {name!r} by ctx.save_for_backward, or a clone of it",
             )
 
 
 def _read_unsaved(forward: Callable[[GraphEnds], Values], module: nn.Module) -> set[str]:
-    """Return the names of tensors of `module` that a backward reads, except those that autograd saved for it."""
+    """Return the names of tensors of `module` that a backward reads, except those that autograd saved for
+    it.
+    """
     graph, saved, reads = GraphEnds(), Saved(), Reads()
     with saved:
         values = forward(graph)
@@ -251,8 +269,10 @@ def changed_by_loss(forward: Callable[[], object], loss: object) -> str:
         key = storage_key(fake)
         if key in sources.in_place and saved.versions.get(key) == 0:  # autograd counts changes that it sees
             raise Refusal(
-                f"it changes {names.get(id(real), 'a tensor')}, which it saves for its backward, where autograd does "
-                "not see it (x.data): with several microbatches in flight it would compute with another one's",
+                f"it changes {names.get(id(real), 'a tensor')}, which it saves for its backward, where "
+                "autograd does "
+                "not see it (x.data): with several microbatches in flight it would compute with another "
+                "one's",
                 "compute with a clone",
             )
     replaced = [one for one in before if id(one) not in kept and storage_key(one) in reads.storages]
@@ -405,10 +425,14 @@ class LayerMeter:
         held = held_storages(self.module).values()
         cost = LayerCost(
             module=type(self.module).__name__,
-            parameters=tuple(self._parameter(*named, second, read) for named in self.module.named_parameters()),
+            parameters=tuple(
+                self._parameter(*named, second, read) for named in self.module.named_parameters()
+            ),
             buffer_bytes=sum(one.nbytes for one in held if one.is_buffer),
             constant_bytes=sum(one.nbytes for one in held if not one.is_buffer),
-            inputs=tuple(map(_value, self.like, (origin.kind != "none" for origin in later.gradients.origins))),
+            inputs=tuple(
+                map(_value, self.like, (origin.kind != "none" for origin in later.gradients.origins))
+            ),
             outputs=tuple(map(_value, kept.outputs, (gradient is not None for gradient in first.arriving))),
             output_origins=kept.output_origins,
             storages=kept.storages,
@@ -475,7 +499,9 @@ class LayerMeter:
     def _copy_weights(self) -> None:
         """Find the weights that autocast copies, and make the copies as the runtime does."""
         if self._autocast is not None:
-            given = self._enter(GraphEnds(), [torch.empty_like(value, requires_grad=False) for value in self.like])
+            given = self._enter(
+                GraphEnds(), [torch.empty_like(value, requires_grad=False) for value in self.like]
+            )
             cast = cast_by(partial(self._call, given), list(self.module.parameters()), self._autocast, given)
             self.meter.forget_graphs()
             self._copied = [(weight, WeightCopy.of(weight, self._autocast)) for weight in cast]
@@ -496,7 +522,9 @@ class LayerMeter:
 
     def _parameter(self, name: str, parameter: Tensor, second: Feedback, read: Set[int]) -> Parameter:
         """Describe a parameter; `read` are the storages of copied weights that passes read directly."""
-        copies = (copy.tensor.untyped_storage().nbytes() for weight, copy in self._copied if weight is parameter)
+        copies = (
+            copy.tensor.untyped_storage().nbytes() for weight, copy in self._copied if weight is parameter
+        )
         copy_bytes = sum(copies)
         return Parameter(
             name=name,
@@ -567,7 +595,9 @@ class LayerMeter:
         lasting = lasting_tensors(values, len(packed), storages)
         saved += lasting
         origins = tuple(map(storages.origin, values))
-        hidden = self.meter.total - before - sum(storages.own) - sum(t.untyped_storage().nbytes() for t in inputs)
+        hidden = (
+            self.meter.total - before - sum(storages.own) - sum(t.untyped_storage().nbytes() for t in inputs)
+        )
         if hidden > 0:
             index, origin = len(packed) + len(lasting), storages.add(hidden)
             saved.append(SavedTensor(index=index, nbytes=hidden, dtype="uint8", origin=origin, hidden=True))
@@ -604,7 +634,9 @@ class LayerMeter:
         return Peak.of(self.meter)
 
     def _microbatch(self, arriving: Layouts | None, usual: Sequence[GradientOrigin] = ()) -> _Microbatch:
-        """Run a forward and its backward, from gradients with the layouts `arriving`, by default dense ones."""
+        """Run a forward and its backward, from gradients with the layouts `arriving`, by default dense
+        ones.
+        """
         graph = GraphEnds()
         inputs = [torch.empty_like(value, requires_grad=False) for value in self.like]
         arrived = self.meter.storages(inputs)
@@ -623,7 +655,9 @@ class LayerMeter:
         del incoming
         with born_apart(self.module.parameters()):
             backward(graph)
-        self._left |= {n for n, t in held_tensors(self.module).items() if storage_key(t) in self.meter.written}
+        self._left |= {
+            n for n, t in held_tensors(self.module).items() if storage_key(t) in self.meter.written
+        }
         outgoing = self._outgoing(graph)
         work, spans = self.meter.work, self.meter.spans
         gradients = gradients_of(self.meter, outgoing, given, usual)
@@ -662,7 +696,9 @@ def _value(tensor: Tensor, has_gradient: bool) -> Value:
 
 def _buffer_shapes(module: nn.Module) -> dict[str, object]:
     """Return shape and dtype of every buffer; None for an unset one."""
-    buffers = ((f"{path}.{name}", b) for path, part in module.named_modules() for name, b in part._buffers.items())
+    buffers = (
+        (f"{path}.{name}", b) for path, part in module.named_modules() for name, b in part._buffers.items()
+    )
     return {name.removeprefix("."): None if b is None else (b.shape, b.dtype) for name, b in buffers}
 
 

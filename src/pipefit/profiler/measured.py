@@ -68,7 +68,9 @@ def add_seconds(
 class _Clock:
     """Runs and times layers."""
 
-    def __init__(self, task: Task, measurement: Measurement, device: torch.device, progress: Progress | None) -> None:
+    def __init__(
+        self, task: Task, measurement: Measurement, device: torch.device, progress: Progress | None
+    ) -> None:
         self.task, self.measurement, self.device, self.progress = task, measurement, device, progress
         self.anchor = torch.empty(0, device=device, requires_grad=True)
         self.watch: Any = Stopwatch(device, time.perf_counter) if device.type == "cuda" else HostWatch()
@@ -92,9 +94,14 @@ class _Clock:
                 values = layer(values)
             layer.module.to("cpu")  # so the device holds one layer at a time
         loss = self._time(
-            measurement.loss, self._loss(len(values)), nn.Module(), (*values, *(t.to(self.device) for t in targets))
+            measurement.loss,
+            self._loss(len(values)),
+            nn.Module(),
+            (*values, *(t.to(self.device) for t in targets)),
         )
-        return replace(measurement, kinds=tuple(timed[kind] for kind in range(len(measurement.kinds))), loss=loss)
+        return replace(
+            measurement, kinds=tuple(timed[kind] for kind in range(len(measurement.kinds))), loss=loss
+        )
 
     def _loss(self, count: int) -> Callable[[Values], Values]:
         return lambda values: (self.chain.loss(values[:count], values[count:]),)
@@ -148,7 +155,9 @@ class _Clock:
         outputs = call(entered)
         forwarded = self.watch.mark()
         wanted = (value.has_gradient for value in cost.outputs)
-        graph.incoming = [_gradient(value) if has else None for value, has in zip(outputs, wanted, strict=True)]
+        graph.incoming = [
+            _gradient(value) if has else None for value, has in zip(outputs, wanted, strict=True)
+        ]
         leave(graph, outputs)
         ready = self.watch.mark()
         backward(graph)
@@ -161,12 +170,16 @@ class _Clock:
         for weight, copy in copied:
             copy.fresh = False
             copy.follow(weight)
-        times = self.watch.read([began, forwarded, ready, returned, self.watch.mark()])  # on a GPU, waits for it once
+        times = self.watch.read(
+            [began, forwarded, ready, returned, self.watch.mark()]
+        )  # on a GPU, waits for it once
         return times[1] - times[0], times[3] - times[2], times[4] - times[3]
 
 
 def _of_rank(chain: Chain, measurement: Measurement, inputs: Any, targets: Any) -> Chain:
-    """Return the chain of a single tensor-parallel rank, without peers, for a measurement of divided layers."""
+    """Return the chain of a single tensor-parallel rank, without peers, for a measurement of divided
+    layers.
+    """
     if measurement.tensor == 1:
         return chain
     given, wanted, sequences = chain.flatten(inputs), chain.flatten_targets(targets), measurement.sequences

@@ -63,7 +63,9 @@ class OnDemand:
         self._coupling: str | None = None  # result of comparing microbatches with their halves
         self._begun: dict[_Wanted, Callable[[], ModelProfile]] = {}
 
-    def __call__(self, microbatch_size: int, tensor: Sequence[int] = (), *, sequences: bool = False) -> ModelProfile:
+    def __call__(
+        self, microbatch_size: int, tensor: Sequence[int] = (), *, sequences: bool = False
+    ) -> ModelProfile:
         """Return the profile of whole layers, and of layers divided between each of these numbers of ranks.
 
         With `sequences`, ranks divide positions too.
@@ -189,8 +191,8 @@ class NotRepeated(Exception):
 class Repeated:
     """A function that profiles a model, as `OnDemand` is, from three neighbouring ones with fewer blocks.
 
-    Of their rising numbers of blocks the first is `times` steps before the model's. It raises `NotRepeated` where the
-    three do not follow from each other.
+    Of their rising numbers of blocks the first is `times` steps before the model's. It raises `NotRepeated`
+    where the three do not follow from each other.
     """
 
     def __init__(self, traced: Sequence[OnDemand], times: int) -> None:
@@ -198,7 +200,9 @@ class Repeated:
         self.sizes = traced[0].sizes
         self._known: dict[object, ModelProfile] = {}
 
-    def __call__(self, microbatch_size: int, tensor: Sequence[int] = (), *, sequences: bool = False) -> ModelProfile:
+    def __call__(
+        self, microbatch_size: int, tensor: Sequence[int] = (), *, sequences: bool = False
+    ) -> ModelProfile:
         """The profile that `OnDemand` would make, but for its fingerprint."""
         wanted = microbatch_size, tuple(sorted(set(tensor))), sequences
         if wanted not in self._known:
@@ -231,7 +235,9 @@ def same_costs(one: ModelProfile, other: ModelProfile) -> bool:
 
 
 def _costs(profile: ModelProfile) -> object:
-    ways = {measured.way: replace(measured, sizes="", forms="", shares=None) for measured in profile.measurements}
+    ways = {
+        measured.way: replace(measured, sizes="", forms="", shares=None) for measured in profile.measurements
+    }
     return profile.model, profile.layers, profile.blocks, profile.assumptions, ways
 
 
@@ -262,7 +268,11 @@ class _Insertion:
         """The insertions that may make the second of the first, those farthest from both ends first."""
         count = len(second.layers) - len(first.layers)
         kinds = [[(m.way, m.kinds, m.loss) for m in one.measurements] for one in (first, second)]
-        if count <= 0 or kinds[0] != kinds[1] or (first.model, first.assumptions) != (second.model, second.assumptions):
+        if (
+            count <= 0
+            or kinds[0] != kinds[1]
+            or (first.model, first.assumptions) != (second.model, second.assumptions)
+        ):
             return []
         few, many = (list(zip(*(m.layers for m in one.measurements), strict=True)) for one in (first, second))
         edges = set(second.edges)
@@ -276,7 +286,9 @@ class _Insertion:
             and many[edge - count : edge] == many[edge : edge + count]
         ]
         middle = (places[0] + places[-1]) / 2 if places else 0
-        return [cls(first, second, place, count) for place in sorted(places, key=lambda one: abs(one - middle))]
+        return [
+            cls(first, second, place, count) for place in sorted(places, key=lambda one: abs(one - middle))
+        ]
 
     def repeated(self, times: int) -> ModelProfile:
         """The first profile with the layers inserted so many times.
@@ -287,7 +299,11 @@ class _Insertion:
         first, second = self.first, self.second
         block, end = second.edges.index(self.start), second.edges.index(self.start + self.count)
         names = self._inserted(first.layers, second.layers, self.start, self.count, times, _counted)
-        blocks = self._inserted(first.blocks, second.blocks, block, end - block, times, _block) if first.blocks else ()
+        blocks = (
+            self._inserted(first.blocks, second.blocks, block, end - block, times, _block)
+            if first.blocks
+            else ()
+        )
         made = replace(
             second.fingerprint,
             layers=self._digests(first.fingerprint.layers, second.fingerprint.layers, times),
@@ -306,9 +322,15 @@ class _Insertion:
         times: int,
         counted: Callable[[T, T, int], T],
     ) -> tuple[T, ...]:
-        """The entries before, those inserted so many times, and those after them, `counted` on by their numbers."""
+        """The entries before, those inserted so many times, and those after them, `counted` on by their
+        numbers.
+        """
         again = range(start, start + count)
-        inside = (counted(many[place - count], many[place], 1 + repeat) for repeat in range(times) for place in again)
+        inside = (
+            counted(many[place - count], many[place], 1 + repeat)
+            for repeat in range(times)
+            for place in again
+        )
         after = (counted(few[place], many[place + count], times) for place in range(start, len(few)))
         return (*few[:start], *inside, *after)
 
@@ -326,7 +348,9 @@ class _Insertion:
         )
 
     def _shared(self, few: Sequence[S], many: Sequence[S], times: int) -> tuple[S, ...]:
-        """Shared tensors: those of inserted layers alone once for each time, and others with their further users."""
+        """Shared tensors: those of inserted layers alone once for each time, and others with their further
+        users.
+        """
         inside = range(self.start, self.start + self.count)
         before = {one.users: one for one in many}
         grown, again, left = list[S](), list[S](), list(few)
@@ -339,7 +363,9 @@ class _Insertion:
             if origin is None:
                 raise NotRepeated(f"shared {one.what} {one.name} is another one with more blocks")
             left.remove(origin)
-            grown.append(self._with_users(replace(one, name=_counted(origin.name, one.name, times)), one, times))
+            grown.append(
+                self._with_users(replace(one, name=_counted(origin.name, one.name, times)), one, times)
+            )
         for repeat in range(times):
             for one in again:
                 previous = before.get(tuple(user - self.count for user in one.users))
@@ -356,7 +382,9 @@ class _Insertion:
     def _numbers(self, numbers: Sequence[int], times: int) -> tuple[int, ...]:
         """The users of a shared tensor of the second profile, inserted ones for each time."""
         inside = range(self.start, self.start + self.count)
-        more = (number + repeat * self.count for number in numbers if number in inside for repeat in range(times))
+        more = (
+            number + repeat * self.count for number in numbers if number in inside for repeat in range(times)
+        )
         others = (n if n < self.start else n + (times - 1) * self.count for n in numbers if n not in inside)
         return tuple(sorted((*more, *others)))
 
@@ -372,12 +400,15 @@ class _Insertion:
             return tuple(number + by for number in numbers)
 
         if isinstance(one, SharedParameter):
-            return replace(one, users=moved(one.users), copying=moved(one.copying), cast_only=moved(one.cast_only))
+            return replace(
+                one, users=moved(one.users), copying=moved(one.copying), cast_only=moved(one.cast_only)
+            )
         return replace(one, users=moved(one.users))
 
 
 def _counted(first: str, second: str, times: int) -> str:
-    """The name after so many steps, of which the numbers of the first two names show one: `h.3`, `h.4`, ..., `h.9`.
+    """The name after so many steps, of which the numbers of the first two names show one: `h.3`, `h.4`, ...,
+    `h.9`.
 
     Raises:
         NotRepeated: the names differ in more than numbers.

@@ -1,4 +1,6 @@
-"""A meter of one pass of a layer that also counts the work and detects when a backward releases its inputs."""
+"""A meter of one pass of a layer that also counts the work and detects when a backward releases its
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -53,12 +55,16 @@ def _layout(gradient: Tensor, numbers: dict[int, int]) -> GradientLayout:
 
 
 def dense(values: Sequence[Tensor]) -> Layouts:
-    """Return the layouts of dense gradients, as a stage receives them: separate, in the order of the values."""
+    """Return the layouts of dense gradients, as a stage receives them: separate, in the order of the
+    values.
+    """
     return layouts_of(gradients_like(values))
 
 
 def dense_alike(layouts: Layouts, dense_ones: Layouts) -> Layouts:
-    """Return the `dense_ones` of values with a gradient in `layouts`: what a stage that ends here receives."""
+    """Return the `dense_ones` of values with a gradient in `layouts`: what a stage that ends here
+    receives.
+    """
     left = [one if layout is not None else None for layout, one in zip(layouts, dense_ones, strict=True)]
     numbers = {one.storage: number for number, one in enumerate(filter(None, left))}
     return tuple(None if one is None else replace(one, storage=numbers[one.storage]) for one in left)
@@ -121,7 +127,9 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
         self._watched: dict[Tracked, int] = {}  # an input's storage -> its number
         self._released: list[tuple[int, int]] = []  # (input, bytes)
         self._spans: list[Span] = []
-        self._operations: Counter[tuple[int, int, str]] = Counter()  # (FLOPs, bytes moved, dtype) -> operations
+        self._operations: Counter[tuple[int, int, str]] = (
+            Counter()
+        )  # (FLOPs, bytes moved, dtype) -> operations
         self.written: set[int] = set()  # storages that operations of the pass changed in place
         self.watched: frozenset[int] = frozenset()  # storages whose reads are recorded
         self.read: set[int] = set()  # watched storages that any pass read, except for views

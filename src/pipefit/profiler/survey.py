@@ -39,7 +39,15 @@ from pipefit.profiler.layer import BackwardPass, Gradients, LayerMeter
 from pipefit.profiler.pass_meter import Layouts, dense, dense_alike
 from pipefit.profiler.update import named, state_bytes
 from pipefit.runtime.optim.half_precision import make_optimizer
-from pipefit.schema.layer_costs import Collective, LayerCost, Origin, Packing, Parameter, SharedBuffer, SharedParameter
+from pipefit.schema.layer_costs import (
+    Collective,
+    LayerCost,
+    Origin,
+    Packing,
+    Parameter,
+    SharedBuffer,
+    SharedParameter,
+)
 from pipefit.schema.profile import Measurement
 from pipefit.tensor_parallel import ShardedChain, shard_traced, trace_chain
 from pipefit.tensor_parallel.forms import Split
@@ -89,10 +97,14 @@ class ValueMemory:
         for number in changed:
             mine = before[number] if number < len(before) else None
             if mine == _FIXED:
-                _refuse(what, number, "with a parameter or buffer of an earlier layer, which would change with it")
+                _refuse(
+                    what, number, "with a parameter or buffer of an earlier layer, which would change with it"
+                )
             others = [other for other, memory in enumerate(before) if memory == mine and other != number]
             if others:
-                _refuse(what, number, f"with input {others[0]}, which would not change with it on another device")
+                _refuse(
+                    what, number, f"with input {others[0]}, which would not change with it on another device"
+                )
 
     def go_on(self, origins: Sequence[Origin]) -> None:
         """Proceed to the values that a layer returns, with storages of these origins."""
@@ -100,13 +112,15 @@ class ValueMemory:
         before = self._before or [next(self._new) for _ in range(max(inputs, default=-1) + 1)]
         own = {o.index: next(self._new) for o in origins if o.kind == "own"}
         self._before = [
-            own[o.index] if o.kind == "own" else before[o.index] if o.kind == "input" else _FIXED for o in origins
+            own[o.index] if o.kind == "own" else before[o.index] if o.kind == "input" else _FIXED
+            for o in origins
         ]
 
 
 def _refuse(what: str, number: int, reason: str) -> NoReturn:
     raise UsageError(
-        f"{what} changes its input {number} in place, and that shares memory {reason}: return a clone() of it from the "
+        f"{what} changes its input {number} in place, and that shares memory {reason}: return a clone() of "
+        "it from the "
         "layer before, or leave the change in place out"
     )
 
@@ -337,7 +351,9 @@ class Survey:
         numbers = {id(parameter): number for number, parameter in enumerate(layer.module.parameters())}
         groups = [group for groups in parameter_groups([layer], self.task.groups) for group in groups]
         members = [tuple(numbers[id(parameter)] for parameter in group["params"]) for group in groups]
-        given = [options({name: value for name, value in group.items() if name != "params"}) for group in groups]
+        given = [
+            options({name: value for name, value in group.items() if name != "params"}) for group in groups
+        ]
         return tuple(zip(members, given, strict=True))
 
     def shared(self, chain: Chain) -> tuple[SharedParameter, ...]:
@@ -351,11 +367,15 @@ class Survey:
         if trainable:
             original = chain.layers[layer].parameter_names[name]
             wanted = self.task.groups(original, parameter) if self.task.groups is not None else {}
-            run = self._meters[self._met[layer]].layer.module.get_parameter(name)  # the chain's own layer may not run
+            run = self._meters[self._met[layer]].layer.module.get_parameter(
+                name
+            )  # the chain's own layer may not run
             state, early = state_bytes(run, wanted, self.optimizer, self.kernels)
         copies = {user: self._copy_bytes(user, shared) for user in shared.users}
         copying = tuple(user for user in shared.users if copies[user])
-        cast_only = tuple(user for user in copying if all(one.cast_only for one in self._parameters(user, shared)))
+        cast_only = tuple(
+            user for user in copying if all(one.cast_only for one in self._parameters(user, shared))
+        )
         return SharedParameter(
             name=shared_name(chain, shared),
             users=shared.users,
@@ -375,7 +395,9 @@ class Survey:
     def _parameters(self, layer: int, shared: Shared) -> list[Parameter]:
         """Return a shared parameter's entries in a layer: one, under any of its names there."""
         names = {name for user, name in shared.places if user == layer}
-        return [parameter for parameter in self.kinds[self.layers[layer]].parameters if parameter.name in names]
+        return [
+            parameter for parameter in self.kinds[self.layers[layer]].parameters if parameter.name in names
+        ]
 
     def shared_buffers(self, chain: Chain) -> tuple[SharedBuffer, ...]:
         """Return the buffers, and tensors that are plain attributes, that several layers hold.
@@ -391,12 +413,17 @@ class Survey:
                     _refuse_changes(chain, shared, user)
         return tuple(
             SharedBuffer(
-                name=_name(chain, shared), users=shared.users, nbytes=shared.held.nbytes, copied=shared.held.is_buffer
+                name=_name(chain, shared),
+                users=shared.users,
+                nbytes=shared.held.nbytes,
+                copied=shared.held.is_buffer,
             )
             for shared in result
         )
 
-    def loss(self, chain: Chain, values: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[LayerCost, Layouts]:
+    def loss(
+        self, chain: Chain, values: Sequence[Tensor], targets: Sequence[Tensor]
+    ) -> tuple[LayerCost, Layouts]:
         """Return the cost of the loss on the last layer's outputs, and the layouts of its gradients.
 
         Raises:
@@ -418,7 +445,8 @@ class Survey:
         self._memory.check(meter.changed_inputs, f"the loss of {self.task.name}")
         if not result.requires_grad and _is_trained(chain):
             raise UsageError(
-                f"the loss of {self.task.name} requires no gradient, so that nothing can be trained: it was detached "
+                f"the loss of {self.task.name} requires no gradient, so that nothing can be trained: it was "
+                "detached "
                 "(.item(), .detach(), torch.tensor(...)), or depends on no parameter that is trained"
             )
         cost = replace(cost, packing=self.form.packing, unrepeatable=cost.unrepeatable or changed)
@@ -445,8 +473,10 @@ def _refuse_changes(chain: Chain, shared: SharedStorage, user: int) -> NoReturn:
     """
     layers = ", ".join(chain.layers[number].name for number in shared.users)
     raise UsageError(
-        f"layers {layers} share buffer {_name(chain, shared)!r}, and the forward of layer {chain.layers[user].name} "
-        "changes it, which a copy on another device would miss: make one layer of those that share it, or give each a "
+        f"layers {layers} share buffer {_name(chain, shared)!r}, and the forward of layer "
+        f"{chain.layers[user].name} "
+        "changes it, which a copy on another device would miss: make one layer of those that share it, or "
+        "give each a "
         "module of its own"
     )
 
@@ -482,7 +512,8 @@ def sharded_chains(
     for sharded in result:
         if sharded.shares.divides_nothing:
             raise UsageError(
-                f"{sharded.ranks} tensor-parallel ranks divide nothing of {chain.name}, 0 % of its parameters and of "
+                f"{sharded.ranks} tensor-parallel ranks divide nothing of {chain.name}, 0 % of its "
+                "parameters and of "
                 f"its operations: {_why(sharded)}; choose another number, or replicas"
             )
     return [*result, *(_along_positions(traced, one) for one in result if sequences and traced is not None)]
@@ -495,10 +526,14 @@ def _along_positions(traced: TracedStage, plain: ShardedChain) -> ShardedChain:
         UsageError: no all-reduce sums sequences whose positions the ranks divide.
     """
     result = shard_traced(plain.chain, traced, plain.ranks, sequences=True, like=plain)
-    if ("reduce_scatter", "forward") not in {(collective.kind, collective.phase) for collective in result.collectives}:
+    if ("reduce_scatter", "forward") not in {
+        (collective.kind, collective.phase) for collective in result.collectives
+    }:
         raise UsageError(
-            f"{plain.ranks} tensor-parallel ranks divide nothing of {plain.chain.name} along positions: it sums "
-            "no sequences whose positions they divide, so leave sequence parallelism out, or choose another number"
+            f"{plain.ranks} tensor-parallel ranks divide nothing of {plain.chain.name} along positions: it "
+            "sums "
+            "no sequences whose positions they divide, so leave sequence parallelism out, or choose another "
+            "number"
         )
     return result
 
@@ -506,7 +541,11 @@ def _along_positions(traced: TracedStage, plain: ShardedChain) -> ShardedChain:
 def _why(sharded: ShardedChain) -> str:
     """Return why the largest operation stays whole."""
     whole = sharded.shares.whole
-    return f"{whole[0].operator} of {whole[0].layer} stays whole, since {whole[0].reason}" if whole else "it has none"
+    return (
+        f"{whole[0].operator} of {whole[0].layer} stays whole, since {whole[0].reason}"
+        if whole
+        else "it has none"
+    )
 
 
 def of_rank(measured: Measurement, whole: Measurement, sharded: ShardedChain) -> Measurement:
@@ -516,7 +555,9 @@ def of_rank(measured: Measurement, whole: Measurement, sharded: ShardedChain) ->
         UsageError: values between blocks, or shared parameters, differ from those of the whole layers.
     """
     _check_alike(measured, whole, sharded)
-    forms = {(shared_name(sharded.chain, one), one.users): _form(sharded, one) for one in sharded.chain.shared}
+    forms = {
+        (shared_name(sharded.chain, one), one.users): _form(sharded, one) for one in sharded.chain.shared
+    }
     numbers: dict[tuple[int, _Collectives], int] = {}
     together = list(_by_layer(sharded, len(measured.layers)))
     layers = tuple(
@@ -580,6 +621,7 @@ def _check_alike(measured: Measurement, whole: Measurement, sharded: ShardedChai
     if uses[0] != uses[1]:
         names = ", ".join(sorted({name for name, _ in uses[0] ^ uses[1]}))
         raise UsageError(
-            f"{chain.name} {between} shares {names} between other layers than whole: let layers hand on no parameters, "
+            f"{chain.name} {between} shares {names} between other layers than whole: let layers hand on no "
+            "parameters, "
             "or choose no tensor-parallel ranks"
         )

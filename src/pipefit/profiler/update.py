@@ -31,7 +31,8 @@ from pipefit.torch_internals import without_dispatch_modes
 # ---- Names of layers, the loss and the optimizer in errors
 
 _ASSUMED = (
-    ". Until then it has read numbers, and a profile assumes that every condition on a tensor holds: leave out a check "
+    ". Until then it has read numbers, and a profile assumes that every condition on a tensor holds: leave "
+    "out a check "
     "that fails then, or make it torch._assert_async(condition)"
 )
 
@@ -114,7 +115,9 @@ class _Passed:
         return Groups(groups)
 
 
-def updates_of(meter: PassMeter, optimizer: MakeOptimizer, groups: LayerGroups, follow: Callable[[], None]) -> Updates:
+def updates_of(
+    meter: PassMeter, optimizer: MakeOptimizer, groups: LayerGroups, follow: Callable[[], None]
+) -> Updates:
     """Measure two optimizer steps for parameters with gradients; `follow` runs once after both.
 
     Raises:
@@ -122,11 +125,15 @@ def updates_of(meter: PassMeter, optimizer: MakeOptimizer, groups: LayerGroups, 
     """
     if not groups:
         return Updates(Peak(0, 0), Peak(0, 0), 0, 0, Work(flops=0, moved_bytes=0))
-    with named("the optimizer", [parameter for layer in groups for group in layer for parameter in group["params"]]):
+    with named(
+        "the optimizer", [parameter for layer in groups for group in layer for parameter in group["params"]]
+    ):
         return _updates_of(meter, optimizer, groups, follow)
 
 
-def _updates_of(meter: PassMeter, optimizer: MakeOptimizer, groups: LayerGroups, follow: Callable[[], None]) -> Updates:
+def _updates_of(
+    meter: PassMeter, optimizer: MakeOptimizer, groups: LayerGroups, follow: Callable[[], None]
+) -> Updates:
     def steps() -> Updates:
         before = meter.total
         stepper = optimizer(groups)

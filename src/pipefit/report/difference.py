@@ -63,7 +63,9 @@ class Change:
 
     def as_json(self) -> ChangedLayers:
         """Return plain data."""
-        told = ChangedLayers(layers=[self.first, self.last], before=self.before, after=self.after, why=self.why)
+        told = ChangedLayers(
+            layers=[self.first, self.last], before=self.before, after=self.after, why=self.why
+        )
         if self.tensors:
             told["tensors"] = list(self.tensors)
         return told
@@ -75,12 +77,16 @@ class Change:
         why = f" ({self.why})" if self.why else ""
         if self.before and self.after:
             return f"{span}: {self.before}, then {self.after}{which}{why}"
-        return f"{span}: {self.after}{which}{why}" if self.after else f"{span}: no longer {self.before}{which}"
+        return (
+            f"{span}: {self.after}{which}{why}" if self.after else f"{span}: no longer {self.before}{which}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference(Shown):
-    """All differences. Seconds are those of the last step, None without a clock; rates are None for traces."""
+    """All differences. Seconds are those of the last step, None without a clock; rates are None for
+    traces.
+    """
 
     asked: tuple[str, ...]
     changes: tuple[Change, ...]
@@ -128,7 +134,9 @@ def difference_of_plans(before: Plan, after: Plan) -> Difference:
     traces = simulate(before), simulate(after)
     result = difference_of_traces(*traces)
     rates = [
-        plan.training.batch_size / trace.step_seconds[-1] if trace.step_seconds and trace.step_seconds[-1] else None
+        plan.training.batch_size / trace.step_seconds[-1]
+        if trace.step_seconds and trace.step_seconds[-1]
+        else None
         for plan, trace in zip((before, after), traces, strict=True)
     ]
     return replace(
@@ -177,7 +185,9 @@ def _asked(before: Plan, after: Plan) -> Iterator[str]:
     """Yield the differences between the requests, as phrases: the first value, then the second."""
     if before.cluster != after.cluster:
         same = str(before.cluster) == str(after.cluster)
-        yield f"{before.cluster}, then " + ("the same with other links or reserves" if same else str(after.cluster))
+        yield f"{before.cluster}, then " + (
+            "the same with other links or reserves" if same else str(after.cluster)
+        )
     ours, theirs = (plan.profile.fingerprint for plan in (before, after))
     if ours.digest != theirs.digest:
         told = differences(ours, theirs, before.profile.layers)
@@ -203,7 +213,11 @@ def _placed(before: Plan, after: Plan) -> Iterator[Change]:
 
 def _places(plan: Plan) -> dict[str, str]:
     """Return the devices of every layer and the sharing between them, in words."""
-    return {name: _place(stage.grid) for stage in plan.stages for name in plan.profile.layers[stage.start : stage.stop]}
+    return {
+        name: _place(stage.grid)
+        for stage in plan.stages
+        for name in plan.profile.layers[stage.start : stage.stop]
+    }
 
 
 def _place(grid: Grid) -> str:
@@ -329,7 +343,9 @@ def describe_difference(found: Difference) -> list[Block]:
 def _price(found: Difference) -> str:
     """Describe the second document's costs relative to the first: memory of the fullest device, and time."""
     before, after = found.highest_bytes
-    told = [f"{format_bytes(abs(after - before))} {'more' if after > before else 'less'} on the fullest device"]
+    told = [
+        f"{format_bytes(abs(after - before))} {'more' if after > before else 'less'} on the fullest device"
+    ]
     told = told if after != before else ["as much memory on the fullest device"]
     one, two = found.before_seconds, found.after_seconds
     if one and two:
@@ -351,7 +367,9 @@ def _time(found: Difference) -> Iterator[str]:
         return
     rates = ""
     if found.before_rate and found.after_rate:
-        rates = f", {format_number(found.before_rate)} and {format_number(found.after_rate)} samples per second"
+        rates = (
+            f", {format_number(found.before_rate)} and {format_number(found.after_rate)} samples per second"
+        )
     yield f"A step takes {format_seconds(one)}, then {format_seconds(two)}{rates}."
     if found.before_busy and found.after_busy:
         yield (

@@ -6,7 +6,16 @@ from collections.abc import Iterator
 
 from pipefit.report.plan import told_sharing
 from pipefit.schema.decisions import What
-from pipefit.schema.fit import Attempt, Fit, InPrecision, Overview, Reach, Replicated, named_value, samples_per_second
+from pipefit.schema.fit import (
+    Attempt,
+    Fit,
+    InPrecision,
+    Overview,
+    Reach,
+    Replicated,
+    named_value,
+    samples_per_second,
+)
 from pipefit.schema.plan import fullness, is_tight
 from pipefit.schema.profile import samples
 from pipefit.tables import Block, Table
@@ -73,7 +82,9 @@ def _devices(overview: Overview) -> Table:
         for row in overview.reaches
     )
     columns = ("devices", "1 sample", "of budget", "full", "kept", "recomputed", "moved", "samples/s")
-    return Table(columns, rows, title="largest microbatch: kept, recomputed, or moved too", spare=("of budget",))
+    return Table(
+        columns, rows, title="largest microbatch: kept, recomputed, or moved too", spare=("of budget",)
+    )
 
 
 def _explained(overview: Overview) -> str:
@@ -81,8 +92,10 @@ def _explained(overview: Overview) -> str:
     looked = ", ".join(map(str, overview.sizes))
     among = f"one of {looked}" if len(overview.sizes) > 1 else f"of {looked}, the one that was looked at"
     return (
-        f"Peaks are those of microbatches of one sample, all kept. The largest microbatch that fits is {among}: where "
-        "all is kept for the backward, where runs of layers may be recomputed, and where tensors and optimizer state "
+        "Peaks are those of microbatches of one sample, all kept. The largest microbatch that fits is "
+        f"{among}: where "
+        "all is kept for the backward, where runs of layers may be recomputed, and where tensors and "
+        "optimizer state "
         f"may move to the host as well.{_largest_first(overview)}{_replicas_take_the_others(overview)}"
     )
 
@@ -99,7 +112,8 @@ def _replicas_take_the_others(overview: Overview) -> str:
     if stages == devices:
         return ""
     return (
-        f" These are pipelines of one device a stage, and this model has {counted(stages, 'stage')} at most: of "
+        f" These are pipelines of one device a stage, and this model has {counted(stages, 'stage')} at most: "
+        "of "
         f"{counted(devices, 'device')} the others are for replicas, which pipefit plan chooses."
     )
 
@@ -134,7 +148,9 @@ def _replicated(overview: Overview) -> Iterator[Block]:
         result.setdefault(one.way, {})[one.recompute] = one
     if not result:
         return
-    rows = tuple((way, _replica(own.get(False)), _replica(own.get(True)), _rate(own)) for way, own in result.items())
+    rows = tuple(
+        (way, _replica(own.get(False)), _replica(own.get(True)), _rate(own)) for way, own in result.items()
+    )
     title = f"{counted(len(overview.cluster.devices), 'replica')} of the whole model, one sample each"
     yield Table(("way", "kept", "every block recomputed", "samples/s"), rows, title=title)
 
@@ -181,8 +197,10 @@ def _next(overview: Overview, asked: str) -> Iterator[str]:
         devices, budget = len(overview.cluster.devices), min(overview.cluster.budgets)
         how = f"{replicas.way}, every block recomputed" if replicas.recompute else replicas.way
         yield (
-            f"It fits as {devices} replicas ({how}): {format_bytes(budget - replicas.need_bytes)} of each device's "
-            f"{format_bytes(budget)} are left, {format_number(replicas.samples_per_second or 0)} samples per second."
+            f"It fits as {devices} replicas ({how}): {format_bytes(budget - replicas.need_bytes)} of each "
+            "device's "
+            f"{format_bytes(budget)} are left, {format_number(replicas.samples_per_second or 0)} samples per "
+            "second."
         )
         size = 4 * devices
         command = f"pipefit plan {asked} --batch-size {size} -o plan.json"
@@ -202,14 +220,16 @@ def _ways_out(overview: Overview, here: Reach, asked: str) -> Iterator[str]:
     else:
         replicas = ", and replicas that divide their state (ZeRO-1 to 3), the same three ways"
         yield (
-            "Tried, without a plan that fits one sample: pipelines of one device a stage, kept, recomputed by block "
+            "Tried, without a plan that fits one sample: pipelines of one device a stage, kept, recomputed "
+            "by block "
             f"and moved to hosts{replicas if overview.replicated else ''}. Not tried: tensor-parallel ranks "
             "(--tensor of pipefit plan)."
         )
         yield f"With everything kept, {here.one.miss}."
     if overview.loss_bytes > here.one.budget_bytes // _LARGE_LOSS:
         yield (
-            f"The loss alone takes {format_bytes(overview.loss_bytes)} of one device for one sample: compute it in "
+            f"The loss alone takes {format_bytes(overview.loss_bytes)} of one device for one sample: compute "
+            "it in "
             "chunks of positions (a chunked cross entropy), so that not all logits are there at once."
         )
     more = next((row for row in overview.reaches if row.fastest is not None), None)
@@ -232,11 +252,17 @@ def _growing(asked: str, what: str) -> str:
 
 
 def describe_fit(fit: Fit) -> list[Block]:
-    """Describe a search: the answer and the request, the limit, the excess of the next value, and all attempts."""
+    """Describe a search: the answer and the request, the limit, the excess of the next value, and all
+    attempts.
+    """
     return ["\n".join(_fit_head(fit)), _tried(fit), "\n".join(_fit_limits(fit))]
 
 
-_WORDS = {What.RECOMPUTE: "recomputed", What.OFFLOAD: "moved away", What.UPDATE: "updated on the host"}  # by kind
+_WORDS = {
+    What.RECOMPUTE: "recomputed",
+    What.OFFLOAD: "moved away",
+    What.UPDATE: "updated on the host",
+}  # by kind
 
 
 def _fit_head(fit: Fit) -> Iterator[str]:

@@ -1,4 +1,6 @@
-"""A plan in words: its stages and peaks, its limit, the planner, its speed, and the conditions of its figures."""
+"""A plan in words: its stages and peaks, its limit, the planner, its speed, and the conditions of its
+figures.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,27 @@ def paragraph(alternatives: Sequence[Alternative], step_seconds: float) -> Itera
 def priced(alternatives: Sequence[Alternative], step_seconds: float) -> Iterator[Table]:
     """Yield a table with a row for each alternative; nothing if there are none."""
     if alternatives:
-        columns = ("best at", "stages", "devices", "microbatches", "schedule", "fullest", "step", "longer", "ask with")
+        columns = (
+            "best at",
+            "stages",
+            "devices",
+            "microbatches",
+            "schedule",
+            "fullest",
+            "step",
+            "longer",
+            "ask with",
+        )
         yield Table(columns, tuple(_row(alternative, step_seconds) for alternative in alternatives))
 
 
 def _row(one: Alternative, step_seconds: float) -> tuple[str, ...]:
     counts = (str(number) for number in (one.stages, one.devices, one.microbatches))
-    prices = (format_bytes(one.peak_bytes), format_seconds(one.step_seconds), _longer(one, step_seconds) or "-")
+    prices = (
+        format_bytes(one.peak_bytes),
+        format_seconds(one.step_seconds),
+        _longer(one, step_seconds) or "-",
+    )
     return one.what, *counts, one.schedule, *prices, one.asked_by
 
 
@@ -51,7 +67,8 @@ def _line(one: Alternative, step_seconds: float) -> str:
     longer = _longer(one, step_seconds)
     by = f" ({longer})" if longer else ""
     return (
-        f"{one.what.capitalize()}: {counted(one.devices, 'device')}, at most {format_bytes(one.peak_bytes)} on one, "
+        f"{one.what.capitalize()}: {counted(one.devices, 'device')}, at most {format_bytes(one.peak_bytes)} "
+        "on one, "
         f"{format_seconds(one.step_seconds)} a step{by}: {one.asked_by}"
     )
 
@@ -69,7 +86,11 @@ def table(compactions: Sequence[Compaction], step_seconds: float) -> Iterator[Ta
 
 
 def _compactions_row(one: Compaction, step_seconds: float) -> tuple[str, ...]:
-    freed = f"{'-' if one.freed_bytes > 0 else '+'}{format_bytes(abs(one.freed_bytes))}" if one.freed_bytes else "none"
+    freed = (
+        f"{'-' if one.freed_bytes > 0 else '+'}{format_bytes(abs(one.freed_bytes))}"
+        if one.freed_bytes
+        else "none"
+    )
     what = one.what if len(one.what) <= 30 else f"{one.what[:29]}\N{HORIZONTAL ELLIPSIS}"
     head = str(one.stage), what, str(one.layers), freed
     if abs(one.added_seconds) <= _HIDDEN * step_seconds:
@@ -96,7 +117,8 @@ def head(plan: Plan) -> str:
     training = plan.training
     return (
         f"{plan.headline}\n"
-        f"{training.phrases[0]}, a batch of {training.batch_size} in {counted(training.microbatches, 'microbatch')} of "
+        f"{training.phrases[0]}, a batch of {training.batch_size} in "
+        f"{counted(training.microbatches, 'microbatch')} of "
         f"{samples(training.microbatch_size, plan.profile.fingerprint.lengths)}, {training.precision}"
     )
 
@@ -165,7 +187,8 @@ def _coupled(plan: Plan) -> Iterator[str]:
     if plan.is_sliced and reason:
         (data, *others), how = sorted(degrees), plan.training
         as_slices = (
-            f": those of {how.microbatches * data} microbatches of {counted(how.microbatch_size // data, 'sample')}"
+            f": those of {how.microbatches * data} microbatches of "
+            f"{counted(how.microbatch_size // data, 'sample')}"
         )
         yield (
             f"Replicas train to other numbers than one device would with these microbatches, because {reason}"
@@ -175,12 +198,15 @@ def _coupled(plan: Plan) -> Iterator[str]:
 
 def _plan_row(plan: Plan, number: int, stage: Stage, *, whole: bool) -> tuple[str, ...]:
     """Return the row of a stage, by blocks if all stages consist of `whole` ones, otherwise by layers."""
-    names = plan.profile.span(stage.start, stage.stop) if whole else plan.profile.layers[stage.start : stage.stop]
+    names = (
+        plan.profile.span(stage.start, stage.stop) if whole else plan.profile.layers[stage.start : stage.stop]
+    )
     span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
     measured = plan.measured(number)
     parameters = sum(cost.parameter_bytes for cost in measured.costs[stage.start : stage.stop])
     parameters -= sum(
-        one.nbytes * max(0, sum(stage.start <= user < stage.stop for user in one.users) - 1) for one in measured.shared
+        one.nbytes * max(0, sum(stage.start <= user < stage.stop for user in one.users) - 1)
+        for one in measured.shared
     )
     fullest, full = _fullest(plan, stage), _fullness(plan, stage)
     budget = plan.cluster.budgets[fullest]
@@ -201,7 +227,9 @@ def _fullest(plan: Plan, stage: Stage) -> int:
 
 
 def _fullness(plan: Plan, stage: Stage) -> float | None:
-    """Return the predicted peak as a share of the budget of the stage's fullest device; None without a prediction."""
+    """Return the predicted peak as a share of the budget of the stage's fullest device; None without a
+    prediction.
+    """
     made, device = plan.prediction, _fullest(plan, stage)
     return None if made is None else made.peak_bytes[device] / plan.cluster.budgets[device]
 
@@ -235,12 +263,19 @@ def _planner(plan: Plan) -> Iterator[str]:
     yield str(made)
     if made.proves_lowest_peak and plan.is_sliced:
         divided = "" if "shard" in made.options else ", whatever they divide"
-        yield f"This holds for every split of {plan.profile.parts}, with any number of replicas of each stage{divided}."
+        yield (
+            f"This holds for every split of {plan.profile.parts}, with any number of replicas of each "
+            f"stage{divided}."
+        )
     elif made.proves_lowest_peak:
         parts = len(plan.profile.block_names)
         splits = comb(parts - 1, len(plan.stages) - 1)
         into = f"{counted(parts, plan.profile.part)} in {counted(len(plan.stages), 'stage')}"
-        yield f"This holds for all {splits:,} splits of {into}." if splits > 1 else f"It is the only split of {into}."
+        yield (
+            f"This holds for all {splits:,} splits of {into}."
+            if splits > 1
+            else f"It is the only split of {into}."
+        )
 
 
 def _time(plan: Plan) -> Iterator[str]:
@@ -248,7 +283,10 @@ def _time(plan: Plan) -> Iterator[str]:
     if plan.prediction is None or plan.prediction.step_seconds <= 0:
         return
     step, busy = plan.prediction.step_seconds, plan.prediction.utilisation
-    speed = f"A step takes {format_seconds(step)}: {format_number(plan.training.batch_size / step)} samples per second."
+    speed = (
+        f"A step takes {format_seconds(step)}: {format_number(plan.training.batch_size / step)} samples per "
+        "second."
+    )
     if not busy:
         yield speed
         return
@@ -284,7 +322,9 @@ def _seconds(plan: Plan) -> str:
         links = ", those of messages and copies are estimated by the links" if moves else ""
         return f"Seconds of layers were measured on {plan.profile.assumptions.device}{links}."
     used = {device for stage in plan.stages for device in stage.devices}
-    kinds = {plan.cluster.devices[device].kind.key: plan.cluster.devices[device].kind for device in sorted(used)}
+    kinds = {
+        plan.cluster.devices[device].kind.key: plan.cluster.devices[device].kind for device in sorted(used)
+    }
     by = "; ".join(f"{kind.name} by {kind.estimates(plan.training.dtype)}" for kind in kinds.values())
     return f"Seconds are estimated, not measured: {by}."
 
@@ -312,17 +352,23 @@ def _copies(plan: Plan) -> list[str]:
 
 
 def _reserves(cluster: Cluster, devices: tuple[int, ...], prediction: Prediction | None) -> Iterator[str]:
-    """Yield sentences about reserves for GPU processes among `devices`, and the memory that these processes take."""
+    """Yield sentences about reserves for GPU processes among `devices`, and the memory that these processes
+    take.
+    """
     left = {cluster.reserves[device] for device in devices}
     if any(left):
         sizes = format_bytes(min(left)) + (f" to {format_bytes(max(left))}" if len(left) > 1 else "")
         yield f"Budgets leave {sizes} of a device to what its process takes besides tensors."
     if prediction is not None and cluster.backend == "cuda":
         yield _taken(cluster, prediction)
-        if tight := [str(device) for device in dict.fromkeys(devices) if prediction.is_tight(cluster, device)]:
+        if tight := [
+            str(device) for device in dict.fromkeys(devices) if prediction.is_tight(cluster, device)
+        ]:
             named = f"device{'s' * (len(tight) > 1)} {', '.join(tight)}"
             least = f"{100 * TIGHT:.0f} % or more of"
-            what = f"processes take {least}" if prediction.processes else f"tensors take {least} the budget of"
+            what = (
+                f"processes take {least}" if prediction.processes else f"tensors take {least} the budget of"
+            )
             room = "What is not counted, such as cuDNN's workspaces, may not find room there."
             yield f"Tight: {what} {named}. {room}"
 
@@ -332,13 +378,16 @@ def _taken(cluster: Cluster, prediction: Prediction) -> str:
     known = {device: process for device, process in enumerate(prediction.processes) if process}
     if not known:
         return "What GPUs reserve was not checked: pipefit certify does, and pipefit plan of a MODEL."
-    fullest = max(known, key=lambda device: known[device].process_bytes / cluster.devices[device].memory_bytes)
+    fullest = max(
+        known, key=lambda device: known[device].process_bytes / cluster.devices[device].memory_bytes
+    )
     return f"By a dry run {_process(known[fullest], fullest, cluster.devices[fullest].memory_bytes)}."
 
 
 def _process(process: AllocatorPeaks, device: int, memory: int) -> str:
     """Describe the memory of a device's process."""
     return (
-        f"the process of device {device} takes {format_bytes(process.process_bytes)} of its {format_bytes(memory)} "
+        f"the process of device {device} takes {format_bytes(process.process_bytes)} of its "
+        f"{format_bytes(memory)} "
         f"({100 * process.process_bytes / memory:.1f} %): {process}"
     )

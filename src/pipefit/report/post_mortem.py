@@ -25,7 +25,8 @@ from pipefit.units import MIB, format_bytes, format_seconds
 # its plan's prediction: nothing on the CPU, and on a GPU the overhead of its allocator and libraries.
 
 _PRICES = (
-    "Each has been planned and simulated for the same batch. The price is what a step takes more than that of the plan "
+    "Each has been planned and simulated for the same batch. The price is what a step takes more than that "
+    "of the plan "
     "which ran out."
 )
 _MOST_DEVICES = 8  # as a multiple of the plan's devices
@@ -56,7 +57,10 @@ def describe_remedies(found: PostMortem) -> list[Block]:
         return ["Nothing that was tried would have fitted: recomputing, moving, eight times the devices."]
     columns = ("what would fit", "fullest device", "full", "step", "price", "ask pipefit plan with")
     training = found.plan.training
-    each = f"--batch-size {training.batch_size} --microbatches {training.microbatches} --schedule {training.schedule}"
+    each = (
+        f"--batch-size {training.batch_size} --microbatches {training.microbatches} --schedule "
+        f"{training.schedule}"
+    )
     return [Table(columns, rows), f"{_PRICES} Ask with {each} as well, unless the row says otherwise."]
 
 
@@ -99,17 +103,23 @@ def _on_the_same(plan: Plan, cluster: Cluster) -> Iterator[Remedy]:
         yield Remedy(what=_done(fastest), plan=fastest, asked_by="--planner joint")
     leanest = _planned(plan, cluster, planner="exact", recompute="always")
     if leanest is not None:
-        yield Remedy(what="every layer recomputed", plan=leanest, asked_by="--objective peak --recompute always")
+        yield Remedy(
+            what="every layer recomputed", plan=leanest, asked_by="--objective peak --recompute always"
+        )
     yield from _smaller(plan, cluster)
 
 
 def _smaller(plan: Plan, cluster: Cluster) -> Iterator[Remedy]:
     """Yield remedies with smaller microbatches of profiled sizes."""
     training = plan.training
-    for size in sorted({measurement.microbatch_size for measurement in plan.profile.measurements}, reverse=True):
+    for size in sorted(
+        {measurement.microbatch_size for measurement in plan.profile.measurements}, reverse=True
+    ):
         if size < training.microbatch_size and training.batch_size % size == 0:
             count = training.batch_size // size
-            finer = replace(plan, training=replace(training, microbatches=count), prediction=None, decisions=())
+            finer = replace(
+                plan, training=replace(training, microbatches=count), prediction=None, decisions=()
+            )
             made = _planned(finer, cluster, planner="exact")
             if made is not None:
                 options = f"--objective peak --microbatches {count}"
@@ -117,7 +127,9 @@ def _smaller(plan: Plan, cluster: Cluster) -> Iterator[Remedy]:
 
 
 def _on_others(plan: Plan, cluster: Cluster) -> Iterator[Remedy]:
-    """Yield remedies for more devices of the largest kind, by doubling, and for the same number with more memory."""
+    """Yield remedies for more devices of the largest kind, by doubling, and for the same number with more
+    memory.
+    """
     count = len(cluster.devices)
     largest = max(cluster.devices, key=lambda device: device.memory_bytes)
     for times in (2, 4, _MOST_DEVICES):
@@ -161,7 +173,11 @@ def _seconds(plan: Plan) -> float:
 def _done(plan: Plan) -> str:
     """Describe a plan's memory techniques."""
     kinds = {"recompute": "layers recomputed", "offload": "tensors moved", "update": "updates on the host"}
-    done = [words for kind, words in kinds.items() if any(decision.what.value == kind for decision in plan.decisions)]
+    done = [
+        words
+        for kind, words in kinds.items()
+        if any(decision.what.value == kind for decision in plan.decisions)
+    ]
     return f"the fastest plan: {', '.join(done)}" if done else "the fastest plan"
 
 
@@ -171,7 +187,9 @@ _MOST_LAYERS = 12  # layers that are listed individually
 
 
 def describe_post_mortem(found: PostMortem) -> list[Block]:
-    """Describe a post-mortem: the failed request, the contents of the memory, layer by layer, and remedies."""
+    """Describe a post-mortem: the failed request, the contents of the memory, layer by layer, and
+    remedies.
+    """
     return [found.head, categories(found), *layers(found), *describe_remedies(found)]
 
 
@@ -203,10 +221,16 @@ def filled(plan: Plan, found: Contents, title: str = "") -> Table:
     rest = ordered[_MOST_LAYERS:]
     if rest:
         rows.append(
-            (counted(len(rest), "other"), *map(format_bytes, map(sum, zip(*map(_sizes, rest), strict=True))), "")
+            (
+                counted(len(rest), "other"),
+                *map(format_bytes, map(sum, zip(*map(_sizes, rest), strict=True))),
+                "",
+            )
         )
     left = found.peak.total_bytes - sum(row.total_bytes for row in found.layers)
-    rows.append((f"what {found.peak.action} adds, and buffers", format_bytes(max(0, left)), "", "", "", "", "", ""))
+    rows.append(
+        (f"what {found.peak.action} adds, and buffers", format_bytes(max(0, left)), "", "", "", "", "", "")
+    )
     state = "parameters", "half-precision copies", "gradients", "optimizer state"
     columns = ("layer", "in all", *state, "activations", "microbatches")
     table = Table(columns, tuple(rows), title=title)
@@ -224,7 +248,14 @@ def largest(plan: Plan, found: Contents) -> Table:
     ]  # fmt: skip
     if rest := ordered[_MOST_LAYERS:]:
         rows.append(
-            (counted(len(rest), "other"), "", "", "", "", format_bytes(sum(o.nbytes * o.microbatches for o in rest)))
+            (
+                counted(len(rest), "other"),
+                "",
+                "",
+                "",
+                "",
+                format_bytes(sum(o.nbytes * o.microbatches for o in rest)),
+            )
         )
     columns = ("layer", "kept by", "shape", "bytes", "microbatches", "in all")
     return Table(columns, tuple(rows), title="the largest activations")

@@ -62,7 +62,9 @@ def _devices(cluster: Cluster) -> Table:
         )
     columns = ("devices", "kind", "memory", "GB/s", "an operation", "host")
     return Table(
-        columns, tuple(rows), title="in brackets the part that estimates reckon with where no time was measured"
+        columns,
+        tuple(rows),
+        title="in brackets the part that estimates reckon with where no time was measured",
     )
 
 
@@ -79,7 +81,9 @@ def _flops(cluster: Cluster) -> Table:
 
 def _overheads(cluster: Cluster) -> list[Block]:
     """Return a row for each kind of GPU: the non-tensor memory of a process."""
-    kinds = {device.kind.name: device.kind.overheads for device in cluster.devices if cluster.backend == "cuda"}
+    kinds = {
+        device.kind.name: device.kind.overheads for device in cluster.devices if cluster.backend == "cuda"
+    }
     rows = tuple(
         (
             name,
@@ -116,7 +120,9 @@ def _links(cluster: Cluster) -> list[Block]:
     shown = members[:_WIDEST]
     rows = tuple((str(source), *(_rate(cluster, source, target) for target in shown)) for source in shown)
     matrix = Table(("GB/s", *map(str, shown)), rows, title="what copies reach, one way (* through a host)")
-    left_out = [f"{len(members) - len(shown)} more members are not shown"] if len(members) > len(shown) else []
+    left_out = (
+        [f"{len(members) - len(shown)} more members are not shown"] if len(members) > len(shown) else []
+    )
     return [matrix, *left_out, *_both_ways(cluster)]
 
 
@@ -164,7 +170,9 @@ def describe_profile(profile: ModelProfile) -> list[Block]:
             blocks.append(_layers(profile, measurement))
         blocks.append(_saved(profile, measurement))
     if undivided := tuple((block.name, block.undivided) for block in profile.blocks if block.undivided):
-        blocks.append(Table(("block", "modules, and what parts them nowhere"), undivided, title="not divided"))
+        blocks.append(
+            Table(("block", "modules, and what parts them nowhere"), undivided, title="not divided")
+        )
     if profile.kernels.unknown:
         blocks.append(_unknown(profile.kernels))
     if profile.additive is not None:
@@ -186,13 +194,18 @@ def describe_measurement(measurement: Measurement) -> list[Block]:
 def _unknown(memory: KernelMemory) -> Table:
     """Return the operations that could not be measured; peaks lack the workspace of their kernels."""
     rows = tuple((kernel.operation, kernel.reason) for kernel in memory.unknown)
-    return Table(("operation", "why"), rows, title="not measured: peaks are without what these kernels take inside")
+    return Table(
+        ("operation", "why"), rows, title="not measured: peaks are without what these kernels take inside"
+    )
 
 
 def _additive(profile: ModelProfile, costs: AdditiveCosts) -> Table:
     """Return the two byte counts that training runs measured for every block."""
     named = enumerate(zip(profile.block_names, costs.mem_isolated, costs.mem_added, strict=True))
-    rows = [(str(number), name, format_bytes(isolated), _signed(added)) for number, (name, isolated, added) in named]
+    rows = [
+        (str(number), name, format_bytes(isolated), _signed(added))
+        for number, (name, isolated, added) in named
+    ]
     return Table(
         (profile.part, "name", "alone", "added"),
         tuple(rows),
@@ -205,14 +218,19 @@ def _signed(nbytes: int) -> str:
 
 
 def _blocks(profile: ModelProfile, measurement: Measurement) -> Table:
-    """Return the costs of every block as a stage; consecutive equal blocks share a row, which has the costs of each."""
+    """Return the costs of every block as a stage; consecutive equal blocks share a row, which has the costs
+    of each.
+    """
     band = Ranges(measurement, profile.edges).band(1)
     rows = []
     for first, count in _runs(profile, measurement):
         costs = measurement.costs[profile.edges[first] : profile.edges[first + 1]]
         number, name = str(first), profile.block_names[first]
         if count > 1:
-            number, name = f"{first}-{first + count - 1}", f"{name} .. {profile.block_names[first + count - 1]}"
+            number, name = (
+                f"{first}-{first + count - 1}",
+                f"{name} .. {profile.block_names[first + count - 1]}",
+            )
         sizes = (
             sum(cost.static_bytes for cost in costs),
             sum(cost.state_bytes for cost in costs),
@@ -226,8 +244,12 @@ def _blocks(profile: ModelProfile, measurement: Measurement) -> Table:
     rows.append(_layer_row("", "(loss)", measurement.loss))
     size = samples(measurement.microbatch_size, profile.fingerprint.lengths)
     along = " with sequence parallelism" if measurement.sequences else ""
-    of_rank = f", on one of {measurement.tensor} tensor-parallel ranks{along}" if measurement.tensor > 1 else ""
-    return Table((profile.part, *_COLUMNS), tuple(rows), title=f"a microbatch of {size}{of_rank}; each {profile.part}")
+    of_rank = (
+        f", on one of {measurement.tensor} tensor-parallel ranks{along}" if measurement.tensor > 1 else ""
+    )
+    return Table(
+        (profile.part, *_COLUMNS), tuple(rows), title=f"a microbatch of {size}{of_rank}; each {profile.part}"
+    )
 
 
 def _layers(profile: ModelProfile, measurement: Measurement) -> Table:
@@ -281,7 +303,9 @@ def _saved(profile: ModelProfile, measurement: Measurement) -> Table:
     """
     rows = []
     for number, cost in enumerate((*measurement.kinds, measurement.loss)):
-        example = profile.layers[measurement.layers.index(number)] if number in measurement.layers else "(loss)"
+        example = (
+            profile.layers[measurement.layers.index(number)] if number in measurement.layers else "(loss)"
+        )
         groups: dict[tuple[str, str, str], list[SavedTensor]] = defaultdict(list)
         for tensor in cost.saved:
             groups[tensor.operation or "-", tensor.dtype, tensor.origin.kind].append(tensor)
@@ -291,7 +315,9 @@ def _saved(profile: ModelProfile, measurement: Measurement) -> Table:
 
 
 def _figures(tensors: list[SavedTensor]) -> tuple[str, str, str]:
-    """Return the number of tensors, their bytes, and those of the largest. Tensors in one storage count once."""
+    """Return the number of tensors, their bytes, and those of the largest. Tensors in one storage count
+    once.
+    """
     sizes: dict[object, int] = {}
     for tensor in tensors:
         key = tensor.origin if tensor.origin.kind in ("own", "input") else tensor.index

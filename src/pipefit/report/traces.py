@@ -93,12 +93,17 @@ def compare(predicted: Trace, measured: Trace) -> Comparison:
     Raises:
         UsageError: they are traces of different devices.
     """
-    ours, theirs = ({device.device: device.peak_bytes for device in trace.devices} for trace in (predicted, measured))
+    ours, theirs = (
+        {device.device: device.peak_bytes for device in trace.devices} for trace in (predicted, measured)
+    )
     if ours.keys() != theirs.keys():
         raise UsageError(
-            f"the traces are of different devices, {_list(ours)} and {_list(theirs)}: compare two traces of one plan"
+            f"the traces are of different devices, {_list(ours)} and {_list(theirs)}: compare two traces of "
+            "one plan"
         )
-    rows = (DeviceComparison(device=d, predicted_bytes=ours[d], measured_bytes=theirs[d]) for d in sorted(ours))
+    rows = (
+        DeviceComparison(device=d, predicted_bytes=ours[d], measured_bytes=theirs[d]) for d in sorted(ours)
+    )
     return Comparison(
         predicted_source=predicted.source,
         measured_source=measured.source,
@@ -138,7 +143,8 @@ def _time(comparison: Comparison) -> str:
         return "step time: not compared, because a dry run has no times"
     apart = f" ({100 * (theirs / ours - 1):+z.1f} %)" if ours else ""
     return (
-        f"step time: {format_seconds(ours)} {comparison.predicted_source}{_how(comparison.predicted_estimated)}, "
+        f"step time: {format_seconds(ours)} "
+        f"{comparison.predicted_source}{_how(comparison.predicted_estimated)}, "
         f"{format_seconds(theirs)} {comparison.measured_source}{_how(comparison.measured_estimated)}{apart}"
     )
 
@@ -187,7 +193,9 @@ def _device_row(trace: Trace, device: DeviceTrace, share: float) -> tuple[str, .
 
 
 def _categories(trace: Trace) -> Table:
-    """Return the bytes by category at each device's peak, without categories that are empty on all devices."""
+    """Return the bytes by category at each device's peak, without categories that are empty on all
+    devices.
+    """
     peaks = [device.peak.by_category if device.peak else {} for device in trace.devices]
     used = [category for category in CATEGORIES if any(category in peak for peak in peaks)]
     rows = tuple(
@@ -198,7 +206,9 @@ def _categories(trace: Trace) -> Table:
 
 
 def _allocators(trace: Trace) -> list[Block]:
-    """Return the peaks of GPU allocators, and the other memory of processes, which training does not measure."""
+    """Return the peaks of GPU allocators, and the other memory of processes, which training does not
+    measure.
+    """
     known = [(device, device.allocator) for device in trace.devices if device.allocator]
     if not known:
         return []
@@ -208,7 +218,10 @@ def _allocators(trace: Trace) -> list[Block]:
     rows = tuple(
         (
             str(device.device),
-            *(format_bytes(size) for size in (peaks.requested_bytes, peaks.allocated_bytes, peaks.reserved_bytes)),
+            *(
+                format_bytes(size)
+                for size in (peaks.requested_bytes, peaks.allocated_bytes, peaks.reserved_bytes)
+            ),
             *(() if measured else _process(peaks, device.budget_bytes)),
             str(peaks.retries) if peaks.fits else "out of memory",
         )

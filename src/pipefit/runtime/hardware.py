@@ -34,7 +34,9 @@ def free_bytes(meminfo: Path = _MEMINFO, container: Path = _CONTAINER) -> int:
     If the system does not report free memory, return half of the machine's memory.
     """
     free = _number(meminfo, r"MemAvailable:\s+(\d+) kB")
-    machine = free * 1024 if free is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    machine = (
+        free * 1024 if free is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    )
     limit, used = _number(container / "memory.max", r"(\d+)"), _number(container / "memory.current", r"(\d+)")
     if limit is None or used is None:
         return machine
@@ -126,7 +128,8 @@ class Hardware:
             return "gloo"
         if not torch.cuda.is_available():
             raise UsageError(
-                f"the plan is for {cluster.name}, and this machine has no GPU: pipefit certify needs none; to train "
+                f"the plan is for {cluster.name}, and this machine has no GPU: pipefit certify needs none; "
+                "to train "
                 f"here, plan for emulated devices, such as emulated:{len(self.plan.stages)}x256MiB"
             )
         return "gloo" if self.shared else "nccl"
@@ -159,7 +162,8 @@ class Hardware:
             return torch.device("cuda", 0)  # as under SLURM; torchrun sets LOCAL_WORLD_SIZE
         if there >= shown:
             raise UsageError(
-                f"{self.plan.cluster.name} needs GPU {there} of this machine, which shows {shown}: choose a cluster of "
+                f"{self.plan.cluster.name} needs GPU {there} of this machine, which shows {shown}: choose a "
+                "cluster of "
                 "fewer devices, or emulated ones, or let all share one GPU (--share-device)"
             )
         return torch.device("cuda", there)
@@ -221,8 +225,10 @@ def check_hosts(plan: Plan, rank: int) -> None:
     together = [number for number, other in enumerate(hosts) if other == host]
     if started != together:
         raise UsageError(
-            f"workers {started} were started on one machine, but the plan has workers {together} on host {host}, which "
-            f"worker {rank} belongs to: start {len(together)} there, as torchrun --nproc-per-node does, with the "
+            f"workers {started} were started on one machine, but the plan has workers {together} on host "
+            f"{host}, which "
+            f"worker {rank} belongs to: start {len(together)} there, as torchrun --nproc-per-node does, with "
+            "the "
             "machines in the order of the cluster's hosts"
         )
 
@@ -235,7 +241,9 @@ def check_backwards(devices: Iterable[torch.device]) -> None:
     """
     if follows_fake_streams() and any(device.type == "cuda" for device in devices):
         raise UsageError(
-            "this process has profiled or certified for CUDA with fake GPUs of its own, after which torch runs no "
-            "backward on a real one: plan and certify before the first backward, or in another process, and load the "
+            "this process has profiled or certified for CUDA with fake GPUs of its own, after which torch "
+            "runs no "
+            "backward on a real one: plan and certify before the first backward, or in another process, and "
+            "load the "
             "plan here"
         )

@@ -138,7 +138,9 @@ def _with_memory(bare: Task, chain: Chain, own: Sequence[ChainLayer]) -> Start |
     """
     assert isinstance(bare.module, nn.Module)
     modules = [layer.module for layer in own]
-    wanted = {storage_key(t) for m in modules for t in _strided((*m.parameters(), *m.buffers(), *constants(m)))}
+    wanted = {
+        storage_key(t) for m in modules for t in _strided((*m.parameters(), *m.buffers(), *constants(m)))
+    }
 
     def convert(tensor: Tensor) -> Tensor:
         if tensor.layout is not torch.strided or storage_key(tensor) not in wanted:
@@ -149,7 +151,11 @@ def _with_memory(bare: Task, chain: Chain, own: Sequence[ChainLayer]) -> Start |
     module, *copies = copied(whole, convert).children()
     layers = tuple(replace(layer, module=copy) for layer, copy in zip(chain.layers, copies, strict=True))
     mine = set(map(id, modules))
-    if any(_holds_fakes(copy) for copy, layer in zip(copies, chain.layers, strict=True) if id(layer.module) in mine):
+    if any(
+        _holds_fakes(copy)
+        for copy, layer in zip(copies, chain.layers, strict=True)
+        if id(layer.module) in mine
+    ):
         return None
     return Start(replace(bare, module=module), replace(chain, layers=layers))
 

@@ -48,7 +48,9 @@ class Names:
         for number, layer in enumerate(layers):
             for local, tensor in layer.module.state_dict(keep_vars=True).items():
                 name = layer.originals[local]
-                stored.setdefault(name, met.setdefault(id(tensor), name) if isinstance(tensor, nn.Parameter) else name)
+                stored.setdefault(
+                    name, met.setdefault(id(tensor), name) if isinstance(tensor, nn.Parameter) else name
+                )
                 first.setdefault(stored[name], number)
         return Names(stored=stored, first=first)
 
@@ -58,7 +60,9 @@ class Names:
         return tuple((name, stored) for name, stored in self.stored.items() if name != stored)
 
     def are_of(self, name: str, start: int, stop: int) -> bool:
-        """Return whether the stage of layers `start` to `stop - 1` stores a tensor under exactly this name."""
+        """Return whether the stage of layers `start` to `stop - 1` stores a tensor under exactly this
+        name.
+        """
         return self.stored[name] == name and start <= self.first[name] < stop
 
 
@@ -180,7 +184,9 @@ class StageState:
                         kept = stage.shards.part_of_state(name, kept)
                     beside = stage.updates.numbers_beside(trained)
                     stage.optimizer.state[trained] = {
-                        **{key: _put(value, trained, single=key not in beside) for key, value in kept.items()},
+                        **{
+                            key: _put(value, trained, single=key not in beside) for key, value in kept.items()
+                        },
                         **copy.deepcopy(dict(self.numbers.get(name, {}))),
                     }
                 elif replace and stage.optimizer is not None:
@@ -190,7 +196,8 @@ class StageState:
 def _check(layer: ChainLayer, local: str, kept: object) -> None:
     if not isinstance(kept, Tensor):
         raise UsageError(
-            f"layer {layer.name} keeps {local} in its state dict, which is {kind_of(kept)} and not a tensor: a state "
+            f"layer {layer.name} keeps {local} in its state dict, which is {kind_of(kept)} and not a tensor: "
+            "a state "
             "can hold tensors alone; keep it in a buffer"
         )
 
@@ -201,7 +208,8 @@ def _copy(tensors: Mapping[str, Tensor], name: str, into: Tensor, shards: RankSh
     if result is None or result.shape != needed:
         have = "is missing" if result is None else f"has shape {tuple(result.shape)}"
         raise UsageError(
-            f"the state does not fit the model: {name} {have}, and {tuple(needed)} is needed: load it into the "
+            f"the state does not fit the model: {name} {have}, and {tuple(needed)} is needed: load it into "
+            "the "
             "model that it was taken from"
         )
     with torch.no_grad():

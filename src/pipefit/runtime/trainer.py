@@ -38,7 +38,14 @@ from pipefit.runtime.checkpoint.checkpointing import Checkpointing, OnFailedSave
 from pipefit.runtime.checkpoint.saver import OnSave, Saved
 from pipefit.runtime.checks.comparison import Comparisons
 from pipefit.runtime.checks.loss import check_left_out
-from pipefit.runtime.checks.plan_check import TRAINED, check_casts, check_frozen, check_model, frozen_in, warn_elsewhere
+from pipefit.runtime.checks.plan_check import (
+    TRAINED,
+    check_casts,
+    check_frozen,
+    check_model,
+    frozen_in,
+    warn_elsewhere,
+)
 from pipefit.runtime.comm.joining import connected, groups_of, joins_workers
 from pipefit.runtime.engine.assembly import assemble
 from pipefit.runtime.engine.batches import Cut, Programs
@@ -149,7 +156,9 @@ class Untold(NamedTuple):
     report: StepReport
 
     def tell(self, callbacks: Sequence[Callback]) -> float:
-        """Wait for the loss of all workers, pass the completed report to the callbacks, and return the loss."""
+        """Wait for the loss of all workers, pass the completed report to the callbacks, and return the
+        loss.
+        """
         loss, peaks = self.result.joined()
         for callback in callbacks:
             callback(replace(self.report, loss=loss, peak_bytes=peaks))
@@ -274,10 +283,17 @@ class Trainer:
     ) -> None:
         seed_number(seed)
         number("timeout_seconds", timeout_seconds, below=LONGEST_SECONDS)
-        self.task, self.plan = instance("task", task, Task), instance("plan", plan, Plan, "pipefit.load reads one")
+        self.task, self.plan = (
+            instance("task", task, Task),
+            instance("plan", plan, Plan, "pipefit.load reads one"),
+        )
         called: Iterable[Callback] = instance("callbacks", callbacks, Iterable)
         self.accumulate, self.callbacks = whole("accumulate", accumulate, 1), tuple(called)
-        self._accumulated, self._programs, self._began = 0, Programs(plan), 0.0  # batches since the last update
+        self._accumulated, self._programs, self._began = (
+            0,
+            Programs(plan),
+            0.0,
+        )  # batches since the last update
         self._entered, self._untold = Entered(), deque[Untold]()  # since the pipeline was empty; pending
         self._kernels = Kernels(torch.get_num_threads())
         hardware = Hardware(plan, share_device)
@@ -294,7 +310,12 @@ class Trainer:
         site = Site(
             task=task,
             sources=trained_sources(
-                plan, trained, chain, self._groups, copies=not self.distributed, held=self._comparisons.of_ranks
+                plan,
+                trained,
+                chain,
+                self._groups,
+                copies=not self.distributed,
+                held=self._comparisons.of_ranks,
             ),
             plan=plan,
             program=program,
@@ -309,7 +330,9 @@ class Trainer:
             device, allowed = hardware.device(one), hardware.cap_bytes(program, one) if cap else None
             meter = hardware.meter(one, device, self._kernels, gpu_bytes=allowed)
             self.runners.append(assemble(site, one, device=device, meter=meter))
-        self._execution = Execution(task, plan, chain, self.runners, groups=self._groups, distributed=self.distributed)
+        self._execution = Execution(
+            task, plan, chain, self.runners, groups=self._groups, distributed=self.distributed
+        )
         self._frozen = frozen_in([layer for stage in self.stages for layer in stage.layers])
         self.chain = self._execution.chain  # so that layers of other workers' stages are freed
         count = len(plan.workers) if self.distributed else 1
@@ -326,7 +349,9 @@ class Trainer:
             held=None if held is None else path_of(held),
         )
         own = task.module if self._on_a_copy else None
-        self._whole = WholeModule(own, list(self.stages), self._checkpoints) if isinstance(own, nn.Module) else None
+        self._whole = (
+            WholeModule(own, list(self.stages), self._checkpoints) if isinstance(own, nn.Module) else None
+        )
         self._began, self._step_seconds = time.perf_counter(), list[float]()
         self._steps_before = 0  # steps of the checkpoint that was loaded
 
@@ -360,7 +385,9 @@ class Trainer:
             check_frozen(self._frozen)
             given = self._cut(both)
             update = self._accumulated + 1 == self.accumulate
-            program = self._programs.training(len(given.sizes), self._entered, update=update, last=given.sizes[-1])
+            program = self._programs.training(
+                len(given.sizes), self._entered, update=update, last=given.sizes[-1]
+            )
             if self._accumulated == 0 and not self._entered.steps:
                 self._execution.drop_gradients()
             result = self._run(given, program, self.accumulate, training=True)
@@ -377,7 +404,9 @@ class Trainer:
 
     @property
     def not_compared(self) -> str:
-        """Reason why numbers of the model, or of its tensor-parallel layers, were not compared at the start."""
+        """Reason why numbers of the model, or of its tensor-parallel layers, were not compared at the
+        start.
+        """
         return self._comparisons.not_compared
 
     @property
@@ -417,7 +446,9 @@ class Trainer:
         """Trace of this process so far; devices of other workers are empty in it."""
         mine = {runner.number: runner for runner in self.runners}
         devices = tuple(
-            mine[n].trace(device.memory_bytes) if n in mine else lending_trace(self.plan, n, self._lending.arenas)
+            mine[n].trace(device.memory_bytes)
+            if n in mine
+            else lending_trace(self.plan, n, self._lending.arenas)
             for n, device in enumerate(self.plan.cluster.devices)
         )
         seconds = tuple(self._step_seconds)
@@ -471,7 +502,9 @@ class Trainer:
         """Number of trained batches, including those before the checkpoint that was loaded."""
         return self._steps_before + len(self._step_seconds)
 
-    def save(self, directory: str | os.PathLike[str], *, keep: int | None = None, background: bool = True) -> None:
+    def save(
+        self, directory: str | os.PathLike[str], *, keep: int | None = None, background: bool = True
+    ) -> None:
         """Save a checkpoint: a folder in `directory`, such as `step-00000800`, named after `steps_done`.
 
         All workers call it together. It copies the trained state to host memory, and a thread writes the copy
@@ -489,7 +522,8 @@ class Trainer:
         """
         if self._accumulated:
             raise UsageError(
-                f"{self._accumulated} of the {self.accumulate} batches of an update are done, whose gradients no "
+                f"{self._accumulated} of the {self.accumulate} batches of an update are done, whose "
+                "gradients no "
                 f"checkpoint holds: save after the update, so after a multiple of {self.accumulate} batches"
             )
         self._drain()
@@ -559,7 +593,9 @@ class Trainer:
 
     @property
     def _on_a_copy(self) -> bool:
-        """True if a copy of the task's module is trained, because stages hold only parts of its parameters."""
+        """True if a copy of the task's module is trained, because stages hold only parts of its
+        parameters.
+        """
         return not self.distributed and isinstance(self.task.module, nn.Module) and takes_apart(self.plan)
 
     def _clock(self) -> float:
@@ -576,7 +612,9 @@ class Trainer:
         """Complete the microbatches in flight, if any, and update the trained copy from the module."""
         if self._entered.steps:
             with undisturbed():  # the caller may be evaluating
-                self._run_program(self._programs.training(0, self._entered, update=True), inputs=[], targets=[])
+                self._run_program(
+                    self._programs.training(0, self._entered, update=True), inputs=[], targets=[]
+                )
             self._lending.settle()
             self._entered = Entered()
         if self._whole is not None:

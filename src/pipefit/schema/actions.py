@@ -4,18 +4,18 @@
 number after the kind is the microbatch:
 
     0LOAD3               copy microbatch 3's data to the device; complete when it returns
-    2RECV_F0             start receiving stage 2's inputs               2WAIT_RECV_F0       the inputs have arrived
-    2F0                  forward of the whole stage                     2F0[3:6]            of layers 3, 4 and 5 only
-    2N0                  forward that keeps nothing but its inputs      2N0[3:6]
+    2RECV_F0             start receiving stage 2's inputs               2WAIT_RECV_F0       the inputs have
+    arrived 2F0                  forward of the whole stage                     2F0[3:6]            of layers
+    3, 4 and 5 only 2N0                  forward that keeps nothing but its inputs      2N0[3:6]
     2R0                  recompute the forward from those inputs        2R0[3:6]
     2B0                  backward, from the tensors that F or R saved   2B0[3:6]
     2I0, 2W0             the two parts of a split backward: gradients of the inputs, gradients of the weights
-    2SEND_F0             start sending stage 2's outputs to stage 3     2WAIT_SEND_F0       sent: the buffer is freed
-    2SEND_B0, 2RECV_B0   the same for gradients: from stage 2 to stage 1, and into stage 2 from stage 3
-    2SEND_F0{0:2}@device5    only rows 0 and 1 of the microbatch, to one of several devices
-    2OFFLOAD0[5.3]@host  start offloading layer 5's saved tensor 3      2WAIT_OFFLOAD0[5.3]@host   device copy freed
-    2RELOAD0[5.3]@host   allocate, and start copying it back            2WAIT_RELOAD0[5.3]@host    it is back
-    2OFFLOAD0[5.3]@device3*2+device4*1    striped over two peers, two parts and one
+    2SEND_F0             start sending stage 2's outputs to stage 3     2WAIT_SEND_F0       sent: the buffer
+    is freed 2SEND_B0, 2RECV_B0   the same for gradients: from stage 2 to stage 1, and into stage 2 from stage
+    3 2SEND_F0{0:2}@device5    only rows 0 and 1 of the microbatch, to one of several devices
+    2OFFLOAD0[5.3]@host  start offloading layer 5's saved tensor 3      2WAIT_OFFLOAD0[5.3]@host   device copy
+    freed 2RELOAD0[5.3]@host   allocate, and start copying it back            2WAIT_RELOAD0[5.3]@host    it is
+    back 2OFFLOAD0[5.3]@device3*2+device4*1    striped over two peers, two parts and one
     2OFFLOAD0#1@host     the saved tensors of the program's bundle 1, together
     2OFFLOAD0[5.versions]@host    the weights of layer 5 that the forward of microbatch 0 used
     0LOAD3{2:4}          only rows 2 and 3 of microbatch 3: the local batch of one of several replicas
@@ -25,12 +25,12 @@ number after the kind is the microbatch:
     0RESHARD[2:4]        free the parameters of layers that other replicas own
     0REDUCE[1.shared]    start the all-reduce of shared parameter 1's gradients over its holders; WAIT joins
     0AGREE               start exchanging gradient norms and overflows between all stages; WAIT joins
-    2STEP                optimizer step; gradients are freed            2STEP3              after microbatch 3 of many
-    2STEP[5:7]           of layers 5 and 6 only
+    2STEP                optimizer step; gradients are freed            2STEP3              after microbatch 3
+    of many 2STEP[5:7]           of layers 5 and 6 only
     2STEP[5:7]@host      start it on the host, which has the optimizer's state and gradients; WAIT joins
     2OFFLOAD[5.optimizer]@host    start offloading a state of layer 5; #1 names the states of bundle 1
-    2STASH3              keep the weights for microbatches in flight and coming forwards: updates change a copy
-    2WAIT_STASH3         forwards use the updated copy from here on
+    2STASH3              keep the weights for microbatches in flight and coming forwards: updates change a
+    copy 2WAIT_STASH3         forwards use the updated copy from here on
 
 Background work has one mechanism: an action starts it, and the same action with WAIT joins it. Receives and
 reloads allocate memory when they start; sends and offloads free memory when they are joined. Thus the bytes
@@ -206,7 +206,8 @@ def parse_action(text: str) -> Action:
     match = _ACTION.fullmatch(text.strip())
     if not match:
         raise UsageError(
-            f"{shortened(repr(text))} is not an action: write stage, kind and microbatch, such as 2F0, 2WAIT_RECV_F0 "
+            f"{shortened(repr(text))} is not an action: write stage, kind and microbatch, such as 2F0, "
+            "2WAIT_RECV_F0 "
             "or 2OFFLOAD0[5.3]@host"
         )
     part = match.groupdict()

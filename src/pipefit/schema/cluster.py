@@ -122,11 +122,15 @@ class Cluster(Shown):
                     f"emulated devices are pairs of a count and bytes, such as (2, 1 << 28), not {group!r}"
                 )
             whole("the number of emulated devices", group[0], 1, MOST_DEVICES)
-        devices = tuple(Device(kind=_EMULATED, memory_bytes=nbytes) for count, nbytes in groups for _ in range(count))
+        devices = tuple(
+            Device(kind=_EMULATED, memory_bytes=nbytes) for count, nbytes in groups for _ in range(count)
+        )
         members = (*map(Member.device, range(len(devices))), Member.host(0))
         name = "emulated:" + "+".join(f"{count}x{_short(nbytes)}" for count, nbytes in groups)
         shared_memory = Link(members=members, bytes_per_second=4e9, latency_seconds=1e-4)
-        host = Host(memory_bytes=max(64 << 30, sum(device.memory_bytes for device in devices)), memory_bandwidth=1e10)
+        host = Host(
+            memory_bytes=max(64 << 30, sum(device.memory_bytes for device in devices)), memory_bandwidth=1e10
+        )
         return Cluster(name=name, backend="emulated", devices=devices, hosts=(host,), links=(shared_memory,))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -162,7 +166,9 @@ class Cluster(Shown):
 
         Of devices with equal budgets, the first are taken.
         """
-        return tuple(sorted(sorted(range(len(self.devices)), key=lambda number: -self.budgets[number])[:count]))
+        return tuple(
+            sorted(sorted(range(len(self.devices)), key=lambda number: -self.budgets[number])[:count])
+        )
 
     def _budget(self, device: Device) -> int:
         return max(1, device.memory_bytes - self._reserve(device))
@@ -179,7 +185,9 @@ class Cluster(Shown):
             UsageError: a reserve leaves no memory of a device.
         """
         pairs = zip(self.devices, reserves, strict=True)
-        return replace(self, devices=tuple(replace(device, reserve_bytes=reserve) for device, reserve in pairs))
+        return replace(
+            self, devices=tuple(replace(device, reserve_bytes=reserve) for device, reserve in pairs)
+        )
 
     def _with_cards(self, count: int) -> Cluster:
         """Return a box with `count` copies of the one device, each with copies of its links."""
@@ -190,7 +198,9 @@ class Cluster(Shown):
             members = tuple(Member.device(number) if member == card else member for member in link.members)
             return replace(link, members=members)
 
-        links = ((of(n, link) for n in range(count)) if card in link.members else (link,) for link in self.links)
+        links = (
+            (of(n, link) for n in range(count)) if card in link.members else (link,) for link in self.links
+        )
         name = self.name.replace("1", str(count), 1)
         return replace(self, name=name, devices=self.devices * count, links=tuple(chain.from_iterable(links)))
 
@@ -212,7 +222,9 @@ class Cluster(Shown):
             name=f"{count}x{self.name}@{_short(round(bytes_per_second))}/s",
             backend=self.backend,
             devices=tuple(
-                replace(one, host=one.host + n * len(self.hosts)) for n in range(count) for one in self.devices
+                replace(one, host=one.host + n * len(self.hosts))
+                for n in range(count)
+                for one in self.devices
             ),
             hosts=self.hosts * count,
             links=(*(self._moved(link, n) for n in range(count) for link in self.links), network),
@@ -286,13 +298,18 @@ class Cluster(Shown):
         path = list(dict.fromkeys([source, self._near(source), self._near(target), target]))
         if len(path) < 3:
             raise UsageError(
-                f"no link joins {source} and {target}: add one to the cluster, or a link from each device to its host"
+                f"no link joins {source} and {target}: add one to the cluster, or a link from each device to "
+                "its host"
             )
         hops = [self.route(a, b) for a, b in pairwise(path)]
         both_ways = dict[str, float]()  # bytes per second while both directions of a wire are busy
         for hop in hops:
-            both_ways |= {wire: hop.bytes_per_second * left for wire, left in zip(hop.wires, hop.slowed, strict=True)}
-        itself = {wire for wire in both_ways if opposite(wire) in both_ways}  # the route uses both directions of a link
+            both_ways |= {
+                wire: hop.bytes_per_second * left for wire, left in zip(hop.wires, hop.slowed, strict=True)
+            }
+        itself = {
+            wire for wire in both_ways if opposite(wire) in both_ways
+        }  # the route uses both directions of a link
         rate = min([*(hop.bytes_per_second for hop in hops), *(both_ways[wire] for wire in itself)])
         slowed = (1.0 if wire in itself else min(1.0, own / rate) for wire, own in both_ways.items())
         return Route(rate, sum(hop.latency_seconds for hop in hops), tuple(both_ways), tuple(slowed))
@@ -346,7 +363,9 @@ class Cluster(Shown):
 
     def __str__(self) -> str:
         sizes = Counter((device.kind.name, device.memory_bytes) for device in self.devices)
-        return f"{self.name}: " + ", ".join(f"{n} x {kind} {format_bytes(size)}" for (kind, size), n in sizes.items())
+        return f"{self.name}: " + ", ".join(
+            f"{n} x {kind} {format_bytes(size)}" for (kind, size), n in sizes.items()
+        )
 
 
 _COUNT = re.compile(WHOLE)
@@ -365,7 +384,8 @@ def parse_emulated(text: str) -> Cluster:
         count, times, size = part.partition("x")
         if not times or not _COUNT.fullmatch(count.strip()):
             raise UsageError(
-                f"{shortened(repr(text))} is not an emulated cluster: write count x memory, such as emulated:4x256MiB "
+                f"{shortened(repr(text))} is not an emulated cluster: write count x memory, such as "
+                "emulated:4x256MiB "
                 "or emulated:2x256MiB+2x128MiB"
             )
         groups.append((int(count), parse_bytes(size)))
@@ -374,7 +394,9 @@ def parse_emulated(text: str) -> Cluster:
     return Cluster.emulated(*groups)
 
 
-_EMULATED = DeviceKind(name="emulated-cpu", flops={"float32": 5e10}, memory_bandwidth=1e10)  # about one laptop core
+_EMULATED = DeviceKind(
+    name="emulated-cpu", flops={"float32": 5e10}, memory_bandwidth=1e10
+)  # about one laptop core
 
 
 def _short(nbytes: int) -> str:

@@ -63,7 +63,9 @@ class SavedTensors:
     def __post_init__(self) -> None:
         check_types(self)
         if not self.tensors:
-            raise UsageError("a decision about saved tensors names at least one, such as layer 5 and its number 3")
+            raise UsageError(
+                "a decision about saved tensors names at least one, such as layer 5 and its number 3"
+            )
 
     def __str__(self) -> str:
         return "saved " + ", ".join(f"{layer}.{index}" for layer, index in self.tensors)
@@ -150,7 +152,9 @@ class Decision:
         check_types(self)
         if isinstance(self.subject, Run) != (self.what is What.RECOMPUTE):
             raise UsageError(f"{self}: runs of layers are recomputed, saved tensors and states are offloaded")
-        if self.what is What.UPDATE and not (isinstance(self.subject, State) and self.subject.kind == "optimizer"):
+        if self.what is What.UPDATE and not (
+            isinstance(self.subject, State) and self.subject.kind == "optimizer"
+        ):
             raise UsageError(
                 f"{self}: what is updated at a place is an optimizer's state, which stays there: name it as "
                 "State(start, stop, kind='optimizer')"
@@ -161,11 +165,14 @@ class Decision:
             raise UsageError(f"{self}: an update runs on one host, such as host or host1")
         if self.ahead < 0 or self.behind < 0:
             raise UsageError(
-                f"{self}: ahead and behind are numbers of actions, zero or more, not {self.ahead} and {self.behind}"
+                f"{self}: ahead and behind are numbers of actions, zero or more, not {self.ahead} and "
+                f"{self.behind}"
             )
         taken, every, _ = self.microbatches
         if not 0 < taken <= every:
-            raise UsageError(f"{self}: it takes {taken} of every {every} microbatches; take 1 or more, up to {every}")
+            raise UsageError(
+                f"{self}: it takes {taken} of every {every} microbatches; take 1 or more, up to {every}"
+            )
         whole = isinstance(self.subject, State) and self.subject.kind != "versions"
         if whole and self.microbatches != ALL_MICROBATCHES:
             raise UsageError(f"{self}: this state is that of all microbatches: leave `microbatches` out")

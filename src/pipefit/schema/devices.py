@@ -27,7 +27,9 @@ from pipefit.units import KIB, MIB, WHOLE, format_bytes
 #     device3*2+device4*1      striped over two peers: two parts of three on device 3, one on device 4
 #     device5                  in a message: its other end
 
-ALIGNMENT = 512  # bytes; CUDA's allocator aligns every block to it, and copies between aligned blocks are fastest
+ALIGNMENT = (
+    512  # bytes; CUDA's allocator aligns every block to it, and copies between aligned blocks are fastest
+)
 
 
 class MemberKind(StrEnum):
@@ -148,7 +150,8 @@ def parse_place(text: str) -> Place:
         match = _SHARE.fullmatch(word)
         if not match or not _MEMBER.fullmatch(match[1]):
             raise UsageError(
-                f"{shortened(repr(text))} is not a place: write host, device3 or, in shares, device3*2+device4*1"
+                f"{shortened(repr(text))} is not a place: write host, device3 or, in shares, "
+                "device3*2+device4*1"
             )
         shares.append(Share(parse_member(match[1]), int(match[2] or 1)))
     place = Place(shares)
@@ -160,7 +163,8 @@ def parse_place(text: str) -> Place:
         numbers = [member.number for member in place.members if member.kind is kind]
         if None in numbers and len(numbers) > 1:
             raise UsageError(
-                f"place {text!r} names a {kind.value} with its number and one without, which may be the same: "
+                f"place {text!r} names a {kind.value} with its number and one without, which may be the "
+                "same: "
                 "give both a number"
             )
     return place
@@ -170,7 +174,9 @@ def _as_text(parse: Any) -> Any:
     """Return the pydantic schema of a type that files store as its text form."""
     from pydantic_core import core_schema  # only where a file is read or written
 
-    text = core_schema.chain_schema([core_schema.str_schema(), core_schema.no_info_plain_validator_function(parse)])
+    text = core_schema.chain_schema(
+        [core_schema.str_schema(), core_schema.no_info_plain_validator_function(parse)]
+    )
     return core_schema.json_or_python_schema(
         json_schema=text,
         python_schema=core_schema.no_info_plain_validator_function(
@@ -200,7 +206,8 @@ def _check_rates(what: str, *rates: float) -> None:
     for rate in rates:
         if not _SLOWEST <= rate <= _FASTEST:
             raise UsageError(
-                f"{what} is at {rate:g} a second, as far as it is reached, and times are reckoned with {_SLOWEST:g} to "
+                f"{what} is at {rate:g} a second, as far as it is reached, and times are reckoned with "
+                f"{_SLOWEST:g} to "
                 f"{_FASTEST:g}: write the figure of the data sheet"
             )
 
@@ -261,19 +268,24 @@ class DeviceKind:
         check_types(self)
         for dtype in (*self.flops, *self.flops_reached):
             check_dtype(dtype)
-        if not self.flops or not all(0 < rate < inf for rate in (self.memory_bandwidth, *self.flops.values())):
+        if not self.flops or not all(
+            0 < rate < inf for rate in (self.memory_bandwidth, *self.flops.values())
+        ):
             raise UsageError(
-                f"device kind {self.name!r} needs a memory_bandwidth and at least one FLOP/s figure, all of them "
+                f"device kind {self.name!r} needs a memory_bandwidth and at least one FLOP/s figure, all of "
+                "them "
                 "positive and finite"
             )
         if not all(0 < part <= 1 for part in (self.bandwidth_reached, *self.flops_reached.values())):
             raise UsageError(
-                f"device kind {self.name!r}: bandwidth_reached and flops_reached are parts of the peak figures, above "
+                f"device kind {self.name!r}: bandwidth_reached and flops_reached are parts of the peak "
+                "figures, above "
                 "0 and at most 1"
             )
         if not 0 <= self.operation_seconds < 1:
             raise UsageError(
-                f"device kind {self.name!r}: operation_seconds is from 0 to less than 1, not {self.operation_seconds:g}"
+                f"device kind {self.name!r}: operation_seconds is from 0 to less than 1, not "
+                f"{self.operation_seconds:g}"
             )
         _check_rates(f"memory of device kind {self.name!r}", self.memory_bandwidth * self.bandwidth_reached)
         parts = (USUAL_FLOPS_REACHED, *self.flops_reached.values())
@@ -333,7 +345,8 @@ class Device:
             raise UsageError(f"a device needs at least one byte of memory, not {self.memory_bytes}")
         if self.reserve_bytes is not None and not 0 <= self.reserve_bytes < self.memory_bytes:
             raise UsageError(
-                f"a reserve is zero or more and less than the memory of its device, {format_bytes(self.memory_bytes)}, "
+                "a reserve is zero or more and less than the memory of its device, "
+                f"{format_bytes(self.memory_bytes)}, "
                 f"not {format_bytes(self.reserve_bytes)}"
             )
 
@@ -366,7 +379,8 @@ class Host:
             )
         if self.memory_bandwidth is not None and not 0 < self.memory_bandwidth < inf:
             raise UsageError(
-                f"a host's memory_bandwidth must be positive and finite, not {self.memory_bandwidth:g}: leave it out "
+                f"a host's memory_bandwidth must be positive and finite, not {self.memory_bandwidth:g}: "
+                "leave it out "
                 "if unknown"
             )
         if self.memory_bandwidth is not None:
@@ -399,12 +413,14 @@ class Link:
         check_types(self)
         if len(set(self.members)) < 2 or any(member.number is None for member in self.members):
             raise UsageError(
-                "a link joins two or more different members, each with its number, such as device0 and host0, not "
+                "a link joins two or more different members, each with its number, such as device0 and "
+                "host0, not "
                 f"{', '.join(map(str, self.members)) or 'none'}"
             )
         if not 0 < self.bytes_per_second < inf or not 0 <= self.latency_seconds < inf or self.lanes < 1:
             raise UsageError(
-                f"{self._named}: bytes_per_second and lanes must be positive, and latency not negative, all of them "
+                f"{self._named}: bytes_per_second and lanes must be positive, and latency not negative, all "
+                "of them "
                 f"finite, not {self.bytes_per_second:g}, {self.lanes} and {self.latency_seconds:g}"
             )
         if not 0 < self.efficiency <= 1:
@@ -414,13 +430,15 @@ class Link:
             )
         if not 0.5 <= self.duplex <= 1:
             raise UsageError(
-                f"{self._named}: duplex is the part of its rate that each direction keeps while both are busy, from "
+                f"{self._named}: duplex is the part of its rate that each direction keeps while both are "
+                "busy, from "
                 f"0.5, as if they took turns, to 1, not {self.duplex:g}"
             )
         _check_rates(self._named, self.copy_rate)
         if self.latency_seconds >= LONGEST_SECONDS:
             raise UsageError(
-                f"{self._named}: latency_seconds is less than {LONGEST_SECONDS:g}, not {self.latency_seconds:g}"
+                f"{self._named}: latency_seconds is less than {LONGEST_SECONDS:g}, not "
+                f"{self.latency_seconds:g}"
             )
 
     @property

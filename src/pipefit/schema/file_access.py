@@ -41,7 +41,9 @@ def content(path: str | os.PathLike[str], source: str, most: int, what: str) -> 
         if not stat.S_ISREG(status.st_mode):
             raise FileError(f"{source} is not a regular file; save its content to one first")
         if status.st_size > most:
-            raise FileError(f"{source} has {format_bytes(status.st_size)}; {what} at most {format_bytes(most)}")
+            raise FileError(
+                f"{source} has {format_bytes(status.st_size)}; {what} at most {format_bytes(most)}"
+            )
         return Path(path).read_bytes()
     except FileNotFoundError:
         raise FileError(f"there is no file {source}; check the name and the folder") from None

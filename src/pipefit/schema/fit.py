@@ -169,7 +169,11 @@ def named_value(grown: str, value: int) -> str:
 # ---- Overview: devices, microbatch sizes and precisions with which a model fits
 
 How = Literal["kept", "recomputed", "moved"]
-HOWS: tuple[How, ...] = ("kept", "recomputed", "moved")  # each may do everything that the previous ones may do
+HOWS: tuple[How, ...] = (
+    "kept",
+    "recomputed",
+    "moved",
+)  # each may do everything that the previous ones may do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +201,10 @@ class Reach:
             },
             "fastest": None
             if self.fastest is None
-            else {"microbatch_size": self.fastest.value, "samples_per_second": samples_per_second(self.fastest)},
+            else {
+                "microbatch_size": self.fastest.value,
+                "samples_per_second": samples_per_second(self.fastest),
+            },
         }
 
 

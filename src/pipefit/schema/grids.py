@@ -78,10 +78,14 @@ def dimensions(
             its rows are
         not contiguous in memory; or a sender `gathers` a gradient without samples from several receivers.
     """
-    result = tuple(_dimension(a, b, samples, number) for number, (a, b) in enumerate(zip(one, other, strict=True)))
+    result = tuple(
+        _dimension(a, b, samples, number) for number, (a, b) in enumerate(zip(one, other, strict=True))
+    )
     for number, (dimension, value) in enumerate(zip(result, one, strict=True)):
         if gathers and dimension is None and value.has_gradient:
-            raise UsageError(f"value {number} has a gradient but no samples, and several replicas would send one back")
+            raise UsageError(
+                f"value {number} has a gradient but no samples, and several replicas would send one back"
+            )
     return result
 
 
@@ -90,19 +94,27 @@ def _dimension(one: Value, other: Value, samples: tuple[int, int], number: int) 
     if not differing:
         return None
     known = zip((one, other), samples, strict=True)
-    shapes = " and ".join(f"{'x'.join(map(str, value.shape))} for {counted(count, 'sample')}" for value, count in known)
+    shapes = " and ".join(
+        f"{'x'.join(map(str, value.shape))} for {counted(count, 'sample')}" for value, count in known
+    )
     alike = len(one.shape) == len(other.shape) and len(differing) == 1
     if not alike or (one.shape[differing[0]], other.shape[differing[0]]) != samples:
-        raise UsageError(f"value {number} has no dimension of the samples that could be divided: it is {shapes}")
+        raise UsageError(
+            f"value {number} has no dimension of the samples that could be divided: it is {shapes}"
+        )
     if prod(one.shape[: differing[0]]) > 1:
-        raise UsageError(f"value {number} has its samples along dimension {differing[0]}, not the first ({shapes})")
+        raise UsageError(
+            f"value {number} has its samples along dimension {differing[0]}, not the first ({shapes})"
+        )
     return differing[0]
 
 
 # ----------------------------------------------------------------------------------------------------
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
-SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)  # each divides everything that the previous one does, and more
+SHARDINGS: tuple[Sharding, ...] = get_args(
+    Sharding
+)  # each divides everything that the previous one does, and more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +145,9 @@ class Grid:
     def __post_init__(self) -> None:
         check_types(self)
         if self.data < 1 or self.tensor < 1:
-            raise UsageError(f"a grid has 1 replica or more of 1 shard or more, not {self.data} of {self.tensor}")
+            raise UsageError(
+                f"a grid has 1 replica or more of 1 shard or more, not {self.data} of {self.tensor}"
+            )
         if self.data * self.tensor != len(self.devices):
             raise UsageError(
                 f"a grid of {counted(self.data, 'replica')} of {counted(self.tensor, 'shard')} each has "
@@ -141,7 +155,8 @@ class Grid:
             )
         if self.sequences and self.tensor == 1:
             raise UsageError(
-                "a stage of 1 shard has all positions of its sequences, so that sequences=True means nothing: leave it "
+                "a stage of 1 shard has all positions of its sequences, so that sequences=True means "
+                "nothing: leave it "
                 "out, or give the stage several shards (tensor)"
             )
         if self.buckets < 1:
@@ -149,12 +164,14 @@ class Grid:
         if self.data == 1 and (self.shard != "none" or self.buckets > 1):
             asked = f"shard={self.shard!r}" if self.shard != "none" else f"buckets={self.buckets}"
             raise UsageError(
-                f"a stage of 1 replica sums no gradients and divides nothing between replicas, so that {asked} means "
+                "a stage of 1 replica sums no gradients and divides nothing between replicas, so that "
+                f"{asked} means "
                 "nothing: leave it out, or give the stage several replicas (data)"
             )
         if len(set(self.devices)) != len(self.devices) or min(self.devices) < 0:
             raise UsageError(
-                f"a grid names each of its devices once, by a number of zero or more, not {list(self.devices)}"
+                "a grid names each of its devices once, by a number of zero or more, not "
+                f"{list(self.devices)}"
             )
 
     @property
@@ -163,7 +180,9 @@ class Grid:
         degrees = ((self.data, "replica"), (self.tensor, "shard"))
         told = " of ".join(counted(degree, what) for degree, what in degrees if degree > 1)
         told += " with sequence parallelism" if self.sequences else ""
-        told += {"none": "", "optimizer": " that divide optimizer state"}.get(self.shard, f" that divide {self.shard}")
+        told += {"none": "", "optimizer": " that divide optimizer state"}.get(
+            self.shard, f" that divide {self.shard}"
+        )
         return told + (f", summing in {self.buckets} buckets" if self.buckets > 1 else "")
 
     @property
@@ -227,7 +246,8 @@ class Stage:
         """
         if len(self.devices) != 1:
             raise UsageError(
-                f"the stage of {layers_text(self.start, self.stop)} is on devices {list(self.devices)}: this is for "
+                f"the stage of {layers_text(self.start, self.stop)} is on devices {list(self.devices)}: this "
+                "is for "
                 "plans with one device for each stage, as --data 1 --tensor 1 makes them"
             )
         return self.devices[0]
@@ -247,5 +267,7 @@ def dividing(size: int, data: int, batch: int | None, microbatches: int = 1) -> 
     if sizes := [number for number in sizes if number]:
         return f"microbatches of {' or '.join(map(str, sizes))} samples"
     whole = data * microbatches
-    batches = [number for number in ((batch or 0) // whole * whole, -(-(batch or 0) // whole) * whole) if number]
+    batches = [
+        number for number in ((batch or 0) // whole * whole, -(-(batch or 0) // whole) * whole) if number
+    ]
     return f"a batch of {' or '.join(map(str, batches))} samples"

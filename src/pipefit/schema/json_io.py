@@ -234,7 +234,9 @@ Document = Cluster | ModelProfile | Plan | PostMortem | Program | Trace
 Loaded = TypeVar("Loaded", Cluster, ModelProfile, Plan, PostMortem, Program, Trace)
 
 LARGEST_BYTES = 512 << 20
-LARGEST_TOML_BYTES = 128 << 10  # users write TOML; its parser needs a hundred times the size of a malicious text
+LARGEST_TOML_BYTES = (
+    128 << 10
+)  # users write TOML; its parser needs a hundred times the size of a malicious text
 MOST_ACTIONS = 1 << 18  # of a program in a file; reading them takes half a second
 _OPEN = ("/dev/std", "/dev/fd/", "/proc/")  # files that a process has open, and may be writing to
 _WORD = re.compile(r"\S+")
@@ -335,8 +337,12 @@ def _check_place(path: str | os.PathLike[str]) -> Path:
         FileError: its folder does not exist, or `path` is a folder or a device.
     """
     source, target = _named(path), Path(os.path.realpath(path))
-    if os.fspath(path) in ("", "-") or os.path.abspath(path).startswith(_OPEN):  # even if it is redirected to a file
-        raise FileError(f"{source} cannot be written: a result goes to a file of its own; name one such as result.json")
+    if os.fspath(path) in ("", "-") or os.path.abspath(path).startswith(
+        _OPEN
+    ):  # even if it is redirected to a file
+        raise FileError(
+            f"{source} cannot be written: a result goes to a file of its own; name one such as result.json"
+        )
     try:
         taken = target.exists() and not target.is_file()
     except (OSError, ValueError) as error:  # such as a name that is too long
@@ -352,7 +358,9 @@ def _check_place(path: str | os.PathLike[str]) -> Path:
 def _program_text(program: Program) -> ProgramText:
     lines = tuple(str(program).splitlines())
     if _words(lines) > MOST_ACTIONS:
-        raise FileError(f"this program has more than the {MOST_ACTIONS} actions that a file can have: save its plan")
+        raise FileError(
+            f"this program has more than the {MOST_ACTIONS} actions that a file can have: save its plan"
+        )
     return ProgramText(placement=program.placement, microbatches=program.microbatches, lines=lines)
 
 
@@ -387,7 +395,9 @@ def load(path: str | os.PathLike[str], type_: type[Any] | None = None) -> Any:
 
 
 def is_cluster(text: str) -> bool:
-    """Return whether a text has the form of a cluster: a preset, emulated devices, several machines, or a TOML file."""
+    """Return whether a text has the form of a cluster: a preset, emulated devices, several machines, or a
+    TOML file.
+    """
     known = is_preset(text) or text.startswith("emulated:") or _MACHINES.fullmatch(text)
     return bool(known) or Path(text).suffix.lower() == ".toml"
 
@@ -433,9 +443,13 @@ def _check_header(text: JsonText, source: str, expected: str | None) -> str:
     name, version = header.get("pipefit"), header.get("version")
     if not isinstance(name, str) or name not in _KINDS:
         said = (
-            f"it says it is a {shortened(name)!r}" if isinstance(name, str) else 'it has no "pipefit" key with its kind'
+            f"it says it is a {shortened(name)!r}"
+            if isinstance(name, str)
+            else 'it has no "pipefit" key with its kind'
         )
-        raise FileError(f"{source} is JSON, but not a pipefit document: {said}; kinds are {', '.join(_KINDS)}")
+        raise FileError(
+            f"{source} is JSON, but not a pipefit document: {said}; kinds are {', '.join(_KINDS)}"
+        )
     if expected is not None and name != expected:
         raise FileError(f"{source} is a {name}; a {expected} is expected: {_KINDS[expected].maker}")
     supported = _KINDS[name].version
@@ -451,7 +465,9 @@ def _check_header(text: JsonText, source: str, expected: str | None) -> str:
 def _program(stored: ProgramText, source: str) -> Program:
     """Parse a stored program."""
     if _words(stored.lines) > MOST_ACTIONS:
-        raise FileError(f"{source} is not valid: it has more than the {MOST_ACTIONS} actions that a file can have")
+        raise FileError(
+            f"{source} is not valid: it has more than the {MOST_ACTIONS} actions that a file can have"
+        )
     try:
         text = "\n".join(stored.lines)
         return parse_program(text, placement=stored.placement, microbatches=stored.microbatches)

@@ -132,9 +132,14 @@ class JsonText:
             self._refuse_unless(kind, b"{}" if first == b"{" else b"[]", at, path)
         raise self._damaged(at)
 
-    def _object(self, kind: Any, at: int, path: Path, ignored: frozenset[str] = frozenset()) -> tuple[Any, int]:
+    def _object(
+        self, kind: Any, at: int, path: Path, ignored: frozenset[str] = frozenset()
+    ) -> tuple[Any, int]:
         """Read an object key by key: the fields of a dataclass, or any keys."""
-        known, values = _fields(kind) if isinstance(kind, type) and is_dataclass(kind) else None, dict[str, Any]()
+        known, values = (
+            _fields(kind) if isinstance(kind, type) and is_dataclass(kind) else None,
+            dict[str, Any](),
+        )
         free = get_args(kind)[1] if get_origin(kind) is dict else Any
         for key, start in self._keys(at, path):
             here = (*path, key)
@@ -187,7 +192,9 @@ class JsonText:
 
     def _member(self, kind: UnionType, at: int) -> Any:
         """Choose the union member for the long value at `at`; among several dataclasses, by its keys."""
-        several = [get_arg for get_arg in get_args(kind) if isinstance(get_arg, type) and is_dataclass(get_arg)]
+        several = [
+            get_arg for get_arg in get_args(kind) if isinstance(get_arg, type) and is_dataclass(get_arg)
+        ]
         if len(several) > 1 and self.content[at : at + 1] == b"{":
             keys = set(self._object(_KEYS, at, ())[0])
             return next((one for one in several if keys <= _fields(one).keys()), several[0])
@@ -298,7 +305,11 @@ class JsonText:
 _CUT_OFF = "is cut off: make it again, or copy it again"
 _WORDS = b"true", b"false", b"null", b"-0"
 _LONGEST = 6  # bytes, one more than the longest word
-_LAST = {b"{": b"},", b'"': b'",', b"[": b"],"}  # end of an element before the next one, by its first character
+_LAST = {
+    b"{": b"},",
+    b'"': b'",',
+    b"[": b"],",
+}  # end of an element before the next one, by its first character
 
 
 def _scan(window: bytes) -> int | None:
@@ -352,7 +363,9 @@ _scan_carefully: _Scanner = json.JSONDecoder(
 
 @cache
 def _poolable(kind: Any) -> bool:
-    """Return whether equal elements of a list of this type may be one object: numbers, and tuples of numbers."""
+    """Return whether equal elements of a list of this type may be one object: numbers, and tuples of
+    numbers.
+    """
     return kind in (int, float) or (get_origin(kind) is tuple and set(get_args(kind)) <= {int, float})
 
 
@@ -390,7 +403,9 @@ def _first(refused: Any, path: Path, first: int) -> Refusal:
 
     Unknown keys come first, because they often misspell missing ones.
     """
-    errors = sorted(refused.errors(include_url=False), key=lambda error: error["type"] != "unexpected_keyword_argument")
+    errors = sorted(
+        refused.errors(include_url=False), key=lambda error: error["type"] != "unexpected_keyword_argument"
+    )
     error, place = errors[0], errors[0]["loc"]
     if first and place:
         place = (place[0] + first, *place[1:])

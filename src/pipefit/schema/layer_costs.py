@@ -162,7 +162,11 @@ class Work:
             self._check_operations()
         if any(collective.nbytes < 0 for collective in self.collectives):
             raise UsageError("a collective is of zero or more bytes")
-        if self.flops < 0 or self.moved_bytes < 0 or (self.seconds is not None and not 0 <= self.seconds < 1e9):
+        if (
+            self.flops < 0
+            or self.moved_bytes < 0
+            or (self.seconds is not None and not 0 <= self.seconds < 1e9)
+        ):
             raise UsageError(
                 "work has zero or more FLOPs, bytes moved and seconds, and fewer than 1e9 seconds, not "
                 f"{self.flops}, {self.moved_bytes} and {self.seconds}"
@@ -180,7 +184,8 @@ class Work:
         )
         if sums != (self.flops, self.moved_bytes):
             raise UsageError(
-                f"work of {self.flops} FLOPs and {self.moved_bytes} bytes moved is not that of its operations, "
+                f"work of {self.flops} FLOPs and {self.moved_bytes} bytes moved is not that of its "
+                "operations, "
                 f"{sums[0]} and {sums[1]}"
             )
 
@@ -209,7 +214,8 @@ class SharedTensor:
     def __post_init__(self) -> None:
         if len(self.users) < 2 or list(self.users) != sorted(set(self.users)):
             raise UsageError(
-                f"shared {self.what} {self.name!r} needs two or more layers in rising order, not {list(self.users)}"
+                f"shared {self.what} {self.name!r} needs two or more layers in rising order, not "
+                f"{list(self.users)}"
             )
 
     @property
@@ -224,7 +230,9 @@ class SharedTensor:
 
     @property
     def parts(self) -> Iterator[tuple[int, str, int]]:
-        """The tensor's contributions to its users' costs: the layer, the property of its cost, and the bytes."""
+        """The tensor's contributions to its users' costs: the layer, the property of its cost, and the
+        bytes.
+        """
         raise NotImplementedError
 
 
@@ -255,7 +263,8 @@ class SharedParameter(SharedTensor):
         SharedTensor.__post_init__(self)
         if not set(self.cast_only) <= set(self.copying):
             raise UsageError(
-                f"layers {list(self.cast_only)} read shared parameter {self.name!r} through its half-precision copy "
+                f"layers {list(self.cast_only)} read shared parameter {self.name!r} through its "
+                "half-precision copy "
                 f"alone, which only layers {list(self.copying)} have"
             )
 
@@ -480,10 +489,14 @@ class LayerCost:
     packing: Packing = "bare"  # form of its inputs (loss: outputs); bare: one as a value, several as a tuple
     orders: tuple[Order, ...] = ()  # memory order of the inputs' dimensions; empty if as computed
     unrepeatable: str = ""  # why a second forward would differ, such as "counts its calls"; or empty
-    coupled: str = ""  # why local batches would compute other values, such as "normalizes over the batch"; or empty
+    coupled: str = (
+        ""  # why local batches would compute other values, such as "normalizes over the batch"; or empty
+    )
     draws: bool = False  # whether its forward draws random numbers
     update_left_bytes: int = 0  # temporaries that remain while the optimizer updates the next layer
-    undivided: str = ""  # why its optimizer updates all layers at once, such as "has hooks on its steps"; or empty
+    undivided: str = (
+        ""  # why its optimizer updates all layers at once, such as "has hooks on its steps"; or empty
+    )
     constant_bytes: int = 0  # tensors in plain attributes, which recomputation does not copy
     # Kernel workspace within each peak: memory that a kernel allocates for itself and frees before it returns
     forward_workspace_bytes: int = 0
@@ -501,17 +514,27 @@ class LayerCost:
             self._check_size(what, sizes)
         self._check_size("backward_peak", [abs(span.peak_bytes) for span in self._spans])
         if len(self.output_origins) != len(self.outputs):
-            self._refuse(f"has {counted(len(self.outputs), 'output')}, but origins for {len(self.output_origins)}")
-        self._check_origins("storage", (*self.output_origins, *(tensor.origin for tensor in self.saved)), self.storages)
+            self._refuse(
+                f"has {counted(len(self.outputs), 'output')}, but origins for {len(self.output_origins)}"
+            )
+        self._check_origins(
+            "storage", (*self.output_origins, *(tensor.origin for tensor in self.saved)), self.storages
+        )
         if len(self.input_gradients) != len(self.inputs):
-            self._refuse(f"has {counted(len(self.inputs), 'input')}, but gradients for {len(self.input_gradients)}")
+            self._refuse(
+                f"has {counted(len(self.inputs), 'input')}, but gradients for {len(self.input_gradients)}"
+            )
         self._check_origins("gradient storage", self.input_gradients, self.gradient_storages)
         for parameter in self.parameters:
             if parameter.cast_only and not parameter.copy_bytes:
-                self._refuse(f"reads {parameter.name!r} through its half-precision copy alone, which has 0 bytes")
+                self._refuse(
+                    f"reads {parameter.name!r} through its half-precision copy alone, which has 0 bytes"
+                )
         for number in (k for span in self._spans for k in span.released):
             if not 0 <= number < len(self.inputs):
-                self._refuse(f"releases input {number} in a backward; it has {counted(len(self.inputs), 'input')}")
+                self._refuse(
+                    f"releases input {number} in a backward; it has {counted(len(self.inputs), 'input')}"
+                )
 
     def _sizes(self) -> Iterator[tuple[str, Sequence[int]]]:
         """Yield all byte counts that cannot be negative, by name."""
@@ -534,7 +557,9 @@ class LayerCost:
         if sum(sizes) >= LARGEST_BYTES:
             self._refuse(f"has {sum(sizes)} bytes as {what}, which no device has: profile again")
 
-    def _check_origins(self, what: str, origins: Sequence[Origin | GradientOrigin], own: Sequence[int]) -> None:
+    def _check_origins(
+        self, what: str, origins: Sequence[Origin | GradientOrigin], own: Sequence[int]
+    ) -> None:
         """Check that every origin is one of the layer's own storages, or of its inputs or outputs."""
         known = {"own": len(own), "input": len(self.inputs), "output": len(self.outputs)}
         for origin in origins:

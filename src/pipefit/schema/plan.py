@@ -78,7 +78,9 @@ class Provenance:
         check_types(self)
         for name, measure in (("value", self.value), ("bound", self.bound), ("seconds", self.seconds)):
             if measure is not None and not 0 <= measure < _LARGEST:
-                raise UsageError(f"{name} must be a number from 0 to {_LARGEST:g}: it is a size, a share or a time")
+                raise UsageError(
+                    f"{name} must be a number from 0 to {_LARGEST:g}: it is a size, a share or a time"
+                )
 
     def __str__(self) -> str:
         took = f" in {format_seconds(self.seconds)}" if self.seconds else ""
@@ -93,7 +95,10 @@ class Provenance:
     def _optimality(self) -> str:
         what = self.objective.partition(",")[0]
         if self.bound is None or self.bound == 0 < self.value:
-            return f"The {what} is {self._value}; this planner does not tell how far that is from the lowest possible."
+            return (
+                f"The {what} is {self._value}; this planner does not tell how far that is from the lowest "
+                "possible."
+            )
         if self.proves_lowest_peak:
             return f"Proven optimal: no split brings the {what} below {self._value}."
         if self.bound == self.value:
@@ -145,9 +150,13 @@ class Alternative:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if min(self.stages, self.devices, self.microbatches) < 1 or min(self.peak_bytes, self.step_seconds) < 0:
+        if (
+            min(self.stages, self.devices, self.microbatches) < 1
+            or min(self.peak_bytes, self.step_seconds) < 0
+        ):
             raise UsageError(
-                f"an alternative has a stage, a device, a microbatch and a peak and a time of zero or more, not {self}"
+                "an alternative has a stage, a device, a microbatch and a peak and a time of zero or more, "
+                f"not {self}"
             )
 
 
@@ -214,7 +223,8 @@ class Prediction:
         for name, told in (("processes", self.processes), ("utilisation", self.utilisation)):
             if told and len(told) != len(self.peak_bytes):
                 raise UsageError(
-                    f"a prediction of {counted(len(self.peak_bytes), 'peak')} tells the {name} of as many devices, or "
+                    f"a prediction of {counted(len(self.peak_bytes), 'peak')} tells the {name} of as many "
+                    "devices, or "
                     f"of none, not of {len(told)}"
                 )
         for name, figures in (
@@ -226,11 +236,16 @@ class Prediction:
                 raise UsageError(f"{name} of a prediction are zero or more, not {wrong[0]}")
 
     def is_tight(self, cluster: Cluster, device: int) -> bool:
-        """Return whether a GPU has little memory left: for its process, or for tensors if the process is unknown."""
+        """Return whether a GPU has little memory left: for its process, or for tensors if the process is
+        unknown.
+        """
         process = self.processes[device] if self.processes else None
         if process is None:
             return is_tight(cluster, device, self.peak_bytes[device])
-        return cluster.backend == "cuda" and process.process_bytes >= TIGHT * cluster.devices[device].memory_bytes
+        return (
+            cluster.backend == "cuda"
+            and process.process_bytes >= TIGHT * cluster.devices[device].memory_bytes
+        )
 
 
 def is_tight(cluster: Cluster, device: int, peak_bytes: int) -> bool:
@@ -294,8 +309,10 @@ class Plan(Shown):
             )
         if self.training.precision != self.profile.assumptions.precision:
             raise UsageError(
-                f"the plan would train in {self.training.precision}, but {self.profile.model} was profiled in "
-                f"{self.profile.assumptions.precision}: profile it again with --precision {self.training.precision}, "
+                f"the plan would train in {self.training.precision}, but {self.profile.model} was profiled "
+                "in "
+                f"{self.profile.assumptions.precision}: profile it again with --precision "
+                f"{self.training.precision}, "
                 f"or plan for Training(..., precision={self.profile.assumptions.precision!r})"
             )
         self.profile.at(self.training.microbatch_size)
@@ -309,14 +326,18 @@ class Plan(Shown):
             data = stage.grid.data
             if size % data:
                 raise UsageError(
-                    f"the {data} replicas of stage {number} cannot divide a microbatch of {counted(size, 'sample')} "
-                    f"equally: use {dividing(size, every, asked.batch_size, asked.microbatches)}, or another number of "
+                    f"the {data} replicas of stage {number} cannot divide a microbatch of "
+                    f"{counted(size, 'sample')} "
+                    f"equally: use {dividing(size, every, asked.batch_size, asked.microbatches)}, or another "
+                    "number of "
                     "replicas"
                 )
             if size // data not in known:
                 raise UsageError(
-                    f"the {data} replicas of stage {number} compute slices of {counted(size // data, 'sample')}, and "
-                    f"{self.profile.model} was profiled at {', '.join(map(str, sorted(known)))}: profile it at all "
+                    f"the {data} replicas of stage {number} compute slices of "
+                    f"{counted(size // data, 'sample')}, and "
+                    f"{self.profile.model} was profiled at {', '.join(map(str, sorted(known)))}: profile it "
+                    "at all "
                     f"sizes of the plan, as profile(task, microbatch_size=({size}, {size // data})) does"
                 )
             self.measured(number)  # refuses ranks that the profile does not know
@@ -329,7 +350,8 @@ class Plan(Shown):
         if times > 1:
             shares = [list(devices) for devices in grids if device in devices]
             raise UsageError(
-                f"device {device} is in the grids {', '.join(map(str, shares))}: two stages share either all of their "
+                f"device {device} is in the grids {', '.join(map(str, shares))}: two stages share either all "
+                "of their "
                 "devices or none"
             )
         for number, stage in enumerate(self.stages):
@@ -345,7 +367,9 @@ class Plan(Shown):
         return self.profile.at(self.training.microbatch_size)
 
     def measured(self, stage: int) -> Measurement:
-        """Return the layer costs on a device of a stage: for its local batch and its tensor-parallel shard."""
+        """Return the layer costs on a device of a stage: for its local batch and its tensor-parallel
+        shard.
+        """
         grid = self.stages[stage].grid
         size = self.training.microbatch_size // grid.data
         return self.profile.at(size, grid.tensor, sequences=grid.sequences)
@@ -366,8 +390,10 @@ class Plan(Shown):
             result = dimensions(sent, received, sizes, gathers=front < behind)
         except UsageError as error:
             raise UsageError(
-                f"{counted(front, 'replica')} of stage {stage - 1} cannot divide what they send among {behind} of "
-                f"stage {stage}: {error}; use as many replicas on both sides, or end the stage at another layer"
+                f"{counted(front, 'replica')} of stage {stage - 1} cannot divide what they send among "
+                f"{behind} of "
+                f"stage {stage}: {error}; use as many replicas on both sides, or end the stage at another "
+                "layer"
             ) from error
         return Division(result, front, behind)
 
@@ -407,7 +433,9 @@ class Plan(Shown):
 
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
-        """The stages of every rank. A rank is one grid of devices; ranks are ordered by their first stages."""
+        """The stages of every rank. A rank is one grid of devices; ranks are ordered by their first
+        stages.
+        """
         grids: dict[tuple[int, ...], list[int]] = {}
         for number, stage in enumerate(self.stages):
             grids.setdefault(stage.devices, []).append(number)
@@ -417,7 +445,9 @@ class Plan(Shown):
     def holders(self) -> tuple[tuple[int, ...], ...]:
         """The stages that have a copy of each shared parameter."""
         return tuple(
-            tuple(n for n, s in enumerate(self.stages) if any(s.start <= user < s.stop for user in shared.users))
+            tuple(
+                n for n, s in enumerate(self.stages) if any(s.start <= user < s.stop for user in shared.users)
+            )
             for shared in self.measurement.shared
         )
 
@@ -447,7 +477,10 @@ class Plan(Shown):
     @property
     def headline(self) -> str:
         """The model, its parts, the number of stages and the cluster, in one line."""
-        return f"{self.profile.model}: {self.profile.parts} in {counted(len(self.stages), 'stage')} on {self.cluster}"
+        return (
+            f"{self.profile.model}: {self.profile.parts} in {counted(len(self.stages), 'stage')} on "
+            f"{self.cluster}"
+        )
 
     def __repr__(self) -> str:
         """Return one line instead of thousands."""

@@ -40,11 +40,14 @@ class PostMortem(Shown):
     sentence: str
 
     def __post_init__(self) -> None:
-        if self.device not in [one.device for one in self.trace.devices] or not self.plan.stages_of(self.device):
+        if self.device not in [one.device for one in self.trace.devices] or not self.plan.stages_of(
+            self.device
+        ):
             raise UsageError(f"this run has no device {self.device} that could have run out of memory")
         if not 0 <= self.asked_bytes <= self.moment.total_bytes:
             raise UsageError(
-                f"{self.asked_bytes} bytes were asked for, of {self.moment.total_bytes} that would have been held: "
+                f"{self.asked_bytes} bytes were asked for, of {self.moment.total_bytes} that would have been "
+                "held: "
                 "what was asked for is a part of them"
             )
 
@@ -90,7 +93,8 @@ class PostMortem(Shown):
         needed = f"needs {format_bytes(self.moment.total_bytes)} of"
         return (
             f"Device {self.device} ({self.stages}) ran out of memory at {self.moment.action} of step "
-            f"{self.moment.step}: it {asked if self.asked_bytes else needed} {format_bytes(self.budget_bytes)}."
+            f"{self.moment.step}: it {asked if self.asked_bytes else needed} "
+            f"{format_bytes(self.budget_bytes)}."
         )
 
 

@@ -49,7 +49,9 @@ class Fingerprint:
     __pydantic_config__ = {"extra": "forbid"}
 
     layers: tuple[str, ...]  # name, class, settings or traced operations
-    parameters: tuple[str, ...]  # names, shapes, dtypes of parameters and buffers, and which of them are trained
+    parameters: tuple[
+        str, ...
+    ]  # names, shapes, dtypes of parameters and buffers, and which of them are trained
     shared: tuple[str, ...]  # the places of every parameter that several layers use, in words
     inputs: tuple[str, ...]  # every leaf of a batch's inputs, in words, with the shapes of one sample
     targets: tuple[str, ...]
@@ -202,7 +204,9 @@ class AdditiveCosts:
             UsageError: no such blocks.
         """
         if not 0 <= start < stop <= len(self.mem_isolated):
-            raise UsageError(f"blocks {start} to {stop - 1} are no stage of {counted(len(self.mem_isolated), 'block')}")
+            raise UsageError(
+                f"blocks {start} to {stop - 1} are no stage of {counted(len(self.mem_isolated), 'block')}"
+            )
         return self.mem_isolated[start] + self._sums[stop] - self._sums[start + 1]
 
     def __call__(self, stage: int, start: int, stop: int) -> int:
@@ -229,7 +233,10 @@ class Whole:
         """Format this operation together with the equal ones of other `layers`."""
         figures = f"{format_bytes(self.parameter_bytes)} of parameters, {format_flops(self.flops)}"
         where, all_of_them = ", ".join(dict.fromkeys(layers)), f"{len(layers)} of these, each "
-        return f"  whole: {self.operator} of {where} ({all_of_them if len(layers) > 1 else ''}{figures}): {self.reason}"
+        return (
+            f"  whole: {self.operator} of {where} ({all_of_them if len(layers) > 1 else ''}{figures}): "
+            f"{self.reason}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,7 +339,8 @@ class Measurement(Shown):
         for number, kind in enumerate(self.layers):
             if not 0 <= kind < len(self.kinds):
                 raise UsageError(
-                    f"layer {number} is of kind {kind}, and there are layers of {counted(len(self.kinds), 'kind')}"
+                    f"layer {number} is of kind {kind}, and there are layers of "
+                    f"{counted(len(self.kinds), 'kind')}"
                 )
         self._check_values()
         for tensor in (*self.shared, *self.shared_buffers):
@@ -349,7 +357,9 @@ class Measurement(Shown):
         )
 
     def _check_values(self) -> None:
-        """Check that every layer and the loss take at least the number of values that the previous layer returns."""
+        """Check that every layer and the loss take at least the number of values that the previous layer
+        returns.
+        """
         for number, (before, after) in enumerate(pairwise((*self.costs, self.loss))):
             if not before.inputs:
                 raise UsageError(f"layer {number} takes no inputs: each takes at least one")
@@ -361,7 +371,9 @@ class Measurement(Shown):
                 )
 
     def _check_shared(self, tensor: SharedTensor) -> None:
-        """Check that the users of a shared parameter or buffer exist, and that planners can add up its sizes."""
+        """Check that the users of a shared parameter or buffer exist, and that planners can add up its
+        sizes.
+        """
         what, users = f"shared {tensor.what} {tensor.name!r}", tensor.users
         if not 0 <= min(users) <= max(users) < len(self.layers):
             raise UsageError(f"{what} names layers {list(users)}; there are {len(self.layers)}")
@@ -380,7 +392,8 @@ class Measurement(Shown):
         for (layer, what), nbytes in shared.items():
             if nbytes > (own := getattr(self.kinds[self.layers[layer]], what)):
                 raise UsageError(
-                    f"layer {layer} shares {nbytes} bytes of its {what} with other layers, and has {own}: profile again"
+                    f"layer {layer} shares {nbytes} bytes of its {what} with other layers, and has {own}: "
+                    "profile again"
                 )
 
     @property
@@ -391,7 +404,9 @@ class Measurement(Shown):
     @property
     def estimated(self) -> bool:
         """True if seconds are estimates, because a pass was not measured."""
-        passes = (work for cost in (*self.kinds, self.loss) for work in (cost.forward, cost.backward, cost.update))
+        passes = (
+            work for cost in (*self.kinds, self.loss) for work in (cost.forward, cost.backward, cost.update)
+        )
         return any(work.seconds is None for work in passes)
 
     def copy_bytes(self, start: int, stop: int) -> int:
@@ -500,15 +515,20 @@ class ModelProfile(Shown):
                 f"the profile of {self.model!r} has {times} measurements of microbatches of "
                 f"{counted(way[0], 'sample')} for {counted(way[1], 'rank')}{along}: keep one"
             )
-        counts = {f"its measurement at size {m.microbatch_size} has": len(m.layers) for m in self.measurements}
+        counts = {
+            f"its measurement at size {m.microbatch_size} has": len(m.layers) for m in self.measurements
+        }
         if self.blocks:
             counts["its blocks hold"] = self.edges[-1]
         for what, count in counts.items():
             if count != len(self.layers):
                 raise UsageError(
-                    f"the profile of {self.model!r} names {counted(len(self.layers), 'layer')}, but {what} {count}"
+                    f"the profile of {self.model!r} names {counted(len(self.layers), 'layer')}, but {what} "
+                    f"{count}"
                 )
-        if self.additive is not None and (measured := len(self.additive.mem_isolated)) != len(self.block_names):
+        if self.additive is not None and (measured := len(self.additive.mem_isolated)) != len(
+            self.block_names
+        ):
             raise UsageError(
                 f"the profile of {self.model!r} has {self.parts}, but the training runs measured {measured}"
             )
@@ -518,7 +538,8 @@ class ModelProfile(Shown):
         sizes = ", ".join(str(measurement.microbatch_size) for measurement in self.measurements)
         made = self.assumptions
         return (
-            f"<ModelProfile: {self.model}, {self.parts}, at microbatches of {sizes}, {made.precision}, kernels of "
+            f"<ModelProfile: {self.model}, {self.parts}, at microbatches of {sizes}, {made.precision}, "
+            "kernels of "
             f"{made.target}>"
         )
 
@@ -538,7 +559,9 @@ class ModelProfile(Shown):
 
     @property
     def divides_samples(self) -> bool:
-        """True if local batches of some microbatch size were profiled too, so that stages may have replicas."""
+        """True if local batches of some microbatch size were profiled too, so that stages may have
+        replicas.
+        """
         sizes = {measurement.microbatch_size for measurement in self.measurements}
         return any(size % part == 0 for size in sizes for part in sizes - {size})
 
@@ -552,7 +575,9 @@ class ModelProfile(Shown):
 
     @property
     def draws(self) -> str:
-        """The first layer, or the loss, that draws random numbers, which differ between replicas; or empty."""
+        """The first layer, or the loss, that draws random numbers, which differ between replicas; or
+        empty.
+        """
         return self._first(lambda cost: "draws random numbers" if cost.draws else "")
 
     def _first(self, told: Callable[[LayerCost], str]) -> str:
@@ -598,7 +623,9 @@ class ModelProfile(Shown):
         return self.block_names[first:last] if {start, stop} <= set(edges) else self.layers[start:stop]
 
     def named(self, start: int, stop: int) -> str:
-        """Format layers `start` to `stop - 1`: `blocks h.0 to h.3`, or `layer fc` if the range cuts a block."""
+        """Format layers `start` to `stop - 1`: `blocks h.0 to h.3`, or `layer fc` if the range cuts a
+        block.
+        """
         names, part = self.span(start, stop), self.part if {start, stop} <= set(self.edges) else "layer"
         return f"{part}{'s' * (len(names) > 1)} {first_to_last(names)}"
 
@@ -616,18 +643,21 @@ class ModelProfile(Shown):
         known = {m.tensor for m in self.measurements if m.microbatch_size == microbatch_size}
         if sequences and tensor in known:
             raise UsageError(
-                f"{self.model} was profiled at microbatch size {microbatch_size} for {counted(tensor, 'rank')} without "
+                f"{self.model} was profiled at microbatch size {microbatch_size} for "
+                f"{counted(tensor, 'rank')} without "
                 f"sequence parallelism: profile it again with --tensor {tensor} --sequences"
             )
         if known:
             raise UsageError(
-                f"{self.model} was profiled at microbatch size {microbatch_size} for {_between(known)}, not for layers "
+                f"{self.model} was profiled at microbatch size {microbatch_size} for {_between(known)}, not "
+                "for layers "
                 f"divided between {counted(tensor, 'rank')}: profile it again with --tensor {tensor}"
             )
         sizes = ", ".join(str(size) for size in dict.fromkeys(m.microbatch_size for m in self.measurements))
         raise UsageError(
             f"{self.model} was profiled at microbatch size {sizes}, not {microbatch_size}: "
-            f"profile it again with --microbatch-size {microbatch_size}, or choose another batch size or number of "
+            f"profile it again with --microbatch-size {microbatch_size}, or choose another batch size or "
+            "number of "
             "microbatches"
         )
 
@@ -635,4 +665,6 @@ class ModelProfile(Shown):
 def _between(tensor: Collection[int]) -> str:
     """Format degrees of tensor parallelism: `whole layers and layers divided between 2 and 4 ranks`."""
     ranks = " and ".join(str(degree) for degree in sorted(tensor) if degree > 1)
-    return " and ".join(["whole layers"] * (1 in tensor) + [f"layers divided between {ranks} ranks"] * bool(ranks))
+    return " and ".join(
+        ["whole layers"] * (1 in tensor) + [f"layers divided between {ranks} ranks"] * bool(ranks)
+    )

@@ -46,11 +46,14 @@ from pipefit.texts import counted
 # message delivers the wrong data. Therefore each direction of a boundary between two devices is a `Channel`
 # with a separate communicator:
 #
-#     start of a message      takes the next place in the queue of its channel; it is complete when the other end has
+#     start of a message      takes the next place in the queue of its channel; it is complete when the other
+# end has
 #                             started the operation at the same place
-#     start of a collective   is complete when all its members have started it; collectives of the same members share a
+#     start of a collective   is complete when all its members have started it; collectives of the same
+# members share a
 #                             communicator, on which all of them must start the same ones in the same order
-#     join                    holds the device until the start is complete: on the CPU it blocks the process, on a GPU
+#     join                    holds the device until the start is complete: on the CPU it blocks the process,
+# on a GPU
 #                             it blocks every later computation and message of that device
 #
 # Every `Program` is checked at construction, and the transport chooses its process groups by the same
@@ -119,7 +122,9 @@ def check_order(
 # -------------------------------------------------------------------- queues
 
 
-_Participant = tuple[int, int]  # a device and one of its stages: a member of a collective, or an end of a queue
+_Participant = tuple[
+    int, int
+]  # a device and one of its stages: a member of a collective, or an end of a queue
 
 
 class _End(NamedTuple):
@@ -169,7 +174,9 @@ def _check_same(one_end: _End, one: Action, other_end: _End, other: Action) -> N
     if one_end.sends is None:
         raise UsageError(_mixed(one, other))
     ends = [f"{action} of device {end.member[0]}" for end, action in ((one_end, one), (other_end, other))]
-    raise UsageError(_clash(*ends) if one_end.sends is other_end.sends else _misdelivered(*ends, sends=one_end.sends))
+    raise UsageError(
+        _clash(*ends) if one_end.sends is other_end.sends else _misdelivered(*ends, sends=one_end.sends)
+    )
 
 
 def _content(action: Action) -> tuple[int | None, tuple[int, int] | None]:
@@ -179,7 +186,8 @@ def _content(action: Action) -> tuple[int | None, tuple[int, int] | None]:
 
 def _clash(one: str, other: str) -> str:
     return (
-        f"the program would hang: {one} and {other} meet on one communicator, on which neither completes; give each "
+        f"the program would hang: {one} and {other} meet on one communicator, on which neither completes; "
+        "give each "
         "direction one of its own"
     )
 
@@ -187,14 +195,16 @@ def _clash(one: str, other: str) -> str:
 def _misdelivered(one: str, other: str, *, sends: bool) -> str:
     send, receive = (one, other) if sends else (other, one)
     return (
-        f"{receive} would get what {send} sends: messages of one direction arrive in the order of the sends, whatever "
+        f"{receive} would get what {send} sends: messages of one direction arrive in the order of the sends, "
+        "whatever "
         "microbatch a receive names; start the receives in the order of the sends"
     )
 
 
 def _mixed(first: Action, second: Action) -> str:
     return (
-        f"{second} would be added to {first}: sums over the same stages happen in the order in which each stage starts "
+        f"{second} would be added to {first}: sums over the same stages happen in the order in which each "
+        "stage starts "
         f"them; start them in the same order on stages {first.stage} and {second.stage}"
     )
 
@@ -205,8 +215,15 @@ def _mixed(first: Action, second: Action) -> str:
 class _Follower:
     """Follows all devices of a program to their ends, or until they wait for each other."""
 
-    def __init__(self, actions: Actions, placement: Placement, carried_in: Actions, channel_of: ChannelOf) -> None:
-        self._actions, self._placement, self._carried, self._channel_of = actions, placement, carried_in, channel_of
+    def __init__(
+        self, actions: Actions, placement: Placement, carried_in: Actions, channel_of: ChannelOf
+    ) -> None:
+        self._actions, self._placement, self._carried, self._channel_of = (
+            actions,
+            placement,
+            carried_in,
+            channel_of,
+        )
         self._members = _members(actions, placement)
         self._queues: dict[Hashable, _Queue] = {}
         self._ends: dict[tuple[object, ...], _End] = {}
@@ -272,7 +289,9 @@ class _Follower:
                     queue.waiting.clear()
 
     def _end(self, device: int, action: Action) -> _End:
-        """Return the queue end at which `action` starts. Every message inside a device has a separate queue."""
+        """Return the queue end at which `action` starts. Every message inside a device has a separate
+        queue.
+        """
         member = device, action.stage
         if action.kind in COLLECTIVE:
             operation: Hashable = collective(action)
@@ -331,7 +350,9 @@ class _Follower:
         return f"To end, {', or '.join(orders)}"
 
 
-_Starts = dict[tuple[object, ...], tuple[_Queue, int]]  # open starts of a device, each with its queue and place
+_Starts = dict[
+    tuple[object, ...], tuple[_Queue, int]
+]  # open starts of a device, each with its queue and place
 
 
 def _counted(members: tuple[_Participant, ...], member: _Participant) -> _Participant:
@@ -364,7 +385,9 @@ def _members(actions: Actions, placement: Placement) -> dict[Hashable, tuple[_Pa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UncheckedProgram(Shown):
-    """The actions of all or some devices in one step. `placement[stage]` are the devices that hold the stage."""
+    """The actions of all or some devices in one step. `placement[stage]` are the devices that hold the
+    stage.
+    """
 
     placement: Placement
     microbatches: int
@@ -375,7 +398,9 @@ class UncheckedProgram(Shown):
 
     @property
     def endless(self) -> bool:
-        """True if this is part of an asynchronous schedule: microbatches may be in flight before and after it."""
+        """True if this is part of an asynchronous schedule: microbatches may be in flight before and after
+        it.
+        """
         return bool(self.carried_in or self.carried_out)
 
     @property
@@ -394,7 +419,8 @@ class UncheckedProgram(Shown):
             return (subject,)
         if subject is None or subject.number >= len(self.bundles):
             raise UsageError(
-                f"{action} moves nothing that is known: name a tensor, or one of {counted(len(self.bundles), 'bundle')}"
+                f"{action} moves nothing that is known: name a tensor, or one of "
+                f"{counted(len(self.bundles), 'bundle')}"
             )
         return self.bundles[subject.number]
 
@@ -402,15 +428,22 @@ class UncheckedProgram(Shown):
         """Return a one-line summary instead of thousands of actions."""
         actions = sum(map(len, self.actions))
         return (
-            f"<{type(self).__name__}: {counted(actions, 'action')} on {counted(len(self.actions), 'device')}, "
+            f"<{type(self).__name__}: {counted(actions, 'action')} on "
+            f"{counted(len(self.actions), 'device')}, "
             f"{counted(self.microbatches, 'microbatch')}>"
         )
 
     def __str__(self) -> str:
-        lines = [f"device {device}: {' '.join(map(str, actions))}" for device, actions in enumerate(self.actions)]
-        lines += [f"bundle {number}: {' '.join(map(str, bundle))}" for number, bundle in enumerate(self.bundles)]
+        lines = [
+            f"device {device}: {' '.join(map(str, actions))}" for device, actions in enumerate(self.actions)
+        ]
+        lines += [
+            f"bundle {number}: {' '.join(map(str, bundle))}" for number, bundle in enumerate(self.bundles)
+        ]
         for name, carried in (("carried in", self.carried_in), ("carried out", self.carried_out)):
-            lines += [f"{name} {device}: {' '.join(map(str, starts))}" for device, starts in enumerate(carried)]
+            lines += [
+                f"{name} {device}: {' '.join(map(str, starts))}" for device, starts in enumerate(carried)
+            ]
         return "\n".join(lines)
 
 
@@ -427,7 +460,9 @@ class Program(UncheckedProgram):
 
     def __post_init__(self) -> None:
         if () in self.placement:
-            raise UsageError(f"stage {self.placement.index(())} is on no device: a program places every stage")
+            raise UsageError(
+                f"stage {self.placement.index(())} is on no device: a program places every stage"
+            )
         for carried in (self.carried_in, self.carried_out):
             if len(carried) not in (0, len(self.actions)):
                 raise UsageError(
@@ -448,7 +483,12 @@ def parse_program(text: str, *, placement: Placement, microbatches: int) -> Prog
 
     A message may name the other end even if only one device is possible.
     """
-    result: dict[str, list[tuple[str, ...]]] = {"device": [], "bundle": [], "carried in": [], "carried out": []}
+    result: dict[str, list[tuple[str, ...]]] = {
+        "device": [],
+        "bundle": [],
+        "carried in": [],
+        "carried out": [],
+    }
     for line in filter(None, map(str.strip, text.splitlines())):
         head, colon, tail = line.partition(":")
         name = head.rstrip("0123456789 ")
@@ -457,7 +497,9 @@ def parse_program(text: str, *, placement: Placement, microbatches: int) -> Prog
         result[name].append(tuple(tail.split()))
 
     def actions(name: str) -> Actions:
-        return tuple(tuple(_normal(parse_action(word), placement) for word in words) for words in result[name])
+        return tuple(
+            tuple(_normal(parse_action(word), placement) for word in words) for words in result[name]
+        )
 
     return Program(
         placement=placement,
@@ -473,7 +515,8 @@ def _subject(word: str) -> Subject:
     layer, dot, what = word.partition(".")
     if not (dot and layer.isdigit() and (what.isdigit() or what in STATES)):
         raise UsageError(
-            f"{word!r} is no saved tensor and no state: a bundle lists them as layer and number, such as 5.3, or as "
+            f"{word!r} is no saved tensor and no state: a bundle lists them as layer and number, such as "
+            "5.3, or as "
             f"layer and one of {', '.join(STATES)}"
         )
     return Subject(int(layer), int(what) if what.isdigit() else what)
@@ -491,7 +534,9 @@ def _normal(action: Action, placement: Placement) -> Action:
 # -------------------------------------------------------------------- checks
 
 
-_Which = tuple[int | None, tuple[int, int] | None]  # key within the messages between two stages: microbatch and rows
+_Which = tuple[
+    int | None, tuple[int, int] | None
+]  # key within the messages between two stages: microbatch and rows
 _Start = tuple[object, ...]  # an action without its last field, `wait`
 
 
@@ -508,7 +553,9 @@ def _check_device(device: int, actions: Iterable[Action], program: Program) -> N
             raise UsageError(f"device {device} has action {action}, but stage {action.stage} is not on it")
         if action.wait:
             if open_starts.pop(action[:-1], None) is None:
-                raise UsageError(f"device {device}: {action} joins nothing: {action.start} did not start before it")
+                raise UsageError(
+                    f"device {device}: {action} joins nothing: {action.start} did not start before it"
+                )
         elif kind in BACKGROUND or action.in_background:
             if action[:-1] in open_starts:
                 raise UsageError(f"device {device}: {action} starts twice before it is joined")
@@ -520,7 +567,9 @@ def _check_device(device: int, actions: Iterable[Action], program: Program) -> N
     if never:
         _, first = never[0]
         if first.kind is Kind.INPUT_GRADIENTS:
-            raise UsageError(f"device {device}: {first} is half a backward: add {_other_half(first)} behind it")
+            raise UsageError(
+                f"device {device}: {first} is half a backward: add {_other_half(first)} behind it"
+            )
         raise UsageError(f"device {device}: {first} is never joined: add its WAIT")
 
 
@@ -541,7 +590,9 @@ def _check_split(device: int, action: Action, open_starts: dict[_Start, Action])
             raise UsageError(f"device {device}: {action} comes twice")
         open_starts[first[:-1]] = first
     elif open_starts.pop(first[:-1], None) is None:
-        raise UsageError(f"device {device}: {action} has no gradients to start from: {first} must come before it")
+        raise UsageError(
+            f"device {device}: {action} has no gradients to start from: {first} must come before it"
+        )
 
 
 def _check_messages(program: Program) -> None:
@@ -564,12 +615,17 @@ def _check_messages(program: Program) -> None:
                 message = message_of(device, action, placement)._replace(microbatch=None, part=None)
                 ends[kind, stage, place] = streams.setdefault(message, {}), 1 if kind in SENDS else -1
             stream, sign = ends[kind, stage, place]
-            which = microbatch % program.microbatches if repeats and microbatch is not None else microbatch, part
+            which = (
+                microbatch % program.microbatches if repeats and microbatch is not None else microbatch,
+                part,
+            )
             stream[which] = stream[which][0] + sign if which in stream else sign, action
     for message, stream in streams.items():
         for (microbatch, part), (count, action) in stream.items():
             if count and message._replace(microbatch=microbatch, part=part) not in elsewhere:
-                raise UsageError(f"{action} has no partner: {_partner(action, message, placement)} is missing")
+                raise UsageError(
+                    f"{action} has no partner: {_partner(action, message, placement)} is missing"
+                )
 
 
 def _partner(action: Action, message: Message, placement: Placement) -> Action:
@@ -631,5 +687,7 @@ def joined(programs: Sequence[Program]) -> Program:
         actions=tuple(in_a_row(programs, device) for device in range(len(programs[0].actions))),
         bundles=programs[0].bundles,
         carried_in=programs[0].carried_in,
-        carried_out=tuple(tuple(shifted(start, left) for start in starts) for starts in programs[-1].carried_out),
+        carried_out=tuple(
+            tuple(shifted(start, left) for start in starts) for starts in programs[-1].carried_out
+        ),
     )

@@ -119,7 +119,9 @@ class AllocatorPeaks:
     communicator_bytes: int = 0
 
     def __post_init__(self) -> None:
-        figures = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "settings"}
+        figures = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name != "settings"
+        }
         if wrong := next((name for name, figure in figures.items() if figure < 0), None):
             raise UsageError(f"{wrong} of an allocator is zero or more, not {figures[wrong]}")
 
@@ -135,7 +137,8 @@ class AllocatorPeaks:
 
     def __str__(self) -> str:
         told = (
-            f"{format_bytes(self.reserved_bytes)} reserved for {format_bytes(self.requested_bytes)} of tensors, "
+            f"{format_bytes(self.reserved_bytes)} reserved for {format_bytes(self.requested_bytes)} of "
+            "tensors, "
             f"{format_bytes(self.context_bytes)} for its context"
         )
         if not self.communicators:
@@ -192,7 +195,10 @@ class DeviceTrace:
         process = self.allocator
         over = process.process_bytes - self.budget_bytes
         by = f"{format_bytes(over)} over its {of}" if over > 0 else f"more than it may of its {of}"
-        return f"the process of device {self.device} needs {format_bytes(process.process_bytes)}, {by}: {process}"
+        return (
+            f"the process of device {self.device} needs {format_bytes(process.process_bytes)}, {by}: "
+            f"{process}"
+        )
 
     @property
     def remedy(self) -> str:
@@ -231,12 +237,18 @@ class Trace(Shown):
 
     def __post_init__(self) -> None:
         if self.steps != len(self.step_seconds):
-            raise UsageError(f"a trace has the seconds of each of its {self.steps} steps, not {len(self.step_seconds)}")
+            raise UsageError(
+                f"a trace has the seconds of each of its {self.steps} steps, not {len(self.step_seconds)}"
+            )
         numbers = [device.device for device in self.devices]
         if len(set(numbers)) != len(numbers) or min(numbers, default=0) < 0:
-            raise UsageError(f"a trace names each device once, by a number of zero or more, not {_some(numbers)}")
+            raise UsageError(
+                f"a trace names each device once, by a number of zero or more, not {_some(numbers)}"
+            )
         if not all(0 <= seconds <= LONGEST_SECONDS for seconds in self.step_seconds):
-            raise UsageError(f"the seconds of a step are from 0 to {LONGEST_SECONDS:g}, not {_some(self.step_seconds)}")
+            raise UsageError(
+                f"the seconds of a step are from 0 to {LONGEST_SECONDS:g}, not {_some(self.step_seconds)}"
+            )
         for wrong in chain.from_iterable(map(_wrong, self.devices)):
             raise UsageError(wrong)
 
@@ -244,7 +256,8 @@ class Trace(Shown):
         """Return one line, without events and samples."""
         highest = max(self.peak_bytes, default=0)
         return (
-            f"<Trace: {self.source}, {counted(self.steps, 'step')} on {counted(len(self.devices), 'device')}, at most "
+            f"<Trace: {self.source}, {counted(self.steps, 'step')} on "
+            f"{counted(len(self.devices), 'device')}, at most "
             f"{format_bytes(highest)} on one>"
         )
 
@@ -267,7 +280,11 @@ class Trace(Shown):
         """Return the share of the last step that every device spent computing."""
         last, seconds = self.steps - 1, self.step_seconds[-1]
         busy = [
-            sum(e.end_seconds - e.start_seconds for e in d.events if e.step == last and e.stream is Stream.COMPUTE)
+            sum(
+                e.end_seconds - e.start_seconds
+                for e in d.events
+                if e.step == last and e.stream is Stream.COMPUTE
+            )
             for d in self.devices
         ]
         return tuple(b / seconds if seconds else 0.0 for b in busy)
@@ -282,14 +299,20 @@ def _wrong(device: DeviceTrace) -> Iterator[str]:
         if event.step < 0 or not -LONGEST_SECONDS <= start <= end <= LONGEST_SECONDS:
             what = f"{shortened(event.action)} of step {event.step} from {start:g} to {end:g} s"
             yield (
-                f"device {device.device} has {what}: no event is before step 0, ends before it starts, or is more than "
+                f"device {device.device} has {what}: no event is before step 0, ends before it starts, or is "
+                "more than "
                 f"{LONGEST_SECONDS:g} s away"
             )
     for sample in device.memory:
-        if sample.step < 0 or min(sample.bytes) < 0 or not -LONGEST_SECONDS <= sample.seconds <= LONGEST_SECONDS:
+        if (
+            sample.step < 0
+            or min(sample.bytes) < 0
+            or not -LONGEST_SECONDS <= sample.seconds <= LONGEST_SECONDS
+        ):
             at = f"{shortened(sample.action)} of step {sample.step}, {sample.seconds:g} s"
             yield (
-                f"device {device.device} has {list(sample.bytes)} bytes at {at}: no sample is before step 0, has fewer "
+                f"device {device.device} has {list(sample.bytes)} bytes at {at}: no sample is before step 0, "
+                "has fewer "
                 f"bytes than none, or is more than {LONGEST_SECONDS:g} s away"
             )
 

@@ -57,29 +57,34 @@ class Training:
             )
         if self.microbatches > MOST_MICROBATCHES:
             raise UsageError(
-                f"{self.microbatches} microbatches are more than the {MOST_MICROBATCHES} that a step can have: "
+                f"{self.microbatches} microbatches are more than the {MOST_MICROBATCHES} that a step can "
+                "have: "
                 "use larger ones"
             )
         if self.batch_size > MOST_SAMPLES:
             raise UsageError(
-                f"a batch of {shortened(str(self.batch_size))} samples is more than the {MOST_SAMPLES} that a step can "
+                f"a batch of {shortened(str(self.batch_size))} samples is more than the {MOST_SAMPLES} that "
+                "a step can "
                 "have: use a smaller one"
             )
         if self.clip_norm is not None and not 0 < self.clip_norm < inf:
             raise UsageError(
-                f"gradients can be clipped to a finite, positive norm, not to {self.clip_norm}: leave it out to keep "
+                f"gradients can be clipped to a finite, positive norm, not to {self.clip_norm}: leave it out "
+                "to keep "
                 "them as they are"
             )
         if self.endless:
             self._check_endless()
         elif self.versions != "weights":
             raise UsageError(
-                f"schedule {self.schedule} has no versions of weights that could hold {self.versions}: they belong to "
+                f"schedule {self.schedule} has no versions of weights that could hold {self.versions}: they "
+                "belong to "
                 f"{' and '.join(ENDLESS)}"
             )
         if self.microbatches > self.batch_size:
             raise UsageError(
-                f"{self.microbatches} microbatches need at least as many samples; the batch has {self.batch_size}"
+                f"{self.microbatches} microbatches need at least as many samples; the batch has "
+                f"{self.batch_size}"
             )
         if self.batch_size % self.microbatches:
             raise UsageError(
@@ -93,12 +98,14 @@ class Training:
         why = f"schedule {self.schedule} updates every stage by itself and never waits for all of them"
         if self.clip_norm is not None:
             raise UsageError(
-                f"gradients cannot be clipped to a common norm, as {why}: clip in the optimizer, stage by stage, or "
+                f"gradients cannot be clipped to a common norm, as {why}: clip in the optimizer, stage by "
+                "stage, or "
                 "use schedule 1f1b"
             )
         if self.scales_loss:
             raise UsageError(
-                f"precision {self.precision} scales the loss and skips an update on all stages after an overflow, but "
+                f"precision {self.precision} scales the loss and skips an update on all stages after an "
+                "overflow, but "
                 f"{why}: use {self.precision.replace('float16', 'bfloat16')}, or schedule 1f1b"
             )
 
@@ -134,7 +141,9 @@ class Training:
     def phrases(self) -> tuple[str, ...]:
         """The settings that a stage's memory depends on, as phrases for the comparison of trainings."""
         return (
-            self.schedule if self.versions == "weights" else f"{self.schedule} with versions of {self.versions}",
+            self.schedule
+            if self.versions == "weights"
+            else f"{self.schedule} with versions of {self.versions}",
             f"{counted(self.microbatches, 'microbatch')} of {self.microbatch_size}",
             self.precision,
             "gradients that are not clipped" if self.clip_norm is None else "clipped gradients",
@@ -142,4 +151,6 @@ class Training:
 
     def differences(self, other: Training) -> list[str]:
         """Describe how this training differs from `other`, as phrases such as "gpipe, not 1f1b"."""
-        return [f"{one}, not {two}" for one, two in zip(self.phrases, other.phrases, strict=True) if one != two]
+        return [
+            f"{one}, not {two}" for one, two in zip(self.phrases, other.phrases, strict=True) if one != two
+        ]

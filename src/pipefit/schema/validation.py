@@ -197,7 +197,9 @@ _Fits = Callable[[Any], bool]
 def _annotated(kind: Any) -> tuple[tuple[str, _Fits, str], ...]:
     """Return for every annotation of a class: its name, its check, and its type in words."""
     hints = get_type_hints(kind).items()
-    return tuple((name, _fits(hint), _meant(hint)) for name, hint in hints if get_origin(hint) is not ClassVar)
+    return tuple(
+        (name, _fits(hint), _meant(hint)) for name, hint in hints if get_origin(hint) is not ClassVar
+    )
 
 
 def _fits(hint: Any) -> _Fits:
@@ -214,7 +216,9 @@ def _fits(hint: Any) -> _Fits:
         return callable
     if origin is dict:
         key, entry = map(_fits, parts)
-        return lambda value: isinstance(value, dict) and all(map(key, value)) and all(map(entry, value.values()))
+        return lambda value: (
+            isinstance(value, dict) and all(map(key, value)) and all(map(entry, value.values()))
+        )
     if hint is int:
         return lambda value: type(value) is int
     if hint is float:

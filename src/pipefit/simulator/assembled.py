@@ -7,8 +7,8 @@ which are assembled for every plan. Sends and receives are assumed to match, as 
 programs. Replicas with the same actions on other rows and neighbours hold the same bytes, so one ledger
 serves all of them; those with the same times are lowered and timed once (`simulator.equal_devices`).
 
-Cost: some ten microseconds for each changed action, and 1.5 microseconds for every action of the plan; replicas
-with equal actions and times count once.
+Cost: some ten microseconds for each changed action, and 1.5 microseconds for every action of the plan;
+replicas with equal actions and times count once.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def shortened(plan: Plan, rank: int, steps: int) -> Plan | None:
     few = filling.get(how.schedule, how.microbatches) + _ALIKE + _TAIL
     if few >= how.microbatches or (how.endless and steps > 1) or period(plan) > 1:
         return None
-    if len(plan.ranks) < len(plan.stages) or plan.stages[rank].grid.divides_gradients:  # each microbatch has reductions
+    if (
+        len(plan.ranks) < len(plan.stages) or plan.stages[rank].grid.divides_gradients
+    ):  # each microbatch has reductions
         return None
     return replace(plan, training=replace(how, batch_size=few * how.microbatch_size, microbatches=few))
 
@@ -113,7 +115,11 @@ class Turns(NamedTuple):
         """
         first = self.start - self.length
         one, other = (
-            [(position - begin, result) for position, result in effects if begin <= position < begin + self.length]
+            [
+                (position - begin, result)
+                for position, result in effects
+                if begin <= position < begin + self.length
+            ]
             for begin in (first, self.start)
         )
         return one == other and not sum(result.after_bytes for _, result in one)
@@ -200,7 +206,9 @@ class Lowered:
         UsageError: a decision cannot be carried out.
     """
 
-    def __init__(self, plan: Plan, rank: int, device: int, steps: int, stages: Mapping[int, StageCost]) -> None:
+    def __init__(
+        self, plan: Plan, rank: int, device: int, steps: int, stages: Mapping[int, StageCost]
+    ) -> None:
         self._plan, self._rank, self._device, self._steps, self._stages = plan, rank, device, steps, stages
         short = shortened(plan, rank, steps)
         if short is not None:
@@ -255,7 +263,9 @@ class Lowered:
         changes = ((n, position, one) for n, effects in enumerate(read.effects) for position, one in effects)
         placed = read.placed
         if self.programs[-1].endless:
-            placed = [a for program in self.programs for a in program.actions[self._device] if a.place is not None]
+            placed = [
+                a for program in self.programs for a in program.actions[self._device] if a.place is not None
+            ]
         rest = at_rest((stage.rest for stage in self._stages.values()), 0, read.away)
         return Held(highest(rest, changes), tuple(placed))
 
@@ -359,7 +369,9 @@ class Parts:
         stages, steps = plan.ranks[rank], self.steps(plan)
         decisions = tuple(decision for decision in plan.decisions if decision.stage in stages)
         own = tuple(plan.stages[stage] for stage in stages)
-        summed = tuple((number, members) for number, members in plan.summed.items() if set(members) & set(stages))
+        summed = tuple(
+            (number, members) for number, members in plan.summed.items() if set(members) & set(stages)
+        )
         there = plan.stages[stages[0]].devices
         stands = there if standing is None else tuple(standing.devices[device] for device in there)
         key = rank, tuple(stage.grid for stage in plan.stages), own, decisions, summed, steps, stands
@@ -422,7 +434,8 @@ class Parts:
 
         result = {device: read(device) for device in dict.fromkeys(stands)}
         return _Read(
-            {device: part for device, (part, _) in result.items()}, sum(result[device][1] for device in stands)
+            {device: part for device, (part, _) in result.items()},
+            sum(result[device][1] for device in stands),
         )
 
     def _part(
@@ -440,7 +453,9 @@ class Parts:
 
         def memory() -> _Memory:
             peak_bytes, placed = held()
-            return _Memory(peak_bytes, tuple(arenas_for(device, placed, nbytes, plan.cluster.devices[device].host)))
+            return _Memory(
+                peak_bytes, tuple(arenas_for(device, placed, nbytes, plan.cluster.devices[device].host))
+            )
 
         timed = lowered.timed(DeviceReader(device, program, plan.cluster, stages, nbytes))
         counts = lowered.counts
@@ -467,7 +482,10 @@ def _alike(programs: Sequence[UncheckedProgram], device: int, stages: Mapping[in
     Their stages have equal costs, and their actions use rows at the same distance from their first one, with
     neighbours in the same order. A device with memory at other places has a unique key.
     """
-    peers, first = dict[object, int](), min((a.part[0] for a in programs[0].actions[device] if a.part), default=0)
+    peers, first = (
+        dict[object, int](),
+        min((a.part[0] for a in programs[0].actions[device] if a.part), default=0),
+    )
     result = list[object]()
     for program in programs:
         for kind, stage, microbatch, layers, subject, place, part, wait in program.actions[device]:
@@ -495,7 +513,9 @@ class Assembled:
         self.plan, self._parts, self._endless = plan, parts, plan.training.endless
         self._steps, self._alike = parts.steps(plan), parts.alike(plan)
         of_ranks = (parts.of_rank(plan, rank, self._alike) for rank in range(len(plan.ranks)))
-        self._read = dict(chain.from_iterable(result.items() for result in of_ranks))  # of those that represent others
+        self._read = dict(
+            chain.from_iterable(result.items() for result in of_ranks)
+        )  # of those that represent others
         stands = {device: device for device in self._read} if self._alike is None else self._alike.devices
         self._stands = stands
         self._devices = {device: self._read[one] for device, one in stands.items()}
@@ -514,13 +534,17 @@ class Assembled:
     def peak_bytes(self) -> tuple[int, ...]:
         """The most bytes allocated on every device."""
         devices = range(len(self.plan.cluster.devices))
-        own = [self._devices[device].memory().peak_bytes if device in self._devices else 0 for device in devices]
+        own = [
+            self._devices[device].memory().peak_bytes if device in self._devices else 0 for device in devices
+        ]
         return tuple(own[device] + lent_bytes(self.arenas, Member.device(device)) for device in devices)
 
     @property
     def fits(self) -> bool:
         """True if every device and every host has enough memory."""
-        full = any(peak > budget for peak, budget in zip(self.peak_bytes, self.plan.cluster.budgets, strict=True))
+        full = any(
+            peak > budget for peak, budget in zip(self.peak_bytes, self.plan.cluster.budgets, strict=True)
+        )
         return not full and not any(missing_bytes(self.plan, self.arenas).values())
 
     @cached_property
@@ -548,11 +572,17 @@ class Assembled:
     def forwards_ended(self, device: int) -> dict[int | None, float]:
         """Return the end time of every microbatch's forward in the last step on a device."""
         after = self.times.clock.after[self._stands[device]]
-        return {microbatch: after[at] for at, microbatch in self._in_last_step(device, self._devices[device].forwards)}
+        return {
+            microbatch: after[at]
+            for at, microbatch in self._in_last_step(device, self._devices[device].forwards)
+        }
 
     def backwards_run(self, device: int) -> dict[int | None, tuple[float, float]]:
         """Return the start and end time of every microbatch's backward in the last step on a device."""
-        after, result = [0.0, *self.times.clock.after[self._stands[device]]], dict[int | None, tuple[float, float]]()
+        after, result = (
+            [0.0, *self.times.clock.after[self._stands[device]]],
+            dict[int | None, tuple[float, float]](),
+        )
         for at, microbatch in self._in_last_step(device, self._devices[device].backwards):
             begin, _ = result.get(microbatch, (after[at], 0.0))
             result[microbatch] = begin, after[at + 1]

@@ -30,7 +30,9 @@ class _Part:
 
     __slots__ = ("ahead", "end", "left", "since", "slowed", "speed", "transfer", "wires")
 
-    def __init__(self, transfer: int, seconds: float, wires: tuple[int, ...], slowed: tuple[float, ...]) -> None:
+    def __init__(
+        self, transfer: int, seconds: float, wires: tuple[int, ...], slowed: tuple[float, ...]
+    ) -> None:
         self.transfer, self.wires = transfer, wires
         self.slowed = slowed  # empty if the other direction does not slow it
         self.left = seconds  # seconds left at full speed, at time `since`
@@ -58,10 +60,15 @@ class Clock:
         self._waiting: dict[int, list[int]] = {}
         opposite = self._opposite = program.opposite
         self._parts = [
-            [(s, wires, slowed if any(opposite[wire] >= 0 for wire in wires) else ()) for s, wires, slowed in parts]
+            [
+                (s, wires, slowed if any(opposite[wire] >= 0 for wire in wires) else ())
+                for s, wires, slowed in parts
+            ]
             for parts in program.parts
         ]
-        self._lines: list[deque[_Part]] = [deque() for _ in self._opposite]  # queues of wires; the first part may run
+        self._lines: list[deque[_Part]] = [
+            deque() for _ in self._opposite
+        ]  # queues of wires; the first part may run
         self._parts_left: dict[int, int] = {}  # of transfers of several parts
         self._stream_queues: list[deque[tuple[float, int]]] = [deque() for _ in range(STREAMS * devices)]
         self._stream_busy = [False] * (STREAMS * devices)
@@ -84,8 +91,12 @@ class Clock:
                 self._queue(number, time)
             elif part.end == time and part.left >= 0.0:  # otherwise its end has been computed again
                 self._end(part, time)
-        steps = [step for step, actions in zip(self._step, self._program.devices, strict=True) if actions.codes]
-        assert min(steps, default=self._steps) == self._steps, "message_order refuses programs that would hang"
+        steps = [
+            step for step, actions in zip(self._step, self._program.devices, strict=True) if actions.codes
+        ]
+        assert min(steps, default=self._steps) == self._steps, (
+            "message_order refuses programs that would hang"
+        )
 
     def _advance(self, device: int) -> None:
         """Run `device` until it blocks or has done all its steps."""
@@ -255,7 +266,8 @@ class Times:
         """Share of the last step in which every device computes."""
         length, last = self.step_seconds[-1], [counts[-1] for counts in self._counts]
         busy = [
-            sum(one.seconds[-count:]) if count else 0.0 for one, count in zip(self._program.devices, last, strict=True)
+            sum(one.seconds[-count:]) if count else 0.0
+            for one, count in zip(self._program.devices, last, strict=True)
         ]
         return tuple(seconds / length if length else 0.0 for seconds in busy)
 

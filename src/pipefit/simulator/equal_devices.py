@@ -84,7 +84,8 @@ def _may_be(plan: Plan) -> bool:
     return (
         any(grid.data > 1 for grid in grids)
         and all(grid.tensor == 1 and grid.shard == "none" for grid in grids)
-        and len({device for grid in grids for device in grid.devices}) == sum(len(grid.devices) for grid in grids)
+        and len({device for grid in grids for device in grid.devices})
+        == sum(len(grid.devices) for grid in grids)
         and all(decision.what is What.RECOMPUTE for decision in plan.decisions)
     )
 
@@ -98,7 +99,10 @@ def _messages(plan: Plan) -> Iterator[_Edge]:
             own = rows_of(sender, samples // front.data)
             for order, (receiver, rows) in enumerate(common_rows(own, samples // behind.data)):
                 whole = receiver * front.data // behind.data == sender
-                there, label = behind.devices[receiver], (number, order, met[receiver], rows[1] - rows[0], whole)
+                there, label = (
+                    behind.devices[receiver],
+                    (number, order, met[receiver], rows[1] - rows[0], whole),
+                )
                 met[receiver] += 1
                 for source, target in ((device, there), (there, device)):
                     route = plan.cluster.route(Member.device(source), Member.device(target))
@@ -135,7 +139,9 @@ class _Refinement:
 
     def __init__(self, plan: Plan, edges: Sequence[_Edge], sums: Mapping[str, Sequence[_Sum]]) -> None:
         self.edges = edges
-        self.carried = defaultdict[str, list[tuple[int, int, int]]](list)  # edges, positions and turns of every wire
+        self.carried = defaultdict[str, list[tuple[int, int, int]]](
+            list
+        )  # edges, positions and turns of every wire
         for number, edge in enumerate(edges):
             for position, wire in enumerate(edge.route.wires):
                 self.carried[wire].append((number, position, min(edge.source, edge.target)))
@@ -180,7 +186,9 @@ class _Refinement:
                 wire: (
                     own,
                     self.wires.get(self.opposite[wire] or ""),
-                    *sorted((self.classes[n], position, turn) for n, position, turn in self.carried.get(wire, ())),
+                    *sorted(
+                        (self.classes[n], position, turn) for n, position, turn in self.carried.get(wire, ())
+                    ),
                 )
                 for wire, own in self.wires.items()
             }
@@ -191,7 +199,14 @@ class _Refinement:
         """Return the properties of an edge."""
         ends = self.devices[edge.source], self.devices[edge.target]
         wires = tuple(self.wires[wire] for wire in edge.route.wires)
-        return edge.label, edge.route.bytes_per_second, edge.route.latency_seconds, edge.route.slowed, wires, ends
+        return (
+            edge.label,
+            edge.route.bytes_per_second,
+            edge.route.latency_seconds,
+            edge.route.slowed,
+            wires,
+            ends,
+        )
 
 
 def _in_turn(sums: Sequence[_Sum]) -> Hashable:

@@ -96,17 +96,23 @@ class Ledger:
     def __init__(self, device: int, stages: Mapping[int, StageCost], program: UncheckedProgram) -> None:
         self._device, self._stages, self._program = device, stages, program
         kept = stages.items() if program.endless else ()
-        self._versions = {number: StageVersions(stage.start, stage.rest.versions_bytes) for number, stage in kept}
+        self._versions = {
+            number: StageVersions(stage.start, stage.rest.versions_bytes) for number, stage in kept
+        }
         self._flights: dict[tuple[int, int | None], Residency] = {}
         self._born: set[int] = set()  # layers with gradients
         self._complete: set[int] = set()  # stages in which all layers have gradients
         self._stepped: set[int] = set()  # layers with optimizer state
-        moves = state_moves(program, device, {number: (stage.start, stage.stop) for number, stage in stages.items()})
+        moves = state_moves(
+            program, device, {number: (stage.start, stage.stop) for number, stage in stages.items()}
+        )
         self._states = {n: StageStates(stage.rest, moves.of_stage(n)) for n, stage in stages.items()}
         self._gathered = {number: Gathered(stage.share, stage.storages) for number, stage in stages.items()}
         self._incomplete = self._lacking()
         self._moving = bool(moves.homes)
-        self.placed: list[Action] = []  # actions of one step at which the use of memory elsewhere starts or ends
+        self.placed: list[
+            Action
+        ] = []  # actions of one step at which the use of memory elsewhere starts or ends
 
     def read(self, actions: tuple[Action, ...]) -> Effects:
         """Return the effects of one step.
@@ -150,7 +156,10 @@ class Ledger:
         if self._flights or self._born or self._program.endless or self._moving:
             return self.read(actions)
         return [
-            (position, self._later_update(actions[position]) if actions[position].kind is Kind.STEP else effect)
+            (
+                position,
+                self._later_update(actions[position]) if actions[position].kind is Kind.STEP else effect,
+            )
             for position, effect in before
         ]
 
@@ -183,12 +192,20 @@ class Ledger:
         """State of the ledger; equal states of an asynchronous schedule have equal later effects."""
         versions = tuple(versions.state for versions in self._versions.values())
         states = tuple(states.state for states in self._states.values())
-        return frozenset(self._flights.items()), frozenset(self._born), frozenset(self._stepped), versions, states
+        return (
+            frozenset(self._flights.items()),
+            frozenset(self._born),
+            frozenset(self._stepped),
+            versions,
+            states,
+        )
 
     def _next_step(self) -> None:
         """Count microbatches from the first one of the next step."""
         count = self._program.microbatches
-        self._flights = {(stage, (m or 0) - count): residency for (stage, m), residency in self._flights.items()}
+        self._flights = {
+            (stage, (m or 0) - count): residency for (stage, m), residency in self._flights.items()
+        }
         for versions in self._versions.values():
             versions.shift(count)
 
@@ -212,14 +229,20 @@ class Ledger:
 
     def _of_microbatch(self, action: Action, stage: StageCost) -> Effect | None:
         """Return the effect of an action on a microbatch."""
-        last, earlier = self._program.microbatches - 1, action.microbatch is not None and action.microbatch < 0
+        last, earlier = (
+            self._program.microbatches - 1,
+            action.microbatch is not None and action.microbatch < 0,
+        )
         if action.microbatch is None or action.microbatch > last or (earlier and not self._program.endless):
             self._refuse(f"{action} needs the number of a microbatch, 0 to {last}")
         key = action.stage, action.microbatch
         residency = self._flights.get(key, stage.flights.start)
         try:
             if action.stage in self._incomplete and action.kind in COMPUTE:
-                versions, layers = self._versions.get(action.stage), action.layers or (stage.start, stage.stop)
+                versions, layers = (
+                    self._versions.get(action.stage),
+                    action.layers or (stage.start, stage.stop),
+                )
                 newest = versions is None or versions.goes_through_newest(action.microbatch)
                 self._states[action.stage].conditions.check_here(action, layers, newest=newest)
                 self._gathered[action.stage].check(action, range(*layers))
@@ -273,7 +296,9 @@ class Ledger:
         """
         versions, microbatch, place = self._versions.get(action.stage), action.microbatch, action.place
         if versions is None or microbatch is None or place is None:
-            raise UsageError(f"{action} names no place, or moves versions of weights in a program that has none")
+            raise UsageError(
+                f"{action} names no place, or moves versions of weights in a program that has none"
+            )
         layers, nbytes = [subject.layer for subject in moved], sum(map(stage.storages.nbytes, moved))
         try:
             match action.kind, action.wait:
@@ -330,7 +355,8 @@ class Ledger:
             if stage.divides_gradients:
                 return frozenset(layers) - self._born
             self._refuse(
-                f"{action} is the first backward of the step for some of its layers only: cut all backwards alike"
+                f"{action} is the first backward of the step for some of its layers only: cut all backwards "
+                "alike"
             )
         return True
 
@@ -380,10 +406,14 @@ class Ledger:
             UsageError: the schedule does not have this update, or its gradients or state do not exist.
         """
         if action.microbatch is not None and not self._program.endless:
-            raise UsageError(f"{action} has a number, but this program is updated once, at its end: write it without")
+            raise UsageError(
+                f"{action} has a number, but this program is updated once, at its end: write it without"
+            )
         start, stop = layers = action.layers or (stage.start, stage.stop)
         if not stage.start <= start < stop <= stage.stop:
-            raise UsageError(f"{action} is outside its stage, which holds {layers_text(stage.start, stage.stop)}")
+            raise UsageError(
+                f"{action} is outside its stage, which holds {layers_text(stage.start, stage.stop)}"
+            )
         if action.stage in self._versions:
             try:
                 self._versions[action.stage].check_update(start, stop)
@@ -413,7 +443,9 @@ class Ledger:
         """Return whether this update creates the optimizer state of these layers."""
         before = self._stepped.intersection(range(*layers))
         if 0 < len(before) < layers[1] - layers[0]:
-            raise UsageError(f"{action} is the first update for some of its layers only: cut all updates alike")
+            raise UsageError(
+                f"{action} is the first update for some of its layers only: cut all updates alike"
+            )
         self._stepped.update(range(*layers))
         return not before
 
@@ -437,7 +469,12 @@ class Reading(NamedTuple):
 
 
 def reading(
-    device: int, stages: Mapping[int, StageCost], programs: Sequence[UncheckedProgram], *, steps: int, distinct: int
+    device: int,
+    stages: Mapping[int, StageCost],
+    programs: Sequence[UncheckedProgram],
+    *,
+    steps: int,
+    distinct: int,
 ) -> Reading:
     """Return the reading of a device with these stages for `steps` steps; at most `distinct` of them differ.
 

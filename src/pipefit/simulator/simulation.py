@@ -29,7 +29,18 @@ from pipefit.schema.program import Program, joined
 from pipefit.schema.trace import MOST_STEPS, DeviceTrace, Event, MemorySample, Stream, Trace
 from pipefit.schema.validation import instance, whole
 from pipefit.simulator.clock import Clock, Times
-from pipefit.simulator.ledger import Change, Effects, Ledger, Levels, Reading, Row, at_rest, highest, peaks, reading
+from pipefit.simulator.ledger import (
+    Change,
+    Effects,
+    Ledger,
+    Levels,
+    Reading,
+    Row,
+    at_rest,
+    highest,
+    peaks,
+    reading,
+)
 from pipefit.simulator.timed_program import COMPUTE, COPY, JOIN, NOTHING, DeviceReader, TimedProgram
 from pipefit.texts import counted
 
@@ -75,7 +86,8 @@ class Simulation:
         self.plan = plan
         if program is not None and program.endless:
             raise UsageError(
-                "the program is a part of an endless schedule, which nothing has begun: simulate its plan, which "
+                "the program is a part of an endless schedule, which nothing has begun: simulate its plan, "
+                "which "
                 "begins with the programs of the first steps"
             )
         self._distinct = distinct_steps(plan) if program is None else 2
@@ -139,7 +151,12 @@ class Simulation:
         placed = self._readings[device].placed  # the ledger first: it refuses moves of unknown tensors
         if not self.program.endless:
             return placed
-        return [action for program in self._programs for action in program.actions[device] if action.place is not None]
+        return [
+            action
+            for program in self._programs
+            for action in program.actions[device]
+            if action.place is not None
+        ]
 
     @property
     def clock(self) -> Clock:
@@ -148,7 +165,9 @@ class Simulation:
 
     @cached_property
     def _times(self) -> Times:
-        counts = [[len(self._of_step(n).actions[device]) for n in range(self.steps)] for device in self._devices]
+        counts = [
+            [len(self._of_step(n).actions[device]) for n in range(self.steps)] for device in self._devices
+        ]
         return Times(self._timed_program, counts, endless=self.program.endless)
 
     @cached_property
@@ -159,7 +178,9 @@ class Simulation:
         # The steps of an asynchronous schedule overlap, so they are one program to the clock
         whole = joined([*map(self._of_step, range(self.steps))]) if self.program.endless else self.program
         cluster, placement = self.plan.cluster, self.program.placement
-        readers = (DeviceReader(n, whole, cluster, self._of_device(n), self._moved_bytes[n]) for n in self._devices)
+        readers = (
+            DeviceReader(n, whole, cluster, self._of_device(n), self._moved_bytes[n]) for n in self._devices
+        )
         timed = [reader.read(actions) for reader, actions in zip(readers, whole.actions, strict=True)]
         return TimedProgram(timed, cluster, message_sizes(self.plan, placement, self._storages))
 
@@ -224,7 +245,13 @@ class Simulation:
             device=device,
             budget_bytes=self.plan.cluster.devices[device].memory_bytes,
             events=tuple(
-                Event(step=step, action=names[step][position], stream=stream, start_seconds=start, end_seconds=end)
+                Event(
+                    step=step,
+                    action=names[step][position],
+                    stream=stream,
+                    start_seconds=start,
+                    end_seconds=end,
+                )
                 for start, end, step, position, stream in sorted(self._busy(device))
             ),
             memory=tuple(
@@ -268,12 +295,14 @@ def _check(plan: Plan, program: Program, steps: int) -> None:
     ):
         if of_plan != of_program:
             raise UsageError(
-                f"the program is for {counted(of_program, what)}, the plan has {of_plan}: lower the plan again"
+                f"the program is for {counted(of_program, what)}, the plan has {of_plan}: lower the plan "
+                "again"
             )
     for number, (there, stage) in enumerate(zip(program.placement, plan.stages, strict=True)):
         if len(there) != len(stage.devices):
             raise UsageError(
-                f"stage {number} is on devices {list(there)} in the program, and on {list(stage.devices)} in the plan: "
+                f"stage {number} is on devices {list(there)} in the program, and on {list(stage.devices)} in "
+                "the plan: "
                 "lower the plan again"
             )
     check_slices(plan, None)
@@ -344,7 +373,9 @@ def contents_at(plan: Plan, device: int, moment: MemorySample | None) -> Content
     one.
     """
     programs = step_programs(plan)
-    if moment is None or moment.action not in map(str, programs[-1].actions[device]):  # of an evaluation, for example
+    if moment is None or moment.action not in map(
+        str, programs[-1].actions[device]
+    ):  # of an evaluation, for example
         return None
     return _contents(plan, device, moment, programs, Costs.of(plan))
 
@@ -372,7 +403,9 @@ def _contents(
         actions = programs[min(step, len(programs) - 1)].actions[device]
         here = list(map(str, actions)).index(moment.action) if step == last else len(actions)
         ledger.read(actions[:here])
-    rows = (row for number, cost in stages.items() for row in _rows(ledger, number, cost, _moving(plan, number)))
+    rows = (
+        row for number, cost in stages.items() for row in _rows(ledger, number, cost, _moving(plan, number))
+    )
     tensors = (tensor for number, cost in stages.items() for tensor in _tensors(ledger, number, cost))
     return Contents(moment, tuple(rows), tuple(tensors))
 
@@ -400,7 +433,11 @@ def _rows(ledger: Ledger, number: int, cost: StageCost, moving: set[tuple[str, i
     return elsewhere + [
         LayerContents(
             layer,
-            (0 if ("parameters", layer) in moving else sum(map(rest.static_bytes, positions)) - rest.copies_here(layer))
+            (
+                0
+                if ("parameters", layer) in moving
+                else sum(map(rest.static_bytes, positions)) - rest.copies_here(layer)
+            )
             + (rest.unsharded_bytes(layer) - copies if layer in gathered else 0),
             copies,
             _state(cost, "gradients", layer, moving) if layer in born else 0,

@@ -24,7 +24,17 @@ from typing import NamedTuple
 from pipefit.errors import UsageError
 from pipefit.memory.stage import StageCost
 from pipefit.memory.states import unchanged
-from pipefit.schema.actions import COLLECTIVE, COPIES, MESSAGES, RECEIVES, Action, Kind, Message, collective, message_of
+from pipefit.schema.actions import (
+    COLLECTIVE,
+    COPIES,
+    MESSAGES,
+    RECEIVES,
+    Action,
+    Kind,
+    Message,
+    collective,
+    message_of,
+)
 from pipefit.schema.cluster import Cluster, opposite
 from pipefit.schema.devices import Member, Place
 from pipefit.schema.program import UncheckedProgram
@@ -90,7 +100,9 @@ class DeviceReader:
     ) -> None:
         self._device, self._program, self._cluster, self._stages = device, program, cluster, stages
         self._moved_bytes = moved_bytes
-        self._turns: Counter[tuple[Hashable, int]] = Counter()  # number of collectives that a stage has started
+        self._turns: Counter[tuple[Hashable, int]] = (
+            Counter()
+        )  # number of collectives that a stage has started
         self._copies: dict[tuple[bool, int, Place | None], Own] = {}
 
     def read(self, actions: tuple[Action, ...]) -> TimedDevice:
@@ -163,7 +175,9 @@ class DeviceReader:
             self._cluster.check(member, f"place {str(place)!r}")
             there = member if member.number is not None else Member(member.kind, self._host)
             if there == here:
-                raise UsageError(f"device {self._device} cannot move a tensor to {str(place)!r}: name other members")
+                raise UsageError(
+                    f"device {self._device} cannot move a tensor to {str(place)!r}: name other members"
+                )
             route = self._cluster.route(*((here, there) if outward else (there, here)))
             yield route.seconds(share), route.wires, route.slowed
 
@@ -236,12 +250,16 @@ class TimedProgram:
                 numbers[own] = self._collective(begun)
         numbers.append(-1)  # the number of no transfer
         transfers = [numbers[own] for own in device.transfers]
-        seconds = [*map(self._taken, device.codes, device.seconds, transfers)] if self._on_cores else device.seconds
+        seconds = (
+            [*map(self._taken, device.codes, device.seconds, transfers)] if self._on_cores else device.seconds
+        )
         return TimedActions(device.codes, seconds, transfers)
 
     def _taken(self, code: int, seconds: float, transfer: int) -> float:
         """Return the seconds of an action on a CPU core, which carries the transfers that it starts."""
-        return max((part[0] for part in self.parts[transfer]), default=0.0) if code in (POST, COPY) else seconds
+        return (
+            max((part[0] for part in self.parts[transfer]), default=0.0) if code in (POST, COPY) else seconds
+        )
 
     def _number(self, begun: Message | Collected | Own) -> int:
         """Return the number of a started transfer, -1 for an end of a collective."""
@@ -279,7 +297,11 @@ class TimedProgram:
         parts = self._message_parts.get(key)
         if parts is None:
             nbytes = self._message_bytes(message)
-            parts = () if source == target else (self._part(Member.device(source), Member.device(target), nbytes),)
+            parts = (
+                ()
+                if source == target
+                else (self._part(Member.device(source), Member.device(target), nbytes),)
+            )
             self._message_parts[key] = parts
         return self._add(parts, ends=2)
 
@@ -289,7 +311,9 @@ class TimedProgram:
         members = begin if self._alike is None else self._alike.those_of(begin)
         exchange = exchange_of(self._cluster, members, begun)
         delay, slowed = exchange.delay_seconds, exchange.slowed
-        parts = (self._on_wires(delay + s, (wire,), (slowed[wire],)) for wire, s in exchange.wire_seconds.items())
+        parts = (
+            self._on_wires(delay + s, (wire,), (slowed[wire],)) for wire, s in exchange.wire_seconds.items()
+        )
         return self._add(tuple(dict.fromkeys(parts)), ends=len(begin))
 
     def _part(self, source: Member, target: Member, nbytes: int) -> Part:
@@ -307,7 +331,9 @@ def exchange_of(cluster: Cluster, members: list[int], begun: Collected) -> Excha
     if begun.shares is None:
         result = sum_for_all(cluster, members, begun.nbytes)
     else:
-        result = (sum_for_owners if begun.reduces else brought_by_owners)(cluster, begun.replicas, begun.shares)
+        result = (sum_for_owners if begun.reduces else brought_by_owners)(
+            cluster, begun.replicas, begun.shares
+        )
     return result._replace(delay_seconds=result.delay_seconds * begun.messages)
 
 

@@ -95,7 +95,9 @@ class Collectives(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessGroupCollectives:
-    """Collectives of `torch.distributed`, over gloo or NCCL; of all processes, or of the given process group."""
+    """Collectives of `torch.distributed`, over gloo or NCCL; of all processes, or of the given process
+    group.
+    """
 
     group: Any = None
 
@@ -161,8 +163,10 @@ class Alone:
 #     reduce   parts -> R    forward sums partial results,     backward nothing
 #     gather   Split -> R    forward joins the parts,          backward takes this rank's part
 #     slice    R -> Split    forward takes this rank's part,   backward joins the parts
-#     spread   Split -> C    forward joins the parts,          backward sums gradients, and takes this rank's part
-#     scatter  parts -> Split  forward sums partial results, and takes this rank's part,   backward joins the parts
+#     spread   Split -> C    forward joins the parts,          backward sums gradients, and takes this rank's
+# part
+#     scatter  parts -> Split  forward sums partial results, and takes this rank's part,   backward joins the
+# parts
 #
 # They save no tensors. A rewritten layer calls each by the name of the function below. (Shoeybi et al.,
 # "Megatron-LM", 2019, section 3, has the first two as f and g; Korthikanti et al., "Reducing Activation

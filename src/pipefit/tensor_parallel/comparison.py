@@ -86,7 +86,10 @@ class Shortening:
     def said(self) -> str:
         """Description of the cut, to continue a sentence."""
         if self.length:
-            return f", with sequences of {_SHORT} instead of {counted(self.length, 'position')} and without dropout"
+            return (
+                f", with sequences of {_SHORT} instead of {counted(self.length, 'position')} and without "
+                "dropout"
+            )
         return f", with {_FEW} instead of {counted(self.samples, 'sample')}" if self.samples else ""
 
     def cut(self, values: Values, targets: Values) -> tuple[Values, Values]:
@@ -258,7 +261,9 @@ class Block:
             if not stage.stage.has_loss:
                 return found[0].reshape(())
             short = replace(loss, module=self.size.shortened(loss.module))
-            return as_values(short.outputs((*found, *map(self._widened, self.targets))), "the loss")[0].reshape(())
+            return as_values(short.outputs((*found, *map(self._widened, self.targets))), "the loss")[
+                0
+            ].reshape(())
 
         return self._run(layers, lost, values, Form())
 
@@ -297,7 +302,11 @@ class Block:
             tuple(value.detach().requires_grad_(value.requires_grad) for value in result),
             form,
             tuple(value.grad for value in given),
-            {f"{r.name}.{n}": p.grad for r in layers for n, p in r.module.named_parameters(remove_duplicate=False)},
+            {
+                f"{r.name}.{n}": p.grad
+                for r in layers
+                for n, p in r.module.named_parameters(remove_duplicate=False)
+            },
             {f"{r.name}.{n}": b for r in layers for n, b in r.module.named_buffers(remove_duplicate=False)},
         )
 
@@ -306,7 +315,9 @@ class Block:
         yield self.size.without_draws()
 
     def _drawn(self, tensor: Tensor, generator: torch.Generator) -> Tensor:
-        """Return numbers in place of a tensor's, with norm near 1 after a product, otherwise not near zero."""
+        """Return numbers in place of a tensor's, with norm near 1 after a product, otherwise not near
+        zero.
+        """
         wide = self._widened(tensor)
         if not isinstance(tensor, nn.Parameter):
             return self.size.held(wide).clone()
@@ -334,7 +345,11 @@ class Block:
         """Yield everything that is not bitwise equal."""
         gradients = [g for g in (*whole.gradients.values(), *whole.incoming) if g is not None]
         floor = _SMALLEST * (max(map(largest, gradients), default=0.0) or 1.0)
-        what = ["the loss"] if self.is_last else [f"value {n} that it hands on" for n in range(len(whole.values))]
+        what = (
+            ["the loss"]
+            if self.is_last
+            else [f"value {n} that it hands on" for n in range(len(whole.values))]
+        )
         for rank, one in enumerate(ranks):
             of_rank = f"on rank {rank}"
             for name, ours, theirs in zip(what, one.values, whole.values, strict=True):
@@ -375,7 +390,9 @@ def _backward(values: Values) -> None:
     wanted = [value for value in values if value.requires_grad]
     generator = torch.Generator().manual_seed(0)
     drawn = [
-        torch.ones_like(value) if value.ndim == 0 else torch.empty_like(value).uniform_(-1, 1, generator=generator)
+        torch.ones_like(value)
+        if value.ndim == 0
+        else torch.empty_like(value).uniform_(-1, 1, generator=generator)
         for value in wanted
     ]
     if wanted:
@@ -391,7 +408,9 @@ class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that replaces requested narrower dtypes by double precision."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map_only(torch.dtype, lambda dtype: _WIDER.get(dtype, dtype), (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(
+            torch.dtype, lambda dtype: _WIDER.get(dtype, dtype), (args, kwargs or {})
+        )
         return func(*args, **kwargs)
 
 
@@ -399,7 +418,10 @@ class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 LONGEST_SECONDS = 3.0  # estimated limit for a comparison at full length
 _FLOPS = 5e9  # of a core, per second, in double precision
-_PASSES, _COPIES = 6, 4  # forward and backward of a block, and its parameters and gradients, both whole and divided
+_PASSES, _COPIES = (
+    6,
+    4,
+)  # forward and backward of a block, and its parameters and gradients, both whole and divided
 _TOLD = 3  # printed differences
 
 
@@ -421,7 +443,12 @@ class NotComparable(Exception):
 
 
 def compare_blocks(
-    divided: ShardedChain, values: Values, targets: Values, *, free_bytes: int, longest: float = LONGEST_SECONDS
+    divided: ShardedChain,
+    values: Values,
+    targets: Values,
+    *,
+    free_bytes: int,
+    longest: float = LONGEST_SECONDS,
 ) -> Compared:
     """Compare every distinct block of a divided chain with the whole one, for a batch like the traced one.
 
@@ -460,8 +487,13 @@ class _Blocks:
 
     @cached_property
     def kinds(self) -> list[object]:
-        """A key for every block, equal for blocks that compute the same from equal inputs, whole and divided."""
-        return [(self._key(block), number in (0, len(self.ranges) - 1)) for number, block in enumerate(self.ranges)]
+        """A key for every block, equal for blocks that compute the same from equal inputs, whole and
+        divided.
+        """
+        return [
+            (self._key(block), number in (0, len(self.ranges) - 1))
+            for number, block in enumerate(self.ranges)
+        ]
 
     @property
     def chain(self) -> Chain:
@@ -519,10 +551,13 @@ class _Blocks:
         if far := [each for each in result if each.apart is None or not each.apart <= one.allowed]:
             more = f", and {len(far) - _TOLD} more" if len(far) > _TOLD else ""
             raise UsageError(
-                f"{self._name(one.block)} of {self.chain.name}, divided between {self.divided.ranks} tensor-parallel "
+                f"{self._name(one.block)} of {self.chain.name}, divided between {self.divided.ranks} "
+                "tensor-parallel "
                 f"ranks, computes other numbers than whole: {', '.join(map(str, far[:_TOLD]))}{more} "
-                f"({one.allowed:.0e} of the largest value is allowed{one.size.said}). Nothing was trained. Give its "
-                "stage one shard (Grid(tensor=1), or --tensor 1 for all stages) and report the layer: this is a fault "
+                f"({one.allowed:.0e} of the largest value is allowed{one.size.said}). Nothing was trained. "
+                "Give its "
+                "stage one shard (Grid(tensor=1), or --tensor 1 for all stages) and report the layer: this "
+                "is a fault "
                 "of pipefit; numbers=False (train --no-numbers) leaves the comparison out"
             )
         return max((each.apart or 0.0 for each in result), default=0.0)
@@ -548,4 +583,6 @@ class _Blocks:
     def _key(self, block: range) -> object:
         layers, codes = self.chain.layers, self.divided.stage.codes
         whole = tuple((module_settings(layers[n].module, id), layers[n].autocast) for n in block)
-        return whole, tuple(repr([(n.op, n.target, n.args, n.kwargs) for n in codes[k].graph.nodes]) for k in block)
+        return whole, tuple(
+            repr([(n.op, n.target, n.args, n.kwargs) for n in codes[k].graph.nodes]) for k in block
+        )

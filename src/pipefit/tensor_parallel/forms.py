@@ -56,7 +56,9 @@ def divides(shape: Sequence[int], form: Split, ranks: int) -> bool:
     row = shape[form.dim] // form.repeats
     if form.padded:
         return form.repeats == 1 and not form.blocks and row >= ranks
-    return row > 0 and sum(form.blocks or (row,)) == row and all(b % ranks == 0 for b in form.blocks or (row,))
+    return (
+        row > 0 and sum(form.blocks or (row,)) == row and all(b % ranks == 0 for b in form.blocks or (row,))
+    )
 
 
 def local_shape(shape: Sequence[int], form: Form, ranks: int) -> list[int]:
@@ -86,7 +88,9 @@ def take(whole: Tensor, form: Split, rank: int, ranks: int) -> Tensor:
     dim, size = form.dim, whole.shape[form.dim]
     if form.padded:
         (start, stop), share = next(ranges(size, form, rank, ranks)), math.ceil(size / ranks)
-        zeros = whole.new_zeros([share - (stop - start) if d == dim else n for d, n in enumerate(whole.shape)])
+        zeros = whole.new_zeros(
+            [share - (stop - start) if d == dim else n for d, n in enumerate(whole.shape)]
+        )
         return torch.cat([whole.narrow(dim, start, stop - start), zeros], dim).contiguous()
     row = size // form.repeats
     rows, one = _rows(whole, dim, form.repeats), form._replace(repeats=1)
@@ -160,7 +164,9 @@ class Shard:
             return whole.detach().clone()
         parts = [whole.detach().narrow(self.dim, start, stop - start) for start, stop in self.ranges]
         if self.padding:
-            parts.append(whole.new_zeros([self.padding if d == self.dim else n for d, n in enumerate(whole.shape)]))
+            parts.append(
+                whole.new_zeros([self.padding if d == self.dim else n for d, n in enumerate(whole.shape)])
+            )
         return torch.cat(parts, self.dim).contiguous()
 
     def put(self, part: Tensor, whole: Tensor) -> None:
@@ -190,8 +196,10 @@ class Shard:
         if not isinstance(item, Tensor) or tuple(item.shape) != shape:
             if isinstance(item, Tensor) and item.numel() > 1 and self.dim is not None:
                 raise UsageError(
-                    f"the optimizer keeps {key} of {self.name} in the shape {tuple(item.shape)}, and the parameter has "
-                    f"{shape}: ranks that share the parameter cannot share that; take an optimizer that keeps tensors "
+                    f"the optimizer keeps {key} of {self.name} in the shape {tuple(item.shape)}, and the "
+                    "parameter has "
+                    f"{shape}: ranks that share the parameter cannot share that; take an optimizer that "
+                    "keeps tensors "
                     "of the parameter's shape, such as AdamW, or no tensor parallelism"
                 )
             return item
@@ -214,6 +222,8 @@ def assembled_state(shards: Sequence[Shard], states: Sequence[Mapping[str, Any]]
     """
     first = shards[0]
     return {
-        key: first._part(key, item, first.local_shape, lambda _, key=key: assembled(shards, [s[key] for s in states]))  # type: ignore[misc]
+        key: first._part(
+            key, item, first.local_shape, lambda _, key=key: assembled(shards, [s[key] for s in states])
+        )  # type: ignore[misc]
         for key, item in states[0].items()
     }

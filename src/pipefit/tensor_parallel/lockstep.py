@@ -35,7 +35,10 @@ class Turn:
     def __init__(self, run: Callable[[], None]) -> None:
         self._run = run
         self._thread = threading.Thread(target=self._body, name="pipefit-turn", daemon=True)
-        self._go, self._back = threading.Lock(), threading.Lock()  # released to give the turn, and to return it
+        self._go, self._back = (
+            threading.Lock(),
+            threading.Lock(),
+        )  # released to give the turn, and to return it
         self._go.acquire()
         self._back.acquire()
         self._draws = torch.get_rng_state()

@@ -91,7 +91,9 @@ class Operation:
     With `sequences`, norms are divided along positions even if no user of the result prefers it.
     """
 
-    def __init__(self, node: fx.Node, ranks: int, trained: frozenset[fx.Node], *, sequences: bool = False) -> None:
+    def __init__(
+        self, node: fx.Node, ranks: int, trained: frozenset[fx.Node], *, sequences: bool = False
+    ) -> None:
         self.node, self.ranks, self.trained, self.sequences = node, ranks, trained, sequences
         self.name = operator_name(node)
         self.shape = shape(node)

@@ -91,10 +91,14 @@ class Costs:
 # Sums, copies and views keep none of their operands; products, norms and activation functions do. An estimate
 # for the search; a dry run gives the exact bytes.
 
-_CURVES = frozenset({"softmax", "log_softmax", "relu", "tanh", "sigmoid", "exp", "sqrt", "rsqrt"})  # save their result
+_CURVES = frozenset(
+    {"softmax", "log_softmax", "relu", "tanh", "sigmoid", "exp", "sqrt", "rsqrt"}
+)  # save their result
 _LOOKS = VIEWS | CUTS | {"transpose", "permute", "t", "expand", "select", "slice", "alias", "detach"}
 _SUMS = frozenset({"add", "sub", "neg", "rsub", "sum", "mean", "cumsum"})
-_MOVES = frozenset({"cat", "stack", "repeat", "repeat_interleave", "pad", "roll", "flip", "index", "embedding"})
+_MOVES = frozenset(
+    {"cat", "stack", "repeat", "repeat_interleave", "pad", "roll", "flip", "index", "embedding"}
+)
 _KEEPS_NO_OPERAND = COPIES | _CURVES | _LOOKS | _SUMS | _MOVES | {"dropout"}
 
 
@@ -188,14 +192,20 @@ def _trained(stage: TracedStage) -> frozenset[fx.Node]:
         if node.op == "placeholder":
             needs = stage.tensor(node).requires_grad if is_stored(node) else _arrives_trained(stage, node)
         else:
-            needs = _is_numeric(node) and any(source in result for source in node.all_input_nodes) and not _ends(node)
+            needs = (
+                _is_numeric(node)
+                and any(source in result for source in node.all_input_nodes)
+                and not _ends(node)
+            )
         if needs:
             result.add(node)
     return frozenset(result)
 
 
 def _ends(node: fx.Node) -> bool:
-    """Return whether no gradient passes an operation; in-place changes without gradient keep the earlier one."""
+    """Return whether no gradient passes an operation; in-place changes without gradient keep the earlier
+    one.
+    """
     return (without_gradient(node) or operator_name(node) == "detach") and not mutated_arguments(node)
 
 
@@ -251,7 +261,9 @@ def _options(
 
 
 def _changed(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Return the values that share memory with one changed in place; buffers are changed in their own form."""
+    """Return the values that share memory with one changed in place; buffers are changed in their own
+    form.
+    """
     roots = groups(graph)
     changed = {roots[target] for node in graph.nodes for target in mutated_arguments(node)}
     return frozenset(node for node, root in roots.items() if root in changed and not is_stored(root))
@@ -283,11 +295,15 @@ class _Search:
         self._costs: dict[tuple[fx.Node, Form | Kept, Form | Kept], float] = {}
         roots = groups(stage.graph)
         changed = {roots[target] for node in self.nodes for target in mutated_arguments(node)}
-        self.fixed = {node for node, root in roots.items() if root in changed}  # another form would be a stale copy
+        self.fixed = {
+            node for node, root in roots.items() if root in changed
+        }  # another form would be a stale copy
 
     def run(self) -> tuple[dict[fx.Node, Strategy], float]:
         """Return the strategies of the cheapest path, and its cost."""
-        layer: list[tuple[State, _Record]] = [(dict.fromkeys(self.stage.inputs, (R,)), _Record(0.0, None, None))]
+        layer: list[tuple[State, _Record]] = [
+            (dict.fromkeys(self.stage.inputs, (R,)), _Record(0.0, None, None))
+        ]
         for node in self.nodes:
             if node in self.cuts:
                 layer = self._cut(layer, node)
@@ -301,7 +317,11 @@ class _Search:
 
     def _step(self, layer: Sequence[tuple[State, _Record]], node: fx.Node) -> list[tuple[State, _Record]]:
         following: dict[object, tuple[State, _Record]] = {}
-        ending = [source for source in (node, *node.all_input_nodes) if self.ends.get(source, -1) <= self.number[node]]
+        ending = [
+            source
+            for source in (node, *node.all_input_nodes)
+            if self.ends.get(source, -1) <= self.number[node]
+        ]
         done = [(way, self.costs.done(node, way)) for way in self.options[node]]
         keeps, keeps_own = (node in self.trained and keeps(node) for keeps in (keeps_operands, keeps_result))
         for state, record in layer:
@@ -336,14 +356,22 @@ class _Search:
         return self._worthwhile(sorted(result.values(), key=lambda item: item[1].cost))
 
     def _worthwhile(self, layer: list[tuple[State, _Record]]) -> list[tuple[State, _Record]]:
-        """Return the states, cheapest first, except those that the cheapest can be converted into for less."""
+        """Return the states, cheapest first, except those that the cheapest can be converted into for
+        less.
+        """
         best, record = layer[0]
-        return [item for item in layer if item[0] is best or item[1].cost < record.cost + self._between(best, item[0])]
+        return [
+            item
+            for item in layer
+            if item[0] is best or item[1].cost < record.cost + self._between(best, item[0])
+        ]
 
     def _between(self, state: State, other: State) -> float:
         """Return the cost of adding to `state` all forms that `other` has."""
         missing = ((node, form) for node, forms in other.items() for form in forms if form not in state[node])
-        return sum(math.inf if is_stored(node) else self._cost_of(state, node, form) for node, form in missing)
+        return sum(
+            math.inf if is_stored(node) else self._cost_of(state, node, form) for node, form in missing
+        )
 
     def _had(self, known: State, node: fx.Node, form: Form, *, keeps: bool) -> float:
         """Add a form of a value, kept for the backward if `keeps`, to the state; return the cost."""

@@ -30,7 +30,16 @@ from pipefit.tensor_parallel.operations import flops, nbytes, shape
 from pipefit.tensor_parallel.rules import rule_of
 from pipefit.tensor_parallel.search import SEQUENCES, Choice, Prices, choose
 from pipefit.tensor_parallel.tracing import TracedStage, blocks_begin, is_stored, trace
-from pipefit.tensor_parallel.writing import Collective, Key, LayerCode, RankTensors, Steps, crossing, tensors_of, write
+from pipefit.tensor_parallel.writing import (
+    Collective,
+    Key,
+    LayerCode,
+    RankTensors,
+    Steps,
+    crossing,
+    tensors_of,
+    write,
+)
 
 # ---- Divided shares of a stage, and reasons for which the rest stays whole
 
@@ -50,7 +59,9 @@ def shares(stage: TracedStage, choice: Choice, ranks: int) -> Shares:
         rank_bytes=sum(_of_rank(node, choice, ranks) for node in sizes),
         flops=sum(counts.values()),
         divided_flops=sum(counts[node] for node, way in choice.ways.items() if way.divides),
-        whole=tuple(sorted((each for each in every if each.parameter_bytes or each.flops), key=_size)[:_MOST]),
+        whole=tuple(
+            sorted((each for each in every if each.parameter_bytes or each.flops), key=_size)[:_MOST]
+        ),
     )
 
 
@@ -63,7 +74,9 @@ def _of_rank(node: fx.Node, choice: Choice, ranks: int) -> int:
 
 
 def _whole(stage: TracedStage, choice: Choice, node: fx.Node, ranks: int) -> Whole:
-    parameters = [n for n in node.all_input_nodes if is_stored(n) and isinstance(stage.tensor(n), nn.Parameter)]
+    parameters = [
+        n for n in node.all_input_nodes if is_stored(n) and isinstance(stage.tensor(n), nn.Parameter)
+    ]
     number = stage.layer_of[node]
     return Whole(
         layer=stage.layers[number].name if number < len(stage.layers) else "the loss",
@@ -179,10 +192,14 @@ class ShardedStage:
         return RankStage(layers=tuple(layers), criterion=criterion, shards=self.shards(group.rank))
 
     def layers(self, group: Collectives, numbers: Iterable[int], tensors: RankTensors) -> list[ChainLayer]:
-        """Return some layers of the rank that `group` belongs to, with its `tensors`; the loss is the last."""
+        """Return some layers of the rank that `group` belongs to, with its `tensors`; the loss is the
+        last.
+        """
         loss = ChainLayer("loss", nn.Module(), autocast=self.stage.layers[-1].autocast)
         whole = (*self.stage.layers, loss)
-        return [tensors.layer(whole[n], self.codes[n], group) if n < len(self.codes) else loss for n in numbers]
+        return [
+            tensors.layer(whole[n], self.codes[n], group) if n < len(self.codes) else loss for n in numbers
+        ]
 
     def tensors(self, rank: int, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> RankTensors:
         """Return a rank's part of `whole(tensor)` for every tensor of the stage, by default of the tensor."""
@@ -239,7 +256,9 @@ class ShardedStage:
 
 
 def trace_chain(chain: Chain, values: Values, targets: Values = ()) -> TracedStage:
-    """Return the graph of a chain, which `shard_traced` divides for any number of ranks; see `shard_chain`."""
+    """Return the graph of a chain, which `shard_traced` divides for any number of ranks; see
+    `shard_chain`.
+    """
     edges = blocks_begin(chain)
     return trace(chain.layers, values, chain=chain, targets=targets, is_first=True, edges=edges)
 
@@ -315,7 +334,9 @@ class ShardedChain:
         return self.stage.shares
 
     def rank(self, group: Collectives) -> Chain:
-        """Return the chain of the rank that `group` belongs to: layers of equal names, and the rank's loss."""
+        """Return the chain of the rank that `group` belongs to: layers of equal names, and the rank's
+        loss.
+        """
         made, chain = self.stage.rank(group), self.chain
         if made.criterion is None:
             return replace(chain, layers=made.layers, packing="bare")
@@ -334,7 +355,9 @@ class ShardedChain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLoss:
-    """The loss of a rank's chain: takes the last layer's values, in the forms that it needs, and the targets."""
+    """The loss of a rank's chain: takes the last layer's values, in the forms that it needs, and the
+    targets.
+    """
 
     module: GraphLayer
     targets: Tree | None
@@ -354,7 +377,9 @@ def _given(chain: Chain, traced: TracedStage, like: ShardedChain) -> Mapping[fx.
     forms: dict[int, Form] = {}
     for layer, other in zip(chain.layers, like.chain.layers, strict=True):
         known = dict(tensors_of(other.module))
-        forms |= {id(t): like.stage.form(known[name]) for name, t in tensors_of(layer.module) if name in known}
+        forms |= {
+            id(t): like.stage.form(known[name]) for name, t in tensors_of(layer.module) if name in known
+        }
     stored = {node: traced.tensor(node) for node in traced.graph.nodes if is_stored(node)}
     result = {node: (forms[id(tensor)], tensor) for node, tensor in stored.items() if id(tensor) in forms}
     return {

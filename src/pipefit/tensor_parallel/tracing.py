@@ -104,7 +104,9 @@ def trace(
 
 
 def blocks_begin(chain: Chain) -> tuple[int, ...]:
-    """Return the first layers of a chain's blocks except the first block; without blocks each layer is one."""
+    """Return the first layers of a chain's blocks except the first block; without blocks each layer is
+    one.
+    """
     sizes = [block.layers for block in chain.blocks] or [1] * len(chain.layers)
     return tuple(accumulate(sizes))[:-1]
 
@@ -122,7 +124,9 @@ def without_gradient(node: fx.Node) -> bool:
 class _Stage(nn.Module):
     """The layers as one module, as the runtime calls them; also returns the values that cross at edges."""
 
-    def __init__(self, layers: Sequence[ChainLayer], chain: Chain | None, targets: int, edges: Sequence[int]) -> None:
+    def __init__(
+        self, layers: Sequence[ChainLayer], chain: Chain | None, targets: int, edges: Sequence[int]
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
             [
@@ -140,7 +144,9 @@ class _Stage(nn.Module):
         for number, layer in enumerate(self.layers):
             values, form = layer(values, form)
             if number + 1 in self._edges:
-                crossing.append(_aliases(values))  # separate from the next layer's inputs, which it may change in place
+                crossing.append(
+                    _aliases(values)
+                )  # separate from the next layer's inputs, which it may change in place
         return self._end(values, targets, form), tuple(crossing)
 
     def _end(self, values: Values, targets: Values, form: _Form) -> Values:
@@ -203,7 +209,8 @@ def _naming_the_layer() -> Iterator[None]:
         if not notes:
             raise
         raise UsageError(
-            f"layer {notes[0]} cannot be divided between tensor-parallel ranks, which takes a trace of it: {error}; or "
+            f"layer {notes[0]} cannot be divided between tensor-parallel ranks, which takes a trace of it: "
+            f"{error}; or "
             "use replicas alone (data), which take layers as they are"
         ) from error
 
@@ -266,12 +273,23 @@ def _without_casts_to_itself(graph: fx.Graph) -> None:
     Such a `to` returns the same tensor, so a trace would use it in place of the tensor in later blocks too.
     """
     for node in list(graph.nodes):
-        if node.op != "call_function" or getattr(node.target, "overloadpacket", None) is not torch.ops.aten.to:
+        if (
+            node.op != "call_function"
+            or getattr(node.target, "overloadpacket", None) is not torch.ops.aten.to
+        ):
             continue
         source = node.args[0]
         before, behind = value(source), value(node)
-        is_same = isinstance(before, Tensor) and (before.dtype, before.device) == (behind.dtype, behind.device)
-        if is_same and before.stride() == behind.stride() and True not in node.args and not node.kwargs.get("copy"):
+        is_same = isinstance(before, Tensor) and (before.dtype, before.device) == (
+            behind.dtype,
+            behind.device,
+        )
+        if (
+            is_same
+            and before.stride() == behind.stride()
+            and True not in node.args
+            and not node.kwargs.get("copy")
+        ):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
 
@@ -285,8 +303,12 @@ def _made_anew(graph: fx.Graph) -> None:
             continue
         old = node.args[0]
         roots = groups(graph)
-        others = [o for o, root in roots.items() if root is roots[old] and o is not old and order[o] < order[node]]
-        if not is_stored(roots[old]) and all(order[user] < order[node] for other in others for user in other.users):
+        others = [
+            o for o, root in roots.items() if root is roots[old] and o is not old and order[o] < order[node]
+        ]
+        if not is_stored(roots[old]) and all(
+            order[user] < order[node] for other in others for user in other.users
+        ):
             node.target = target
             old.replace_all_uses_with(node, lambda user, node=node: order[user] > order[node])
 

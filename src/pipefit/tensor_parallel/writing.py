@@ -138,10 +138,16 @@ class Steps:
             self._note("all_gather", "forward", layer, nbytes(node))
             if form == C and is_trained:
                 self._note("reduce_scatter", "backward", layer, nbytes(node))
-            return Call(target=spread if form == C else gathered, args=(node, start, shape(node)[start.dim], GROUP))
+            return Call(
+                target=spread if form == C else gathered, args=(node, start, shape(node)[start.dim], GROUP)
+            )
         if is_trained:
             self._note("all_reduce" if form == C else "all_gather", "backward", layer, nbytes(node))
-        return Call(target=copied, args=(node, GROUP)) if form == C else Call(target=sliced, args=(node, form, GROUP))
+        return (
+            Call(target=copied, args=(node, GROUP))
+            if form == C
+            else Call(target=sliced, args=(node, form, GROUP))
+        )
 
     def _note(self, kind: CollectiveKind, phase: Phase, layer: int, nbytes: int) -> None:
         self.collectives.append(Collective(kind=kind, phase=phase, layer=layer, nbytes=nbytes))
@@ -161,7 +167,9 @@ def crossing(steps: Steps, inputs: Iterable[Key], layers: int) -> list[list[Key]
     for layer, keys in at_edges.items():
         last |= {key: max(layer, last.get(key, -1)) for key in keys}
     return [
-        at_edges[n] if n in at_edges else [key for key, first in made.items() if first <= n < last.get(key, -1)]
+        at_edges[n]
+        if n in at_edges
+        else [key for key, first in made.items() if first <= n < last.get(key, -1)]
         for n in range(layers)
     ]
 
@@ -224,7 +232,9 @@ class _Writer:
         self.contexts.switch(())
         if ends_block:
             made = torch.ops.aten.contiguous.default
-            values = tuple(v if v.op == "placeholder" else self.graph.call_function(made, (v,)) for v in values)
+            values = tuple(
+                v if v.op == "placeholder" else self.graph.call_function(made, (v,)) for v in values
+            )
         self.graph.output(values)
         return LayerCode(graph=self.graph, constants=self.constants)
 
@@ -300,7 +310,8 @@ class RankTensors:
         form = self.forms.get(id(tensor), R)
         if isinstance(form, Split) and isinstance(tensor, nn.Parameter) and hooks_of(tensor):
             raise UsageError(
-                f"{name} has hooks on its gradient, and {self.ranks} ranks would share it, so that a hook would see a "
+                f"{name} has hooks on its gradient, and {self.ranks} ranks would share it, so that a hook "
+                "would see a "
                 "part of the gradient: take them off, or use no tensor parallelism for its stage"
             )
         return Shard.of(name, tensor.shape, form, self.rank, self.ranks)

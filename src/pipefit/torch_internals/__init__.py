@@ -1,7 +1,8 @@
 """Every private name of torch that pipefit uses, under a public name.
 
-`tests/test_private_torch.py` checks that this torch still has each of them, and that no other module uses one. This
-module has names that are cheap to import; `fake_tensors`, `dispatcher` and `legacy_profiler` have the others.
+`tests/test_private_torch.py` checks that this torch still has each of them, and that no other module uses
+one. This module has names that are cheap to import; `fake_tensors`, `dispatcher` and `legacy_profiler` have
+the others.
 """
 
 import torch
@@ -26,7 +27,9 @@ __all__ = [
     "without_torch_function",
 ]
 
-backward_id = torch._C._current_graph_task_id  # of the backward pass that runs in this thread; -1 if none does
+backward_id = (
+    torch._C._current_graph_task_id
+)  # of the backward pass that runs in this thread; -1 if none does
 saved_tensors_hooks_on_top = torch._C._autograd._top_saved_tensors_default_hooks
 storage_uses = torch._C._storage_Use_Count  # references to a storage, by its `_cdata`
 unscale_gradients = torch._amp_foreach_non_finite_check_and_unscale_

@@ -18,7 +18,13 @@ from sampled import seeds
 
 
 def assert_band_is_the_account(
-    model: Measurement, width: int, first: int, last: int, *, blocks: Sequence[int] = (), microbatches: int = 3
+    model: Measurement,
+    width: int,
+    first: int,
+    last: int,
+    *,
+    blocks: Sequence[int] = (),
+    microbatches: int = 3,
 ) -> None:
     """Every field of a band, for every range in it; of blocks of so many layers, by default one."""
     edges = [0, *accumulate(blocks or [1] * len(model.layers))]
@@ -60,7 +66,9 @@ def test_blocks_that_end_with_a_sum_are_not_computed_one_by_one() -> None:
     """
     pair, alone = (value(8), value(8)), (value(8),)
     both = GradientOrigin(kind="output", index=0)
-    split = layer(alone, pair, storages=(8,), origins=(Origin(kind="input", index=0), Origin(kind="own", index=0)))
+    split = layer(
+        alone, pair, storages=(8,), origins=(Origin(kind="input", index=0), Origin(kind="own", index=0))
+    )
     add = layer(pair, alone, storages=(8,), saved=(), input_gradients=(both, both), gradient_storages=())
     loss = layer((*alone, value(4, requires_grad=False)), (value(4),))
     ranges = Ranges(measurement([split, add] * 64, loss), range(0, 129, 2))
@@ -91,7 +99,9 @@ def test_a_storage_that_is_still_needed_is_not_released() -> None:
     assert_band_is_the_account(model, 2, 0, 1)
     band = Ranges(model).band(2)
     assert band.backward_later_peak[0, 1] == 200 - 8
-    assert band.backward_later_peak[1, 0] == 200 + 3 - 3  # what the loss saved has gone for the gradient it gave
+    assert (
+        band.backward_later_peak[1, 0] == 200 + 3 - 3
+    )  # what the loss saved has gone for the gradient it gave
 
 
 @pytest.mark.parametrize("seed", range(60))

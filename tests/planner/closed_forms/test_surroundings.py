@@ -111,7 +111,9 @@ def test_a_stage_may_be_fullest_before_its_first_update() -> None:
     state yet; some of it may be there from the beginning.
     """
     passed = (value(8), value(100, requires_grad=False))
-    chain = [layer(passed, passed, parameter_bytes=8, state_bytes=60, early_state_bytes=k) for k in (0, 5, 7, 0)]
+    chain = [
+        layer(passed, passed, parameter_bytes=8, state_bytes=60, early_state_bytes=k) for k in (0, 5, 7, 0)
+    ]
     model = measurement(chain, layer(passed, (value(4),)))
     plan = any_plan(Random(0), model, training("pipedream", 4), stages=4, recompute="never")
     simulation = Simulation(plan)
@@ -126,7 +128,9 @@ def test_a_second_forward_counts_copies_of_the_buffers_that_it_leaves_as_they_ar
     forward, where that needs much for itself and the backward little.
     """
     one, little = (value(8),), (Span(peak_bytes=8),)
-    eager = layer(one, one, buffer_bytes=100, scratch_bytes=1000, checkpoint_peak_bytes=8, first=little, later=little)
+    eager = layer(
+        one, one, buffer_bytes=100, scratch_bytes=1000, checkpoint_peak_bytes=8, first=little, later=little
+    )
     model = measurement([eager], layer(one, (value(4),)))
     plan = any_plan(Random(0), model, training("gpipe", 1), stages=1, recompute="stages")
     simulation = Simulation(plan, steps=2)
@@ -166,6 +170,8 @@ def test_many_microbatches_bring_nothing_new(schedule: str, recompute: Recompute
         assert {*told} <= met
         for one in met:
             assert any(
-                one.alone == other.alone and one.in_flight <= other.in_flight and one.checkpoints <= other.checkpoints
+                one.alone == other.alone
+                and one.in_flight <= other.in_flight
+                and one.checkpoints <= other.checkpoints
                 for other in told
             )

@@ -61,7 +61,9 @@ def summed(actions: Sequence[Action], plan: Plan, *, update: bool) -> list[Actio
     those of every microbatch (ZeRO 2) are inserted.
     """
     before, behind = defaultdict[int, list[Action]](list), defaultdict[int, list[Action]](list)
-    replicated = [s for s in dict.fromkeys(action.stage for action in actions) if plan.stages[s].grid.data > 1]
+    replicated = [
+        s for s in dict.fromkeys(action.stage for action in actions) if plan.stages[s].grid.data > 1
+    ]
     for stage in replicated:
         backwards = [n for n, one in enumerate(actions) if one.kind is Kind.BACKWARD and one.stage == stage]
         last_of = _last_of(actions, backwards)
@@ -90,7 +92,9 @@ def summed_units(units: Sequence[Sequence[Action]], plan: Plan, stage: int) -> l
     if plan.stages[stage].grid.data == 1:
         return list(map(list, units))
     actions = [action for unit in units for action in unit]
-    begins = [number for number, unit in enumerate(units) for _ in unit]  # the unit of each position in `actions`
+    begins = [
+        number for number, unit in enumerate(units) for _ in unit
+    ]  # the unit of each position in `actions`
     backwards = [n for n, action in enumerate(actions) if action.kind is Kind.BACKWARD]
     updates = [n for n, action in enumerate(actions) if action.kind is Kind.STEP]
     before, behind = defaultdict[int, list[Action]](list), defaultdict[int, list[Action]](list)
@@ -111,7 +115,10 @@ def summed_units(units: Sequence[Sequence[Action]], plan: Plan, stage: int) -> l
             behind[following].append(reduce.join)
     numbered = iter(range(len(actions)))
     return [
-        [*before[number], *(one for action, n in zip(unit, numbered, strict=False) for one in (action, *behind[n]))]
+        [
+            *before[number],
+            *(one for action, n in zip(unit, numbered, strict=False) for one in (action, *behind[n])),
+        ]
         for number, unit in enumerate(units)
     ]
 
@@ -123,7 +130,9 @@ def _next(positions: Sequence[int], position: int, end: int) -> int:
 
 
 def _last_of(actions: Sequence[Action], backwards: Sequence[int]) -> Callable[[Action], int]:
-    """Return a function from a reduction to the position of the last of these backwards through its layers."""
+    """Return a function from a reduction to the position of the last of these backwards through its
+    layers.
+    """
     of_layers, of_all = dict[int, int](), -1
     for number in backwards:
         layers = actions[number].layers
@@ -163,7 +172,11 @@ def _runs(plan: Plan, stage: int) -> list[tuple[int, int] | None]:
 def _sent(actions: Sequence[Action], backward: int) -> int:
     """Return the position of the last send that a backward starts, or of the backward itself."""
     last = backward
-    while last + 1 < len(actions) and actions[last + 1].kind is Kind.SEND_BACKWARD and not actions[last + 1].wait:
+    while (
+        last + 1 < len(actions)
+        and actions[last + 1].kind is Kind.SEND_BACKWARD
+        and not actions[last + 1].wait
+    ):
         last += 1
     return last
 
@@ -180,7 +193,8 @@ def bucket_edges(plan: Plan, stage: int) -> list[int]:
 
     Bytes are those of gradients, or of parameters with ZeRO 3.
 
-    Bytes of a shared parameter belong to its first user. A run that is recomputed as a whole is not separated.
+    Bytes of a shared parameter belong to its first user. A run that is recomputed as a whole is not
+    separated.
     """
     place, measured = plan.stages[stage], plan.measured(stage)
     gathers = place.grid.shard == "parameters"
@@ -206,7 +220,10 @@ def _nearest(sizes: Sequence[int], whole: int, parts: int) -> Iterator[int]:
     For each end of `parts` equal parts of `whole`, this is the nearest size.
     """
     for number, size in enumerate(sizes):
-        first, last = 1, parts - 1  # the parts whose end is nearest to `size`: part n ends at whole * n / parts
+        first, last = (
+            1,
+            parts - 1,
+        )  # the parts whose end is nearest to `size`: part n ends at whole * n / parts
         if number:
             first = (sizes[number - 1] + size) * parts // (2 * whole) + 1
         if number + 1 < len(sizes):
@@ -219,13 +236,14 @@ def _nearest(sizes: Sequence[int], whole: int, parts: int) -> Iterator[int]:
 #
 # Passes are cut in buckets, and a bucket's parameters are present during the passes through it:
 #
-#     UNSHARD[0:3] WAIT_UNSHARD[0:3] UNSHARD[3:6] F0[0:3] RESHARD[0:3] WAIT_UNSHARD[3:6] F0[3:6] RESHARD[3:6] ...
+#     UNSHARD[0:3] WAIT_UNSHARD[0:3] UNSHARD[3:6] F0[0:3] RESHARD[0:3] WAIT_UNSHARD[3:6] F0[3:6] RESHARD[3:6]
+# ...
 #
 # A gather starts when the device begins the previous compute action. Parameters stay if nothing would be
 # computed while they are freed, as at the turn from a forward to its backward. Thus a replica has the
 # parameters of at most two buckets in addition to its own. A shared parameter is in the bucket of its first
-# user, which is gathered for passes through the other users too. (ZeRO: Rajbhandari et al., SC 2020; FSDP: Zhao
-# et al., VLDB 2023.)
+# user, which is gathered for passes through the other users too. (ZeRO: Rajbhandari et al., SC 2020; FSDP:
+# Zhao et al., VLDB 2023.)
 
 
 def gathered(actions: Sequence[Action], plan: Plan) -> list[Action]:
@@ -244,7 +262,9 @@ def gathered(actions: Sequence[Action], plan: Plan) -> list[Action]:
             behind[computing[last]].append(unshard._replace(kind=Kind.RESHARD))
     for starts in before.values():
         starts.sort(key=lambda action: action.wait)  # a join must not delay a start at the same place
-    return [one for number, action in enumerate(actions) for one in (*before[number], action, *behind[number])]
+    return [
+        one for number, action in enumerate(actions) for one in (*before[number], action, *behind[number])
+    ]
 
 
 def _unshards(actions: Sequence[Action], plan: Plan) -> Iterator[Action]:
@@ -257,7 +277,9 @@ def _unshards(actions: Sequence[Action], plan: Plan) -> Iterator[Action]:
 
 
 def _users(unshard: Action, plan: Plan) -> frozenset[int]:
-    """Return the layers whose passes need the parameters of a bucket: its own, and later users of a parameter in it."""
+    """Return the layers whose passes need the parameters of a bucket: its own, and later users of a parameter
+    in it.
+    """
     assert unshard.layers is not None
     own, stage = frozenset(range(*unshard.layers)), plan.stages[unshard.stage]
     borrowing = lenders(plan.measurement.shared, stage.start, stage.stop)
@@ -267,19 +289,25 @@ def _users(unshard: Action, plan: Plan) -> frozenset[int]:
 def _uses(
     actions: Sequence[Action], computing: Sequence[int], unshards: Sequence[Action], plan: Plan
 ) -> dict[Action, list[tuple[int, int]]]:
-    """Return the first and last compute actions of each use of every bucket, during which it stays gathered."""
+    """Return the first and last compute actions of each use of every bucket, during which it stays
+    gathered.
+    """
     uses: dict[Action, list[tuple[int, int]]] = {unshard: [] for unshard in unshards}
     needed = defaultdict[tuple[int, int], list[Action]](list)  # by stage and layer
     for unshard in unshards:
         for layer in _users(unshard, plan):
             needed[unshard.stage, layer].append(unshard)
-    passed = dict[tuple[int, tuple[int, int]], list[Action]]()  # the buckets of a pass, by its stage and layers
+    passed = dict[
+        tuple[int, tuple[int, int]], list[Action]
+    ]()  # the buckets of a pass, by its stage and layers
     for number, position in enumerate(computing):
         action = actions[position]
         place = plan.stages[action.stage]
         key = action.stage, action.layers or (place.start, place.stop)
         if key not in passed:
-            passed[key] = list(dict.fromkeys(b for layer in range(*key[1]) for b in needed.get((key[0], layer), ())))
+            passed[key] = list(
+                dict.fromkeys(b for layer in range(*key[1]) for b in needed.get((key[0], layer), ()))
+            )
         for bucket in passed[key]:
             runs = uses[bucket]
             begins = runs.pop()[0] if runs and runs[-1][1] >= number - 2 else number

@@ -37,7 +37,12 @@ from pipefit.schema.plan import Plan
 
 
 def communicated(
-    order: Order, plan: Plan, slices: Slices | None = None, *, before: Action | None = None, endless: bool = False
+    order: Order,
+    plan: Plan,
+    slices: Slices | None = None,
+    *,
+    before: Action | None = None,
+    endless: bool = False,
 ) -> Iterator[Action]:
     """Yield the actions of one device: its compute actions, and the receives, loads and sends around them.
 

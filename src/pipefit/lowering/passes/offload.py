@@ -1,7 +1,8 @@
 """The pass that offloads saved tensors: an OFFLOAD after their forward, a RELOAD before their backward.
 
-    F4 SEND_F4 OFFLOAD4#1  ...compute...  WAIT_SEND_F4 WAIT_OFFLOAD4#1    behind=1: one compute action hides the offload
-    RELOAD4#1  ...compute...  WAIT_RECV_B4 WAIT_RELOAD4#1 B4              ahead=1: one compute action hides the reload
+    F4 SEND_F4 OFFLOAD4#1  ...compute...  WAIT_SEND_F4 WAIT_OFFLOAD4#1    behind=1: one compute action hides
+    the offload RELOAD4#1  ...compute...  WAIT_RECV_B4 WAIT_RELOAD4#1 B4              ahead=1: one compute
+    action hides the reload
 
 A reload that starts ahead of its backward precedes the waits of an earlier compute action, so it also uses
 the time in which the device waits for messages. If an offload could not end before its reload begins, neither
@@ -53,7 +54,9 @@ def of_layers(start: int, stop: int, kind: StateKind) -> tuple[Subject, ...]:
 def moved_states(plan: Plan) -> list[Decision]:
     """Return the decisions that offload parameters or gradients."""
     offloads = (decision for decision in plan.decisions if decision.what is What.OFFLOAD)
-    return [d for d in offloads if isinstance(d.subject, State) and d.subject.kind in ("parameters", "gradients")]
+    return [
+        d for d in offloads if isinstance(d.subject, State) and d.subject.kind in ("parameters", "gradients")
+    ]
 
 
 def state_edges(plan: Plan, stage: int) -> list[int]:
@@ -120,7 +123,8 @@ def striped(cluster: Cluster, device: int, peers: Iterable[int] | None = None) -
     if far or not chosen:
         reached = ", ".join(map(str, near)) or "no other device"
         raise UsageError(
-            f"device {device} of cluster {cluster.name!r} cannot stripe tensors over {far or 'no peers'}: links join "
+            f"device {device} of cluster {cluster.name!r} cannot stripe tensors over {far or 'no peers'}: "
+            "links join "
             f"it directly with {reached}; name some of those, or a host"
         )
     rates = [cluster.route(Member.device(device), Member.device(peer)).bytes_per_second for peer in chosen]
@@ -169,7 +173,9 @@ def copied(actions: Sequence[Action], plan: Plan, bundles: Bundles) -> list[Acti
     decisions = [d for d in plan.decisions if isinstance(d.subject, SavedTensors) and d.stage in stages]
     moves = moves_of(timeline, decisions, plan, bundles)
     before, behind = inserted(moves)
-    return [one for n, action in enumerate(actions) for one in (*before.get(n, ()), action, *behind.get(n, ()))]
+    return [
+        one for n, action in enumerate(actions) for one in (*before.get(n, ()), action, *behind.get(n, ()))
+    ]
 
 
 def inserted(moves: Sequence[Move]) -> tuple[Inserted, Inserted]:
@@ -217,8 +223,12 @@ class Timeline:
         self.actions = actions
         self.units = _units(actions)
         self._ends = [last for _, last in self.units]
-        self.computes: dict[int, dict[int, list[int]]] = defaultdict(dict)  # positions, by stage and microbatch
-        self.sends: dict[tuple[int, int | None, bool], int] = {}  # of outputs, by stage, microbatch and `wait`
+        self.computes: dict[int, dict[int, list[int]]] = defaultdict(
+            dict
+        )  # positions, by stage and microbatch
+        self.sends: dict[
+            tuple[int, int | None, bool], int
+        ] = {}  # of outputs, by stage, microbatch and `wait`
         for number, (kind, stage, microbatch, *_, wait) in enumerate(actions):
             if kind in COMPUTE and microbatch is not None:
                 self.computes[stage].setdefault(microbatch, []).append(number)
@@ -266,7 +276,9 @@ def _move(
     return Move(offload, start, freed, back, needed) if freed < back else None
 
 
-def _positions(timeline: Timeline, decision: Decision, microbatch: int, users: _Users) -> tuple[int, tuple[int, ...]]:
+def _positions(
+    timeline: Timeline, decision: Decision, microbatch: int, users: _Users
+) -> tuple[int, tuple[int, ...]]:
     """Return the position of the stage's last forward, and of the later actions that need the moved tensors.
 
     Raises:
@@ -282,7 +294,9 @@ def _positions(timeline: Timeline, decision: Decision, microbatch: int, users: _
             )
         if action.kind in FORWARDS:
             forward = number
-        starts = action.kind is Kind.RECOMPUTE and action.layers is not None and action.layers[0] in users.readers
+        starts = (
+            action.kind is Kind.RECOMPUTE and action.layers is not None and action.layers[0] in users.readers
+        )
         if starts or (holds and action.kind is Kind.BACKWARD):
             needed.append(number)
     return forward, tuple(needed)
@@ -324,5 +338,9 @@ def _users(storages: StageStorages, decision: Decision) -> _Users:
     assert isinstance(decision.subject, SavedTensors)
     subjects = subjects_of(decision.subject)
     moved = {storages.storage(subject) for subject in subjects}
-    readers = (storages.start + n for n, layer in enumerate(storages.layers) if moved.intersection(layer.inputs))
-    return _Users(max(saver for subject in subjects for saver in storages.savers(subject)), frozenset(readers))
+    readers = (
+        storages.start + n for n, layer in enumerate(storages.layers) if moved.intersection(layer.inputs)
+    )
+    return _Users(
+        max(saver for subject in subjects for saver in storages.savers(subject)), frozenset(readers)
+    )

@@ -113,10 +113,13 @@ def recomputed(orders: Sequence[Order], plan: Plan, *, sums: bool = False) -> li
     reductions; with ZeRO 2, all microbatches do.
 
     Raises:
-        UsageError: two decisions recompute one layer for one microbatch, or a layer would compute something else when
+        UsageError: two decisions recompute one layer for one microbatch, or a layer would compute something
+        else when
             it runs again.
     """
-    result = (recomputed_units(order, plan, summed=_last_backwards(order) if sums else ()) for order in orders)
+    result = (
+        recomputed_units(order, plan, summed=_last_backwards(order) if sums else ()) for order in orders
+    )
     return [[action for unit in units for action in unit] for units in result]
 
 
@@ -133,7 +136,9 @@ def recomputed_units(order: Order, plan: Plan, *, summed: Collection[Pass] = ())
     Raises:
         UsageError: as `recomputed`.
     """
-    cutting = any(decision.what is What.RECOMPUTE or isinstance(decision.subject, State) for decision in plan.decisions)
+    cutting = any(
+        decision.what is What.RECOMPUTE or isinstance(decision.subject, State) for decision in plan.decisions
+    )
     buckets = any(stage.grid.buckets > 1 for stage in plan.stages)
     if not cutting and not buckets:
         return [[action] for action in order]
@@ -156,7 +161,9 @@ def recomputed_units(order: Order, plan: Plan, *, summed: Collection[Pass] = ())
         for piece in reversed(pieces) if action.kind is Kind.BACKWARD else ():
             if piece[2] is not None:
                 place = max(here - piece[2].ahead, forward_of.get((action.stage, action.microbatch), -1) + 1)
-                (early[passes[place]] if place < here else unit).append(_piece(action, stage, piece, Kind.RECOMPUTE))
+                (early[passes[place]] if place < here else unit).append(
+                    _piece(action, stage, piece, Kind.RECOMPUTE)
+                )
             unit.append(_piece(action, stage, piece, Kind.BACKWARD))
         units.append(unit)
     return [[*before, *unit] for before, unit in zip(early, units, strict=True)]
@@ -228,7 +235,8 @@ def _cut(piece: Piece, edges: Sequence[int]) -> list[Piece]:
     inside = [edge for edge in edges if start < edge < stop]
     if inside and decision is not None:
         raise UsageError(
-            f"{decision}: a state that is moved begins or ends at layer {inside[0]}, within this run: move the state "
+            f"{decision}: a state that is moved begins or ends at layer {inside[0]}, within this run: move "
+            "the state "
             "of runs that hold all of these layers or none, or recompute in two runs"
         )
     cuts = [start, *inside, stop]
@@ -254,8 +262,10 @@ def _check_repeatable(plan: Plan, stage: int, pieces: Sequence[Piece]) -> None:
             if why:
                 what = "the loss" if is_loss else f"layer {layer} ({plan.profile.layers[layer]})"
                 raise UsageError(
-                    f"stage {stage} cannot recompute {what}, which {why}: a second forward might not be like the "
-                    "first. Recompute other runs of layers, or none; or keep what a forward changes in buffers, and "
+                    f"stage {stage} cannot recompute {what}, which {why}: a second forward might not be like "
+                    "the "
+                    "first. Recompute other runs of layers, or none; or keep what a forward changes in "
+                    "buffers, and "
                     "draw from torch's default generator"
                 )
 
@@ -263,4 +273,6 @@ def _check_repeatable(plan: Plan, stage: int, pieces: Sequence[Piece]) -> None:
 def _piece(action: Action, stage: Stage, piece: Piece, kind: Kind) -> Action:
     """Return the action for one piece, without layers if the piece is the whole stage."""
     layers = piece[:2]
-    return Action(kind, action.stage, action.microbatch, None if layers == (stage.start, stage.stop) else layers)
+    return Action(
+        kind, action.stage, action.microbatch, None if layers == (stage.start, stage.stop) else layers
+    )

@@ -58,7 +58,9 @@ def states_copied(actions: Sequence[Action], plan: Plan, bundles: Bundles) -> li
 def weights_copied(
     actions: Sequence[Action], earlier: Sequence[Action], decisions: Sequence[Decision], bundles: Bundles
 ) -> list[Action]:
-    """Return one rank's step after `earlier` compute actions, with the newest weights offloaded between their uses."""
+    """Return one rank's step after `earlier` compute actions, with the newest weights offloaded between their
+    uses.
+    """
     copies = StateCopies(Timeline(actions), through_older_weights(earlier, actions))
     for decision in decisions:
         copies.add(decision, _action(decision, bundles))
@@ -66,7 +68,9 @@ def weights_copied(
 
 
 def through_older_weights(earlier: Sequence[Action], actions: Sequence[Action]) -> frozenset[int]:
-    """Return the positions in `actions` of passes that use older weights than the newest, after `earlier` actions."""
+    """Return the positions in `actions` of passes that use older weights than the newest, after `earlier`
+    actions.
+    """
     newest = current = 0
     versions, result = dict[int | None, int](), set[int]()
     for position, action in enumerate((*earlier, *actions), start=-len(earlier)):
@@ -86,7 +90,9 @@ def gradient_moves(timeline: Timeline, decisions: Sequence[Decision], bundles: B
         yield from copies.gaps(decision, _action(decision, bundles))
 
 
-def brought_in(actions: Sequence[Action], stages: Sequence[int], plan: Plan, bundles: Bundles) -> list[Action]:
+def brought_in(
+    actions: Sequence[Action], stages: Sequence[int], plan: Plan, bundles: Bundles
+) -> list[Action]:
     """Return the actions of an evaluation, with all parameters reloaded before it, and freed after it."""
     decisions = [decision for decision in moved_states(plan) if decision.stage in stages]
     offloads = [_action(decision, bundles) for decision in decisions if _kind(decision) == "parameters"]
@@ -137,8 +143,12 @@ class StateCopies:
             if move := self.gap(offload, one, (following,), behind=behind, ahead=decision.ahead):
                 yield move
 
-    def gap(self, offload: Action, one: int, users: tuple[int, ...], *, behind: int, ahead: int) -> Move | None:
-        """Return the move of a state after `one` and before `users`; None if nothing is computed while it is away."""
+    def gap(
+        self, offload: Action, one: int, users: tuple[int, ...], *, behind: int, ahead: int
+    ) -> Move | None:
+        """Return the move of a state after `one` and before `users`; None if nothing is computed while it is
+        away.
+        """
         freed, begin = self._freed(one, behind), self._begin(users[0], ahead)
         if bisect_right(self.computing, freed) < bisect_left(self.computing, begin):
             return Move(offload, one, freed, begin, users)
@@ -157,7 +167,10 @@ class StateCopies:
         Gradients stay from a collective to the update.
         """
         assert isinstance(decision.subject, State)
-        gradients, layers = decision.subject.kind == "gradients", range(decision.subject.start, decision.subject.stop)
+        gradients, layers = (
+            decision.subject.kind == "gradients",
+            range(decision.subject.start, decision.subject.stop),
+        )
         of_layers = (self._users_of[decision.stage, layer] for layer in layers)
         for number in sorted({*self._users_of_all, *chain.from_iterable(of_layers)}):
             action = self.actions[number]
@@ -223,7 +236,9 @@ def _computes(action: Action) -> bool:
 
 
 def _needs_state(action: Action) -> bool:
-    """Return whether an action computes with the state of its layers, copies it, or sends it to other replicas."""
+    """Return whether an action computes with the state of its layers, copies it, or sends it to other
+    replicas.
+    """
     return _computes(action) or action.kind is Kind.UNSHARD or (action.kind is Kind.STASH and not action.wait)
 
 
@@ -255,7 +270,9 @@ def check_moved(decisions: Sequence[Decision], plan: Plan) -> None:
         assert isinstance(run, State)
         for other in plan.decisions_of(decision.stage, What.UPDATE):
             if other.layers[0] < run.stop and run.start <= other.layers[1]:
-                raise UsageError(f"{decision}: the plan says `{other}`, for which they move by themselves; do only one")
+                raise UsageError(
+                    f"{decision}: the plan says `{other}`, for which they move by themselves; do only one"
+                )
         for layer in range(run.start, run.stop):
             if (run.kind, layer) in moved:
                 raise UsageError(f"{decision}: the {run.kind} of layer {layer} are moved already")
@@ -266,6 +283,7 @@ def check_moved(decisions: Sequence[Decision], plan: Plan) -> None:
             inside = [run.start <= user < run.stop for user in users]
             if any(inside) and not all(inside):
                 raise UsageError(
-                    f"{decision}: parameter {shared.name!r} is shared by layers {', '.join(map(str, users))}: move "
+                    f"{decision}: parameter {shared.name!r} is shared by layers "
+                    f"{', '.join(map(str, users))}: move "
                     "those of all these layers, or of none"
                 )

@@ -57,32 +57,46 @@ def check_changed_weights(plan: Plan, ranks: Iterable[int]) -> None:
             shared = any(layer in one.users and one.copying for one in measured.shared)
             for parameter in measured.kinds[kind].changed_parameters:
                 copied = bool(shared or parameter.copy_bytes)
-                for where, instead in _elsewhere(plan, number, layer, is_trained=parameter.trainable, copied=copied):
+                for where, instead in _elsewhere(
+                    plan, number, layer, is_trained=parameter.trainable, copied=copied
+                ):
                     raise UsageError(
-                        f"layer {plan.profile.layers[layer]} changes its parameter {parameter.name!r} in its forward, "
-                        f"as nn.Embedding(max_norm=...) does, and {where}, which would miss the change: {instead}"
+                        f"layer {plan.profile.layers[layer]} changes its parameter {parameter.name!r} in its "
+                        "forward, "
+                        f"as nn.Embedding(max_norm=...) does, and {where}, which would miss the change: "
+                        f"{instead}"
                     )
 
 
-def _elsewhere(plan: Plan, number: int, layer: int, *, is_trained: bool, copied: bool) -> Iterator[tuple[str, str]]:
+def _elsewhere(
+    plan: Plan, number: int, layer: int, *, is_trained: bool, copied: bool
+) -> Iterator[tuple[str, str]]:
     """Yield the causes of another copy of a layer's parameter in stage `number`, each with a remedy.
 
     With `copied`, autocast computes with a copy of it, which has the weight's values from before the forward.
     """
     training, moved = plan.training, list(_moved(plan, number, layer))
     for decision in moved if is_trained else [one for one in moved if one.what is What.OFFLOAD]:
-        yield f"the plan has it elsewhere too ({decision})", "leave the parameters of this layer on its device"
+        yield (
+            f"the plan has it elsewhere too ({decision})",
+            "leave the parameters of this layer on its device",
+        )
     if is_trained and training.endless:
         yield f"schedule {training.schedule} has several versions of it", "use schedule 1f1b"
     if is_trained and training.precision.startswith("master-"):
         instead = f"use precision {training.precision.replace('master', 'mixed')}, or float32"
         yield f"precision {training.precision} updates a float32 copy of it", instead
     if copied:
-        yield f"precision {training.precision} computes with a half-precision copy of it", "use precision float32"
+        yield (
+            f"precision {training.precision} computes with a half-precision copy of it",
+            "use precision float32",
+        )
 
 
 def _moved(plan: Plan, number: int, layer: int) -> Iterator[Decision]:
-    """Yield the decisions that put a layer's parameters at another place: updates there, or offloads between passes."""
+    """Yield the decisions that put a layer's parameters at another place: updates there, or offloads between
+    passes.
+    """
     for decision in plan.decisions:
         state = decision.subject
         if decision.stage != number or not isinstance(state, State) or not state.start <= layer < state.stop:
@@ -156,7 +170,9 @@ def run_by_run(action: Action, plan: Plan) -> Iterator[Action]:
     return (_of_run(action, run, plan) for run in runs_of(plan, action.stage))
 
 
-def _here(runs: Sequence[_Run], plan: Plan, step: Action, bundles: Bundles, stash: Action | None) -> Iterator[Action]:
+def _here(
+    runs: Sequence[_Run], plan: Plan, step: Action, bundles: Bundles, stash: Action | None
+) -> Iterator[Action]:
     """Yield the device's own updates, with copies of optimizer state around them."""
     before, behind = defaultdict[int, list[Action]](list), defaultdict[int, list[Action]](list)
     for number, run in enumerate(runs):
@@ -217,7 +233,12 @@ def runs_of(plan: Plan, stage: int) -> list[_Run]:
     Raises:
         UsageError: two decisions are about the optimizer of one layer, or a state is moved that cannot be.
     """
-    place, at, runs, edges = plan.stages[stage], plan.stages[stage].start, list[_Run](), state_edges(plan, stage)
+    place, at, runs, edges = (
+        plan.stages[stage],
+        plan.stages[stage].start,
+        list[_Run](),
+        state_edges(plan, stage),
+    )
     for start, stop, decision in sorted(_decided(plan, stage), key=lambda run: run.start):
         if start < at:
             raise UsageError(f"{decision}: the optimizer state of layer {start} is moved already")
@@ -244,7 +265,8 @@ def _decided(plan: Plan, stage: int) -> Iterator[_Run]:
         assert isinstance(subject, State)
         if subject.kind == "versions" and not plan.training.endless:
             raise UsageError(
-                f"{decision}: schedule {plan.training.schedule} has no versions of weights; they belong to pipedream "
+                f"{decision}: schedule {plan.training.schedule} has no versions of weights; they belong to "
+                "pipedream "
                 "and pipedream-2bw"
             )
         if subject.kind == "optimizer":

@@ -51,12 +51,15 @@ def check_alone(name: str, chunks: int) -> None:
     """
     if chunks > 1:
         raise UsageError(
-            f"{name} is an order for one stage on each device, not for {chunks}: use schedule gpipe, or give every "
+            f"{name} is an order for one stage on each device, not for {chunks}: use schedule gpipe, or give "
+            "every "
             "stage a device of its own"
         )
 
 
-def computes(plan: Plan, schedule: Schedule, microbatches: int, which: Sequence[int] | None = None) -> list[Order]:
+def computes(
+    plan: Plan, schedule: Schedule, microbatches: int, which: Sequence[int] | None = None
+) -> list[Order]:
     """Return the compute actions of every rank of `plan` under `schedule`, or only of the ranks `which`.
 
     Raises:
@@ -68,8 +71,10 @@ def computes(plan: Plan, schedule: Schedule, microbatches: int, which: Sequence[
         len(stages) != len(ranks[0]) for stages in ranks
     ):
         raise UsageError(
-            f"schedule {plan.training.schedule} needs stages on the devices in turn, equally many on each, not "
-            f"{', '.join(f'stages {list(stages)}' for stages in ranks)}: change the plan, or write its program by hand"
+            f"schedule {plan.training.schedule} needs stages on the devices in turn, equally many on each, "
+            "not "
+            f"{', '.join(f'stages {list(stages)}' for stages in ranks)}: change the plan, or write its "
+            "program by hand"
         )
     return [
         [Action(*compute) for compute in schedule(number, len(ranks), len(stages), microbatches)]

@@ -19,20 +19,26 @@ from pipefit.schema.actions import Kind
 
 
 def gpipe(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Compute]:
-    """Generate the compute actions of one rank, in order. Backwards run from the first microbatch to the last."""
+    """Generate the compute actions of one rank, in order. Backwards run from the first microbatch to the
+    last.
+    """
     numbers = range(microbatches)
     yield from _rounds(Kind.FORWARD, rank, ranks, range(chunks), numbers)
     yield from _rounds(Kind.BACKWARD, rank, ranks, reversed(range(chunks)), numbers)
 
 
 def torchgpipe(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Compute]:
-    """Generate the compute actions of one rank, in order. Backwards run from the last microbatch to the first."""
+    """Generate the compute actions of one rank, in order. Backwards run from the last microbatch to the
+    first.
+    """
     numbers = range(microbatches)
     yield from _rounds(Kind.FORWARD, rank, ranks, range(chunks), numbers)
     yield from _rounds(Kind.BACKWARD, rank, ranks, reversed(range(chunks)), numbers[::-1])
 
 
-def _rounds(kind: Kind, rank: int, ranks: int, chunks: Iterator[int] | range, numbers: range) -> Iterator[Compute]:
+def _rounds(
+    kind: Kind, rank: int, ranks: int, chunks: Iterator[int] | range, numbers: range
+) -> Iterator[Compute]:
     """Generate `kind` for every stage of the rank and every microbatch, in groups of `ranks` microbatches."""
     order = list(chunks)
     for first in range(0, len(numbers), ranks):

@@ -45,7 +45,8 @@ def two_buffered(rank: int, ranks: int, microbatches: int, entered: int) -> Iter
     """
     if 0 < microbatches < ranks:
         raise UsageError(
-            f"pipedream-2bw needs as many microbatches in a step as there are stages, {ranks}, not {microbatches}: two "
+            f"pipedream-2bw needs as many microbatches in a step as there are stages, {ranks}, not "
+            f"{microbatches}: two "
             "versions of the weights would not be enough; use more microbatches, or schedule pipedream"
         )
     lag = ranks - 1 - rank
@@ -65,7 +66,9 @@ def two_buffered(rank: int, ranks: int, microbatches: int, entered: int) -> Iter
 
 
 def _update(rank: int, microbatch: int, *, apart: bool) -> Iterator[Action]:
-    """Generate the update after one microbatch: of a copy of the weights, if others are needed `apart` from it."""
+    """Generate the update after one microbatch: of a copy of the weights, if others are needed `apart` from
+    it.
+    """
     stash = Action(Kind.STASH, rank, microbatch)
     yield from (stash,) if apart else ()
     yield Action(Kind.STEP, rank, microbatch)

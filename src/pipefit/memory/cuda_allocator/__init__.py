@@ -7,7 +7,14 @@ of these. `CachingAllocator` simulates one device, without torch and without a G
 
 from __future__ import annotations
 
-from pipefit.memory.cuda_allocator.caching import Block, BlockState, CachingAllocator, Figures, SegmentState, describe
+from pipefit.memory.cuda_allocator.caching import (
+    Block,
+    BlockState,
+    CachingAllocator,
+    Figures,
+    SegmentState,
+    describe,
+)
 from pipefit.memory.cuda_allocator.history import Replay, replay
 from pipefit.memory.cuda_allocator.settings import ENVIRONMENT, AllocatorSettings
 

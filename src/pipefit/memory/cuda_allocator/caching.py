@@ -29,7 +29,9 @@ from pipefit.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """The three figures of a device, in bytes: of tensors, of the blocks that hold them, and of all segments."""
+    """The three figures of a device, in bytes: of tensors, of the blocks that hold them, and of all
+    segments.
+    """
 
     requested_bytes: int
     allocated_bytes: int
@@ -262,7 +264,9 @@ class SegmentState:
 
     def __str__(self) -> str:
         """Return one line: `20.00 MiB, large pool: 4.00 MiB in use, 16.00 MiB free`."""
-        pool = f"{'small' if self.small else 'large'} pool" + (f", stream {self.stream}" if self.stream else "")
+        pool = f"{'small' if self.small else 'large'} pool" + (
+            f", stream {self.stream}" if self.stream else ""
+        )
         return f"{format_bytes(self.nbytes)}, {pool}: {', '.join(map(_words, self.blocks))}"
 
 
@@ -285,14 +289,17 @@ def describe(segments: Sequence[SegmentState]) -> str:
         sum(sizes) for sizes in ([s.nbytes for s in segments], [s.allocated_bytes for s in segments])
     )
     head = (
-        f"{counted(len(segments), 'segment')}, {format_bytes(reserved)} reserved, {format_bytes(allocated)} allocated"
+        f"{counted(len(segments), 'segment')}, {format_bytes(reserved)} reserved, {format_bytes(allocated)} "
+        "allocated"
     )
     return "\n".join([head, *map(str, segments)])
 
 
 def _state(block: Block) -> BlockState:
     return BlockState(
-        nbytes=block.size, requested_bytes=block.requested if block.allocated else 0, allocated=block.allocated
+        nbytes=block.size,
+        requested_bytes=block.requested if block.allocated else 0,
+        allocated=block.allocated,
     )
 
 
@@ -329,7 +336,9 @@ class CachingAllocator:
             raise UsageError("per_process_memory_fraction is a part of the device's memory: say its capacity")
         self.settings, self.capacity, self.taken = settings, capacity, taken
         self._limit = (
-            None if settings.memory_fraction == 1 or capacity is None else int(settings.memory_fraction * capacity)
+            None
+            if settings.memory_fraction == 1 or capacity is None
+            else int(settings.memory_fraction * capacity)
         )
         self.requested = self.allocated = self.reserved = 0
         self.retries = 0  # times that cached segments were released because the driver had no memory left
@@ -343,7 +352,9 @@ class CachingAllocator:
     @property
     def now(self) -> Figures:
         """The current figures."""
-        return Figures(requested_bytes=self.requested, allocated_bytes=self.allocated, reserved_bytes=self.reserved)
+        return Figures(
+            requested_bytes=self.requested, allocated_bytes=self.allocated, reserved_bytes=self.reserved
+        )
 
     @property
     def peak(self) -> Figures:
@@ -356,7 +367,9 @@ class CachingAllocator:
 
     def snapshot(self) -> tuple[SegmentState, ...]:
         """Return all segments with their blocks, by address."""
-        return tuple(state for _, segment in sorted(self._segments.items()) for state in segment_states(segment))
+        return tuple(
+            state for _, segment in sorted(self._segments.items()) for state in segment_states(segment)
+        )
 
     # ---- Allocating and freeing
 
@@ -368,7 +381,9 @@ class CachingAllocator:
             OutOfMemory: the device has not enough memory left, even after releasing cached memory.
         """
         if nbytes < 1:
-            raise UsageError(f"a block holds at least one byte, not {nbytes}: torch allocates none for empty tensors")
+            raise UsageError(
+                f"a block holds at least one byte, not {nbytes}: torch allocates none for empty tensors"
+            )
         size = self.settings.rounded(nbytes)
         pool = self._pool(stream, small=size <= SMALL)
         block = self._best_fit(pool, size) or self._new(pool, size)
@@ -424,7 +439,9 @@ class CachingAllocator:
                 place += 1
         block = free[place][2]
         most = self.settings.max_split_bytes
-        if most is not None and (size < most <= block.size or (size >= most and block.size >= size + self._rounding)):
+        if most is not None and (
+            size < most <= block.size or (size >= most and block.size >= size + self._rounding)
+        ):
             return None
         del free[place]
         return block
@@ -434,10 +451,14 @@ class CachingAllocator:
         return self.settings.non_split_rounding_bytes or self.settings.large_segment_bytes
 
     def _splits(self, pool: Pool, rest: int, size: int) -> bool:
-        """Return whether a block is split if `rest` bytes would be left after a request of `size` (`should_split`)."""
+        """Return whether a block is split if `rest` bytes would be left after a request of `size`
+        (`should_split`).
+        """
         if pool.small or self.settings.expandable:
             return rest >= MIN_BLOCK
-        return rest > SMALL and (self.settings.max_split_bytes is None or size < self.settings.max_split_bytes)
+        return rest > SMALL and (
+            self.settings.max_split_bytes is None or size < self.settings.max_split_bytes
+        )
 
     # ---- The driver's memory
 
@@ -495,7 +516,9 @@ class CachingAllocator:
         self._reserve(-block.size)
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Release as few of the blocks that are never split as make room for `size`; return whether they do."""
+        """Release as few of the blocks that are never split as make room for `size`; return whether they
+        do.
+        """
         most = self.settings.max_split_bytes
         if most is None or self.settings.expandable:
             return False
@@ -530,9 +553,14 @@ class CachingAllocator:
         reserved, capacity = format_bytes(self.reserved - self.allocated), self.capacity or 0
         left = max(0, min(capacity - self.taken, self._limit or capacity) - self.reserved)
         return (
-            f"no room for {format_bytes(nbytes)}: {format_bytes(self.allocated)} are allocated and {reserved} more are "
+            f"no room for {format_bytes(nbytes)}: {format_bytes(self.allocated)} are allocated and "
+            f"{reserved} more are "
             f"reserved, and of the device's {format_bytes(capacity)} {format_bytes(left)} are left: "
-            + ("plan for less" if self.settings.expandable else "try expandable_segments:True, or plan for less")
+            + (
+                "plan for less"
+                if self.settings.expandable
+                else "try expandable_segments:True, or plan for less"
+            )
         )
 
 

@@ -40,7 +40,8 @@ class Replay:
     def __str__(self) -> str:
         """Return the compared figures, and the differences."""
         reserved = (
-            f"{format_bytes(self.peak.reserved_bytes)} reserved, recorded {format_bytes(self.recorded_reserved_bytes)}"
+            f"{format_bytes(self.peak.reserved_bytes)} reserved, recorded "
+            f"{format_bytes(self.recorded_reserved_bytes)}"
         )
         verdict = "every block is where it was" if not self.differences else "differences:"
         return "\n".join([f"{self.allocations} allocations, {reserved}: {verdict}", *self.differences])
@@ -117,7 +118,8 @@ class _Replayed:
         self._emptied = False
         if address not in self._blocks:
             raise UsageError(
-                f"entry {position} frees {address:#x}, which the history does not allocate: record it from the "
+                f"entry {position} frees {address:#x}, which the history does not allocate: record it from "
+                "the "
                 "beginning, before the first tensor is on the GPU, and with max_entries large enough"
             )
         self._allocator.free(self._blocks.pop(address))

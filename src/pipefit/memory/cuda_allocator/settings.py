@@ -81,7 +81,8 @@ class AllocatorSettings:
             raise UsageError(f"large_segment_size_mb must be above 10, not {large / MIB:g}")
         if self.expandable and large % PAGE:
             raise UsageError(
-                f"large_segment_size_mb must be even with expandable_segments, whose pages are multiples of 2 MiB, not "
+                "large_segment_size_mb must be even with expandable_segments, whose pages are multiples of "
+                "2 MiB, not "
                 f"{large / MIB:g}"
             )
         for name, nbytes in (
@@ -93,7 +94,9 @@ class AllocatorSettings:
                     f"{name} must be at least large_segment_size_mb, {large / MIB:g}, not {nbytes / MIB:g}"
                 )
         if not 0 < self.memory_fraction <= 1:
-            raise UsageError(f"per_process_memory_fraction is above 0 and at most 1, not {self.memory_fraction:g}")
+            raise UsageError(
+                f"per_process_memory_fraction is above 0 and at most 1, not {self.memory_fraction:g}"
+            )
 
     @classmethod
     def parse(cls, text: str) -> AllocatorSettings:
@@ -106,19 +109,23 @@ class AllocatorSettings:
         for key, value in _pairs(text):
             if key in _NOT_SIMULATED:
                 raise UsageError(
-                    f"the allocator setting {key} is not simulated: it {_NOT_SIMULATED[key]}; leave it out of the "
+                    f"the allocator setting {key} is not simulated: it {_NOT_SIMULATED[key]}; leave it out "
+                    "of the "
                     "simulated settings, or compare requested bytes"
                 )
             if key == "backend" and value != "native":
                 raise UsageError(
-                    f"the allocator backend {shortened(repr(value))} is not simulated, only torch's own: native"
+                    f"the allocator backend {shortened(repr(value))} is not simulated, only torch's own: "
+                    "native"
                 )
             if key in _KEYS:
                 field, read = _KEYS[key]
                 result[field] = read(key, value)
             elif key != "backend" and key not in _ON_HOST:
                 known = ", ".join(sorted((*_KEYS, *_ON_HOST, "backend")))
-                raise UsageError(f"{shortened(repr(key))} is no setting of CUDA's caching allocator (known: {known})")
+                raise UsageError(
+                    f"{shortened(repr(key))} is no setting of CUDA's caching allocator (known: {known})"
+                )
         return replace(cls(), **result)
 
     def __str__(self) -> str:
@@ -135,7 +142,9 @@ class AllocatorSettings:
         return self.roundup_divisions[min(max(nbytes.bit_length() - MIB.bit_length(), 0), _INTERVALS - 1)]
 
     def rounded(self, nbytes: int) -> int:
-        """Return the size of the block for a request of `nbytes` (`round_size` in CUDACachingAllocator.cpp)."""
+        """Return the size of the block for a request of `nbytes` (`round_size` in
+        CUDACachingAllocator.cpp).
+        """
         if nbytes <= MIN_BLOCK:
             return MIN_BLOCK
         divisions = self.divisions(nbytes)
@@ -177,7 +186,8 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
                 key, colon, value = written[start:place].partition(":")
                 if not colon or not value or depth:
                     raise UsageError(
-                        f"{shortened(repr(written[start:place]))} is no allocator setting: write key:value, with a "
+                        f"{shortened(repr(written[start:place]))} is no allocator setting: write key:value, "
+                        "with a "
                         "comma between"
                     )
                 yield key, value

@@ -42,7 +42,9 @@ def alpa(question: Question) -> Found:
 
 def _values(search: Search) -> list[float]:
     """Return values for the seconds of the slowest stage, as quantiles over all stages."""
-    every = np.concatenate([search.each(choice)[np.isfinite(search.shares(1, choice))] for choice in search.choices])
+    every = np.concatenate(
+        [search.each(choice)[np.isfinite(search.shares(1, choice))] for choice in search.choices]
+    )
     result: list[float] = np.unique(np.quantile(every, np.linspace(0, 1, _SLOWEST), method="higher")).tolist()
     return result
 
@@ -52,7 +54,11 @@ def _within(search: Search, slowest: float, level: float) -> Hybrid | None:
 
     def cost(left: int, choice: Choice) -> Cost:
         each = search.each(choice)
-        allowed = (each <= slowest) & (search.shares(left, choice) <= level) & (search.shares(left, choice) < np.inf)
+        allowed = (
+            (each <= slowest)
+            & (search.shares(left, choice) <= level)
+            & (search.shares(left, choice) < np.inf)
+        )
         return Cost.of(np.where(allowed, 0.0, np.inf), each)
 
     try:

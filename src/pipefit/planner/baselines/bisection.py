@@ -54,7 +54,9 @@ class _Filling:
         level = max(range_peak(question, stage, *end) / self.units[stage] for stage, end in ends)
         windows = Bounds(question).windows(level * max(self.units) * _ROUNDING)
         assert windows is not None, "a level that equal lengths achieve excludes every split"
-        self.width = max(window.widest for window in windows)  # a wider stage would exceed the peak of equal lengths
+        self.width = max(
+            window.widest for window in windows
+        )  # a wider stage would exceed the peak of equal lengths
         self.band = question.ranges.band(self.width)
 
     @property

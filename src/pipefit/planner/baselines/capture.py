@@ -71,9 +71,12 @@ class Runs:
         """Return the predicted peaks of a worker that keeps these microbatches, for all ranges of blocks."""
         samples = self.question.training.microbatch_size / degree.data
         isolated, added = (
-            fixed + slope * samples for fixed, slope in self._lines(degree.tensor, degree.sequences, microbatches)
+            fixed + slope * samples
+            for fixed, slope in self._lines(degree.tensor, degree.sequences, microbatches)
         )
-        result: Floats = isolated[:, None] - added[:, None] + ranges(np.concatenate(([0.0], np.cumsum(added))))
+        result: Floats = (
+            isolated[:, None] - added[:, None] + ranges(np.concatenate(([0.0], np.cumsum(added))))
+        )
         rows, columns = np.ogrid[: result.shape[0], : result.shape[1]]
         return np.where(columns <= rows, np.inf, result)
 
@@ -92,7 +95,9 @@ class Runs:
         measured = [one for one in of_degree if self.sizes is None or one.microbatch_size in self.sizes]
         runs = [self._run(one, microbatches) for one in measured]
         sizes = np.array([one.microbatch_size for one in measured], float)
-        return _line(sizes, np.array([alone for alone, _ in runs])), _line(sizes, np.array([more for _, more in runs]))
+        return _line(sizes, np.array([alone for alone, _ in runs])), _line(
+            sizes, np.array([more for _, more in runs])
+        )
 
     def _run(self, measurement: Measurement, microbatches: int) -> tuple[Floats, Floats]:
         """Return the peak of every single block, and its addition to the block before.

@@ -33,7 +33,8 @@ def exhaustive(question: Question) -> Found:
     count = _count(question)
     if count > LIMIT:
         raise UsageError(
-            f"{question.profile.parts} on {question.stages} stages split in {count:,} ways, more than the {LIMIT:,} "
+            f"{question.profile.parts} on {question.stages} stages split in {count:,} ways, more than the "
+            f"{LIMIT:,} "
             "that the exhaustive planner tries: use the exact planner, which finds the same plan"
         )
     value, split = _best(question)
@@ -106,7 +107,11 @@ def _peaks(question: Question) -> Callable[[int, int, int], int]:
         """
         if question.options.recompute != "always":
             return equal_lengths(question.blocks, question.stages)
-        after = equal_lengths(question.blocks - stop, question.stages - stage - 1) if stop < question.blocks else (0,)
+        after = (
+            equal_lengths(question.blocks - stop, question.stages - stage - 1)
+            if stop < question.blocks
+            else (0,)
+        )
         return (*(equal_lengths(start, stage) if start else (0,)), *(stop + edge for edge in after))
 
     @cache
@@ -115,7 +120,9 @@ def _peaks(question: Question) -> Callable[[int, int, int], int]:
         cost = costs.stage(*question.layers(start, stop), kind)
         ledger = Ledger(stage, {stage: cost}, programs[-1])
         of_steps = (programs[min(step, len(programs) - 1)].actions[stage] for step in steps)
-        changes = [(step, *effect) for step, actions in enumerate(of_steps) for effect in ledger.read(actions)]
+        changes = [
+            (step, *effect) for step, actions in enumerate(of_steps) for effect in ledger.read(actions)
+        ]
         return highest(at_rest([cost.rest], 0), changes)
 
     return peak

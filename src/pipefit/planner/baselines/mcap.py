@@ -44,7 +44,9 @@ def bayesian(question: Question) -> Found:
     Raises:
         UsageError: scikit-optimize is not installed.
     """
-    peak = true_peaks(question.profile, question.training, stages=question.stages, recompute=question.options.recompute)
+    peak = true_peaks(
+        question.profile, question.training, stages=question.stages, recompute=question.options.recompute
+    )
 
     def value_of(edges: Edges) -> float:
         peaks = tuple(peak(stage, *ends) for stage, ends in enumerate(pairwise(edges)))
@@ -65,7 +67,8 @@ def minimiser() -> Minimise:
         from skopt import gp_minimize
     except ImportError:
         raise UsageError(
-            "Bayesian optimisation needs scikit-optimize, which is not installed: pip install pipefit[bayes], or use "
+            "Bayesian optimisation needs scikit-optimize, which is not installed: pip install "
+            "pipefit[bayes], or use "
             "the exact planner, which finds better plans sooner"
         ) from None
     minimise: Minimise = gp_minimize
@@ -108,7 +111,10 @@ def scaled(proposed: Sequence[int], blocks: int) -> tuple[int, ...]:
     more = sum(map(int, proposed)) - count  # blocks in addition to one for each stage
     if more == 0:
         return (0, *(number * blocks // count for number in range(1, count + 1)))
-    return (0, *(number + (blocks - count) * (total - number) // more for number, total in enumerate(sums, 1)))
+    return (
+        0,
+        *(number + (blocks - count) * (total - number) // more for number, total in enumerate(sums, 1)),
+    )
 
 
 # ---- Estimated peaks
@@ -139,18 +145,21 @@ def measured_costs(question: Question) -> AdditiveCosts:
     model, costs = question.profile.model, question.profile.additive
     if costs is None:
         raise UsageError(
-            f"this planner takes what training runs measured, and there were none of {model}: profile it with "
+            f"this planner takes what training runs measured, and there were none of {model}: profile it "
+            "with "
             "--runs incremental or --runs trimmed, or use the exact planner, which needs none"
         )
     unlike = costs.differences(question.training, question.options.recompute)
     if unlike:
         raise UsageError(
-            f"the training runs of {model} were made with {'; '.join(unlike)}: ask for a plan of that training, "
+            f"the training runs of {model} were made with {'; '.join(unlike)}: ask for a plan of that "
+            "training, "
             "profile with --runs and the settings of this one, or use the exact planner, which needs no runs"
         )
     if question.blocks < len(question.profile.block_names):
         raise UsageError(
-            f"the training runs of {model} were made block by block, and schedule {question.training.schedule} keeps "
+            f"the training runs of {model} were made block by block, and schedule "
+            f"{question.training.schedule} keeps "
             "blocks that share a parameter in one stage: use the exact planner, or untie them"
         )
     return costs
@@ -175,7 +184,8 @@ def mcap_bf(question: Question) -> Found:
     count = comb(blocks - 1, stages - 1)
     if count > LIMIT:
         raise UsageError(
-            f"{question.profile.parts} on {stages} stages split in {count:,} ways, more than the {LIMIT:,} that "
+            f"{question.profile.parts} on {stages} stages split in {count:,} ways, more than the {LIMIT:,} "
+            "that "
             "mcap_bf tries: use the additive planner, which finds the same split"
         )
     splits = ((0, *cuts, blocks) for cuts in combinations(range(1, blocks), stages - 1))

@@ -154,7 +154,8 @@ class _Assignment:
             before, chosen[tensor.block] = chosen[tensor.block], technique
             left -= tensor.nbytes * (_freed(technique, held) - _freed(before, held))
         recipes = tuple(
-            len(menu.recipes) - 1 if t is Technique.RECOMPUTE else 0 for menu, t in zip(menus, chosen, strict=True)
+            len(menu.recipes) - 1 if t is Technique.RECOMPUTE else 0
+            for menu, t in zip(menus, chosen, strict=True)
         )
         places = tuple(_PLACES.get(technique, KEPT) for technique in chosen)
         peers = shared_out(shares, self.mapping.devices) if TO_PEERS in places else None
@@ -198,7 +199,9 @@ class _Assignment:
     def _passes(self, stage: int, block: int) -> float:
         """Return the seconds forward and backward of a block of a stage."""
         at = self.split.edges[stage] + block
-        return sum(float(times[at + 1] - times[at]) for times in (self._prices.forward, self._prices.backward))
+        return sum(
+            float(times[at + 1] - times[at]) for times in (self._prices.forward, self._prices.backward)
+        )
 
     def _interval(self, stage: int) -> float:
         """Return the median seconds from a forward's end to its backward's start, over all microbatches."""
@@ -215,7 +218,9 @@ def _freed(technique: Technique, held: int) -> int:
     return 0 if technique is Technique.KEEP else max(0, held - 2)
 
 
-def _ordered(tensors: Sequence[_Tensor], held: int, options: MpressOptions) -> Iterator[tuple[_Tensor, Technique]]:
+def _ordered(
+    tensors: Sequence[_Tensor], held: int, options: MpressOptions
+) -> Iterator[tuple[_Tensor, Technique]]:
     """Yield the tensors of a stage in the order of the first assignment, each with its technique.
 
     Tensors come again with techniques that free more, for stages on which the first ones are not enough.
@@ -276,7 +281,9 @@ def _room(found: Evaluation, options: MpressOptions) -> list[int]:
     return [max(0, -over) // options.quantum_bytes * options.quantum_bytes for over in found.over]
 
 
-def _relieved(assignment: _Assignment, candidate: Candidate, mapping: Mapping, room: list[int]) -> Candidate | None:
+def _relieved(
+    assignment: _Assignment, candidate: Candidate, mapping: Mapping, room: list[int]
+) -> Candidate | None:
     """Return the candidate with one more tensor of every stage at its lenders; None if no tensor can move.
 
     The lenders' `room` shrinks.

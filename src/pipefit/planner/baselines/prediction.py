@@ -54,7 +54,8 @@ def best_split(predictor: Predictor, blocks: int, devices: int) -> tuple[int, ..
     """
     if not 1 <= devices <= blocks:
         raise UsageError(
-            f"{counted(blocks, 'block')} cannot be split over {counted(devices, 'device')}: each holds at least one"
+            f"{counted(blocks, 'block')} cannot be split over {counted(devices, 'device')}: each holds at "
+            "least one"
         )
     partials: dict[int, _Partial] = {0: _Partial((), ())}
     for stage in range(devices):
@@ -67,7 +68,9 @@ def best_split(predictor: Predictor, blocks: int, devices: int) -> tuple[int, ..
 def _lowest(predictor: Predictor, stage: int, stop: int, partials: dict[int, _Partial]) -> _Partial:
     """Return the best split of the blocks before `stop` into stages up to number `stage`."""
     result = (
-        _extended(partial, predictor(stage, start, stop), start) for start, partial in partials.items() if start < stop
+        _extended(partial, predictor(stage, start, stop), start)
+        for start, partial in partials.items()
+        if start < stop
     )
     return min(result, key=lambda partial: ([-peak for peak in partial.peaks], partial.starts))
 
@@ -79,7 +82,9 @@ def _extended(partial: _Partial, peak: int, start: int) -> _Partial:
     return _Partial(tuple(peaks), (start, *partial.starts))
 
 
-def true_peaks(profile: ModelProfile, training: Training, *, stages: int, recompute: Recompute = "never") -> Predictor:
+def true_peaks(
+    profile: ModelProfile, training: Training, *, stages: int, recompute: Recompute = "never"
+) -> Predictor:
     """Return the exact predictor of peaks, in bytes, for pipelines of `stages` stages.
 
     Raises:

@@ -120,7 +120,11 @@ def ticks(question: Question) -> list[int]:
     costs, edges = (*question.measurement.costs, question.measurement.loss), list(question.edges)
     edges[-1] += 1
     return [
-        sum(round(seconds(work, kind, dtype) / _TICK) for cost in part for work in (cost.forward, cost.backward))
+        sum(
+            round(seconds(work, kind, dtype) / _TICK)
+            for cost in part
+            for work in (cost.forward, cost.backward)
+        )
         for part in (costs[start:stop] for start, stop in pairwise(edges))
     ]
 

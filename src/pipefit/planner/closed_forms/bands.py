@@ -124,7 +124,11 @@ class Band:
 
     def _sending(self, before: Kind | None) -> Ints | int:
         """Return the bytes in transit since the action before."""
-        sends = {Kind.FORWARD: self.sent, Kind.FORWARD_ONLY: self.checkpoint_sent, Kind.BACKWARD: self.input_gradients}
+        sends = {
+            Kind.FORWARD: self.sent,
+            Kind.FORWARD_ONLY: self.checkpoint_sent,
+            Kind.BACKWARD: self.input_gradients,
+        }
         return 0 if before is None else sends.get(before, 0)
 
     def highest(self, met: Sequence[Surroundings]) -> Ints:

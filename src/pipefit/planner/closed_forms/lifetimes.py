@@ -85,8 +85,14 @@ def _lifetimes_of(
             ends[key] = max(ends[key], value.end)
     for origin in cost.saved_storages:
         savers[origin.kind, origin.index] = number
-    fresh = (Lifetime(number, v.nbytes, savers["input", k], ends["input", k], True) for k, v in enumerate(cost.inputs))
-    own = (Lifetime(number, nbytes, savers["own", o], ends["own", o], False) for o, nbytes in enumerate(cost.storages))
+    fresh = (
+        Lifetime(number, v.nbytes, savers["input", k], ends["input", k], True)
+        for k, v in enumerate(cost.inputs)
+    )
+    own = (
+        Lifetime(number, nbytes, savers["own", o], ends["own", o], False)
+        for o, nbytes in enumerate(cost.storages)
+    )
     return tuple(fresh), tuple(own)
 
 
@@ -109,7 +115,9 @@ def released_bytes(model: Lifetimes, number: int, released: Sequence[int]) -> It
         still = {layers[start].output_origins[k] for k in needed}
         origins = {layers[start].output_origins[k] for k in traced} - still
         born += _first_saved_by(number, (model.own[start][o.index] for o in origins if o.kind == "own"))
-        traced = {o.index for o in origins if o.kind == "input" and model.fresh[start][o.index].saver >= number}
+        traced = {
+            o.index for o in origins if o.kind == "input" and model.fresh[start][o.index].saver >= number
+        }
         needed = {o.index for o in still if o.kind == "input"}
         yield born + _first_saved_by(number, (model.fresh[start][k] for k in traced))
         if not traced:
@@ -148,7 +156,9 @@ def span_table(model: Lifetimes, spans: Sequence[tuple[Span, ...]]) -> tuple[Int
     The latter are events of (layer, layers between, bytes), as far as the number of layers between matters.
     """
     peaks = [_span_peaks(model, number, of_layer) for number, of_layer in enumerate(spans)]
-    nearer = ((n, depth, value) for n, by_depth in enumerate(peaks) for depth, value in enumerate(by_depth[:-1]))
+    nearer = (
+        (n, depth, value) for n, by_depth in enumerate(peaks) for depth, value in enumerate(by_depth[:-1])
+    )
     return integers(by_depth[-1] for by_depth in peaks), as_events(nearer)
 
 
@@ -160,7 +170,10 @@ def _span_peaks(model: Lifetimes, number: int, spans: tuple[Span, ...]) -> list[
     freed = {span.released: list(released_bytes(model, number, span.released)) for span in spans}
     depths = range(max(map(len, freed.values()), default=1))
     return [
-        max((s.peak_bytes - freed[s.released][min(d, len(freed[s.released]) - 1)] for s in spans), default=NOTHING)
+        max(
+            (s.peak_bytes - freed[s.released][min(d, len(freed[s.released]) - 1)] for s in spans),
+            default=NOTHING,
+        )
         for d in depths
     ]
 

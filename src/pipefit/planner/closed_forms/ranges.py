@@ -104,7 +104,8 @@ def _computed(measurement: Measurement, start: int, stop: int) -> dict[str, int]
 # one by one, the last first. During the work on block k of blocks i to j - 1, the device holds
 #
 #     the inputs of blocks i to k - 1, and copies of the buffers that feed back
-#     what block k adds: inputs made by the block before it, saved tensors, temporaries, gradients of its outputs
+#     what block k adds: inputs made by the block before it, saved tensors, temporaries, gradients of its
+# outputs
 #     the gradients of all parameters, or in a step's first backward those of blocks k to j - 1
 #
 # so every peak is the maximum over k of a number of block k plus sums over the edges before it: running
@@ -120,8 +121,8 @@ _NOTHING = -(1 << 60)
 
 
 class Peaks(NamedTuple):
-    """The highest bytes of the passes of every block, with its counted inputs and the gradients that it receives,
-    and in a step's first backward with its parameter gradients.
+    """The highest bytes of the passes of every block, with its counted inputs and the gradients that it
+    receives, and in a step's first backward with its parameter gradients.
     """
 
     forward: Ints
@@ -136,10 +137,10 @@ OfBlock = tuple[int, int, int, int]  # the same of one block
 class Blocks(NamedTuple):
     """Bytes of every block of a model.
 
-    `inputs` are all inputs of a block, `new` those made by the block before it, and `sent` the outputs that only
-    the send holds after its forward. `copies` and `born` are sums over the blocks before each edge: of buffers
-    that feed back, and of gradients. `begin` and `alone` are the peaks of a block that begins its stage, with and
-    without a block after it; `inside` and `end` those of a block that does not.
+    `inputs` are all inputs of a block, `new` those made by the block before it, and `sent` the outputs that
+    only the send holds after its forward. `copies` and `born` are sums over the blocks before each edge: of
+    buffers that feed back, and of gradients. `begin` and `alone` are the peaks of a block that begins its
+    stage, with and without a block after it; `inside` and `end` those of a block that does not.
     """
 
     inputs: Ints
@@ -158,7 +159,9 @@ class Blocks(NamedTuple):
         maker = _Maker(measurement)
         new = [*_new_inputs(measurement, edges)]
         inputs = [sum(value.nbytes for value in measurement.costs[edge].inputs) for edge in edges[:-1]]
-        every = [maker.blocks(start, stop, own) for (start, stop), own in zip(pairwise(edges), new, strict=True)]
+        every = [
+            maker.blocks(start, stop, own) for (start, stop), own in zip(pairwise(edges), new, strict=True)
+        ]
         begin, alone, inside, end = (
             Peaks(*(np.array(column, np.int64) for column in zip(*variant, strict=True)))
             for variant in zip(*every, strict=True)
@@ -208,21 +211,35 @@ class _Maker:
 
     def __init__(self, measurement: Measurement) -> None:
         self.measurement, self.count = measurement, len(measurement.layers)
-        self._unlike = {boundary for boundary, _ in StageStorages(measurement, 0, self.count).unlike_gradients()}
-        self._later_users = {user for one in measurement.shared if one.gradient_bytes for user in one.users[1:]}
+        self._unlike = {
+            boundary for boundary, _ in StageStorages(measurement, 0, self.count).unlike_gradients()
+        }
+        self._later_users = {
+            user for one in measurement.shared if one.gradient_bytes for user in one.users[1:]
+        }
         self._known: dict[object, tuple[OfBlock, ...]] = {}
 
     def blocks(self, start: int, stop: int, new: Sequence[int]) -> tuple[OfBlock, ...]:
-        """Return the peaks of layers `start` to `stop - 1` as a block that begins its stage, is alone in it, is
-        inside it, and ends it.
+        """Return the peaks of layers `start` to `stop - 1` as a block that begins its stage, is alone in it,
+        is inside it, and ends it.
         """
         lends = not self._later_users.isdisjoint(range(start, stop))
         unlike = not self._unlike.isdisjoint(range(start, stop + 1))
         kinds = self.measurement.layers[start:stop]
-        key = kinds, not start, stop == self.count, tuple(new), lends, unlike, tuple(self._repeated(start, stop))
+        key = (
+            kinds,
+            not start,
+            stop == self.count,
+            tuple(new),
+            lends,
+            unlike,
+            tuple(self._repeated(start, stop)),
+        )
         if key not in self._known:
             self._known[key] = tuple(
-                self._peaks(start, stop, None if begins else new, ends=ends, lends=lends, unlike=unlike and not ends)
+                self._peaks(
+                    start, stop, None if begins else new, ends=ends, lends=lends, unlike=unlike and not ends
+                )
                 for begins in (True, False)
                 for ends in (False, True)
             )
@@ -231,7 +248,11 @@ class _Maker:
     def _repeated(self, start: int, stop: int) -> Iterator[object]:
         """Yield the tensors that layers of a block share, with these layers."""
         for one in (*self.measurement.shared, *self.measurement.shared_buffers):
-            yield from ((user - start, later - start, one) for user, later in one.pairs if start <= user < later < stop)
+            yield from (
+                (user - start, later - start, one)
+                for user, later in one.pairs
+                if start <= user < later < stop
+            )
 
     def _peaks(
         self, start: int, stop: int, inputs: Sequence[int] | None, *, ends: bool, lends: bool, unlike: bool
@@ -248,14 +269,21 @@ class _Maker:
                 storages.sizes[storage] = nbytes
             storages.made_gradient_bytes = 0  # only the first block of a stage sends gradients
         passes = _Passes(storages)
-        forward, recompute, kept, arriving = passes.forward(), passes.recompute(), passes.level, passes.arriving
+        forward, recompute, kept, arriving = (
+            passes.forward(),
+            passes.recompute(),
+            passes.level,
+            passes.arriving,
+        )
         first, later = (passes.backward(is_first=is_first) for is_first in (True, False))
         if unlike:
             recompute, kept = recompute - arriving, kept - arriving
         return (forward, recompute, kept if unlike else first, kept if unlike or lends else later)
 
     def _followed(self, stop: int) -> Measurement:
-        """Return the measurement, in which the layer before `stop` receives gradients from a layer of its stage."""
+        """Return the measurement, in which the layer before `stop` receives gradients from a layer of its
+        stage.
+        """
         number = self.measurement.layers[stop - 1]
         cost = self.measurement.kinds[number]
         if stop == self.count or not (cost.inner_first or cost.inner_later):
@@ -322,7 +350,9 @@ def recomputed_by_block(band: Band, blocks: Blocks) -> Band:
     base = blocks.inputs[i] - taken[i] - blocks.copies[i]
 
     def highest(name: str, beside: Ints | int = 0, *, followed: Ints | int = 0) -> Ints:
-        """Return the highest peak plus `beside` over the blocks of every range; all but the last add `followed`."""
+        """Return the highest peak plus `beside` over the blocks of every range; all but the last add
+        `followed`.
+        """
         begin, alone, inside, end_ = (
             getattr(peaks, name) + beside for peaks in (blocks.begin, blocks.alone, blocks.inside, blocks.end)
         )
@@ -362,7 +392,9 @@ class Ranges:
     before layer n), or for each event: a storage that is saved, or that is freed, at some boundary.
     """
 
-    def __init__(self, measurement: Measurement, edges: Sequence[int] | None = None, *, microbatches: int = 1) -> None:
+    def __init__(
+        self, measurement: Measurement, edges: Sequence[int] | None = None, *, microbatches: int = 1
+    ) -> None:
         self.measurement = measurement
         self.one_by_one = one_by_one(measurement)
         self._known: dict[tuple[int, ...], Band] = {}
@@ -401,9 +433,17 @@ class Ranges:
         # By boundary: storages of the layer before it that outlive it, as saved or as values; then as values
         # only
         self.born = integers(
-            [0, *(sum(s.nbytes for s in own if s.saver != NEVER or s.end > n) for n, own in enumerate(model.own))]
+            [
+                0,
+                *(
+                    sum(s.nbytes for s in own if s.saver != NEVER or s.end > n)
+                    for n, own in enumerate(model.own)
+                ),
+            ]
         )
-        self.handed_on = integers([0, *(sum(s.nbytes for s in o if s.end > n) for n, o in enumerate(model.own))])
+        self.handed_on = integers(
+            [0, *(sum(s.nbytes for s in o if s.end > n) for n, o in enumerate(model.own))]
+        )
         # Events: storages made inside a range (own), those received at its start (fresh), and copies of its
         # inputs
         own = [one for layer in model.own for one in layer]
@@ -411,12 +451,19 @@ class Ranges:
         self.own_saved, self.own_gone = saved(own), gone(own)
         self.fresh_saved, self.fresh_gone = saved(fresh), gone(fresh)
         self.own_ended = as_events((s.end + 1, s.birth, s.nbytes) for s in own if s.end > s.birth)
-        copies = (one for cost, layer in zip(costs, model.fresh, strict=True) if cost.mutates_inputs for one in layer)
+        copies = (
+            one
+            for cost, layer in zip(costs, model.fresh, strict=True)
+            if cost.mutates_inputs
+            for one in layer
+        )
         self.copies_ended = as_events((s.end + 1, s.birth, s.nbytes) for s in copies)
         # Events: buffers that a layer shares with an earlier one, all of them and those copied by
         # recomputation
         self.repeated = as_events(repeated(measurement.shared_buffers))
-        self.copied_once = as_events(repeated(shared for shared in measurement.shared_buffers if shared.copied))
+        self.copied_once = as_events(
+            repeated(shared for shared in measurement.shared_buffers if shared.copied)
+        )
         # By layer: backward peaks
         first, later = (
             [c.spans(is_first=f, inner=n < self.layers) for n, c in enumerate(costs)] for f in (True, False)
@@ -520,9 +567,14 @@ class _BandMaker:
         stops = np.minimum(np.arange(1, width + 1)[:, None] + np.arange(first, first + starts), ranges.count)
         self.starts, self.stops = begins, ranges.edges[stops]
         self.longest = int((self.stops[-1] - begins).max())
-        self.base, self.reach = int(begins[0]), int(begins[-1] - begins[0]) + 1  # layers at which ranges may start
+        self.base, self.reach = (
+            int(begins[0]),
+            int(begins[-1] - begins[0]) + 1,
+        )  # layers at which ranges may start
         self.rows, self.columns = self.longest + 2, self.reach + self.longest + 1  # boundaries within reach
-        self.is_fine = int(np.diff(ranges.edges[first : first + starts + width]).max()) == 1  # each block is a layer
+        self.is_fine = (
+            int(np.diff(ranges.edges[first : first + starts + width]).max()) == 1
+        )  # each block is a layer
         self._chosen: slice | Ints = slice(None) if self.is_fine else begins - self.base
         ends = ranges.layers - 1 - begins  # the row of the range that ends the model
         inside = ends < self.longest
@@ -570,8 +622,11 @@ class _BandMaker:
             "backward_first_peak": np.maximum(
                 self._backward(inner, entry, first, end_first) + ended(born) - ended(entry), 0
             ),
-            "backward_later_peak": np.maximum(self._backward(inner, entry, later, end_later) - ended(entry), 0),
-            "update_first_peak": np.maximum(self._highest(at(r.update_first)[:-1]) - self._start(r.growth), 0) + early,
+            "backward_later_peak": np.maximum(
+                self._backward(inner, entry, later, end_later) - ended(entry), 0
+            ),
+            "update_first_peak": np.maximum(self._highest(at(r.update_first)[:-1]) - self._start(r.growth), 0)
+            + early,
             "update_peak": self._highest(at(r.update)[:-1]),
             "buffers": self._sums(r.buffers, r.copied_once),
             "kept": inputs + fed_back,
@@ -645,7 +700,9 @@ class _BandMaker:
         Without the inputs, which are kept to recompute from. If the first layer changes them in place, it
         gets copies, which count here as long as they are values.
         """
-        change = self._at(self.ranges.handed_on) - self._summed(self.ranges.own_ended, self.ranges.copies_ended)
+        change = self._at(self.ranges.handed_on) - self._summed(
+            self.ranges.own_ended, self.ranges.copies_ended
+        )
         change[0] = self._start(self.ranges.copied)
         return np.cumsum(change, axis=0)
 
@@ -658,7 +715,9 @@ class _BandMaker:
         table = np.zeros((self.rows, self.columns), np.int64)
         np.add.at(table, (boundary - birth, boundary - self.base), nbytes)
         total = diagonal(np.cumsum(table, axis=0), self.reach)[:, self._chosen].copy()
-        boundary, birth, nbytes = chosen(fresh, (fresh[0] - fresh[1] < self.rows) & np.isin(fresh[1], self.starts))
+        boundary, birth, nbytes = chosen(
+            fresh, (fresh[0] - fresh[1] < self.rows) & np.isin(fresh[1], self.starts)
+        )
         np.add.at(total, (boundary - birth, np.searchsorted(self.starts, birth)), nbytes)
         return total
 

@@ -58,7 +58,9 @@ def surroundings(
     Raises:
         UsageError: the schedule is unknown or does not support this recomputation.
     """
-    if schedule in _WARM_UP:  # equals the first stage of a shorter pipeline; more microbatches add nothing new
+    if (
+        schedule in _WARM_UP
+    ):  # equals the first stage of a shorter pipeline; more microbatches add nothing new
         stage, stages = 0, stages - stage
         microbatches = min(microbatches, _WARM_UP[schedule] * stages + _STEADY)
     return _surroundings(schedule, stage, stages, microbatches, recompute, versions)
@@ -81,7 +83,10 @@ def _surroundings(
     return tuple(_covering(highest.values()))
 
 
-_WARM_UP = {"1f1b": 1, "eager-1f1b": 2}  # forwards of a stage, per remaining stage, before its backwards start
+_WARM_UP = {
+    "1f1b": 1,
+    "eager-1f1b": 2,
+}  # forwards of a stage, per remaining stage, before its backwards start
 _STEADY = 4  # microbatches in the steady phase; the first and last may differ in recomputation
 
 
@@ -119,7 +124,8 @@ class _Walk:
             receiving=None if following is None else following.kind,
             sending=before.kind if before is not None and not is_backward_of(action, before) else None,
             checkpoints=self.inputs - (kind is Kind.RECOMPUTE),
-            recomputed=before is not None and (before.kind, before.microbatch) == (Kind.RECOMPUTE, action.microbatch),
+            recomputed=before is not None
+            and (before.kind, before.microbatch) == (Kind.RECOMPUTE, action.microbatch),
             versions=versions,
             rooms=versions * self.rooms,
             early=self.early,
@@ -135,7 +141,9 @@ class _Walk:
         elif self.weights is not None and kind is Kind.BACKWARD:
             self.weights.backward(action.microbatch or 0)
 
-    def _update(self, action: Action, before: Action | None, following: Action | None) -> Iterator[Surroundings]:
+    def _update(
+        self, action: Action, before: Action | None, following: Action | None
+    ) -> Iterator[Surroundings]:
         assert self.weights is not None, "synchronous orders have no updates"
         if action.kind is Kind.STASH:
             self.weights.adopt() if action.wait else self.weights.stash()
@@ -144,7 +152,9 @@ class _Walk:
         self.gradients = self.early = False
 
 
-def whole_stage_order(schedule: str, stage: int, stages: int, microbatches: int, recompute: Recompute) -> list[Action]:
+def whole_stage_order(
+    schedule: str, stage: int, stages: int, microbatches: int, recompute: Recompute
+) -> list[Action]:
     """Return the compute actions of a stage on its own device, recomputed as a whole or not at all."""
     again = recomputed_microbatches(recompute, schedule, microbatches) or ()
     computes = (Action(*compute) for compute in schedule_named(schedule)(stage, stages, 1, microbatches))
@@ -161,7 +171,8 @@ def _endless_orders(
     """
     if recompute not in ("never", "always", "stages"):
         raise UsageError(
-            f"recompute {recompute} leaves a microbatch of a step out, and under schedule {schedule} steps overlap: "
+            f"recompute {recompute} leaves a microbatch of a step out, and under schedule {schedule} steps "
+            "overlap: "
             "recompute always, stages or never"
         )
     again = () if recompute == "never" else ALL_MICROBATCHES

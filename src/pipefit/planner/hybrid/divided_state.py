@@ -122,7 +122,11 @@ class Reader:
             how.microbatches,
         )
         return Plan(
-            profile=question.profile, cluster=question.cluster, training=how, stages=stages, decisions=tuple(decisions)
+            profile=question.profile,
+            cluster=question.cluster,
+            training=how,
+            stages=stages,
+            decisions=tuple(decisions),
         )
 
 
@@ -163,7 +167,9 @@ class Sizes:
         return result + self.parameters * (shard == "parameters")
 
 
-def least(band: Band, measurement: Measurement, edges: Sequence[int], data: int, shard: Sharding) -> tuple[Band, Band]:
+def least(
+    band: Band, measurement: Measurement, edges: Sequence[int], data: int, shard: Sharding
+) -> tuple[Band, Band]:
     """Return two bands whose peaks bound the fullest of `data` replicas that divide state from below.
 
     The first band has the average bytes of a replica, the second those of the replica that owns the most.
@@ -192,12 +198,23 @@ def least(band: Band, measurement: Measurement, edges: Sequence[int], data: int,
 
 
 def _with(
-    band: Band, sizes: Sizes, blocks: Blocks, shard: Sharding, owned: Callable[[Ints], Ints], first: Ints, later: Ints
+    band: Band,
+    sizes: Sizes,
+    blocks: Blocks,
+    shard: Sharding,
+    owned: Callable[[Ints], Ints],
+    first: Ints,
+    later: Ints,
 ) -> Band:
     """Return the band of a replica with these owned bytes and these peaks of first and later updates."""
     early = owned(sizes.early)
     made = replace(
-        band, state=owned(sizes.state), early=early, update_peak=later, update_first_peak=early + first, _sums={}
+        band,
+        state=owned(sizes.state),
+        early=early,
+        update_peak=later,
+        update_first_peak=early + first,
+        _sums={},
     )
     if shard == "optimizer":
         return made
@@ -229,7 +246,8 @@ def _of_owners(recomputed: Recomputed, gradients: Ints, *, grows: bool) -> Recom
 def _grows(costs: Sequence[LayerCost]) -> bool:
     """Return whether no layer needs more in a backward that adds to gradients than in one that makes them."""
     return all(
-        max((span.peak_bytes for span in later), default=0) <= max((span.peak_bytes for span in first), default=0)
+        max((span.peak_bytes for span in later), default=0)
+        <= max((span.peak_bytes for span in first), default=0)
         for cost in costs
         for later, first in ((cost.backward_later, cost.backward_first), (cost.inner_later, cost.inner_first))
     )

@@ -93,8 +93,14 @@ class Labelled:
         self._options, self._lines, self._used, self._most_used = options, lines, used, most_used
         self._barred, self._meet = barred, dict[tuple[int, Degree], NDArray[np.bool_]]()
         self._values, self._sums = np.full(shape, np.inf), np.zeros(shape)
-        self._counts, self._came = np.zeros(shape, np.int64), np.full(shape, -1)  # stages, and the first one's option
-        self._stops, self._states = np.zeros(shape, np.int64), np.zeros(shape, np.int64)  # its stop and next state
+        self._counts, self._came = (
+            np.zeros(shape, np.int64),
+            np.full(shape, -1),
+        )  # stages, and the first one's option
+        self._stops, self._states = (
+            np.zeros(shape, np.int64),
+            np.zeros(shape, np.int64),
+        )  # its stop and next state
         self._values[blocks, 0] = 0.0
         for start in reversed(range(blocks)):
             for number, option in enumerate(options):
@@ -166,7 +172,9 @@ class Labelled:
         """Return, for every option, whether it may follow a cut after a stage of degree `front`."""
         if (cut, front) not in self._meet:
             allowed = self._barred[cut]
-            self._meet[cut, front] = np.array([allowed(cut, front, option.choice.degree) for option in self._options])
+            self._meet[cut, front] = np.array(
+                [allowed(cut, front, option.choice.degree) for option in self._options]
+            )
         return self._meet[cut, front]
 
 
@@ -242,7 +250,12 @@ _INFINITE = float("inf")
 
 
 def fastest(
-    question: Question, most: int, shards: Sequence[Sharding], at_most: float = _INFINITE, *, again: bool = False
+    question: Question,
+    most: int,
+    shards: Sequence[Sharding],
+    at_most: float = _INFINITE,
+    *,
+    again: bool = False,
 ) -> list[Hybrid]:
     """Return the plans with the fewest estimated seconds that fit, the fastest first.
 

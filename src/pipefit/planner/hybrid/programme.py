@@ -45,7 +45,9 @@ def grids_of(
     """
     left = [sorted(devices, key=lambda device: (hosts[device], device)) for devices in free]
     result: dict[int, Grid] = {}
-    for number in sorted(range(len(stages)), key=lambda number: (-stages[number][1], -stages[number][0].tensor)):
+    for number in sorted(
+        range(len(stages)), key=lambda number: (-stages[number][1], -stages[number][0].tensor)
+    ):
         degree, lowest = stages[number]
         devices = list[int]()
         for own in left[lowest:]:
@@ -187,7 +189,9 @@ class Placed(NamedTuple):
 
 
 Costs = Callable[[int, Choice], Cost]  # by the number of stages from this one to the last
-Allowed = Callable[[int, Degree, Degree], bool]  # by the block after a cut and the degrees before and after it
+Allowed = Callable[
+    [int, Degree, Degree], bool
+]  # by the block after a cut and the degrees before and after it
 
 
 class Programme:

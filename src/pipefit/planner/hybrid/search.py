@@ -100,7 +100,10 @@ _ROUNDING = 1 + 1e-9
 WORK = 1_000_000  # candidate stages that are compared again after reading exact peaks
 LONG = 2_000_000_000  # candidate stages times device states, above which not all are distinguished
 _CHEAP = LONG // 4  # the same number, up to which similar classes of devices are not merged
-_STATES, _CELLS = 40_000, 1_500_000  # largest number of device states, and of device states times blocks, in tables
+_STATES, _CELLS = (
+    40_000,
+    1_500_000,
+)  # largest number of device states, and of device states times blocks, in tables
 _CLASSES = 12  # largest number of device classes; 13 have a million states
 
 
@@ -117,7 +120,9 @@ class Hybrid(NamedTuple):
     bound: float = 0.0
 
 
-def searches(question: Question, shards: Sequence[Sharding] = ("none",), *, again: bool = False) -> list[Search]:
+def searches(
+    question: Question, shards: Sequence[Sharding] = ("none",), *, again: bool = False
+) -> list[Search]:
     """Return the searches over a question.
 
     One, or one for each group of degrees with the same parts of shared parameters, since stages that share a
@@ -205,7 +210,9 @@ class Search:
         few = few_classes(question, self._is_cheap, self._is_possible)
         self.classes, self.kept = sorted(few.classes, key=lambda one: one.memory_bytes), few.kept
         self.states = States([len(cls_.devices) for cls_ in self.classes])
-        self.choices = [Choice(degree, take) for degree in degrees for take in self.states.takes(degree.devices)]
+        self.choices = [
+            Choice(degree, take) for degree in degrees for take in self.states.takes(degree.devices)
+        ]
         self.barred = barred_cuts(question, self.tables)
         self.expects = False  # assume that other peaks exceed their bounds as much as the read ones
         self._reader = Reader(question)
@@ -231,7 +238,10 @@ class Search:
     @property
     def counts(self) -> range:
         """Numbers of stages. If each stage has one device, the stages use all devices."""
-        pinned, most = self.question.options.stages, min(self.question.blocks, len(self.question.cluster.devices))
+        pinned, most = (
+            self.question.options.stages,
+            min(self.question.blocks, len(self.question.cluster.devices)),
+        )
         pinned = self.question.stages if self.question.degrees == (SINGLE,) else pinned
         return range(1, most + 1) if pinned is None else range(pinned, pinned + 1)
 
@@ -266,7 +276,10 @@ class Search:
             stages = max((n for n in self.counts if n * choice.degree.devices <= there), default=0)
             edges = [number * blocks // stages for number in range(stages + 1)] if stages else []
             peaks = (
-                min(self.tables[choice.degree].peak(stages - n, way, *ends) for way in self.ways(choice.degree))
+                min(
+                    self.tables[choice.degree].peak(stages - n, way, *ends)
+                    for way in self.ways(choice.degree)
+                )
                 for n, ends in enumerate(pairwise(edges))
             )
             result.append(max(peaks, default=_INFINITE) / self.unit(choice))
@@ -278,7 +291,8 @@ class Search:
         value, count = min((programme.values[count - 1], count) for count in self.counts)
         if value == _INFINITE:
             raise UsageError(
-                f"{self.question.profile.parts} have no plan in {counted(self.counts[-1], 'stage')} or fewer on the "
+                f"{self.question.profile.parts} have no plan in {counted(self.counts[-1], 'stage')} or fewer "
+                "on the "
                 f"devices of {self.question.cluster.name} by these costs: use other degrees, or none"
             )
         return self._made(programme.best(count), value)
@@ -298,7 +312,9 @@ class Search:
 
     def _made(self, stages: tuple[Placed, ...], value: float, level: float = _INFINITE) -> Hybrid:
         left = range(len(stages), 0, -1)
-        stages = tuple(one._replace(way=self._way(n, one, level)) for n, one in zip(left, stages, strict=True))
+        stages = tuple(
+            one._replace(way=self._way(n, one, level)) for n, one in zip(left, stages, strict=True)
+        )
         return Hybrid(self.split(stages), value, self.evaluated, stages)
 
     def _way(self, left: int, one: Placed, level: float) -> Way:
@@ -325,7 +341,9 @@ class Search:
             one, known[number] = found.stages[number], nbytes
             tables = self.tables[one.choice.degree]
             tables.take(left[number], one.way, one.start, one.stop, nbytes, expects=self.expects)
-        return max((nbytes or 0) / self.unit(one.choice) for nbytes, one in zip(known, found.stages, strict=True))
+        return max(
+            (nbytes or 0) / self.unit(one.choice) for nbytes, one in zip(known, found.stages, strict=True)
+        )
 
     @property
     def evaluated(self) -> int:
@@ -407,7 +425,9 @@ class Search:
             again = way.recompute != "never"
             passes = (tables.seconds(kind, Group.of(cluster, shards), again=again) for kind in kinds)
             times = [np.maximum.reduce(parts) for parts in zip(*passes, strict=True)]
-            each, end = tables.divided_seconds(times[0] + times[1], times[2], Group.of(cluster, replicas), way.shard)
+            each, end = tables.divided_seconds(
+                times[0] + times[1], times[2], Group.of(cluster, replicas), way.shard
+            )
             step = self.question.training.microbatches * each + end
             self._times[key] = Times(step, each, np.maximum(times[0], times[1]))
         return self._times[key]

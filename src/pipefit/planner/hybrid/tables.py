@@ -90,7 +90,9 @@ class DegreeTables:
             valid = bands[0].valid[:width].T
             self._bars_of_rows[way, width] = np.where(valid, banded(self._barred(way), width), np.inf)
         within = slice(width), slice(None)
-        rows = np.maximum.reduce([stage_peak(band, met, within) for band in bands]).T * self._expected.get(way, 1.0)
+        rows = np.maximum.reduce([stage_peak(band, met, within) for band in bands]).T * self._expected.get(
+            way, 1.0
+        )
         for (start, stop), read in self._read.get((met, way), {}).items():
             if stop - start <= width:
                 rows[start, stop - start - 1] = read
@@ -116,7 +118,10 @@ class DegreeTables:
         """
         result, known = np.zeros((self.question.blocks, width), np.int64), 0
         for left in counts:
-            result, known = np.where((nbytes >= self.rows(left, way, width)) & (result == known), left, result), left
+            result, known = (
+                np.where((nbytes >= self.rows(left, way, width)) & (result == known), left, result),
+                left,
+            )
         return result
 
     def read(self, stages_left: int, way: Way, start: int, stop: int) -> float | None:
@@ -131,7 +136,9 @@ class DegreeTables:
         peak = self._bound(stages_left, way, start, stop) if read is None else read
         return peak + float(self._barred(way)[start, stop])
 
-    def take(self, stages_left: int, way: Way, start: int, stop: int, nbytes: float, *, expects: bool = False) -> None:
+    def take(
+        self, stages_left: int, way: Way, start: int, stop: int, nbytes: float, *, expects: bool = False
+    ) -> None:
         """Record the read peak of the fullest replica of a stage of these blocks.
 
         With `expects`, all other peaks are expected to exceed their bounds by the same factor.
@@ -143,7 +150,11 @@ class DegreeTables:
 
     def _bound(self, stages_left: int, way: Way, start: int, stop: int) -> float:
         """Return the peak of a stage of these blocks, or its bound times the expected factor."""
-        met, row, column = self._met(stages_left, way), slice(stop - start - 1, stop - start), slice(start, start + 1)
+        met, row, column = (
+            self._met(stages_left, way),
+            slice(stop - start - 1, stop - start),
+            slice(start, start + 1),
+        )
         peaks = [stage_peak(band, met, (row, column)) for band in self._bands(way, stop - start)]
         return float(max(peak.item() for peak in peaks)) * self._expected.get(way, 1.0)
 
@@ -165,9 +176,13 @@ class DegreeTables:
         of_layers = layer_seconds(self.measurement, kind, self.question.training.dtype, group)
         edges = np.array(self.question.edges)
         edges[-1] += 1
-        return Passes(*(np.concatenate(([0.0], np.cumsum(times)))[edges] for times in zip(*of_layers, strict=True)))
+        return Passes(
+            *(np.concatenate(([0.0], np.cumsum(times)))[edges] for times in zip(*of_layers, strict=True))
+        )
 
-    def divided_seconds(self, each: Floats, update: Floats, group: Group, shard: Sharding) -> tuple[Floats, Floats]:
+    def divided_seconds(
+        self, each: Floats, update: Floats, group: Group, shard: Sharding
+    ) -> tuple[Floats, Floats]:
         """Return the seconds of a microbatch and of the end of a step, for a `group` of replicas.
 
         If replicas divide gradients or parameters, reduce-scatters and all-gathers run in parallel with the
@@ -184,12 +199,16 @@ class DegreeTables:
     @cached_property
     def gradients(self) -> Floats:
         """Bytes of gradients that replicas all-reduce."""
-        return self._once("gradient_bytes", {shared: shared.gradient_bytes for shared in self.measurement.shared})
+        return self._once(
+            "gradient_bytes", {shared: shared.gradient_bytes for shared in self.measurement.shared}
+        )
 
     @cached_property
     def trained(self) -> Floats:
         """Bytes of trained parameters, which owners send to the other replicas after an update."""
-        return self._once("trained_bytes", {one: one.nbytes for one in self.measurement.shared if one.gradient_bytes})
+        return self._once(
+            "trained_bytes", {one: one.nbytes for one in self.measurement.shared if one.gradient_bytes}
+        )
 
     @cached_property
     def gathered(self) -> Floats:
@@ -199,7 +218,10 @@ class DegreeTables:
         parameters.
         """
         sizes = [
-            sum(parameter.copy_bytes if parameter.cast_only else parameter.nbytes for parameter in cost.parameters)
+            sum(
+                parameter.copy_bytes if parameter.cast_only else parameter.nbytes
+                for parameter in cost.parameters
+            )
             for cost in self.measurement.costs
         ]
         result = self._in_ranges(sizes)
@@ -228,7 +250,9 @@ class DegreeTables:
 
     def _ranges(self, way: Way) -> Ranges:
         question = self.question
-        return ranges_of(self.measurement, question.edges, question.training.microbatches, self._recompute(way))
+        return ranges_of(
+            self.measurement, question.edges, question.training.microbatches, self._recompute(way)
+        )
 
     def _square(self, rows: Floats) -> Floats:
         """Return a table over ranges from rows by width."""
@@ -318,7 +342,9 @@ class _Judges:
         return self._known[key]
 
     @staticmethod
-    def _divisible(sent: tuple[Value, ...], received: tuple[Value, ...], sizes: tuple[int, int], gathers: bool) -> bool:
+    def _divisible(
+        sent: tuple[Value, ...], received: tuple[Value, ...], sizes: tuple[int, int], gathers: bool
+    ) -> bool:
         try:
             dimensions(sent, received, sizes, gathers=gathers)
         except UsageError:

@@ -60,7 +60,9 @@ Indices = NDArray[np.intp]
 class Placement:
     """Best placements of all other blocks, for any stage. A load is the used share of a device's memory."""
 
-    def __init__(self, profile: ModelProfile, cluster: Cluster, training: Training, recompute: Recompute) -> None:
+    def __init__(
+        self, profile: ModelProfile, cluster: Cluster, training: Training, recompute: Recompute
+    ) -> None:
         self.blocks = len(profile.block_names)
         peaks = _peaks(profile, training, recompute)
         self._loads = [peaks / budget for budget in cluster.budgets]
@@ -123,7 +125,9 @@ def _before(loads: Sequence[Floats]) -> list[tuple[Floats, Indices]]:
 
 
 def _behind(loads: Sequence[Floats]) -> list[tuple[Floats, Indices]]:
-    """Return for devices n and later and blocks l and later the lowest load, and the stop of the first stage."""
+    """Return for devices n and later and blocks l and later the lowest load, and the stop of the first
+    stage.
+    """
     nothing = np.full(len(loads[0]), np.inf)
     nothing[-1] = 0
     result = [(nothing, np.zeros(len(nothing), np.intp))]
@@ -170,7 +174,9 @@ def profile_incrementally(
     runs = Runs(store, "incremental", profile, cluster, training, recompute, progress)
     runs.expected = len(runs.outcomes.keys() | planned)
     measure = run or (lambda plan: train(task, plan))
-    block_bytes = _BlockBytes(runs, lambda stages: measure(plan_of(profile, cluster, training, stages, recompute)))
+    block_bytes = _BlockBytes(
+        runs, lambda stages: measure(plan_of(profile, cluster, training, stages, recompute))
+    )
     for stages in planned:
         block_bytes.attempt(stages)
     isolated = tuple(map(block_bytes.alone, range(blocks)))
@@ -194,7 +200,11 @@ def train(task: Task, plan: Plan, *, steps: int = 2) -> tuple[int, ...]:
 
 
 def plan_of(
-    profile: ModelProfile, cluster: Cluster, training: Training, intervals: Stages, recompute: Recompute = "never"
+    profile: ModelProfile,
+    cluster: Cluster,
+    training: Training,
+    intervals: Stages,
+    recompute: Recompute = "never",
 ) -> Plan:
     """Return a plan of these stages, each on the device with its number, with recomputation as given."""
     edges = profile.edges
@@ -267,7 +277,8 @@ class _BlockBytes:
         lowest load, and the one with a single block before this one.
         """
         loads = [
-            max(self.placement.load(first, block + 1), self.placement.load(first, block)) for first in range(block)
+            max(self.placement.load(first, block + 1), self.placement.load(first, block))
+            for first in range(block)
         ]
         fitting = [first for first, load in enumerate(loads) if load <= 1]
         while fitting:
@@ -284,4 +295,6 @@ class _BlockBytes:
 
     def _too_large(self, interval: Interval) -> InfeasibleError:
         load = self.placement.load(*interval)
-        return self.runs.too_large(interval, f" (by the profile, the fullest would need {100 * load:.1f} % of it)")
+        return self.runs.too_large(
+            interval, f" (by the profile, the fullest would need {100 * load:.1f} % of it)"
+        )

@@ -90,7 +90,8 @@ def check_devices(devices: int) -> None:
     if devices < 3:
         raise UsageError(
             f"incremental profiling needs at least three devices, not {devices}: one "
-            "for a block alone, and one each for the blocks before and behind it; trimmed runs do with one device"
+            "for a block alone, and one each for the blocks before and behind it; trimmed runs do with one "
+            "device"
         )
 
 
@@ -178,7 +179,9 @@ class Conditions:
 
     def differences(self, other: Conditions, names: Sequence[str]) -> list[str]:
         """Return the differences from `other`, as phrases; `names` are the layers' names."""
-        result = [f"{one}, not {two}" for one, two in zip(self._phrases, other._phrases, strict=True) if one != two]
+        result = [
+            f"{one}, not {two}" for one, two in zip(self._phrases, other._phrases, strict=True) if one != two
+        ]
         result += self.training.differences(other.training)
         model = differences(self.fingerprint, other.fingerprint, names)
         if not model and self.edges != other.edges:
@@ -207,10 +210,14 @@ def check_places(cluster: Cluster, training: Training, recompute: Recompute) -> 
         UsageError: they do not, which additive costs cannot express; or the schedule does not exist.
     """
     stages = len(cluster.devices)
-    met = [surroundings(training.schedule, stage, stages, training.microbatches, recompute) for stage in range(stages)]
+    met = [
+        surroundings(training.schedule, stage, stages, training.microbatches, recompute)
+        for stage in range(stages)
+    ]
     if len(set(met)) > 1:
         raise UsageError(
-            f"under {training.schedule} a stage's memory depends on its place in the pipeline, which two numbers for "
+            f"under {training.schedule} a stage's memory depends on its place in the pipeline, which two "
+            "numbers for "
             "each block cannot express: profile, plan and train under gpipe"
         )
 
@@ -281,7 +288,9 @@ class Runs:
         self._save()
 
     def peak(self, interval: Interval) -> int | None:
-        """Return the peak of a stage of these blocks, from the first run that measured it; None if none did."""
+        """Return the peak of a stage of these blocks, from the first run that measured it; None if none
+        did.
+        """
         for stages, outcome in self.outcomes.items():
             if interval in stages and (peak := outcome.peaks[stages.index(interval)]) is not None:
                 return peak
@@ -305,7 +314,8 @@ class Runs:
         failures = [o.failure for stages, o in self.outcomes.items() if interval in stages and o.failure]
         said = f". The last of them: {failures[-1]}" if failures else ""
         return InfeasibleError(
-            f"{self.profile.model} cannot be profiled on {self.cluster.name}: every run with {what} on a device passed "
+            f"{self.profile.model} cannot be profiled on {self.cluster.name}: every run with {what} on a "
+            "device passed "
             f"a device's memory{hint}; profile with smaller microbatches, or on larger or more devices{said}"
         )
 
@@ -317,11 +327,14 @@ class Runs:
             made = validated(Conditions, result["conditions"], f"the conditions in {self.path}")
             outcomes = dict(map(_outcome, result["runs"]))
         except (OSError, ValueError, KeyError, TypeError, RecursionError, FileError) as error:
-            raise FileError(f"{self.path} is no record of profiling runs ({error}): delete it to begin anew") from None
+            raise FileError(
+                f"{self.path} is no record of profiling runs ({error}): delete it to begin anew"
+            ) from None
         unlike = made.differences(self.conditions, self.profile.layers)
         if unlike:
             raise FileError(
-                f"{self.path} holds runs made for {'; '.join(unlike)}: name another file, or delete it to begin anew"
+                f"{self.path} holds runs made for {'; '.join(unlike)}: name another file, or delete it to "
+                "begin anew"
             )
         return outcomes
 
@@ -329,7 +342,9 @@ class Runs:
         """Replace the whole file."""
         runs = [{"stages": stages, **asdict(outcome)} for stages, outcome in self.outcomes.items()]
         try:
-            replace_file(self.path, json.dumps({"conditions": asdict(self.conditions), "runs": runs}).encode())
+            replace_file(
+                self.path, json.dumps({"conditions": asdict(self.conditions), "runs": runs}).encode()
+            )
         except OSError as error:
             raise FileError(f"{self.path} cannot be written: {error.strerror}; name another file") from None
 

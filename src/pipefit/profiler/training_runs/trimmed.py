@@ -137,7 +137,8 @@ def profile_trimmed(
         store: a JSON file of runs; results in it are used, and new ones are added after every run.
         recompute: the microbatches whose forward every stage runs twice.
         progress: called before every run.
-        run: trains a plan's stage with this number alone and returns its peak; by default two steps in this process.
+        run: trains a plan's stage with this number alone and returns its peak; by default two steps in this
+        process.
 
     Raises:
         InfeasibleError: a block does not fit alone, or not together with the block before it.
@@ -154,7 +155,9 @@ def profile_trimmed(
         runs.attempt(stages, partial(_outcome, cut, train, stages))
     isolated = tuple(runs.needed((block, block + 1)) for block in range(blocks))
     added = (runs.needed((block - 1, block + 1)) - isolated[block - 1] for block in range(1, blocks))
-    return AdditiveCosts(mem_isolated=isolated, mem_added=(isolated[0], *added), training=training, recompute=recompute)
+    return AdditiveCosts(
+        mem_isolated=isolated, mem_added=(isolated[0], *added), training=training, recompute=recompute
+    )
 
 
 def _outcome(cut: Callable[[int, Interval], tuple[Plan, int]], run: Run, stages: Stages) -> Outcome:
@@ -205,7 +208,9 @@ def _train(lone: LoneStages, plan: Plan, stage: int) -> int:
         device = hardware.device(number)
         meter = hardware.meter(number, device, kernels)
         if meter is None:
-            raise UsageError(f"{plan.cluster.name} does not count memory: profile on emulated devices, or on GPUs")
+            raise UsageError(
+                f"{plan.cluster.name} does not count memory: profile on emulated devices, or on GPUs"
+            )
         try:
             return lone.train(plan, stage, device=device, meter=meter)
         finally:

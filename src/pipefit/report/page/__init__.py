@@ -60,7 +60,9 @@ def fit_page(fit: Fit) -> str:
     trace = _simulated(best)
     chart = f'<div class="wide">{growth(fit)}</div>'
     sections = [_section("What fits", html([answer]), chart, html(more)), *_sections(best, trace)]
-    return _assembled(f"{best.profile.model}: {fit.named(fit.best.value)}", "".join(sections), [_scene(best, trace)])
+    return _assembled(
+        f"{best.profile.model}: {fit.named(fit.best.value)}", "".join(sections), [_scene(best, trace)]
+    )
 
 
 def _post_mortem_page(found: PostMortem) -> str:
@@ -72,11 +74,18 @@ def _post_mortem_page(found: PostMortem) -> str:
     told = f"<p>{markup.text(found.head)}</p>"
     last = () if found.moment in found.traced.memory else (found.moment,)
     ended = replace(found.traced, memory=(*found.traced.memory, *last))
-    run = replace(found.trace, devices=tuple(ended if one is found.traced else one for one in found.trace.devices))
+    run = replace(
+        found.trace, devices=tuple(ended if one is found.traced else one for one in found.trace.devices)
+    )
     sections = [
-        markup.head(plan.profile.model, f"device {found.device} ran out of memory", told, _lacked(found), fits=False),
+        markup.head(
+            plan.profile.model, f"device {found.device} ran out of memory", told, _lacked(found), fits=False
+        ),
         _section(
-            "What held the memory", f'<div class="legend">{markup.legend(used)}</div>', bar, html([categories(found)])
+            "What held the memory",
+            f'<div class="legend">{markup.legend(used)}</div>',
+            bar,
+            html([categories(found)]),
         ),
         _section("Which layers held it", html(layers(found))),
         _section("What would have fitted", html(describe_remedies(found))),
@@ -94,7 +103,11 @@ def _lacked(found: PostMortem) -> list[tuple[str, str, str]]:
     facts = [
         ("ran out at", moment.action, f"step {moment.step}, device {found.device}"),
         ("would have held", format_bytes(moment.total_bytes), f"of {format_bytes(found.budget_bytes)}"),
-        ("too little by", format_bytes(found.lack_bytes), "of tensors" if found.lack_bytes else "tensors alone fit"),
+        (
+            "too little by",
+            format_bytes(found.lack_bytes),
+            "of tensors" if found.lack_bytes else "tensors alone fit",
+        ),
     ]
     if found.asked_bytes:
         asked = ("asked for", format_bytes(found.asked_bytes), f"with {format_bytes(found.left_bytes)} left")
@@ -139,7 +152,9 @@ def _sections(plan: Plan | None, trace: Trace, comparison: Comparison | None = N
     yield _head(plan, trace)
     bars = f'<div class="devices">{markup.peaks(trace)}</div>'
     names = [(f"c{n}", category.value) for n, category in enumerate(CATEGORIES) if _uses(trace, n)]
-    yield _section("What fills each device at its peak", f'<div class="legend">{markup.legend(names)}</div>', bars)
+    yield _section(
+        "What fills each device at its peak", f'<div class="legend">{markup.legend(names)}</div>', bars
+    )
     yield _section("Over time", _drawing())
     if comparison is not None:
         yield _section("Predicted beside measured", html(describe_comparison(comparison)))
@@ -160,9 +175,15 @@ def _uses(trace: Trace, category: int) -> bool:
 
 def _head(plan: Plan | None, trace: Trace) -> str:
     over = [one.device for one in trace.devices if one.budget_bytes and one.peak_bytes > one.budget_bytes]
-    tight = plan and plan.prediction and any(plan.prediction.is_tight(plan.cluster, worker) for worker in plan.workers)
+    tight = (
+        plan
+        and plan.prediction
+        and any(plan.prediction.is_tight(plan.cluster, worker) for worker in plan.workers)
+    )
     room = "fits, tightly" if tight else "fits"
-    verdict = f"device{'s' * (len(over) > 1)} {', '.join(map(str, over))} would run out of memory" if over else room
+    verdict = (
+        f"device{'s' * (len(over) > 1)} {', '.join(map(str, over))} would run out of memory" if over else room
+    )
     title = plan.profile.model if plan else f"A {trace.source} trace"
     where = html([head(plan)]) if plan else ""
     return markup.head(title, verdict, where, list(_facts(plan, trace)), fits=not over)
@@ -170,7 +191,9 @@ def _head(plan: Plan | None, trace: Trace) -> str:
 
 def _facts(plan: Plan | None, trace: Trace) -> Iterator[tuple[str, str, str]]:
     """Yield the main figures."""
-    fullest = max(trace.devices, key=lambda device: device.peak_bytes / (device.budget_bytes or 1), default=None)
+    fullest = max(
+        trace.devices, key=lambda device: device.peak_bytes / (device.budget_bytes or 1), default=None
+    )
     if fullest is not None and fullest.budget_bytes:
         share = f"{100 * fullest.peak_bytes / fullest.budget_bytes:.1f} %"
         sizes = f"{format_bytes(fullest.peak_bytes)} of {format_bytes(fullest.budget_bytes)}"
@@ -180,12 +203,18 @@ def _facts(plan: Plan | None, trace: Trace) -> Iterator[tuple[str, str, str]]:
     yield "a step takes", format_seconds(seconds), "estimated" if trace.estimated else trace.source
     if plan is not None:
         yield "samples per second", format_number(plan.training.batch_size / seconds), _of_batch(plan)
-    waiting = [1 - busy for device, busy in zip(trace.devices, trace.utilisation(), strict=True) if device.events]
+    waiting = [
+        1 - busy for device, busy in zip(trace.devices, trace.utilisation(), strict=True) if device.events
+    ]
     if waiting:
         yield "devices wait", f"{100 * max(0.0, sum(waiting) / len(waiting)):.0f} %", "of a step, on average"
     made = plan.provenance if plan else None
     if made and made.bound and made.objective.unit == "seconds":
-        yield "above the bound", f"{100 * (made.value / made.bound - 1):.1f} %", "no plan can be faster by more"
+        yield (
+            "above the bound",
+            f"{100 * (made.value / made.bound - 1):.1f} %",
+            "no plan can be faster by more",
+        )
 
 
 def _of_batch(plan: Plan) -> str:
@@ -203,7 +232,9 @@ def _filled(plan: Plan, trace: Trace) -> Iterator[str]:
 
     Equal devices share a table.
     """
-    yield "<p>What each layer has as the action begins at which its device is fullest, and what that adds.</p>"
+    yield (
+        "<p>What each layer has as the action begins at which its device is fullest, and what that adds.</p>"
+    )
     shares = [device.peak_bytes / (device.budget_bytes or 1) for device in trace.devices]
     alike: dict[tuple[str, str], list[int]] = {}
     for device, result in enumerate(all_contents(plan, trace)):
@@ -234,7 +265,11 @@ def _decided(plan: Plan) -> Iterator[str]:
 
 
 def _decision(plan: Plan, decision: Decision) -> tuple[str, str, str, str]:
-    what = decision.what.value if decision.microbatches == ALL_MICROBATCHES else f"{decision.what.value}, of some"
+    what = (
+        decision.what.value
+        if decision.microbatches == ALL_MICROBATCHES
+        else f"{decision.what.value}, of some"
+    )
     return what, _subject(plan, decision), str(decision.place or "-"), decision.why or "-"
 
 
@@ -257,7 +292,9 @@ def _links(plan: Plan, trace: Trace) -> Iterator[str]:
     flows = traffic(plan)
     if not flows:
         return
-    names = [(_STRETCHES[what], what) for what in _STRETCHES if any(stretch.what == what for stretch in flows)]
+    names = [
+        (_STRETCHES[what], what) for what in _STRETCHES if any(stretch.what == what for stretch in flows)
+    ]
     yield f'<div class="legend">{markup.legend(names)}</div><div class="wide">{topology(plan, flows)}</div>'
     seconds = trace.last_seconds or 0.0
     rows = []

@@ -37,8 +37,8 @@ from pipefit.units import MIB, format_bytes, format_seconds
 #
 # For every point of a small grid, the split of lowest peak is planned and simulated, with one device a stage
 # and microbatches of a device's local batch: a slider shows the plan that `pipefit plan --objective peak
-# --data 1 --tensor 1` would make. The grid is empty for asynchronous schedules, and for models whose peaks are
-# computed one by one for ranges of blocks.
+# --data 1 --tensor 1` would make. The grid is empty for asynchronous schedules, and for models whose peaks
+# are computed one by one for ranges of blocks.
 
 _MICROBATCHES, _DEVICES, _LINKS = (1, 4, 16), (1, 2, 4), (0.25, 1.0, 4.0)
 _RECOMPUTE: tuple[Recompute, ...] = ("never", "always")
@@ -68,8 +68,12 @@ class Point(NamedTuple):
 
 
 def axes_of(plan: Plan) -> Axes | None:
-    """Return the grid of a plan, including its own numbers of microbatches and stages; None if it has none."""
-    known = {measurement.microbatch_size for measurement in plan.profile.measurements if measurement.tensor == 1}
+    """Return the grid of a plan, including its own numbers of microbatches and stages; None if it has
+    none.
+    """
+    known = {
+        measurement.microbatch_size for measurement in plan.profile.measurements if measurement.tensor == 1
+    }
     if plan.training.endless or _size(plan) not in known or not exact_in_time(_question(plan, 1, "never", 1)):
         return None
     most = min(len(plan.cluster.devices), len(plan.profile.edges) - 1)
@@ -134,7 +138,11 @@ def _own(plan: Plan) -> str:
     moves = any(decision.what is not What.RECOMPUTE for decision in plan.decisions)
     step = format_seconds(plan.prediction.step_seconds)
     shares = any(len(stage.devices) > 1 for stage in plan.stages)
-    more = [words for is_so, words in ((moves, "it moves tensors too"), (shares, "its devices share stages")) if is_so]
+    more = [
+        words
+        for is_so, words in ((moves, "it moves tensors too"), (shares, "its devices share stages"))
+        if is_so
+    ]
     return (
         f" This plan takes {format_bytes(peak)} of {format_bytes(budget)} and {step} a step"
         f"{'; ' * bool(more)}{' and '.join(more)}{', which no position does' * bool(more)}."
@@ -150,7 +158,10 @@ def lesson(plan: Plan) -> str:
         result = points(plan, axes)
     except PipefitError:  # the plan was written directly, with settings that no planner uses
         return ""
-    rows = [[p.peak_bytes, p.budget_bytes, p.step_seconds, p.samples_per_second, round(p.waiting, 4)] for p in result]
+    rows = [
+        [p.peak_bytes, p.budget_bytes, p.step_seconds, p.samples_per_second, round(p.waiting, 4)]
+        for p in result
+    ]
     start = (
         sum(count <= plan.training.microbatches for count in axes.microbatches) - 1,
         int(any(decision.what is What.RECOMPUTE for decision in plan.decisions)),
@@ -167,7 +178,8 @@ def lesson(plan: Plan) -> str:
     told.append([f"x {factor:g}" for factor in axes.links])
     data = dumps({"axes": told, "rows": rows}, separators=(",", ":"))
     return (
-        "<p>Each position is a plan for the lowest peak with one device a stage, computed when this page was made, "
+        "<p>Each position is a plan for the lowest peak with one device a stage, computed when this page was "
+        "made, "
         f"with microbatches of {counted(_size(plan), 'sample')}.{kept_together(_own(plan))}</p>"
         f'<div class="whatif">{controls}</div>'
         '<div class="outcome"><span>fullest</span><span class="bar"><i class="c3" id="whatif-bar"></i>'
@@ -210,7 +222,9 @@ def traffic(plan: Plan) -> dict[Stretch, int]:
                 _add_copy(result, plan, device, action, moved[device](action))
     for hop in _sums(plan, program):
         result[Stretch(Member.device(hop.source), Member.device(hop.target), "sums")] += hop.nbytes
-    return {stretch: nbytes for stretch, nbytes in result.items() if nbytes and stretch.source != stretch.target}
+    return {
+        stretch: nbytes for stretch, nbytes in result.items() if nbytes and stretch.source != stretch.target
+    }
 
 
 def _sums(plan: Plan, program: Program) -> Iterator[Hop]:
@@ -220,7 +234,9 @@ def _sums(plan: Plan, program: Program) -> Iterator[Hop]:
     for device, actions in enumerate(program.actions):
         stages = {n: costs.of_device(plan, n, device, plan.stages[n].devices) for n in plan.stages_of(device)}
         reader = DeviceReader(device, program, plan.cluster, stages, moved[device])
-        for begun in (reader.collected(action) for action in actions if action.kind in COLLECTIVE and not action.wait):
+        for begun in (
+            reader.collected(action) for action in actions if action.kind in COLLECTIVE and not action.wait
+        ):
             result.setdefault((begun.what, begun.turn), (begun, []))[1].append(device)
     for begun, members in result.values():
         yield from exchange_of(plan.cluster, members, begun).hops
@@ -250,13 +266,18 @@ def topology(plan: Plan, flows: dict[Stretch, int]) -> str:
     """
     row = [Member.device(number) for number in range(len(plan.cluster.devices))]
     if len(row) > MOST:
-        flows, row = _between_hosts(plan, flows), [Member.host(number) for number in range(len(plan.cluster.hosts))]
+        flows, row = (
+            _between_hosts(plan, flows),
+            [Member.host(number) for number in range(len(plan.cluster.hosts))],
+        )
     if not flows or len(row) > MOST:
         return ""
     uses_memory = any(stretch.what == "copies" for stretch in flows)
     spots = _spots(plan, row, flows, _BELOW if uses_memory else _ABOVE)
     width = max(x for x, _ in spots.values()) + _BOX // 2 + 20
-    lowest = max((abs(spots[s.source][0] - spots[s.target][0]) for s in flows if s.what != "copies"), default=0)
+    lowest = max(
+        (abs(spots[s.source][0] - spots[s.target][0]) for s in flows if s.what != "copies"), default=0
+    )
     height = spots[row[0]][1] + 60 + lowest // 4
     drawn = [_arrow(spots, stretch, nbytes) for stretch, nbytes in flows.items()]
     boxes = [_box(plan, member, spot) for member, spot in spots.items()]
@@ -286,7 +307,9 @@ def _between_hosts(plan: Plan, flows: dict[Stretch, int]) -> dict[Stretch, int]:
     return dict(result)
 
 
-def _spots(plan: Plan, row: Sequence[Member], flows: dict[Stretch, int], level: int) -> dict[Member, tuple[int, int]]:
+def _spots(
+    plan: Plan, row: Sequence[Member], flows: dict[Stretch, int], level: int
+) -> dict[Member, tuple[int, int]]:
     """Return the middle of every box: those of a row at `level`, and above it the hosts and disks in use."""
     left = _BOX // 2 + 20
     below = {member: (left + number * (_BOX + _GAP), level) for number, member in enumerate(row)}
@@ -303,7 +326,13 @@ def _box(plan: Plan, member: Member, spot: tuple[int, int]) -> str:
     x, y = spot[0] - _BOX // 2, spot[1] - 22
     stages = [str(n) for n, stage in enumerate(plan.stages) if member.number in stage.devices]
     is_device = member.kind is MemberKind.DEVICE
-    under = f"stage {', '.join(stages)}" if is_device and stages else "idle" if is_device else _devices(plan, member)
+    under = (
+        f"stage {', '.join(stages)}"
+        if is_device and stages
+        else "idle"
+        if is_device
+        else _devices(plan, member)
+    )
     text = f'<text x="{spot[0]}" y="{spot[1] - (4 if under else -4)}">{escape(str(member))}</text>'
     more = f'<text class="small" x="{spot[0]}" y="{spot[1] + 13}">{escape(under)}</text>' if under else ""
     kind = member.kind.value
@@ -318,7 +347,9 @@ def _devices(plan: Plan, member: Member) -> str:
 
 
 def _arrow(spots: dict[Member, tuple[int, int]], stretch: Stretch, nbytes: int) -> str:
-    """Return a curve between boxes, wider for more bytes; both directions of a pair bend to different sides."""
+    """Return a curve between boxes, wider for more bytes; both directions of a pair bend to different
+    sides.
+    """
     (x0, y0), (x1, y1) = spots[stretch.source], spots[stretch.target]
     width = max(1.0, min(9.0, log2(nbytes / MIB + 1)))
     if y0 == y1:  # two of a row: messages and sums go below, lent memory above
@@ -390,8 +421,12 @@ def _point(fit: Fit, across: _Scale, up: _Scale, attempt: Attempt) -> str:
     )
     x, y = across(attempt.value), up(attempt.need_bytes)
     kind = "good" if attempt.fits else "bad"
-    best = f'<circle class="ring" cx="{x:.1f}" cy="{y:.1f}" r="9"/>' if attempt.value == fit.best.value else ""
-    return f'{best}<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="5"><title>{escape(told)}</title></circle>'
+    best = (
+        f'<circle class="ring" cx="{x:.1f}" cy="{y:.1f}" r="9"/>' if attempt.value == fit.best.value else ""
+    )
+    return (
+        f'{best}<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="5"><title>{escape(told)}</title></circle>'
+    )
 
 
 def _levels(up: _Scale, sizes: Sequence[int]) -> str:

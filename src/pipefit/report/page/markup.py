@@ -60,7 +60,9 @@ def peaks(trace: Trace) -> str:
     fewest = 1 if len(trace.devices) > _MANY else len(trace.devices)
     budgets = sorted({device.budget_bytes for device in trace.devices if device.budget_bytes > largest})
     have = " to ".join(map(format_bytes, dict.fromkeys((*budgets[:1], *budgets[-1:]))))
-    beyond = f"<p>{_sentence(f'Bars end at {format_bytes(largest)}. Devices have {have}.')}</p>" if budgets else ""
+    beyond = (
+        f"<p>{_sentence(f'Bars end at {format_bytes(largest)}. Devices have {have}.')}</p>" if budgets else ""
+    )
     bars = "".join(_alike(tuple(run), largest, fewest) for _, run in groupby(trace.devices, key=_bar))
     return beyond + bars
 

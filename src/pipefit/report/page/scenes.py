@@ -55,7 +55,10 @@ def scene(trace: Trace, name: str, cluster: Cluster | None = None, *, most: int 
     """
     first = _first_shown(trace, most)
     begin = sum(trace.step_seconds[:first]) if trace.has_clock else _begin(trace, first)
-    end = max((event.end_seconds for device in trace.devices for event in _shown(device.events, first)), default=begin)
+    end = max(
+        (event.end_seconds for device in trace.devices for event in _shown(device.events, first)),
+        default=begin,
+    )
     words = _Words()
     clock = _Clock(begin, (end - begin) / _TICKS or 1.0)
     devices = [_device(device, first, clock, words, cluster) for device in trace.devices]
@@ -136,14 +139,19 @@ def _first_shown(trace: Trace, most: int) -> int:
 
 def _begin(trace: Trace, step: int) -> float:
     """Return the start of a step in a trace whose times are positions."""
-    return min((event.start_seconds for device in trace.devices for event in _shown(device.events, step)), default=0.0)
+    return min(
+        (event.start_seconds for device in trace.devices for event in _shown(device.events, step)),
+        default=0.0,
+    )
 
 
 def _shown(events: Iterable[Event], first: int) -> Iterable[Event]:
     return (event for event in events if event.step >= first)
 
 
-def _device(device: DeviceTrace, first: int, clock: _Clock, words: _Words, cluster: Cluster | None) -> dict[str, Any]:
+def _device(
+    device: DeviceTrace, first: int, clock: _Clock, words: _Words, cluster: Cluster | None
+) -> dict[str, Any]:
     lanes: dict[str, list[Event]] = {"computing": []}
     for event in _shown(device.events, first):
         lanes.setdefault(_lane(event), []).append(event)
@@ -168,7 +176,9 @@ def _lane(event: Event) -> str:
 
 
 def _lane_data(name: str, events: list[Event], clock: _Clock, words: _Words) -> dict[str, Any]:
-    rows = sorted((clock.ticks(e.start_seconds), clock.ticks(e.end_seconds), *words.of(e.action)) for e in events)
+    rows = sorted(
+        (clock.ticks(e.start_seconds), clock.ticks(e.end_seconds), *words.of(e.action)) for e in events
+    )
     return {
         "name": name,
         "starts": _differences([row[0] for row in rows]),

@@ -1,4 +1,6 @@
-"""Checkpoints of a trainer: saving and loading the state of one process, as one of several workers or alone."""
+"""Checkpoints of a trainer: saving and loading the state of one process, as one of several workers or
+alone.
+"""
 
 from __future__ import annotations
 
@@ -102,14 +104,18 @@ class Checkpointing:
         self.owner, self._held = owner or new_owner(plan.headline), held
         self._first, self._damaged = 0, list[Path]()  # steps before this run; damaged checkpoints
         self._stands_still = False  # whether the warning about missing room for copies was given
-        self._beside = int(os.environ.get("LOCAL_WORLD_SIZE", workers)) if workers > 1 else 1  # workers on this host
+        self._beside = (
+            int(os.environ.get("LOCAL_WORLD_SIZE", workers)) if workers > 1 else 1
+        )  # workers on this host
 
     @property
     def saved(self) -> Saved | None:
         """The last save that has begun."""
         return self._saver.last
 
-    def save(self, directory: str | os.PathLike[str], step: int, *, keep: int | None, background: bool) -> None:
+    def save(
+        self, directory: str | os.PathLike[str], step: int, *, keep: int | None, background: bool
+    ) -> None:
         """Begin to save the state after `step` batches.
 
         With `background`, training goes on while it is written.
@@ -201,7 +207,8 @@ class Checkpointing:
             if isinstance(error, PipefitError | torch.OutOfMemoryError) or no_memory(error):
                 raise
             raise FileError(
-                f"{printable(str(checkpoint.folder))} cannot be taken up: its settings are not those of this task's "
+                f"{printable(str(checkpoint.folder))} cannot be taken up: its settings are not those of this "
+                "task's "
                 f"optimizer and scheduler ({in_one_line(error)})"
             ) from error
         for runner in self.runners:
@@ -231,7 +238,9 @@ class Checkpointing:
             if not failed:
                 return checkpoint, tensors
             if error is None and candidates.named:
-                raise PeerLost(f"worker {failed[0]} cannot read {printable(str(checkpoint.folder))}, and says why")
+                raise PeerLost(
+                    f"worker {failed[0]} cannot read {printable(str(checkpoint.folder))}, and says why"
+                )
             candidates.pass_over(error or DamagedCheckpoint(f"worker {failed[0]} cannot read it"))
 
     def _check_run(self, checkpoint: Checkpoint) -> None:
@@ -241,10 +250,16 @@ class Checkpointing:
             FileError: it does.
         """
         manifest, since = checkpoint.manifest, restarted_since()
-        if self._rank or since is None or manifest.owner.run == self.owner.run or manifest.saved_seconds < since:
+        if (
+            self._rank
+            or since is None
+            or manifest.owner.run == self.owner.run
+            or manifest.saved_seconds < since
+        ):
             return
         raise FileError(
-            f"{printable(str(checkpoint.folder))} is of another training, {manifest.owner}, which saved it at "
+            f"{printable(str(checkpoint.folder))} is of another training, {manifest.owner}, which saved it "
+            "at "
             f"{utc(manifest.saved_seconds)}, after this one had begun: give each training a folder of its own"
         )
 
@@ -306,7 +321,8 @@ class Checkpointing:
         """
         needed, free = found.nbytes * self._beside, free_bytes()
         missing = self._plan_shortage or (
-            f"this host has {format_bytes(free)} of memory left, and copies of what its workers save take up to "
+            f"this host has {format_bytes(free)} of memory left, and copies of what its workers save take up "
+            "to "
             f"{format_bytes(needed)}"
             if needed > free
             else ""
@@ -358,7 +374,8 @@ def _check_seed(checkpoint: Checkpoint, seed: int | None) -> None:
     if seed not in (None, trained):
         raise UsageError(
             f"{printable(str(checkpoint.folder))} was trained with seed {trained}, by training "
-            f"{checkpoint.manifest.owner}, and this one has seed {seed}: give it that seed to go on (Trainer.load "
+            f"{checkpoint.manifest.owner}, and this one has seed {seed}: give it that seed to go on "
+            "(Trainer.load "
             "takes the checkpoint's), or save to another folder"
         )
 

@@ -60,7 +60,9 @@ def options_of(group: Mapping[str, Any], what: str) -> Settings:
     Raises:
         UsageError: one cannot be written as JSON; names it.
     """
-    return {name: setting(value, f"{what}'s option {name}") for name, value in group.items() if name != "params"}
+    return {
+        name: setting(value, f"{what}'s option {name}") for name, value in group.items() if name != "params"
+    }
 
 
 def take_options(group: dict[str, Any], options: Settings) -> None:
@@ -95,7 +97,9 @@ def take_state(scheduler: Any, common: Settings, by_group: Sequence[Settings]) -
     state = _rebuilt("", scheduler.state_dict(), rest, by_group)
     unknown = next((path for path in rest if "." in path), None)
     if unknown is not None:
-        raise FileError(f"the checkpoint's scheduler keeps {unknown}, which the task's has not: use the same scheduler")
+        raise FileError(
+            f"the checkpoint's scheduler keeps {unknown}, which the task's has not: use the same scheduler"
+        )
     scheduler.load_state_dict({**state, **rest})
 
 
@@ -123,7 +127,8 @@ def scalar(value: Any, what: str) -> Scalar:
     if isinstance(value, float) and isfinite(value):
         return float(value)
     raise UsageError(
-        f"{what} is {value if isinstance(value, float) else kind_of(value)}, which no checkpoint can hold: it takes "
+        f"{what} is {value if isinstance(value, float) else kind_of(value)}, which no checkpoint can hold: "
+        "it takes "
         "finite numbers, texts and lists of them"
     )
 
@@ -155,21 +160,35 @@ def _rebuilt(path: str, template: Any, rest: Settings, by_group: Sequence[Settin
         return [_rebuilt(path, item, dict(own), ()) for own, item in zip(by_group, template, strict=True)]
     parts = _parts(template)
     if parts is not None:
-        made = [(key, _rebuilt(f"{path}.{key}".removeprefix("."), part, rest, by_group)) for key, part in parts]
-        return type(template)(dict(made)) if isinstance(template, dict) else type(template)(item for _, item in made)
+        made = [
+            (key, _rebuilt(f"{path}.{key}".removeprefix("."), part, rest, by_group)) for key, part in parts
+        ]
+        return (
+            type(template)(dict(made))
+            if isinstance(template, dict)
+            else type(template)(item for _, item in made)
+        )
     if path not in rest:
-        raise FileError(f"the checkpoint's scheduler has no {path}, which the task's keeps: use the same scheduler")
+        raise FileError(
+            f"the checkpoint's scheduler has no {path}, which the task's keeps: use the same scheduler"
+        )
     value = rest.pop(path)
     if isinstance(template, list | tuple) and len(template) != len(value if isinstance(value, tuple) else ()):
         raise FileError(
-            f"the checkpoint's scheduler has another number of {path} than the task's under this plan: use the same "
+            f"the checkpoint's scheduler has another number of {path} than the task's under this plan: use "
+            "the same "
             "scheduler, or the plan that was trained"
         )
     return _like(template, value, f"the scheduler's {path}")
 
 
 def _is_by_group(path: str, value: Any, groups: int) -> bool:
-    return groups > 0 and path.rpartition(".")[2] in _BY_GROUP and isinstance(value, list) and len(value) == groups
+    return (
+        groups > 0
+        and path.rpartition(".")[2] in _BY_GROUP
+        and isinstance(value, list)
+        and len(value) == groups
+    )
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]] | None:
@@ -191,7 +210,9 @@ def _like(template: Any, value: Setting, what: str) -> Any:
         items = [_like(one, item, what) for one, item in zip(template, value, strict=True)]
         return tuple(items) if isinstance(template, tuple) else items
     if not _fits(template, value):
-        raise FileError(f"the checkpoint has {shortened(repr(value))} as {what}, where the task has {template!r}")
+        raise FileError(
+            f"the checkpoint has {shortened(repr(value))} as {what}, where the task has {template!r}"
+        )
     if _is_number(template) and isinstance(value, bool | int | float):
         return template.clone().fill_(value)
     return list(value) if isinstance(value, tuple) else value
@@ -271,13 +292,16 @@ def snapshot(
         tensors=tensors,
         stored=tuple(stored),
         stages=tuple(
-            TrainedStage(start=stage.start, stop=stage.stop, device=devices[number], batches=stage.batch_number)
+            TrainedStage(
+                start=stage.start, stop=stage.stop, device=devices[number], batches=stage.batch_number
+            )
             for number, stage in first
         ),
         groups=groups,
         numbers=tuple(
             ParameterNumbers(
-                name=name, values={key: scalar(v, f"the optimizer's {key} of {name}") for key, v in values.items()}
+                name=name,
+                values={key: scalar(v, f"the optimizer's {key} of {name}") for key, v in values.items()},
             )
             for name, values in told.state.numbers.items()
             if values and _stores(runners, names, name)
@@ -311,12 +335,16 @@ def named_parameters(stage: StageRunner, names: Names) -> dict[Tensor, str]:
     return result
 
 
-def _tensors(told: Told, stages: Sequence[StageRunner], names: Names) -> Iterator[tuple[Kind, str, str, Tensor]]:
+def _tensors(
+    told: Told, stages: Sequence[StageRunner], names: Names
+) -> Iterator[tuple[Kind, str, str, Tensor]]:
     """Yield kind, name and name in the optimizer of every tensor that these stages store, with the tensor."""
     state = told.state
     own = [name for name in state.tensors if _stores(stages, names, name)]
     yield from (("model", name, "", state.tensors[name]) for name in own)
-    yield from (("master", name, "", state.master_weights[name]) for name in own if name in state.master_weights)
+    yield from (
+        ("master", name, "", state.master_weights[name]) for name in own if name in state.master_weights
+    )
     for name in own:
         yield from (("optimizer", name, key, tensor) for key, tensor in state.optimizer.get(name, {}).items())
     yield from (("held", name, "", tensor) for name, tensor in told.held.items())
@@ -326,7 +354,9 @@ def _stores(stages: Sequence[StageRunner], names: Names, name: str) -> bool:
     return any(names.are_of(name, stage.start, stage.stop) for stage in stages)
 
 
-def _groups(stages: Sequence[StageRunner], names: Names) -> tuple[tuple[GroupSettings, ...], dict[str, Setting] | None]:
+def _groups(
+    stages: Sequence[StageRunner], names: Names
+) -> tuple[tuple[GroupSettings, ...], dict[str, Setting] | None]:
     """Return the settings of every parameter group, and the scheduler settings common to all groups."""
     result: list[GroupSettings] = []
     known: list[dict[str, Setting]] = []
@@ -359,7 +389,8 @@ def _checked(tensor: Tensor, key: str) -> Tensor:
     dtype = dtype_name(tensor.dtype)
     if tensor.layout != torch.strided or dtype not in DTYPES or tensor.is_quantized:
         raise UsageError(
-            f"{key} is a tensor of {tensor.dtype} and layout {tensor.layout}, which no checkpoint can hold: it takes "
+            f"{key} is a tensor of {tensor.dtype} and layout {tensor.layout}, which no checkpoint can hold: "
+            "it takes "
             f"dense tensors of {', '.join(DTYPES)}"
         )
     return tensor
@@ -388,12 +419,18 @@ def read_for(checkpoint: Checkpoint, stages: Sequence[StageRunner], names: Names
     Raises:
         DamagedCheckpoint: a shard is missing or damaged.
     """
-    own = {names.stored[name] for stage in stages for layer in stage.layers for name in layer.originals.values()}
+    own = {
+        names.stored[name] for stage in stages for layer in stage.layers for name in layer.originals.values()
+    }
     held = {name for stage in stages for name in _held_likes(stage)}
-    return checkpoint.read([t for t in checkpoint.manifest.tensors if t.name in (held if t.kind == "held" else own)])
+    return checkpoint.read(
+        [t for t in checkpoint.manifest.tensors if t.name in (held if t.kind == "held" else own)]
+    )
 
 
-def restore(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], stages: Sequence[StageRunner], names: Names) -> None:
+def restore(
+    checkpoint: Checkpoint, tensors: Mapping[str, Tensor], stages: Sequence[StageRunner], names: Names
+) -> None:
     """Restore `stages` from `checkpoint`, whose task was checked, and its `tensors` from `read_for`.
 
     Tensors and settings are checked before any tensor is changed.
@@ -423,7 +460,9 @@ def restore(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], stages: Seque
 def stage_state_of(
     tensors: Mapping[str, Tensor], names: Names, numbers: Mapping[str, Mapping[str, Scalar]] | None = None
 ) -> StageState:
-    """Return the state of tensors with checkpoint keys, under all names that the tensors have in the model."""
+    """Return the state of tensors with checkpoint keys, under all names that the tensors have in the
+    model.
+    """
     masters, kept, model = dict[str, Tensor](), dict[str, dict[str, Tensor]](), dict[str, Tensor]()
     for key, tensor in tensors.items():
         kind, _, rest = key.partition("/")
@@ -462,7 +501,8 @@ def check_weight(path: str | os.PathLike[str], name: str, found: Tensor | None, 
         raise FileError(f"{source} does not fit the model: it has no {name}, of shape {tuple(into.shape)}")
     if found.shape != into.shape or (found.dtype != into.dtype and not _both_floating(found, into)):
         raise FileError(
-            f"{source} does not fit the model: {name} has dtype {found.dtype} and shape {tuple(found.shape)}, and "
+            f"{source} does not fit the model: {name} has dtype {found.dtype} and shape "
+            f"{tuple(found.shape)}, and "
             f"{into.dtype} and {tuple(into.shape)} are needed"
         )
 
@@ -491,13 +531,17 @@ def _restoring_like(stage: StageRunner, name: str, own: Tensor) -> Tensor:
 
 
 def _constants(stage: StageRunner) -> dict[str, Tensor]:
-    """Return plain-attribute tensors of whole layers that a tensor-parallel rank has compiled into its code."""
+    """Return plain-attribute tensors of whole layers that a tensor-parallel rank has compiled into its
+    code.
+    """
     known = {} if stage.shards is None else stage.shards.constants
     return {name: tensor for layer in stage.layers for name, tensor in known.get(layer.name, {}).items()}
 
 
 def _check_tensors(checkpoint: Checkpoint, stage: StageRunner, state: StageState) -> None:
-    """Check that every tensor that a stage needs is there, with its dtype and shape, before any is changed."""
+    """Check that every tensor that a stage needs is there, with its dtype and shape, before any is
+    changed.
+    """
     present = whole_likes(stage)
     for kind, have, need in (
         ("", state.tensors, present.tensors),
@@ -532,8 +576,10 @@ def _check_constants(checkpoint: Checkpoint, stage: StageRunner, tensors: Mappin
     for name, constant in _constants(stage).items():
         if not torch.equal(constant, tensors[tensor_key("held", name)].to(constant.device)):
             raise FileError(
-                f"{_named(checkpoint)} has another {name} than the model, and tensor shards cannot take it up, for it "
-                "is a plain attribute of its layer: make it a buffer, or load under a plan without tensor shards"
+                f"{_named(checkpoint)} has another {name} than the model, and tensor shards cannot take it "
+                "up, for it "
+                "is a plain attribute of its layer: make it a buffer, or load under a plan without tensor "
+                "shards"
             )
 
 
@@ -543,27 +589,36 @@ def _take_groups(checkpoint: Checkpoint, stage: StageRunner, names: Names) -> No
         return
     known = {name: group for group in checkpoint.manifest.groups for name in group.parameters}
     named, groups = named_parameters(stage, names), stage.optimizer.param_groups
-    result = [_one_group(checkpoint, [named[parameter] for parameter in group["params"]], known) for group in groups]
+    result = [
+        _one_group(checkpoint, [named[parameter] for parameter in group["params"]], known) for group in groups
+    ]
     common = checkpoint.manifest.scheduler
     if (stage.scheduler is None) != (common is None):
         have, has = ("none", "one") if common is None else ("one", "none")
-        raise FileError(f"{_named(checkpoint)} has {have} where the task has {has}: a scheduler; use the same task")
+        raise FileError(
+            f"{_named(checkpoint)} has {have} where the task has {has}: a scheduler; use the same task"
+        )
     if stage.scheduler is not None and common is not None:
         take_state(stage.scheduler, common, [group.scheduled for group in result])
     for group, settings in zip(groups, result, strict=True):
         take_options(group, settings.options)
 
 
-def _one_group(checkpoint: Checkpoint, parameters: Sequence[str], known: Mapping[str, GroupSettings]) -> GroupSettings:
+def _one_group(
+    checkpoint: Checkpoint, parameters: Sequence[str], known: Mapping[str, GroupSettings]
+) -> GroupSettings:
     """Return the settings that the parameters of a group had in the checkpoint, which must be equal."""
     missing = next((name for name in parameters if name not in known), None)
     if missing is not None:
-        raise FileError(f"{_named(checkpoint)} does not fit the optimizer: {missing} is in none of its groups")
+        raise FileError(
+            f"{_named(checkpoint)} does not fit the optimizer: {missing} is in none of its groups"
+        )
     first, *others = (known[name] for name in parameters)
     for name, other in zip(parameters[1:], others, strict=True):
         if (other.options, other.scheduled) != (first.options, first.scheduled):
             raise FileError(
-                f"{_named(checkpoint)} does not fit the optimizer: {parameters[0]} and {name} are in one parameter "
+                f"{_named(checkpoint)} does not fit the optimizer: {parameters[0]} and {name} are in one "
+                "parameter "
                 "group now, and had other options in theirs"
             )
     return first
@@ -572,8 +627,10 @@ def _one_group(checkpoint: Checkpoint, parameters: Sequence[str], known: Mapping
 def _check_batches(checkpoint: Checkpoint, stage: StageRunner) -> None:
     if _batches(checkpoint.manifest, stage) is None:
         raise FileError(
-            f"{_named(checkpoint)} was saved by stages that had taken different numbers of batches, as after a step "
-            "that failed, so that no other plan can go on with their random draws: load it under the plan that saved it"
+            f"{_named(checkpoint)} was saved by stages that had taken different numbers of batches, as after "
+            "a step "
+            "that failed, so that no other plan can go on with their random draws: load it under the plan "
+            "that saved it"
         )
 
 

@@ -182,7 +182,9 @@ class Saver:
         else:
             self.hold(target.directory, target.owner).check()
         try:
-            return folders.begin(target.directory, target.step, target.owner, first=target.first, aside=target.aside)
+            return folders.begin(
+                target.directory, target.step, target.owner, first=target.first, aside=target.aside
+            )
         except FileError:
             if anew and (hold := self._holds.pop(target.directory, None)):
                 hold.release()  # as it has no checkpoint of this training
@@ -326,7 +328,10 @@ class _Writing:
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else _reason(error)
         known = [step for step, _ in folders.whole(self.target.directory)]
         last = f"the last whole one is {known[-1]}" if known else "there is no whole one yet"
-        return f"checkpoint {self.target.step} cannot be saved to {printable(str(self.partial))}: {reason}; {last}"
+        return (
+            f"checkpoint {self.target.step} cannot be saved to {printable(str(self.partial))}: {reason}; "
+            f"{last}"
+        )
 
 
 def _reason(error: BaseException) -> str:

@@ -1,4 +1,6 @@
-"""Settings of how `train` saves: folder, interval, and the reaction to a checkpoint that cannot be written."""
+"""Settings of how `train` saves: folder, interval, and the reaction to a checkpoint that cannot be
+written.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ class Saving:
         for entry in reversed(survey(Path(self.directory))):
             if entry.step > first and entry.obstacle:
                 raise UsageError(
-                    f"{printable(str(entry.folder))} is no whole checkpoint ({entry.obstacle}): remove it, or save to "
+                    f"{printable(str(entry.folder))} is no whole checkpoint ({entry.obstacle}): remove it, "
+                    "or save to "
                     "another folder"
                 )
         newest = self.newest
@@ -67,12 +70,14 @@ class Saving:
         step, other = newest[0], find(newest[1]).manifest.owner
         if step > first:
             raise UsageError(
-                f"{printable(self.directory)} holds a checkpoint of step {step} already, and this training begins at "
+                f"{printable(self.directory)} holds a checkpoint of step {step} already, and this training "
+                "begins at "
                 f"{first}: go on from there (--resume), or save to another folder"
             )
         if other.training != owner.training:
             raise UsageError(
-                f"{printable(self.directory)} holds checkpoints of another training, {other}: save to another folder"
+                f"{printable(self.directory)} holds checkpoints of another training, {other}: save to "
+                "another folder"
             )
 
     def check(self, plan: Plan) -> None:
@@ -86,7 +91,8 @@ class Saving:
         missing = "" if self.in_foreground else snapshot_shortage(plan, arenas_of(plan, whole_run(plan)))
         if missing:
             raise OutOfMemory(
-                f"{missing}: let training stand still while a checkpoint is written (--save-in-foreground), or move "
+                f"{missing}: let training stand still while a checkpoint is written (--save-in-foreground), "
+                "or move "
                 "less there"
             )
 

@@ -59,7 +59,8 @@ from pipefit.units import format_bytes
 
 LONGEST_SECONDS = 10.0
 _FOR_SLICES = (
-    "Return the mean over samples, which do not depend on each other; or use one device for each stage; or, if every "
+    "Return the mean over samples, which do not depend on each other; or use one device for each stage; or, "
+    "if every "
     "slice's own loss is meant, leave this comparison out (numbers=False, train --no-numbers)"
 )
 _SMALLER = "compare a smaller model of the same code, such as one of fewer layers"
@@ -90,7 +91,9 @@ def certify_numbers(task: Task, plan: Plan, *, seed: int = 0) -> Numbers:
         whole = built(task if task.dtype is None else on_a_copy(task), seed=seed)
         assert isinstance(whole.module, nn.Module)
         refuse_meta(whole.module, task.name)
-        batches = [sample(task, plan.training.microbatch_size, seed=number) for number in range(_MICROBATCHES)]
+        batches = [
+            sample(task, plan.training.microbatch_size, seed=number) for number in range(_MICROBATCHES)
+        ]
         target = plan.profile.assumptions.target
         chain = capture(whole, *batches[0], target=target)
     check_model(plan, task, chain)
@@ -116,7 +119,8 @@ def _certified_plan(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sam
     needed, free = plan_comparison.host_bytes(plan, count), free_bytes()
     if needed > free:
         return (
-            f"; training by the plan was not compared: it takes {format_bytes(needed)} of the host, which has "
+            f"; training by the plan was not compared: it takes {format_bytes(needed)} of the host, which "
+            "has "
             f"{format_bytes(free)} to spare"
         )
     try:
@@ -145,13 +149,18 @@ def _certified(whole: Task, plan: Plan) -> Iterator[str]:
         if compared.left_out:
             yield f"; what {ranks} tensor-parallel ranks divide was not compared: {compared.left_out}"
         else:
-            yield f"; what {ranks} tensor-parallel ranks have agrees with {counted(compared.blocks, 'distinct block')}"
+            yield (
+                f"; what {ranks} tensor-parallel ranks have agrees with "
+                f"{counted(compared.blocks, 'distinct block')}"
+            )
 
 
 Obstacle = Callable[[Sequence[LayerCost], LayerCost], str]  # why a comparison is impossible, or ""
 
 
-def comparable(whole: Task, plan: Plan, chain: Chain, batch: Sample, obstacle: Obstacle) -> tuple[Task, Chain]:
+def comparable(
+    whole: Task, plan: Plan, chain: Chain, batch: Sample, obstacle: Obstacle
+) -> tuple[Task, Chain]:
     """Return the task `whole` and its chain, or a copy with fewer equal blocks if there is an `obstacle`.
 
     Blocks are left out of the lists that take the longest.
@@ -167,7 +176,9 @@ def comparable(whole: Task, plan: Plan, chain: Chain, batch: Sample, obstacle: O
     cost_of, chosen = dict(zip(names, measurement.costs, strict=True)), list[Row]()
     costs = cost_of
     rows = {row: [name for name in names if row.leaves_out(name)] for row in rows_of(whole.module)}
-    for row, left_out in sorted(rows.items(), key=lambda item: -_seconds([cost_of[name] for name in item[1]])):
+    for row, left_out in sorted(
+        rows.items(), key=lambda item: -_seconds([cost_of[name] for name in item[1]])
+    ):
         if left_out and obstacle(list(costs.values()), measurement.loss):
             chosen.append(row)
             costs = {name: cost for name, cost in costs.items() if name not in left_out}
@@ -180,7 +191,9 @@ def comparable(whole: Task, plan: Plan, chain: Chain, batch: Sample, obstacle: O
         left = _costs(own, plan, measurement)
     except Exception as error:
         kept = " and ".join(map(str, chosen))
-        raise NotComparable(f"{reason}, and a copy with {kept} cannot be traced ({in_one_line(error)})") from error
+        raise NotComparable(
+            f"{reason}, and a copy with {kept} cannot be traced ({in_one_line(error)})"
+        ) from error
     if still := obstacle(left, measurement.loss):
         raise NotComparable(f"{reason}, and for {fewer.name} {still}")
     return fewer, own
@@ -245,12 +258,15 @@ def compare_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sa
 
 def _not_compared(whole: Task, reason: NotComparable) -> str:
     return (
-        f"the numbers of {whole.name} as a chain were not compared with those of the module: {reason}; pipefit certify "
+        f"the numbers of {whole.name} as a chain were not compared with those of the module: {reason}; "
+        "pipefit certify "
         "--numbers compares them, however long it takes, and numbers=False (train --no-numbers) leaves it out"
     )
 
 
-def compare_plan_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample], held: Held) -> str:
+def compare_plan_at_start(
+    whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample], held: Held
+) -> str:
     """Compare training by `plan` with plain training, for the largest cheap number of microbatches.
 
     Return why it was not compared, or an empty text. Chains that ranks divide are first compared with whole
@@ -277,7 +293,8 @@ def compare_plan_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequen
         else:
             return ""
     return (
-        f"training of {whole.name} by the plan was not compared with plain training: {reason}; pipefit certify "
+        f"training of {whole.name} by the plan was not compared with plain training: {reason}; pipefit "
+        "certify "
         "--numbers compares it, however long it takes, and numbers=False (train --no-numbers) leaves it out"
     )
 
@@ -349,8 +366,10 @@ def compare_divided(divided: ShardedChain, batch: Sample) -> str:
     if not result.left_out:
         return ""
     return (
-        f"layers of {chain.name} that {divided.ranks} tensor-parallel ranks divide were not compared with whole ones: "
-        f"{result.left_out}; pipefit certify --numbers compares them at full length, and numbers=False (train "
+        f"layers of {chain.name} that {divided.ranks} tensor-parallel ranks divide were not compared with "
+        "whole ones: "
+        f"{result.left_out}; pipefit certify --numbers compares them at full length, and numbers=False "
+        "(train "
         "--no-numbers) leaves it out"
     )
 
@@ -370,14 +389,17 @@ def _slices_apart(whole: Task, plan: Plan, chain: Chain, batch: Sample, data: in
     """
     count = len(next(leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))) // data
     slices = [_rows(batch, first, first + count) for first in range(0, count * data, count)]
-    one, again, *parts = evaluated(whole, [batch, batch, *slices], traced=chain.traced, target=plan.cluster.target)
+    one, again, *parts = evaluated(
+        whole, [batch, batch, *slices], traced=chain.traced, target=plan.cluster.target
+    )
     if one != again and isfinite(one):
         raise NotComparable(f"{whole.name} draws random numbers in evaluation too")
     mean = sum(parts) / data
     if abs(mean - one) <= tolerance(plan) * max(abs(one), abs(mean)):
         return ""
     return (
-        f"{data} replicas would train another loss of {whole.name}: that of a microbatch is {one:.6g}, and its "
+        f"{data} replicas would train another loss of {whole.name}: that of a microbatch is {one:.6g}, and "
+        "its "
         f"{data} slices have {mean:.6g} on average"
     )
 
@@ -415,11 +437,16 @@ def _compare_rows(whole: Task, plan: Plan, chain: Chain, batch: Sample, data: in
     parts = zip(*(values_before(first, whole, sliced, one, target=target) for one in slices), strict=True)
     for number, own, others in zip(changing, entire, parts, strict=True):
         for value, dimension in enumerate(plan.division(number).dimensions):
-            if dimension is not None and not _close(own[value], torch.cat([o[value] for o in others], dimension), plan):
+            if dimension is not None and not _close(
+                own[value], torch.cat([o[value] for o in others], dimension), plan
+            ):
                 raise UsageError(
-                    f"{counted(degrees[number - 1], 'replica')} of stage {number - 1} and {degrees[number]} of stage "
-                    f"{number} would exchange wrong rows: in slices for {data} replicas value {value} between them has "
-                    "other numbers than in a whole microbatch, as where a layer puts samples in another order. Use as "
+                    f"{counted(degrees[number - 1], 'replica')} of stage {number - 1} and {degrees[number]} "
+                    "of stage "
+                    f"{number} would exchange wrong rows: in slices for {data} replicas value {value} "
+                    "between them has "
+                    "other numbers than in a whole microbatch, as where a layer puts samples in another "
+                    "order. Use as "
                     "many replicas on both sides, or end the stage at another layer"
                 )
 
@@ -439,13 +466,17 @@ def _rows(batch: Sample, first: int, end: int) -> Sample:
 def _too_much(costs: Sequence[LayerCost], loss: LayerCost) -> str:
     """Return why a comparison exceeds the limits at a trainer's start; empty if it does not."""
     taken = _seconds(costs)
-    return _lack_of_memory(costs, loss) or (f"it takes about {taken:.0f} s" if taken > LONGEST_SECONDS else "")
+    return _lack_of_memory(costs, loss) or (
+        f"it takes about {taken:.0f} s" if taken > LONGEST_SECONDS else ""
+    )
 
 
 def _lack_of_memory(costs: Sequence[LayerCost], loss: LayerCost) -> str:
     """Return that a comparison needs more memory than the host has, or an empty text."""
     needed, free = _bytes(costs, loss), free_bytes()
-    return f"it takes {format_bytes(needed)} of the host, which has {format_bytes(free)} to spare" * (needed > free)
+    return f"it takes {format_bytes(needed)} of the host, which has {format_bytes(free)} to spare" * (
+        needed > free
+    )
 
 
 def host_bytes(measurement: Measurement) -> int:
@@ -468,7 +499,9 @@ def host_seconds(measurement: Measurement) -> float:
 
 def _bytes(layers: Sequence[LayerCost], loss: LayerCost) -> int:
     costs = (*layers, loss)
-    activations = _MICROBATCHES * sum(sum(cost.storages) for cost in costs) + max(c.forward_peak_bytes for c in costs)
+    activations = _MICROBATCHES * sum(sum(cost.storages) for cost in costs) + max(
+        c.forward_peak_bytes for c in costs
+    )
     return _COPIES * sum(cost.static_bytes for cost in layers) + activations
 
 

@@ -59,9 +59,12 @@ def what_microbatches_change(whole: Task, plan: Plan, chain: Chain, batches: Seq
         return ""
     size = plan.training.microbatch_size
     return (
-        f"the loss of {whole.name} depends on the size of microbatches: two of {size} have {mean:.6g} on average, and "
-        f"their {2 * size} samples together {together:.6g}, as where samples are each other's negatives, or a loss is "
-        "a sum, or a mean over other things than samples. An update takes the mean of all microbatches' losses, as a "
+        f"the loss of {whole.name} depends on the size of microbatches: two of {size} have {mean:.6g} on "
+        "average, and "
+        f"their {2 * size} samples together {together:.6g}, as where samples are each other's negatives, or "
+        "a loss is "
+        "a sum, or a mean over other things than samples. An update takes the mean of all microbatches' "
+        "losses, as a "
         "plain loop does that accumulates gradients; for the loss of a whole batch, plan with one microbatch "
         "(microbatches=1)"
     )
@@ -93,9 +96,12 @@ def check_left_out(plan: Plan, cut: Cut) -> None:
     for number, (inputs, targets) in enumerate(zip(cut.inputs, cut.targets, strict=True)):
         if counts := left_out((*inputs, *targets), data):
             raise UsageError(
-                f"{data} replicas would train another loss: of microbatch {number} of this batch their slices leave "
-                f"out {', '.join(map(str, counts))} targets ({LEFT_OUT}), so that the mean of their losses is not "
-                "that of the microbatch. Plan with data=1 (--data 1); or, if every slice's own mean is meant, with "
+                f"{data} replicas would train another loss: of microbatch {number} of this batch their "
+                "slices leave "
+                f"out {', '.join(map(str, counts))} targets ({LEFT_OUT}), so that the mean of their losses "
+                "is not "
+                "that of the microbatch. Plan with data=1 (--data 1); or, if every slice's own mean is "
+                "meant, with "
                 f"data={data}"
             )
 

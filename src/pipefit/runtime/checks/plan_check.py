@@ -52,7 +52,10 @@ def _differences(made: Assumptions, threads: int | None) -> Iterator[str]:
     elif made.processor not in ("", here.details):
         yield f"on another {made.cpu}, which has other features"
     if made.threads != here.threads:
-        yield f"for {counted(made.threads, 'thread')}, not {here.threads} (call torch.set_num_threads({made.threads}))"
+        yield (
+            f"for {counted(made.threads, 'thread')}, not {here.threads} (call "
+            f"torch.set_num_threads({made.threads}))"
+        )
 
 
 # ---- Plan and task
@@ -76,7 +79,9 @@ def check_model(plan: Plan, task: Task, chain: Chain, samples: int | None = None
         now = with_loss(now, chain, measurement)
         result = differences(profile.fingerprint, now.fingerprint, profile.layers)
     if not result and measurement.sizes != now.sizes:
-        result = ["operations of other sizes, such as another number of attention heads, or with other numbers"]
+        result = [
+            "operations of other sizes, such as another number of attention heads, or with other numbers"
+        ]
     if result:
         raise FileError(
             f"the plan of {profile.model} does not belong to this task: it was made for {'; '.join(result)}: "
@@ -95,8 +100,10 @@ def check_casts(plan: Plan, task: Task) -> None:
     made, trained = plan.profile.assumptions.target, plan.cluster.target
     if task.autocast is not None and made != trained:
         raise UsageError(
-            f"the plan of {plan.profile.model} has the types of values that autocast makes for the target {made}, and "
-            f"{plan.cluster.name} would train with the kernels of {trained}, for which it casts other operators: "
+            f"the plan of {plan.profile.model} has the types of values that autocast makes for the target "
+            f"{made}, and "
+            f"{plan.cluster.name} would train with the kernels of {trained}, for which it casts other "
+            "operators: "
             f"profile with --target {trained} and plan again"
         )
 
@@ -115,6 +122,8 @@ def check_frozen(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
     for name, parameter in parameters:
         if parameter.requires_grad:
             raise UsageError(
-                f"parameter {name} was frozen when its plan was made, which has no room for its gradient, and no "
-                "optimizer updates it: make a plan and a trainer anew for training it, or freeze it before the step"
+                f"parameter {name} was frozen when its plan was made, which has no room for its gradient, "
+                "and no "
+                "optimizer updates it: make a plan and a trainer anew for training it, or freeze it before "
+                "the step"
             )

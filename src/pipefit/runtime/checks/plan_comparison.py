@@ -25,7 +25,14 @@ from torch import Tensor, nn
 
 from pipefit.capture.caller import recording
 from pipefit.capture.chain import Chain
-from pipefit.capture.comparison import NotComparable, copies_of, plain_forward, plainly, same, tensors_put_back
+from pipefit.capture.comparison import (
+    NotComparable,
+    copies_of,
+    plain_forward,
+    plainly,
+    same,
+    tensors_put_back,
+)
 from pipefit.capture.cuda_autocast import casting_for
 from pipefit.capture.plain_training import (
     DrawingOptimizer,
@@ -91,7 +98,8 @@ class PlanNumbers:
         draws = ", with means in place of random draws" if self.without_draws else ""
         return (
             f"{self.name} trains by the plan as it trains plainly: {STEPS} steps of "
-            f"{counted(self.microbatches, 'microbatch')}{draws}, {counted(self.tensors, 'tensor')} of parameters, "
+            f"{counted(self.microbatches, 'microbatch')}{draws}, {counted(self.tensors, 'tensor')} of "
+            "parameters, "
             f"buffers and optimizer on all devices{noisy}"
         )
 
@@ -110,8 +118,10 @@ class PlanNumbers:
         more = f", and {rest} more" if rest > 0 else ""
         told = ", ".join(self.differences[:_TOLD])
         return (
-            f"{self.name} trains by this plan otherwise than plainly: after {STEPS} steps {told}{more}. That is a "
-            "fault of pipefit, which you would help us to find: report it with the plan; another one may be right, and "
+            f"{self.name} trains by this plan otherwise than plainly: after {STEPS} steps {told}{more}. That "
+            "is a "
+            "fault of pipefit, which you would help us to find: report it with the plan; another one may be "
+            "right, and "
             "numbers=False (train --no-numbers) trains by this one nonetheless"
         )
 
@@ -121,7 +131,13 @@ def _not_held(divided: ShardedChain, batch: Sample) -> None:
 
 
 def compare_plan(
-    whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample], microbatches: int, *, held: Held = _not_held
+    whole: Task,
+    plan: Plan,
+    chain: Chain,
+    batches: Sequence[Sample],
+    microbatches: int,
+    *,
+    held: Held = _not_held,
 ) -> PlanNumbers:
     """Compare two steps of `plan` with plain training of the module of `whole`.
 
@@ -155,7 +171,9 @@ def host_bytes(plan: Plan, microbatches: int) -> int:
     measurement, kept = plan.measurement, 0
     for number, stage in enumerate(plan.stages):
         costs = plan.measured(number).costs[stage.start : stage.stop]
-        kept += len(stage.devices) * sum(cost.static_bytes + cost.gradient_bytes + cost.state_bytes for cost in costs)
+        kept += len(stage.devices) * sum(
+            cost.static_bytes + cost.gradient_bytes + cost.state_bytes for cost in costs
+        )
     whole = sum(cost.static_bytes + cost.gradient_bytes + cost.state_bytes for cost in measurement.costs)
     activations = sum(sum(cost.storages) for cost in (*measurement.costs, measurement.loss))
     return kept + 3 * whole + (microbatches + 1) * activations
@@ -188,7 +206,9 @@ class _Net:
         around = partial(self._around, draws, slices, means=drew and self._threads)
         plain, shaken = (self._plainly(slices, around, shaken=shaken) for shaken in (False, True))
         if not all(map(isfinite, plain.losses)):
-            raise NotComparable(f"the losses of {self.whole.name} are {plain.losses} before anything is trained")
+            raise NotComparable(
+                f"the losses of {self.whole.name} are {plain.losses} before anything is trained"
+            )
         noisy = _noisy(plain, shaken)
         result, count, left_out = list[str](), 0, set[str]()
         for runner in runners:
@@ -225,13 +245,19 @@ class _Net:
         forward = plain_forward(self.whole, own, loss_of, traced=self.chain.traced)
         batch = _copied(self.steps[0][0])
         seed_all(0)
-        before, elsewhere, held = torch.get_rng_state(), python_state(), [buffer.clone() for buffer in own.buffers()]
+        before, elsewhere, held = (
+            torch.get_rng_state(),
+            python_state(),
+            [buffer.clone() for buffer in own.buffers()],
+        )
         with plainly(self.whole, "training"), torch.no_grad():
             forward(*_copied(batch))
         drew = not torch.equal(before, torch.get_rng_state())
         if elsewhere != python_state():
             raise NotComparable(f"{self.whole.name} draws from Python's generators, or from those of numpy")
-        counts = any(b.is_floating_point() and not same(b, old) for b, old in zip(own.buffers(), held, strict=True))
+        counts = any(
+            b.is_floating_point() and not same(b, old) for b, old in zip(own.buffers(), held, strict=True)
+        )
         if degrees == {1}:
             return drew, 1
         data = max(degrees)
@@ -242,7 +268,8 @@ class _Net:
             return drew, 1
         if len(degrees) > 1:
             raise NotComparable(
-                "samples depend on each other, as in batch norm, or count unlike, and stages differ in their replicas"
+                "samples depend on each other, as in batch norm, or count unlike, and stages differ in their "
+                "replicas"
             )
         return drew, data
 
@@ -269,7 +296,9 @@ class _Net:
             raise NotComparable(f"{self.whole.name} cannot be copied ({in_one_line(error)})") from error
 
     def _plainly(self, slices: int, around: Any, *, shaken: bool) -> Trained:
-        """Train a copy of the module plainly, from parameters that are `shaken` by a rounding error if set."""
+        """Train a copy of the module plainly, from parameters that are `shaken` by a rounding error if
+        set.
+        """
         (own,), loss_of = self._copies([self.module])
         if shaken:
             _shake(own, self.whole)
@@ -296,7 +325,10 @@ class _Net:
         if draws is None:
             return nullcontext()
         parts = [
-            [(step, number, stage, replica) for replica in (range(one.grid.data) if slices == 1 else (place,))]
+            [
+                (step, number, stage, replica)
+                for replica in (range(one.grid.data) if slices == 1 else (place,))
+            ]
             for stage, one in enumerate(self.plan.stages)
         ]
         return Replaying(draws.joined(parts))
@@ -307,11 +339,17 @@ class _Net:
         """Return the devices after all steps, and the tensors before them."""
         own, loss_of = self._copies([self.module, *(layer.module for layer in self.chain.layers)])
         start = Trained(
-            tensors={name: t.detach().clone() for name, t in own[0].state_dict().items() if isinstance(t, Tensor)}
+            tensors={
+                name: t.detach().clone() for name, t in own[0].state_dict().items() if isinstance(t, Tensor)
+            }
         )
         task = replace(self.whole, module=own[0], loss=loss_of)
-        layers = tuple(replace(one, module=copy) for one, copy in zip(self.chain.layers, own[1:], strict=True))
-        chain = replace(self.chain, layers=layers, criterion=loss_of if self.chain.criterion is not None else None)
+        layers = tuple(
+            replace(one, module=copy) for one, copy in zip(self.chain.layers, own[1:], strict=True)
+        )
+        chain = replace(
+            self.chain, layers=layers, criterion=loss_of if self.chain.criterion is not None else None
+        )
         here = replace(self.plan, cluster=replace(self.plan.cluster, backend="emulated"))
         program = Programs(self.plan).training(len(self.steps[0]), Entered(), update=True)
         groups, run = Together(here), whole_run(self.plan)
@@ -369,7 +407,9 @@ class _Recorder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pair:
-    """A tensor by the plan, by plain training, by plain training after a rounding error, and before training."""
+    """A tensor by the plan, by plain training, by plain training after a rounding error, and before
+    training.
+    """
 
     what: str
     of_parameter: str
@@ -382,13 +422,18 @@ class _Pair:
     def apart(self) -> str | None:
         """Description of the difference; None if rounding explains it."""
         if self.ours.shape != self.plain.shape or self.ours.dtype != self.plain.dtype:
-            return f"{self.ours.dtype} {tuple(self.ours.shape)} instead of {self.plain.dtype} {tuple(self.plain.shape)}"
+            return (
+                f"{self.ours.dtype} {tuple(self.ours.shape)} instead of {self.plain.dtype} "
+                f"{tuple(self.plain.shape)}"
+            )
         if not (self.plain.is_floating_point() or self.plain.is_complex()):
             return None if torch.equal(self.ours, self.plain) else "not equal"
         start = torch.zeros_like(self.plain) if self.start is None else self.start.to(self.plain.dtype)
         update = _length(self.plain - start)
         far, rounding = _length(self.ours - self.plain), _length(self.shaken - self.plain)
-        allowed = _EXACT * update + _ROUNDINGS * rounding + torch.finfo(self.plain.dtype).eps * _length(self.plain)
+        allowed = (
+            _EXACT * update + _ROUNDINGS * rounding + torch.finfo(self.plain.dtype).eps * _length(self.plain)
+        )
         if far <= allowed:
             return None
         return f"{far / update:.1e} of its update apart" if update else "updated, and should not be"
@@ -396,7 +441,9 @@ class _Pair:
 
 def _length(tensor: Tensor) -> float:
     return float(
-        torch.linalg.vector_norm(tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64))
+        torch.linalg.vector_norm(
+            tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+        )
     )
 
 
@@ -406,7 +453,9 @@ def _pairs(stage: StageRunner, start: Trained, plain: Trained, shaken: Trained) 
 
     def pair(what: str, name: str, ours: Tensor, *values: Tensor) -> _Pair:
         result = [value if shards is None else shards.part(name, value) for value in values]
-        return _Pair(what=what, of_parameter=name, ours=ours, plain=result[0], shaken=result[1], start=result[2])
+        return _Pair(
+            what=what, of_parameter=name, ours=ours, plain=result[0], shaken=result[1], start=result[2]
+        )
 
     for name, tensor in state.tensors.items():
         yield pair(name, name, tensor, *(run.of_replica(name, stage.replica) for run in runs))
@@ -419,11 +468,15 @@ def _pairs(stage: StageRunner, start: Trained, plain: Trained, shaken: Trained) 
             known, again = shards.part_of_state(name, known), shards.part_of_state(name, again)
         for key in kept.keys() & known.keys():
             what = f"{key} of {name}"
-            yield _Pair(what=what, of_parameter=name, ours=kept[key], plain=known[key], shaken=again[key], start=None)
+            yield _Pair(
+                what=what, of_parameter=name, ours=kept[key], plain=known[key], shaken=again[key], start=None
+            )
 
 
 def _noisy(plain: Trained, shaken: Trained) -> set[str]:
-    """Return the names of parameters whose gradients are rounding errors, as those of biases before a norm."""
+    """Return the names of parameters whose gradients are rounding errors, as those of biases before a
+    norm.
+    """
     result = set[str]()
     for one, other in zip(plain.gradients, shaken.gradients, strict=False):
         for name, gradient in one.items():
@@ -440,7 +493,9 @@ def _shake(module: nn.Module, task: Task) -> None:
             if parameter.is_floating_point():
                 rounding = torch.finfo(task.autocast or parameter.dtype).eps
                 signs = torch.randint(0, 2, parameter.shape, generator=draws).mul_(2).sub_(1)
-                parameter.mul_(1 + rounding * signs.to(torch.float64)) if parameter.dtype is torch.float64 else (
+                parameter.mul_(
+                    1 + rounding * signs.to(torch.float64)
+                ) if parameter.dtype is torch.float64 else (
                     parameter.copy_(parameter.double().mul_(1 + rounding * signs))
                 )
 

@@ -85,7 +85,9 @@ class Agreement:
         self.norm = 0.0  # norm of all gradients before clipping; not on the device
 
     def contribution(self, device: torch.device) -> Tensor:
-        """Return this stage's vector: norms of its gradients and, last, 1 if any of them overflowed, else 0."""
+        """Return this stage's vector: norms of its gradients and, last, 1 if any of them overflowed, else
+        0.
+        """
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         vector = torch.zeros(self._size, dtype=torch.float32, device=device)
         unscaling = 1.0 if self.scale is None else 1.0 / self.scale.value

@@ -54,11 +54,15 @@ def summed_gradients(stage: StageRunner, action: Action, summed: Container[int])
 
 
 def reduced(stage: StageRunner, action: Action, summed: Container[int]) -> list[nn.Parameter]:
-    """Return the parameters whose gradients a REDUCE of a stage sums, without those `summed` between stages."""
+    """Return the parameters whose gradients a REDUCE of a stage sums, without those `summed` between
+    stages.
+    """
     if isinstance(action.subject, Subject):
         return [stage.shared[action.subject.layer]]
     apart = _apart(stage, summed)
-    return [parameter for layer in range(*stage.layers_of(action)) for parameter in _trained(stage, layer, apart)]
+    return [
+        parameter for layer in range(*stage.layers_of(action)) for parameter in _trained(stage, layer, apart)
+    ]
 
 
 def others_freed(stage: StageRunner, action: Action) -> list[torch.UntypedStorage]:
@@ -156,8 +160,10 @@ def to_send(
 def _absent(value: Value, profile: ModelProfile, device: torch.device) -> Tensor:
     if not may_be_absent(profile):
         raise UsageError(
-            f"the loss does not depend on a value of shape {value.shape}, on which it did when the model was profiled, "
-            "and plain training may leave parameters behind it as they are: multiply by zero instead of leaving it out"
+            f"the loss does not depend on a value of shape {value.shape}, on which it did when the model was "
+            "profiled, "
+            "and plain training may leave parameters behind it as they are: multiply by zero instead of "
+            "leaving it out"
         )
     made = torch.empty(value.shape, dtype=getattr(torch, value.dtype), device=device)
     bits, mark = _bits(made)
@@ -251,7 +257,9 @@ class Collectives:
         return resized
 
     def join(self, stage: StageRunner, action: Action) -> Resized:
-        """Wait for the end of a collective, and apply its result to the stage; return the resized storages."""
+        """Wait for the end of a collective, and apply its result to the stage; return the resized
+        storages.
+        """
         tensors = self._transfers.join(action) or ()
         if action.kind is Kind.REDUCE:
             resized = others_freed(stage, action)

@@ -51,7 +51,12 @@ class HostBuffers:
         return _OnHost(self.hosts.start(action, buffers, message), buffers, [] if sends else tensors)
 
     def collect(
-        self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners = ()
+        self,
+        action: Action,
+        tensors: list[Tensor],
+        members: tuple[int, ...],
+        device: int,
+        owners: Owners = (),
     ) -> _OnHost:
         buffers = list(map(_copied, tensors))
         return _OnHost(self.hosts.collect(action, buffers, members, device, owners), buffers, tensors)
@@ -83,7 +88,8 @@ def _copied(tensor: Tensor) -> Tensor:
 # Workers that torchrun restarts get the addresses of their predecessors (pytorch issue 135712); under
 # --node-rank those of another machine do, even with this set.
 _ADVICE = (
-    "; where torchrun is to start workers again, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it, and let several "
+    "; where torchrun is to start workers again, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it, and let "
+    "several "
     "machines meet by --rdzv-backend=c10d"
 )
 
@@ -102,7 +108,9 @@ def joins_workers(hardware: Hardware, timeout_seconds: float) -> bool:
         backend = hardware.backend
         # NCCL's timeout would end the process that waits, not the one that hangs (see `transport.connect`).
         try:
-            dist.init_process_group(backend, timeout=None if backend == "nccl" else timedelta(seconds=timeout_seconds))
+            dist.init_process_group(
+                backend, timeout=None if backend == "nccl" else timedelta(seconds=timeout_seconds)
+            )
         except RuntimeError as error:
             raise PeerLost(f"the workers did not find each other ({all_lines(error)}){_ADVICE}") from error
         atexit.register(_part)
@@ -113,7 +121,8 @@ def joins_workers(hardware: Hardware, timeout_seconds: float) -> bool:
     if dist.get_world_size() != count:
         raise UsageError(
             f"the plan uses {counted(count, 'device')}, and the launcher started "
-            f"{counted(dist.get_world_size(), 'worker')}: start one for each device, as torchrun --nproc-per-node "
+            f"{counted(dist.get_world_size(), 'worker')}: start one for each device, as torchrun "
+            "--nproc-per-node "
             f"{count} does"
         )
     if not hardware.shared:
@@ -121,7 +130,9 @@ def joins_workers(hardware: Hardware, timeout_seconds: float) -> bool:
     return True
 
 
-def transport_of(hardware: Hardware, program: Program, here: torch.device, timeout_seconds: float) -> Transport:
+def transport_of(
+    hardware: Hardware, program: Program, here: torch.device, timeout_seconds: float
+) -> Transport:
     """Return the transport between this worker, which computes on `here`, and the others. All must call it.
 
     Raises:
@@ -131,7 +142,8 @@ def transport_of(hardware: Hardware, program: Program, here: torch.device, timeo
     if hardware.shared and here.type == "cuda":
         if tensor_groups(plan):
             raise UsageError(
-                "workers that share a GPU cannot compute tensor shards together, for their messages go by way of the "
+                "workers that share a GPU cannot compute tensor shards together, for their messages go by "
+                "way of the "
                 "host: use a GPU for each device, or a plan without tensor shards"
             )
         return HostBuffers(connect(plan, program, torch.device("cpu"), timeout))
@@ -156,7 +168,9 @@ def connected(
         return InProcess(), Lending.within(hardware, run)
     number = plan.workers[worker]
     here = hardware.device(number)
-    return transport_of(hardware, program, here, timeout_seconds), Lending.between(hardware, run, number, here)
+    return transport_of(hardware, program, here, timeout_seconds), Lending.between(
+        hardware, run, number, here
+    )
 
 
 def groups_of(plan: Plan, transport: Transport) -> TensorGroups:

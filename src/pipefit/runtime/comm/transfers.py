@@ -40,7 +40,9 @@ class Part(NamedTuple):
     def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the part of the tensors, as views."""
         return [
-            tensors[number] if dimension is None else tensors[number].narrow(dimension, self.rows[0], self.length)
+            tensors[number]
+            if dimension is None
+            else tensors[number].narrow(dimension, self.rows[0], self.length)
             for number, dimension in self.carried
         ]
 
@@ -69,7 +71,9 @@ class Transfers:
         """Keep tensors that `action`, or its variants for some of the rows each, will send."""
         self._waiting[_name(action)] = tensors
 
-    def send(self, action: Action, message: Message, values: Sequence[Value], part: Part | None = None) -> None:
+    def send(
+        self, action: Action, message: Message, values: Sequence[Value], part: Part | None = None
+    ) -> None:
         """Begin to send the tensors of `action`, or a part of them.
 
         The receiver has allocated memory for `values`.
@@ -103,7 +107,11 @@ class Transfers:
     ) -> None:
         """Begin a collective of the devices `members`, including this `device`, as a `Transport` does."""
         self._whole[_name(action)] = _Whole(tensors, 1)
-        self._under_way[action] = tensors, self._transport.collect(action, tensors, members, device, owners), 1
+        self._under_way[action] = (
+            tensors,
+            self._transport.collect(action, tensors, members, device, owners),
+            1,
+        )
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -152,11 +160,15 @@ def _check_planned(action: Action, target: int, tensors: Sequence[Tensor], value
     if sent != planned:
         raise UsageError(
             f"{action} would send {_described(sent)}, but by the plan device {target} allocates "
-            f"{_described(planned)}: the model made other tensors than when it was profiled; profile and plan it "
+            f"{_described(planned)}: the model made other tensors than when it was profiled; profile and "
+            "plan it "
             "again with such inputs"
         )
 
 
 def _described(tensors: Sequence[tuple[tuple[int, ...], str]]) -> str:
     """Return shapes and dtypes as text."""
-    return ", ".join(f"{'x'.join(map(str, shape)) or 'one number'} of {dtype}" for shape, dtype in tensors) or "nothing"
+    return (
+        ", ".join(f"{'x'.join(map(str, shape)) or 'one number'} of {dtype}" for shape, dtype in tensors)
+        or "nothing"
+    )

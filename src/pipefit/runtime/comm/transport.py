@@ -105,7 +105,8 @@ def check_members(group: dist.ProcessGroup | None, name: str) -> None:
         if not hmac.compare_digest(bytes(tensor.tolist()), _digest(name, rank, mine)):
             _let_go(begun)  # a worker with another token receives ours before we exit, and reports the same
             raise PeerLost(
-                f"what has connected as worker {rank} does not know the token of this training: a stranger has taken "
+                f"what has connected as worker {rank} does not know the token of this training: a stranger "
+                "has taken "
                 f"its place, or workers were started with different {TOKEN}s"
             )
     for rank, work in zip(others, begun, strict=True):
@@ -120,7 +121,8 @@ def _with(rank: int) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise PeerLost(
-            f"worker {rank} has connected and does not show the token of this training: it is gone, or a stranger has "
+            f"worker {rank} has connected and does not show the token of this training: it is gone, or a "
+            "stranger has "
             f"taken its place ({all_lines(error)})"
         ) from error
 
@@ -155,7 +157,12 @@ class Transport(Protocol):
         """Begin to send `tensors` as `message`, or to receive them; return a handle to join."""
 
     def collect(
-        self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners = ()
+        self,
+        action: Action,
+        tensors: list[Tensor],
+        members: tuple[int, ...],
+        device: int,
+        owners: Owners = (),
     ) -> Any:
         """Begin to sum `tensors` over the devices `members` in place, or to broadcast them for an UNSHARD.
 
@@ -197,7 +204,9 @@ class _Sum:
 
     def add_up(self, members: Sequence[int], owners: Owners) -> None:
         """Sum the tensors in the order of the members, for all of them or for the owners."""
-        for number, (first, *others) in enumerate(zip(*(self.tensors[member] for member in members), strict=True)):
+        for number, (first, *others) in enumerate(
+            zip(*(self.tensors[member] for member in members), strict=True)
+        ):
             for other in others:
                 first.add_(other.to(first.device))
             for member, other in zip(members[1:], others, strict=True):
@@ -240,7 +249,12 @@ class InProcess:
         return result
 
     def collect(
-        self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners = ()
+        self,
+        action: Action,
+        tensors: list[Tensor],
+        members: tuple[int, ...],
+        device: int,
+        owners: Owners = (),
     ) -> _Sum:
         key = collective(action), action.microbatch
         total = self.sums.setdefault(key, _Sum())
@@ -292,17 +306,26 @@ class Network:
         begin, peer = (dist.isend, message.target) if action.kind in SENDS else (dist.irecv, message.source)
         try:
             group, rank = self.channels[name], self.workers[peer]
-            return begin_together(group, tensors, [partial(begin, tensor, rank, group=group) for tensor in tensors])
+            return begin_together(
+                group, tensors, [partial(begin, tensor, rank, group=group) for tensor in tensors]
+            )
         except RuntimeError as error:
             raise lost(f"{action} failed: device {peer} is gone", error, self.device) from error
 
     def collect(
-        self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners = ()
+        self,
+        action: Action,
+        tensors: list[Tensor],
+        members: tuple[int, ...],
+        device: int,
+        owners: Owners = (),
     ) -> _UnderWay:
         group, ranks, loan = self.groups[members], [self.workers[owner] for owner in owners], Loan(tensors)
         try:
             if not ranks:
-                begins = [partial(dist.all_reduce, tensor, group=group, async_op=True) for tensor in loan.tensors]
+                begins = [
+                    partial(dist.all_reduce, tensor, group=group, async_op=True) for tensor in loan.tensors
+                ]
             else:
                 begin = dist.broadcast if action.kind is Kind.UNSHARD else dist.reduce
                 pairs = zip(loan.tensors, ranks, strict=True)
@@ -333,7 +356,9 @@ class Network:
         return BetweenWorkers(inner=inner, devices=group, device=self.device)
 
     def abandon(self) -> None:
-        """Drop the messages inside the device; a worker whose step failed ends, and its connections with it."""
+        """Drop the messages inside the device; a worker whose step failed ends, and its connections with
+        it.
+        """
         self.inside.abandon()
 
     def warm_up(self, device: torch.device) -> None:
@@ -393,7 +418,10 @@ def connect(plan: Plan, program: Program, device: torch.device, timeout: timedel
             device=plan.workers[dist.get_rank()],
             placement=program.placement,
             workers=workers,
-            channels={name: group((name.source, name.target)) for name in channels(program.actions, program.placement)},
+            channels={
+                name: group((name.source, name.target))
+                for name in channels(program.actions, program.placement)
+            },
             groups={devices: group(devices) for devices in _members(plan)},
             tensor_groups={devices: group(devices) for devices in groups_in_order(plan)},
         )
@@ -413,8 +441,10 @@ def _members(plan: Plan) -> tuple[tuple[int, ...], ...]:
     for devices in members:
         if len(set(devices)) < len(devices):
             raise UsageError(
-                f"devices {', '.join(map(str, devices))} have stages that share a parameter, and one has two of them: "
-                "workers cannot add up such gradients; put the layers that share it in one stage or on other devices"
+                f"devices {', '.join(map(str, devices))} have stages that share a parameter, and one has two "
+                "of them: "
+                "workers cannot add up such gradients; put the layers that share it in one stage or on other "
+                "devices"
             )
     return members
 
@@ -429,7 +459,8 @@ def groups_in_order(plan: Plan) -> tuple[tuple[int, ...], ...]:
     for devices in groups:
         if devices != (right := tuple(sorted(devices, key=plan.workers.index))):
             raise UsageError(
-                f"devices {', '.join(map(str, devices))} hold tensor shards in this order, but workers are started "
+                f"devices {', '.join(map(str, devices))} hold tensor shards in this order, but workers are "
+                "started "
                 f"host by host: name them as {', '.join(map(str, right))} in their grid"
             )
     return groups
@@ -445,7 +476,8 @@ def _check_queues() -> None:
     """
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise UsageError(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 gives a GPU one queue for everything, in which a receive would block the "
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 gives a GPU one queue for everything, in which a receive would "
+            "block the "
             "computation whose result it waits for: unset it, or set it to 8 or more"
         )
 

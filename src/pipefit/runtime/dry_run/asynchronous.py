@@ -75,7 +75,9 @@ class Labels:
 
     def _label(self, action: Action, program: UncheckedProgram) -> Label:
         if action.moves_state:
-            return Label(action.stage, (action,), self._updated.issuperset(one.layer for one in program.moved(action)))
+            return Label(
+                action.stage, (action,), self._updated.issuperset(one.layer for one in program.moved(action))
+            )
         key = action.stage, action.microbatch
         path = self._paths[key] = (*self._paths.get(key, ()), action._replace(microbatch=None))
         return Label(action.stage, path, self._context(action))
@@ -93,7 +95,9 @@ class Labels:
         elif kind is Kind.STASH:
             return versions.adopt() if action.wait else versions.stash(action.layers)
         elif kind is Kind.STEP:
-            updates = range(*(action.layers or (self._plan.stages[stage].start, self._plan.stages[stage].stop)))
+            updates = range(
+                *(action.layers or (self._plan.stages[stage].start, self._plan.stages[stage].stop))
+            )
             creates = self._updated.isdisjoint(updates)
             self._updated.update(updates)
             self._born = {one for one in self._born if one[0] != stage}  # type: ignore[index]
@@ -202,7 +206,9 @@ def _with(program: Program, actions: Sequence[tuple[Action, ...]]) -> UncheckedP
 
 
 class Effects:
-    """The effects of labelled actions on one device, and the memory of all its steps that follows from them."""
+    """The effects of labelled actions on one device, and the memory of all its steps that follows from
+    them.
+    """
 
     def __init__(self, rest: Bytes) -> None:
         self._level = rest
@@ -213,7 +219,9 @@ class Effects:
         for one, change in zip(of_actions, measured, strict=True):
             self._known.setdefault(one.label, change)
 
-    def samples(self, step: int, actions: Sequence[Action], of_actions: Sequence[Labelled]) -> Iterator[MemorySample]:
+    def samples(
+        self, step: int, actions: Sequence[Action], of_actions: Sequence[Labelled]
+    ) -> Iterator[MemorySample]:
         """Yield the memory samples of a step, whose times are positions in the program."""
         for position, (action, one) in enumerate(zip(actions, of_actions, strict=True)):
             change = self._known[one.label]

@@ -99,7 +99,9 @@ def _traces(
     instance("chains", chains := chains or Chains(task), Chains)
     target = target or plan.profile.assumptions.target
     if allocators and target != "cuda":
-        raise UsageError(f"target {target} has no caching allocator: certify for the target cuda, or without allocator")
+        raise UsageError(
+            f"target {target} has no caching allocator: certify for the target cuda, or without allocator"
+        )
     warn_elsewhere(plan.profile.assumptions, CERTIFIED, callers=2)
     kernels = Kernels(plan.profile.assumptions.threads, plan.profile.kernels) if target == "cpu" else None
     programs = step_programs(plan)

@@ -55,7 +55,9 @@ class Effect(NamedTuple):
 
 
 class _Merged:
-    """An action on any replica: all its events, with their replicas. `names` maps names of lives to numbers."""
+    """An action on any replica: all its events, with their replicas. `names` maps names of lives to
+    numbers.
+    """
 
     def __init__(self, choices: Sequence[_Choice], names: dict[Hashable, int]) -> None:
         self._choices, self._names = choices, names
@@ -213,7 +215,9 @@ def _place(plan: Plan, device: int) -> Hashable:
     """Return the roles of a device in its stages."""
     stages = plan.stages_of(device)
     agrees = plan.training.agrees
-    return tuple((n, plan.stages[n].grid.shard_of(device), agrees and tells_norms(plan, n, device)) for n in stages)
+    return tuple(
+        (n, plan.stages[n].grid.shard_of(device), agrees and tells_norms(plan, n, device)) for n in stages
+    )
 
 
 def _actions(plan: Plan, programs: Sequence[Program], device: int) -> Hashable:
@@ -332,7 +336,9 @@ def _may_own_others(short: Shortened, device: int) -> bool:
     stages = [short.plan.stages[stage] for stage in short.plan.stages_of(device)]
     stand_ins = any(copy is not None for stage in stages for copy in short.copies[stage.start : stage.stop])
     actions = short.program.actions[device]
-    moves = any(action.moves_state or (action.kind is Kind.STEP and action.place is not None) for action in actions)
+    moves = any(
+        action.moves_state or (action.kind is Kind.STEP and action.place is not None) for action in actions
+    )
     return not stand_ins and not moves
 
 
@@ -368,4 +374,6 @@ class Company:
     @property
     def alike(self) -> bool:
         """True if all representatives were equal to the represented layers and devices so far."""
-        return all(meter.alike for meter in self._meters) and all(ownership.alike for ownership in self._ownerships)
+        return all(meter.alike for meter in self._meters) and all(
+            ownership.alike for ownership in self._ownerships
+        )

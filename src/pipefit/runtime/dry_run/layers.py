@@ -99,7 +99,9 @@ class Shortened:
             return Shortened.none(plan, program, chain)
         kept = [layer for layer in range(len(chain.layers)) if layer not in omitted]
         layers = tuple(chain.layers[layer] for layer in kept)
-        where = {layer: copy for number, repeat in enumerate(repeats) for layer, copy in _copies(number, repeat)}
+        where = {
+            layer: copy for number, repeat in enumerate(repeats) for layer, copy in _copies(number, repeat)
+        }
         copies, short = tuple(where.get(layer) for layer in kept), _plan(plan, kept)
         left_out = (parameter for layer in omitted for parameter in chain.layers[layer].module.parameters())
         program = _program(program, kept)
@@ -117,7 +119,9 @@ class Shortened:
     def none(plan: Plan, program: Program, chain: Chain) -> Shortened:
         """Return `plan` with all of its layers."""
         copies, kept = (None,) * len(chain.layers), tuple(range(len(chain.layers)))
-        return Shortened(plan=plan, program=program, chain=chain, copies=copies, swept={}, absent=0, kept=kept)
+        return Shortened(
+            plan=plan, program=program, chain=chain, copies=copies, swept={}, absent=0, kept=kept
+        )
 
 
 # ---------------------------------------------------------------- finding repeats
@@ -166,7 +170,9 @@ def _divided(plan: Plan) -> frozenset[int]:
 def _groups(task: Task, layer: ChainLayer) -> object:
     """Return the properties of a layer's parameter groups that matter to memory."""
     groups = [group for groups in parameter_groups([layer], task.groups) for group in groups]
-    return [(len(group["params"]), options({k: v for k, v in group.items() if k != "params"})) for group in groups]
+    return [
+        (len(group["params"]), options({k: v for k, v in group.items() if k != "params"})) for group in groups
+    ]
 
 
 def _ranges(plan: Plan, program: Program) -> Iterator[tuple[int, int]]:
@@ -180,7 +186,9 @@ def _ranges(plan: Plan, program: Program) -> Iterator[tuple[int, int]]:
 def _repeats(keys: Sequence[object], start: int, stop: int) -> Iterator[Repeat]:
     """Yield the repeats within layers `start` to `stop - 1` that omit some layers."""
     while start < stop:
-        result = [Repeat(start, period, _count(keys, start, stop, period)) for period in range(1, _LONGEST + 1)]
+        result = [
+            Repeat(start, period, _count(keys, start, stop, period)) for period in range(1, _LONGEST + 1)
+        ]
         best = max(result, key=lambda repeat: len(repeat.omitted))
         if best.omitted:
             yield best
@@ -207,10 +215,14 @@ def _copies(number: int, repeat: Repeat) -> Iterator[tuple[int, Copy]]:
 
 
 def _plan(plan: Plan, kept: Sequence[int]) -> Plan:
-    """Return the plan for a model of the layers `kept`, for execution only: its decisions are in the program."""
+    """Return the plan for a model of the layers `kept`, for execution only: its decisions are in the
+    program.
+    """
     measurements = tuple(_measurement(measurement, kept) for measurement in plan.profile.measurements)
     names = tuple(plan.profile.layers[layer] for layer in kept)
-    stages = (replace(s, start=bisect_left(kept, s.start), stop=bisect_left(kept, s.stop)) for s in plan.stages)
+    stages = (
+        replace(s, start=bisect_left(kept, s.start), stop=bisect_left(kept, s.stop)) for s in plan.stages
+    )
     return replace(
         plan,
         profile=replace(plan.profile, layers=names, blocks=(), measurements=measurements, additive=None),
@@ -224,7 +236,8 @@ def _measurement(measurement: Measurement, kept: Sequence[int]) -> Measurement:
 
     def renumbered(shared: SharedParameter) -> SharedParameter:
         users, copying, cast_only = (
-            tuple(bisect_left(kept, n) for n in numbers) for numbers in (shared.users, shared.copying, shared.cast_only)
+            tuple(bisect_left(kept, n) for n in numbers)
+            for numbers in (shared.users, shared.copying, shared.cast_only)
         )
         return replace(shared, users=users, copying=copying, cast_only=cast_only)
 
@@ -331,7 +344,10 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
 
     def own_layers(self, stage: StageRunner, copies: Sequence[Copy | None]) -> None:
         """Register tensors that the layers of a stage, each of one of `copies`, hold from the start."""
-        masters, state = copies_of(stage.optimizer), stage.optimizer.state if stage.optimizer is not None else {}
+        masters, state = (
+            copies_of(stage.optimizer),
+            stage.optimizer.state if stage.optimizer is not None else {},
+        )
         born: dict[int, Copy | None] = {}
         for number, (layer, copy) in enumerate(zip(stage.layers, copies, strict=True), start=stage.start):
             if copy is not None:
@@ -398,7 +414,9 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
         known = (len(self._born), self._peak)
         out = super().operation(func, args, kwargs)
         if known != (len(self._born), self._peak):
-            makers = Counter(copy.repeat for copy in {self._maker.get(key) for key in storages} if copy is not None)
+            makers = Counter(
+                copy.repeat for copy in {self._maker.get(key) for key in storages} if copy is not None
+            )
             self.alike &= len(owners) <= 1 and max(makers.values(), default=0) < KEPT
         return out
 
@@ -423,13 +441,17 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
         self._peak, self._peak_bytes = self.total, list(self.bytes)
 
     def _whole_sweeps(self) -> bool:
-        """Return whether the action passed evenly through every expected repeat, from one end to the other."""
+        """Return whether the action passed evenly through every expected repeat, from one end to the
+        other.
+        """
         numbers: defaultdict[int, list[int]] = defaultdict(list)
         for copy, _, _ in self._passages:
             if copy is not None:
                 numbers[copy.repeat].append(copy.number)
         whole = all(
-            result[place : place + 4] in _SWEEPS for result in numbers.values() for place in range(0, len(result), 4)
+            result[place : place + 4] in _SWEEPS
+            for result in numbers.values()
+            for place in range(0, len(result), 4)
         )
         return whole and self._swept.get(self.action, frozenset()) <= set(numbers) and self._even()
 

@@ -134,7 +134,9 @@ class LivesMeter(RepeatedMeter):  # type: ignore[no-untyped-call]
 _ACTIVATIONS, _LENT = CATEGORIES.index(Category.ACTIVATIONS), CATEGORIES.index(Category.LENT)
 _PASSES = FORWARDS | SPLIT_BACKWARD | MESSAGES | {Kind.LOAD, Kind.RECOMPUTE, Kind.BACKWARD}
 
-_COPYING = frozenset({torch.ops.aten.clone.default, torch.ops.aten.new_empty_strided.default})  # used by autograd
+_COPYING = frozenset(
+    {torch.ops.aten.clone.default, torch.ops.aten.new_empty_strided.default}
+)  # used by autograd
 
 Arguments = tuple[Hashable, ...]  # names of storages
 NamedLife = tuple[Hashable, int]  # a storage, and its bytes at birth or 0 at death
@@ -232,7 +234,9 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
 
     @property
     def _is_pass(self) -> bool:
-        """True if the present action transfers or runs microbatches, instead of changing one layer's state."""
+        """True if the present action transfers or runs microbatches, instead of changing one layer's
+        state.
+        """
         return self._present is not None and self._present.kind in _PASSES
 
     def _look_at(self, arguments: Any) -> None:
@@ -258,7 +262,9 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
             self._called[tracked] = name
             if self._worked_on is not None:
                 self.layer_of[name] = self._worked_on
-            self._tell("born", name, [(tracked.category, tracked.nbytes)], self._life(tracked, tracked.nbytes))
+            self._tell(
+                "born", name, [(tracked.category, tracked.nbytes)], self._life(tracked, tracked.nbytes)
+            )
         return tracked
 
     def _resize(self, tracked: Tracked, nbytes: int) -> None:
@@ -278,7 +284,9 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
         before = tracked.category
         super()._move(tracked, category)
         if self._number and before != category:
-            self._tell("moved", self._called[tracked], [(before, -tracked.nbytes), (category, tracked.nbytes)])
+            self._tell(
+                "moved", self._called[tracked], [(before, -tracked.nbytes), (category, tracked.nbytes)]
+            )
 
     def _hold_scalars(self, number: int) -> None:
         super()._hold_scalars(number)
@@ -306,7 +314,9 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
     ) -> None:
         """Record an event about the storage with this name."""
         self._counts[what, name] += 1
-        event = Event((what, name, self._counts[what, name]), self._worked_on, tuple(deltas), taken, tuple(lives))
+        event = Event(
+            (what, name, self._counts[what, name]), self._worked_on, tuple(deltas), taken, tuple(lives)
+        )
         self._story.append((event, self._arguments))
 
     def _life(self, tracked: Tracked, nbytes: int) -> list[NamedLife]:

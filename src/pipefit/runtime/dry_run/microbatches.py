@@ -48,7 +48,9 @@ class Folding:
     def none(programs: Sequence[Program]) -> Folding:
         """Return a folding that runs every microbatch."""
         of_devices = (actions for program in programs for actions in program.actions)
-        everyone = frozenset(a.microbatch for actions in of_devices for a in actions if a.microbatch is not None)
+        everyone = frozenset(
+            a.microbatch for actions in of_devices for a in actions if a.microbatch is not None
+        )
         return Folding(everyone, everyone, {})
 
 
@@ -131,7 +133,9 @@ class Unfolding:
         self._repetition = Repetition[Change](folding)
         self._level = rest
 
-    def step(self, number: int, actions: Sequence[Action], measured: Sequence[Change]) -> Iterator[MemorySample]:
+    def step(
+        self, number: int, actions: Sequence[Action], measured: Sequence[Change]
+    ) -> Iterator[MemorySample]:
         """Yield the memory samples of one step, from the measured changes of the executed actions.
 
         The time of a sample is its position in the program.
@@ -144,7 +148,9 @@ class Unfolding:
 
 
 def _places(actions: Sequence[Action]) -> Iterator[Place | None]:
-    """Yield stage, microbatch and number in the microbatch's path of every action; None without a microbatch."""
+    """Yield stage, microbatch and number in the microbatch's path of every action; None without a
+    microbatch.
+    """
     lengths: dict[tuple[int, int], int] = {}
     for action in actions:
         if action.microbatch is None:

@@ -99,7 +99,9 @@ class Rehearsal:
                 peaks = ran.peaks[device][number] if self.allocators else None
                 result = replace(result, memory=tuple(ran.samples[device]), allocator=peaks)
             devices.append(result)
-        return Trace(source="dry run", steps=self.steps, devices=tuple(devices), step_seconds=(0.0,) * self.steps)
+        return Trace(
+            source="dry run", steps=self.steps, devices=tuple(devices), step_seconds=(0.0,) * self.steps
+        )
 
     def _beside_each_other(self, fake: FakeTarget, run: Callable[[Sequence[Kin]], Rehearsed]) -> Rehearsed:
         """Apply `run` to all kin in parallel processes, one per free core.
@@ -137,7 +139,9 @@ class Rehearsal:
         return Shortened.none(self.plan, self.programs[-1], self._chain(fake))
 
     def _endless(self, fake: FakeTarget, short: Shortened, together: Sequence[Kin]) -> Rehearsed:
-        """Run representatives of these kin under an asynchronous schedule, with representative microbatches."""
+        """Run representatives of these kin under an asynchronous schedule, with representative
+        microbatches.
+        """
         last = len(self.programs) - 1
         wanted = [self.programs[min(step, last)] for step in range(self.steps)]
         executed = fewer(self.plan, wanted, again=bool(self.allocators))
@@ -172,7 +176,11 @@ class Rehearsal:
         ran = self._run(fake, short, folding, self._kin)
         # Layers that seemed equal may differ: then run all layers, whose chain is made again because these
         # were trained.
-        return ran if ran.alike else self._run(fake, self._everything(fake), folding, [(n,) for n in self.plan.workers])
+        return (
+            ran
+            if ran.alike
+            else self._run(fake, self._everything(fake), folding, [(n,) for n in self.plan.workers])
+        )
 
     @property
     def _kin(self) -> list[Kin]:
@@ -198,7 +206,9 @@ class Rehearsal:
         """Samples of a microbatch that the first stage computes."""
         return self.plan.measured(0).microbatch_size
 
-    def _run(self, fake: FakeTarget, short: Shortened, folding: Folding, together: Sequence[Kin] | None) -> Rehearsed:
+    def _run(
+        self, fake: FakeTarget, short: Shortened, folding: Folding, together: Sequence[Kin] | None
+    ) -> Rehearsed:
         """Run every step of a shortened plan on representatives of these kin, with folded microbatches.
 
         Without kin, run all devices, which exchange tensors.
@@ -235,12 +245,16 @@ class Rehearsal:
         held = Allocators(self.plan, self.programs[-1], self.lending.arenas, self.allocators)
         of_devices = {device: own for account, own in lives.items() for device in company.devices_of[account]}
         peaks = {
-            device: held.peaks(device, of_devices[device].events, max(one.total_bytes for one in samples[device]))
+            device: held.peaks(
+                device, of_devices[device].events, max(one.total_bytes for one in samples[device])
+            )
             for device in (sorted(of_devices) if alike else ())
         }
         return Rehearsed(samples, peaks, fake.unknown.kernels, alike)
 
-    def _data(self, fake: FakeTarget, short: Shortened, microbatches: int) -> tuple[list[Microbatch], list[Microbatch]]:
+    def _data(
+        self, fake: FakeTarget, short: Shortened, microbatches: int
+    ) -> tuple[list[Microbatch], list[Microbatch]]:
         """Return fake inputs and targets of this number of microbatches."""
         inputs, targets = self.like
         given = [fake.fake(tensor) for tensor in short.chain.flatten(inputs)]
@@ -254,7 +268,9 @@ class Rehearsal:
 
         All devices exchange tensors; representatives run without their peers.
         """
-        every = list(casts(short, [(device,) for device in self.plan.workers] if together is None else together))
+        every = list(
+            casts(short, [(device,) for device in self.plan.workers] if together is None else together)
+        )
         site = Site(
             task=self.task,
             sources=self._sources(fake, short),
@@ -306,12 +322,15 @@ class Rehearsal:
             return RepeatedMeter(device, kernels=self.kernels, swept=short.swept, place=fake.device)
         workspace = overheads(self.plan, device).cublas_workspace_bytes if self.allocators else 0
         kind = OwningMeter if owning else LivesMeter
-        return kind(device, kernels=self.kernels, swept=short.swept, place=fake.device, workspace_bytes=workspace)
+        return kind(
+            device, kernels=self.kernels, swept=short.swept, place=fake.device, workspace_bytes=workspace
+        )
 
 
 def _named(samples: Sequence[MemorySample], actions: Sequence[Action]) -> list[MemorySample]:
     """Return the samples of an equal device with the texts of its own actions."""
     named = zip(samples, actions, strict=True)
     return [
-        MemorySample(step=one.step, action=str(action), seconds=one.seconds, bytes=one.bytes) for one, action in named
+        MemorySample(step=one.step, action=str(action), seconds=one.seconds, bytes=one.bytes)
+        for one, action in named
     ]

@@ -33,7 +33,9 @@ _NOTHING = Overheads(context_bytes=0, communicator_bytes=0, cublas_workspace_byt
 
 
 class LivesOf:
-    """Lives of one device's storages in the whole program, step by step, from those of the executed actions."""
+    """Lives of one device's storages in the whole program, step by step, from those of the executed
+    actions.
+    """
 
     def __init__(self, folding: Folding) -> None:
         self.consistent = True
@@ -65,7 +67,9 @@ class LivesOf:
             self._add(name, nbytes)
 
     def _ended(self, lives: Lives) -> None:
-        """Add the lives in an action without a microbatch: storages that die there die in all microbatches."""
+        """Add the lives in an action without a microbatch: storages that die there die in all
+        microbatches.
+        """
         for name, nbytes in lives:
             self._add(name, nbytes)
             for copy in () if nbytes else self._copies.pop(name, ()):
@@ -102,7 +106,9 @@ def overheads(plan: Plan, device: int) -> Overheads:
 
 
 def lent_events(arenas: Sequence[Arena], device: int) -> list[Event]:
-    """Return the births of lent arenas: a tensor for each, allocated before all others, and freed after them."""
+    """Return the births of lent arenas: a tensor for each, allocated before all others, and freed after
+    them.
+    """
     return [(("lent", n), a.nbytes) for n, a in enumerate(arenas) if a.lender == Member.device(device)]
 
 
@@ -147,13 +153,19 @@ class Allocators:
         key = self._forms[id(events), *lent], requested, of_device, communicators(plan, program, device)
         if key not in self._known:
             self._known[key] = [
-                allocator_peaks(plan, program, device, every, setting, requested) for setting in self._settings
+                allocator_peaks(plan, program, device, every, setting, requested)
+                for setting in self._settings
             ]
         return self._known[key]
 
 
 def allocator_peaks(
-    plan: Plan, program: Program, device: int, events: Sequence[Event], settings: AllocatorSettings, requested: int
+    plan: Plan,
+    program: Program,
+    device: int,
+    events: Sequence[Event],
+    settings: AllocatorSettings,
+    requested: int,
 ) -> AllocatorPeaks:
     """Return the peaks of a device's allocator; its meter has counted `requested` bytes.
 

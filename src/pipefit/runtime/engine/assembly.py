@@ -46,7 +46,9 @@ def _name_of(source: Source, shared: Shared) -> str:
 
 
 def tells_norms(plan: Plan, stage: int, device: int) -> bool:
-    """Return whether a device reports gradient norms of a stage: the first replica does, or all shard owners."""
+    """Return whether a device reports gradient norms of a stage: the first replica does, or all shard
+    owners.
+    """
     grid = plan.stages[stage].grid
     return grid.shard != "none" or not grid.replica_of(device)
 
@@ -76,7 +78,11 @@ def _agreement(site: Site, device: int) -> Agreement:
                     trainable[id(parameter)] = parameter
                     shard = place.grid.shard_of(device)
                     is_divided = source.shards is not None and source.shards.is_divided(name)
-                    if name not in elsewhere and tells_norms(plan, stage, device) and (is_divided or not shard):
+                    if (
+                        name not in elsewhere
+                        and tells_norms(plan, stage, device)
+                        and (is_divided or not shard)
+                    ):
                         reported[name] = parameter, shard
     return Agreement(
         list(names),

@@ -38,7 +38,9 @@ class Programs:
         self._training: dict[Hashable, Program] = {}
         self._evaluations: dict[tuple[int, int | None], Program] = {}
 
-    def training(self, microbatches: int, entered: Entered, *, update: bool, last: int | None = None) -> Program:
+    def training(
+        self, microbatches: int, entered: Entered, *, update: bool, last: int | None = None
+    ) -> Program:
         """Return the program that trains `microbatches` microbatches, or drains the pipeline for 0.
 
         `last` is the number of samples of the last microbatch; default: the plan's. `entered` describes the
@@ -108,7 +110,8 @@ def cut_batch(plan: Plan, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -
     samples = counts.pop()
     if not 0 < samples <= training.batch_size:
         raise UsageError(
-            f"the batch holds {counted(samples, 'sample')}, but the plan trains batches of {training.batch_size}: "
+            f"the batch holds {counted(samples, 'sample')}, but the plan trains batches of "
+            f"{training.batch_size}: "
             "make a plan for this batch size"
         )
     _check_like("inputs", inputs, measurement.costs[0].inputs)
@@ -125,10 +128,13 @@ def _check_plain(what: str, tensors: Sequence[Tensor]) -> None:
         UsageError: one is not; names it.
     """
     for number, tensor in enumerate(tensors):
-        strange = tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta
+        strange = (
+            tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta
+        )
         if strange or is_callers_fake(tensor):
             raise UsageError(
-                f"tensor {number} of the {what} of this batch is sparse, nested, quantised, fake or on the meta "
+                f"tensor {number} of the {what} of this batch is sparse, nested, quantised, fake or on the "
+                "meta "
                 "device: give a plain one, such as its to_dense() or dequantize()"
             )
 
@@ -144,14 +150,19 @@ def _check_like(what: str, tensors: Sequence[Tensor], planned: Sequence[Value]) 
     for number, (tensor, value) in enumerate(zip(tensors, planned, strict=True)):
         if _kind(tensor.dtype) != _kind(getattr(torch, value.dtype)):
             raise UsageError(
-                f"tensor {number} of the {what} of this batch is of {dtype_name(tensor.dtype)}, but the plan is for "
+                f"tensor {number} of the {what} of this batch is of {dtype_name(tensor.dtype)}, but the plan "
+                "is for "
                 f"{value.dtype}: cast it, as numbers would be cut off or rounded, or plan for such batches"
             )
         if tensor.shape[1:] != value.shape[1:]:
-            own, wanted = (f"({', '.join(('n', *map(str, shape[1:])))})" for shape in (tensor.shape, value.shape))
+            own, wanted = (
+                f"({', '.join(('n', *map(str, shape[1:])))})" for shape in (tensor.shape, value.shape)
+            )
             raise UsageError(
-                f"tensor {number} of the {what} of this batch has the shape {own}, but the plan is for {wanted}, as "
-                "its memory depends on it: pad or cut the samples, or profile and plan the task with such batches"
+                f"tensor {number} of the {what} of this batch has the shape {own}, but the plan is for "
+                f"{wanted}, as "
+                "its memory depends on it: pad or cut the samples, or profile and plan the task with such "
+                "batches"
             )
 
 
@@ -163,4 +174,7 @@ def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
 def _pieces(values: Sequence[Tensor], sizes: list[int]) -> list[Microbatch]:
     if not values:
         return [[] for _ in sizes]
-    return [list(microbatch) for microbatch in zip(*(value.split_with_sizes(sizes) for value in values), strict=True)]
+    return [
+        list(microbatch)
+        for microbatch in zip(*(value.split_with_sizes(sizes) for value in values), strict=True)
+    ]

@@ -66,7 +66,9 @@ class Result:
         return float(loss), {device: int(peak) for device, peak in zip(self.devices, peaks, strict=True)}
 
 
-def tell(plan: Plan, runners: Sequence[DeviceRunner], weights: Sequence[float], *, distributed: bool) -> Result:
+def tell(
+    plan: Plan, runners: Sequence[DeviceRunner], weights: Sequence[float], *, distributed: bool
+) -> Result:
     """Begin to exchange loss and peaks of the step that has just ended with all workers.
 
     The last stage computes the losses: each replica those of its local batches, reported by the first tensor
@@ -85,7 +87,9 @@ def tell(plan: Plan, runners: Sequence[DeviceRunner], weights: Sequence[float], 
             grid = plan.stages[number].grid
             if stage.losses is not None and not grid.shard_of(runner.number):
                 losses = stage.losses[: len(weights)]
-                told[0] += losses @ torch.tensor(weights, dtype=losses.dtype, device=losses.device) / grid.data
+                told[0] += (
+                    losses @ torch.tensor(weights, dtype=losses.dtype, device=losses.device) / grid.data
+                )
     try:
         work = dist.all_reduce(told, async_op=True) if exchanged else None
     except RuntimeError as error:
@@ -121,7 +125,8 @@ class Execution:
         self.plan, self.runners, self.distributed = plan, runners, distributed
         self.chain, self._groups = replace(chain, layers=()), groups
         self._specializations: Mapping[int, Specializations] = {
-            runner.number: Specializations(task, plan, runner.usual, traced=chain.traced) for runner in runners
+            runner.number: Specializations(task, plan, runner.usual, traced=chain.traced)
+            for runner in runners
         }
 
     def cut(self, batch: tuple[Any, Any]) -> Cut:
@@ -136,7 +141,9 @@ class Execution:
                 for layer in stage.layers:
                     layer.module.zero_grad(set_to_none=True)
 
-    def run(self, cut: Cut, program: Program, batches: int, *, training: bool, around: Around | None = None) -> Result:
+    def run(
+        self, cut: Cut, program: Program, batches: int, *, training: bool, around: Around | None = None
+    ) -> Result:
         """Run `program` on one of the `batches` of an update.
 
         Return its mean loss, still on its way to all workers. `around` makes a context for everything that
@@ -150,7 +157,9 @@ class Execution:
             inputs=cut.inputs,
             targets=cut.targets,
             weights=[1.0 if alone else share / batches for share in shares],
-            specializations={n: known.of_all(cut.sizes, training) for n, known in self._specializations.items()},
+            specializations={
+                n: known.of_all(cut.sizes, training) for n, known in self._specializations.items()
+            },
             training=training,
             around=around,
         )

@@ -174,7 +174,9 @@ class _Enter(torch.autograd.Function):
         ctx.graph = graph
         ctx.set_materialize_grads(False)
         aliases = tuple(value.detach() for value in values)
-        ctx.mark_non_differentiable(*(a for a, wanted in zip(aliases, differentiable, strict=True) if not wanted))
+        ctx.mark_non_differentiable(
+            *(a for a, wanted in zip(aliases, differentiable, strict=True) if not wanted)
+        )
         return aliases
 
     @staticmethod
@@ -213,7 +215,9 @@ class _Late(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None]:
         result, ctx.waiting.gradient = ctx.waiting.gradient, None
         # A view, to which autograd never adds in place: so the sum is in new memory, whatever the layers are
-        return None, result.view_as(result) if result is not None and result.layout is torch.strided else result
+        return None, result.view_as(
+            result
+        ) if result is not None and result.layout is torch.strided else result
 
 
 class _Apart(torch.autograd.Function):
@@ -272,14 +276,18 @@ def backward(graph: GraphEnds, waiting: Sequence[Waiting] = ()) -> None:
 
 
 def _pass_over(root: Tensor, incoming: Sequence[Tensor | None]) -> None:
-    """Stop custom functions that only outputs without a gradient depend on from being called in the backward."""
+    """Stop custom functions that only outputs without a gradient depend on from being called in the
+    backward.
+    """
     assert root.grad_fn is not None
     ends = [node for node, _ in root.grad_fn.next_functions]  # of all outputs, in order
     aside = [node for node, gradient in zip(ends, incoming, strict=True) if gradient is None]
     functions = [node for node in _behind(aside) if isinstance(node, BackwardCFunction)]
     if not functions:
         return
-    called = set(_behind([node for node, gradient in zip(ends, incoming, strict=True) if gradient is not None]))
+    called = set(
+        _behind([node for node, gradient in zip(ends, incoming, strict=True) if gradient is not None])
+    )
     for function in functions:
         if function not in called:
             function.set_materialize_grads(False)
@@ -368,8 +376,8 @@ class Flight:
     model and after the last, and `weight` the factor on the microbatch's loss. `version` is the weight
     version that it uses, if stages are updated with microbatches in flight. `values` wait for the next piece.
     `gradients` has one gradient, or None, for each value at the boundary that the backward has reached.
-    `waiting` has gradients of shared parameters, by their numbers in the stage, that wait for those of earlier
-    layers. `luggage` holds the saved tensors that the program offloads.
+    `waiting` has gradients of shared parameters, by their numbers in the stage, that wait for those of
+    earlier layers. `luggage` holds the saved tensors that the program offloads.
     """
 
     microbatch: int
@@ -401,7 +409,8 @@ class Flight:
         first, end = load.part
         if end - first != self.samples:
             raise UsageError(
-                f"{load} takes {counted(end - first, 'row')}, and the slice of the microbatch has {self.samples}"
+                f"{load} takes {counted(end - first, 'row')}, and the slice of the microbatch has "
+                f"{self.samples}"
             )
         return [tensor[first:end] for tensor in tensors]
 
@@ -432,7 +441,9 @@ def on_device(tensors: Sequence[Tensor], values: Sequence[Value], device: torch.
     ]
 
 
-def gradients_to_send(gradients: Sequence[Tensor | None], values: Sequence[Value], layer: str) -> list[Tensor | None]:
+def gradients_to_send(
+    gradients: Sequence[Tensor | None], values: Sequence[Value], layer: str
+) -> list[Tensor | None]:
     """Return a contiguous gradient for each value before `layer` that has one by the plan.
 
     Absent gradients are None.
@@ -443,8 +454,10 @@ def gradients_to_send(gradients: Sequence[Tensor | None], values: Sequence[Value
     for gradient, value in zip(gradients, values, strict=True):
         if gradient is not None and not value.has_gradient:
             raise UsageError(
-                f"layer {layer} has a gradient for a value of shape {value.shape} on which the loss did not depend "
-                "when the model was profiled, so that no stage expects it: the layers that use a value must not depend "
+                f"layer {layer} has a gradient for a value of shape {value.shape} on which the loss did not "
+                "depend "
+                "when the model was profiled, so that no stage expects it: the layers that use a value must "
+                "not depend "
                 "on numbers in tensors; multiply by zero instead of leaving a value out"
             )
     return [
@@ -467,7 +480,9 @@ def naming_changes(flight: Flight, piece: Piece) -> Iterator[None]:
         if "modified by an inplace operation" not in str(error):
             raise
         raise UsageError(
-            f"microbatch {flight.microbatch} cannot go backward through {layers_text(piece.first, piece.end)}: what "
-            "they saved has been changed in place since, as by a later microbatch's forward, where it is a buffer. Let "
+            f"microbatch {flight.microbatch} cannot go backward through "
+            f"{layers_text(piece.first, piece.end)}: what "
+            "they saved has been changed in place since, as by a later microbatch's forward, where it is a "
+            "buffer. Let "
             "the plan recompute these layers, or let them compute with a clone of what they change"
         ) from error

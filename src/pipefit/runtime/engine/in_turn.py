@@ -35,7 +35,12 @@ class NoPeers:
                     tensor.zero_()
 
     def collect(
-        self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners = ()
+        self,
+        action: Action,
+        tensors: list[Tensor],
+        members: tuple[int, ...],
+        device: int,
+        owners: Owners = (),
     ) -> None:
         """Add nothing."""
 

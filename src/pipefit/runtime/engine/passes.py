@@ -70,7 +70,9 @@ def seed_layer(device: torch.device, seed: int, step: int, microbatch: int, laye
 
 
 def seed_update(device: torch.device, seed: int, step: int, microbatch: int, first: int) -> None:
-    """Seed the default generator of `device` for the update of a run of layers that begins at layer `first`."""
+    """Seed the default generator of `device` for the update of a run of layers that begins at layer
+    `first`.
+    """
     seed_layer(device, seed, step, microbatch, -1 - first)  # negative, unlike the numbers of layers
 
 
@@ -144,9 +146,12 @@ class Passes:
         with self._weights_of(flight):
             values = self._run_unsaved(flight, piece, box)
         if versions != [value._version for value in piece.inputs]:
-            names = first_to_last([layer.name for layer in self.layers[first - self.start : end - self.start]])
+            names = first_to_last(
+                [layer.name for layer in self.layers[first - self.start : end - self.start]]
+            )
             raise UsageError(
-                f"{names} changes its inputs in place, so that its forward cannot be run again: keep them instead "
+                f"{names} changes its inputs in place, so that its forward cannot be run again: keep them "
+                "instead "
                 "of recomputing them, or use layers with inplace=False"
             )
         return self._leaving(flight, end, values)
@@ -160,7 +165,8 @@ class Passes:
         piece = flight.pieces.get(first)
         if piece is None or piece.end != end or piece.has_graph:
             raise UsageError(
-                f"{layers_text(first, end)} of microbatch {flight.microbatch} cannot be recomputed: the program has "
+                f"{layers_text(first, end)} of microbatch {flight.microbatch} cannot be recomputed: the "
+                "program has "
                 "to run just these forward first, and once"
             )
         with (
@@ -292,9 +298,15 @@ class Passes:
         """
         pieces = [piece for piece in flight.pieces.values() if piece.first >= first]
         edges = [(piece.first, piece.end) for piece in pieces if piece.has_graph]
-        if len(edges) < len(pieces) or flight.values or not edges or (edges[0][0], edges[-1][1]) != (first, end):
+        if (
+            len(edges) < len(pieces)
+            or flight.values
+            or not edges
+            or (edges[0][0], edges[-1][1]) != (first, end)
+        ):
             raise UsageError(
-                f"microbatch {flight.microbatch} cannot go backward through {layers_text(first, end)}: it has no "
+                f"microbatch {flight.microbatch} cannot go backward through {layers_text(first, end)}: it "
+                "has no "
                 "forward of just these layers, later ones come first, or it went backward already"
             )
         for piece in reversed(pieces):
@@ -333,7 +345,8 @@ class Passes:
     def _sharing(self, flight: Flight, piece: Piece) -> Iterator[list[Waiting]]:
         """Yield the gradients of shared parameters that have waited for a piece, which then goes backward.
 
-        Afterwards, gradients of parameters with earlier users wait in `flight`, so that `.grad` gets their sum.
+        Afterwards, gradients of parameters with earlier users wait in `flight`, so that `.grad` gets their
+        sum.
         """
         waiting, kept = list[Waiting](), list[tuple[int, nn.Parameter, Tensor | None]]()
         for number, places in enumerate(self._shared):

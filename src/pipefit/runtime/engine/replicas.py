@@ -71,7 +71,9 @@ class RankShards:
             for layer in layers
         }
         criterion = chain.criterion.module if isinstance(chain.criterion, RankLoss) else None
-        return RankShards(group=group, divided=divided, shards=shards, constants=constants, criterion=criterion)
+        return RankShards(
+            group=group, divided=divided, shards=shards, constants=constants, criterion=criterion
+        )
 
     @property
     def own(self) -> dict[str, Shard]:
@@ -113,7 +115,9 @@ class RankShards:
 def unstored_buffers(layer: ChainLayer) -> list[tuple[str, Tensor]]:
     """Return the buffers of a layer that are in no state dict, named after the layer and the buffer."""
     known = layer.module.state_dict(keep_vars=True).keys()
-    return [(f"{layer.name}.{name}", buffer) for name, buffer in layer.module.named_buffers() if name not in known]
+    return [
+        (f"{layer.name}.{name}", buffer) for name, buffer in layer.module.named_buffers() if name not in known
+    ]
 
 
 # ---- Sources of stages
@@ -183,7 +187,9 @@ class Sources:
             for number, (result, holders) in enumerate(zip(shared, plan.holders, strict=True)):
                 if stage in holders:
                     users = [user for user in result.users if place.start <= user < place.stop]
-                    own[number] = result.parameter if stage == holders[0] else give_own_copies(modules, result, users)
+                    own[number] = (
+                        result.parameter if stage == holders[0] else give_own_copies(modules, result, users)
+                    )
             self._own[stage, device] = own
         return self._own[stage, device]
 
@@ -213,7 +219,9 @@ def trained_sources(
     def sharded(samples: int, ranks: int, sequences: bool) -> ShardedChain:
         inputs, targets = sample(built, samples)
         chain = captured(samples, 0)
-        return shard_chain(chain, ranks, chain.flatten(inputs), chain.flatten_targets(targets), sequences=sequences)
+        return shard_chain(
+            chain, ranks, chain.flatten(inputs), chain.flatten_targets(targets), sequences=sequences
+        )
 
     def make(wanted: Wanted) -> Source:
         if not wanted.group:
@@ -247,7 +255,8 @@ def check_as_profiled(plan: Plan, wanted: Wanted, divided: ShardedChain) -> None
     ranks = len(wanted.group)
     if plan.profile.at(wanted.samples, ranks, sequences=wanted.sequences).forms != divided.digest:
         raise UsageError(
-            f"{ranks} tensor-parallel ranks would divide {plan.profile.model} otherwise than in its profile, which was "
+            f"{ranks} tensor-parallel ranks would divide {plan.profile.model} otherwise than in its profile, "
+            "which was "
             "made with another release of torch or pipefit: profile and plan it again here"
         )
 

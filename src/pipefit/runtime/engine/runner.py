@@ -31,7 +31,18 @@ from pipefit.runtime.engine.stage import StageRunner
 from pipefit.runtime.hardware import Moment, moment, named, ran_out
 from pipefit.runtime.offload.moving import Mover
 from pipefit.runtime.optim.weight_versions import Weights, required
-from pipefit.schema.actions import COMPUTE, COPIES, OF_ROWS, RECEIVES, SENDS, UPDATES, Action, Kind, Message, message_of
+from pipefit.schema.actions import (
+    COMPUTE,
+    COPIES,
+    OF_ROWS,
+    RECEIVES,
+    SENDS,
+    UPDATES,
+    Action,
+    Kind,
+    Message,
+    message_of,
+)
 from pipefit.schema.grids import Rows
 from pipefit.schema.layer_costs import Value
 from pipefit.schema.plan import Plan
@@ -108,7 +119,9 @@ class Exchange:
             self._part(action, message, boundary),
         )
 
-    def _buffers(self, action: Action, message: Message, boundary: Boundary, device: torch.device) -> list[Tensor]:
+    def _buffers(
+        self, action: Action, message: Message, boundary: Boundary, device: torch.device
+    ) -> list[Tensor]:
         """Allocate receive buffers; gradients that may come in no message are zero."""
         forward, division = action.kind in _FORWARD, self._division(_behind(message))
         surely = forward or division.front == division.behind
@@ -212,7 +225,9 @@ class Record:
         times = self.stopwatch.read([mark for one in self._marked for mark in (one.began, one.ended)])
         for one, began, ended in zip(self._marked, times[::2], times[1::2], strict=True):
             if one.event is not None:
-                self.events[one.event] = replace(self.events[one.event], start_seconds=began, end_seconds=ended)
+                self.events[one.event] = replace(
+                    self.events[one.event], start_seconds=began, end_seconds=ended
+                )
             if one.sample is not None:
                 self.samples[one.sample] = replace(self.samples[one.sample], seconds=began)
         self._marked.clear()
@@ -369,7 +384,9 @@ class DeviceRunner:
 
     def trace(self, budget_bytes: int) -> DeviceTrace:
         """Return the trace of this device so far."""
-        return self.record.trace(self.number, budget_bytes, self.meter.allocator if self.meter is not None else None)
+        return self.record.trace(
+            self.number, budget_bytes, self.meter.allocator if self.meter is not None else None
+        )
 
     def abandon(self) -> None:
         """Drop everything in flight after a failure, so that no buffer stays allocated."""
@@ -430,7 +447,9 @@ class DeviceRunner:
         if action.stage == 0:
             flight.values = on_device(flight.rows(action, self._inputs), stage.storages.inputs, stage.device)
         if stage.last:
-            flight.targets = on_device(flight.rows(action, self._targets), stage.storages.targets, stage.device)
+            flight.targets = on_device(
+                flight.rows(action, self._targets), stage.storages.targets, stage.device
+            )
 
     def _send(self, action: Action) -> None:
         self._exchange.send(action, self._boundary(action))
@@ -455,7 +474,9 @@ class DeviceRunner:
         if action.kind is Kind.RECV_FORWARD:
             flight.values = tensors
         else:
-            flight.gradients = received(tensors, flight.boundaries[self.stages[action.stage].stop], self.plan.profile)
+            flight.gradients = received(
+                tensors, flight.boundaries[self.stages[action.stage].stop], self.plan.profile
+            )
 
     def _sent(self, action: Action) -> None:
         # Tensors that a layer has saved stay, as activations; the others are freed here.
@@ -490,10 +511,14 @@ class DeviceRunner:
             outputs = stage.passes.evaluate(flight)
             del self._flights[_key(action)]
         if self.meter is not None:  # the forward may have replaced buffers
-            self._tag(held_buffers(flight.layers[first - stage.start : end - stage.start]), Category.PARAMETERS)
+            self._tag(
+                held_buffers(flight.layers[first - stage.start : end - stage.start]), Category.PARAMETERS
+            )
         if end == stage.stop and not stage.last:
             self._tag(outputs, Category.BOUNDARY)
-            self._exchange.hand_over(Action(Kind.SEND_FORWARD, action.stage, action.microbatch), list(outputs))
+            self._exchange.hand_over(
+                Action(Kind.SEND_FORWARD, action.stage, action.microbatch), list(outputs)
+            )
 
     def _recompute(self, action: Action) -> None:
         stage, flight = self.stages[action.stage], self._flight(action)
@@ -578,7 +603,9 @@ class DeviceRunner:
 
     def _where(self) -> str:
         named = self.plan.profile.named
-        return "; ".join(f"stage {number}, {named(stage.start, stage.stop)}" for number, stage in self.stages.items())
+        return "; ".join(
+            f"stage {number}, {named(stage.start, stage.stop)}" for number, stage in self.stages.items()
+        )
 
 
 _Handler = Callable[[DeviceRunner, Action], None]

@@ -125,8 +125,12 @@ class Specializations:
             # An evaluation may run in inference mode; and a GPU that trains stays untouched.
             chain = fake_chain(self.task, fake, like, training=training, target=target)
             self._check(chain, size, training=training)
-            result = _run(chain.measured(self.plan.measurement), tuple(map(fake.fake, chain.flatten(like[0]))))
-            stages = {n: self._respecialized(n, chain, fake, like) for n, fixed in self._fixed.items() if fixed}
+            result = _run(
+                chain.measured(self.plan.measurement), tuple(map(fake.fake, chain.flatten(like[0])))
+            )
+            stages = {
+                n: self._respecialized(n, chain, fake, like) for n, fixed in self._fixed.items() if fixed
+            }
         values = tuple(
             tuple(_shaped(value, tensor) for value, tensor in zip(known, tensors, strict=True))
             for known, tensors in zip(boundaries(self.plan.measurement), result, strict=True)
@@ -139,7 +143,8 @@ class Specializations:
             mode = "training" if training else "evaluation"
             raise UsageError(
                 f"{self.task.name} has other layers than the plan when it is traced for {mode} with "
-                f"{counted(size, 'sample')}: use batches that divide into the plan's microbatches, and evaluate with a "
+                f"{counted(size, 'sample')}: use batches that divide into the plan's microbatches, and "
+                "evaluate with a "
                 "module of your own"
             )
 
@@ -151,15 +156,21 @@ class Specializations:
             inputs, targets = chain.flatten(like[0]), chain.flatten_targets(like[1])
             given = tuple(map(fake.fake, inputs)), tuple(map(fake.fake, targets))
             known = shards.divided
-            chain = shard_chain(chain, known.ranks, *given, sequences=known.sequences, like=known).rank(shards.group)
+            chain = shard_chain(chain, known.ranks, *given, sequences=known.sequences, like=known).rank(
+                shards.group
+            )
         pairs = zip(chain.layers[place.start : place.stop], usual.layers, strict=True)
         layers = tuple(replace(new, module=_rebind(new, old, usual.layers)) for new, old in pairs)
-        return usual._replace(layers=layers, loss=usual.loss if shards is None else self._loss(stage, chain, shards))
+        return usual._replace(
+            layers=layers, loss=usual.loss if shards is None else self._loss(stage, chain, shards)
+        )
 
     def _loss(self, stage: int, chain: Chain, shards: RankShards) -> Loss:
         """Return the loss of a rank's new chain, with the constants of the old one's."""
         if isinstance(chain.criterion, RankLoss) and shards.criterion is not None:
-            new, old = (ChainLayer("the loss", module) for module in (chain.criterion.module, shards.criterion))
+            new, old = (
+                ChainLayer("the loss", module) for module in (chain.criterion.module, shards.criterion)
+            )
             _rebind(new, old, (old,))
         return replace(chain.measured(self.plan.measured(stage)), layers=()).loss
 
@@ -209,7 +220,8 @@ def _rebind(new: ChainLayer, old: ChainLayer, stage: Sequence[ChainLayer]) -> nn
             del place[attribute]
         else:
             raise UsageError(
-                f"{new.name} needs {name} in this mode, which its stage does not have in training: evaluate with a "
+                f"{new.name} needs {name} in this mode, which its stage does not have in training: evaluate "
+                "with a "
                 "module of your own"
             )
     return new.module

@@ -81,7 +81,9 @@ class StageRunner:
         self.losses = torch.zeros(microbatches, dtype=dtype, device=device) if self.last else None
         divided = share is not None and share.divides_parameters
         self.copies = WeightCopies(self.layers, storages.costs, self.start, divided=divided)
-        self.weights = None if rooms is None else Weights(self.layers, self.copies, rooms=rooms, device=device)
+        self.weights = (
+            None if rooms is None else Weights(self.layers, self.copies, rooms=rooms, device=device)
+        )
         self.gathered = GatheredParameters(share, own, self.copies, storages)
         if states is not None:
             states.put_away(self.updates)
@@ -103,7 +105,9 @@ class StageRunner:
 
     @property
     def held(self) -> list[Tensor]:
-        """Buffers, which a forward may replace, constants, which are plain attributes, and copies of weights."""
+        """Buffers, which a forward may replace, constants, which are plain attributes, and copies of
+        weights.
+        """
         others = [t for layer in self.layers for t in (*layer.module.buffers(), *constants(layer.module))]
         return [*others, *self.copies.tensors]
 
@@ -194,7 +198,9 @@ class StageRunner:
 
     def _moving(self, action: Action) -> StateMover:
         if self.states is None:
-            raise UsageError(f"{action} moves state, which the plan of this run does not: lower the plan again")
+            raise UsageError(
+                f"{action} moves state, which the plan of this run does not: lower the plan again"
+            )
         return self.states
 
     @contextmanager

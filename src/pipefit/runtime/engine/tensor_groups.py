@@ -35,7 +35,8 @@ def lost(what: str, error: BaseException, device: int) -> WorkerFailed | OutOfMe
     said = all_lines(error)
     if ran_out(error):
         return OutOfMemory(
-            f"device {device} has no memory left for messages between workers ({said}): plan with more --reserve"
+            f"device {device} has no memory left for messages between workers ({said}): plan with more "
+            "--reserve"
         )
     if limit := met(error):
         return LimitMet(f"{what} ({said}); {limit}")
@@ -66,7 +67,8 @@ class Together:
         self.devices = frozenset(member for group in self._meetings for member in group)
         if self.devices and plan.cluster.backend == "cuda":
             raise UsageError(
-                f"devices {', '.join(map(str, sorted(self.devices)))} hold tensor shards, which one process cannot "
+                f"devices {', '.join(map(str, sorted(self.devices)))} hold tensor shards, which one process "
+                "cannot "
                 "train on GPUs: start a worker for each device, as pipefit train and torchrun do"
             )
 

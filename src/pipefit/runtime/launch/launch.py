@@ -141,18 +141,22 @@ def died(code: int | None, *, starting: bool, building: bool = False, on_gpu: bo
     libraries start their threads.
     """
     if on_gpu and code == -signal.SIGABRT:
-        return Aborted("aborted (signal 6), as NCCL does where another worker is gone or hangs; its output says why")
+        return Aborted(
+            "aborted (signal 6), as NCCL does where another worker is gone or hangs; its output says why"
+        )
     if code is None:
         return ProcessDied("it closed its pipe without a report, and did not end")
     if code == -signal.SIGKILL:
         return ProcessDied(
-            "killed by signal 9 (SIGKILL), as the system does when memory runs out: dmesg tells so, and the limit of a "
+            "killed by signal 9 (SIGKILL), as the system does when memory runs out: dmesg tells so, and the "
+            "limit of a "
             "control group is in its memory.max"
         )
     if code == -signal.SIGABRT and building:
         limits = ", ".join(filter(None, (processes(), files(), addresses())))
         return ProcessDied(
-            "aborted (signal 6), as libraries do that can start no thread or open no file; its output says why"
+            "aborted (signal 6), as libraries do that can start no thread or open no file; its output says "
+            "why"
             f"{limits and f': {limits}'}"
         )
     if code < 0:
@@ -292,12 +296,14 @@ def check_startable() -> None:
     """
     if not hasattr(os, "memfd_create"):
         raise UsageError(
-            "worker processes need Linux: here, train in one process with pipefit.Trainer, or under torchrun with a "
+            "worker processes need Linux: here, train in one process with pipefit.Trainer, or under torchrun "
+            "with a "
             "script of your own around it"
         )
     if current_process().daemon:
         raise UsageError(
-            "a daemonic process, as those of multiprocessing.Pool are, may not start workers: call train in one with "
+            "a daemonic process, as those of multiprocessing.Pool are, may not start workers: call train in "
+            "one with "
             "daemon=False, such as those of concurrent.futures.ProcessPoolExecutor"
         )
 
@@ -357,7 +363,9 @@ class _Worker:
 
 @dataclass
 class _Supervisor:
-    """The parent's side: starts the workers, collects their reports, and finds the root cause of a failure."""
+    """The parent's side: starts the workers, collects their reports, and finds the root cause of a
+    failure.
+    """
 
     plan: Plan
     orders: Orders
@@ -456,7 +464,8 @@ class _Supervisor:
         seconds = [worker.result[1] for worker in self.workers if worker.result]
         arenas = arenas_of(self.plan, whole_run(self.plan))
         devices = tuple(
-            results.get(n) or lending_trace(self.plan, n, arenas) for n in range(len(self.plan.cluster.devices))
+            results.get(n) or lending_trace(self.plan, n, arenas)
+            for n in range(len(self.plan.cluster.devices))
         )
         return Trace(
             source="measured",
@@ -559,7 +568,9 @@ class _Supervisor:
         """Return the actions of a worker in its present step, or those that drain the pipeline after it."""
         heartbeat, training = self.workers[rank].heartbeat, self.plan.training
         empties = training.endless and heartbeat.empties
-        entered = Entered(heartbeat.step * training.microbatches, heartbeat.step) if training.endless else Entered()
+        entered = (
+            Entered(heartbeat.step * training.microbatches, heartbeat.step) if training.endless else Entered()
+        )
         program = self._programs.training(0 if empties else training.microbatches, entered, update=True)
         return program.actions[self.plan.workers[rank]]
 
@@ -587,7 +598,9 @@ class _Supervisor:
         return self.timeout_seconds, "timeout_seconds"
 
     def _sightings(self, heard: Sequence[object], now: float) -> Iterator[Sighting]:
-        """Yield the states of workers that have not finished; a worker with an unread report is not silent."""
+        """Yield the states of workers that have not finished; a worker with an unread report is not
+        silent.
+        """
         for rank, worker in enumerate(self.workers):
             worker.look(now)
             if worker.result is None:
@@ -609,15 +622,22 @@ class _Supervisor:
 
     def _look_at_link(self, seen: Sighting) -> None:
         """Warn, once per set of devices, if a worker waits long in a transfer that all have begun."""
-        if not seen.waits or seen.silent_seconds < seen.limit_seconds / 2 or not (others := self._link(seen.rank)):
+        if (
+            not seen.waits
+            or seen.silent_seconds < seen.limit_seconds / 2
+            or not (others := self._link(seen.rank))
+        ):
             return
         ends = frozenset((self.plan.workers[seen.rank], *others))
         if ends not in self.slow:
             self.slow.add(ends)
             warnings.warn(
-                f"{self._name(seen.rank)} has waited {seen.silent_seconds:.0f} s {self._place(seen.rank)} for device "
-                f"{' or '.join(map(str, others))}, which has begun that too: the link between them is slow. Training "
-                f"goes on, unless no worker gets on for {seen.limit_seconds:g} s ({self._limit(seen.rank)[1]})",
+                f"{self._name(seen.rank)} has waited {seen.silent_seconds:.0f} s {self._place(seen.rank)} "
+                "for device "
+                f"{' or '.join(map(str, others))}, which has begun that too: the link between them is slow. "
+                "Training "
+                f"goes on, unless no worker gets on for {seen.limit_seconds:g} s "
+                f"({self._limit(seen.rank)[1]})",
                 PipefitWarning,
                 stacklevel=2,
             )
@@ -636,6 +656,8 @@ class _Supervisor:
     def _hang(self, rank: int) -> WorkerFailed:
         seconds, name = self._limit(rank)
         return WorkerFailed(
-            f"{self._name(rank)}{self._together(rank)} hangs {self._place(rank)}: no sign of life for {seconds:g} s; "
-            f"all workers were stopped; if it only needs more time, raise {name} (on the command line --timeout)"
+            f"{self._name(rank)}{self._together(rank)} hangs {self._place(rank)}: no sign of life for "
+            f"{seconds:g} s; "
+            f"all workers were stopped; if it only needs more time, raise {name} (on the command line "
+            "--timeout)"
         )

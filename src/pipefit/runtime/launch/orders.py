@@ -76,7 +76,9 @@ def orders(
     if on_nan not in get_args(OnNan):
         raise UsageError(f"on_nan is warn or stop, not {shortened(repr(on_nan))}")
     if resume is not None and weights is not None:
-        raise UsageError("a checkpoint has weights of its own: give either a checkpoint or weights to start from")
+        raise UsageError(
+            "a checkpoint has weights of its own: give either a checkpoint or weights to start from"
+        )
     if weights is not None:
         load_weights(weights, ())  # reads no tensor, but reports a missing file before a worker starts
     checkpoint = None if resume is None else _resumed(resume, plan, steps, seed)
@@ -104,7 +106,8 @@ def _resumed(candidates: Candidates, plan: Plan, steps: int, seed: int | None) -
     manifest, named = checkpoint.manifest, printable(str(checkpoint.folder))
     if manifest.step >= steps:
         raise UsageError(
-            f"{named} has {counted(manifest.step, 'step')}, and {steps} are wanted in all: give more (--steps)"
+            f"{named} has {counted(manifest.step, 'step')}, and {steps} are wanted in all: give more "
+            "(--steps)"
         )
     if seed is not None and seed != manifest.seed:
         raise UsageError(

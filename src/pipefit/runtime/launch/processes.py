@@ -78,7 +78,10 @@ def _removed_at_the_end_of(process: int) -> str:
 def _remove_when_we_end(folder: str) -> None:
     """Start the process that waits and removes. Programs that this process starts do not inherit the pipe."""
     waits, _ = os.pipe()  # the other end stays open until this process has ended
-    streams = [(os.POSIX_SPAWN_DUP2, waits, 0), *((os.POSIX_SPAWN_OPEN, n, os.devnull, os.O_WRONLY, 0) for n in (1, 2))]
+    streams = [
+        (os.POSIX_SPAWN_DUP2, waits, 0),
+        *((os.POSIX_SPAWN_OPEN, n, os.devnull, os.O_WRONLY, 0) for n in (1, 2)),
+    ]
     python = os.fsdecode(get_executable())
     command = [python, "-I", "-S", "-c", _WAITS_AND_REMOVES, folder]
     try:
@@ -105,10 +108,13 @@ def obstacle(error: OSError) -> str:
         return "the working directory has been removed; change to one that exists (os.chdir)"
     if error.errno in (errno.EROFS, errno.EACCES, errno.ENOENT, errno.ENOSPC):
         return (
-            f"{error.strerror}; processes share semaphores in /dev/shm and sockets in the folder of temporary files: "
+            f"{error.strerror}; processes share semaphores in /dev/shm and sockets in the folder of "
+            "temporary files: "
             'both must be there, writable and with room (df /dev/shm "$TMPDIR")'
         )
-    limit = met(error) or "ulimit -a shows those of open files and processes; free, memory; df, free disk space"
+    limit = (
+        met(error) or "ulimit -a shows those of open files and processes; free, memory; df, free disk space"
+    )
     return f"{error.strerror or error}; plan for fewer devices, or raise the limit: {limit}"
 
 

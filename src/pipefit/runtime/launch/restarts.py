@@ -3,8 +3,8 @@
 A restart costs the start of the workers, a few seconds, and the steps since the last checkpoint, which are
 trained again with the same losses. Only the failure of a worker leads to a restart: errors that would occur
 again, such as an out-of-memory error of a device, a limit of the system that workers meet as they start, or a
-wrong argument, end the training. This is torchrun's `--max-restarts`, with the addition of checkpoints and new
-plans.
+wrong argument, end the training. This is torchrun's `--max-restarts`, with the addition of checkpoints and
+new plans.
 """
 
 from __future__ import annotations
@@ -36,7 +36,14 @@ from pipefit.errors import (
 )
 from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.checkpoint.saving import Saving
-from pipefit.runtime.launch.launch import ACTION_SECONDS, START_SECONDS, OnSaved, OnStep, check_startable, launch
+from pipefit.runtime.launch.launch import (
+    ACTION_SECONDS,
+    START_SECONDS,
+    OnSaved,
+    OnStep,
+    check_startable,
+    launch,
+)
 from pipefit.runtime.launch.orders import OnNan, Orders, Path, orders
 from pipefit.runtime.launch.worker import not_finite
 from pipefit.schema.plan import Plan
@@ -136,7 +143,12 @@ def train(
     check_startable()
     with _held(begun) as hold:
         run = partial(
-            launch, pickled, timeout_seconds=timeout_seconds, start_seconds=start_seconds, on_saved=on_saved, hold=hold
+            launch,
+            pickled,
+            timeout_seconds=timeout_seconds,
+            start_seconds=start_seconds,
+            on_saved=on_saved,
+            hold=hold,
         )
         starts = _Starts(begun, ordered, source)
         told = _Told(starts.first().first, on_step, on_nan)
@@ -161,7 +173,9 @@ def _restarted(
             if isinstance(error, NotSaved):
                 error.losses = told.losses
             failure, again = f"{error}; {saving.reached(told.steps_done)}", start
-            in_vain = isinstance(error, LimitMet) and told.steps_done == start.first  # the next start meets it too
+            in_vain = (
+                isinstance(error, LimitMet) and told.steps_done == start.first
+            )  # the next start meets it too
             may_restart = isinstance(error, WorkerFailed) and restart < restarts and not in_vain
             if may_restart:
                 again = starts.newest()
@@ -171,7 +185,9 @@ def _restarted(
             start = again
         restart += 1
         plan = plan if replan is None else _planned_again(replan, plan, failure)
-        told.go_on(start.first, f"{failure}; restart {restart} of {restarts} goes on after step {start.first}", plan)
+        told.go_on(
+            start.first, f"{failure}; restart {restart} of {restarts} goes on after step {start.first}", plan
+        )
 
 
 @contextmanager
@@ -273,7 +289,10 @@ def _connected(run: Callable[[], Trace], told: _Told) -> Trace:
         except PeerLost as error:
             if told.steps_done > before:
                 raise
-            _warn(f"{error}; none of them has failed by itself, so they connect anew: start {start} of {_STARTS}")
+            _warn(
+                f"{error}; none of them has failed by itself, so they connect anew: start {start} of "
+                f"{_STARTS}"
+            )
     return run()
 
 
@@ -336,7 +355,8 @@ def pickled_task(task: Callable[[], Task]) -> bytes:
         return pickle.dumps(task)
     except Exception as error:
         raise UsageError(
-            f"the task cannot be sent to the workers ({error}): pass a function of a module, or a functools.partial "
+            f"the task cannot be sent to the workers ({error}): pass a function of a module, or a "
+            "functools.partial "
             "of one"
         ) from error
 
@@ -357,6 +377,7 @@ def _check_script(task: Callable[[], Task]) -> None:
         return
     if file is None or (script.__spec__ is None and not os.path.isfile(file)):
         raise UsageError(
-            f"workers cannot read what is in no file ({file or 'a notebook, a prompt or python -c'}): write the task "
+            f"workers cannot read what is in no file ({file or 'a notebook, a prompt or python -c'}): write "
+            "the task "
             'into a file, and call train in a script under `if __name__ == "__main__":`, or import the task'
         )

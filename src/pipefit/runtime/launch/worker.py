@@ -177,7 +177,8 @@ def _end_fork(device: int, pipe: Connection) -> None:
 
 
 _FORKED = (
-    "and the fork goes on training as if it were the worker: let it end where it was made (os._exit), or fork in the "
+    "and the fork goes on training as if it were the worker: let it end where it was made (os._exit), or "
+    "fork in the "
     "function that makes batches"
 )
 
@@ -190,7 +191,9 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _train(assignment: Assignment, pipe: Connection, heartbeat: Heartbeat) -> tuple[DeviceTrace, tuple[float, ...]]:
+def _train(
+    assignment: Assignment, pipe: Connection, heartbeat: Heartbeat
+) -> tuple[DeviceTrace, tuple[float, ...]]:
     """Train this worker's part; return its device's trace and the seconds of every step."""
     orders, workers = assignment.orders, assignment.plan.workers
     torch.set_num_threads(assignment.plan.profile.assumptions.threads)
@@ -241,9 +244,12 @@ def _load(trainer: Trainer, folder: str, orders: Orders) -> None:
         FileError: it has changed since the orders were made.
     """
     steps = trainer.load(folder)
-    if steps != orders.first or (orders.owner is not None and trainer.owner.training != orders.owner.training):
+    if steps != orders.first or (
+        orders.owner is not None and trainer.owner.training != orders.owner.training
+    ):
         raise FileError(
-            f"{printable(folder)} has been replaced: it holds step {steps} of training {trainer.owner}, and step "
+            f"{printable(folder)} has been replaced: it holds step {steps} of training {trainer.owner}, and "
+            "step "
             f"{orders.first} of {orders.owner} was there"
         )
 
@@ -305,7 +311,9 @@ class _Told:
         except FileError as failure:
             self.failed_save(SaveFailed(str(failure), trainer.steps_done))
         else:
-            if trainer.saved is not None and trainer.saved.step == trainer.steps_done:  # all workers have begun it
+            if (
+                trainer.saved is not None and trainer.saved.step == trainer.steps_done
+            ):  # all workers have begun it
                 self._pipe.send(("saved", trainer.saved))
 
     def failed_save(self, failure: SaveFailed) -> None:
@@ -319,7 +327,8 @@ class _Told:
 def not_finite(step: int, loss: float) -> str:
     """Return the message about an infinite or nan loss."""
     return (
-        f"the loss of step {step} is {loss}: lower the learning rate, clip gradients (clip_norm), or look at the data; "
+        f"the loss of step {step} is {loss}: lower the learning rate, clip gradients (clip_norm), or look at "
+        "the data; "
         "checkpoints of later steps hold what came of it"
     )
 
@@ -329,12 +338,15 @@ def _task(pickled: bytes) -> Task:
         factory = pickle.loads(pickled)  # noqa: S301 - pickled by the parent
     except Exception as error:
         raise UsageError(
-            f"a worker cannot load the task ({in_one_line(error)}): its function must be in a module that can be "
+            f"a worker cannot load the task ({in_one_line(error)}): its function must be in a module that "
+            "can be "
             "imported"
         ) from error
     task = factory()
     if not isinstance(task, Task):
-        raise UsageError(f"the task's function returned a {type(task).__name__}: it must return a pipefit.Task")
+        raise UsageError(
+            f"the task's function returned a {type(task).__name__}: it must return a pipefit.Task"
+        )
     return task
 
 
@@ -353,7 +365,9 @@ class _Rendezvous:
         backend = Hardware(plan, assignment.orders.share_device).backend
         self.wait("here")
         try:
-            dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.world, timeout=_FOREVER)
+            dist.init_process_group(
+                backend, store=self.store, rank=self.rank, world_size=self.world, timeout=_FOREVER
+            )
         except RuntimeError as error:
             raise lost("the workers did not find each other", error, plan.workers[self.rank]) from error
         check_members(None, "all")
@@ -367,7 +381,9 @@ class _Rendezvous:
             raise PeerLost(f"another worker did not start ({in_one_line(error)})") from error
 
 
-def _report(error: BaseException, assignment: Assignment, heartbeat: Heartbeat) -> tuple[type[PipefitError], str]:
+def _report(
+    error: BaseException, assignment: Assignment, heartbeat: Heartbeat
+) -> tuple[type[PipefitError], str]:
     """Return a failure as a type and a text that the parent can always unpickle.
 
     The type is one of pipefit's exception types. An out-of-memory error in the model's code is reported as
@@ -381,7 +397,9 @@ def _report(error: BaseException, assignment: Assignment, heartbeat: Heartbeat) 
         )
         return OutOfMemory, f"device {device} ran out of memory {where}: {all_lines(behind)}"
     if isinstance(error, PipefitError):
-        return next(kind for kind in type(error).__mro__ if kind.__module__ == PipefitError.__module__), str(error)
+        return next(kind for kind in type(error).__mro__ if kind.__module__ == PipefitError.__module__), str(
+            error
+        )
     if limit := met(error):
         return LimitMet, f"{in_one_line(error)}; {limit}"
     return WorkerFailed, in_one_line(error)

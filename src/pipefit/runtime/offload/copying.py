@@ -36,7 +36,9 @@ class Slot:
     owner: object = None
 
     def carry(self, parts: Sequence[Part], *, outward: bool) -> None:
-        """Copy parts of this slot, which lie in it one after the other, from their storages or back to them."""
+        """Copy parts of this slot, which lie in it one after the other, from their storages or back to
+        them.
+        """
         for storage, offset, _, within, nbytes, _ in parts:
             here, there = storage.data_ptr() + offset, self.address + within
             ctypes.memmove(*((there, here) if outward else (here, there)), nbytes)

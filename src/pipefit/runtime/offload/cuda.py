@@ -75,7 +75,9 @@ class CudaDriver:
         try:
             self._library = library or ctypes.CDLL("libcuda.so.1")
         except OSError as error:
-            raise UsageError(f"this machine has no CUDA driver ({error}): plan for emulated devices") from error
+            raise UsageError(
+                f"this machine has no CUDA driver ({error}): plan for emulated devices"
+            ) from error
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         self._call("cuMemcpyAsync", c_uint64(target), c_uint64(source), c_size_t(nbytes), c_void_p(stream))
@@ -194,7 +196,9 @@ class OnStreams:
                 by_lender.setdefault(part.lender, []).append(part)
         with self._here():
             ready = self._computing().record_event()
-            done = {lender: self._queue(own, lender, ready, outward=outward) for lender, own in by_lender.items()}
+            done = {
+                lender: self._queue(own, lender, ready, outward=outward) for lender, own in by_lender.items()
+            }
         if done:
             self._last[outward] = done
         files = self._threads[outward].submit(self._through, ready, on_disks, outward) if on_disks else None

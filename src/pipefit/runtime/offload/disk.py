@@ -29,7 +29,9 @@ Row = tuple[int, int]  # a row of bytes: address and size
 
 
 def folder_of(named: str | None) -> str:
-    """Return the folder for a disk's files: the one that the cluster names, or the system's temporary folder."""
+    """Return the folder for a disk's files: the one that the cluster names, or the system's temporary
+    folder.
+    """
     return named or tempfile.gettempdir()
 
 
@@ -43,14 +45,17 @@ def check_folder(folder: str, nbytes: int) -> None:
     reason = obstacle(folder)
     if reason:
         raise UsageError(
-            f"moved tensors cannot go to {folder!r}: it is no folder in which a file can be made ({reason}); name "
+            f"moved tensors cannot go to {folder!r}: it is no folder in which a file can be made ({reason}); "
+            "name "
             "another as the disk_folder of the host, or set TMPDIR"
         )
     disk = os.statvfs(folder)
     if nbytes > (free := disk.f_bavail * disk.f_frsize):
         raise OutOfMemory(
-            f"the moved tensors need {format_bytes(nbytes)} in {folder!r}, whose disk has {format_bytes(free)} free, "
-            f"{format_bytes(nbytes - free)} less: move fewer, or name another folder as the disk_folder of the host"
+            f"the moved tensors need {format_bytes(nbytes)} in {folder!r}, whose disk has "
+            f"{format_bytes(free)} free, "
+            f"{format_bytes(nbytes - free)} less: move fewer, or name another folder as the disk_folder of "
+            "the host"
         )
 
 
@@ -65,7 +70,8 @@ def nameless_file(arena: Arena, folder: str) -> IO[bytes]:
         os.posix_fallocate(file.fileno(), 0, arena.nbytes)
     except OSError as error:
         raise OutOfMemory(
-            f"{arena.lender} cannot keep {format_bytes(arena.nbytes)} of device {arena.borrower} in {folder!r} "
+            f"{arena.lender} cannot keep {format_bytes(arena.nbytes)} of device {arena.borrower} in "
+            f"{folder!r} "
             f"({error.strerror}): move fewer tensors there"
         ) from error
     return file
@@ -153,7 +159,8 @@ class DiskSlot(Slot):
             carry(self.owner.fileno(), self.address + parts[0].within, rows)
         except OSError as error:
             raise WorkerFailed(
-                f"a moved tensor cannot be {'written to' if outward else 'read from'} the disk ({error.strerror}): "
+                f"a moved tensor cannot be {'written to' if outward else 'read from'} the disk "
+                f"({error.strerror}): "
                 "move tensors to the host instead, or name another folder as its disk_folder"
             ) from error
 
@@ -171,7 +178,9 @@ class Disks:
         buffers: makes the buffers for one direction of a device, given the device and the bytes of each.
     """
 
-    def __init__(self, cluster: Cluster, arenas: Sequence[Arena], buffers: Callable[[int, int], Buffers]) -> None:
+    def __init__(
+        self, cluster: Cluster, arenas: Sequence[Arena], buffers: Callable[[int, int], Buffers]
+    ) -> None:
         self._cluster, self._arenas, self._make = cluster, arenas, buffers
         self._buffers: dict[int, tuple[Buffers, Buffers]] = {}
 

@@ -24,7 +24,15 @@ from torch import Tensor
 from torch import distributed as dist
 
 from pipefit.errors import OutOfMemory, UsageError, first_line
-from pipefit.memory.arenas import Arena, arenas_of, arenas_of_copies, check_room, lent_bytes, pinned_sizes, room_needed
+from pipefit.memory.arenas import (
+    Arena,
+    arenas_of,
+    arenas_of_copies,
+    check_room,
+    lent_bytes,
+    pinned_sizes,
+    room_needed,
+)
 from pipefit.runtime.hardware import Hardware, free_bytes
 from pipefit.runtime.offload.copying import AtOnce, Beside, Copier, NoCopier, Slot, in_a_row
 from pipefit.runtime.offload.cuda import CudaDriver, Driver, OnStreams, Queue, StreamCopies
@@ -89,14 +97,17 @@ def _nameless(arena: Arena) -> int:
         OutOfMemory: the machine lacks the memory.
     """
     if not hasattr(os, "memfd_create"):
-        raise UsageError("devices lend memory to other workers on Linux only: move tensors to the host instead")
+        raise UsageError(
+            "devices lend memory to other workers on Linux only: move tensors to the host instead"
+        )
     file = os.memfd_create("pipefit-arena")
     try:
         os.posix_fallocate(file, 0, arena.nbytes)
     except OSError as error:
         os.close(file)
         raise OutOfMemory(
-            f"{arena.lender} cannot lend {format_bytes(arena.nbytes)} to device {arena.borrower} ({error.strerror}): "
+            f"{arena.lender} cannot lend {format_bytes(arena.nbytes)} to device {arena.borrower} "
+            f"({error.strerror}): "
             "move fewer tensors there"
         ) from error
     return file
@@ -128,7 +139,8 @@ def _mapped(arena: Arena, machine: str, path: str) -> mmap.mmap:
 
 def _unreached(arena: Arena, why: str) -> UsageError:
     return UsageError(
-        f"device {arena.borrower} cannot use what {arena.lender} lends ({why}): their workers have to run on one "
+        f"device {arena.borrower} cannot use what {arena.lender} lends ({why}): their workers have to run on "
+        "one "
         "machine, as one user"
     )
 
@@ -245,7 +257,8 @@ def _shared(arena: Arena) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise UsageError(
-            f"device {arena.borrower} cannot use what {arena.lender} lends ({error}): the two GPUs have to reach each "
+            f"device {arena.borrower} cannot use what {arena.lender} lends ({error}): the two GPUs have to "
+            "reach each "
             "other, their processes to share one IPC namespace, and PYTORCH_CUDA_ALLOC_CONF not to ask for "
             "expandable_segments; otherwise move tensors to the host"
         ) from error
@@ -268,7 +281,9 @@ class Borrowed:
         if not nbytes:
             return Slot(0)
         free = self._free.get((lender, nbytes))
-        assert free, f"the arena of {lender} has no slot of {nbytes} bytes left: arenas are counted by the program"
+        assert free, (
+            f"the arena of {lender} has no slot of {nbytes} bytes left: arenas are counted by the program"
+        )
         return free.pop()
 
     def keep(self, lender: Member, nbytes: int) -> Slot:
@@ -332,7 +347,9 @@ class Lending:
         plan = hardware.plan
         arenas = _checked_here(plan, program)
         if plan.cluster.backend == "cuda":
-            lending = _on_gpus(plan, arenas, lambda number: here if number == device else hardware.gpu(number))
+            lending = _on_gpus(
+                plan, arenas, lambda number: here if number == device else hardware.gpu(number)
+            )
         else:
             lending = Lending(arenas, lambda device: Beside(), HostMemory(plan.cluster, arenas))
         return replace(lending, mapped=_exchanged(lending.memory, device, _lending_shared(plan, arenas)))
@@ -348,7 +365,9 @@ class Lending:
 
     def borrowed_by(self, device: int) -> Borrowed:
         """Return the slots that a device may use."""
-        return Borrowed((a.lender, slot) for a in self.arenas if a.borrower == device for slot in self._slots(a))
+        return Borrowed(
+            (a.lender, slot) for a in self.arenas if a.borrower == device for slot in self._slots(a)
+        )
 
     def settle(self) -> None:
         """Wait until no GPU copies to or from another process's memory any more. All workers must call it.
@@ -366,7 +385,9 @@ class Lending:
 
 
 def _on_gpus(plan: Plan, arenas: tuple[Arena, ...], device: Callable[[int], torch.device]) -> Lending:
-    """Return the arenas of GPUs, which `device` finds by their numbers; without arenas, CUDA is not touched."""
+    """Return the arenas of GPUs, which `device` finds by their numbers; without arenas, CUDA is not
+    touched.
+    """
     if not arenas:
         return Lending()
     return Lending(arenas, OnStreams.of, CudaMemory(plan.cluster, arenas, device, CudaDriver()))
@@ -428,7 +449,8 @@ def _checked(plan: Plan, program: Program) -> tuple[Arena, ...]:
         host = cluster.devices[number or 0].host if kind is MemberKind.DEVICE else number
         if host != cluster.devices[arena.borrower].host:
             raise UsageError(
-                f"device {arena.borrower} moves tensors to {arena.lender}, which is on another host: only simulated "
+                f"device {arena.borrower} moves tensors to {arena.lender}, which is on another host: only "
+                "simulated "
                 "yet; use members of the same host"
             )
         cluster.tier(arena.borrower, arena.lender)  # raises an error if no link reaches the lender
@@ -447,7 +469,8 @@ def _checked_here(plan: Plan, program: Program) -> tuple[Arena, ...]:
             on_disk[folder_of(plan.cluster.hosts[member.number or 0].disk_folder)] += shares.total()
     if needed and needed > (free := free_bytes()):
         raise OutOfMemory(
-            f"the moved tensors need {format_bytes(needed)} of this machine's memory, which has {format_bytes(free)} "
+            f"the moved tensors need {format_bytes(needed)} of this machine's memory, which has "
+            f"{format_bytes(free)} "
             "to spare: move fewer"
         )
     for folder, nbytes in on_disk.items():

@@ -35,7 +35,8 @@ from pipefit.texts import counted, dtype_name
 
 # ---- Block tables
 #
-#     0OFFLOAD3#1@device1*2+host*1: 2 tensors of 3072 B, away; device1 2048 B: 0[0:2048]; host0 1024 B: 1[0:1024]
+#     0OFFLOAD3#1@device1*2+host*1: 2 tensors of 3072 B, away; device1 2048 B: 0[0:2048]; host0 1024 B:
+# 1[0:1024]
 #
 # A table is written before a bundle leaves, read when the bundle returns, and replaced whenever its state
 # changes. The tensors of a bundle lie in its blocks one after the other, as one row of bytes: k tensors in m
@@ -90,7 +91,9 @@ class BlockTable:
         return tuple(pieces(self.tensors, [nbytes for _, nbytes in self.blocks]))
 
     def __str__(self) -> str:
-        blocks = (f"{member} {nbytes} B:{self._held(number)}" for number, (member, nbytes) in enumerate(self.blocks))
+        blocks = (
+            f"{member} {nbytes} B:{self._held(number)}" for number, (member, nbytes) in enumerate(self.blocks)
+        )
         tensors = f"{counted(len(self.tensors), 'tensor')} of {sum(self.tensors)} B"
         return f"{self.action}: {tensors}, {self.state}; {'; '.join(blocks)}"
 
@@ -244,7 +247,9 @@ class Mover:
 
     # ---------------------------------------------------------------- the four actions
 
-    def carry_out(self, action: Action, luggage: Luggage, *, readers: Iterable[Tensor], smaller: bool) -> None:
+    def carry_out(
+        self, action: Action, luggage: Luggage, *, readers: Iterable[Tensor], smaller: bool
+    ) -> None:
         """Execute an OFFLOAD, a RELOAD or the WAIT of one. The tensors of `readers` are still read or sent.
 
         A microbatch that is `smaller` than the plan's may have smaller storages.
@@ -311,7 +316,9 @@ class Mover:
         self.copier.abandon()
         self.borrowed.free_all()
 
-    def check_present(self, action: Action, luggage: Luggage, layers: range, inputs: Sequence[Tensor] = ()) -> None:
+    def check_present(
+        self, action: Action, luggage: Luggage, layers: range, inputs: Sequence[Tensor] = ()
+    ) -> None:
         """Check that tensors for a backward of `layers`, or for an action with `inputs`, are present.
 
         Raises:
@@ -319,12 +326,16 @@ class Mover:
         """
         for move in luggage.moves.values():
             moved = {storage._cdata for storage, _ in self._present(action, move)}
-            savers = {saver for subject in self._moved(move.action) for saver in self._savers(action, subject)}
+            savers = {
+                saver for subject in self._moved(move.action) for saver in self._savers(action, subject)
+            }
             gone = move.state is not Whereabouts.LEAVING
             read = gone and any(tensor.untyped_storage()._cdata in moved for tensor in inputs)
             if read or savers.intersection(layers):
                 back = move.action._replace(kind=Kind.RELOAD)
-                raise UsageError(f"{action} needs a tensor that is {move.state}: {back.join} must come before it")
+                raise UsageError(
+                    f"{action} needs a tensor that is {move.state}: {back.join} must come before it"
+                )
         self.check_weights(action, luggage, layers)
 
     def check_weights(self, action: Action, luggage: Luggage, layers: range) -> None:
@@ -335,7 +346,8 @@ class Mover:
         """
         if gone := luggage.away.intersection(layers):
             raise UsageError(
-                f"{action} needs weights of layer {min(gone)} that have been moved: RELOAD them and join the reload "
+                f"{action} needs weights of layer {min(gone)} that have been moved: RELOAD them and join the "
+                "reload "
                 "before it"
             )
 
@@ -352,7 +364,9 @@ class Mover:
     def _savers(self, action: Action, subject: Subject) -> tuple[int, ...]:
         return (subject.layer,) if subject.what == "versions" else self.stages[action.stage].savers(subject)
 
-    def _storages(self, action: Action, luggage: Luggage, *, smaller: bool) -> list[tuple[torch.UntypedStorage, int]]:
+    def _storages(
+        self, action: Action, luggage: Luggage, *, smaller: bool
+    ) -> list[tuple[torch.UntypedStorage, int]]:
         """Return the storages that an OFFLOAD moves, with their bytes.
 
         Raises:
@@ -371,7 +385,8 @@ class Mover:
                 raise UsageError(f"{action} moves the storage of saved tensor {subject} a second time")
             if not storage.resizable():
                 raise UsageError(
-                    f"{action} cannot move saved tensor {subject}: its memory belongs to something else than torch, "
+                    f"{action} cannot move saved tensor {subject}: its memory belongs to something else than "
+                    "torch, "
                     "such as an array of numpy; leave it where it is"
                 )
             self._check_planned(action, subject, luggage.found[subject], storage.nbytes(), smaller=smaller)
@@ -379,7 +394,9 @@ class Mover:
             storages.append((storage, storage.nbytes()))
         return storages
 
-    def _check_planned(self, action: Action, subject: Subject, found: Found, nbytes: int, *, smaller: bool) -> None:
+    def _check_planned(
+        self, action: Action, subject: Subject, found: Found, nbytes: int, *, smaller: bool
+    ) -> None:
         """Check that a saved tensor has the profiled dtype, shape and storage size."""
         stage = self.stages[action.stage]
         planned = stage.sizes[stage.storage(subject)]
@@ -388,15 +405,21 @@ class Mover:
         if not like or (nbytes != planned and not (smaller and nbytes < planned)):
             why = "the model keeps other tensors than when it was profiled; profile and plan it again"
             if smaller:
-                why = "a microbatch of fewer samples keeps other tensors; leave it out, or keep what its layer saves"
+                why = (
+                    "a microbatch of fewer samples keeps other tensors; leave it out, or keep what its layer "
+                    "saves"
+                )
             raise UsageError(
-                f"{action}: saved tensor {subject} is {list(found.shape)} of {found.dtype} in {nbytes} bytes, but by "
+                f"{action}: saved tensor {subject} is {list(found.shape)} of {found.dtype} in {nbytes} "
+                "bytes, but by "
                 f"the plan {list(saved.shape)} of {saved.dtype} in {planned}: {why}"
             )
 
     def _present(self, action: Action, move: Move) -> list[tuple[torch.UntypedStorage, int]]:
         """Return the storages of a move, which the graph still holds, with their bytes."""
-        result = [(storage(), nbytes) for storage, nbytes in zip(move.storages, move.table.tensors, strict=True)]
+        result = [
+            (storage(), nbytes) for storage, nbytes in zip(move.storages, move.table.tensors, strict=True)
+        ]
         if any(storage is None for storage, _ in result):
             raise UsageError(f"{action} comes after the backward that needed what {move.action} has moved")
         return [(storage, nbytes) for storage, nbytes in result if storage is not None]
@@ -428,7 +451,10 @@ class Mover:
             )
         ]
         seconds = self.cluster.seconds(
-            (*((here, member) if outward else (member, here)), sum(part.nbytes for part in parts if part.slot is slot))
+            (
+                *((here, member) if outward else (member, here)),
+                sum(part.nbytes for part in parts if part.slot is slot),
+            )
             for member, slot in there
         )
         paced = paced and self.cluster.backend == "emulated"
@@ -458,13 +484,17 @@ def _found(action: Action, subject: Subject, luggage: Luggage) -> torch.UntypedS
     storage = None if result is None else result.storage()
     if storage is None:
         raise UsageError(
-            f"{action} moves what is not there: layer {subject.layer} has not saved tensor {subject.what}, or its "
-            "backward is over, or it keeps it in a way that cannot be moved, as on the context of a custom function"
+            f"{action} moves what is not there: layer {subject.layer} has not saved tensor {subject.what}, "
+            "or its "
+            "backward is over, or it keeps it in a way that cannot be moved, as on the context of a custom "
+            "function"
         )
     return storage
 
 
-def _weights(action: Action, luggage: Luggage, layer: int, planned: int) -> list[tuple[torch.UntypedStorage, int]]:
+def _weights(
+    action: Action, luggage: Luggage, layer: int, planned: int
+) -> list[tuple[torch.UntypedStorage, int]]:
     """Return the storages of a layer's weights in a microbatch's version, with their bytes.
 
     The bytes must be as `planned`.
@@ -479,7 +509,8 @@ def _weights(action: Action, luggage: Luggage, layer: int, planned: int) -> list
     storages = [(storage, storage.nbytes()) for storage in luggage.weights(layer)]
     if (nbytes := sum(nbytes for _, nbytes in storages)) != planned:
         raise UsageError(
-            f"{action}: the weights of layer {layer} are {nbytes} bytes, but by the plan {planned}: profile the model "
+            f"{action}: the weights of layer {layer} are {nbytes} bytes, but by the plan {planned}: profile "
+            "the model "
             "and plan it again, or leave them where they are"
         )
     return storages

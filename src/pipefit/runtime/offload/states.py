@@ -71,14 +71,18 @@ class StateMover:
         self._contents: dict[Home, _Content] = {}
         for home, kept in moves.homes.items():
             planned = sum(rest.state_bytes_of(Subject(layer, kept.kind)) for layer in range(*kept.layers))
-            taken = [(member, mover.borrowed.keep(member, n)) for member, n in slots(home.place, planned, host)]
+            taken = [
+                (member, mover.borrowed.keep(member, n)) for member, n in slots(home.place, planned, host)
+            ]
             self._contents[home] = _Content(kept, taken, planned)
         self._started: dict[Layers, Any] = {}
         self._sent: dict[Layers, Gradients] = {}
 
     # ---------------------------------------------------------------- access to state between steps
 
-    def copies(self, own: Sequence[Sequence[nn.Parameter]], start: int) -> dict[nn.Parameter, nn.Parameter | None]:
+    def copies(
+        self, own: Sequence[Sequence[nn.Parameter]], start: int
+    ) -> dict[nn.Parameter, nn.Parameter | None]:
         """Return the copies of the parameters that are updated at a place, over the memory of their home.
 
         `own` are the parameters of every layer from `start` on. Each copy has the bytes of its parameter; in
@@ -285,7 +289,8 @@ class StateMover:
         content.storages = storages_of(tensors, refusal)
         if sum(nbytes for _, nbytes in content.storages) > content.planned:
             raise UsageError(
-                f"{content.kept} takes more than the {content.planned} bytes of the plan: profile and plan it again"
+                f"{content.kept} takes more than the {content.planned} bytes of the plan: profile and plan "
+                "it again"
             )
         self._copy_at_once(content, outward=True)
         content.changed = False
@@ -324,7 +329,8 @@ def storages_of(tensors: Sequence[Tensor], refusal: str = "") -> Storages:
         storage = tensor.untyped_storage()
         if refusal and not storage.resizable():
             raise UsageError(
-                f"{refusal}: its memory belongs to something else than torch, such as an array of numpy; leave it "
+                f"{refusal}: its memory belongs to something else than torch, such as an array of numpy; "
+                "leave it "
                 "where it is"
             )
         result.setdefault(storage._cdata, (storage, storage.nbytes()))
@@ -364,7 +370,11 @@ class GatheredParameters:
     """
 
     def __init__(
-        self, share: Share | None, own: Sequence[Sequence[nn.Parameter]], copies: WeightCopies, storages: StageStorages
+        self,
+        share: Share | None,
+        own: Sequence[Sequence[nn.Parameter]],
+        copies: WeightCopies,
+        storages: StageStorages,
     ) -> None:
         self._gathered, self._share, self._own = Gathered(share, storages), share, own
         self._copies, self._start = copies, storages.start
@@ -477,8 +487,10 @@ class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in pytree.tree_leaves((args, kwargs)) if not func.is_view and func is not _DEVICE else ():
             if isinstance(tensor, Tensor) and (name := self._absent.get(storage_key(tensor))) is not None:
                 raise UsageError(
-                    f"layer {self._layer} reads {name!r} as it is in {func}, and through its half-precision copy alone "
-                    "in its profile, so that replicas that divide parameters have the copy alone: let the layer do the "
+                    f"layer {self._layer} reads {name!r} as it is in {func}, and through its half-precision "
+                    "copy alone "
+                    "in its profile, so that replicas that divide parameters have the copy alone: let the "
+                    "layer do the "
                     "same in training and evaluation, profile it again with this torch, or divide less "
                     '(shard="gradients")'
                 )

@@ -240,8 +240,14 @@ class MasterWeights:
     def __init__(self, task: Task, layers: Sequence[Sequence[Group]], agreement: Agreement | None) -> None:
         self.agreement = agreement
         self._layers = [[parameter for group in groups for parameter in group["params"]] for groups in layers]
-        self.copies: dict[Tensor, nn.Parameter] = {p: _float32(p) for parameters in self._layers for p in parameters}
-        own = [{**group, "params": [self.copies[p] for p in group["params"]]} for groups in layers for group in groups]
+        self.copies: dict[Tensor, nn.Parameter] = {
+            p: _float32(p) for parameters in self._layers for p in parameters
+        }
+        own = [
+            {**group, "params": [self.copies[p] for p in group["params"]]}
+            for groups in layers
+            for group in groups
+        ]
         self.optimizer = _made(task, own)
         self._layer_of = {self.copies[p]: n for n, parameters in enumerate(self._layers) for p in parameters}
 
@@ -268,7 +274,9 @@ class MasterWeights:
             for parameters, groups in zip(self._layers, self._groups_of_layers(stepper), strict=True):
                 stepper.param_groups = groups
                 if groups:
-                    self._update(stepper, [parameter for parameter in parameters if parameter.grad is not None])
+                    self._update(
+                        stepper, [parameter for parameter in parameters if parameter.grad is not None]
+                    )
         finally:
             stepper.param_groups = every
 
@@ -286,7 +294,9 @@ class MasterWeights:
         return result
 
     def _update(self, stepper: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        """Update one layer: convert its gradients to float32, step, and round the copies into the parameters."""
+        """Update one layer: convert its gradients to float32, step, and round the copies into the
+        parameters.
+        """
         try:
             for parameter in parameters:
                 self.copies[parameter].grad = self._gradient(parameter)
@@ -333,7 +343,8 @@ def _made(task: Task, groups: list[Group]) -> Optimizer:
     held, whole = _held(made), {id(parameter) for group in given for parameter in group["params"]}
     if not held <= whole or (held < whole and held != _held_of_each(task, given)):
         raise UsageError(
-            f"the optimizer of {task.name} works on other parameters than the groups that it is given, which are those "
+            f"the optimizer of {task.name} works on other parameters than the groups that it is given, which "
+            "are those "
             "of a stage: give it all groups, and set requires_grad=False for what is not to be trained"
         )
     return made
@@ -365,16 +376,20 @@ def make_scheduler(task: Task, optimizer: Optimizer | MasterWeights | None) -> A
         made = task.scheduler(optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer)
     except Exception as error:
         raise UsageError(
-            f"the scheduler of {task.name} cannot be made of {counted(len(optimizer.param_groups), 'parameter group')} "
-            f"({in_one_line(error)}): every stage makes one, and has a group for each layer, so give one number or "
+            f"the scheduler of {task.name} cannot be made of "
+            f"{counted(len(optimizer.param_groups), 'parameter group')} "
+            f"({in_one_line(error)}): every stage makes one, and has a group for each layer, so give one "
+            "number or "
             "function for all groups, not a list"
         ) from error
     try:
         signature(made.step).bind()
     except (AttributeError, TypeError) as error:
         raise UsageError(
-            f"the scheduler of {task.name} ({kind_of(made)}) is stepped after every update, without arguments, and "
-            f"cannot be ({in_one_line(error)}): use one that follows the number of steps alone, such as LambdaLR, not "
+            f"the scheduler of {task.name} ({kind_of(made)}) is stepped after every update, without "
+            "arguments, and "
+            f"cannot be ({in_one_line(error)}): use one that follows the number of steps alone, such as "
+            "LambdaLR, not "
             "ReduceLROnPlateau"
         ) from error
     return made

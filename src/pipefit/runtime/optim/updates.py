@@ -33,7 +33,13 @@ from pipefit.memory.model_state import Share
 from pipefit.memory.states import Kept, Layers
 from pipefit.runtime.comm.agreement import Agreement
 from pipefit.runtime.offload.copying import Pace
-from pipefit.runtime.optim.half_precision import Group, MasterWeights, copies_of, make_optimizer, make_scheduler
+from pipefit.runtime.optim.half_precision import (
+    Group,
+    MasterWeights,
+    copies_of,
+    make_optimizer,
+    make_scheduler,
+)
 from pipefit.tensor_parallel import Shard
 from pipefit.torch_internals import TorchDispatchMode, pytree, without_dispatch_modes
 
@@ -59,12 +65,15 @@ class Undivided(UsageError):
 
     def __str__(self) -> str:
         return (
-            f"optimizer {self.name} {self.reason}, so that it cannot update a stage in parts: leave its state where it "
+            f"optimizer {self.name} {self.reason}, so that it cannot update a stage in parts: leave its "
+            "state where it "
             "is, as planners do, or use an optimizer such as AdamW or SGD"
         )
 
 
-def step_part(optimizer: Optimizer | MasterWeights, parameters: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+def step_part(
+    optimizer: Optimizer | MasterWeights, parameters: Sequence[Tensor], others: Sequence[Tensor]
+) -> None:
     """Step those groups of an optimizer that hold these parameters, and none of the `others`.
 
     Raises:
@@ -88,7 +97,9 @@ def step_part(optimizer: Optimizer | MasterWeights, parameters: Sequence[Tensor]
         raise Undivided(type(whole).__name__, f"changes its attribute {changed[0]!r} in its step")
 
 
-def check_state_apart(optimizer: Optimizer | MasterWeights, own: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+def check_state_apart(
+    optimizer: Optimizer | MasterWeights, own: Sequence[Tensor], others: Sequence[Tensor]
+) -> None:
     """Check that optimizer tensors for the parameters `own` can be moved without those for `others`.
 
     Raises:
@@ -144,7 +155,9 @@ class MadeTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._results += [TensorWeakRef(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        self._results += [
+            TensorWeakRef(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)
+        ]
         return result
 
     @property
@@ -169,7 +182,9 @@ def kept_beside(
     """
     generators = [parameter.device] if parameter.device.type == "cuda" else []
     with suppress(Exception), torch.random.fork_rng(generators, device_type="cuda"), torch.enable_grad():
-        small = nn.Parameter(torch.zeros([1] * parameter.ndim, dtype=parameter.dtype, device=parameter.device))
+        small = nn.Parameter(
+            torch.zeros([1] * parameter.ndim, dtype=parameter.dtype, device=parameter.device)
+        )
         small.grad = torch.zeros_like(small)
         made = make([{**options, "params": [small]}])
         made.step()
@@ -228,8 +243,10 @@ def check_elementwise(
         result = _coupled(task, tried, draws) if tried else ""
     if result:
         raise UsageError(
-            f"optimizer {result} of {task.name} updates a parameter by more than its elements one by one, as by norms, "
-            "rows or random numbers of all of it, and tensor shards have parts: use an optimizer such as AdamW or SGD, "
+            f"optimizer {result} of {task.name} updates a parameter by more than its elements one by one, as "
+            "by norms, "
+            "rows or random numbers of all of it, and tensor shards have parts: use an optimizer such as "
+            "AdamW or SGD, "
             "or no tensor shards"
         )
 
@@ -287,7 +304,11 @@ def _step(whole: Optimizer, part: Optimizer, tried: Sequence[_Tried], draws: tor
 
 def _alike(one: _Tried, part: Optimizer) -> bool:
     """Return whether a part was updated as within the whole, and its state is divided like it."""
-    kept = [item for item in part.state.get(one.part, {}).values() if isinstance(item, Tensor) and item.numel() > 1]
+    kept = [
+        item
+        for item in part.state.get(one.part, {}).values()
+        if isinstance(item, Tensor) and item.numel() > 1
+    ]
     expected = _part(one.whole.detach(), one.kind)
     return all(item.shape == one.part.shape for item in kept) and torch.allclose(
         one.part, expected, rtol=_TOLERANCE, atol=_TOLERANCE
@@ -393,7 +414,9 @@ class Updates:
 
     @property
     def made(self) -> list[Tensor]:
-        """Living tensors that the optimizer made at its construction; empty if layers are updated at a place."""
+        """Living tensors that the optimizer made at its construction; empty if layers are updated at a
+        place.
+        """
         return [] if self._elsewhere else self._made.alive
 
     def state_here(self) -> list[Tensor]:
@@ -426,7 +449,9 @@ class Updates:
         """
         if self.optimizer is not None:
             own = self.updated(layers)
-            check_state_apart(self.optimizer, [*map(self.worked_on, own)], [*map(self.worked_on, self._others(own))])
+            check_state_apart(
+                self.optimizer, [*map(self.worked_on, own)], [*map(self.worked_on, self._others(own))]
+            )
 
     def _kept(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         copies, result = copies_of(self.optimizer), list[Tensor]()
@@ -438,7 +463,9 @@ class Updates:
     def _items(self, parameter: nn.Parameter) -> list[Tensor]:
         """Return the tensors that the optimizer keeps for a parameter."""
         known, trained = self.optimizer.state if self.optimizer else {}, self.worked_on(parameter)
-        return [item for item in known[trained].values() if isinstance(item, Tensor)] if trained in known else []
+        return (
+            [item for item in known[trained].values() if isinstance(item, Tensor)] if trained in known else []
+        )
 
     def _moves(self, item: Tensor, parameter: nn.Parameter) -> bool:
         """Return whether an optimizer tensor is on the device of the parameter's updated tensor."""
@@ -490,7 +517,9 @@ class Updates:
             assert copy is not None
             copy.grad = gradient
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "pipefit-updates", torch.set_num_threads, (torch.get_num_threads(),))
+            self._thread = ThreadPoolExecutor(
+                1, "pipefit-updates", torch.set_num_threads, (torch.get_num_threads(),)
+            )
         step = partial(self._step_elsewhere, copies, gradients.arrive)
         started = self._thread.submit(self._pace.keeping(seconds, step))
         self._under_way.append(started)
@@ -501,7 +530,9 @@ class Updates:
         try:
             arrive()
             left_out = set(map(id, copies))
-            others = [copy for copy in self._elsewhere.values() if copy is not None and id(copy) not in left_out]
+            others = [
+                copy for copy in self._elsewhere.values() if copy is not None and id(copy) not in left_out
+            ]
             step_part(self.optimizer, copies, others)
         finally:
             for copy in copies:
@@ -550,7 +581,8 @@ def _check_for_hosts(optimizer: Optimizer | MasterWeights) -> None:
     for option in _OF_GPUS:
         if any(group.get(option) for group in optimizer.param_groups):
             raise UsageError(
-                f"the plan updates layers on the host, which an optimizer with {option}=True cannot: make it without "
+                f"the plan updates layers on the host, which an optimizer with {option}=True cannot: make it "
+                "without "
                 "fused and capturable, or update all layers on their devices"
             )
 
@@ -566,7 +598,9 @@ def own_parameters(layers: Sequence[ChainLayer]) -> list[list[nn.Parameter]]:
     return result
 
 
-def _with_copies(groups: Sequence[Sequence[dict[str, object]]], elsewhere: Elsewhere) -> list[list[dict[str, object]]]:
+def _with_copies(
+    groups: Sequence[Sequence[dict[str, object]]], elsewhere: Elsewhere
+) -> list[list[dict[str, object]]]:
     """Return the groups of every layer with copies in place of the parameters that are updated at a place."""
     result = []
     for of_layer in groups:

@@ -73,14 +73,23 @@ class Weights:
     """
 
     def __init__(
-        self, layers: Sequence[ChainLayer], copies: WeightCopies, *, rooms: Sequence[int], device: torch.device
+        self,
+        layers: Sequence[ChainLayer],
+        copies: WeightCopies,
+        *,
+        rooms: Sequence[int],
+        device: torch.device,
     ) -> None:
         self._copies, start = copies, copies.start
         self._rooms, self._device = dict(enumerate(rooms, start)), device
         self._layers = range(start, start + len(layers))
-        self._layer_of = {id(p): n for n, layer in reversed([*enumerate(layers, start)]) for p in _trained(layer)}
+        self._layer_of = {
+            id(p): n for n, layer in reversed([*enumerate(layers, start)]) for p in _trained(layer)
+        }
         named = [(layer.name, name, p) for layer in layers for name, p in layer.module.named_parameters()]
-        self._names = {id(p): f"{name} of layer {layer}" for layer, name, p in reversed(named) if p.requires_grad}
+        self._names = {
+            id(p): f"{name} of layer {layer}" for layer, name, p in reversed(named) if p.requires_grad
+        }
         self.parameters = list({id(p): p for _, _, p in named if p.requires_grad}.values())
         self._numbers = {id(p): number for number, p in enumerate(self.parameters)}
         self._check()
@@ -90,7 +99,9 @@ class Weights:
 
     def _only(self) -> Version:
         """Return the newest weights as the only version."""
-        return Version(self._leaves(), {self._numbers[key]: copy for key, copy in self._copies.copies.items()})
+        return Version(
+            self._leaves(), {self._numbers[key]: copy for key, copy in self._copies.copies.items()}
+        )
 
     def take(self) -> Version:
         """Return the version for a microbatch whose forward begins, and count it as a user."""
@@ -119,7 +130,9 @@ class Weights:
         if not self._copied.isdisjoint(range(*layers)):
             raise UsageError(f"weights of {layers_text(*layers)} have been copied already")
         self._copied |= frozenset(range(*layers))
-        rooms = {n: torch.empty(self._rooms[n], dtype=torch.uint8, device=self._device) for n in range(*layers)}
+        rooms = {
+            n: torch.empty(self._rooms[n], dtype=torch.uint8, device=self._device) for n in range(*layers)
+        }
         self._current.rooms |= {layer: room for layer, room in rooms.items() if room.nbytes}
         kept: list[Tensor] = [room for room in rooms.values() if room.nbytes]
         with torch.no_grad():
@@ -162,7 +175,8 @@ class Weights:
         if users or not self._copied.issuperset(range(*layers)):
             who = f"{counted(users, 'microbatch')} in flight" if users else "coming forwards"
             raise UsageError(
-                f"an update would change weights that are needed by {who}: the program has to copy them first, with a "
+                f"an update would change weights that are needed by {who}: the program has to copy them "
+                "first, with a "
                 "STASH"
             )
 
@@ -200,15 +214,19 @@ class Weights:
             UsageError: updates would change the version, or a parameter is a part of other memory.
         """
         if version is self._newest or (version is self._current and layer not in self._copied):
-            raise UsageError(f"weights of layer {layer} cannot be moved: updates would change them; copy them first")
+            raise UsageError(
+                f"weights of layer {layer} cannot be moved: updates would change them; copy them first"
+            )
         result = []
         for parameter, leaf in zip(self.parameters, version.leaves, strict=True):
             if self._layer_of[id(parameter)] == layer and leaf is not None:
                 storage = leaf.untyped_storage()
                 if storage.nbytes() != leaf.nbytes or not storage.resizable():
                     raise UsageError(
-                        f"parameter {self._names[id(parameter)]} cannot be moved, because it lies in memory that holds "
-                        "something else or belongs to something else than torch: leave its versions where they are"
+                        f"parameter {self._names[id(parameter)]} cannot be moved, because it lies in memory "
+                        "that holds "
+                        "something else or belongs to something else than torch: leave its versions where "
+                        "they are"
                     )
                 result.append(storage)
         copied = [version.copies[self._numbers[id(parameter)]] for parameter in self._copies.own(layer)]
@@ -248,8 +266,10 @@ class Weights:
         for parameter, leaf in zip(self.parameters, version.leaves, strict=True):
             if leaf is not None and parameter.grad is not None:
                 raise UsageError(
-                    f"parameter {self._names[id(parameter)]} was used past the attribute that holds it, as from a list "
-                    "or another module, where it has no versions: read it from its attribute in the forward, or use "
+                    f"parameter {self._names[id(parameter)]} was used past the attribute that holds it, as "
+                    "from a list "
+                    "or another module, where it has no versions: read it from its attribute in the forward, "
+                    "or use "
                     "schedule 1f1b"
                 )
         _hand_over(version.leaves, self.parameters)
@@ -275,13 +295,15 @@ class Weights:
             name = self._names[id(parameter)]
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise UsageError(
-                    f"parameter {name} has a hook on its gradient, which the versions of its weights would pass by: "
+                    f"parameter {name} has a hook on its gradient, which the versions of its weights would "
+                    "pass by: "
                     "remove it, or use schedule 1f1b"
                 )
             other = storages.setdefault(storage_key(parameter), name)
             if other != name:
                 raise UsageError(
-                    f"parameters {other} and {name} lie in the same memory, which versions of weights would take "
+                    f"parameters {other} and {name} lie in the same memory, which versions of weights would "
+                    "take "
                     "apart: give each memory of its own, or use schedule 1f1b"
                 )
 

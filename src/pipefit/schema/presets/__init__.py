@@ -28,7 +28,9 @@ def machine_names() -> tuple[str, ...]:
 
 
 def card_names() -> tuple[str, ...]:
-    """Return the names of cards, in alphabetical order; a cluster may have any number of one card in a box."""
+    """Return the names of cards, in alphabetical order; a cluster may have any number of one card in a
+    box.
+    """
     return _names("cards")
 
 
@@ -54,7 +56,8 @@ def preset_text(name: str) -> str:
         return _text(f"cards/{card}.toml")
     guess = f"{near} " if (near := nearest(name)) else ""
     raise UsageError(
-        f"there is no cluster {name!r}: {guess}pipefit clusters lists machines such as dgx1-v100 and cards such as "
+        f"there is no cluster {name!r}: {guess}pipefit clusters lists machines such as dgx1-v100 and cards "
+        "such as "
         "4x-rtx-3090; or name a .toml file, or emulated devices such as emulated:4x256MiB"
     )
 

@@ -208,7 +208,9 @@ def _cluster(written: ClusterText, make: Maker[Made_co]) -> Made_co:
                 links.append(link)
                 ends += len(link.members)
                 _check_total("ends of links", ends, _MOST_ENDS)
-    return make(name=written.name, backend=written.backend, devices=tuple(devices), hosts=hosts, links=tuple(links))
+    return make(
+        name=written.name, backend=written.backend, devices=tuple(devices), hosts=hosts, links=tuple(links)
+    )
 
 
 @contextmanager
@@ -253,7 +255,8 @@ def _device(group: DevicesText, kinds: dict[str, DeviceKind]) -> Device:
     if group.kind not in kinds:
         known = ", ".join(kinds) or "none"
         raise UsageError(
-            f"devices are of kind {group.kind!r}, which has no table [kinds.{group.kind}]: add it (known: {known})"
+            f"devices are of kind {group.kind!r}, which has no table [kinds.{group.kind}]: add it (known: "
+            f"{known})"
         )
     memory, reserve = _size(group.memory), group.reserve
     return Device(
@@ -287,7 +290,9 @@ def _joined(text: LinksText, known: dict[str, int]) -> Iterator[tuple[tuple[Memb
     for pair in text.pairs:
         match = _PAIR.fullmatch(pair)
         if not match:
-            raise UsageError(f"{shortened(repr(pair))} is not a pair of devices: write 0-3, or 0-3:2 for two lanes")
+            raise UsageError(
+                f"{shortened(repr(pair))} is not a pair of devices: write 0-3, or 0-3:2 for two lanes"
+            )
         yield (Member.device(int(match[1])), Member.device(int(match[2]))), int(match[3] or text.lanes)
     if text.members:
         yield tuple(member for pattern in text.members for member in _members(pattern, known)), text.lanes
@@ -301,7 +306,8 @@ def _members(pattern: str, known: dict[str, int]) -> Sequence[Member]:
     match = _PATTERN.fullmatch(pattern)
     if not match:
         raise UsageError(
-            f"{shortened(repr(pattern))} names no members of a link: write device0, device0-3, device* or host0"
+            f"{shortened(repr(pattern))} names no members of a link: write device0, device0-3, device* or "
+            "host0"
         )
     what, every, first, last = match.groups()
     if every:
@@ -315,8 +321,12 @@ def _overheads(kind: KindText) -> Overheads:
     """Return the overheads of a process on this kind of device; unset ones have their defaults."""
     written = {
         "context_bytes": kind.context if kind.context is None else _size(kind.context, least=0),
-        "communicator_bytes": kind.communicator if kind.communicator is None else _size(kind.communicator, least=0),
-        "cublas_workspace_bytes": None if kind.cublas_workspace is None else _workspace(kind.cublas_workspace),
+        "communicator_bytes": kind.communicator
+        if kind.communicator is None
+        else _size(kind.communicator, least=0),
+        "cublas_workspace_bytes": None
+        if kind.cublas_workspace is None
+        else _workspace(kind.cublas_workspace),
     }
     return Overheads(**{name: nbytes for name, nbytes in written.items() if nbytes is not None})
 
@@ -330,7 +340,8 @@ def _workspace(written: str | int) -> int:
         return _size(written, least=0)
     if not _WORKSPACE.fullmatch(written):
         raise UsageError(
-            f"{shortened(repr(written))} is no workspace of cuBLAS: write a size such as 32MiB, or pairs of KiB and "
+            f"{shortened(repr(written))} is no workspace of cuBLAS: write a size such as 32MiB, or pairs of "
+            "KiB and "
             "how many, such as :4096:2:16:8"
         )
     numbers = written.removeprefix(":").split(":")

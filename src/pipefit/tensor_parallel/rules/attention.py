@@ -38,8 +38,12 @@ def dropout(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
             yield op.way(s, (x, s))
 
 
-def part_dropout(x: Tensor, p: float, shape: list[int], strides: list[int], s: Split, group: Collectives) -> Tensor:
-    """Return a part of a dropout; the whole has `shape`, and memory order by `strides`, in which it is drawn."""
+def part_dropout(
+    x: Tensor, p: float, shape: list[int], strides: list[int], s: Split, group: Collectives
+) -> Tensor:
+    """Return a part of a dropout; the whole has `shape`, and memory order by `strides`, in which it is
+    drawn.
+    """
     with torch.no_grad():
         ones = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device).fill_(1)
         kept = take(F.dropout(ones, p, training=True), s, group.rank, group.size)

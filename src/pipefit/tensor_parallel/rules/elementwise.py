@@ -37,7 +37,9 @@ def over_groups(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
     groups, s = op.given["num_groups"], Split(1)
     if groups % op.ranks == 0:
         call = op.changed(num_groups=groups // op.ranks)
-        yield op.way(s, (op.given["input"], s), (op.given["weight"], Split(0)), (op.given["bias"], Split(0)), call=call)
+        yield op.way(
+            s, (op.given["input"], s), (op.given["weight"], Split(0)), (op.given["bias"], Split(0)), call=call
+        )
 
 
 # ---- Operations along dimensions, such as softmax, means and running sums: other dimensions can be divided

@@ -15,7 +15,16 @@ from torch.nn import functional as F
 
 from pipefit.tensor_parallel.collectives import Collectives, reduced, scattered
 from pipefit.tensor_parallel.forms import C, Form, R, Split
-from pipefit.tensor_parallel.operations import GROUP, Call, Equation, Operation, Strategy, Wishes, shape, wished
+from pipefit.tensor_parallel.operations import (
+    GROUP,
+    Call,
+    Equation,
+    Operation,
+    Strategy,
+    Wishes,
+    shape,
+    wished,
+)
 
 # ---- Einstein sums: any letter can be divided
 #
@@ -41,7 +50,9 @@ def einsum(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
             yield op.way(R, *_along(equation, tensors, letter, Split(0)), summed=True, call=call)
 
 
-def _along(equation: Equation, tensors: Sequence[fx.Node], letter: str, s: Split) -> Iterator[tuple[fx.Node, Form]]:
+def _along(
+    equation: Equation, tensors: Sequence[fx.Node], letter: str, s: Split
+) -> Iterator[tuple[fx.Node, Form]]:
     """Yield the form of every operand if a letter is divided."""
     for tensor, letters in zip(tensors, equation.operands, strict=True):
         yield tensor, s.at(letters.index(letter)) if letter in letters else C
@@ -114,7 +125,9 @@ def linear(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
     x, weight, bias = op.given["input"], op.given["weight"], op.given["bias"]
     for s in wished(wishes, op.last):
         yield op.way(s, (x, C), (weight, s.at(0)), (bias, s.at(0)))
-    yield from _products_by_rows(op, wishes, row_linear, (x, weight, bias), (Split(len(shape(x)) - 1), Split(1)))
+    yield from _products_by_rows(
+        op, wishes, row_linear, (x, weight, bias), (Split(len(shape(x)) - 1), Split(1))
+    )
 
 
 def addmm(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
@@ -187,7 +200,9 @@ def grouped_mm(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 # ------------------------------------------------------------------ what ranks call
 
 
-def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, form: Split | None, group: Collectives) -> Tensor:
+def row_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, form: Split | None, group: Collectives
+) -> Tensor:
     """Return a linear layer whose inputs are divided: this rank's part in a `form`, or the whole."""
     return with_bias(summed(F.linear(x, weight), form, group), bias)
 

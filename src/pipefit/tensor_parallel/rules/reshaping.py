@@ -72,7 +72,9 @@ def _fewer(op: Operation) -> dict[str, object]:
     for name in ("split_size", "split_sizes"):
         if name in op.given:
             sizes = op.given[name]
-            return {name: [n // op.ranks for n in sizes] if isinstance(sizes, list | tuple) else sizes // op.ranks}
+            return {
+                name: [n // op.ranks for n in sizes] if isinstance(sizes, list | tuple) else sizes // op.ranks
+            }
     return {}
 
 
@@ -190,7 +192,9 @@ CUTS = frozenset({"split", "chunk", "split_with_sizes", "unbind"})
 
 # ---- Views
 
-VIEWS = frozenset({"view", "reshape", "_unsafe_view", "_reshape_alias", "flatten", "unflatten", "unsqueeze", "squeeze"})
+VIEWS = frozenset(
+    {"view", "reshape", "_unsafe_view", "_reshape_alias", "flatten", "unflatten", "unsqueeze", "squeeze"}
+)
 
 
 def view(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
@@ -205,7 +209,9 @@ def view(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 
 def through_reshape(before: Sequence[int], after: Sequence[int], s: Split, ranks: int) -> Split | None:
-    """Convert a split of shape `before` to shape `after`; None if it is not a split of one dimension there."""
+    """Convert a split of shape `before` to shape `after`; None if it is not a split of one dimension
+    there.
+    """
     for (first, second), (third, fourth) in _groups(before, after):
         if first <= s.dim < second:
             return _in_group(before[first:second], after[third:fourth], s.at(s.dim - first), third, ranks)

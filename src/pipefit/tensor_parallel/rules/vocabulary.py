@@ -62,7 +62,9 @@ def cross_entropy(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
     call = Call(target=part_cross_entropy, args=args)
     way = op.way(R, (logits, vocabulary(classes, 1, op.ranks)), call=call)
     if way is not None:
-        yield Strategy(operands=way.operands, result=R, call=call, summed=3 * nbytes(logits) // max(classes, 1))
+        yield Strategy(
+            operands=way.operands, result=R, call=call, summed=3 * nbytes(logits) // max(classes, 1)
+        )
 
 
 def part_cross_entropy(
@@ -91,7 +93,13 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, counts: Tensor, classes: int, smoothing: float, group: Collectives
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        counts: Tensor,
+        classes: int,
+        smoothing: float,
+        group: Collectives,
     ) -> Tensor:
         rows, first = torch.arange(len(targets), device=targets.device), group.rank * logits.shape[1]
         mine = max(0, min(logits.shape[1], classes - first))  # the classes without the padding
