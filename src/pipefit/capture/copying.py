@@ -243,12 +243,11 @@ def copied(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
     def function(original: FunctionType, memo: dict[int, Any]) -> FunctionType:
         return _function(original, memo, own) if _reaches(original, own, set()) else original
 
+    dispatch = copy._deepcopy_dispatch  # type: ignore[attr-defined]
     with (
         mock.patch.object(Tensor, "__deepcopy__", deepcopy),
         mock.patch.object(nn.Parameter, "__deepcopy__", deepcopy),
-        mock.patch.dict(
-            copy._deepcopy_dispatch, {**_COPIED, torch.Generator: _generator, FunctionType: function}
-        ),  # type: ignore[attr-defined]
+        mock.patch.dict(dispatch, {**_COPIED, torch.Generator: _generator, FunctionType: function}),
     ):
         return copy.deepcopy(module)
 

@@ -559,9 +559,10 @@ class Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _is_of_a_layer(node: object) -> bool:
     """Return whether a graph node is a custom function that is not pipefit's."""
-    return isinstance(node, BackwardCFunction) and not type(node)._forward_cls.__module__.startswith(
-        "pipefit."
-    )  # type: ignore[attr-defined]
+    if not isinstance(node, BackwardCFunction):
+        return False
+    function = type(node)._forward_cls  # type: ignore[attr-defined]
+    return not function.__module__.startswith("pipefit.")
 
 
 def _kept_by_custom_functions(outputs: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -221,9 +221,8 @@ def assembled_state(shards: Sequence[Shard], states: Sequence[Mapping[str, Any]]
         UsageError: the states have a tensor of another shape than the part's.
     """
     first = shards[0]
-    return {
-        key: first._part(
-            key, item, first.local_shape, lambda _, key=key: assembled(shards, [s[key] for s in states])
-        )  # type: ignore[misc]
-        for key, item in states[0].items()
-    }
+
+    def whole(key: str) -> Callable[[Any], Any]:
+        return lambda _: assembled(shards, [state[key] for state in states])
+
+    return {key: first._part(key, item, first.local_shape, whole(key)) for key, item in states[0].items()}
