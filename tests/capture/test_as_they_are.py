@@ -1,4 +1,4 @@
-"""Hugging Face models go in as they are: trained to the numbers of a plain loop, and left as they were."""
+"""Hugging Face models train to the numbers of a plain loop, without changes to the model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def batches(inputs: Any, *, count: int = STEPS) -> list[Inputs]:
-    """Keyword arguments for every step."""
+    """Return keyword arguments for every step."""
     found = []
     for step in range(count):
         torch.manual_seed(step)
@@ -45,7 +45,7 @@ def batches(inputs: Any, *, count: int = STEPS) -> list[Inputs]:
 
 
 def microbatches(batch: Inputs) -> Iterator[Inputs]:
-    """The batch in parts; flags are the same in all."""
+    """Split the batch into microbatches; flags are the same in all of them."""
     for start in range(0, SIZE * COUNT, SIZE):
         yield {
             name: item[start : start + SIZE] if isinstance(item, Tensor) else item
@@ -54,7 +54,7 @@ def microbatches(batch: Inputs) -> Iterator[Inputs]:
 
 
 def trained_plainly(module: nn.Module, steps: list[Inputs], *, last_first: bool) -> list[float]:
-    """Losses of a loop over microbatches without pipefit, which calls the module and its own loss."""
+    """Return the losses of a plain loop over microbatches that calls the module and its own loss."""
     optimizer, means = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9), []
     for batch in steps:
         losses = [module(**inputs).loss for inputs in microbatches(batch)]
@@ -67,7 +67,7 @@ def trained_plainly(module: nn.Module, steps: list[Inputs], *, last_first: bool)
 
 
 def tolerance(plan: Plan) -> dict[str, float]:
-    """To the bit, but where stages add up the gradients of a parameter that they share."""
+    """Return the tolerance: bitwise, unless stages add up the gradients of a shared parameter."""
     shared = plan.measurement.shared and len(plan.stages) > 1
     return {"rtol": 1e-3, "atol": 1e-5} if shared else {"rtol": 0.0, "atol": 0.0}
 
@@ -75,7 +75,8 @@ def tolerance(plan: Plan) -> dict[str, float]:
 @pytest.mark.filterwarnings("ignore:peaks are without")  # of operators of transformers
 @pytest.mark.parametrize("name", NAMES)
 def test_trained_as_it_is(name: str) -> None:
-    """A model with its default configuration and its own loss trains as in a plain loop, and keeps its settings."""
+    """A model with its default configuration and its own loss trains as in a plain loop and keeps its
+    settings."""
     made = PRETRAINED[name]
     ours, theirs = made.build(), made.build()
     before = repr(ours.config)
@@ -95,7 +96,7 @@ def test_trained_as_it_is(name: str) -> None:
 
 
 def test_the_cache_is_no_part_of_training() -> None:
-    """No layer computes a cache: the code is that of a model whose configuration asks for none."""
+    """No layer computes a cache: the code equals that of a model whose configuration disables it."""
     codes = []
     for use_cache in (True, False):
         model = PRETRAINED["gpt2"].build()
@@ -107,7 +108,7 @@ def test_the_cache_is_no_part_of_training() -> None:
 
 
 def test_a_loss_of_ones_own() -> None:
-    """A loss outside is given the model's own output class; a batch may be what a tokenizer returns."""
+    """An external loss receives the model's output class; a batch may be a tokenizer's result."""
     ours = PRETRAINED["gpt2"].build()
     theirs = copy.deepcopy(ours)
 
@@ -129,7 +130,7 @@ def test_a_loss_of_ones_own() -> None:
 
 
 def test_a_loss_that_reads_the_cache_is_refused() -> None:
-    """A loss outside is not given a cache, and all that comes after it in a tuple keeps its place."""
+    """An external loss does not receive the cache, and later entries of a tuple keep their positions."""
     model = PRETRAINED["gpt2"].build()
 
     def task(loss: Any, **options: Any) -> Task:
@@ -151,7 +152,7 @@ def test_a_loss_that_reads_the_cache_is_refused() -> None:
 
 
 def packed(samples: int) -> Inputs:
-    """Tokens of two texts in every sample, each with its own positions."""
+    """Return samples of two packed texts, each with its own positions."""
     found = language(samples)
     starts = torch.randint(3, 9, (samples, 1))
     positions = torch.arange(12).expand(samples, -1)
@@ -168,7 +169,7 @@ def test_packed_sequences_train_as_in_a_plain_loop(name: str, use_cache: bool) -
 
 
 def assert_traced_as_it_runs(module: nn.Module, inputs: Any) -> None:
-    """The chain of a module has the loss and the gradients of the module, to the last bits."""
+    """Assert that a module's chain has the loss and gradients of the module, bit by bit."""
     task = Task(module, batch=lambda size: (inputs(size), None), loss=None)
     torch.manual_seed(1)
     batch = inputs(SIZE)
@@ -189,14 +190,14 @@ def assert_traced_as_it_runs(module: nn.Module, inputs: Any) -> None:
 
 
 class Renamed(nn.Module):
-    """A model that hands on the positions that it is given under another name, or makes."""
+    """A model that passes on its positions under another name, or creates them."""
 
     def __init__(self, texts: int | None) -> None:
         super().__init__()
         self.inner, self.texts = PRETRAINED["llama"].build(), texts
 
     def forward(self, words: Tensor, places: Tensor) -> Any:
-        """The loss of the inner model."""
+        """Return the loss of the inner model."""
         if self.texts:
             places = torch.arange(words.shape[1]).expand_as(words) % (words.shape[1] // self.texts)
         return self.inner(input_ids=words, position_ids=places, labels=words, use_cache=False)
@@ -204,7 +205,7 @@ class Renamed(nn.Module):
 
 @pytest.mark.parametrize("texts", [None, 1, 2])
 def test_positions_of_any_origin_separate_packed_sequences(texts: int | None) -> None:
-    """Positions under another name, and constant ones that restart, are positions too."""
+    """Positions under another name, and constant positions that restart, count as positions too."""
 
     def inputs(size: int) -> Inputs:
         found = packed(size)
@@ -214,7 +215,7 @@ def test_positions_of_any_origin_separate_packed_sequences(texts: int | None) ->
 
 
 def test_keys_and_values_that_layers_share_come_from_the_cache() -> None:
-    """Layers that take keys and values of others find them in the cache, as in a plain loop."""
+    """Layers that share keys and values with other layers find them in the cache, as in a plain loop."""
     settings: Any = {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -229,7 +230,7 @@ def test_keys_and_values_that_layers_share_come_from_the_cache() -> None:
 
 
 def test_attention_that_cannot_be_followed_is_named() -> None:
-    """Flexible attention is refused with the line, and with the kind of attention that can be traced."""
+    """Flexible attention is refused with the line and a kind of attention that can be traced."""
     model = PRETRAINED["llama"].build()
     model.set_attn_implementation("flex_attention")  # type: ignore[operator]
     task = Task(model, batch=lambda size: (language(size), None), loss=None)
@@ -238,7 +239,7 @@ def test_attention_that_cannot_be_followed_is_named() -> None:
 
 
 def test_a_model_inside_ones_own() -> None:
-    """A module of one's own around a Hugging Face model may return whatever it likes beside its loss."""
+    """A user's module around a Hugging Face model may return anything in addition to its loss."""
 
     class Around(nn.Module):
         def __init__(self) -> None:
@@ -254,7 +255,7 @@ def test_a_model_inside_ones_own() -> None:
 
 
 def test_outputs_without_names_have_a_loss_too() -> None:
-    """A model that was told to return tuples is asked for names while it is traced, and for nothing afterwards."""
+    """A model set to return tuples returns named outputs during the trace, and tuples afterwards."""
     model = PRETRAINED["bert-classes"].build()
     model.config.return_dict = False
     task = Task(model, batch=lambda size: (PRETRAINED["bert-classes"].inputs(size), None), loss=None)
@@ -270,7 +271,7 @@ def test_outputs_without_names_have_a_loss_too() -> None:
     ],
 )
 def test_what_cannot_be_traced_has_a_way_out(name: str, words: tuple[str, ...]) -> None:
-    """A refusal names the module, the line, and the setting or the argument that makes it work."""
+    """A refusal names the module, the line, and the setting or argument that makes the model work."""
     made = REFUSED[name]
     task = Task(made.build(), batch=lambda size: (made.inputs(size), None), loss=None)
     with pytest.raises(UsageError) as refused:
@@ -280,7 +281,7 @@ def test_what_cannot_be_traced_has_a_way_out(name: str, words: tuple[str, ...]) 
 
 @pytest.mark.filterwarnings("ignore:peaks are without")  # of the CTC loss
 def test_the_way_out_of_labels_that_are_checked() -> None:
-    """A CTC loss outside the model trains as the model's own loss does in a plain loop."""
+    """A CTC loss outside the model trains like the model's own loss in a plain loop."""
     ours, theirs = REFUSED["ctc"].build(), REFUSED["ctc"].build()
 
     def loss(outputs: Any, targets: Tensor) -> Tensor:
@@ -304,7 +305,7 @@ def test_the_way_out_of_labels_that_are_checked() -> None:
 
 
 def test_transformers_is_not_imported() -> None:
-    """Capturing a model that is none of theirs does not import transformers."""
+    """Capturing a model from another library does not import transformers."""
     code = (
         "import sys, torch; from pipefit.capture import Task, capture; from pipefit.capture.sample import sample\n"
         "task = Task(torch.nn.Bilinear(2, 2, 2), batch=lambda n: ((torch.ones(n, 2), torch.ones(n, 2)), None),"
@@ -316,7 +317,8 @@ def test_transformers_is_not_imported() -> None:
 
 
 def test_layers_left_out_at_random_keep_the_encoder_whole() -> None:
-    """The block of an encoder that draws which layers run says so, with the line and the setting that divides it."""
+    """An encoder that drops layers at random stays one block; the reason gives the line and the setting to
+    change."""
     made = REFUSED["wav2vec2"]
     module = made.build()
     module.config.apply_spec_augment = False

@@ -1,4 +1,4 @@
-"""The net: a module and its chain side by side. What breaks a chain must be seen, and what is right must pass."""
+"""Comparison of a module with its chain: broken chains are detected, and correct chains pass."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def numbers(task: Task, broken: Callable[[Chain], Chain] = lambda chain: chain, size: int = 2) -> Numbers:
-    """What the comparison says of a task whose chain `broken` has changed."""
+    """Return the comparison's report for a task whose chain `broken` has changed."""
     whole, batches = built(task), [sample(task, size, seed=number) for number in range(2)]
     return compare(whole, broken(capture(whole, *batches[0])), batches)
 
@@ -51,11 +51,11 @@ def named(found: Numbers) -> list[str]:
     return [difference.what for difference in found.differences]
 
 
-# -------------------------------------------------------------------- chains that are broken on purpose
+# -------------------------------------------------------------------- deliberately broken chains
 
 
 class Wrapped(nn.Module):
-    """A layer of a chain and something that is wrong with it."""
+    """A layer of a chain with a defect."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -63,21 +63,21 @@ class Wrapped(nn.Module):
 
 
 class WrongBackward(Wrapped):
-    """Its backward has the other sign."""
+    """A layer whose backward has the wrong sign."""
 
     def forward(self, values: Any) -> Any:
         return Reversed.apply(self.inner(values), 1.0)
 
 
 class SlightlyWrongBackward(Wrapped):
-    """Its backward is a thousandth too large."""
+    """A layer whose backward is a thousandth too large."""
 
     def forward(self, values: Any) -> Any:
         return Reversed.apply(self.inner(values), -1.001)
 
 
 class NoBackward(Wrapped):
-    """Its parameters get no gradient."""
+    """A layer whose parameters get no gradient."""
 
     def forward(self, values: Any) -> Any:
         with torch.no_grad():
@@ -86,7 +86,7 @@ class NoBackward(Wrapped):
 
 
 class NoUpdate(Wrapped):
-    """Its buffers keep their values."""
+    """A layer whose buffers keep their values."""
 
     def forward(self, values: Any) -> Any:
         before = [buffer.clone() for buffer in self.inner.buffers()]
@@ -97,7 +97,7 @@ class NoUpdate(Wrapped):
 
 
 class DrawsMore(Wrapped):
-    """Draws once more."""
+    """A layer that draws one more random number."""
 
     def forward(self, values: Any) -> Any:
         torch.rand(1)
@@ -108,7 +108,7 @@ SECOND, LAST = 2, 4  # layers of `Layered`; between them are the activations
 
 
 def breaking(layer: int, how: type[Wrapped]) -> Callable[[Chain], Chain]:
-    """A chain with something wrong in a layer."""
+    """Return a function that breaks one layer of a chain."""
 
     def broken(chain: Chain) -> Chain:
         layers = list(chain.layers)
@@ -120,7 +120,7 @@ def breaking(layer: int, how: type[Wrapped]) -> Callable[[Chain], Chain]:
 
 @pytest.mark.parametrize("how", [WrongBackward, SlightlyWrongBackward])
 def test_a_wrong_backward_is_seen_by_the_gradients_before_it(how: type[Wrapped]) -> None:
-    """The losses are the same; the gradients of the layers up to the wrong one are not, and the rest are."""
+    """The losses agree; gradients differ for the layers up to the wrong one, and agree for the others."""
     found = numbers(task_of(Layered), breaking(SECOND, how))
     wanted = [
         f"the gradient of {layer}.{kind}" for layer in ("first", "second") for kind in ("weight", "bias")
@@ -133,7 +133,7 @@ def test_a_wrong_backward_is_seen_by_the_gradients_before_it(how: type[Wrapped])
 
 
 def test_zeros_do_not_hide_what_is_behind_them() -> None:
-    """Behind a last layer of zeros every gradient is zero, whatever the backward does: the wrong one is seen still."""
+    """A last layer of zeros makes every earlier gradient zero; a wrong backward is detected all the same."""
 
     def zeros() -> nn.Module:
         model = Layered()
@@ -144,14 +144,14 @@ def test_zeros_do_not_hide_what_is_behind_them() -> None:
 
 
 def test_a_lost_gradient_is_seen() -> None:
-    """Parameters that get no gradient are told, as missing."""
+    """Parameters without a gradient are reported as missing."""
     found = numbers(task_of(Layered), breaking(LAST, NoBackward))
     missing = [difference.what for difference in found.differences if difference.text == "is missing"]
     assert missing == ["the gradient of last.weight", "the gradient of last.bias"]
 
 
 def test_a_gradient_where_none_belongs_is_seen() -> None:
-    """A frozen parameter that the chain trains: an optimizer would change it."""
+    """A frozen parameter that the chain trains is reported, because an optimizer would change it."""
 
     def frozen() -> nn.Module:
         model = Layered()
@@ -169,7 +169,7 @@ def test_a_gradient_where_none_belongs_is_seen() -> None:
 
 
 def test_an_update_of_a_buffer_that_is_lost_shows_in_the_second_microbatch() -> None:
-    """The first microbatch has the same loss, for it is computed with what the update made; the second has not."""
+    """A lost buffer update changes the loss of the second microbatch, not of the first."""
     found = numbers(gallery.task("centring"), breaking(0, NoUpdate))
     assert found.differences[0].what == "the loss of microbatch 2"
     assert "the buffer first.mean" in named(found)
@@ -178,7 +178,7 @@ def test_an_update_of_a_buffer_that_is_lost_shows_in_the_second_microbatch() -> 
 
 
 def test_an_update_that_only_evaluation_reads_is_seen_in_the_buffer() -> None:
-    """Batch norm trains without its running statistics; these are compared themselves."""
+    """Batch norm trains without its running statistics; they are compared directly."""
     task = task_of(lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)))
     found = numbers(task, breaking(1, NoUpdate), size=3)
     assert named(found) == [
@@ -187,13 +187,13 @@ def test_an_update_that_only_evaluation_reads_is_seen_in_the_buffer() -> None:
 
 
 def test_a_draw_too_many_is_seen() -> None:
-    """The draws behind it are others."""
+    """An additional draw changes all later draws."""
     found = numbers(task_of(forgetful.Dropping), breaking(0, DrawsMore))
     assert found.differences[0].what == "the loss of microbatch 1"
 
 
 def test_a_layer_that_fails_is_named_as_a_failure_of_the_chain() -> None:
-    """The sentence says that the module does not fail."""
+    """The message says that the module does not fail."""
 
     class Failing(Wrapped):
         def forward(self, values: Any) -> Any:
@@ -206,7 +206,8 @@ def test_a_layer_that_fails_is_named_as_a_failure_of_the_chain() -> None:
 
 
 def test_a_module_that_fails_itself_cannot_be_compared() -> None:
-    """That is no difference: it is told apart, and says what the module says."""
+    """A failure of the module is not a difference; the message reports it separately and quotes the
+    module."""
 
     class Failing(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -218,7 +219,7 @@ def test_a_module_that_fails_itself_cannot_be_compared() -> None:
         numbers(task_of(lambda: Failing(6, 3)))
 
 
-# -------------------------------------------------------------------- models that a trace does not see through
+# -------------------------------------------------------------------- models with state that a trace loses
 
 
 @pytest.mark.parametrize(
@@ -233,18 +234,16 @@ def test_a_module_that_fails_itself_cannot_be_compared() -> None:
     ],
 )
 def test_what_a_trace_forgets_is_seen(model: type[nn.Module], first: str, cause: str) -> None:
-    """A tensor, a list or a count that lasts from call to call, a seed, code for exports alone: each is told, with the
-    loss that shows it first and what the cause may be.
-    """
+    """State that a trace loses (a tensor, a list or a count kept between calls, a seed, code for exports
+    only) is reported with the first loss that differs and a possible cause."""
     found = numbers(task_of(model))
     assert found.differences[0].what == first
     assert cause in str(found)
 
 
 def test_by_hand_layers_are_held_to_the_module_that_they_are_of() -> None:
-    """A chain by hand runs its own modules, and passes; it has something to lose too, as a module that it runs twice
-    and that counts.
-    """
+    """A manual chain runs its own modules and passes, but can also lose state, such as that of a counting
+    module that runs twice."""
 
     class Counting(nn.Linear):
         calls = 0
@@ -260,7 +259,7 @@ def test_by_hand_layers_are_held_to_the_module_that_they_are_of() -> None:
     )
 
 
-# -------------------------------------------------------------------- what is right
+# -------------------------------------------------------------------- correct chains
 
 
 @pytest.mark.parametrize(
@@ -275,7 +274,8 @@ def test_by_hand_layers_are_held_to_the_module_that_they_are_of() -> None:
     ],
 )
 def test_what_is_right_is_equal_bit_by_bit(name: str) -> None:
-    """Traced and by hand, tied and frozen, with batch norm, custom functions and losses of their own."""
+    """Correct chains agree bit by bit: traced and manual, tied and frozen, with batch norm, custom functions
+    and custom losses."""
     found = numbers(gallery.task(name))
     assert (found.differences, found.apart) == ((), 0.0)
     assert found.gradients > 0
@@ -284,7 +284,7 @@ def test_what_is_right_is_equal_bit_by_bit(name: str) -> None:
 
 @pytest.mark.parametrize("name", sampled(["gpt2", "bert", "llama", "t5"], often=["gpt2", "llama"]))
 def test_hugging_face_models_pass_with_dropout(name: str) -> None:
-    """Their own dropout draws the same in the module and in the chain."""
+    """Dropout inside Hugging Face models draws the same in the module and in the chain."""
     settings = {key: value for key, value in TINY[name].items() if key not in (*DROPOUT, "dropout_rate")}
     found = numbers(hf(name, **settings))
     assert (found.differences, found.apart) == ((), 0.0)
@@ -293,7 +293,7 @@ def test_hugging_face_models_pass_with_dropout(name: str) -> None:
 @pytest.mark.parametrize("precision", [None, "bfloat16", "mixed-bfloat16"])
 @pytest.mark.parametrize("model", [forgetful.Dropping, forgetful.DrawingInVain])
 def test_a_chain_draws_the_dropout_of_its_module(model: type[nn.Module], precision: Any) -> None:
-    """Draws are the same, in whatever precision, and also behind one that nobody uses."""
+    """Draws are the same in every precision, and also after an unused dropout."""
     assert named(numbers(task_of(model, precision=precision))) == []
 
 
@@ -301,19 +301,19 @@ def test_a_chain_draws_the_dropout_of_its_module(model: type[nn.Module], precisi
     ("precision", "allowed"), [("float64", 1e-9), (None, 1e-4), ("bfloat16", 6e-2), ("mixed-bfloat16", 6e-2)]
 )
 def test_what_is_allowed_follows_the_precision_of_training(precision: Any, allowed: float) -> None:
-    """That of the parameters, or of autocast."""
+    """The tolerance is that of the parameters' precision, or of autocast."""
     found = numbers(task_of(Layered, precision=precision))
     assert (found.differences, found.allowed) == ((), allowed)
 
 
 def test_a_model_of_the_zoo_passes_with_dropout() -> None:
-    """The reference models are chains by hand."""
+    """The reference models, which are manual chains, pass with dropout."""
     task = build("gpt", layers=2, hidden=16, heads=2, vocabulary=32, sequence=8, dropout=0.2)
     assert numbers(task).apart == 0.0
 
 
 def test_buffers_that_share_memory_do_so_in_both_runs() -> None:
-    """One is a view of the other, which the forward changes."""
+    """Two buffers share memory, one a view of the other, and the forward changes it."""
 
     class Viewing(Layered):
         def __init__(self) -> None:
@@ -335,11 +335,11 @@ def test_buffers_that_share_memory_do_so_in_both_runs() -> None:
     assert list(found.losses) == plain
 
 
-# -------------------------------------------------------------------- nothing moves
+# -------------------------------------------------------------------- no side effects
 
 
 def surroundings(module: nn.Module, loss: nn.Module) -> dict[str, Any]:
-    """All that a user can see of a module, a loss and the generators."""
+    """Return all state of a module, a loss and the generators that a user can see."""
     found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state().tolist()}
     found["numpy"] = np.random.get_state()[1].tolist()
     for part in (module, loss):
@@ -365,7 +365,7 @@ class Centred(nn.Module):
 
 
 class Everything(Layered):
-    """Dropout, a buffer that is replaced, one that is updated, a tensor in an attribute."""
+    """A module with dropout, a replaced buffer, an updated buffer and a tensor in an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -378,9 +378,8 @@ class Everything(Layered):
 
 
 def test_the_caller_sees_nothing_of_it() -> None:
-    """Parameters, gradients, buffers, attributes, the state of a loss and all random generators stay as they are, of a
-    batch function that draws from Python and numpy, too.
-    """
+    """Parameters, gradients, buffers, attributes, the state of a loss and all random generators stay as they
+    are, even if a batch function draws from Python and numpy."""
     module, loss = Everything(), Centred()
     loss(module(torch.randn(4, 6)), torch.tensor([0, 1, 2, 0])).backward()
     module.last.bias.grad = None
@@ -393,9 +392,8 @@ def test_the_caller_sees_nothing_of_it() -> None:
 
 
 def test_a_function_that_reaches_the_module_leaves_no_trace_in_it() -> None:
-    """By hand, a lambda over the module adds to the buffers and gradients of the original: both are put back. What the
-    original got is compared all the same.
-    """
+    """In a manual chain, a lambda over the module adds to the original's buffers and gradients: both are
+    restored, and the original's values are compared all the same."""
 
     class Reaching(nn.Linear):
         def __init__(self) -> None:

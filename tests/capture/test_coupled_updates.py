@@ -1,4 +1,4 @@
-"""A model whose optimizer computes with several parameters at once is one layer, so that one worker has them all."""
+"""A model whose optimizer combines several parameters is one layer, so that one worker has all parameters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tiny import batch_of, task_of
 
 
 class Normed(torch.optim.SGD):
-    """Divides by the norm of all gradients: of its groups, or of each."""
+    """An optimizer that divides by the norm of all gradients: per group, or per parameter."""
 
     def __init__(self, groups: Any, *, each: bool) -> None:
         super().__init__(groups, lr=0.1)
@@ -43,7 +43,7 @@ class Normed(torch.optim.SGD):
 
 
 class Langevin(torch.optim.SGD):
-    """Adds noise to every weight."""
+    """An optimizer that adds noise to every weight."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -54,12 +54,12 @@ class Langevin(torch.optim.SGD):
 
 
 def layers() -> list[nn.Module]:
-    """Vectors and matrices that are trained."""
+    """Return layers of trained vectors and matrices."""
     return [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)]
 
 
 class Traced(nn.Sequential):
-    """The same layers, with a forward of their own."""
+    """The same layers with a custom forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self:
@@ -76,7 +76,8 @@ TASKS = {
 
 
 def same_as_plain(task: Task, made: Plan, microbatches: int) -> None:
-    """Two steps of a plan, and of a loop that gives the optimizer all parameters: bit by bit, and to the byte."""
+    """Assert that two steps of a plan equal a plain loop with one optimizer for all parameters, bit by bit
+    and to the byte."""
     trainer = Trainer(task, made)
     torch.manual_seed(0)
     module = task.build()
@@ -97,7 +98,7 @@ def same_as_plain(task: Task, made: Plan, microbatches: int) -> None:
 @pytest.mark.parametrize("each", [True, False])
 @pytest.mark.parametrize("way", TASKS)
 def test_a_common_number_is_that_of_plain_training(way: str, each: bool) -> None:
-    """On one device, whichever of several there are: all parameters are in one group, unless groups are asked for."""
+    """On any single device, all parameters are in one group, unless the user requests groups."""
     task = TASKS[way](each)
     profiled = profile(task, microbatch_size=2)
     assert len(profiled.layers) == 1
@@ -107,7 +108,7 @@ def test_a_common_number_is_that_of_plain_training(way: str, each: bool) -> None
 
 
 def test_more_stages_are_refused_with_the_reason() -> None:
-    """Two stages would have two optimizers."""
+    """Two stages are refused, because they would have two optimizers."""
     profiled = profile(TASKS["by hand"](False), microbatch_size=2)
     with pytest.raises(UsageError, match=r"one number of several parameters.*too few for 2 stages"):
         plan(profiled, Cluster.emulated((2, 1 << 30)), batch_size=4, stages=2)
@@ -120,7 +121,7 @@ def test_more_stages_are_refused_with_the_reason() -> None:
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])
 def test_replicas_have_it_too(shard: Sharding) -> None:
-    """Each has all parameters, or one of them owns them all."""
+    """Each replica has all parameters, or one replica owns them all."""
     task = TASKS["traced"](False)
     profiled = profile(task, microbatch_size=(2, 1))
     stages = (Stage(start=0, stop=1, grid=Grid(devices=(0, 1), data=2, shard=shard)),)
@@ -140,7 +141,8 @@ def test_replicas_have_it_too(shard: Sharding) -> None:
     ],
 )
 def test_an_optimizer_of_single_parameters_is_not(optimizer: Callable[..., Optimizer]) -> None:
-    """Neither is one that draws at random, nor any with a number of one parameter; random numbers stay as they are."""
+    """Optimizers that treat each parameter separately, or draw at random, are not coupled; random numbers are
+    unchanged."""
     torch.manual_seed(1)
     expected = torch.rand(1)
     torch.manual_seed(1)
@@ -149,7 +151,8 @@ def test_an_optimizer_of_single_parameters_is_not(optimizer: Callable[..., Optim
 
 
 def test_parameters_of_others_stay_as_they_are() -> None:
-    """An optimizer that takes those of the module, whatever it is given, makes no step, and nothing is said of it."""
+    """An optimizer that ignores its argument and takes the module's parameters makes no step and gives no
+    message."""
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     task = replace(
         task_of(layers, optimizer=lambda groups: torch.optim.SGD(module.parameters(), lr=0.1)), module=module

@@ -1,4 +1,4 @@
-"""Traces and comparisons under CUDA's casts: what runs on a GPU has the types that autocast makes there."""
+"""Traces and comparisons under CUDA autocast have the types that autocast produces on a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WIDTH = 8
 
 
 class Typed(nn.Module):
-    """Asks for the type of what a norm returns, and turns autocast for `cuda` off for a part of itself."""
+    """A module that reads the type of a norm's result and turns autocast for `cuda` off for one part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def task_of(module: Any = Typed) -> Task:
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 def test_a_trace_has_the_types_of_its_target(target: Target) -> None:
-    """The values between traced layers, and the result, have the types that the module itself makes on the target."""
+    """Values between traced layers, and the result, have the types that the module produces on the target."""
     task = task_of()
     with FakeTarget(target) as fake:
         chain = fake_chain(task, fake, sample(task, 2))
@@ -73,7 +73,8 @@ def test_a_trace_has_the_types_of_its_target(target: Target) -> None:
 
 
 def test_a_trace_for_cuda_computes_what_its_module_computes() -> None:
-    """Module and chain, both on the CPU under CUDA's casts, have equal numbers; under the CPU's own they would not."""
+    """Module and chain, both on the CPU under CUDA's casts, have equal numbers; under the CPU's casts they
+    would differ."""
     task = task_of()
     profiled = profile(task, microbatch_size=2, target="cuda")
     assert not certify_numbers(task, plan(profiled, Cluster.emulated((1, 1 << 30)), batch_size=4)).differences
@@ -89,7 +90,7 @@ def test_a_trace_for_cuda_computes_what_its_module_computes() -> None:
 
 
 def test_the_cpus_casts_come_back() -> None:
-    """Afterwards autocast on the CPU is torch's own, also where contexts were nested or left by an exception."""
+    """Afterwards autocast on the CPU is torch's own, even if contexts were nested or left by an exception."""
     x = torch.ones(4, 4)
 
     def types() -> tuple[torch.dtype, ...]:
@@ -116,7 +117,8 @@ def test_the_cpus_casts_come_back() -> None:
     ],
 )
 def test_autocast_is_called_as_torch_allows(positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """By position or by name, as a context or around a function, for CUDA and for the CPU's own."""
+    """Autocast accepts positional and named arguments, as a context or a decorator, for CUDA and for the
+    CPU."""
     x = torch.ones(4, 4)
     taken = list(inspect.signature(torch.autocast.__init__).parameters)
     assert taken == ["self", "device_type", "dtype", "enabled", "cache_enabled"]
@@ -131,7 +133,7 @@ def test_autocast_is_called_as_torch_allows(positional: tuple[Any, ...], named: 
 
 @pytest.mark.parametrize(("target", "enabled"), [("cpu", False), ("cuda", True)])
 def test_autocast_for_cuda_inside_a_model(target: Target, enabled: bool) -> None:
-    """A model that turns on autocast for `cuda` itself has it in traces for CUDA, and not in those for the CPU."""
+    """A model that turns on autocast for `cuda` has it in traces for CUDA, but not in traces for the CPU."""
 
     class Own(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -151,7 +153,7 @@ def test_autocast_for_cuda_inside_a_model(target: Target, enabled: bool) -> None
 
 
 def test_a_plan_with_casts_of_another_target_is_not_trained() -> None:
-    """Values would have other types than the plan says: refused, with the way out."""
+    """A plan with the casts of another target is refused, with the remedy, because its types would differ."""
     task = task_of()
     profiled = profile(task, microbatch_size=2, target="cuda")
     with pytest.raises(UsageError, match="profile with --target cpu and plan again"):

@@ -1,4 +1,5 @@
-"""Custom autograd functions in traced models keep their backward; other things that a trace would lose are refused."""
+"""Custom autograd functions in traced models keep their backward; functions that a trace cannot preserve are
+refused."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def task_of(module: nn.Module) -> Task:
 
 
 def gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    """The gradients of a module's parameters."""
+    """Return the gradients of a module's parameters."""
     module.zero_grad()
     loss.backward()
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
@@ -70,7 +71,7 @@ class Outer(Function):
 
 
 class Scaled(Function):
-    """Its context is filled apart from its forward, which has a default."""
+    """A function whose context is filled in `setup_context`, and whose forward has a default argument."""
 
     @staticmethod
     def forward(x: Tensor, by: float = 3.0) -> Tensor:
@@ -124,7 +125,7 @@ def of_integers(b: nn.Module, x: Tensor) -> Tensor:
 
 
 def of_torch(b: nn.Module, x: Tensor) -> Tensor:
-    """One that comes with torch, whose class is reached by name too."""
+    """Call a function that comes with torch, whose class can also be reached by name."""
     noise: Tensor = CrossMapLRN2d.apply(b(x).view(-1, 4, 1, 1), 3)
     return noise.flatten(1)
 
@@ -133,7 +134,7 @@ def of_torch(b: nn.Module, x: Tensor) -> Tensor:
     "between", [several, nested, apart, without_graph, local, of_weights, of_integers, of_torch]
 )
 def test_gradients_are_those_of_the_authors_backward(between: Callable[..., Tensor]) -> None:
-    """Outputs and every gradient of the chain are the module's own, bit by bit."""
+    """Outputs and all gradients of the chain equal the module's, bit by bit."""
     torch.manual_seed(0)
     module = Three(between)
     inputs, targets = torch.randn(3, 4), torch.randn(3, 4)
@@ -148,7 +149,7 @@ def test_gradients_are_those_of_the_authors_backward(between: Callable[..., Tens
 
 
 def test_what_only_a_backward_needs_is_not_traced() -> None:
-    """What fills a context is a part of the call: the program has no operations of it."""
+    """Filling the context is part of the call: the program does not contain its operations."""
     programs, export = [], torch.export.export
 
     def exported(*args: Any, **kwargs: Any) -> torch.export.ExportedProgram:
@@ -162,7 +163,7 @@ def test_what_only_a_backward_needs_is_not_traced() -> None:
 
 
 def test_the_name_says_which_function_it_is() -> None:
-    """Tasks that differ in a custom function, or in one of its numbers, are different tasks."""
+    """Tasks that differ in a custom function, or in one of its numbers, have different names."""
     prints = {
         profile(task_of(Three(between)), microbatch_size=2).fingerprint.layers
         for between in (nested, several, local)
@@ -238,7 +239,7 @@ ANYWHERE = [
 
 @pytest.mark.parametrize(("between", "says"), TRACED + ANYWHERE)
 def test_what_a_trace_would_lose_is_refused_with_its_line(between: Callable[..., Tensor], says: str) -> None:
-    """The sentence names the line, the reason and the way out."""
+    """The message names the line, the reason and the remedy."""
     with pytest.raises(
         UsageError, match=rf"mine.* cannot be cut into layers \(.*{__name__.rpartition('.')[2]}.*{says}"
     ):
@@ -249,7 +250,7 @@ def test_what_a_trace_would_lose_is_refused_with_its_line(between: Callable[...,
 def test_what_changes_memory_is_refused_in_layers_by_hand_too(
     between: Callable[..., Tensor], says: str
 ) -> None:
-    """The sentence names the layer."""
+    """The message names the layer."""
     parts = chain([nn.Linear(4, 4), ("middle", Three(between))])
     with pytest.raises(UsageError, match=rf"layer middle \(Three\) cannot be planned: .*{says}"):
         profile(task_of(parts), microbatch_size=2)
@@ -265,7 +266,7 @@ def before(module: nn.Module) -> None:
 
 @pytest.mark.parametrize("add", [full, before])
 def test_hooks_on_a_backward_are_refused_in_a_traced_model(add: Callable[[nn.Module], None]) -> None:
-    """By the module that has them; a chain by hand keeps them."""
+    """The module with the hooks refuses a trace; a manual chain keeps them."""
     module = Three(lambda b, x: b(x))
     add(module.b)
     with pytest.raises(UsageError, match="mine cannot be cut into layers: b has hooks on its backward"):
@@ -284,7 +285,7 @@ def compiled_in_place(module: nn.Module) -> nn.Module:
 def test_compiled_modules_are_refused(
     compiler: Callable[[nn.Module], nn.Module], by_hand: bool, built: bool
 ) -> None:
-    """By the place in the model, whether the module exists or a function builds it."""
+    """The message gives the place in the model, whether the module exists or a function builds it."""
 
     def build() -> nn.Module:
         module = Three(lambda b, x: b(x))
@@ -296,7 +297,7 @@ def test_compiled_modules_are_refused(
 
 
 def test_the_trace_leaves_torch_as_it_was() -> None:
-    """After a refusal, everything that is replaced during a trace is torch's own again."""
+    """After a refusal, everything patched during a trace is torch's own again."""
     whole = [{**vars(FunctionMeta)}, torch.inference_mode.__enter__, Tensor.register_hook]
     with pytest.raises(UsageError):
         profile(task_of(Three(inference)), microbatch_size=2)
@@ -310,7 +311,8 @@ def test_the_trace_leaves_torch_as_it_was() -> None:
 
 
 def test_a_module_is_trained_in_the_mode_that_its_owner_left_it_in() -> None:
-    """A model in evaluation mode trains without dropout and with the statistics that it has, as in a plain loop."""
+    """A model in evaluation mode trains without dropout and with its existing statistics, as in a plain
+    loop."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4)).eval()
     theirs = copy.deepcopy(module)

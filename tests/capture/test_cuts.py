@@ -1,4 +1,4 @@
-"""The blocks of traced models: never a whole stage of a vision model, never a part of a residual block."""
+"""Blocks of traced models are never a whole stage of a vision model, and never part of a residual block."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ VISION: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 
 
 def cut(module: nn.Module, *inputs: Tensor, **settings: Any) -> Chain:
-    """The chain of a module on these inputs."""
+    """Return the chain of a module on these inputs."""
     task = Task(module, batch=lambda _: (inputs, None), loss=lambda output, _: output.sum(), **settings)
     return capture(task, *sample(task, 2))
 
 
 def names(chain: Chain) -> list[str]:
-    """The names of its blocks."""
+    """Return the names of its blocks."""
     return [block.name for block in chain.blocks]
 
 
 @pytest.mark.parametrize("name", sampled(sorted(VISION), often=["segformer"]))
 def test_the_stages_of_vision_models_are_divided_by_their_blocks(name: str) -> None:
-    """No block of the four is a whole stage, which would hold most of the parameters."""
+    """None of the blocks is one of the four stages, which would hold most of the parameters."""
     transformers = pytest.importorskip("transformers")
     kind, settings, blocks = VISION[name]
     made = getattr(transformers, kind)
@@ -97,7 +97,7 @@ class Shortcuts(nn.Module):
 
 
 def test_containers_of_containers_are_cut_between_residual_blocks() -> None:
-    """Not inside of them, where the shortcut would cross too."""
+    """Cuts fall between residual blocks, not inside them, because the shortcut would cross too."""
     found = cut(Shortcuts(), torch.randn(2, WIDTH))
     assert names(found) == ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1", "head"]
     edges = [0]
@@ -111,7 +111,7 @@ def test_containers_of_containers_are_cut_between_residual_blocks() -> None:
 
 
 class Columns(nn.Module):
-    """Every block reads a column of a table of integers, and the model has a parameter of its own."""
+    """A model whose blocks each read a column of an integer table, and which has a parameter at its root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,8 @@ class Columns(nn.Module):
 
 
 def test_a_column_of_integers_closes_no_cut_and_a_parameter_of_the_root_no_block() -> None:
-    """The column is taken from the table again in every layer that reads it; the parameter joins who uses it."""
+    """Every layer that reads a column takes it from the table again; the parameter joins the layer that uses
+    it."""
     module, columns = Columns(), torch.randint(5, (2, 3))
     found = cut(module, columns)
     assert names(found) == ["tables.0", "blocks.0", "tables.1", "blocks.1", "tables.2", "blocks.2", "head"]
@@ -143,7 +144,8 @@ def test_a_column_of_integers_closes_no_cut_and_a_parameter_of_the_root_no_block
 
 
 class Strided(nn.Module):
-    """Every block adds a slice of what the first layer computes, which lies with gaps and so cannot cross a cut."""
+    """A model whose blocks each add a slice of the first layer's output; a non-contiguous slice cannot cross
+    a cut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +161,7 @@ class Strided(nn.Module):
 
 
 def test_a_slice_of_what_is_computed_closes_no_cut() -> None:
-    """It is taken again in every layer that adds it; values and gradients are the model's."""
+    """Every layer that adds the slice takes it again; values and gradients equal the model's."""
     module, x = Strided(), torch.randn(2, WIDTH)
     found = cut(module, x)
     assert names(found) == ["first", "blocks.0", "blocks.1", "blocks.2"]
@@ -174,7 +176,7 @@ def test_a_slice_of_what_is_computed_closes_no_cut() -> None:
 
 
 def test_a_block_tells_what_was_merged_into_it_and_why() -> None:
-    """The modules that no cut parts, the operation and its line."""
+    """A block names the modules merged into it, and the operation and line that prevent the cut."""
     found = cut(Entangled(WIDTH), torch.randn(2, WIDTH))
     assert names(found) == ["first", "third"]
     reason = found.blocks[0].undivided
@@ -183,7 +185,7 @@ def test_a_block_tells_what_was_merged_into_it_and_why() -> None:
 
 
 class Attention(nn.Module):
-    """Queries, keys and values as parts of one tensor, of which no part can cross a cut."""
+    """Attention with queries, keys and values as parts of one tensor; no part can cross a cut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +197,7 @@ class Attention(nn.Module):
 
 
 def test_what_is_computed_from_parts_is_computed_once() -> None:
-    """Parts are taken again from what they are parts of; products of them are not made again in another layer."""
+    """Parts are taken again from the tensor; products of parts are not recomputed in another layer."""
     found = cut(Attention(), torch.randn(2, 3, WIDTH), granularity="layers")
     code = "".join(layer.module.pipefit_code.text for layer in found.layers)
     assert [code.count(f"aten.{name}.") for name in ("linear", "matmul", "softmax")] == [2, 2, 1]
@@ -203,7 +205,7 @@ def test_what_is_computed_from_parts_is_computed_once() -> None:
 
 
 def test_granularity_changes_no_number() -> None:
-    """Layers, which random numbers are drawn for, and their costs are the same; only blocks differ."""
+    """Layers, the layers that draw random numbers, and their costs are the same; only blocks differ."""
 
     def build() -> nn.Module:
         torch.manual_seed(0)
@@ -230,7 +232,7 @@ def test_granularity_changes_no_number() -> None:
 
 
 class Factored(nn.Module):
-    """The module itself computes with two weights of one size in one operation."""
+    """A module that combines two weights of one size in one operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,6 +243,7 @@ class Factored(nn.Module):
 
 
 def test_a_layer_has_one_name_in_every_trace() -> None:
-    """It is the same where two parameters could give it, for a plan knows its layers by their names."""
+    """A layer that two parameters could name has the same name in every trace, because plans identify layers
+    by name."""
     found = [cut(Factored(), torch.randn(2, WIDTH), granularity="layers").layers for _ in range(8)]
     assert {tuple(layer.name for layer in layers) for layers in found} == {("left",)}

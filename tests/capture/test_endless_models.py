@@ -1,4 +1,4 @@
-"""Models that would be built for ever are refused; all others are built as without pipefit."""
+"""Models whose construction would never end are refused; all others are built as without pipefit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tiny import task_of
     "model", ["zoo:gpt --set hidden=8 --set heads=1", "hf:gpt2 --set n_embd=8 --set n_head=1"]
 )
 def test_a_trillion_layers_are_refused_in_words(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """By commands too, whoever wrote the model; the words say how far it was built, and what may be the slip."""
+    """Commands refuse the model too; the message says how far it was built and suggests the likely
+    mistake."""
     if model.startswith("hf:"):
         pytest.importorskip("transformers")
     layers = "layers" if model.startswith("zoo:") else "n_layer"
@@ -32,7 +33,8 @@ def test_a_trillion_layers_are_refused_in_words(model: str, capsys: pytest.Captu
 
 
 def test_a_model_may_have_as_many_modules_as_are_allowed() -> None:
-    """Two layers are two modules of one more; afterwards nothing is counted, and others may build what they like."""
+    """A model of two layers, with one container, has three modules; afterwards the limit no longer
+    applies."""
     with mock.patch.object(task, "MOST_MODULES", 2):
         assert (
             len(profile(task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 4)]), microbatch_size=1).layers) == 2

@@ -1,4 +1,4 @@
-"""Where a traced model is cut, what crosses, what its layers are called, and what is refused."""
+"""Cuts, crossing values, layer names and refusals of traced models."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from pipefit.fake_cuda.target import FakeTarget
 
 
 def captured(task: Task, size: int = 2) -> Chain:
-    """The task's chain for microbatches of `size` samples."""
+    """Return the task's chain for microbatches of `size` samples."""
     return capture(task, *sample(task, size))
 
 
 def of(module: nn.Module, *inputs: Tensor) -> Chain:
-    """The chain of a module on these inputs."""
+    """Return the chain of a module on these inputs."""
     return captured(
         Task(module, batch=lambda _: (inputs, None), loss=lambda output, _: output.sum(), name="mine")
     )
 
 
 def names(found: Chain) -> list[str]:
-    """The names of its blocks."""
+    """Return the names of its blocks."""
     return [block.name for block in found.blocks or found.layers]
 
 
 def edges(found: Chain) -> list[int]:
-    """The layers at which its blocks begin, and the number of layers."""
+    """Return the first layers of its blocks, and the number of layers."""
     return [0, *accumulate(block.layers for block in found.blocks)]
 
 
 def crossing(found: Chain, inputs: Any) -> list[list[tuple[int, ...]]]:
-    """Shapes of the values behind each block."""
+    """Return the shapes of the values that leave each block."""
     values, shapes = found.flatten(inputs), []
     for layer in found.layers:
         values = layer(values)
@@ -54,14 +54,16 @@ def crossing(found: Chain, inputs: Any) -> list[list[tuple[int, ...]]]:
 
 
 def test_children_of_containers_are_blocks() -> None:
-    """Children of containers are blocks, and so are other modules with parameters; all else goes along."""
+    """Children of containers are blocks, and so are other modules with parameters; other operations join a
+    block."""
     assert names(captured(gallery.task("resnet"))) == [
         "conv1", "bn1", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "fc",
     ]  # fmt: skip
 
 
 def test_layers_are_finer_than_halves_and_halves_than_blocks() -> None:
-    """Halves are finer than blocks, layers finer than halves; the layers are the same for all of them."""
+    """Halves are finer than blocks, and layers finer than halves; the layers are the same for all
+    granularities."""
     tasks = [replace(gallery.task("masked"), granularity=name) for name in ("blocks", "halves", "layers")]
     chains = [captured(task) for task in tasks]
     assert len({tuple(layer.name for layer in found.layers) for found in chains}) == 1
@@ -70,13 +72,13 @@ def test_layers_are_finer_than_halves_and_halves_than_blocks() -> None:
 
 
 def test_halves_part_attention_and_mlp() -> None:
-    """The parts of a block that hold its parameters become blocks of their own."""
+    """The attention and the MLP of a block become separate blocks."""
     found = names(captured(replace(gallery.task("masked"), granularity="halves")))
     assert "blocks.1.qkv" in found and "blocks.1.mlp" in found
 
 
 def test_a_module_that_runs_again_is_a_layer_again() -> None:
-    """Each run of a shared block is a block, with the same parameters."""
+    """Each run of a shared block is a separate block with the same parameters."""
     found = captured(gallery.task("repeated"))
     assert names(found) == ["inward", "block", "block@1", "block@2", "outward"]
     runs = [number for number, layer in enumerate(found.layers) if layer.name.startswith("block")]
@@ -85,7 +87,8 @@ def test_a_module_that_runs_again_is_a_layer_again() -> None:
 
 
 def test_names_are_the_models_own() -> None:
-    """The layers' state, under its original names, is the model's state: each entry once, the very tensors."""
+    """The layers' state, under its original names, is the model's state: each entry once, the same
+    tensors."""
     for name in (
         "resnet",
         "densenet",
@@ -119,14 +122,15 @@ def test_skips_travel_along() -> None:
 
 
 def test_masks_are_made_again() -> None:
-    """A mask of 2 x 1 x 8 x 8 is not shipped: its padding of 2 x 8 is, in bytes, to the last layer that needs it."""
+    """A mask of 2 x 1 x 8 x 8 does not cross: its padding of 2 x 8 bytes does, up to the last layer that
+    needs it."""
     task = gallery.task("masked")
     shapes = crossing(captured(task), sample(task, 2)[0])
     assert shapes == [[(2, 8, 16), (2, 8)], *[[(2, 8), (2, 8, 16)]] * 2, [(2, 8, 16)], [(2, 8, 40)]]
 
 
 def test_outputs_keep_their_structure() -> None:
-    """The loss outside is given what the module returned, constants included."""
+    """An external loss receives the module's result, constants included."""
     task = gallery.task("masked")
     found = captured(task)
     values = found.flatten(sample(task, 2)[0])
@@ -137,7 +141,7 @@ def test_outputs_keep_their_structure() -> None:
 
 
 def test_inputs_must_stay_alike() -> None:
-    """A number among the inputs is a setting: another one is refused, as is a missing entry."""
+    """A number among the inputs is a setting: another value is refused, and so is a missing entry."""
     task = gallery.task("masked")
     found, (inputs, _) = captured(task), sample(task, 2)
     assert len(found.flatten(dict(reversed(inputs.items())))) == 2
@@ -148,7 +152,7 @@ def test_inputs_must_stay_alike() -> None:
 
 
 def test_equal_blocks_have_equal_code() -> None:
-    """The generated code of like layers is the same text, so that a profile measures one of them."""
+    """The generated code of equal layers is the same text, so that a profile measures one of them."""
     found = captured(Task(lambda: Masked(blocks=4), **_settings("masked")))
     codes = [
         [layer.module.pipefit_code.text for layer in found.layers[start:stop]]
@@ -177,7 +181,7 @@ class Strided(nn.Module):
 
 
 def test_layout_survives_a_cut() -> None:
-    """What crosses is contiguous, and the next layer sees it as the model laid it out."""
+    """Crossing values are contiguous, and the next layer sees the model's layout."""
     module = Strided()
     x = torch.randn(2, 6, 6)
     found = of(module, x)
@@ -189,7 +193,7 @@ def test_layout_survives_a_cut() -> None:
 
 
 class InPlace(nn.Module):
-    """Writes into a tensor of which another view is used later."""
+    """A module that writes into a tensor, another view of which is used later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +208,7 @@ class InPlace(nn.Module):
 
 
 def test_no_cut_between_a_view_and_its_change() -> None:
-    """Two views of one memory stay together until the last change in place is done."""
+    """Two views of one memory stay in one layer until the last in-place change."""
     found = of(module := InPlace(), x := torch.randn(3, 4))
     values = found.flatten((x,))
     for layer in found.layers:
@@ -213,7 +217,7 @@ def test_no_cut_between_a_view_and_its_change() -> None:
 
 
 class Careful(nn.Module):
-    """Contexts of its own: no gradient, and bfloat16."""
+    """A module with its own contexts: no gradient, and bfloat16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +233,7 @@ class Careful(nn.Module):
 
 
 def test_contexts_are_entered_again() -> None:
-    """Gradients flow, and dtypes are, as in the model, wherever it is cut."""
+    """Gradients and dtypes equal the model's, at every cut."""
     x, module = torch.randn(2, 8), Careful()
     task = Task(
         module, batch=lambda _: ((x,), None), loss=lambda output, _: output.sum(), granularity="layers"
@@ -246,7 +250,7 @@ def test_contexts_are_entered_again() -> None:
 
 
 def test_parts_by_hand() -> None:
-    """`pipefit.chain` takes modules and names; layers keep them, and original names have them in front."""
+    """`pipefit.chain` takes modules and names; layers keep the names as a prefix of the original names."""
     parts = chain([nn.Linear(4, 4), ("head", nn.Linear(4, 2))])
     found = of(parts, torch.randn(2, 4))
     assert names(found) == ["0", "head"]
@@ -257,7 +261,7 @@ def test_parts_by_hand() -> None:
 
 
 class Wrong(nn.Module):
-    """A linear layer inside a container, and something that cannot be."""
+    """A linear layer inside a container, and an unsupported operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +296,7 @@ class Writes(Wrong):
 
 
 class Within(nn.Module):
-    """Puts a part somewhere in a model."""
+    """A module that wraps a part at some place in a model."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
@@ -314,7 +318,8 @@ class Within(nn.Module):
 def test_refusals_say_where_and_why(
     kind: type[nn.Module], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A refusal names the module, the line of the user's file, the reason and the way out; torch stays silent."""
+    """A refusal names the module, the line of the user's file, the reason and the remedy; torch prints
+    nothing."""
     with pytest.raises(UsageError) as refused:
         of(Within(kind()), torch.randn(2, 3))
     text = str(refused.value)
@@ -324,7 +329,7 @@ def test_refusals_say_where_and_why(
 
 
 def test_strange_outputs_are_refused() -> None:
-    """A set is no structure of tensors."""
+    """A set is not a supported structure of tensors."""
     with pytest.raises(
         UsageError, match=r"test_export.py:\d+\): it returns a set, which is neither a tensor nor a"
     ):

@@ -1,4 +1,4 @@
-"""The table of Hugging Face families on the page about models tells what becomes of them."""
+"""The page on models has a table of Hugging Face families that states the result for each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from families import ALL, PAGE, becomes, page_with, split
 
 
 def test_the_table_is_in_order() -> None:
-    """Its rows are of known families, and putting one in again changes nothing."""
+    """Its rows are known families, and regenerating a row changes nothing."""
     text = PAGE.read_text()
     rows = split(text)[1]
     assert len(rows) >= 20 and rows.keys() <= ALL.keys()
@@ -18,5 +18,6 @@ def test_the_table_is_in_order() -> None:
 @pytest.mark.gallery
 @pytest.mark.parametrize("name", ALL)
 def test_a_family_becomes_what_the_table_says(name: str) -> None:
-    """It is a chain of so many layers that computes what the module does, or is refused for that reason."""
+    """A family is a chain with the stated number of layers that computes the module's result, or is refused
+    for the stated reason."""
     assert becomes(ALL[name]) == split(PAGE.read_text())[1].get(name, "not in the table")

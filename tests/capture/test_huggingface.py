@@ -1,4 +1,4 @@
-"""`hf:` models: from a name and settings to a task, without network, with refusals that help."""
+"""`hf:` models: from a name and settings to a task, without network access, with helpful refusals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_blocks_are_found(name: str) -> None:
 
 
 def test_attention_takes_its_fast_path() -> None:
-    """Without padding no mask is made: attention is told that it is causal, as when the model runs eagerly."""
+    """Without padding no mask is built: attention gets the causal flag, as in eager execution."""
     task = hf("llama", **TINY["llama"])
     code = code_of(task)
     calls = [line for line in code.splitlines() if "scaled_dot_product_attention.default(" in line]
@@ -54,18 +54,18 @@ def test_attention_takes_its_fast_path() -> None:
 
 
 def test_attention_can_be_set() -> None:
-    """Eager attention multiplies and takes its own softmax."""
+    """Eager attention multiplies and computes its own softmax."""
     task = hf("gpt2", **TINY["gpt2"], attention="eager")
     assert "softmax" in code_of(task) and "scaled_dot_product_attention" not in code_of(task)
 
 
 def code_of(task: Task) -> str:
-    """What all layers do, in order."""
+    """Return the code of all layers, in order."""
     return "".join(layer.module.pipefit_code.text for layer in capture(task, *sample(task, 2)).layers)
 
 
 def test_weights_given_are_kept() -> None:
-    """A module passed from Python, pretrained or not, is trained itself."""
+    """A module passed from Python, pretrained or not, is trained directly."""
     made = hf("gpt2", **TINY["gpt2"])
     module = made.build()
     task = replace(made, module=module)
@@ -75,7 +75,7 @@ def test_weights_given_are_kept() -> None:
 
 
 def test_labels_may_stay_outside() -> None:
-    """A loss outside is given what the model returns: its output class with its logits."""
+    """An external loss receives the model's output object with its logits."""
     made = hf("gpt2", **TINY["gpt2"])
 
     def loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
@@ -118,20 +118,20 @@ def test_labels_may_stay_outside() -> None:
 def test_a_refusal_of_a_name_or_setting_says_what_would_do(
     name: str, settings: dict[str, object], words: str
 ) -> None:
-    """An unknown name or setting is answered with the nearest one, a wrong value with what would do."""
+    """The message names the nearest known name or setting, or valid values."""
     with pytest.raises(UsageError, match=words):
         hf(name, **settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["xlnet", "mamba", "bloom"])
 def test_positions_without_a_limit(name: str) -> None:
-    """A model that takes any number of tokens has as many as are usual, or as many as it is told to."""
+    """A model without a limit on tokens gets the usual number, or the number that the user sets."""
     assert hf(name).batch(1)[0]["input_ids"].shape == (1, 512)
     assert hf(name, sequence=700).batch(1)[0]["input_ids"].shape == (1, 700)
 
 
 def test_words_of_a_model_of_several() -> None:
-    """Where a configuration is of several models, samples have words of the one for text."""
+    """If a configuration has several models, samples hold tokens of the text model."""
     tokens = hf("gemma3", sequence=4096).batch(4)[0]["input_ids"]
     words = sys.modules["transformers"].Gemma3Config().text_config.vocab_size
     assert words // 2 < int(tokens.max()) < words

@@ -1,4 +1,4 @@
-"""How far two numbers may be apart, and how differences are told."""
+"""Tolerance of a comparison, and the report of differences."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def held(plain: Run, ours: Run, dtype: torch.dtype = torch.float32) -> Numbers:
 @pytest.mark.parametrize(("dtype", "limit"), LIMITS)
 @pytest.mark.parametrize("share", [0.9, 1.1])
 def test_the_limit_is_a_share_of_the_largest_value(dtype: torch.dtype, limit: float, share: float) -> None:
-    """Below it numbers agree, and how far they are apart is told; above it they differ."""
+    """Numbers below the limit agree, and their distance is reported; numbers above it differ."""
     one = torch.tensor([0.5, -2.0], dtype=torch.float64)
     other = one + torch.tensor([2.0 * share * limit, 0.0], dtype=torch.float64)
     found = held(run(gradients={"weight": one}), run(gradients={"weight": other}), dtype)
@@ -39,7 +39,7 @@ def test_the_limit_is_a_share_of_the_largest_value(dtype: torch.dtype, limit: fl
 
 
 def test_the_coarsest_precision_decides() -> None:
-    """Where a model mixes them, numbers are no better than the coarsest."""
+    """In a mixed-precision model the coarsest precision sets the limit."""
     empty = run()
     precisions = {torch.float32, torch.bfloat16, torch.int8}
     found = compared(empty, empty, name="model", microbatch_size=1, untouched={}, precisions=precisions)
@@ -47,9 +47,8 @@ def test_the_coarsest_precision_decides() -> None:
 
 
 def test_noise_is_measured_by_the_largest_gradient() -> None:
-    """A gradient that is nothing but rounding, as a bias before a norm has, may be another rounding; a small one that
-    is more than that may not.
-    """
+    """A gradient of pure rounding noise, as of a bias before a norm, may differ in rounding; a small gradient
+    above the noise may not."""
     large, noise, small = torch.tensor([10.0]), torch.tensor([1e-7]), torch.tensor([1e-3])
     plain = run(gradients={"large": large, "noise": noise, "small": small})
     ours = run(gradients={"large": large, "noise": -noise, "small": -small})
@@ -57,14 +56,15 @@ def test_noise_is_measured_by_the_largest_gradient() -> None:
 
 
 def test_integers_are_equal_or_not() -> None:
-    """A count that is one behind differs, however large it is."""
+    """A count that is off by one differs, however large it is."""
     plain, ours = run(buffers={"count": torch.tensor(10**9)}), run(buffers={"count": torch.tensor(10**9 - 1)})
     assert [difference.what for difference in held(plain, ours).differences] == ["the buffer count"]
 
 
 @pytest.mark.parametrize("value", [nan, float("inf")])
 def test_a_value_that_is_not_finite_is_equal_to_itself_alone(value: float) -> None:
-    """In the same place it agrees, and does not make room for other differences; elsewhere it differs."""
+    """Non-finite values agree in the same place and do not widen the limit for other values; elsewhere they
+    differ."""
     plain = run(gradients={"weight": torch.tensor([value, 1.0])})
     assert not held(plain, run(gradients={"weight": torch.tensor([value, 1.0])})).differences
     assert held(plain, run(gradients={"weight": torch.tensor([value, 1.1])})).differences
@@ -72,7 +72,7 @@ def test_a_value_that_is_not_finite_is_equal_to_itself_alone(value: float) -> No
 
 
 def test_other_shapes_and_types_differ() -> None:
-    """Both are told."""
+    """The report names both shapes, or both types."""
     plain = run(buffers={"a": torch.zeros(2), "b": torch.zeros(2)})
     ours = run(buffers={"a": torch.zeros(3), "b": torch.zeros(2, dtype=torch.float64)})
     assert [d.text for d in held(plain, ours).differences] == [
@@ -82,7 +82,8 @@ def test_other_shapes_and_types_differ() -> None:
 
 
 def test_many_differences_are_counted() -> None:
-    """Three are told and the rest counted, in one sentence with the limit, the cause and the way out."""
+    """Three differences are listed and the rest counted, in one sentence with the limit, the cause and the
+    remedy."""
     plain = run(gradients={f"layer{n}": torch.ones(1) for n in range(5)})
     found = held(plain, run(gradients=dict.fromkeys(plain.gradients)))
     with pytest.raises(UsageError) as refused:
@@ -96,13 +97,14 @@ def test_many_differences_are_counted() -> None:
 
 
 def test_a_buffer_alone_is_told_as_such() -> None:
-    """Where all else is the same, an update was lost."""
+    """If only a buffer differs, the report says that an update was lost."""
     found = held(run(buffers={"mean": torch.ones(1)}), run(buffers={"mean": torch.zeros(1)}))
     assert "the update of a buffer was lost" in str(found)
 
 
 def test_losses_that_are_not_finite_tell_nothing() -> None:
-    """Two of them are equal, whatever the chain does: that is said instead of an agreement."""
+    """Two non-finite losses are equal whatever the chain does: the report says so instead of claiming
+    agreement."""
     assert str(held(run(nan), run(nan))).startswith(
         "the numbers of model cannot be compared: its losses are nan and"
     )

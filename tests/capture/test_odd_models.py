@@ -1,4 +1,4 @@
-"""Oddities that look as if they had to be refused, and are trained to the numbers of a plain loop instead."""
+"""Unusual but supported models train to the numbers of a plain loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
 class Model(nn.Module):
-    """Something between two layers."""
+    """A model with a module between two layers."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Model(nn.Module):
 
 
 class Nested(Model):
-    """Takes its input in pieces, and returns texts and None beside its output."""
+    """A module that takes its input in pieces, and returns texts and None in addition to its output."""
 
     def __init__(self) -> None:
         super().__init__(nn.ReLU())
@@ -48,7 +48,7 @@ class Nested(Model):
 
 
 class Listed(nn.Module):
-    """Parameters in a list and in a dictionary."""
+    """A module with parameters in a list and in a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Listed(nn.Module):
 
 
 class Partly(nn.Module):
-    """A list of parameters, of which the last is unused."""
+    """A module with a list of parameters, the last of them unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Partly(nn.Module):
 
 
 class Parts(nn.Module):
-    """A list of layers, one of which has a list of the same name."""
+    """A list of layers, one with a list of the same name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Parts(nn.Module):
 
 
 class Fourier(nn.Module):
-    """A complex parameter."""
+    """A module with a complex parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,21 +97,21 @@ class Fourier(nn.Module):
 
 
 class There(nn.Module):
-    """To frequencies, which are complex and cross to the next layer."""
+    """A transform to frequencies, which are complex and cross to the next layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.fft.rfft(x)
 
 
 class Back(nn.Module):
-    """And back."""
+    """The inverse transform."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.fft.irfft(x, n=8)
 
 
 class Policy(nn.Module):
-    """The logarithms of the probabilities of what was done, by a distribution that checks its arguments."""
+    """Log probabilities of actions under a distribution that checks its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,30 +124,30 @@ class Policy(nn.Module):
 
 
 def batch(size: int) -> tuple[Any, Any]:
-    """Made-up regression data."""
+    """Return made-up regression data."""
     return torch.randn(size, 8), torch.randn(size, 8)
 
 
 def nested(size: int) -> tuple[Any, Any]:
-    """The same in pieces."""
+    """Return the same data in pieces."""
     pieces = {"x": {"a": {"b": torch.randn(size, 8)}}, "more": [torch.randn(size, 8)]}
     return pieces, (torch.randn(size, 8),)
 
 
 def speech(size: int) -> tuple[Any, Any]:
-    """Frames, with letters and how many of them there are."""
+    """Return frames with letters and their counts."""
     return torch.randn(size, 12, 8), (torch.randint(1, 8, (size, 4)), torch.randint(1, 5, (size,)))
 
 
 def letters(outputs: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
-    """The CTC loss."""
+    """Compute the CTC loss."""
     frames = torch.full((len(outputs),), outputs.shape[1])
     return F.ctc_loss(outputs.log_softmax(-1).transpose(0, 1), targets[0], frames, targets[1])
 
 
 @pytest.fixture
 def make() -> Callable[[str], Task]:
-    """The tasks by name; they are made where warnings of old interfaces are caught."""
+    """Build the tasks by name; the caller catches warnings of old interfaces."""
 
     def task(name: str) -> Task:
         torch.manual_seed(1)
@@ -192,7 +192,7 @@ def make() -> Callable[[str], Task]:
     ],
 )
 def test_oddities_are_trained(make: Callable[[str], Task], name: str) -> None:
-    """Losses and parameters are those of the plain loop, bit by bit."""
+    """Losses and parameters equal the plain loop's, bit by bit."""
     task, theirs = make(name), make(name).module
     assert isinstance(theirs, nn.Module) and task.loss is not None
     plan = random_plan(profile(task, microbatch_size=SIZE), Random(name), microbatches=COUNT)

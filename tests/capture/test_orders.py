@@ -1,4 +1,4 @@
-"""In which order dimensions lie in memory: a value is on the other side of a cut as it was made."""
+"""Memory order of dimensions: a value keeps its strides across a cut."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZES = [(2, 3, 4, 5), (2, 3, 1, 1), (1, 3, 1, 1), (2, 1, 4, 5), (1, 1, 4, 1), (
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_strides_cross_a_cut_whatever_the_order_in_memory(sizes: tuple[int, ...]) -> None:
-    """Those of dimensions of size 1 too, by which kernels tell whether channels are last."""
+    """Strides of dimensions of size 1 are kept too, because kernels detect channels-last by them."""
     for order in permutations(range(4)):
         made = torch.empty([sizes[d] for d in order])
         back = [order.index(d) for d in range(4)]
@@ -30,7 +30,7 @@ def test_strides_cross_a_cut_whatever_the_order_in_memory(sizes: tuple[int, ...]
 
 
 def test_a_slice_crosses_as_a_new_tensor() -> None:
-    """No order makes it dense: it is copied, with its dimensions as they are."""
+    """A slice that no order makes dense is copied, with its dimensions in place."""
     value = torch.empty(4, 6, 5)[:, ::2]
     assert orders_of((value,)) == ()
     assert contiguous((value,), ())[0].stride() == (15, 5, 1)

@@ -1,4 +1,4 @@
-"""Hooks on the gradients of parameters: what they compute is trained, and what they take is planned."""
+"""Hooks on the gradients of parameters: their results are trained, and their memory is planned."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tiny import alone, batch_of, plan_of
 WIDTH = 16
 
 
-# Kernels take what they were measured with
+# Kernels use their measured workspace
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Blocks(nn.Module):
-    """Three linear layers; the last has the weight of the first if they are `tied`."""
+    """A model of three linear layers; the last has the weight of the first if they are `tied`."""
 
     def __init__(self, *, tied: bool = False) -> None:
         super().__init__()
@@ -59,7 +59,8 @@ def traced() -> nn.Module:
 
 
 def hooked(module: Callable[[], nn.Module]) -> nn.Module:
-    """The module, whose first weight has a hook on its gradient, and its second one behind the sum."""
+    """Return the module with a hook on the gradient of its first weight, and on the accumulated gradient of
+    its second."""
     torch.manual_seed(5)
     made = module()
     first, second = [parameter for parameter in made.parameters() if parameter.ndim == 2][:2]
@@ -76,7 +77,7 @@ def task_of(module: nn.Module | Callable[[], nn.Module], **options: object) -> T
 
 
 def in_two(task: Task, **options: Any) -> Plan:
-    """The first block of the model on one device, the others on another."""
+    """Place the first block of the model on one device, the others on another."""
     costs = profile(task, microbatch_size=2, threads=torch.get_num_threads())
     return plan_of(task, [costs.edges[1], costs.edges[-1] - costs.edges[1]], profiled=costs, **options)
 
@@ -98,7 +99,8 @@ def test_hooks_of_parameters_train_as_in_a_plain_loop(
 
 @pytest.mark.parametrize("made", [hooked, lambda module: partial(hooked, module)], ids=["module", "factory"])
 def test_what_a_hook_takes_is_planned(made: Callable[[Callable[[], nn.Module]], nn.Module]) -> None:
-    """A hook that makes another gradient holds both for a moment: simulator, dry run and allocator agree on it."""
+    """A hook that creates another gradient briefly holds both: simulator, dry run and allocator agree on
+    it."""
     for module in (written, traced):
         task = task_of(made(module), optimizer=torch.optim.SGD)  # whose update takes less than the hook
         case = Case(name="hooked", settings={}, task=task, plan=in_two(task))
@@ -108,7 +110,7 @@ def test_what_a_hook_takes_is_planned(made: Callable[[Callable[[], nn.Module]], 
 
 @pytest.mark.parametrize("hooked_layer", [0, 4])
 def test_a_layer_with_a_hook_costs_what_no_other_layer_costs(hooked_layer: int) -> None:
-    """Of seven equal layers in a row one has a hook: it is not taken for one of the others, nor they for it."""
+    """If one of seven equal layers has a hook, the costs of that layer and of the others stay separate."""
     module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(7)))
     module[hooked_layer].weight.register_hook(
         lambda gradient: torch.stack([gradient] * 9).sum(0)
@@ -120,7 +122,8 @@ def test_a_layer_with_a_hook_costs_what_no_other_layer_costs(hooked_layer: int) 
 
 
 def test_hooks_of_a_parameter_that_several_layers_use_are_refused() -> None:
-    """On two stages a hook would clamp each part of the gradient, and not their sum: refused by name."""
+    """On two stages a hook would clamp each part of the gradient instead of the sum: the hook is refused by
+    name."""
     module = Blocks(tied=True)
     module.blocks[0].weight.register_hook(clamped)
     reason = r"blocks\.0\.weight of hooked has hooks.*\(blocks\.0, blocks\.2\).*register_step_pre_hook"
@@ -129,7 +132,8 @@ def test_hooks_of_a_parameter_that_several_layers_use_are_refused() -> None:
 
 
 def test_the_way_out_for_a_shared_parameter_trains() -> None:
-    """A hook before the optimizer's step sees the sum of all layers' gradients on every stage, as in plain training."""
+    """A hook before the optimizer's step sees the sum of all layers' gradients on every stage, as in plain
+    training."""
 
     def optimizer(groups: object) -> torch.optim.Optimizer:
         made = torch.optim.SGD(groups, lr=0.1)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Batches and outputs of dataclasses and mappings: given as they are to the module and to the loss, and trained."""
+"""Batches and outputs of dataclasses and mappings reach the module and the loss unchanged, and train."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 
 @dataclass
 class Points:
-    """Where things are, with a name and a part that has its own class."""
+    """Points with a name and a part of a custom class."""
 
     at: Tensor
     name: str = "points"
@@ -35,7 +35,7 @@ class Points:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a model returns; a field of it is not an argument."""
+    """Output of a model with a field that is not an argument."""
 
     logits: Tensor
     around: Points
@@ -44,7 +44,7 @@ class Found:
 
 
 class Net(nn.Module):
-    """Takes a dataclass and returns one."""
+    """A module that takes a dataclass and returns one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,22 +58,22 @@ class Net(nn.Module):
 
 
 def points(size: int) -> Points:
-    """Made-up points."""
+    """Return made-up points."""
     return Points(torch.randn(size, 4), "mine", torch.rand(size, 4))
 
 
 def own_loss(size: int) -> tuple[Any, None]:
-    """A mapping of keyword arguments that is no dictionary."""
+    """Return a mapping of keyword arguments that is not a dictionary."""
     return UserDict(points=points(size), labels=torch.randint(2, (size,))), None
 
 
 def labelled(size: int) -> tuple[Any, Points]:
-    """A dataclass for the module, and one for the loss."""
+    """Return a dataclass for the module, and one for the loss."""
     return (points(size),), Points(torch.randint(2, (size,)), "labels")
 
 
 def outside(outputs: Found, targets: Points) -> Tensor:
-    """A loss that is given the dataclasses themselves."""
+    """Compute a loss from the dataclasses."""
     assert (
         type(outputs) is Found
         and type(outputs.around) is Points
@@ -92,7 +92,7 @@ TASKS = {
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 def test_dataclasses_are_trained_as_they_are(task: Task) -> None:
-    """Inputs, outputs and targets of classes that torch does not know train to the numbers of a plain loop."""
+    """Inputs, outputs and targets of classes unknown to torch train to the numbers of a plain loop."""
     torch.manual_seed(3)
     ours = Net()
     theirs = Net()
@@ -114,7 +114,7 @@ def test_dataclasses_are_trained_as_they_are(task: Task) -> None:
 
 
 def test_another_setting_is_refused_by_its_place() -> None:
-    """What is no tensor in a dataclass is a setting: another one is told."""
+    """A non-tensor field of a dataclass is a setting: another value is refused with its path."""
     task = TASKS["loss outside"]
     found = capture(task, *sample(task, 2))
     with pytest.raises(UsageError, match="'other' where the model was captured with 'mine'"):
@@ -122,7 +122,7 @@ def test_another_setting_is_refused_by_its_place() -> None:
 
 
 def test_records_are_closed_to_what_they_were() -> None:
-    """Opened and closed again, a tree has the same classes and the same values; mappings become dictionaries."""
+    """Flattened and restored, a tree has the same classes and values; mappings become dictionaries."""
     made = Found(logits=torch.ones(2), around=Points(torch.zeros(1)))
     tree = closed(opened([made, (UserDict(a=made),)]))
     assert tree[1][0]["a"] == made and type(tree[1][0]) is dict and tree[0] is not made
@@ -130,7 +130,7 @@ def test_records_are_closed_to_what_they_were() -> None:
 
 
 def test_leaves_are_told_by_their_fields() -> None:
-    """The path of a tensor in a dataclass has its fields' names, as in an error."""
+    """The path of a tensor in a dataclass uses field names, as in an error."""
     named, spec = pytree.tree_flatten_with_path(opened({"x": Points(torch.ones(1), "mine")}))
     assert [pytree.keystr(path) for path, _ in named] == ["['x'].at", "['x'].name", "['x'].weights"]
     again = pytree.tree_unflatten([leaf for _, leaf in named], spec)

@@ -1,4 +1,4 @@
-"""What cannot be captured is refused in a sentence: the part, the line, the reason, and a way out that works."""
+"""Each refusal is one sentence: the part, the line, the reason, and a remedy that works."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ HERE = f"{Path(__file__).name}:"
 
 
 def batch(size: int) -> tuple[Any, Any]:
-    """Made-up regression data."""
+    """Return made-up regression data."""
     return torch.randn(size, 8), torch.randn(size, 8)
 
 
 class Model(nn.Module):
-    """Something between two layers."""
+    """A model with a module between two layers."""
 
     def __init__(self, inner: nn.Module | None = None) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Model(nn.Module):
 
 
 class Penalised(nn.Module):
-    """Returns what it makes of features, and these."""
+    """A module that returns features and their penalty's input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,17 +60,17 @@ BASE = Task(Model, batch=batch, loss=F.mse_loss, name="mine")
 
 
 def within(inner: nn.Module) -> Task:
-    """A task around it, traced."""
+    """Build a traced task around a module."""
     return replace(BASE, module=Model(inner))
 
 
 def by_hand(inner: nn.Module) -> Task:
-    """A task around it as a layer by hand."""
+    """Build a task with a module as a manual layer."""
     return replace(BASE, module=chain([nn.Linear(8, 8), inner, nn.Linear(8, 8)]))
 
 
 class Part(nn.Module):
-    """A linear layer of which something is made."""
+    """A linear layer followed by a function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Fails(Part):
 
 
 class MakesItsMask(Part):
-    """Makes a mask that it is not given, but not for a compiler, as Switch Transformers does."""
+    """A module that creates a missing mask, except under a compiler, as Switch Transformers does."""
 
     def forward(self, x: Tensor) -> Tensor:
         mask: Any = None if torch.compiler.is_compiling() else torch.ones(8)
@@ -115,7 +115,7 @@ class Reaches(Part):
 
 
 class Registers(Part):
-    """Makes a mask when it is called first."""
+    """A module that creates a mask on its first call."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not hasattr(self, "mask"):
@@ -135,7 +135,7 @@ class ForksItself(Part):
 
 
 class Packs(Part):
-    """Packs each sample as a sequence of some of its numbers."""
+    """A module that packs each sample as a sequence of some of its numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class GuardsLater(Part):
 
 
 class Masked(nn.Module):
-    """Attention over the columns, each of which sees those before it."""
+    """Causal attention over the columns."""
 
     def __init__(self, **options: bool) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class Sparse(Part):
 
 
 class Embeds(nn.Module):
-    """Whose gradient of the table is sparse."""
+    """A model whose embedding table has a sparse gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,14 +218,14 @@ class Embeds(nn.Module):
 
 
 class Holder:
-    """A class that torch knows nothing of."""
+    """A class unknown to torch."""
 
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits
 
 
 class Ends(Model):
-    """Returns what `end` makes of the outputs."""
+    """A model that returns `end` of its outputs."""
 
     def __init__(self, end: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -236,22 +236,22 @@ class Ends(Model):
 
 
 def ending(end: Callable[[Tensor], Any], *, own_loss: bool = False) -> Task:
-    """A model that returns that."""
+    """Build a model that returns the given end."""
     return replace(BASE, module=Ends(end), loss=None if own_loss else F.mse_loss)
 
 
 def fed(make: Callable[..., Any]) -> Task:
-    """A model with these batches."""
+    """Build a model with the given batches."""
     return replace(BASE, batch=make)
 
 
 def judged(loss: Callable[[Any, Any], Any]) -> Task:
-    """A model with this loss."""
+    """Build a model with the given loss."""
     return replace(BASE, loss=loss)
 
 
 def words(size: int) -> tuple[Tensor, Tensor]:
-    """Tokens, with numbers for targets."""
+    """Return tokens with numeric targets."""
     return torch.randint(20, (size,)), torch.randn(size, 8)
 
 
@@ -379,7 +379,7 @@ SENTENCES: dict[str, tuple[Callable[[], Task], tuple[str, ...]]] = {
 @pytest.mark.filterwarnings("ignore:torch.quantize", "ignore:The PyTorch API of nested")
 @pytest.mark.parametrize(("make", "parts"), SENTENCES.values(), ids=SENTENCES)
 def test_refusals_say_what_where_and_the_way_out(make: Callable[[], Task], parts: tuple[str, ...]) -> None:
-    """One sentence of our own, without a line break, that has the part, the line, the reason and the remedy."""
+    """The message is one sentence without a line break: the part, the line, the reason and the remedy."""
     with pytest.raises(UsageError) as refused:
         profile(make(), microbatch_size=2)
     text = str(refused.value)
@@ -403,13 +403,14 @@ def test_refusals_say_what_where_and_the_way_out(make: Callable[[], Task], parts
     ],
 )
 def test_a_task_is_checked_where_it_is_born(settings: dict[str, Any], text: str) -> None:
-    """What cannot be called is refused by name when the task is made."""
+    """A task with a non-callable argument is refused by name at construction."""
     with pytest.raises(UsageError, match=text):
         replace(BASE, **settings)
 
 
 def test_modules_that_cannot_be_copied_are_named() -> None:
-    """The innermost part that refuses to be copied, what it says, and the way out: a function that builds it."""
+    """The message names the innermost part that cannot be copied, quotes its error, and gives the remedy: a
+    function that builds it."""
 
     class Open(nn.Module):
         def __init__(self) -> None:
@@ -430,24 +431,24 @@ def test_modules_that_cannot_be_copied_are_named() -> None:
 
 
 def test_the_way_out_of_lazy_modules_works() -> None:
-    """After one call the module has shapes, and is trained."""
+    """After one call the module has shapes and can be trained."""
     module = Model(nn.LazyLinear(8))
     module(batch(2)[0])
     assert len(profile(replace(BASE, module=module), microbatch_size=2).layers) == 3
 
 
 def test_the_way_out_of_a_mask_that_is_compared_works() -> None:
-    """With a word on what the mask is, the model can be planned."""
+    """With an annotation of the mask, the model can be planned."""
     assert profile(within(Masked(is_causal=True)), microbatch_size=2).layers
 
 
 def test_the_way_out_of_a_check_of_values_works() -> None:
-    """torch's own check waits for the values, so that a profile need not know them."""
+    """torch's own check runs later, on real values, so that a profile does not need them."""
     assert profile(by_hand(GuardsLater()), microbatch_size=2).layers
 
 
 def test_a_float64_model_under_a_default_training() -> None:
-    """The sentence names both ways out, and both work: float64 in the training, or float32 in the task."""
+    """The message names both remedies, and both work: float64 in the training, or float32 in the task."""
     task = replace(BASE, module=lambda: Model().double(), batch=lambda n: tuple(t.double() for t in batch(n)))
     cluster, default = load_cluster("emulated:2x64MiB"), Training(batch_size=4, microbatches=2)
     with pytest.raises(
@@ -461,7 +462,7 @@ def test_a_float64_model_under_a_default_training() -> None:
 
 
 def test_what_the_owners_code_refuses_is_passed_on() -> None:
-    """An error of pipefit's own that a batch function or a factory raises is not wrapped into another."""
+    """A pipefit error raised by a batch function or a factory is not wrapped into another error."""
 
     def refuse(*_: Any) -> Any:
         raise PipefitError("mine")

@@ -1,4 +1,4 @@
-"""What a trace keeps of a forward besides its operations, and what it cannot keep and therefore refuses, by name."""
+"""State that a trace keeps in addition to its operations, and state that it refuses by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tiny import alone, batch_of, plan_of
 
 
 def trained(task: Task, steps: int = 2) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses and the state after some steps on one device; nothing is compared on the way."""
+    """Return the losses and the state after some steps on one device, without comparisons during training."""
     plan = plan_of(task, [len(profile(task, microbatch_size=2).layers)])
     torch.manual_seed(0)
     trainer = Trainer(task, plan, numbers=False)
@@ -48,9 +48,8 @@ def trained(task: Task, steps: int = 2) -> tuple[list[float], dict[str, torch.Te
 def test_what_a_trace_would_repeat_or_lose_is_refused(
     model: type[nn.Module], reason: str, way_out: str
 ) -> None:
-    """The sentence says what, where a line can be told also where, and what to do; a profile refuses it already, and
-    leaves the generators as they were.
-    """
+    """The message gives the reason, the line if known, and the remedy; a profile refuses the model already,
+    and leaves the generators unchanged."""
     states = random.getstate(), np.random.get_state()[1].tolist()
     for task in (task_of(model), task_of(model())):  # type: ignore[arg-type]
         with pytest.raises(UsageError, match=rf"forgetful cannot be cut into layers.*{reason}.*{way_out}"):
@@ -59,7 +58,7 @@ def test_what_a_trace_would_repeat_or_lose_is_refused(
 
 
 def test_a_hidden_module_may_be_frozen() -> None:
-    """As networks are that only judge others: what they hold never trains, in plain training and here."""
+    """Networks that only judge other networks never train, in plain training and here."""
 
     def frozen() -> nn.Module:
         model = forgetful.Hiding()
@@ -75,9 +74,8 @@ def test_a_hidden_module_may_be_frozen() -> None:
     "model", [forgetful.ReadingData, forgetful.Settling, forgetful.doubled, forgetful.hooked]
 )
 def test_what_a_trace_keeps_trains_as_a_plain_loop_does(model: Callable[[], nn.Module]) -> None:
-    """Data read by `.data` and changed through it; a number that each call sets to the same; a Sequential with a
-    forward or a hook of its own.
-    """
+    """A traced model trains as in a plain loop with data read and changed through `.data`, a number set to
+    the same value in each call, and a Sequential with a custom forward or hook."""
     assert same_as_plain(task_of(model))
 
 
@@ -86,9 +84,8 @@ def test_what_a_trace_keeps_trains_as_a_plain_loop_does(model: Callable[[], nn.M
 def test_functions_that_hold_the_module_reach_the_copy_that_is_traced(
     model: Callable[[], nn.Module], called: bool
 ) -> None:
-    """A lambda over self, a forward that is replaced, and hooks that write into the module's own containers: they train
-    as in a plain loop, and the module itself is left as it was.
-    """
+    """A lambda over self, a replaced forward, and hooks that write into the module's containers train as in a
+    plain loop, and the module itself is unchanged."""
     torch.manual_seed(3)
     module = model()
     if called:
@@ -98,7 +95,7 @@ def test_functions_that_hold_the_module_reach_the_copy_that_is_traced(
 
 
 def same_as_plain(task: Task) -> bool:
-    """Whether two steps lead where they lead a plain loop, which shares nothing with pipefit."""
+    """Return whether two steps equal those of a plain loop, which shares no code with pipefit."""
     plan = plan_of(task, [len(profile(task, microbatch_size=2).layers)])
     module = task.module
     before = (
@@ -119,7 +116,7 @@ def is_module(module: object) -> bool:
 
 @pytest.mark.parametrize("precision", [None, "mixed-bfloat16"])
 def test_a_model_that_asks_for_the_precision_is_answered_as_it_will_be(precision: str | None) -> None:
-    """Under autocast, and where a part turns it off, types and products are those of plain training under autocast."""
+    """Types and products equal those of plain training under autocast, also if a part turns autocast off."""
     task = task_of(forgetful.AskingForPrecision, precision=precision)
     costs = profile(task, microbatch_size=2)
     training = Training(batch_size=4, microbatches=2, precision=task.precision or "float32")

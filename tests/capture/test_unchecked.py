@@ -1,4 +1,4 @@
-"""Checks of values inside torch's own functions do not stand in the way of a profile."""
+"""Value checks inside torch's functions do not prevent a profile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tiny import SGD, batch_of, plan_of
 
 
 class Guess(nn.Module):
-    """A mean and its variance, and their own loss if it is `own`."""
+    """A model of mean and variance that computes its loss itself if it is `own`."""
 
     def __init__(self, own: bool) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Guess(nn.Module):
 
 
 def task_of_guesses(own: bool) -> Task:
-    """With torch's loss inside of the model, or outside as a module."""
+    """Build a task with torch's loss inside the model, or outside as a module."""
     likelihood = nn.GaussianNLLLoss()
 
     def batch(size: int) -> Any:
@@ -50,7 +50,7 @@ def task_of_guesses(own: bool) -> Task:
 
 @pytest.mark.parametrize("own", [True, False])
 def test_the_gaussian_likelihood_is_trained(own: bool) -> None:
-    """The step is that of plain training, and the peaks are those of the allocator."""
+    """The step equals plain training, and the peaks equal the allocator's."""
     task = task_of_guesses(own)
     layers = len(profile(task, microbatch_size=2).layers)
     plan = plan_of(task, [1, layers - 1])
@@ -74,7 +74,7 @@ def test_the_gaussian_likelihood_is_trained(own: bool) -> None:
 
 
 def test_elsewhere_variances_are_checked() -> None:
-    """What torch does with real numbers is as ever, behind a profile too."""
+    """torch's checks on real numbers still work, also after a profile."""
     with no_negative_variance():
         pass
     with pytest.raises(ValueError, match="negative"):

@@ -1,4 +1,4 @@
-"""The units of a traced model are found in a time that grows with its operations and modules, not with their square."""
+"""The time to find the units of a traced model is linear in its operations and modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from pipefit.capture.traced import Units
 
 
 def flow_of(module: nn.Module) -> Flow:
-    """One operation in every part without parts, in order; the same bytes cross every cut, and all are allowed."""
+    """Build a flow of one operation per leaf, in order; equal bytes cross every cut, and all cuts are
+    allowed."""
     order = []
     for path, part in module.named_modules():
         if not any(True for _ in part.children()):
@@ -29,7 +30,7 @@ def flow_of(module: nn.Module) -> Flow:
 
 
 def calls_of(function: Callable[[], Any]) -> int:
-    """How many calls and generator steps a function makes, those of C included."""
+    """Return the number of calls and generator steps of a function, C functions included."""
     made = 0
 
     def count(_frame: Any, event: str, _argument: Any) -> None:
@@ -45,7 +46,7 @@ def calls_of(function: Callable[[], Any]) -> int:
 
 
 def of_two_classes(count: int) -> nn.Module:
-    """A list of blocks of two classes in turn."""
+    """Return a list of blocks of two alternating classes."""
     kinds = (nn.Sequential, lambda *parts: nn.ModuleDict({str(n): part for n, part in enumerate(parts)}))
     return nn.ModuleDict(
         {"blocks": nn.ModuleList(kinds[number % 2](nn.Linear(1, 1), nn.ReLU()) for number in range(count))}
@@ -53,7 +54,7 @@ def of_two_classes(count: int) -> nn.Module:
 
 
 def lists_in_blocks(count: int) -> nn.Module:
-    """A list of blocks, each with a list of parts with parts."""
+    """Return a list of blocks, each with a list of parts with parts."""
     blocks = (
         nn.ModuleList(nn.Sequential(nn.Linear(1, 1), nn.ReLU()) for _ in range(2)) for _ in range(count)
     )
@@ -61,7 +62,7 @@ def lists_in_blocks(count: int) -> nn.Module:
 
 
 def of_lone_parts(count: int) -> nn.Module:
-    """Modules beside each other, in no container."""
+    """Return sibling modules without a container."""
     parent = nn.Module()
     for number in range(count):
         parent.add_module(f"part{number}", nn.Linear(1, 1))
@@ -71,7 +72,7 @@ def of_lone_parts(count: int) -> nn.Module:
 @pytest.mark.parametrize("deeper", [False, True])
 @pytest.mark.parametrize("made", [of_two_classes, lists_in_blocks, of_lone_parts])
 def test_twice_as_many_blocks_take_twice_the_work(made: Callable[[int], nn.Module], deeper: bool) -> None:
-    """Four times the blocks take less than five times the calls."""
+    """Four times the blocks need less than five times the calls."""
     modules = [made(count) for count in (40, 160)]
     flows = [flow_of(module) for module in modules]
     few, many = (

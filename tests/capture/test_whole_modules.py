@@ -1,4 +1,4 @@
-"""Modules of traced models that look at values stay whole, and train to the numbers of a plain loop."""
+"""Modules of traced models that branch on values stay whole, and train to the numbers of a plain loop."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:peaks are without")
 
 
 class Row(nn.Module):
-    """Parts in a row, each behind a linear layer, and one more."""
+    """A row of parts, each after a linear layer, and a last linear layer."""
 
     def __init__(self, *parts: nn.Module) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Row(nn.Module):
 
 
 class Part(nn.Module):
-    """A linear layer of which something is made."""
+    """A linear layer followed by a function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,14 +61,14 @@ class Part(nn.Module):
 
 
 class Chooses(Part):
-    """One of two ways, by the sign of a sum: random data goes both."""
+    """A choice between two branches by the sign of a sum; random data takes both."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.linear(x)) if x.sum() > 0 else x
 
 
 class Experts(nn.Module):
-    """Every sample goes through the expert that a gate chooses for it; beside the result it says how many there are."""
+    """Experts with a gate that chooses one per sample; the module also returns their number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Experts(nn.Module):
 
 
 class Clamps(Part):
-    """Clamps what is not finite, as DETR does: it never happens."""
+    """A clamp of non-finite values, as in DETR; it never takes effect."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
@@ -98,7 +98,7 @@ class Clamps(Part):
 
 
 class Counts(Part):
-    """Averages over all batches that it has seen, in a buffer that it replaces, and reads."""
+    """An average over all previous batches, in a buffer that the module replaces and reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,10 +114,10 @@ class Counts(Part):
 
 
 class Inside(nn.Module):
-    """Around a part that selects rows, and so returns more or fewer of them: the part around it stays whole."""
+    """A module around a part with a value-dependent number of rows: the outer module stays whole."""
 
     class Rows(Part):
-        """Some rows."""
+        """A selection of rows."""
 
         def forward(self, x: Tensor) -> Tensor:
             found: Tensor = self.linear(x[x.sum(1) > 0])
@@ -133,7 +133,7 @@ class Inside(nn.Module):
 
 
 class Tied(nn.Module):
-    """One weight in a whole module, behind it, and in a second call."""
+    """One weight in a whole module, after it, and in a second call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Tied(nn.Module):
 
 
 class Guards(Part):
-    """Raises where something is not finite."""
+    """A module that raises on non-finite values."""
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.isnan(x).any():
@@ -155,7 +155,7 @@ class Guards(Part):
 
 
 class Loops(nn.Module):
-    """Blocks, and a look at each."""
+    """A loop over blocks that checks each value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,21 +180,21 @@ class Pair(nn.Module):
 
 
 class Numbers(Part):
-    """Returns a number that it has read."""
+    """A module that returns a number read from a tensor."""
 
     def forward(self, x: Tensor) -> Any:
         return {"hidden": self.linear(x) if x.sum() > 0 else x, "norm": x.norm().item()}
 
 
 class Flags(Part):
-    """Returns whether something holds."""
+    """A module that returns whether a condition holds."""
 
     def forward(self, x: Tensor) -> Any:
         return {"hidden": self.linear(x), "positive": bool(x.sum() > 0)}
 
 
 class InPlace(Part):
-    """Changes its argument, where that is large."""
+    """A module that changes a large argument in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.sum() > 0:
@@ -204,21 +204,21 @@ class InPlace(Part):
 
 
 class Returns(Part):
-    """Returns an object that torch knows nothing of."""
+    """A module that returns an object unknown to torch."""
 
     def forward(self, x: Tensor) -> Any:
         return (lambda: x) if x.sum() > 0 else (lambda: -x)
 
 
 class OwnWeight(Part):
-    """Returns its weight, or its negative."""
+    """A module that returns its weight or the negative of it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear.weight[: len(x)] if x.sum() > 0 else -self.linear.weight[: len(x)]
 
 
 class Seldom(Part):
-    """Of another shape where numbers are very large, which no made-up one is."""
+    """A module with another output shape for very large numbers, which made-up data never contains."""
 
     def forward(self, x: Tensor) -> Tensor:
         large = int(x.abs().max()) > 1000
@@ -226,7 +226,8 @@ class Seldom(Part):
 
 
 class TwoWays(torch.autograd.Function):
-    """Doubles; its backward triples. Takes a module beside its tensor, which no trace holds."""
+    """A function that doubles, with a backward that triples; a module among its arguments cannot be
+    traced."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
@@ -239,7 +240,7 @@ class TwoWays(torch.autograd.Function):
 
 
 class Custom(Part):
-    """Gives a custom function a module."""
+    """A module that passes a module to a custom function."""
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = TwoWays.apply(self.linear(x), self)
@@ -247,12 +248,12 @@ class Custom(Part):
 
 
 def batch(size: int) -> tuple[Tensor, Tensor]:
-    """Made-up regression data."""
+    """Return made-up regression data."""
     return torch.randn(size, WIDTH), torch.randn(size, WIDTH)
 
 
 def task_of(make: Callable[[], nn.Module], **settings: Any) -> Task:
-    """A traced model around it."""
+    """Build a task with the traced model around a module."""
     torch.manual_seed(1)
     return Task(make(), batch=batch, loss=F.mse_loss, optimizer=SGD, name="mine", **settings)
 
@@ -264,7 +265,7 @@ WAYS: dict[str, Callable[[], nn.Module]] = {
 
 
 def plainly(module: nn.Module, *, last_first: bool) -> list[float]:
-    """Losses of a loop over microbatches without pipefit."""
+    """Return the losses of a loop over microbatches without pipefit."""
     optimizer, means = SGD(module.parameters()), []
     for step in range(STEPS):
         torch.manual_seed(step)
@@ -280,9 +281,8 @@ def plainly(module: nn.Module, *, last_first: bool) -> list[float]:
 
 @pytest.mark.parametrize("ways", WAYS)
 def test_they_train_as_in_a_plain_loop(ways: str) -> None:
-    """Losses, parameters and buffers are those of a plain loop. A device takes what its plan says where everything
-    happens that was assumed, and no more where other things do.
-    """
+    """Losses, parameters and buffers equal the plain loop's. A device uses the planned memory if all assumed
+    branches run, and never more."""
     task = task_of(WAYS[ways])
     assert isinstance(task.module, nn.Module)
     theirs = copy.deepcopy(task.module)
@@ -303,7 +303,8 @@ def test_they_train_as_in_a_plain_loop(ways: str) -> None:
 
 
 def test_each_is_a_layer_that_calls_it() -> None:
-    """The layers hold the modules with the model's own parameters, others are traced, and equal ones are alike."""
+    """The layers hold the modules with the model's own parameters, other modules are traced, and equal
+    modules are equal layers."""
     task = task_of(lambda: Row(Chooses(), nn.ReLU(), Chooses()))
     chain = capture(built(task), *sample(task, SIZE))
     assert isinstance(task.module, Row)
@@ -324,7 +325,7 @@ def test_each_is_a_layer_that_calls_it() -> None:
 
 
 def test_blocks_that_cannot_be_divided_say_so() -> None:
-    """A module with blocks inside that stays whole is told with its line, and what is not known is named."""
+    """The report names a whole module that contains blocks, with its line, and the unknown value."""
     task = task_of(lambda: Row(Loops()))
     found = profile(task, microbatch_size=SIZE)
     (told,) = filter(None, (block.undivided for block in found.blocks))
@@ -340,23 +341,23 @@ def test_blocks_that_cannot_be_divided_say_so() -> None:
 
 
 def test_what_holds_only_otherwise_is_said() -> None:
-    """A forward that raises where every condition holds is counted as if none did, and the reason says so."""
+    """A forward that raises if every condition holds is counted with all conditions false, and the reason
+    says so."""
     (unknown,) = profile(task_of(lambda: Row(Guards())), microbatch_size=SIZE).kernels.unknown
     assert unknown.reason.endswith("counted as if every mask selected half and no condition held")
 
 
 @pytest.mark.parametrize("part", [Inside.Rows, Numbers, Flags, InPlace, Returns, OwnWeight])
 def test_what_the_rest_could_not_follow_is_refused(part: Callable[[], nn.Module]) -> None:
-    """A part stays whole if all it returns is tensors of known shapes and numbers that no value changes; alone in a
-    model, it is refused with the line that looked at values.
-    """
+    """A part stays whole if it returns only tensors of known shapes and numbers independent of values; alone
+    in a model, it is refused with the line that reads a value."""
     task = task_of(lambda: Row(part()))
     with pytest.raises(UsageError, match=rf"module parts\.0 cannot be cut .*{HERE}.*values"):
         profile(task, microbatch_size=SIZE)
 
 
 def test_another_shape_than_in_the_trace_stops_training() -> None:
-    """A shape of which two made-up runs did not find that it depends on values is found by the layer."""
+    """The layer detects a value-dependent shape that two made-up runs did not reveal."""
     task = task_of(lambda: Row(Seldom()))
     trainer = Trainer(
         task, random_plan(profile(task, microbatch_size=SIZE), Random(3), microbatches=COUNT), numbers=False
@@ -371,7 +372,7 @@ def test_another_shape_than_in_the_trace_stops_training() -> None:
 
 
 class SkipsExperts(Experts):
-    """Leaves out an expert that no sample chooses, so that values decide how many tensors are kept, and which."""
+    """A module that skips unused experts, so that values decide which tensors are kept, and their number."""
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         weights, numbers = self.gate(x).softmax(-1).max(-1)
@@ -385,7 +386,8 @@ class SkipsExperts(Experts):
 
 @pytest.mark.parametrize("part", [SkipsExperts, Clamps])
 def test_what_values_decide_about_is_not_moved(part: Callable[[], nn.Module]) -> None:
-    """A plan that moves all that may be moved leaves what such modules keep, and trains; by hand it is refused."""
+    """A plan that offloads everything possible keeps value-dependent tensors on the device and trains; a
+    manual plan to offload them is refused."""
     task = task_of(lambda: Row(part(), part()))
     stays = profile(task, microbatch_size=SIZE)
     made = random_plan(stays, Random(5), microbatches=COUNT)

@@ -1,4 +1,4 @@
-"""Traced models in worker processes: tied parameters are summed and norms agreed on over a real network."""
+"""Traced models in worker processes: tied parameters and norms are all-reduced over a real network."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pipefit.schema.training import Training
 
 @pytest.mark.gallery
 def test_gpt2_with_tied_embeddings_on_three_workers() -> None:
-    """The losses and peaks of three processes are those of one process that runs all devices in turn."""
+    """The losses and peaks of three processes equal those of one process that runs all devices in turn."""
     factory = partial(hf, "gpt2", **TINY["gpt2"])
     task = factory()
     costs = profile(task, microbatch_size=2)
