@@ -76,7 +76,8 @@ def tolerance(plan: Plan) -> dict[str, float]:
 @pytest.mark.parametrize("name", NAMES)
 def test_trained_as_it_is(name: str) -> None:
     """A model with its default configuration and its own loss trains as in a plain loop and keeps its
-    settings."""
+    settings.
+    """
     made = PRETRAINED[name]
     ours, theirs = made.build(), made.build()
     before = repr(ours.config)
@@ -318,7 +319,8 @@ def test_transformers_is_not_imported() -> None:
 
 def test_layers_left_out_at_random_keep_the_encoder_whole() -> None:
     """An encoder that drops layers at random stays one block; the reason gives the line and the setting to
-    change."""
+    change.
+    """
     made = REFUSED["wav2vec2"]
     module = made.build()
     module.config.apply_spec_augment = False

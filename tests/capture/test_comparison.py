@@ -207,7 +207,8 @@ def test_a_layer_that_fails_is_named_as_a_failure_of_the_chain() -> None:
 
 def test_a_module_that_fails_itself_cannot_be_compared() -> None:
     """A failure of the module is not a difference; the message reports it separately and quotes the
-    module."""
+    module.
+    """
 
     class Failing(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -235,7 +236,8 @@ def test_a_module_that_fails_itself_cannot_be_compared() -> None:
 )
 def test_what_a_trace_forgets_is_seen(model: type[nn.Module], first: str, cause: str) -> None:
     """State that a trace loses (a tensor, a list or a count kept between calls, a seed, code for exports
-    only) is reported with the first loss that differs and a possible cause."""
+    only) is reported with the first loss that differs and a possible cause.
+    """
     found = numbers(task_of(model))
     assert found.differences[0].what == first
     assert cause in str(found)
@@ -243,7 +245,8 @@ def test_what_a_trace_forgets_is_seen(model: type[nn.Module], first: str, cause:
 
 def test_by_hand_layers_are_held_to_the_module_that_they_are_of() -> None:
     """A manual chain runs its own modules and passes, but can also lose state, such as that of a counting
-    module that runs twice."""
+    module that runs twice.
+    """
 
     class Counting(nn.Linear):
         calls = 0
@@ -275,7 +278,8 @@ def test_by_hand_layers_are_held_to_the_module_that_they_are_of() -> None:
 )
 def test_what_is_right_is_equal_bit_by_bit(name: str) -> None:
     """Correct chains agree bit by bit: traced and manual, tied and frozen, with batch norm, custom functions
-    and custom losses."""
+    and custom losses.
+    """
     found = numbers(gallery.task(name))
     assert (found.differences, found.apart) == ((), 0.0)
     assert found.gradients > 0
@@ -379,7 +383,8 @@ class Everything(Layered):
 
 def test_the_caller_sees_nothing_of_it() -> None:
     """Parameters, gradients, buffers, attributes, the state of a loss and all random generators stay as they
-    are, even if a batch function draws from Python and numpy."""
+    are, even if a batch function draws from Python and numpy.
+    """
     module, loss = Everything(), Centred()
     loss(module(torch.randn(4, 6)), torch.tensor([0, 1, 2, 0])).backward()
     module.last.bias.grad = None
@@ -393,7 +398,8 @@ def test_the_caller_sees_nothing_of_it() -> None:
 
 def test_a_function_that_reaches_the_module_leaves_no_trace_in_it() -> None:
     """In a manual chain, a lambda over the module adds to the original's buffers and gradients: both are
-    restored, and the original's values are compared all the same."""
+    restored, and the original's values are compared all the same.
+    """
 
     class Reaching(nn.Linear):
         def __init__(self) -> None:

@@ -77,7 +77,8 @@ TASKS = {
 
 def same_as_plain(task: Task, made: Plan, microbatches: int) -> None:
     """Assert that two steps of a plan equal a plain loop with one optimizer for all parameters, bit by bit
-    and to the byte."""
+    and to the byte.
+    """
     trainer = Trainer(task, made)
     torch.manual_seed(0)
     module = task.build()
@@ -142,7 +143,8 @@ def test_replicas_have_it_too(shard: Sharding) -> None:
 )
 def test_an_optimizer_of_single_parameters_is_not(optimizer: Callable[..., Optimizer]) -> None:
     """Optimizers that treat each parameter separately, or draw at random, are not coupled; random numbers are
-    unchanged."""
+    unchanged.
+    """
     torch.manual_seed(1)
     expected = torch.rand(1)
     torch.manual_seed(1)
@@ -152,7 +154,8 @@ def test_an_optimizer_of_single_parameters_is_not(optimizer: Callable[..., Optim
 
 def test_parameters_of_others_stay_as_they_are() -> None:
     """An optimizer that ignores its argument and takes the module's parameters makes no step and gives no
-    message."""
+    message.
+    """
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     task = replace(
         task_of(layers, optimizer=lambda groups: torch.optim.SGD(module.parameters(), lr=0.1)), module=module

@@ -74,7 +74,8 @@ def test_a_trace_has_the_types_of_its_target(target: Target) -> None:
 
 def test_a_trace_for_cuda_computes_what_its_module_computes() -> None:
     """Module and chain, both on the CPU under CUDA's casts, have equal numbers; under the CPU's casts they
-    would differ."""
+    would differ.
+    """
     task = task_of()
     profiled = profile(task, microbatch_size=2, target="cuda")
     assert not certify_numbers(task, plan(profiled, Cluster.emulated((1, 1 << 30)), batch_size=4)).differences
@@ -118,7 +119,8 @@ def test_the_cpus_casts_come_back() -> None:
 )
 def test_autocast_is_called_as_torch_allows(positional: tuple[Any, ...], named: dict[str, Any]) -> None:
     """Autocast accepts positional and named arguments, as a context or a decorator, for CUDA and for the
-    CPU."""
+    CPU.
+    """
     x = torch.ones(4, 4)
     taken = list(inspect.signature(torch.autocast.__init__).parameters)
     assert taken == ["self", "device_type", "dtype", "enabled", "cache_enabled"]

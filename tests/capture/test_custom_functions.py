@@ -1,5 +1,6 @@
 """Custom autograd functions in traced models keep their backward; functions that a trace cannot preserve are
-refused."""
+refused.
+"""
 
 from __future__ import annotations
 
@@ -312,7 +313,8 @@ def test_the_trace_leaves_torch_as_it_was() -> None:
 
 def test_a_module_is_trained_in_the_mode_that_its_owner_left_it_in() -> None:
     """A model in evaluation mode trains without dropout and with its existing statistics, as in a plain
-    loop."""
+    loop.
+    """
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4)).eval()
     theirs = copy.deepcopy(module)

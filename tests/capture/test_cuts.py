@@ -131,7 +131,8 @@ class Columns(nn.Module):
 
 def test_a_column_of_integers_closes_no_cut_and_a_parameter_of_the_root_no_block() -> None:
     """Every layer that reads a column takes it from the table again; the parameter joins the layer that uses
-    it."""
+    it.
+    """
     module, columns = Columns(), torch.randint(5, (2, 3))
     found = cut(module, columns)
     assert names(found) == ["tables.0", "blocks.0", "tables.1", "blocks.1", "tables.2", "blocks.2", "head"]
@@ -145,7 +146,8 @@ def test_a_column_of_integers_closes_no_cut_and_a_parameter_of_the_root_no_block
 
 class Strided(nn.Module):
     """A model whose blocks each add a slice of the first layer's output; a non-contiguous slice cannot cross
-    a cut."""
+    a cut.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,6 +246,7 @@ class Factored(nn.Module):
 
 def test_a_layer_has_one_name_in_every_trace() -> None:
     """A layer that two parameters could name has the same name in every trace, because plans identify layers
-    by name."""
+    by name.
+    """
     found = [cut(Factored(), torch.randn(2, WIDTH), granularity="layers").layers for _ in range(8)]
     assert {tuple(layer.name for layer in layers) for layers in found} == {("left",)}

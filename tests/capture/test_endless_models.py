@@ -20,7 +20,8 @@ from tiny import task_of
 )
 def test_a_trillion_layers_are_refused_in_words(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Commands refuse the model too; the message says how far it was built and suggests the likely
-    mistake."""
+    mistake.
+    """
     if model.startswith("hf:"):
         pytest.importorskip("transformers")
     layers = "layers" if model.startswith("zoo:") else "n_layer"
@@ -34,7 +35,8 @@ def test_a_trillion_layers_are_refused_in_words(model: str, capsys: pytest.Captu
 
 def test_a_model_may_have_as_many_modules_as_are_allowed() -> None:
     """A model of two layers, with one container, has three modules; afterwards the limit no longer
-    applies."""
+    applies.
+    """
     with mock.patch.object(task, "MOST_MODULES", 2):
         assert (
             len(profile(task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 4)]), microbatch_size=1).layers) == 2

@@ -55,7 +55,8 @@ def crossing(found: Chain, inputs: Any) -> list[list[tuple[int, ...]]]:
 
 def test_children_of_containers_are_blocks() -> None:
     """Children of containers are blocks, and so are other modules with parameters; other operations join a
-    block."""
+    block.
+    """
     assert names(captured(gallery.task("resnet"))) == [
         "conv1", "bn1", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "fc",
     ]  # fmt: skip
@@ -63,7 +64,8 @@ def test_children_of_containers_are_blocks() -> None:
 
 def test_layers_are_finer_than_halves_and_halves_than_blocks() -> None:
     """Halves are finer than blocks, and layers finer than halves; the layers are the same for all
-    granularities."""
+    granularities.
+    """
     tasks = [replace(gallery.task("masked"), granularity=name) for name in ("blocks", "halves", "layers")]
     chains = [captured(task) for task in tasks]
     assert len({tuple(layer.name for layer in found.layers) for found in chains}) == 1
@@ -88,7 +90,8 @@ def test_a_module_that_runs_again_is_a_layer_again() -> None:
 
 def test_names_are_the_models_own() -> None:
     """The layers' state, under its original names, is the model's state: each entry once, the same
-    tensors."""
+    tensors.
+    """
     for name in (
         "resnet",
         "densenet",
@@ -123,7 +126,8 @@ def test_skips_travel_along() -> None:
 
 def test_masks_are_made_again() -> None:
     """A mask of 2 x 1 x 8 x 8 does not cross: its padding of 2 x 8 bytes does, up to the last layer that
-    needs it."""
+    needs it.
+    """
     task = gallery.task("masked")
     shapes = crossing(captured(task), sample(task, 2)[0])
     assert shapes == [[(2, 8, 16), (2, 8)], *[[(2, 8), (2, 8, 16)]] * 2, [(2, 8, 16)], [(2, 8, 40)]]
@@ -319,7 +323,8 @@ def test_refusals_say_where_and_why(
     kind: type[nn.Module], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A refusal names the module, the line of the user's file, the reason and the remedy; torch prints
-    nothing."""
+    nothing.
+    """
     with pytest.raises(UsageError) as refused:
         of(Within(kind()), torch.randn(2, 3))
     text = str(refused.value)

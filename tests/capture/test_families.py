@@ -19,5 +19,6 @@ def test_the_table_is_in_order() -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_a_family_becomes_what_the_table_says(name: str) -> None:
     """A family is a chain with the stated number of layers that computes the module's result, or is refused
-    for the stated reason."""
+    for the stated reason.
+    """
     assert becomes(ALL[name]) == split(PAGE.read_text())[1].get(name, "not in the table")

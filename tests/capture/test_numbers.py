@@ -48,7 +48,8 @@ def test_the_coarsest_precision_decides() -> None:
 
 def test_noise_is_measured_by_the_largest_gradient() -> None:
     """A gradient of pure rounding noise, as of a bias before a norm, may differ in rounding; a small gradient
-    above the noise may not."""
+    above the noise may not.
+    """
     large, noise, small = torch.tensor([10.0]), torch.tensor([1e-7]), torch.tensor([1e-3])
     plain = run(gradients={"large": large, "noise": noise, "small": small})
     ours = run(gradients={"large": large, "noise": -noise, "small": -small})
@@ -64,7 +65,8 @@ def test_integers_are_equal_or_not() -> None:
 @pytest.mark.parametrize("value", [nan, float("inf")])
 def test_a_value_that_is_not_finite_is_equal_to_itself_alone(value: float) -> None:
     """Non-finite values agree in the same place and do not widen the limit for other values; elsewhere they
-    differ."""
+    differ.
+    """
     plain = run(gradients={"weight": torch.tensor([value, 1.0])})
     assert not held(plain, run(gradients={"weight": torch.tensor([value, 1.0])})).differences
     assert held(plain, run(gradients={"weight": torch.tensor([value, 1.1])})).differences
@@ -83,7 +85,8 @@ def test_other_shapes_and_types_differ() -> None:
 
 def test_many_differences_are_counted() -> None:
     """Three differences are listed and the rest counted, in one sentence with the limit, the cause and the
-    remedy."""
+    remedy.
+    """
     plain = run(gradients={f"layer{n}": torch.ones(1) for n in range(5)})
     found = held(plain, run(gradients=dict.fromkeys(plain.gradients)))
     with pytest.raises(UsageError) as refused:
@@ -104,7 +107,8 @@ def test_a_buffer_alone_is_told_as_such() -> None:
 
 def test_losses_that_are_not_finite_tell_nothing() -> None:
     """Two non-finite losses are equal whatever the chain does: the report says so instead of claiming
-    agreement."""
+    agreement.
+    """
     assert str(held(run(nan), run(nan))).startswith(
         "the numbers of model cannot be compared: its losses are nan and"
     )

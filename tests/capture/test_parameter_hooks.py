@@ -60,7 +60,8 @@ def traced() -> nn.Module:
 
 def hooked(module: Callable[[], nn.Module]) -> nn.Module:
     """Return the module with a hook on the gradient of its first weight, and on the accumulated gradient of
-    its second."""
+    its second.
+    """
     torch.manual_seed(5)
     made = module()
     first, second = [parameter for parameter in made.parameters() if parameter.ndim == 2][:2]
@@ -100,7 +101,8 @@ def test_hooks_of_parameters_train_as_in_a_plain_loop(
 @pytest.mark.parametrize("made", [hooked, lambda module: partial(hooked, module)], ids=["module", "factory"])
 def test_what_a_hook_takes_is_planned(made: Callable[[Callable[[], nn.Module]], nn.Module]) -> None:
     """A hook that creates another gradient briefly holds both: simulator, dry run and allocator agree on
-    it."""
+    it.
+    """
     for module in (written, traced):
         task = task_of(made(module), optimizer=torch.optim.SGD)  # whose update takes less than the hook
         case = Case(name="hooked", settings={}, task=task, plan=in_two(task))
@@ -123,7 +125,8 @@ def test_a_layer_with_a_hook_costs_what_no_other_layer_costs(hooked_layer: int) 
 
 def test_hooks_of_a_parameter_that_several_layers_use_are_refused() -> None:
     """On two stages a hook would clamp each part of the gradient instead of the sum: the hook is refused by
-    name."""
+    name.
+    """
     module = Blocks(tied=True)
     module.blocks[0].weight.register_hook(clamped)
     reason = r"blocks\.0\.weight of hooked has hooks.*\(blocks\.0, blocks\.2\).*register_step_pre_hook"
@@ -133,7 +136,8 @@ def test_hooks_of_a_parameter_that_several_layers_use_are_refused() -> None:
 
 def test_the_way_out_for_a_shared_parameter_trains() -> None:
     """A hook before the optimizer's step sees the sum of all layers' gradients on every stage, as in plain
-    training."""
+    training.
+    """
 
     def optimizer(groups: object) -> torch.optim.Optimizer:
         made = torch.optim.SGD(groups, lr=0.1)  # type: ignore[arg-type]

@@ -45,7 +45,7 @@ class Model(nn.Module):
 
 
 class Penalised(nn.Module):
-    """A module that returns features and their penalty's input."""
+    """A module that returns its result and the features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -410,7 +410,8 @@ def test_a_task_is_checked_where_it_is_born(settings: dict[str, Any], text: str)
 
 def test_modules_that_cannot_be_copied_are_named() -> None:
     """The message names the innermost part that cannot be copied, quotes its error, and gives the remedy: a
-    function that builds it."""
+    function that builds it.
+    """
 
     class Open(nn.Module):
         def __init__(self) -> None:

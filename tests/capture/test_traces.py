@@ -49,7 +49,8 @@ def test_what_a_trace_would_repeat_or_lose_is_refused(
     model: type[nn.Module], reason: str, way_out: str
 ) -> None:
     """The message gives the reason, the line if known, and the remedy; a profile refuses the model already,
-    and leaves the generators unchanged."""
+    and leaves the generators unchanged.
+    """
     states = random.getstate(), np.random.get_state()[1].tolist()
     for task in (task_of(model), task_of(model())):  # type: ignore[arg-type]
         with pytest.raises(UsageError, match=rf"forgetful cannot be cut into layers.*{reason}.*{way_out}"):
@@ -75,7 +76,8 @@ def test_a_hidden_module_may_be_frozen() -> None:
 )
 def test_what_a_trace_keeps_trains_as_a_plain_loop_does(model: Callable[[], nn.Module]) -> None:
     """A traced model trains as in a plain loop with data read and changed through `.data`, a number set to
-    the same value in each call, and a Sequential with a custom forward or hook."""
+    the same value in each call, and a Sequential with a custom forward or hook.
+    """
     assert same_as_plain(task_of(model))
 
 
@@ -85,7 +87,8 @@ def test_functions_that_hold_the_module_reach_the_copy_that_is_traced(
     model: Callable[[], nn.Module], called: bool
 ) -> None:
     """A lambda over self, a replaced forward, and hooks that write into the module's containers train as in a
-    plain loop, and the module itself is unchanged."""
+    plain loop, and the module itself is unchanged.
+    """
     torch.manual_seed(3)
     module = model()
     if called:

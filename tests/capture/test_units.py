@@ -16,7 +16,8 @@ from pipefit.capture.traced import Units
 
 def flow_of(module: nn.Module) -> Flow:
     """Build a flow of one operation per leaf, in order; equal bytes cross every cut, and all cuts are
-    allowed."""
+    allowed.
+    """
     order = []
     for path, part in module.named_modules():
         if not any(True for _ in part.children()):

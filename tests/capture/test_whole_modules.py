@@ -227,7 +227,8 @@ class Seldom(Part):
 
 class TwoWays(torch.autograd.Function):
     """A function that doubles, with a backward that triples; a module among its arguments cannot be
-    traced."""
+    traced.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
@@ -282,7 +283,8 @@ def plainly(module: nn.Module, *, last_first: bool) -> list[float]:
 @pytest.mark.parametrize("ways", WAYS)
 def test_they_train_as_in_a_plain_loop(ways: str) -> None:
     """Losses, parameters and buffers equal the plain loop's. A device uses the planned memory if all assumed
-    branches run, and never more."""
+    branches run, and never more.
+    """
     task = task_of(WAYS[ways])
     assert isinstance(task.module, nn.Module)
     theirs = copy.deepcopy(task.module)
@@ -304,7 +306,8 @@ def test_they_train_as_in_a_plain_loop(ways: str) -> None:
 
 def test_each_is_a_layer_that_calls_it() -> None:
     """The layers hold the modules with the model's own parameters, other modules are traced, and equal
-    modules are equal layers."""
+    modules are equal layers.
+    """
     task = task_of(lambda: Row(Chooses(), nn.ReLU(), Chooses()))
     chain = capture(built(task), *sample(task, SIZE))
     assert isinstance(task.module, Row)
@@ -342,7 +345,8 @@ def test_blocks_that_cannot_be_divided_say_so() -> None:
 
 def test_what_holds_only_otherwise_is_said() -> None:
     """A forward that raises if every condition holds is counted with all conditions false, and the reason
-    says so."""
+    says so.
+    """
     (unknown,) = profile(task_of(lambda: Row(Guards())), microbatch_size=SIZE).kernels.unknown
     assert unknown.reason.endswith("counted as if every mask selected half and no condition held")
 
@@ -350,7 +354,8 @@ def test_what_holds_only_otherwise_is_said() -> None:
 @pytest.mark.parametrize("part", [Inside.Rows, Numbers, Flags, InPlace, Returns, OwnWeight])
 def test_what_the_rest_could_not_follow_is_refused(part: Callable[[], nn.Module]) -> None:
     """A part stays whole if it returns only tensors of known shapes and numbers independent of values; alone
-    in a model, it is refused with the line that reads a value."""
+    in a model, it is refused with the line that reads a value.
+    """
     task = task_of(lambda: Row(part()))
     with pytest.raises(UsageError, match=rf"module parts\.0 cannot be cut .*{HERE}.*values"):
         profile(task, microbatch_size=SIZE)
@@ -387,7 +392,8 @@ class SkipsExperts(Experts):
 @pytest.mark.parametrize("part", [SkipsExperts, Clamps])
 def test_what_values_decide_about_is_not_moved(part: Callable[[], nn.Module]) -> None:
     """A plan that offloads everything possible keeps value-dependent tensors on the device and trains; a
-    manual plan to offload them is refused."""
+    manual plan to offload them is refused.
+    """
     task = task_of(lambda: Row(part(), part()))
     stays = profile(task, microbatch_size=SIZE)
     made = random_plan(stays, Random(5), microbatches=COUNT)
