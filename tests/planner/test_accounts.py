@@ -1,4 +1,4 @@
-"""What a plan says of each technique, against plans without it."""
+"""Accounts of each technique in a plan, compared with plans without it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tight import cluster, keeping_layer
 
 
 def compacted() -> Plan:
-    """One device with four layers that keep a hundred bytes each: one is recomputed, another one moved."""
+    """Build a plan of one device and four layers of a hundred saved bytes: one recomputed, another offloaded.
+    """
     chain = measurement(
         [keeping_layer(1, 100, 0, 1.0)] * 4, layer((value(1), value(1)), (value(4),), seconds=0.0)
     )
@@ -34,7 +35,7 @@ def compacted() -> Plan:
 
 
 def test_each_technique_is_told_by_what_the_plan_would_be_without_it() -> None:
-    """Bytes and seconds are differences of two simulations; the seconds of the recomputed layers are among them."""
+    """Bytes and seconds are differences of two simulations and include the seconds of recomputed layers."""
     plan = compacted()
     whole = Simulation(plan)
     found, left_out = accounts(plan, whole)
@@ -48,7 +49,7 @@ def test_each_technique_is_told_by_what_the_plan_would_be_without_it() -> None:
 
 
 def test_a_table_tells_what_is_hidden_and_what_a_gib_costs() -> None:
-    """In no more than eighty columns, also with a place of many devices."""
+    """The table fits eighty columns, also for offloads over many devices."""
     long = "move to " + "+".join(f"device{n}*{n + 1}" for n in range(8))
     rows = [
         Compaction(stage=0, what=long, layers=3, freed_bytes=1 << 31, added_seconds=0.0),
@@ -63,7 +64,7 @@ def test_a_table_tells_what_is_hidden_and_what_a_gib_costs() -> None:
 
 
 def test_what_frees_nothing_has_no_price() -> None:
-    """A technique that is of no use beside the others is told as such, whether or not it takes time."""
+    """A technique that frees nothing beyond the others is reported so, whether or not it takes time."""
     idle = Compaction(stage=0, what="recompute", layers=3, freed_bytes=0, added_seconds=0.0)
     (shown,) = table([idle, replace(idle, added_seconds=4.0)], step_seconds=10.0)
     assert [row[3:] for row in shown.rows] == [("none", "hidden", "-"), ("none", "+4 s", "-")]

@@ -1,4 +1,4 @@
-"""The additive planner: the best split by the profile's two numbers a layer, judged by true peaks."""
+"""The additive planner: the best split by two numbers per layer in the profile, judged by true peaks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from pipefit.simulator import simulate
 
 @pytest.mark.parametrize("seed", range(30))
 def test_no_split_has_a_lower_estimate(seed: int) -> None:
-    """Against all splits, by peaks in descending order; the plan tells the estimate, and predicts true peaks."""
+    """No split has a lower estimate, comparing peaks in descending order; the plan reports the estimate and
+    predicts true peaks."""
     rng = Random(seed)
     layers = rng.randrange(2, 10)
     count = rng.randrange(1, layers + 1)
@@ -41,7 +42,7 @@ def test_no_split_has_a_lower_estimate(seed: int) -> None:
 
 
 def test_without_training_runs_it_is_refused() -> None:
-    """And told how to make them."""
+    """A profile without training runs is refused, with the command that makes them."""
     with pytest.raises(UsageError, match="none of synthetic: profile it with --runs incremental"):
         plan(profile(plain(Random(0), 4)), devices(1 << 40), training("gpipe", 3), planner="additive")
 
@@ -60,7 +61,7 @@ def test_without_training_runs_it_is_refused() -> None:
 def test_runs_under_another_training_are_refused(
     planner: str, asked: Training, recompute: str, says: str
 ) -> None:
-    """What was measured under one training is used for no other: the refusal says what differs, and what to do."""
+    """Runs under another training are refused: the error says which settings differ and what to do."""
     found = with_runs(Random(1), 4)
     with pytest.raises(
         UsageError, match=f"were made with {says}: ask for a plan of that training, profile with"
@@ -69,7 +70,7 @@ def test_runs_under_another_training_are_refused(
 
 
 def test_true_peaks_decide_whether_it_fits() -> None:
-    """Estimates far below the truth make no plan fit."""
+    """A plan does not fit if its true peak exceeds the memory, even when the estimate is far below."""
     costs = AdditiveCosts(mem_isolated=(1,) * 4, mem_added=(1,) * 4, training=GPIPE)
     found = replace(profile(plain(Random(0), 4)), additive=costs)
     with pytest.raises(InfeasibleError, match=r"stage 1 .*over its 10 B"):
@@ -77,7 +78,7 @@ def test_true_peaks_decide_whether_it_fits() -> None:
 
 
 def test_the_numbers_are_kept_in_files(tmp_path) -> None:
-    """A profile with training runs, and a plan of it, load as they were; so do those without."""
+    """Profiles with and without training runs, and their plans, load as saved."""
     found = with_runs(Random(1), 5)
     made = plan(found, devices(1 << 40, 1 << 40), training("gpipe", 3), planner="additive")
     for number, (document, kind) in enumerate(
@@ -90,7 +91,7 @@ def test_the_numbers_are_kept_in_files(tmp_path) -> None:
 
 
 def test_runs_of_another_number_of_layers_are_refused() -> None:
-    """A profile says it where they do not belong to it."""
+    """Training runs of another number of layers are refused by the profile."""
     with pytest.raises(UsageError, match="has 4 layers, but the training runs measured 3"):
         replace(
             profile(plain(Random(0), 4)),

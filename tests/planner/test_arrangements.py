@@ -1,4 +1,5 @@
-"""What `plan` chooses beside the plan itself, against every choice pinned, and what it says of the alternatives."""
+"""The choices of `plan` among schedules, stages and microbatches, against every pinned choice, and the
+alternatives it reports."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ NEVER_SLOWER = 1 + 2e-3  # an arrangement has to gain a thousandth, and so has a
 
 
 def sized(rng: Random, layers: int) -> Callable[[int], ModelProfile]:
-    """Profiles of one made-up model: bytes grow with the microbatch, seconds with it or more slowly."""
+    """Build profiles of one made-up model: bytes grow with the microbatch, seconds at least as fast."""
     drawn = [(rng.randrange(30), rng.randrange(8), float(rng.randrange(1, 5))) for _ in range(layers)]
     fixed = rng.choice((0.0, 0.5))
 
@@ -44,7 +45,8 @@ def sized(rng: Random, layers: int) -> Callable[[int], ModelProfile]:
 
 
 def tight_cluster(rng: Random, profiles: Callable[[int], ModelProfile]) -> Cluster:
-    """Devices with a part of what the leanest split of the smallest microbatches needs, or some more."""
+    """Build devices with a fraction of the memory that the leanest split of the smallest microbatches needs,
+    or more."""
     count = rng.randrange(2, 4)
     leanest = plan(profiles(1), devices(*[AMPLE] * count), batch_size=BATCH, objective="peak").prediction
     assert leanest
@@ -85,19 +87,20 @@ def never_slower(seed: int, layers: int) -> None:
 
 @pytest.mark.parametrize("seed", [1])
 def test_it_is_never_slower_than_with_any_choice_pinned(seed: int) -> None:
-    """Every schedule, number of stages and microbatch size; and its bound is below all of them."""
+    """The chosen plan is no slower than under any schedule, number of stages and microbatch size, and its
+    bound is below all of them."""
     never_slower(seed, 3)
 
 
 @pytest.mark.gallery
 @pytest.mark.parametrize("seed", range(100, 112))
 def test_it_is_never_slower_with_more_layers(seed: int) -> None:
-    """The same of four and five layers."""
+    """The chosen plan is never slower for four and five layers."""
     never_slower(seed, 4 + seed % 2)
 
 
 def test_what_is_pinned_stays() -> None:
-    """Each of schedule, stages, microbatches and their size, while the others are chosen."""
+    """Schedule, stages, microbatches and their size can each be pinned while the others are chosen."""
     profiles, on = sized(Random(0), 4), cluster([1 << 20] * 3, host_rate=1.0, peer_rate=1.0)
     assert plan(profiles, on, batch_size=BATCH, schedule="gpipe").training.schedule == "gpipe"
     assert len(plan(profiles, on, batch_size=BATCH, stages=2).stages) == 2
@@ -116,7 +119,7 @@ def test_what_is_pinned_stays() -> None:
 
 
 def test_asynchronous_schedules_are_only_taken_if_asked_for() -> None:
-    """They change the numbers."""
+    """Asynchronous schedules change the numbers, so they are never a default."""
     profiles, on = sized(Random(1), 4), cluster([1 << 20] * 2, host_rate=100.0, peer_rate=100.0)
     free, endless = (plan(profiles, on, batch_size=BATCH, schedule=name) for name in (None, "pipedream-2bw"))
     assert free.training.schedule in ("1f1b", "eager-1f1b")
@@ -124,7 +127,8 @@ def test_asynchronous_schedules_are_only_taken_if_asked_for() -> None:
 
 
 def test_numbers_that_contradict_each_other_are_refused() -> None:
-    """Three numbers of which two are enough, and a training beside numbers; a batch that would do is named."""
+    """Contradictory numbers (three when two suffice, or a training next to numbers) are refused; a batch that
+    works is named."""
     with pytest.raises(UsageError, match="microbatches of 4 samples: use 12 samples, or 16"):
         plan(profile(alike(4)), devices(AMPLE), batch_size=13, microbatch_size=4)
     with pytest.raises(UsageError, match="microbatches=3 of microbatch_size=4 are no batch of 8"):
@@ -134,7 +138,8 @@ def test_numbers_that_contradict_each_other_are_refused() -> None:
 
 
 def test_a_size_that_cannot_be_profiled_is_left_out() -> None:
-    """As where a model needs two samples; if no size can be, the first refusal is told."""
+    """A microbatch size that cannot be profiled, such as one sample for batch norm, is skipped; if all fail,
+    the first refusal is raised."""
     profiles, asked = sized(Random(2), 4), list[int]()
 
     def even(size: int) -> ModelProfile:
@@ -155,7 +160,7 @@ def test_a_size_that_cannot_be_profiled_is_left_out() -> None:
 
 
 def test_sizes_divide_the_batch_and_double_at_least() -> None:
-    """From one sample to the whole batch, powers of two where they divide it."""
+    """Sizes range from one sample to the whole batch: powers of two that divide it."""
     for batch in range(1, 100):
         sizes = sizes_of(batch)
         assert sizes[0] == 1 and all(batch % size == 0 for size in sizes)
@@ -167,7 +172,8 @@ def test_sizes_divide_the_batch_and_double_at_least() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_split_takes_less_than_the_simple_bound(seed: int) -> None:
-    """Of any schedule, number of stages and of microbatches, simulated with everything kept."""
+    """No split beats the simple bound, for any schedule, number of stages and microbatches, simulated without
+    recomputation."""
     rng = Random(seed)
     chain = sized(rng, 5)(1)
     stages = rng.randrange(1, 5)
@@ -181,7 +187,7 @@ def test_no_split_takes_less_than_the_simple_bound(seed: int) -> None:
 
 
 def asked_again(profiles: Callable[[int], ModelProfile], on: Cluster, words: str) -> Plan:
-    """The plan that options of the command line ask for."""
+    """Return the plan for the command-line options of an alternative."""
     parts = shlex.split(words)
     pins: dict[str, object] = {}
     for name, text in zip(parts[::2], parts[1::2], strict=True):
@@ -191,7 +197,8 @@ def asked_again(profiles: Callable[[int], ModelProfile], on: Cluster, words: str
 
 
 def test_alternatives_are_what_their_options_ask_for() -> None:
-    """The fewest devices that fit and the leanest plan, with their own peaks and seconds."""
+    """Alternatives include the fewest devices that fit and the leanest plan, with simulated peaks and
+    seconds."""
     profiles = sized(Random(3), 6)
     most = plan(profiles(1), devices(*[AMPLE] * 4), batch_size=BATCH, objective="peak", stages=2).prediction
     assert most
@@ -215,7 +222,8 @@ def test_alternatives_are_what_their_options_ask_for() -> None:
 
 @pytest.mark.parametrize(("weights", "leaner"), [(10, True), (5000, False)])
 def test_a_plan_that_is_hardly_leaner_is_no_alternative(weights: int, leaner: bool) -> None:
-    """Where parameters fill the devices, a few bytes of activations less are not worth a slower step."""
+    """A plan that saves only a few bytes of activations is no alternative when parameters fill the devices.
+    """
     like = Settings(
         widths=[8] * 5,
         weights=[weights + 1000, *[weights] * 3],
@@ -235,7 +243,7 @@ def test_a_plan_that_is_hardly_leaner_is_no_alternative(weights: int, leaner: bo
 
 
 def test_a_single_arrangement_has_no_alternatives() -> None:
-    """Where everything is pinned nothing is priced, and nothing is said of choices."""
+    """Without choices nothing is priced and no choices are reported."""
     made = plan(profile(alike(8)), devices(*[AMPLE] * 2), batch_size=8, schedule="1f1b", stages=2)
     assert made.alternatives == () and "chosen from" not in str(made)
 
@@ -244,7 +252,8 @@ def test_a_single_arrangement_has_no_alternatives() -> None:
     ("overhead", "backend", "size"), [(0.005, "cuda", 2), (0.005, "emulated", 4), (0.1, "cuda", 4)]
 )
 def test_a_gpu_is_left_room_unless_that_costs_a_hundredth(overhead: float, backend: str, size: int) -> None:
-    """Of three sizes the largest is the fastest and fills a GPU: by a quarter of a per cent, or by more than one."""
+    """The largest and fastest of three sizes fills a GPU; it is chosen when faster by over one per cent, not
+    by a quarter."""
 
     def at(size: int) -> ModelProfile:
         cost = replace(keeping_layer(2 * size, 1000 * size, 10, size + overhead), update=once.update)

@@ -1,4 +1,4 @@
-"""The seconds of many splits at once, beside the simulator's."""
+"""Batched timing of many splits, checked against the simulator."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LINK = '[[links]]\nmembers = ["device{}", "device{}"]\nbytes_per_second = "{}MB/
 
 
 def cluster(stages: int, rate: int, latency: float) -> Cluster:
-    """Devices of which every two have a link that is nobody else's."""
+    """Build devices with a private link between every pair."""
     links = (LINK.format(*pair, rate, latency) for pair in combinations(range(max(2, stages)), 2))
     return Cluster.parse(DEVICES.format(stages=max(2, stages)) + "".join(links))
 
@@ -47,7 +47,7 @@ def model() -> ModelProfile:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b", "gpipe"])
 def test_splits_at_once_take_what_each_takes_alone(model: ModelProfile, schedule: str) -> None:
-    """The first step of every split, where no message waits for another one's wires."""
+    """The first step of every split matches the simulator if messages do not share wires."""
     rng, blocks = Random(f"at once {schedule}"), len(model.edges) - 1
     for stages in (1, 2, 3, 5):
         question = Question(
@@ -67,7 +67,7 @@ def test_splits_at_once_take_what_each_takes_alone(model: ModelProfile, schedule
 
 
 def test_steps_that_overlap_have_no_times_at_once(model: ModelProfile) -> None:
-    """Under an endless schedule a first step says little of later ones."""
+    """An asynchronous schedule is not timed in batches: its first step says little about later ones."""
     question = Question(
         profile=model,
         cluster=cluster(2, 1, 0),

@@ -1,8 +1,8 @@
-"""The plans of other systems, on small random questions: none has a lower peak than the leanest plan, and none that
-fits is faster than the fastest one.
+"""Plans of other systems, on small random questions: none has a lower peak than the leanest plan, and none
+that fits is faster than the fastest one.
 
-Splits are those of `capture`, `alpa`, `uniform` (Megatron) and `parameters` (DeepSpeed); FSDP, ZeRO-Offload and
-ZeRO-Infinity are written by hand. All are simulated, at every size of microbatches.
+Splits come from `capture`, `alpa`, `uniform` (Megatron) and `parameters` (DeepSpeed); FSDP, ZeRO-Offload and
+ZeRO-Infinity are written by hand. All are simulated, at every microbatch size.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Case(NamedTuple):
 
 
 def case(seed: int) -> Case:
-    """A few layers of any kind on two to four devices, which reach each other and their host at any rates."""
+    """Draw a few layers of any kind and two to four devices with random links to each other and their host.
+    """
     rng = Random(seed)
     layers, number = rng.randrange(2, 6), rng.randrange(2, 5)
     made = rng.choice((plain, even, skewed, weighty))(rng, layers)
@@ -69,12 +70,12 @@ def case(seed: int) -> Case:
 
 
 def weighty(rng: Random, count: int) -> Measurement:
-    """Layers with far more weights than activations."""
+    """Draw layers with far more weights than activations."""
     return keeping(rng, widths=[rng.randrange(1, 9) for _ in range(count + 1)], weights=[1 << 10] * count)
 
 
 def baselines(one: Case, schedule: str) -> Iterator[tuple[str, Plan]]:
-    """The plans of all systems at all sizes of microbatches, by name."""
+    """Return the plans of all systems at all microbatch sizes, by name."""
     for size in SIZES:
         how = Training(batch_size=BATCH, microbatches=BATCH // size, schedule=schedule)
         asked = Question(profile=one.profile, cluster=one.cluster, training=how)
@@ -93,7 +94,7 @@ def baselines(one: Case, schedule: str) -> Iterator[tuple[str, Plan]]:
 
 
 def on_all(asked: Question, name: str) -> Iterator[Plan]:
-    """One stage on two or four devices, which divide its state and leave it to hosts."""
+    """Build plans of one stage on two or four devices that divide its state and offload it to hosts."""
     (shard, moves), layers = HOSTED[name], len(asked.profile.layers)
     for data in (2, 4):
         if data <= min(len(asked.cluster.devices), asked.training.microbatch_size):
@@ -119,7 +120,7 @@ def on_all(asked: Question, name: str) -> Iterator[Plan]:
 
 
 class Simulated(NamedTuple):
-    """A baseline by the simulator."""
+    """A simulated baseline."""
 
     name: str
     peak: int
@@ -127,7 +128,7 @@ class Simulated(NamedTuple):
 
 
 def simulated(one: Case, schedule: str) -> list[Simulated]:
-    """All baselines that can be carried out, and have room at hosts."""
+    """Simulate all baselines that can run and have room at hosts."""
     found = []
     for name, made in baselines(one, schedule):
         with suppress(UsageError):
@@ -161,13 +162,13 @@ def check_seconds(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", seeds(4, of=40))
 def test_no_baseline_has_a_lower_peak_than_the_leanest_plan(seed: int) -> None:
-    """Than `exact` where everything stays on the devices, and than `lean` where state is at hosts."""
+    """No baseline has a lower peak than `exact` (all on the devices) or `lean` (state at hosts)."""
     check_peaks(seed)
 
 
 @pytest.mark.parametrize("seed", sampled(range(40), often=(27, 34)))
 def test_no_baseline_that_fits_is_faster(seed: int) -> None:
-    """Under caps from the lowest peak of all baselines to the highest: with messages that estimates leave out, and with
-    layers without parameters in one bucket with others, whose state comes and goes by itself.
-    """
+    """No baseline that fits is faster, for caps from the lowest baseline peak to the highest. Cases include
+    messages that estimates leave out, and layers without parameters in buckets with layers whose state is
+    offloaded alone."""
     check_seconds(seed)

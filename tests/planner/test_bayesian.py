@@ -1,4 +1,5 @@
-"""The Bayesian planner: the paper's settings, the repair of what it proposes, and what it says where it cannot run."""
+"""The Bayesian planner: the paper's settings, the repair of proposals, and the error without scikit-optimize.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ OPTIONS = Options(allow_infeasible=True)
 
 @pytest.fixture
 def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few evaluations in place of 75, which take a quarter of a minute."""
+    """Use a few evaluations in place of 75, which take a quarter of a minute."""
     pytest.importorskip("skopt")
     monkeypatch.setattr(sys.modules[bayesian.__module__], "EVALUATIONS", 12)
 
@@ -30,7 +31,7 @@ def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("seed", seeds(1, of=4))
 @pytest.mark.usefixtures("briefly")
 def test_it_is_never_better_than_exact_and_always_the_same(seed: int) -> None:
-    """On random chains; and it claims no proof."""
+    """The planner never beats exact on random chains, is deterministic, and claims no proof."""
     rng = Random(seed)
     chain = rng.choice((plain, hostile))(rng, rng.randrange(5, 12))
     question = (profile(chain), devices(*[AMPLE] * 3), training("1f1b", 4), OPTIONS)
@@ -44,9 +45,8 @@ def test_it_is_never_better_than_exact_and_always_the_same(seed: int) -> None:
 def test_it_asks_scikit_optimize_as_the_paper_does_and_keeps_the_best(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One dimension per device, 75 evaluations, gp_hedge, sampling, xi = kappa = 1000, a seed; of what was proposed
-    the split with the lowest peak is the plan.
-    """
+    """Settings are those of the paper: one dimension per device, 75 evaluations, gp_hedge, sampling, xi =
+    kappa = 1000, a seed. The plan is the proposed split with the lowest peak."""
     asked: dict[str, object] = {}
     proposals = [(1, 1, 1, 27), (7, 8, 8, 7), (12, 12, 3, 3)]
     seen: list[float] = []
@@ -67,7 +67,8 @@ def test_it_asks_scikit_optimize_as_the_paper_does_and_keeps_the_best(
 
 
 def test_proposals_become_splits() -> None:
-    """Every proposal for four devices: all layers dealt, none left empty, and what adds up stays as it is."""
+    """Every proposal for four devices deals out all layers, leaves no stage empty, and keeps counts that add
+    up."""
     for lengths in product(range(1, 5), repeat=4):
         edges = scaled(lengths, 10)
         split = tuple(stop - start for start, stop in pairwise(edges))
@@ -76,7 +77,7 @@ def test_proposals_become_splits() -> None:
 
 
 def test_without_scikit_optimize_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sentence with the command, before any work."""
+    """Without scikit-optimize the error is one sentence with the install command, before any work."""
     monkeypatch.setitem(sys.modules, "skopt", None)
     with pytest.raises(UsageError, match=r"pip install pipefit\[bayes\]"):
         plan(profile(vgg_like()), devices(*[AMPLE] * 4), training(), planner="bayesian")

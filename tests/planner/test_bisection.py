@@ -1,4 +1,4 @@
-"""The bisection planner against the exact one, and its tie-break against its own recursion."""
+"""The bisection planner against the exact one, and its tie-break against a separate recursion."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def both(question: Question) -> tuple[Plan, Plan]:
 
 
 def well_behaved(question: Question, level: float) -> bool:
-    """Whether no stage shrinks by a layer at either end, and every layer alone is within the level on every stage."""
+    """Return whether every stage grows with each added layer and every single layer is within the level on
+    every stage."""
     layers = question.blocks
     for stage in range(question.stages):
         table = {
@@ -46,7 +47,7 @@ def well_behaved(question: Question, level: float) -> bool:
 
 
 def heavy(rng: Random, count: int) -> Measurement:
-    """Layers whose parameters outweigh what a cut may save."""
+    """Draw layers whose parameters outweigh what a cut may save."""
     plainest = plain(rng, count)
     costs = []
     for cost in plainest.costs:
@@ -58,7 +59,7 @@ def heavy(rng: Random, count: int) -> Measurement:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_the_peak_is_exacts_where_stages_only_grow(schedule: str) -> None:
-    """On random chains whose costs are monotone in the range; most of those tried are, so that the test has cases."""
+    """The peak equals exact's on random chains with monotone costs; most drawn chains are monotone."""
     cases = 0
     for seed in range(24):
         rng = Random(seed)
@@ -74,7 +75,8 @@ def test_the_peak_is_exacts_where_stages_only_grow(schedule: str) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_it_is_never_better_than_exact(seed: int) -> None:
-    """On chains with every alias and on skewed ones, by all devices in descending order; and it claims no proof."""
+    """The plan never beats exact on aliased and skewed chains, comparing devices in descending order, and
+    claims no proof."""
     rng = Random(seed)
     stages = rng.randrange(2, 6)
     chain = rng.choice((hostile, skewed, plain))(rng, rng.randrange(stages, 12))
@@ -88,16 +90,16 @@ def test_it_is_never_better_than_exact(seed: int) -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_on_the_shape_of_vgg_it_comes_within_a_percent_of_the_lowest_peak(schedule: str) -> None:
-    """30 layers on 4 devices, as in the paper; stages may shrink by a layer there, which filling cannot use."""
+    """The peak is within a per cent of the lowest for the paper's 30 layers on 4 devices, though stages may
+    shrink with a layer."""
     found, best = both(question_of(vgg_like(), 4, schedule, 12))
     assert found.provenance and best.provenance
     assert best.provenance.value <= found.provenance.value <= 1.01 * best.provenance.value
 
 
 def test_what_lies_beside_the_fullest_device_is_balanced_too() -> None:
-    """One layer outweighs all others and sits where the filling put it; the layers behind it are spread evenly. Exact
-    moves it as well.
-    """
+    """A layer that outweighs all others stays in place; the layers after it are spread evenly. Exact moves it
+    as well."""
     costs = list(alike(13).costs)
     costs[6] = replace(costs[6], parameters=(replace(costs[6].parameters[0], nbytes=100_000),))
     found, best = both(question_of(measurement(costs, alike(13).loss), 5, "gpipe", 1))
@@ -106,13 +108,13 @@ def test_what_lies_beside_the_fullest_device_is_balanced_too() -> None:
 
 
 def test_unlike_devices_are_filled_in_proportion() -> None:
-    """A device of twice the memory holds about twice the layers, in the order the devices are in."""
+    """A device of twice the memory holds about twice the layers, in device order."""
     made = plan(profile(alike(30)), devices(1 << 20, 1 << 21), training("gpipe", 1), planner="bisection")
     assert 9 <= made.split[0] <= 11
 
 
 def test_a_thousand_layers_are_planned() -> None:
-    """Long chains take a narrow band of ranges, not all of them; the peak is near the exact one."""
+    """Long chains need a narrow band of ranges, not all of them; the peak is near the exact one."""
     found, best = both(question_of(vgg_like(1000), 64, "1f1b", 128))
     assert found.provenance and best.provenance
     assert best.provenance.value <= found.provenance.value <= 1.05 * best.provenance.value

@@ -1,4 +1,4 @@
-"""The bound against every plan of small questions, and its lines against simulated steps."""
+"""The lower bound against every plan of small questions, and its lines against simulated steps."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def bound(case: Case, means: Means | None = None) -> float:
 
 
 def never_above(seed: int, schedules: tuple[str, ...], techniques: slice = slice(1)) -> None:
-    """Of the fastest plan with each of these choices of techniques; infinite only where no plan fits."""
+    """Check the bound against the fastest plan for each choice of techniques; it is infinite only if no plan
+    fits."""
     case = random_case(Random(seed), schedules)
     for means, allowed in TECHNIQUES[techniques]:
         best = fastest(case, allowed)
@@ -51,39 +52,41 @@ def never_above(seed: int, schedules: tuple[str, ...], techniques: slice = slice
 
 @pytest.mark.parametrize("seed", range(24))
 def test_the_bound_is_never_above_the_best_plan(seed: int) -> None:
-    """Of all splits, recomputed runs and moves to the host or to a peer, with everything just in time or early."""
+    """The bound never exceeds the best plan over all splits, recomputed runs and offloads to host or peer,
+    just in time or ahead."""
     never_above(seed, SCHEDULES)
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_it_holds_where_steps_never_end(seed: int) -> None:
-    """The same of PipeDream's schedules, in the last step that differs."""
+    """The bound holds for PipeDream's schedules, up to the steady state."""
     never_above(seed, ENDLESS)
 
 
 @pytest.mark.parametrize("seed", range(24, 30))
 def test_it_holds_with_fewer_techniques(seed: int) -> None:
-    """The fastest plan that does without recomputation, the host or peers, or with one of them, or none."""
+    """The bound holds for plans without recomputation, the host or peers, with only one of them, or with
+    none."""
     never_above(seed, (*SCHEDULES, *ENDLESS), slice(1, None))
 
 
 @pytest.mark.gallery
 @pytest.mark.parametrize("seed", range(400, 460))
 def test_it_holds_with_fewer_techniques_in_many_questions(seed: int) -> None:
-    """60 more questions."""
+    """The bound holds with fewer techniques in 60 more questions."""
     never_above(seed, (*SCHEDULES, *ENDLESS), slice(1, None))
 
 
 @pytest.mark.gallery
 @pytest.mark.parametrize("seed", range(24, 324))
 def test_the_bound_is_never_above_the_best_of_many_plans(seed: int) -> None:
-    """300 more questions, synchronous and endless in turn."""
+    """The bound holds in 300 more questions, alternating synchronous and asynchronous."""
     never_above(seed, ENDLESS if seed % 3 == 0 else SCHEDULES)
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_what_is_left_out_of_the_tables_changes_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With tables of all ranges of blocks the bound is the same number, with every choice of techniques."""
+    """Tables of all ranges of blocks give the same bound, for every choice of techniques."""
     case = random_case(Random(seed), (*SCHEDULES, *ENDLESS))
     found = [bound(case, means) for means, _ in TECHNIQUES]
 
@@ -98,7 +101,8 @@ def test_what_is_left_out_of_the_tables_changes_nothing(seed: int, monkeypatch: 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_no_decisions_leave_a_device_with_less_than_its_largest_layer(seed: int) -> None:
-    """Random ones, with runs computed again and tensors and state away; some device comes close in some plan."""
+    """No random decisions (recomputed runs, offloaded tensors and state) leave a device less than its largest
+    layer; some come close."""
     rng = Random(seed)
     case = random_cases.random_case(rng)
     plan = compacted(case.plan, rng)
@@ -116,7 +120,8 @@ def test_no_decisions_leave_a_device_with_less_than_its_largest_layer(seed: int)
 
 
 def test_what_a_layer_takes_at_least_is_all_that_its_passes_need() -> None:
-    """Its weights, what it keeps of its own and what its backward makes; not its input, which it also keeps."""
+    """The minimum memory of a layer: its weights, saved tensors and backward scratch, but not its saved
+    input."""
     cost = keeping_layer(90, 40, 700, 1.0)
     assert cost.least_bytes == 700 + 40 + max(span.peak_bytes for span in cost.backward_first)
     forward = replace(cost, forward_peak_bytes=5000, checkpoint_peak_bytes=4000)
@@ -124,7 +129,8 @@ def test_what_a_layer_takes_at_least_is_all_that_its_passes_need() -> None:
 
 
 def test_no_plan_fits_where_a_layer_alone_takes_more() -> None:
-    """Whatever is moved or computed again: the bound says so, and planners need not search."""
+    """If one layer exceeds the memory under every technique, the bound says so and planners need not search.
+    """
     case = random_case(Random(3), SCHEDULES)
     least = max(cost.least_bytes for cost in case.profile.measurements[0].costs)
     budgets = [replace(device, memory_bytes=least - 1, reserve_bytes=0) for device in case.cluster.devices]
@@ -147,7 +153,8 @@ def test_the_bound_of_equal_stages_without_messages_is_the_step(schedule: str) -
 
 
 def test_a_loss_is_not_updated() -> None:
-    """Two minibatches in a step of a layer of a second each way, an update of a second, and a loss of half of one."""
+    """A loss takes half a layer's time and no update: two minibatches a step, a second each way and per
+    update."""
     loss = layer((value(1), value(1)), (value(4),), seconds=0.5)
     chain = profile(measurement([keeping_layer(1, 1, 1, 1.0)], loss))
     case = Case(chain, cluster([1 << 30], host_rate=1.0, peer_rate=1.0), training("pipedream", 2))
@@ -155,7 +162,7 @@ def test_a_loss_is_not_updated() -> None:
 
 
 def test_a_split_that_cannot_hold_its_parameters_has_no_bound() -> None:
-    """Infinity says that nothing would help, where parameters are to stay on devices."""
+    """The bound is infinite if parameters must stay on devices and cannot fit."""
     case = Case(
         profile(measurement([keeping_layer(1, 1, 40, 1.0)] * 4, layer((value(1), value(1)), (value(4),)))),
         cluster([90, 90], host_rate=1.0, peer_rate=1.0),
@@ -167,7 +174,7 @@ def test_a_split_that_cannot_hold_its_parameters_has_no_bound() -> None:
 
 
 def test_what_must_be_recomputed_counts() -> None:
-    """One device that can keep half of what its layers keep, with links that carry nothing worth mentioning."""
+    """A device that holds half of its saved tensors, with negligible links, must recompute the rest."""
     case = Case(
         profile(
             measurement(
@@ -181,12 +188,12 @@ def test_what_must_be_recomputed_counts() -> None:
 
 
 def test_what_all_devices_lend_is_what_they_have() -> None:
-    """Two stages that keep 100 bytes of each microbatch, two of them in flight on the first device and one on the
-    second: devices of 150 have room for all, whoever lends.
+    """Two stages keep 100 bytes of each microbatch, two in flight on the first device and one on the second:
+    devices of 150 bytes have room for all, through any lender.
 
-    Devices of 60 lack 180 bytes, and a second of recomputation for one microbatch frees 50. The first one can use 2
-    seconds for each two microbatches while it waits. For the other 80 bytes a step is x seconds longer, x / 2 for each
-    two microbatches of the first device, and x / 4 for each one of the second.
+    Devices of 60 bytes lack 180 bytes; a second of recomputation for one microbatch frees 50. The first
+    device has 2 seconds of idle time for each two microbatches. For the other 80 bytes a step is x seconds
+    longer, x / 2 for each two microbatches of the first device, and x / 4 for each one of the second.
     """
     layers = [keeping_layer(0, 50, 0, 1.0)] * 4
     chain = profile(measurement(layers, layer((value(0), value(1)), (value(4),), seconds=0.0)))
@@ -202,9 +209,8 @@ def test_what_all_devices_lend_is_what_they_have() -> None:
 
 
 def test_versions_of_weights_take_memory() -> None:
-    """Two layers of 100 bytes with as much state, on devices of 250 bytes. The first one has a second version, of which
-    50 bytes go away in every step, at 0.1 of a byte a second.
-    """
+    """Two layers of 100 bytes with as much state, on devices of 250 bytes: the first device has a second
+    weight version and offloads 50 bytes of it every step, at 0.1 byte/s."""
     layers = [keeping_layer(0, 0, 100, 1.0)] * 2
     chain = profile(measurement(layers, layer((value(0), value(1)), (value(4),), seconds=0.0)))
     means = Means(peers=False, state=False, spill=False)
@@ -214,7 +220,8 @@ def test_versions_of_weights_take_memory() -> None:
 
 
 def test_positions_are_those_of_the_drawings() -> None:
-    """Of four stages and eight microbatches: what is in flight, and what goes backward before the last forward."""
+    """Microbatches in flight, and backwards before the last forward, match the drawings for four stages and
+    eight microbatches."""
     drawn = {"1f1b": [(4, 4), (3, 5), (2, 6), (1, 7)], "gpipe": [(8, 0)] * 4}
     for schedule, stages in drawn.items():
         found = [position_of(schedule, stage, 4, 8) for stage in range(4)]
@@ -224,7 +231,8 @@ def test_positions_are_those_of_the_drawings() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_lines_are_never_above_a_step_of_any_stages(seed: int) -> None:
-    """Stages of random seconds, by a walk through the schedule's order without messages, memory or recomputation."""
+    """The lines never exceed a step of random stages, walked in schedule order without messages, memory or
+    recomputation."""
     rng = Random(seed)
     schedule, stages, count = rng.choice(SCHEDULES), rng.randrange(1, 5), rng.randrange(1, 9)
     forward, backward = ([rng.random() for _ in range(stages)] for _ in range(2))
@@ -236,7 +244,7 @@ def test_the_lines_are_never_above_a_step_of_any_stages(seed: int) -> None:
 
 
 def walked(schedule: str, forward: list[float], backward: list[float], count: int) -> float:
-    """When the last stage ends, if each computes in its order as soon as what it needs is there."""
+    """Return the end of the last stage, when each computes in its order as soon as inputs are ready."""
     from pipefit.lowering import SCHEDULES as KNOWN
     from pipefit.schema.actions import Kind
 

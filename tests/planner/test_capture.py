@@ -1,4 +1,5 @@
-"""The planners of CAPTURE and Alpa: what they predict, what they minimise, and what being blind costs."""
+"""The planners of CAPTURE and Alpa: their predictions, their objectives, and the cost of ignoring early
+release."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def by_hand(
 
 @pytest.mark.parametrize(("seed", "early"), list(product(range(8), (False, True))))
 def test_no_plan_is_predicted_to_have_a_lower_peak(seed: int, early: bool) -> None:
-    """Of all cuts, numbers of stages and degrees; with and without what 1F1B releases early."""
+    """No plan over all cuts, numbers of stages and degrees has a lower prediction, with and without 1F1B's
+    early release."""
     asked = question(seed, "1f1b")
     runs, found = Runs(asked), capture(asked, CaptureOptions(early_release=early))
     lowest = float("inf")
@@ -50,7 +52,7 @@ def test_no_plan_is_predicted_to_have_a_lower_peak(seed: int, early: bool) -> No
 
 @pytest.mark.parametrize("seed", range(10))
 def test_runs_of_one_block_and_of_two_are_predicted_as_they_are(seed: int) -> None:
-    """The line goes through the peaks of the sizes that were run, which are linear here: it is exact between them."""
+    """The line interpolates the measured peaks, which are linear here: it is exact between them."""
     asked = question(seed, layers=3, count=3)
     made = written(asked.profile, asked.cluster, asked.training, (0, 1, 2, 3), (1, 1, 1))
     peak = Simulation(made).peak_bytes[1]
@@ -59,9 +61,7 @@ def test_runs_of_one_block_and_of_two_are_predicted_as_they_are(seed: int) -> No
 
 
 def test_a_line_through_peaks_at_several_sizes_foretells_another() -> None:
-    """A microbatch size that was not run: the runs of two sizes say what the third needs, to the byte where bytes are
-    linear.
-    """
+    """Runs at two microbatch sizes predict a third, to the byte if bytes are linear."""
     rng = Random(4)
     chain = keeping(rng, widths=[8, 6, 9, 4], weights=[5, 7, 3])
     few, all_sizes = sized(chain, 8, 2), sized(chain, 8, 4, 2)
@@ -74,7 +74,7 @@ def test_a_line_through_peaks_at_several_sizes_foretells_another() -> None:
 
 
 def test_being_blind_to_early_release_costs_memory_under_1f1b() -> None:
-    """Where early stages hold more microbatches than late ones, the plan that knows it has a lower true peak."""
+    """A plan that knows that early 1F1B stages hold more microbatches has a lower true peak."""
     profile = sized(keeping(Random(1), widths=[20] * 9, weights=[4] * 8), 4, 2)
     how = Training(batch_size=64, microbatches=16)
     asked = Question(profile=profile, cluster=devices(*[AMPLE] * 4), training=how)
@@ -88,7 +88,8 @@ def test_being_blind_to_early_release_costs_memory_under_1f1b() -> None:
 
 
 def formula(asked: Question, edges: tuple[int, ...], degrees: tuple[int, ...]) -> float:
-    """The sum of the stages' seconds, and M - 1 times the slowest, without what gradients and updates take."""
+    """Return the sum of the stages' seconds plus M - 1 times the slowest, without gradient sums and updates.
+    """
     parts = []
     for (start, stop), degree in zip(pairwise(edges), degrees, strict=True):
         of = asked.measured(Degree(degree, 1))
@@ -99,7 +100,8 @@ def formula(asked: Question, edges: tuple[int, ...], degrees: tuple[int, ...]) -
 
 @pytest.mark.parametrize("seed", range(8))
 def test_alpa_finds_nearly_the_lowest_by_its_formula(seed: int) -> None:
-    """Of all plans, within what the values that it tries for the slowest stage, sums and updates make of it."""
+    """Alpa's plan is near the best of all plans by its formula, within the resolution of its candidate values
+    for the slowest stage, sums and updates."""
     asked = question(seed)
     found = alpa(asked)
     lowest = min(
@@ -114,7 +116,7 @@ def test_alpa_finds_nearly_the_lowest_by_its_formula(seed: int) -> None:
 
 
 def test_memory_only_decides_whether_a_plan_of_alpa_fits() -> None:
-    """With less memory its plan has a lower peak, and takes longer."""
+    """With less memory Alpa's plan has a lower peak, and takes longer."""
     chain = keeping(Random(3), widths=[2] * 5, weights=[400] * 4)
     how = Training(batch_size=24, microbatches=3)
     asked = Question(profile=sized(chain, 8, 4, 2), cluster=devices(*[AMPLE] * 4), training=how)

@@ -1,4 +1,4 @@
-"""Plans that everyone runs are found: fully sharded, with every block recomputed by itself."""
+"""Common plans are found: fully sharded, with every block recomputed on its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slice_sizes import sized
 @pytest.mark.parametrize("number", [2, 4])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_plan_that_is_fully_sharded_and_recomputed_by_block_is_found(seed: int, number: int) -> None:
-    """On devices that have just what such a plan takes, some plan is found: joint's, and the one that is asked for."""
+    """On devices with exactly the memory of such a plan, both joint and the requested planner find a plan."""
     rng, count = Random(seed), 6
     widths = [rng.randrange(20, 40)] * (count + 1)
     profile = sized(keeping(rng, widths=widths, weights=[rng.randrange(60, 90)] * count), number, 1)

@@ -1,4 +1,5 @@
-"""A plan that nobody asks for replicas has none where they would change the numbers, whatever couples the samples."""
+"""Default plans have no replicas if the samples of a batch are coupled, by whatever operation, and replicas
+would change the numbers."""
 
 from __future__ import annotations
 
@@ -23,47 +24,47 @@ TWO = Cluster.emulated((2, 64 << 20))
 
 
 def with_between(*between: nn.Module) -> list[nn.Module]:
-    """Wide layers, so that replicas are faster than stages, and something between two of them."""
+    """Build wide layers, so that replicas are faster than stages, with `between` two of them."""
     wide = (nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
     return [nn.Linear(WIDTH, WIDTH), *between, *wide, nn.Linear(WIDTH, CLASSES)]
 
 
 def classes(size: int) -> tuple[Tensor, Tensor]:
-    """Samples and their classes."""
+    """Return samples and their classes."""
     return torch.randn(size, WIDTH), torch.randint(CLASSES, (size,))
 
 
 def some_ignored(size: int) -> tuple[Tensor, Tensor]:
-    """The same, of which some do not count."""
+    """Return samples and their classes, some with the ignored index."""
     inputs, targets = classes(size)
     return inputs, targets.masked_fill(torch.rand(size) < 0.4, -100)
 
 
 def some_not_counted(size: int) -> tuple[Tensor, Tensor]:
-    """The same by a number of its own."""
+    """Return samples and their classes, some with a custom ignored index."""
     inputs, targets = classes(size)
     return inputs, targets.masked_fill(torch.rand(size) < 0.4, -1)
 
 
 def contrastive(outputs: Tensor, targets: Tensor) -> Tensor:
-    """InfoNCE: the other samples are each one's negatives."""
+    """Compute InfoNCE, with the other samples as negatives."""
     there = F.one_hot(targets, CLASSES).float() + torch.linspace(0, 1, CLASSES)
     return F.cross_entropy(F.normalize(outputs) @ F.normalize(there).T, torch.arange(len(outputs)))
 
 
 def masked(outputs: Tensor, targets: Tensor) -> Tensor:
-    """A mean over those that count, by hand."""
+    """Return a mean over the samples that count, by hand."""
     counts = (targets >= 0).float()
     return (F.cross_entropy(outputs, targets.clamp(min=0), reduction="none") * counts).sum() / counts.sum()
 
 
 def summed(outputs: Tensor, targets: Tensor) -> Tensor:
-    """A sum over the samples."""
+    """Return a sum over the samples."""
     return F.cross_entropy(outputs, targets, reduction="sum")
 
 
 class FromTheBatch(nn.Module):
-    """Tells each sample how the batch varies, as the discriminators of some GANs do."""
+    """A layer that gives each sample the variation of the batch, as the discriminators of some GANs do."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + x.std(0, unbiased=False).mean()
@@ -84,7 +85,7 @@ class Critic(nn.Module):
 
 
 def task_of(make: Callable[[], Any], loss: Any = F.cross_entropy, batch: Any = classes) -> Task:
-    """A task of layers, or of a module."""
+    """Build a task of layers, or of a module."""
 
     def built() -> nn.Module:
         made = make()
@@ -132,9 +133,8 @@ profiled = cache(partial(profile, microbatch_size=(SIZE, SIZE // 2)))
 
 @pytest.mark.parametrize("name", COUPLED)
 def test_coupled_samples_have_no_replicas_unless_asked_for(name: str) -> None:
-    """A profile says why, a plan that nobody asked for replicas has none and says so, and one that was asked says what
-    that changes.
-    """
+    """The profile says why samples are coupled; a default plan has no replicas and says so; requested
+    replicas come with a warning."""
     task, reason = COUPLED[name]
     found = profiled(task)
     assert found.coupled.startswith(reason)
@@ -151,7 +151,7 @@ def test_coupled_samples_have_no_replicas_unless_asked_for(name: str) -> None:
 
 @pytest.mark.parametrize("name", APART)
 def test_replicas_of_other_samples_are_considered(name: str) -> None:
-    """Nothing that works on each sample by itself is taken for one that does not."""
+    """Per-sample operations do not count as coupled."""
     found = profiled(APART[name])
     assert (found.coupled, found.draws) == ("", "")
     made = plan(found, TWO, batch_size=2 * SIZE, microbatches=2, effort=0.1)
@@ -161,7 +161,7 @@ def test_replicas_of_other_samples_are_considered(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["negatives", "a sum", "targets that do not count", "a masked mean"])
 def test_a_loss_is_seen_where_the_module_is_too_large(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random outputs go through it alone."""
+    """Random outputs go through the loss alone if the module is too large."""
     monkeypatch.setattr(feedback, "LONGEST_SECONDS", 0.0)
     task, reason = COUPLED[name]
     assert profile(task, microbatch_size=(8, 4)).coupled.startswith(reason)
@@ -169,7 +169,8 @@ def test_a_loss_is_seen_where_the_module_is_too_large(name: str, monkeypatch: py
 
 
 def test_draws_of_replicas_are_those_of_smaller_microbatches() -> None:
-    """They are as good where nobody asked for microbatches of a size, and change the numbers where somebody did."""
+    """Replicas with random draws are considered for default microbatches, but change the numbers of a
+    requested size."""
     found = profiled(DRAWING)
     assert (found.coupled, found.draws) == ("", "layer 1 draws random numbers")
     asked = plan(found, TWO, batch_size=2 * SIZE, microbatches=2, effort=0.1)
@@ -186,7 +187,8 @@ def test_draws_of_replicas_are_those_of_smaller_microbatches() -> None:
 
 @pytest.mark.parametrize("task", [COUPLED["a GAN"][0], COUPLED["a masked mean"][0], APART["plain"], DRAWING])
 def test_default_plans_train_as_a_plain_loop(task: Task) -> None:
-    """Losses and weights are those of a loop over the microbatches that were asked for, whatever the model."""
+    """Default plans train to the losses and weights of a loop over the requested microbatches, for every
+    model."""
     trainer = Trainer(task, plan(profiled(task), TWO, batch_size=2 * SIZE, microbatches=2, effort=0.1))
     torch.manual_seed(0)
     module: Any = task.module()  # type: ignore[operator]
@@ -210,7 +212,8 @@ def test_default_plans_train_as_a_plain_loop(task: Task) -> None:
 
 
 def test_a_batch_whose_slices_leave_out_other_numbers_of_targets_is_refused() -> None:
-    """The task's own batches have shown none, so that replicas were chosen; who asked for them has their means."""
+    """Local batches with different numbers of ignored targets are refused; the task's sample batches have
+    none, so replicas were chosen. With explicit replicas, each replica's mean is used."""
     found = profiled(APART["plain"])
     trainer = Trainer(APART["plain"], plan(found, TWO, batch_size=2 * SIZE, microbatches=2, effort=0.1))
     inputs, targets = classes(2 * SIZE)
@@ -228,6 +231,6 @@ def test_a_batch_whose_slices_leave_out_other_numbers_of_targets_is_refused() ->
 
 
 def batches(task: Task, size: int) -> Iterable[Any]:
-    """Three of them."""
+    """Return three batches."""
     torch.manual_seed(1)
     return [task.batch(size) for _ in range(3)]

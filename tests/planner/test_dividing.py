@@ -1,4 +1,4 @@
-"""What replicas divide, as planners choose it, against every plan there is, of which the simulator says the peak."""
+"""State that planners divide among replicas, against every simulated plan."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCHEDULES = "gpipe", "torchgpipe", "1f1b", "eager-1f1b"
 
 
 def lowest(found: Simulation, budgets: tuple[int, ...]) -> float:
-    """The highest peak of a plan; of budgets that differ, the lowest highest share on any choice of devices."""
+    """Return the lowest peak of all plans; if budgets differ, the lowest share on any choice of devices."""
     peaks = [max(found.peak_bytes[device] for device in stage.devices) for stage in found.plan.stages]
     if len(set(budgets)) == 1:
         return max(peaks)
@@ -63,22 +63,22 @@ def check(seed: int, schedule: str | None = None) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_no_plan_has_a_lower_peak_whatever_its_replicas_divide(seed: int) -> None:
-    """Cuts, replicas, what they divide and devices of several sizes: the lowest peak of all that there are."""
+    """No choice of cuts, replicas, divided state and devices of several sizes has a lower peak."""
     check(seed)
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_no_plan_has_a_lower_peak_under_schedules_without_end(schedule: str, seed: int) -> None:
-    """The same, with versions of weights on every replica, and without parameters that they divide."""
+    """No asynchronous plan has a lower peak, with weight versions on every replica and without divided
+    parameters."""
     check(seed, schedule)
 
 
 @pytest.mark.parametrize("data", [4, 8])
 def test_bounds_hold_where_copies_are_gathered(data: int) -> None:
-    """Eight equal layers of plain SGD, of which half-precision copies travel: a replica has those of two buckets at
-    most, and no bound is higher than what it holds.
-    """
+    """For eight equal layers of plain SGD with half-precision copies, a replica holds the copies of at most
+    two buckets, and no bound is higher."""
     equal = keeping(Random(0), widths=[1 << 4] * 9, weights=[(1 << 20) + 6] * 8)
     model = replace(equal, kinds=tuple(replace(copied(kind), state_bytes=0) for kind in equal.kinds))
     assert all(one.cast_only for cost in model.costs for one in cost.parameters)
@@ -95,9 +95,9 @@ def test_bounds_hold_where_copies_are_gathered(data: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_replicas_exchange_as_many_bytes_as_the_simulator_says(seed: int) -> None:
-    """In stages of any blocks, whose layers share parameters or do not train them: gradients; after an update the
-    trained parameters; and where owners alone keep them all, in half precision those that are read so alone.
-    """
+    """Replicas exchange the simulator's bytes, with shared or frozen parameters: gradients; after an update
+    the trained parameters; and, if owners keep the only copy, half-precision copies if all readers are half
+    precision."""
     profile = sized(hostile(Random(seed), 7, shared=3), 4, 2, blocks=(1, 2, 1, 1, 2))
     how = Training(batch_size=12, microbatches=3)
     question = Question(profile=profile, cluster=devices(AMPLE, AMPLE), training=how, options=Options())
@@ -128,13 +128,14 @@ def test_replicas_exchange_as_many_bytes_as_the_simulator_says(seed: int) -> Non
 @pytest.mark.gallery
 @pytest.mark.parametrize("seed", range(6, 206))
 def test_no_plan_of_many_has_a_lower_peak_whatever_its_replicas_divide(seed: int) -> None:
-    """The same of two hundred more."""
+    """No plan has a lower peak in two hundred more questions."""
     check(seed)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_peaks_that_few_microbatches_show_are_those_of_all(stages: int) -> None:
-    """Of a step of twenty microbatches under 1F1B, in which the last stage keeps as many losses."""
+    """Peaks from a few microbatches are those of a 1F1B step of twenty, including twenty losses on the last
+    stage."""
     profile = sized(heavy(4, times=3), 2, 1)
     how = Training(batch_size=40, microbatches=20)
     made = plan(
@@ -146,7 +147,8 @@ def test_peaks_that_few_microbatches_show_are_those_of_all(stages: int) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_the_fastest_plan_that_fits_may_divide_state(seed: int) -> None:
-    """Where no whole replicas fit. The bound holds for every plan that fits, and no pin is faster by a hundredth."""
+    """If whole replicas do not fit, the fastest plan divides state: its bound holds for every plan that fits,
+    and no pin is faster by a hundredth."""
     rng = Random(seed)
     profile, how = sized(plain(rng, 3), 4, 2), Training(batch_size=12, microbatches=3)
     ample = devices(*[AMPLE] * 3)
@@ -171,7 +173,8 @@ def test_the_fastest_plan_that_fits_may_divide_state(seed: int) -> None:
 
 @pytest.mark.parametrize("planner", ["joint", "exact", "capture", "alpa", "uniform", "time"])
 def test_every_planner_gives_replicas_what_they_are_asked_to_divide(planner: str) -> None:
-    """In a bucket for each block where they divide gradients or parameters; and says what whole replicas would need."""
+    """Every planner divides the requested state, in one bucket per block for gradients or parameters, and
+    reports the peak of whole replicas."""
     profile, cluster = sized(plain(Random(1), 5), 4, 2), devices(*[AMPLE] * 5)
     for shard in SHARDINGS:
         made = plan(
@@ -189,7 +192,7 @@ def test_every_planner_gives_replicas_what_they_are_asked_to_divide(planner: str
 
 
 def test_there_have_to_be_replicas_that_divide() -> None:
-    """Where no stage can have two, and under schedules that never flush."""
+    """Division is refused if no stage can have two replicas, or under asynchronous schedules."""
     profile, cluster = sized(plain(Random(1), 3), 4, 2), devices(*[AMPLE] * 4)
     for planner in ("joint", "exact", "uniform"):
         with pytest.raises(
@@ -212,7 +215,8 @@ def test_there_have_to_be_replicas_that_divide() -> None:
 def test_a_search_that_ends_early_is_no_worse_than_one_for_whole_replicas(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a limit of work comes before the proof, the plan of whole replicas, which needs none, is a candidate."""
+    """A search that ends before its proof is no worse than the plan of whole replicas, a candidate from the
+    start."""
     monkeypatch.setattr("pipefit.planner.hybrid.search.WORK", 0)
     rng = Random(seed)
     profile = sized(rng.choice((plain, hostile, skewed))(rng, rng.randrange(2, 5)), 4, 2, 1)

@@ -55,7 +55,7 @@ def both(
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_exact_finds_the_best_of_all_3654_splits_of_vgg(schedule: str) -> None:
-    """30 layers on 4 devices: the same plan as trying every split, and it says so."""
+    """For 30 layers on 4 devices the plan equals that of trying every split, and reports so."""
     found, best = both(vgg_like(), devices(*[AMPLE] * 4), training(schedule, 12))
     assert best.provenance and best.provenance.evaluated == 3654
     assert found.stages == best.stages
@@ -64,7 +64,8 @@ def test_exact_finds_the_best_of_all_3654_splits_of_vgg(schedule: str) -> None:
 
 @pytest.mark.parametrize("seed", seeds(60, of=120))
 def test_exact_is_exhaustive_on_equal_devices(seed: int) -> None:
-    """Small integer costs, so that peaks tie in every column: the same split down to the tie-break."""
+    """With small integer costs, so that peaks tie in every column, the split is the same down to the
+    tie-break."""
     rng = Random(seed)
     count = rng.randrange(1, 11)
     cluster = devices(*[AMPLE] * rng.randrange(1, 6))
@@ -76,9 +77,7 @@ def test_exact_is_exhaustive_on_equal_devices(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", seeds(50, of=100))
 def test_exact_is_exhaustive_on_mixed_devices(seed: int) -> None:
-    """Devices of two or three sizes, in any order along the pipeline, some of them unused: the same stages and
-    devices.
-    """
+    """Devices of two or three sizes, in any order, some of them unused, give the same stages and devices."""
     rng = Random(seed)
     count = rng.randrange(2, 9)
     cluster = devices(*(rng.choice((60, 100, 100, 175)) for _ in range(rng.randrange(2, 6))))
@@ -90,7 +89,7 @@ def test_exact_is_exhaustive_on_mixed_devices(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", seeds(20, of=60))
 def test_exact_is_exhaustive_where_blocks_are_recomputed_by_themselves(seed: int) -> None:
-    """The highest peak is as low as that of the best of all splits, and proven if it says so."""
+    """The highest peak is that of the best of all splits, and proven if the plan says so."""
     rng = Random(seed)
     count, cluster = rng.randrange(2, 8), devices(*[AMPLE] * rng.randrange(1, 4))
     chain = plain(rng, count, size=rng.choice((4, 30)))
@@ -103,7 +102,8 @@ def test_exact_is_exhaustive_where_blocks_are_recomputed_by_themselves(seed: int
 @pytest.mark.parametrize("schedule", ENDLESS)
 @pytest.mark.parametrize("seed", seeds(25, of=40))
 def test_exact_is_exhaustive_under_endless_schedules(schedule: str, seed: int) -> None:
-    """Where early stages hold more versions of their weights, too: the same stages, and the peaks of the simulator."""
+    """If early stages hold more weight versions, stages and simulated peaks are still those of exhaustive
+    search."""
     rng = Random(seed)
     count = rng.randrange(1, 10)
     cluster = devices(*(rng.choice((60, 100, 100)) for _ in range(rng.randrange(1, 5))))
@@ -130,9 +130,8 @@ def test_exact_is_exhaustive_where_layers_differ_by_orders_of_magnitude(seed: in
 
 @pytest.mark.parametrize("seed", seeds(16, of=60))
 def test_exact_is_the_best_of_all_splits_between_blocks(seed: int) -> None:
-    """Layers of one block stay on one stage, whatever they save and alias; the account of all such splits is the
-    oracle.
-    """
+    """Layers of one block stay on one stage, with any saved and aliased storages; the oracle is the account
+    of all such splits."""
     rng = Random(seed)
     blocks = rng.randrange(3, 7)
     sizes = block_sizes(rng, rng.randrange(blocks, 13), blocks)
@@ -148,7 +147,7 @@ def test_exact_is_the_best_of_all_splits_between_blocks(seed: int) -> None:
 
 
 def with_edges(plan: Plan, edges: Sequence[int], recompute: Recompute) -> Plan:
-    """The same plan with other stages, all recomputed in the same way."""
+    """Return the plan with other stages, all with the same recomputation."""
     stages = tuple(
         Stage(start=start, stop=stop, grid=stage.grid)
         for stage, (start, stop) in zip(plan.stages, pairwise(edges), strict=True)
@@ -159,13 +158,13 @@ def with_edges(plan: Plan, edges: Sequence[int], recompute: Recompute) -> Plan:
 
 
 def test_exact_is_exhaustive_where_every_layer_is_alike() -> None:
-    """Every split of equal layers ties with others; the documented rule decides, in both planners alike."""
+    """Splits of equal layers tie; the documented rule decides, in both planners equally."""
     found, best = both(alike(12), devices(*[AMPLE] * 5), training("1f1b", 3))
     assert found.stages == best.stages
 
 
 def test_a_heavy_layer_leaves_the_others_balanced() -> None:
-    """One layer decides the fullest device in every split; the rest is balanced none the less."""
+    """One layer decides the fullest device in every split; the rest is still balanced."""
     chain = plain(Random(5), 12)
     layers = list(chain.costs)
     layers[4] = replace(layers[4], parameters=(replace(layers[4].parameters[0], nbytes=5000),))
@@ -175,7 +174,7 @@ def test_a_heavy_layer_leaves_the_others_balanced() -> None:
 
 @pytest.mark.parametrize("seed", seeds(2, of=15))
 def test_no_split_is_below_the_bound(seed: int) -> None:
-    """Bound and value are the peak of the fullest device, by the account; and no order of any split has less."""
+    """Bound and value are the peak of the fullest device, by the account; no split in any order has less."""
     rng = Random(seed)
     chain, cluster = hostile(rng, 6), devices(100, 150, 100)
     found = asked(exact, profile(chain), cluster, training("1f1b", 3), Options(allow_infeasible=True))
@@ -189,15 +188,14 @@ def test_no_split_is_below_the_bound(seed: int) -> None:
 
 
 def fullest(plan: Plan) -> float:
-    """The fullest device of a plan, as a part of its budget, by the account."""
+    """Return the fullest device of a plan, as a share of its budget, by the account."""
     return max(peak / budget for peak, budget in zip(peaks(plan), plan.cluster.budgets, strict=True))
 
 
 @pytest.mark.parametrize("seed", seeds(20, of=30))
 def test_predicted_peaks_are_what_the_simulator_finds(seed: int) -> None:
-    """To the byte, on every device, over two steps, under any schedule and recomputation; and the time is the
-    simulator's too.
-    """
+    """Predicted peaks match the simulator to the byte, on every device, over two steps, under any schedule
+    and recomputation, and so does the time."""
     rng = Random(seed)
     options = Options(stages=3, recompute=rng.choice(WHOLE_STAGES))
     plan = asked(exact, profile(hostile(rng, 7)), devices(*[AMPLE] * 4), any_training(rng), options)
@@ -208,7 +206,7 @@ def test_predicted_peaks_are_what_the_simulator_finds(seed: int) -> None:
 
 
 def test_the_same_question_has_the_same_answer() -> None:
-    """Nothing in a plan depends on chance, apart from how long planning took."""
+    """A plan is deterministic except for its planning time."""
     question = (
         profile(plain(Random(1), 20)),
         devices(70, 70, 90, 90),
@@ -234,9 +232,8 @@ def test_one_device_holds_everything() -> None:
 def test_layers_that_share_a_parameter_are_in_one_stage_under_endless_schedules(
     planner: str, schedule: str, seed: int
 ) -> None:
-    """Each stage is updated by itself there: such layers, and those between them, are one block for planners. Exact is
-    exhaustive over the splits that remain.
-    """
+    """Asynchronous stages update separately, so layers that share a parameter form one block, with all layers
+    between them. Exact is exhaustive over the remaining splits."""
     rng = Random(seed)
     chain = hostile(rng, rng.randrange(3, 8), shared=1)
     cluster, how = devices(*[AMPLE] * 3), training(schedule, 4)

@@ -1,4 +1,4 @@
-"""Devices of many budgets: a search tells apart as many of them as it can, and what it finds fits."""
+"""Devices of many budgets: the search distinguishes as many budgets as it can, and its plan fits."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ HOW = Training(batch_size=16, microbatches=4)
 
 
 def costs(seed: int, layers: int) -> ModelProfile:
-    """Some layers in microbatches of four samples, of which replicas may divide two."""
+    """Build some layers in microbatches of four samples; replicas may divide two layers."""
     return sized(plain(Random(seed), layers), 4, 2)
 
 
 def question(*sizes: int) -> Question:
-    """Six layers on devices of these sizes."""
+    """Build a question of six layers on devices of these sizes."""
     return Question(profile=costs(0, 6), cluster=devices(*sizes), training=HOW)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_states_are_those_that_devices_can_be_found_for(seed: int) -> None:
-    """All of the product that Hall's condition leaves, in its order, and as many as are counted without a list."""
+    """States are the whole product restricted by Hall's condition, in product order, and counted without a
+    list."""
     draw = np.random.default_rng(seed)
     sizes = draw.integers(1, 5, draw.integers(1, 5)).tolist()
     there = [sum(sizes[number:]) for number in range(len(sizes))]
@@ -47,7 +48,7 @@ def test_states_are_those_that_devices_can_be_found_for(seed: int) -> None:
 
 
 def test_classes_that_differ_least_become_one_with_what_the_smallest_has() -> None:
-    """Of 10, 11, 30 and 31 bytes, three classes and two; what is kept is a budget's least part."""
+    """Budgets of 10, 11, 30 and 31 bytes become three classes, then two, each with its smallest budget."""
     asked = question(31, 10, 30, 11)
 
     def upto(most: int) -> tuple[list[tuple[int, tuple[int, ...]]], float]:
@@ -70,7 +71,8 @@ def test_what_is_cheap_is_not_bought_with_more_than_a_slight_part_of_a_budget() 
 
 @pytest.mark.parametrize("planner", sampled(["joint", "exact"], often=["exact"]))
 def test_twenty_devices_of_as_many_budgets_have_a_plan_that_fits(planner: str) -> None:
-    """The bound of its peak is no higher than what it reaches, which is no worse than with the smallest alone."""
+    """Twenty devices of twenty budgets have a plan that fits: its bound is at most its peak, and the smallest
+    budget alone is no better."""
     profile, most = costs(3, 20), 20
     low = max(plan(profile, devices(*[AMPLE] * most), training=HOW, planner="exact").prediction.peak_bytes)
     budgets = [2 * low + low * number // 30 for number in range(most)]

@@ -23,13 +23,13 @@ from pipefit.planner import plan
 def test_the_first_and_the_last_stage_hold_one_layer_less(
     layers: int, stages: int, split: tuple[int, ...]
 ) -> None:
-    """By the rule worked out by hand: L + 2 dealt evenly, one off at both ends, nobody left empty."""
+    """The rule matches one worked out by hand: L + 2 dealt evenly, one less at both ends, no stage empty."""
     assert plan(profile(alike(layers)), devices(*[1 << 40] * stages), planner="first_last").split == split
 
 
 @pytest.mark.parametrize("layers", range(1, 14))
 def test_every_layer_is_dealt_and_no_stage_is_empty(layers: int) -> None:
-    """For every number of stages, however short the chain."""
+    """All layers are dealt out for every number of stages, however short the chain."""
     for stages in range(1, layers + 1):
         split = plan(profile(alike(layers)), devices(*[1 << 40] * stages), planner="first_last").split
         assert sum(split) == layers and min(split) >= 1

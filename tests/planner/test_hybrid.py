@@ -1,4 +1,4 @@
-"""The exact search over grids of devices, against every plan there is, of which the simulator says the peak."""
+"""The exact search over grids of devices, against every simulated plan."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SCHEDULES = "gpipe", "torchgpipe", "1f1b", "eager-1f1b"
 
 
 def instance(seed: int) -> tuple[ModelProfile, Cluster, Training, Options]:
-    """A small question whose stages may have several devices, equal or not."""
+    """Build a small question whose stages may have several devices, equal or not."""
     rng = Random(seed)
     count, size = rng.randrange(1, 5), rng.choice((2, 4, 6))
     chain = rng.choice((plain, hostile, skewed))(rng, count)
@@ -49,7 +49,7 @@ def instance(seed: int) -> tuple[ModelProfile, Cluster, Training, Options]:
 def every_plan(
     profile: ModelProfile, cluster: Cluster, how: Training, options: Options
 ) -> Iterator[tuple[Plan, tuple[int, ...]]]:
-    """All plans up to the choice of devices, each with the peaks of its stages."""
+    """Enumerate all plans up to the choice of devices, each with the peaks of its stages."""
     layers, most = len(profile.layers), len(cluster.devices)
     sizes = {one.microbatch_size for one in profile.measurements}
     degrees = [
@@ -68,7 +68,7 @@ def every_plan(
 
 
 def lowest(profile: ModelProfile, cluster: Cluster, how: Training, options: Options) -> float:
-    """The lowest peak of all plans on all choices of devices; as a share of budgets that differ."""
+    """Return the lowest peak of all plans on all choices of devices, as a share of budgets that differ."""
     best, budgets = float("inf"), cluster.budgets
     equal = len(set(budgets)) == 1
     for made, peaks in every_plan(profile, cluster, how, options):
@@ -95,22 +95,21 @@ def check(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_no_plan_has_a_lower_peak(seed: int) -> None:
-    """Cuts, numbers of stages, whole replicas of each and devices of several sizes: the lowest peak of all that there
-    are, and it is the simulator's.
-    """
+    """No choice of cuts, stages, replicas and devices of several sizes has a lower peak, and the simulator
+    agrees."""
     check(seed)
 
 
 @pytest.mark.gallery
 @pytest.mark.parametrize("seed", range(40, 240))
 def test_no_plan_of_many_has_a_lower_peak(seed: int) -> None:
-    """The same of two hundred more."""
+    """No plan has a lower peak in two hundred more questions."""
     check(seed)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_a_stage_meets_depends_on_the_stages_behind_it_alone(schedule: str) -> None:
-    """So that one search serves every number of stages."""
+    """A stage's surroundings depend only on later stages, so one search serves every number of stages."""
     for stages, stage, count in product(range(1, 6), range(5), (1, 2, 3, 7)):
         if stage < stages:
             met = surroundings(schedule, stage, stages, count)
@@ -124,7 +123,7 @@ def seconds(made: Plan) -> float:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_fastest_plan_is_within_its_bound_of_every_other(seed: int) -> None:
-    """No plan of any replicas takes less than the bound, and none of single devices is faster than what was found."""
+    """No plan with replicas beats the bound, and none of single devices is faster than the answer."""
     rng = Random(seed)
     size, count = 4, rng.randrange(1, 5)
     profile = sized(rng.choice((plain, skewed))(rng, count), 4, 2, 1)
@@ -145,7 +144,8 @@ def seconds_of(made: Plan) -> float:
     "planner", ["joint", "exact", "uniform", "parameters", "time", "exhaustive", "mpress"]
 )
 def test_every_planner_gives_all_stages_the_replicas_that_are_asked_for(planner: str) -> None:
-    """Two of each, on devices of their own; without grids where one is asked for."""
+    """Every planner gives all stages the requested two replicas on separate devices, and none if grids are
+    refused."""
     profile, cluster = sized(plain(Random(1), 5), 4, 2), devices(*[AMPLE] * 5)
     for data in (1, 2):
         made = plan(profile, cluster, batch_size=8, microbatch_size=4, planner=planner, stages=2, data=data)
@@ -155,7 +155,7 @@ def test_every_planner_gives_all_stages_the_replicas_that_are_asked_for(planner:
 
 @pytest.mark.parametrize("planner", ["joint", "exact", "lean", "alpa", "capture"])
 def test_a_layer_that_no_replicas_can_have_is_told_where_all_stages_have_them(planner: str) -> None:
-    """Where no range of blocks is left to a stage, the sentence names the layer, not the search's tables."""
+    """If no replicas can hold a layer, the sentence names the layer, not the search's tables."""
     chain = plain(Random(1), 4)
     last = replace(chain.kinds[chain.layers[-1]], fed_back=("running",))
     chain = replace(chain, kinds=(*chain.kinds, last), layers=(*chain.layers[:-1], len(chain.kinds)))
@@ -172,7 +172,8 @@ def test_a_layer_that_no_replicas_can_have_is_told_where_all_stages_have_them(pl
 
 
 def test_replicas_that_keep_too_much_recompute_and_move_saved_tensors() -> None:
-    """Where nothing else fits, a plan of replicas decides about tensors too, and about state only if they divide it."""
+    """If nothing else fits, a plan with replicas offloads tensors, and state only if the replicas divide it.
+    """
     profile = sized(plain(Random(3), 4), 4, 2)
     ample = plan(profile, devices(*[AMPLE] * 4), batch_size=16, microbatch_size=4, data=2)
     assert ample.prediction
@@ -203,7 +204,7 @@ REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def test_degrees_that_are_not_possible_are_refused() -> None:
-    """By the number that would do, in one sentence each."""
+    """Impossible degrees are refused with a degree that works, in one sentence each."""
     profile, cluster = sized(plain(Random(1), 3), 6, 3), devices(*[AMPLE] * 4)
     for planner, asked_for in product(("joint", "exact", "uniform"), REFUSED):
         words, options = asked_for
@@ -216,7 +217,7 @@ def test_degrees_that_are_not_possible_are_refused() -> None:
 def test_sizes_that_the_replicas_that_are_asked_for_cannot_divide_are_left_out(
     planner: str, on_demand: bool
 ) -> None:
-    """Where planners choose the size of microbatches, the smallest may be smaller than the number of replicas."""
+    """Chosen microbatch sizes skip those below the requested number of replicas."""
     whole = sized(plain(Random(3), 3), 4, 2, 1)
 
     def at(size: int) -> ModelProfile:
@@ -228,7 +229,7 @@ def test_sizes_that_the_replicas_that_are_asked_for_cannot_divide_are_left_out(
 
 
 def test_the_first_size_that_is_profiled_on_demand_brings_its_slices() -> None:
-    """A function that profiles is asked for slices too, of up to as many replicas as there are devices."""
+    """A profile function is called for local batches too, for up to as many replicas as devices."""
     whole, asked_of = sized(plain(Random(2), 3), 8, 4, 2, 1), list[int]()
 
     def at(size: int) -> ModelProfile:
@@ -253,12 +254,12 @@ def test_the_first_size_that_is_profiled_on_demand_brings_its_slices() -> None:
     ],
 )
 def test_advice_about_replicas_can_be_followed(size: int, data: int, batch: int | None, advice: str) -> None:
-    """Replicas divide the microbatches that are named, and these divide the batch, if one was asked for."""
+    """The suggested replicas divide the microbatches, and these divide the requested batch."""
     assert dividing(size, data, batch) == advice
 
 
 def test_a_sum_of_replicas_takes_the_way_of_its_size() -> None:
-    """Few bytes that of few messages, more bytes the other one, and none no time; as shards do."""
+    """A sum of few bytes uses trees, of more bytes a ring, of none no time, for replicas as for shards."""
     ways, sizes = (Line(3.0, 1.0), Line(1.0, 2.0)), [1, 2, 3, 50]
     found = together_seconds(ways, np.array([0, *sizes]))
     assert [*found] == [0, 3, 5, 6, 53]

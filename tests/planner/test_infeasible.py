@@ -1,4 +1,4 @@
-"""What is said where nothing fits: where, by how much, and changes that really fit."""
+"""Refusals of questions without a plan: the device, the missing bytes, and changes that really fit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AMPLE = 1 << 40
 
 
 def plan(*question: object, **options: object) -> Plan:
-    """The leanest split, unless another objective is named."""
+    """Return the leanest split, unless another objective is named."""
     return planned(*question, **{"objective": "peak", **options})
 
 
@@ -40,7 +40,7 @@ def refusal(*question: object, **options: object) -> str:
 
 @pytest.mark.parametrize("nbytes", [1 << 46, 1 << 62, 1 << 70])
 def test_a_size_beyond_all_devices_is_refused(nbytes: int) -> None:
-    """A profile written by hand may hold a number that planners cannot add up: it is refused, with the way out."""
+    """A hand-written profile with a number that planners cannot add up is refused, with the remedy."""
     first = alike(4).kinds[0]
     with pytest.raises(
         UsageError, match=f"has {nbytes} bytes as buffer_bytes, which no device has: profile again"
@@ -58,7 +58,8 @@ def peaks(made: Plan) -> tuple[int, ...]:
 
 
 def test_a_refusal_says_which_device_which_layers_and_how_many_bytes() -> None:
-    """The device that is fullest for its size, its stage with layers by name, the bytes it lacks, how full it is."""
+    """The refusal names the fullest device, its stage with layers by name, the missing bytes and its share of
+    memory."""
     chain, how = profile(vgg_like()), training("1f1b", 4)
     made = plan(chain, devices(9000, 9000, 9000, 9000), how, allow_infeasible=True)
     stage = max(range(4), key=lambda s: peaks(made)[s])
@@ -74,7 +75,7 @@ def test_a_refusal_says_which_device_which_layers_and_how_many_bytes() -> None:
 
 
 def test_a_host_without_room_is_named_where_every_device_has_enough() -> None:
-    """A compaction that moves more to the host than it has is refused for the host, not for a device that is full."""
+    """Offload beyond a host's memory is refused for the host, not for a device with room."""
     case = random_case(Random(2), ("1f1b", "gpipe"), layers=3)
     cluster = replace(case.cluster, hosts=(Host(memory_bytes=1),))
     text = refusal(case.profile, cluster, case.training, planner="mpress", objective="throughput")
@@ -85,7 +86,7 @@ def test_a_host_without_room_is_named_where_every_device_has_enough() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_memory_that_would_fit_fits_and_a_byte_less_does_not(seed: int) -> None:
-    """The last suggestion, taken literally."""
+    """The suggested memory, taken literally, fits; a byte less does not."""
     chain, how = profile(plain(Random(seed), 9, size=50)), training("1f1b", 4)
     text = refusal(chain, devices(40, 40, 40), how)
     enough = int(re.search(r"the same devices with .* \((\d+) bytes\)", text)[1])
@@ -96,7 +97,7 @@ def test_the_memory_that_would_fit_fits_and_a_byte_less_does_not(seed: int) -> N
 
 @pytest.mark.parametrize("budget", [4500, 5000, 6000, 7000, 8000, 9000])
 def test_the_number_of_devices_that_would_fit_fits_and_one_less_does_not(budget: int) -> None:
-    """Found by search, up to eight times as many."""
+    """The suggested number of devices is found by search, up to eight times as many."""
     chain, how = profile(alike(40, size=100)), training("gpipe", 2)
     text = refusal(chain, devices(budget, budget), how)
     count = int(re.search(r"(\d+) devices of [\d.]+ KiB", text)[1])
@@ -108,7 +109,8 @@ def test_the_number_of_devices_that_would_fit_fits_and_one_less_does_not(budget:
 @pytest.mark.parametrize("asked", [{"data": 2}, {"data": 4}, {}])
 @pytest.mark.parametrize("seed", seeds(2, of=4))
 def test_what_would_fit_has_the_replicas_that_are_asked_for(seed: int, asked: dict[str, int]) -> None:
-    """Memory, taken literally, fits, and a byte less does not; numbers of devices are true too."""
+    """With requested replicas the suggested memory fits, and a byte less does not; numbers of devices are
+    true too."""
     chain, how = sized(plain(Random(seed), 5, size=50), 8, 4, 2), Training(batch_size=16, microbatches=2)
     text = refusal(chain, devices(*[90] * 4), how, **asked)
     needed = int(re.search(r"the same devices with .* each \((\d+) bytes\)", text)[1])
@@ -123,14 +125,14 @@ def test_what_would_fit_has_the_replicas_that_are_asked_for(seed: int, asked: di
 
 
 def test_no_number_of_devices_helps_where_one_layer_is_too_large() -> None:
-    """It says so instead of naming a number."""
+    """If one layer is too large, the refusal says so instead of naming a number of devices."""
     assert "More devices of 8.79 KiB do not help, up to 30 of them" in refusal(
         profile(vgg_like()), devices(*[9000] * 4), training("gpipe", 4)
     )
 
 
 def without_room(seed: int, part: float) -> Case:
-    """Less memory than the joint planner needs for layers that keep much."""
+    """Return less memory than the joint planner needs for layers that keep much."""
     case = random_case(Random(seed), ("1f1b",), layers=3)
     budgets = [max(1, round(part * budget)) for budget in case.cluster.budgets]
     return case._replace(cluster=cluster(budgets, host_rate=5.0, peer_rate=20.0))
@@ -138,9 +140,8 @@ def without_room(seed: int, part: float) -> Case:
 
 @pytest.mark.parametrize("seed", seeds(2, of=4))
 def test_what_would_fit_with_techniques_fits(seed: int) -> None:
-    """Changes for `joint` are planned with recomputing and moving: the memory that it names is enough, and is no more
-    than splits alone need; so are the devices.
-    """
+    """Suggestions for `joint` use recomputation and offload: the memory suffices and is at most that of
+    splits alone; so do the devices."""
     case = without_room(seed, 0.3)
     text = refusal(case.profile, case.cluster, case.training, objective="throughput")
     assert "; no plan was found that fits. What would fit: " in text and "no other split fits" not in text
@@ -157,7 +158,7 @@ def test_what_would_fit_with_techniques_fits(seed: int) -> None:
 
 
 def test_1f1b_is_suggested_where_it_helps_and_only_there() -> None:
-    """GPipe holds all microbatches; where the early release of 1F1B is enough, that is the first suggestion."""
+    """1F1B is the first suggestion exactly if its early release is enough; GPipe holds all microbatches."""
     chain = profile(alike(8, size=100))
     enough = max(peaks(plan(chain, devices(*[AMPLE] * 4), training("1f1b", 16))))
     text = refusal(chain, devices(*[enough] * 4), training("gpipe", 16))
@@ -166,7 +167,7 @@ def test_1f1b_is_suggested_where_it_helps_and_only_there() -> None:
 
 
 def test_smaller_microbatches_are_suggested_where_they_were_profiled() -> None:
-    """A second measurement, at a smaller size, fits: its number of microbatches is named."""
+    """If a second profile with smaller microbatches fits, its number of microbatches is suggested."""
     small, large = alike(8, size=100), replace(alike(8, size=300), microbatch_size=2)
     both = replace(profile(large), measurements=(large, small))
     enough = max(peaks(plan(only(both, small), devices(*[AMPLE] * 4), training("1f1b", 8))))
@@ -179,14 +180,15 @@ def only(of: ModelProfile, measurement: object) -> ModelProfile:
 
 
 def test_unused_devices_are_suggested_before_new_ones() -> None:
-    """Where fewer stages than devices were asked for and all of them would do."""
+    """Unused devices are suggested first, if all of them would do."""
     chain, how = profile(alike(16, size=100)), training("1f1b", 4)
     enough = max(peaks(plan(chain, devices(*[AMPLE] * 4), how)))
     assert "What would fit: a stage on every device" in refusal(chain, devices(*[enough] * 4), how, stages=2)
 
 
 def test_a_baseline_that_does_not_fit_points_to_the_exact_planner() -> None:
-    """Where that one fits; and with `allow_infeasible` the plan is returned, predicted peaks and all."""
+    """A baseline's refusal points to `exact` if that fits; `allow_infeasible` returns the plan with predicted
+    peaks."""
     chain, how = profile(vgg_like()), training("1f1b", 4)
     enough = max(peaks(plan(chain, devices(*[AMPLE] * 4), how)))
     cluster = devices(*[enough] * 4)
@@ -203,7 +205,7 @@ def test_a_baseline_that_does_not_fit_points_to_the_exact_planner() -> None:
 
 
 def test_unlike_devices_are_told_how_much_more_each_needs() -> None:
-    """In percent, and that much is enough."""
+    """Unlike devices get the extra memory in per cent, and that much is enough."""
     chain, how = profile(plain(Random(3), 9, size=50)), training("1f1b", 4)
     more = float(re.search(r"([\d.]+) % more memory", refusal(chain, devices(200, 300, 200), how))[1])
     larger = [-int(-budget * (1 + more / 100) // 1) for budget in (200, 300, 200)]
@@ -211,7 +213,8 @@ def test_unlike_devices_are_told_how_much_more_each_needs() -> None:
 
 
 def test_the_memory_that_would_fit_has_room_for_the_reserve() -> None:
-    """Devices of that size fit with their reserve, and of a byte less they do not; it is said what is left of them."""
+    """Devices of the suggested size fit with their reserve, and a byte less does not; the refusal names the
+    remaining memory."""
     chain, how = profile(alike(8, size=100)), training("1f1b", 4)
 
     def cluster(memory: int) -> Cluster:
@@ -226,7 +229,7 @@ def test_the_memory_that_would_fit_has_room_for_the_reserve() -> None:
 
 
 def test_the_joint_planner_says_that_freeing_memory_is_not_enough() -> None:
-    """Where parameters alone are too large, after all that recomputing and moving frees."""
+    """Parameters that are too large, even after all recomputation and offload, are named."""
     chain = profile(alike(8, size=100))
     text = refusal(chain, devices(*[300] * 2), training("gpipe", 4), objective="throughput")
     assert "with what recomputing and moving tensors frees; no plan was found that fits" in text

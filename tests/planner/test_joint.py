@@ -1,4 +1,4 @@
-"""The joint planner against every plan of small questions, and what it promises of any question."""
+"""The joint planner against every plan of small questions, and its guarantees for any question."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def planned(case: Case, *, allow_infeasible: bool = False) -> Plan:
 
 
 def check(case: Case, found: Plan) -> None:
-    """The plan fits by a simulation of its own, takes the seconds that it says, and no fewer than its bound."""
+    """Check that the plan fits and takes its predicted seconds in a separate simulation, and respects its
+    bound."""
     simulation = Simulation(found)
     assert found.prediction and found.provenance
     assert simulation.peak_bytes == found.prediction.peak_bytes
@@ -53,7 +54,7 @@ def within_the_gap(seed: int, layers: int) -> None:
 
 @pytest.mark.parametrize("seed", seeds(8, of=16))
 def test_it_is_close_to_the_fastest_of_all_plans(seed: int) -> None:
-    """Within the gap, wherever any plan of the enumeration fits, for three layers on one or two devices."""
+    """If any enumerated plan fits, the answer is within the gap, for three layers on one or two devices."""
     within_the_gap(seed, 3)
 
 
@@ -61,14 +62,13 @@ def test_it_is_close_to_the_fastest_of_all_plans(seed: int) -> None:
 @pytest.mark.parametrize("layers", [4, 5])
 @pytest.mark.parametrize("seed", range(100, 125))
 def test_it_is_close_to_the_fastest_of_thousands_of_plans(seed: int, layers: int) -> None:
-    """The same of four and five layers."""
+    """The answer is close to the fastest of thousands of plans, for four and five layers."""
     within_the_gap(seed, layers)
 
 
 def test_a_device_recomputes_so_that_it_may_lend() -> None:
-    """Two layers on the first device and one that keeps much on the second: the fastest plan computes again on the
-    first one, which has time to spare, and lends what that frees to the second.
-    """
+    """The fastest plan recomputes on the first device, which has idle time, and lends the freed memory to the
+    second, whose layer keeps much."""
     case = random_case(Random(36), ("torchgpipe",))
     found = planned(case)
     check(case, found)
@@ -78,7 +78,7 @@ def test_a_device_recomputes_so_that_it_may_lend() -> None:
 
 @pytest.mark.parametrize("seed", seeds(6, of=12))
 def test_it_does_nothing_that_it_does_not_need(seed: int) -> None:
-    """Without any one technique of any one stage, a plan would not fit, or its steps would be longer."""
+    """Without any one technique of any one stage, the plan would not fit or be slower."""
     case = random_case(Random(seed), SCHEDULES, layers=4)
     found = planned(case, allow_infeasible=True)
     fits = Simulation(found)
@@ -96,7 +96,8 @@ OTHERS = ("exact", "time", "uniform", "parameters", "first_last", "bisection")
 
 @pytest.mark.parametrize("seed", seeds(6, of=12))
 def test_it_is_never_slower_than_another_planner_whose_split_fits(seed: int) -> None:
-    """Whatever the layers, the schedule and the room: endless schedules and layers with odd costs among them."""
+    """`joint` is never slower, for any layers, schedule and memory, including asynchronous schedules and odd
+    costs."""
     rng = Random(seed)
     chain = hostile(rng, 4 + small_first(seed, largest=6), shared=0)
     how = any_training(rng) if seed % 3 else training(rng.choice(("pipedream", "pipedream-2bw")), 4)
@@ -115,13 +116,13 @@ def test_it_is_never_slower_than_another_planner_whose_split_fits(seed: int) -> 
 
 
 def test_with_ample_memory_nothing_is_moved_or_recomputed() -> None:
-    """The plan is a split alone, and says nothing of lending."""
+    """With ample memory the plan is a split alone, without a word about lending."""
     found = planned(Case(profile(vgg_like()), devices(*[AMPLE] * 4), training("1f1b", 8)))
     assert found.decisions == () and found.provenance and found.provenance.remarks == ()
 
 
 def test_what_is_pinned_stays() -> None:
-    """Where the question says what is recomputed, splits alone are chosen."""
+    """If the question pins recomputation, only splits are chosen."""
     case = Case(profile(vgg_like()), devices(*[AMPLE] * 4), training("1f1b", 8))
     question = Question(
         profile=case.profile,
@@ -143,7 +144,7 @@ def test_it_trains_what_fits_under_no_split() -> None:
 
 @pytest.mark.parametrize("seed", [2, 15])
 def test_a_host_has_room_for_what_is_pinned(seed: int) -> None:
-    """GPUs pin powers of two: where the host has a byte less than that, another plan is found, which can be run."""
+    """GPUs pin powers of two: if the host has a byte less, another plan is found that can run."""
     case = random_case(Random(seed), SCHEDULES[:2], layers=3)
     devices = tuple(replace(device, reserve_bytes=0) for device in case.cluster.devices)
     gpus = replace(case.cluster, backend="cuda", devices=devices)
@@ -155,7 +156,7 @@ def test_a_host_has_room_for_what_is_pinned(seed: int) -> None:
 
 
 def long_steps(schedule: str) -> Question:
-    """A hundred microbatches on three devices, of which none has the memory that the leanest split needs."""
+    """Build a hundred microbatches on three devices, each with less memory than the leanest split needs."""
     how = training(schedule, 100)
     leanest = plan(profile(vgg_like()), devices(*[AMPLE] * 3), how, planner="exact").prediction
     assert leanest
@@ -165,7 +166,8 @@ def long_steps(schedule: str) -> Question:
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "pipedream"])
 def test_a_long_step_simulated_in_short_is_the_long_step(schedule: str) -> None:
-    """Peaks to the byte; seconds to a thousandth, of splits that keep everything."""
+    """Abridged simulation is exact: peaks to the byte, seconds to a thousandth for splits without techniques.
+    """
     evaluator = Evaluator(long_steps(schedule))
     for split in {planner(evaluator.question).split for planner in (exact, time)}:
         candidate = evaluator.kept(split)
@@ -179,7 +181,7 @@ def test_a_long_step_simulated_in_short_is_the_long_step(schedule: str) -> None:
 
 
 def test_the_plan_of_a_long_step_fits_it() -> None:
-    """With the seconds of all microbatches, though the search simulated a few."""
+    """The plan has the seconds of all microbatches, though the search simulated a few."""
     question = long_steps("1f1b")
     found = solved(question, joint, name="joint")
     check(Case(question.profile, question.cluster, question.training), found)
@@ -188,7 +190,7 @@ def test_the_plan_of_a_long_step_fits_it() -> None:
 def test_where_a_few_microbatches_mislead_the_next_best_plan_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A plan whose steps of all microbatches are longer than a few of them say is no answer if another is faster."""
+    """If abridged simulation underestimates a plan's step, the next best plan is taken."""
     question, whole = long_steps("1f1b"), Evaluator.whole
     first = Search(question).best(1.0).evaluation
 
@@ -205,7 +207,7 @@ def test_where_a_few_microbatches_mislead_the_next_best_plan_is_taken(
 
 
 def test_a_search_that_a_budget_ends_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It still answers, with a plan that fits."""
+    """A search that a budget ends still answers, with a plan that fits."""
     case = random_case(Random(1), ("1f1b",), layers=3)
     monkeypatch.setattr(sys.modules["pipefit.planner.joint"], "_POLISHING", 300)
     found = planned(case)

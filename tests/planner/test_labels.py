@@ -1,4 +1,4 @@
-"""The search of long questions, on small ones: what it finds is what it says, fits, and is near the best there is."""
+"""The search of long questions, on small ones: its answer is exact, fits, and is near the best."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ SLICES = 4, 2, 1
 
 
 def question(seed: int, *, schedule: str | None = None, tight: bool = False) -> Question:
-    """Up to five different layers, which do not share a parameter, on up to five devices, some of other sizes."""
+    """Build up to five different layers without shared parameters, on up to five devices, some of other
+    sizes."""
     rng = Random(seed)
     profile = sized(rng.choice((plain, skewed))(rng, rng.randrange(2, 6)), *SLICES)
     count = rng.randrange(2, 6)
@@ -41,7 +42,7 @@ def question(seed: int, *, schedule: str | None = None, tight: bool = False) -> 
 
 
 def every_plan(asked: Question) -> Iterator[Plan]:
-    """All cuts and degrees on the devices in their order."""
+    """Enumerate all cuts and degrees on the devices in their order."""
     blocks, most, how = asked.blocks, len(asked.cluster.devices), asked.training
     for stages in range(1, min(blocks, most) + 1):
         for cuts, degrees in product(
@@ -52,7 +53,7 @@ def every_plan(asked: Question) -> Iterator[Plan]:
 
 
 def line(made: Plan) -> float:
-    """The highest line of a plan's stages whose seconds are those of layers, by the sums of all microbatches."""
+    """Return the highest line of a plan's stages with layers' seconds, by the sums of all microbatches."""
     kind, how, passes = made.cluster.devices[0].kind, made.training, list[tuple[float, float, float]]()
     for number, stage in enumerate(made.stages):
         of = layer_seconds(made.profile.at(how.microbatch_size // stage.grid.data), kind, how.dtype)
@@ -72,7 +73,7 @@ def line(made: Plan) -> float:
 
 @pytest.fixture
 def long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All questions are long."""
+    """Treat all questions as long."""
     monkeypatch.setattr(fitting, "LONG", 0)
 
 
@@ -84,7 +85,8 @@ def made_of(asked: Question, found: Hybrid) -> Plan:
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.usefixtures("long")
 def test_a_plan_takes_what_is_said_and_few_are_faster(seed: int) -> None:
-    """Its seconds are the highest of its lines, and the best of all plans is at most a tenth faster by them."""
+    """The answer's seconds are the highest of its lines; the best of all plans is at most a tenth faster by
+    them."""
     asked = question(seed)
     found = fastest(asked, 8, ("none",))[0]
     sums = max(len(one.choice.take.before) for one in found.stages)  # it knows all states
@@ -100,7 +102,7 @@ def test_a_plan_takes_what_is_said_and_few_are_faster(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.usefixtures("long")
 def test_what_is_found_fits(seed: int) -> None:
-    """On devices of two sizes that a stage may be too large for; where something fits at all, something is found."""
+    """If anything fits on devices of two sizes, some too small for a stage, a plan is found."""
     asked = question(seed, tight=True)
     found = fastest(asked, 8, ("none",))
     for one in found:
@@ -125,7 +127,8 @@ def fits(made: Plan) -> bool:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("seed", range(6))
 def test_no_plan_takes_less_than_the_least(seed: int, schedule: str) -> None:
-    """Of any degrees; and it is what a plan of one stage on all devices takes but for its end, if that is the best."""
+    """No plan of any degrees beats the bound, which equals one stage on all devices but for its end if that
+    is best."""
     asked = question(seed, schedule=schedule)
     least, most = Least.of(asked), len(asked.cluster.devices)
     for made in every_plan(asked):
@@ -134,7 +137,8 @@ def test_no_plan_takes_less_than_the_least(seed: int, schedule: str) -> None:
 
 
 def test_devices_that_wait_for_the_first_microbatch_count() -> None:
-    """Of equal work in M microbatches on G devices in stages of one: all of it by 1 - (1 - 1 / M)^G."""
+    """Waiting for the first microbatch counts: equal work in M microbatches on G single-device stages has
+    efficiency 1 - (1 - 1 / M)^G."""
     least = Least(work=3.0, widest=1, microbatches=4, endless=False)
     assert least.seconds(1) == pytest.approx(12.0)
     assert least.seconds(3) == pytest.approx(3 / (1 - 0.75**3))
@@ -144,7 +148,7 @@ def test_devices_that_wait_for_the_first_microbatch_count() -> None:
 
 
 def test_a_plan_of_a_long_question_is_near_that_of_the_other_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of eight different layers on four devices: it fits, is within its bound, and hardly slower."""
+    """For eight different layers on four devices the plan fits, is within its bound, and hardly slower."""
     profile, on = sized(plain(Random(7), 8), *SLICES), devices(*[AMPLE] * 4)
     other = plan(profile, on, batch_size=16)
     monkeypatch.setattr(fitting, "LONG", 0)

@@ -1,4 +1,4 @@
-"""The planner that may have state at hosts: no plan by hand that does has a lower peak."""
+"""The planner that may keep state at hosts: no plan by hand with state at hosts has a lower peak."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def case(seed: int, *, host_bytes: int = 1 << 30) -> tuple[ModelProfile, Cluster
 
 
 def by_hand(profile: ModelProfile, on: Cluster) -> Iterator[Plan]:
-    """Even stages of one degree, on all devices, with their state at the host in every way, at once or ahead."""
+    """Build even stages of one degree, on all devices, with their state at the host in every way, just in
+    time or ahead."""
     layers, devices = len(profile.layers), len(on.devices)
     for data in (1, 2, 4):
         stages = min(layers, devices // data)
@@ -77,7 +78,7 @@ def decided(plan: Plan, moves: tuple[tuple[What, StateKind], ...], ahead: int) -
 
 
 def peaks(plans: Iterator[Plan]) -> list[int]:
-    """The peaks of those that can be carried out."""
+    """Return the peaks of the plans that can run."""
     found = []
     for made in plans:
         with suppress(UsageError):
@@ -86,7 +87,7 @@ def peaks(plans: Iterator[Plan]) -> list[int]:
 
 
 def moved(made: Plan) -> Iterator[Plan]:
-    """The plan with a cut a layer further up or down, and the same done with every layer."""
+    """Return the plan with each cut moved by one layer, and the same techniques on every layer."""
     moves = tuple(dict.fromkeys((one.what, one.subject.kind) for one in made.decisions))
     for number, (front, behind) in enumerate(pairwise(made.stages)):
         for cut in (front.stop - 1, front.stop + 1):
@@ -99,7 +100,8 @@ def moved(made: Plan) -> Iterator[Plan]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_no_plan_by_hand_with_state_at_hosts_has_a_lower_peak(seed: int) -> None:
-    """Nor the one that keeps everything, nor one with a cut moved; its peak is the simulator's."""
+    """No plan by hand, without techniques or with a cut moved, has a lower peak; the peak is the simulator's.
+    """
     profile, on = case(seed)
     made, kept = plan(profile, on, HOW, planner="lean"), plan(profile, on, HOW, objective="peak")
     others = peaks(by_hand(profile, on))
@@ -113,7 +115,8 @@ def test_no_plan_by_hand_with_state_at_hosts_has_a_lower_peak(seed: int) -> None
 
 @pytest.mark.parametrize("seed", [0, 3, 5, 13])
 def test_cuts_move_where_state_does(seed: int) -> None:
-    """What balances weights balances no activations: of all cuts with all state at the host, the best."""
+    """Cuts that balance weights do not balance activations: with all state at the host, the best of all cuts
+    is chosen."""
     rng = Random(seed)
     count = rng.randrange(4, 7)
     widths = [rng.choice((1, 5, 40, 60)) for _ in range(count + 1)]
@@ -129,7 +132,7 @@ def test_cuts_move_where_state_does(seed: int) -> None:
 
 
 def test_hosts_without_room_leave_everything_on_the_devices() -> None:
-    """A plan that they have no room for is no answer, and the plan says what was looked at."""
+    """Hosts without room for state rule it out; the plan says which plans were searched."""
     profile, on = case(0, host_bytes=1)
     made, kept = plan(profile, on, HOW, planner="lean"), plan(profile, on, HOW, objective="peak")
     assert made.stages == kept.stages
@@ -139,7 +142,8 @@ def test_hosts_without_room_leave_everything_on_the_devices() -> None:
 
 
 def test_it_is_below_the_lowest_peak_of_what_stays_where_state_is_most_of_it() -> None:
-    """So the host is used, the plan says of how many it is the lowest, and claims no proof for others."""
+    """If most memory is state, the host is used; the plan names the set of plans it is lowest of, and claims
+    no proof beyond."""
     profile, on = case(0)
     made, kept = plan(profile, on, HOW, planner="lean"), plan(profile, on, HOW, objective="peak")
     assert made.provenance and kept.provenance

@@ -15,7 +15,7 @@ from pipefit.schema.cluster import Cluster
 
 
 def by_programme(order: tuple[int, ...], needs: list[int], spares: list[int], rates: np.ndarray) -> float:
-    """The shortest longest copy of an order: a linear programme over the shares and the time."""
+    """Return the shortest longest copy of an order: a linear programme over the shares and the time."""
     pairs = [
         (a, b)
         for a, need in enumerate(needs)
@@ -55,7 +55,8 @@ def random_links(rng: Random, count: int) -> np.ndarray:
 
 @pytest.mark.parametrize("seed", range(25))
 def test_the_mapping_is_the_best_of_all_orders_and_all_ways_to_lend(seed: int) -> None:
-    """Of four devices with links of random lanes, and stages that lack and have random bytes."""
+    """The mapping is optimal for four devices with random lanes, and stages that lack and have random bytes.
+    """
     rng = Random(seed)
     rates, count = random_links(rng, 4), 4
     lacking = rng.sample(range(count), rng.randrange(1, 4))
@@ -67,7 +68,7 @@ def test_the_mapping_is_the_best_of_all_orders_and_all_ways_to_lend(seed: int) -
 
 @pytest.mark.parametrize("seed", range(25))
 def test_what_is_lent_is_there_and_in_time(seed: int) -> None:
-    """Borrowers place all their bytes, lenders give no more than they have, and no copy takes longer than the score."""
+    """Borrowers place all their bytes, lenders stay within theirs, and no copy exceeds the score."""
     rng = Random(seed)
     rates = random_links(rng, 5)
     needs = [rng.randrange(1, 1000), rng.randrange(1, 1000), 0, 0, 0]
@@ -85,7 +86,7 @@ def test_what_is_lent_is_there_and_in_time(seed: int) -> None:
 
 
 def test_eight_devices_take_less_than_a_second() -> None:
-    """A DGX-1 with four stages that lack memory, and no order is better than the one that is found."""
+    """A DGX-1 with four stages that lack memory is mapped in under a second, and no order is better."""
     rates = peer_rates(Cluster.preset("dgx1-v100")) / 1e10
     needs, spares = [20, 14, 9, 3, 0, 0, 0, 0], [0, 0, 0, 0, 4, 10, 17, 24]
     began = process_time()
@@ -99,7 +100,7 @@ def test_eight_devices_take_less_than_a_second() -> None:
 
 
 def test_links_that_are_all_alike_are_not_searched() -> None:
-    """On a DGX-2 every mapping is as good; stages stay in order."""
+    """On a DGX-2 every mapping is equally good; stages stay in order."""
     rates = peer_rates(Cluster.preset("dgx2-a100"))
     assert is_symmetric(rates) and not is_symmetric(peer_rates(Cluster.preset("dgx1-v100")))
     found = mapped([5, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 9], rates)
@@ -107,7 +108,7 @@ def test_links_that_are_all_alike_are_not_searched() -> None:
 
 
 def test_ten_devices_are_improved_by_swaps() -> None:
-    """In a ring, the one stage that lacks memory is put beside the one that has some."""
+    """In a ring, the stage that lacks memory is mapped next to the stage with spare memory."""
     rates = np.zeros((10, 10))
     for n in range(10):
         rates[n, (n + 1) % 10] = rates[(n + 1) % 10, n] = 1.0
@@ -117,7 +118,8 @@ def test_ten_devices_are_improved_by_swaps() -> None:
 
 
 def test_where_not_all_can_be_placed_the_order_is_good_for_a_part() -> None:
-    """On a DGX-1 whose last devices have less than the first one lacks, some of them become its neighbours."""
+    """On a DGX-1 whose last devices have less than the first one lacks, some of them become its neighbours.
+    """
     rates = peer_rates(Cluster.preset("dgx1-v100"))
     found = mapped([100, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 30, 30], rates)
     assert found.seconds == float("inf")
@@ -127,7 +129,8 @@ def test_where_not_all_can_be_placed_the_order_is_good_for_a_part() -> None:
 
 @pytest.mark.parametrize("lanes", [(1,), (0, 1, 2)])
 def test_of_many_devices_nobody_lends_more_than_it_has(lanes: tuple[int, ...]) -> None:
-    """Nor gets more than it needs, in under four seconds for 64 devices of which half borrow."""
+    """No device lends more than it has or borrows more than it needs, in under four seconds for 64 devices,
+    half of them borrowers."""
     rng, count = Random(7), 64
     rates = np.zeros((count, count))
     for a in range(count):

@@ -1,4 +1,4 @@
-"""mCAP's two searches over mCAP's predictor: brute force is right, and Bayesian optimisation finds what it finds."""
+"""mCAP's two searches over mCAP's predictor: brute force is right, and Bayesian optimisation agrees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from sampled import seeds
 
 @pytest.mark.parametrize("seed", range(30))
 def test_brute_force_finds_the_split_of_dynamic_programming(seed: int) -> None:
-    """Two searches that share the costs alone, down to the tie-break; the highest estimate is its value."""
+    """Two searches that share only the costs agree, down to the tie-break; the value is the highest estimate.
+    """
     rng = Random(seed)
     layers = rng.randrange(2, 10)
     count = rng.randrange(1, layers + 1)
@@ -35,9 +36,9 @@ def test_brute_force_finds_the_split_of_dynamic_programming(seed: int) -> None:
 def test_bayesian_optimisation_finds_what_brute_force_finds(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On seven layers and three devices with three seeds; its values are those of the splits. (Of thousands of splits
-    it looks at 75, and may miss the best: `benchmarks/bench_mcap.py`.)
-    """
+    """Bayesian optimisation agrees with brute force on seven layers and three devices with three seeds; its
+    values are those of the splits. (With thousands of splits it evaluates 75, and may miss the best:
+    `benchmarks/bench_mcap.py`.)"""
     pytest.importorskip("skopt")
     monkeypatch.setattr(sys.modules[bayesian.__module__], "EVALUATIONS", 16)
     costs = with_runs(Random(7), 7).additive
@@ -52,12 +53,12 @@ def test_bayesian_optimisation_finds_what_brute_force_finds(
 
 @pytest.mark.parametrize("planner", ["mcap_bf", "mcap_bo"])
 def test_without_training_runs_both_are_refused(planner: str) -> None:
-    """And told how to make them."""
+    """Profiles without training runs are refused, with the command that makes them."""
     with pytest.raises(UsageError, match="none of synthetic: profile it with --runs incremental"):
         plan(profile(plain(Random(0), 4)), devices(1 << 40), GPIPE, planner=planner)
 
 
 def test_brute_force_refuses_what_it_cannot_finish() -> None:
-    """It says how many splits there are, and who finds the same."""
+    """Brute force refuses too many splits, with their number and a planner that finds the same."""
     with pytest.raises(UsageError, match=r"split in 22,\d{3},\d{3} ways.*use the additive planner"):
         plan(with_runs(Random(0), 42), devices(*[1 << 40] * 8), GPIPE, planner="mcap_bf")

@@ -1,4 +1,4 @@
-"""What planners may use to free memory, and that they use nothing else."""
+"""Memory-saving techniques that planners may use; they use no others."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def planned(
 
 
 def lending(case: Case) -> Case:
-    """The same with so much memory on the last device that it can lend some."""
+    """Build the question with enough memory on the last device to lend some."""
     *others, last = case.cluster.devices
     roomy = replace(last, memory_bytes=8 * last.memory_bytes)
     return case._replace(cluster=replace(case.cluster, devices=(*others, roomy)))
 
 
 def used(made: Plan) -> set[str]:
-    """What a plan does with tensors, in the words of `tight`, and `peers`."""
+    """Return the techniques of a plan, in the words of `tight`, and `peers`."""
     places = [decision.place for decision in made.decisions if decision.place is not None]
     recomputes = any(decision.what is What.RECOMPUTE for decision in made.decisions)
     moves = {HOST if member.kind is MemberKind.HOST else "peers" for place in places for member, _ in place}
@@ -60,9 +60,8 @@ def used(made: Plan) -> set[str]:
     ],
 )
 def test_nothing_else_is_used(planner: str, means: Means, allowed: set[str]) -> None:
-    """Nothing but what is allowed, also where the plan then does not fit; by mpress, whose split is fixed, all of it
-    in one case or another.
-    """
+    """Plans use only allowed techniques, even if they then do not fit; mpress, with its fixed split, uses
+    each in some case."""
     cases = (lending(random_case(Random(seed), SCHEDULES, layers=4)) for seed in range(6))
     found = set().union(*(used(planned(case, means, planner, allow_infeasible=True)) for case in cases))
     assert found <= allowed
@@ -77,7 +76,7 @@ def test_nothing_else_is_used(planner: str, means: Means, allowed: set[str]) -> 
 def test_what_is_allowed_is_used_as_well_as_can_be(
     seed: int, means: Means, techniques: Sequence[str]
 ) -> None:
-    """Within a tenth of the fastest of all plans that use no more, where one fits."""
+    """If a plan fits, the answer is within a tenth of the fastest plan that uses no more techniques."""
     case = random_case(Random(seed), SCHEDULES)
     best = fastest(case, techniques)
     if best is not None:
@@ -86,7 +85,7 @@ def test_what_is_allowed_is_used_as_well_as_can_be(
 
 
 def test_whole_blocks_are_recomputed_as_such() -> None:
-    """Of blocks of three layers, of which the second keeps much and is cheap, where runs would be shorter."""
+    """Whole blocks of three layers are recomputed, though the second layer alone keeps much and is cheap."""
     layers = [keeping_layer(2, kept, 0, 1.0) for kept in (1, 100, 1) * 4]
     chain = profile(
         measurement(layers, layer((value(2), value(1)), (value(4),), seconds=0.5)), blocks=[3] * 4
@@ -102,7 +101,7 @@ def test_whole_blocks_are_recomputed_as_such() -> None:
 
 
 def test_without_ahead_all_comes_back_just_in_time() -> None:
-    """No decision of a plan is ahead, though some are where it is allowed."""
+    """No decision of a plan is ahead unless that is allowed; then some are."""
     ahead = {True: set(), False: set()}
     for seed in (7, 8):
         case = random_case(Random(seed), ("1f1b",), layers=4)
@@ -119,7 +118,7 @@ TECHNIQUES = [
 
 
 def allows(more: Means, fewer: Means) -> bool:
-    """Whether a question allows every technique that another does."""
+    """Return whether a question allows every technique of another."""
     pairs = (
         (more.recompute != "never", fewer.recompute != "never"),
         (more.host, fewer.host),
@@ -131,7 +130,8 @@ def allows(more: Means, fewer: Means) -> bool:
 @pytest.mark.parametrize("effort", [1.0, 0.01])
 @pytest.mark.parametrize(("seed", "layers"), [(0, 3), (103, 5), (118, 5), (139, 5)])
 def test_what_is_allowed_besides_never_makes_a_plan_slower(seed: int, layers: int, effort: float) -> None:
-    """Recomputation, the host and peers, one or more of them, also where the search ends early."""
+    """More techniques (recomputation, the host, peers) never make a plan slower, even if the search ends
+    early."""
     schedules = *SCHEDULES, "eager-1f1b", "pipedream", "torchgpipe", "pipedream-2bw"
     case = random_case(Random(seed), schedules, layers=layers)
     case = lending(case) if seed % 2 else case
@@ -145,9 +145,8 @@ def test_what_is_allowed_besides_never_makes_a_plan_slower(seed: int, layers: in
 
 
 def test_what_cannot_fit_or_be_faster_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that can keep three quarters of what it must, far from a host: without recomputation nothing fits in
-    less time than with it, and a single device has no peers.
-    """
+    """Impossible techniques are not searched: without recomputation this device cannot be faster, and a
+    single device has no peers."""
     layers = [keeping_layer(0, 100, 0, 2.0)] * 2
     chain = profile(measurement(layers, layer((value(0), value(1)), (value(4),), seconds=0.0)))
     case = Case(chain, cluster([150], host_rate=1e-3, peer_rate=1.0), training("1f1b", 4))
@@ -161,14 +160,15 @@ def test_what_cannot_fit_or_be_faster_is_not_searched(monkeypatch: pytest.Monkey
 
 
 def square(rates: Sequence[tuple[int, int, float]]) -> Question:
-    """Four devices with links of these rates, in a chain of four layers."""
+    """Build four devices with links of these rates, and a chain of four layers."""
     links = tuple(Link.between(f"device{a}", f"device{b}", bytes_per_second=rate) for a, b, rate in rates)
     made = replace(devices(*[AMPLE] * 4), links=links)
     return Question(profile=profile(alike(4)), cluster=made, training=training("1f1b", 4))
 
 
 def test_without_mapping_stages_stay_where_they_are() -> None:
-    """Though another order has a faster link between the stage that lacks memory and the one that has some."""
+    """Without mapping, stages keep their order, though another order has a faster link between borrower and
+    lender."""
     asked = square([(0, 1, 1.0), (0, 2, 1.0), (1, 2, 1.0), (2, 3, 1.0), (1, 3, 1.0), (0, 3, 8.0)])
     split = Split((0, 1, 2, 3, 4), (0, 1, 2, 3))
     needs, spares = [80, 0, 0, 0], [0, 80, 0, 0]
@@ -180,7 +180,7 @@ def test_without_mapping_stages_stay_where_they_are() -> None:
 
 
 def test_without_striping_one_device_lends() -> None:
-    """The one that lends the most of those between which tensors would be divided."""
+    """Without striping, only the largest lender of a striped tensor lends."""
     asked = square([(a, b, 1.0 + (b == 3)) for a in range(4) for b in range(a + 1, 4)])
     split = Split((0, 1, 2, 3, 4), (0, 1, 2, 3))
     question = replace(asked, means=Means(mapping=False))

@@ -1,4 +1,4 @@
-"""Plans whose stages have different degrees and run again in part, against every plan of whole stages."""
+"""Plans with stages of different degrees and partial recomputation, against every plan of whole stages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SCHEDULES = "1f1b", "eager-1f1b"
 
 
 def every_plan(profile: ModelProfile, cluster: Cluster) -> Iterator[Plan]:
-    """All cuts and replicas of every stage, each of which runs again as a whole or not."""
+    """Enumerate all cuts and replicas, with every stage fully recomputed or not."""
     layers, most = len(profile.layers), len(cluster.devices)
     for count in range(1, min(layers, most) + 1):
         kinds = product(product((1, 2), (False, True)), repeat=count)
@@ -61,9 +61,8 @@ def peak(one: Plan) -> int:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_stages_run_again_where_nothing_fits_that_keeps_all(seed: int) -> None:
-    """With memory between what plans of any degrees need that keep everything and that keep inputs alone: a plan is
-    found if there is one, it fits, and it is nearly as fast as the fastest whose stages run again as a whole.
-    """
+    """With memory between full storage and full recomputation, a plan is found if one exists, fits, and is
+    nearly as fast as the fastest with fully recomputed stages."""
     rng = Random(seed)
     profile = sized(rng.choice((plain, skewed))(rng, 3), 4, 2)
     ample = devices(*[1 << 40] * 3)
@@ -84,7 +83,7 @@ def test_stages_run_again_where_nothing_fits_that_keeps_all(seed: int) -> None:
 
 
 def test_a_plan_of_different_degrees_says_what_its_recomputation_frees() -> None:
-    """It is planned by joint, printed with its techniques, and its prediction is the simulator's."""
+    """The plan comes from joint, is printed with its techniques, and predicts the simulator's figures."""
     profile, how = sized(plain(Random(0), 3), 4, 2), HOW
     lean = plan(profile, devices(*[1 << 40] * 3), how, objective="peak", shard="none", recompute="always")
     assert lean.provenance
@@ -94,7 +93,7 @@ def test_a_plan_of_different_degrees_says_what_its_recomputation_frees() -> None
 
 
 def test_hosts_update_what_replicas_divide_where_nothing_else_fits() -> None:
-    """The answer is no slower than a plan by hand in which replicas divide gradients, and the host has the state."""
+    """The answer is no slower than a plan by hand with divided gradients and state at the host."""
     heavy = [1 << 12] * 6
     profile = sized(keeping(Random(0), widths=[1 << 6] * 7, weights=heavy), 4, 2)
     bare = devices(*[AMPLE] * 2)
@@ -132,7 +131,7 @@ def test_hosts_update_what_replicas_divide_where_nothing_else_fits() -> None:
 
 
 def test_another_schedule_is_taken_where_it_is_faster_and_fits() -> None:
-    """Where messages take as long as computing, eager 1F1B is faster, for which a device needs more memory."""
+    """When messages take as long as computing, eager 1F1B is faster but needs more memory."""
     profile, how, ways = sized(plain(Random(1), 4), 2, 1), Training(batch_size=24, microbatches=12), SCHEDULES
     loose = devices(*[AMPLE] * 4)
     loose = replace(loose, links=tuple(replace(one, bytes_per_second=1.0) for one in loose.links))
@@ -171,7 +170,7 @@ def test_another_schedule_is_taken_where_it_is_faster_and_fits() -> None:
 def test_where_simulations_take_long_plans_that_are_estimated_to_be_slower_are_not_simulated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They are all the same where nothing is known, or where they are estimated to be faster."""
+    """If simulation is slow, plans with a slower estimate are skipped; the rest is identical."""
     question = Question(
         profile=sized(plain(Random(2), 4), 4, 2, 1), cluster=devices(*[AMPLE] * 3), training=HOW
     )

@@ -20,7 +20,7 @@ WIDTH, KEPT = 1, 100
 
 
 def chain_of(*seconds: float):
-    """Layers that keep a hundred bytes each, and take these seconds each way."""
+    """Build layers that keep a hundred bytes each, and take these seconds each way."""
     layers = [keeping_layer(WIDTH, KEPT, 0, each) for each in seconds]
     return profile(measurement(layers, layer((value(WIDTH), value(1)), (value(4),), seconds=0.0)))
 
@@ -37,7 +37,7 @@ def places(made: Plan) -> list[str]:
 
 
 def test_where_the_time_split_fits_it_is_the_plan() -> None:
-    """Nothing is recomputed or moved."""
+    """If the time split fits, nothing is recomputed or offloaded."""
     case = Case(profile(vgg_like()), devices(*[AMPLE] * 4), training("1f1b", 8))
     made = planned(case)
     assert made.decisions == ()
@@ -45,7 +45,7 @@ def test_where_the_time_split_fits_it_is_the_plan() -> None:
 
 
 def test_long_intervals_behind_a_fast_link_go_to_the_host() -> None:
-    """Nothing is recomputed where copies hide, and the step is as long as with ample memory."""
+    """Nothing is recomputed if copies hide, and the step is as long as with ample memory."""
     chain, how = chain_of(*[4.0] * 12), training("1f1b", 12)
     ample = planned(Case(chain, cluster([AMPLE] * 6, host_rate=1e6, peer_rate=1e6), how))
     made = planned(Case(chain, cluster([1100] * 6, host_rate=1e6, peer_rate=1e6), how))
@@ -55,7 +55,7 @@ def test_long_intervals_behind_a_fast_link_go_to_the_host() -> None:
 
 
 def test_behind_a_slow_link_the_last_blocks_are_recomputed() -> None:
-    """Late blocks first, so that they are consecutive, and only as many as are needed."""
+    """Late blocks are recomputed first, consecutively, and no more than needed."""
     chain, how = chain_of(*[1.0] * 6), training("1f1b", 12)
     made = planned(Case(chain, cluster([560] * 3, host_rate=1e-3, peer_rate=1e-3), how))
     assert made.decisions and all(decision.what is What.RECOMPUTE for decision in made.decisions)
@@ -65,7 +65,8 @@ def test_behind_a_slow_link_the_last_blocks_are_recomputed() -> None:
 
 
 def test_peers_take_what_would_be_recomputed_if_they_have_room() -> None:
-    """Between slow links to the host and fast ones between devices, and the step is shorter for it."""
+    """Peers with fast links take tensors that slow host links would leave to recomputation; the step is
+    shorter."""
     chain, how = chain_of(*[4.0] * 8), training("1f1b", 12)
     links = cluster([800, 800, 800, 800], host_rate=1e-3, peer_rate=1e6)
     lent = planned(Case(chain, links, how))
@@ -82,7 +83,8 @@ def test_peers_take_what_would_be_recomputed_if_they_have_room() -> None:
 
 
 def test_peers_alone_take_what_they_have_room_for() -> None:
-    """Where nothing else may be used; steps are as long as with ample memory, as links are fast."""
+    """If only peers are allowed, they take all they have room for; over fast links the step stays as long as
+    with ample memory."""
     chain, how = chain_of(*[4.0] * 8), training("1f1b", 12)
     ample = planned(Case(chain, cluster([AMPLE] * 4, host_rate=1e6, peer_rate=1e6), how))
     question = Question(
@@ -98,9 +100,10 @@ def test_peers_alone_take_what_they_have_room_for() -> None:
 
 
 def test_optimizer_state_goes_to_the_host_where_tensors_are_not_enough() -> None:
-    """Layers of a hundred bytes of parameters, gradients and state each, on devices with room for two of the three.
+    """Layers have a hundred bytes of parameters, gradients and state each, on devices with room for two of
+    the three.
 
-    With room for one more on each device, the state of one block more stays on each.
+    With room for one more on each device, the state of one more block stays on each.
     """
     layers = [keeping_layer(1, 1, 100, 1.0)] * 8
     chain = profile(measurement(layers, layer((value(1), value(1)), (value(4),), seconds=0.0)))
@@ -114,7 +117,7 @@ def test_optimizer_state_goes_to_the_host_where_tensors_are_not_enough() -> None
 
 @pytest.mark.parametrize("seed", range(10))
 def test_joint_is_never_slower(seed: int) -> None:
-    """Wherever the plan of MPress fits; and its peaks are those of a simulation of its own."""
+    """joint is never slower if MPress's plan fits; MPress's peaks match a separate simulation."""
     case = random_case(Random(seed), ("1f1b", "gpipe"), layers=4)
     made = planned(case, allow_infeasible=True)
     assert made.prediction and made.prediction.peak_bytes == Simulation(made).peak_bytes

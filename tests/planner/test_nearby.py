@@ -1,4 +1,4 @@
-"""Plans beside those that are estimated to be fast: none of them is faster than the answer."""
+"""Neighbours of the plans with the fastest estimates: none is faster than the answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from slice_sizes import sized, written
 
 
 def question(seed: int) -> Question:
-    """A small question, with slow links in every other one."""
+    """Build a small question, with slow links in every other one."""
     rng = Random(seed)
     profile = sized(rng.choice((plain, skewed))(rng, rng.randrange(2, 6)), 4, 2, 1)
     cluster = devices(*[rng.choice((AMPLE, AMPLE, 900))] * rng.randrange(2, 5))
@@ -36,7 +36,7 @@ def question(seed: int) -> Question:
 
 
 def even(asked: Question) -> Iterator[Plan]:
-    """Stages of as equal numbers of layers as can be, all of one degree, on all devices: what Megatron does."""
+    """Split into stages of equal numbers of layers and one degree, on all devices, as Megatron does."""
     layers, count = len(asked.profile.layers), len(asked.cluster.devices)
     for data in (1, 2, 4):
         stages = min(layers, count // data)
@@ -48,7 +48,7 @@ def even(asked: Question) -> Iterator[Plan]:
 
 
 def moved(made: Plan) -> Iterator[Plan]:
-    """The plan with one of its cuts a layer further up or down."""
+    """Return the plan with one cut moved by a layer."""
     for number, (front, behind) in enumerate(pairwise(made.stages)):
         for cut in (front.stop - 1, front.stop + 1):
             if front.start < cut < behind.stop:
@@ -59,7 +59,7 @@ def moved(made: Plan) -> Iterator[Plan]:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_no_plan_of_equal_degrees_and_none_with_a_cut_moved_is_faster(seed: int) -> None:
-    """Whatever messages take, which estimates leave out."""
+    """No neighbour is faster, though estimates leave messages out."""
     asked = question(seed)
     best = mixed(asked)
     simulated = [Simulation(plan) for plan in even(asked)]
@@ -79,7 +79,7 @@ def test_no_plan_of_equal_degrees_and_none_with_a_cut_moved_is_faster(seed: int)
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_plan_within_what_another_takes_is_found_as_without_that(seed: int) -> None:
-    """Where the best plan is faster than one that is known; where it is not, no plan is made up."""
+    """If the best plan is faster than a known one it is found; otherwise no plan is invented."""
     asked = question(seed)
     best = mixed(asked)
     if best is None:
@@ -93,7 +93,7 @@ def test_a_plan_within_what_another_takes_is_found_as_without_that(seed: int) ->
 
 
 def test_gradients_are_summed_beside_the_backward_where_that_is_faster() -> None:
-    """Two replicas of a stage on slow links: several buckets, and no number of them is faster by a tenth."""
+    """Two replicas on slow links sum in several buckets, and no number of them is faster by a tenth."""
     asked = question(6)
     slow = tuple(replace(link, bytes_per_second=1.0) for link in asked.cluster.links)
     asked = replace(asked, cluster=replace(asked.cluster, links=slow), options=Options(data=2, stages=1))
@@ -106,13 +106,14 @@ def test_gradients_are_summed_beside_the_backward_where_that_is_faster() -> None
 
 
 def in_buckets(made: Plan, buckets: int) -> Plan:
-    """The plan with its gradients summed in so many runs of layers."""
+    """Return the plan with its gradients summed in `count` runs of layers."""
     stages = (replace(stage, grid=replace(stage.grid, buckets=buckets)) for stage in made.stages)
     return replace(made, stages=tuple(stages))
 
 
 def test_replicas_divide_their_state_where_updates_of_all_of_it_take_longer() -> None:
-    """On fast links, as FSDP does: no way to divide it, in any number of buckets up to 64, is faster by a hundredth."""
+    """On fast links replicas divide their state, as in FSDP: no division, in up to 64 buckets, is faster by a
+    hundredth."""
     asked = replace(question(6), options=Options(data=2, stages=1))
     best = mixed(asked)
     assert best is not None
@@ -130,7 +131,8 @@ def test_replicas_divide_their_state_where_updates_of_all_of_it_take_longer() ->
 
 @pytest.mark.parametrize(("seed", "factor"), [(12, 1), (38, 1), (52, 10), (39, 1000), (49, 1000)])
 def test_no_plan_of_equal_degrees_is_faster_whatever_its_replicas_divide(seed: int, factor: int) -> None:
-    """Nor in any number of buckets, though its split is slower as long as replicas sum behind the last backward."""
+    """No plan of equal degrees is faster in any number of buckets, though its split is slower while replicas
+    sum after the last backward."""
     asked = question(seed)
     slow = tuple(
         replace(link, bytes_per_second=link.bytes_per_second / factor) for link in asked.cluster.links
@@ -150,7 +152,7 @@ def test_no_plan_of_equal_degrees_is_faster_whatever_its_replicas_divide(seed: i
 
 
 def test_less_effort_simulates_fewer_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The searches around the fastest splits have the part of their budgets that the question's effort says."""
+    """Searches around the fastest splits scale their budgets with the question's effort."""
     asked, counts, of = question(1), list[int](), Simulations.of
     for effort in (1.0, 1e-3):
         made = list[Split]()

@@ -1,4 +1,4 @@
-"""Every planner against every case, and what each baseline promises."""
+"""Every planner against every case, and the promise of each baseline."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ OFTEN = [
 def test_a_plan_holds_every_layer_once_and_predicts_every_device(
     planner: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the planner and the case: all layers in order, a device for each stage, peaks, and no better than
-    exact.
+    """Every planner's plan has all layers in order, a device for each stage and peaks, and never beats exact.
     """
     if planner in SLOW:
         pytest.importorskip("skopt")
@@ -79,14 +78,14 @@ def test_a_plan_holds_every_layer_once_and_predicts_every_device(
 
 
 def with_runs(chain: Measurement, how: Training) -> ModelProfile:
-    """The profile, with the outputs' bytes as what training runs found under the training asked for."""
+    """Return the profile with the outputs' bytes as results of training runs under the requested training."""
     found = profile(chain)
     sizes = tuple(sum(value.nbytes for value in cost.outputs) for cost in chain.costs)
     return replace(found, additive=AdditiveCosts(mem_isolated=sizes, mem_added=sizes, training=how))
 
 
 def fullness(made) -> list[float]:
-    """How full the devices are, the fullest first."""
+    """Return each device's share of memory in use, the fullest first."""
     return sorted(
         (p / b for p, b in zip(made.prediction.peak_bytes, made.cluster.budgets, strict=True)), reverse=True
     )
@@ -94,7 +93,7 @@ def fullness(made) -> list[float]:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_the_heaviest_part_is_as_light_as_any_split_allows(seed: int) -> None:
-    """Against every split, with zeros among the weights."""
+    """The heaviest part is as light as any split allows, with zeros among the weights."""
     rng = Random(seed)
     weights = [rng.choice((0, 1, rng.randrange(50))) for _ in range(rng.randrange(1, 10))]
     parts = rng.randrange(1, len(weights) + 1)
@@ -112,14 +111,14 @@ def heaviness(weights: list[int], edges: tuple[int, ...]) -> list[int]:
 
 @pytest.mark.parametrize(("layers", "stages"), [(10, 3), (9, 3), (7, 7), (30, 4)])
 def test_uniform_stages_differ_by_at_most_one_layer(layers: int, stages: int) -> None:
-    """And the longer ones come first."""
+    """Uniform stages differ by at most one layer, and the longer ones come first."""
     made = plan(profile(alike(layers)), devices(*[AMPLE] * stages), batch_size=4, planner="uniform")
     assert max(made.split) - min(made.split) <= 1
     assert list(made.split) == sorted(made.split, reverse=True)
 
 
 def test_parameters_weighs_parameters_and_time_weighs_seconds() -> None:
-    """On a chain where they disagree each is best by its own measure, and says with what value."""
+    """`parameters` and `time` disagree on this chain: each is best by its measure and reports its value."""
     chain = vgg_like()
     weigh = {
         "parameters": [cost.parameter_bytes for cost in chain.costs],
@@ -138,7 +137,8 @@ def test_parameters_weighs_parameters_and_time_weighs_seconds() -> None:
 
 
 def test_the_training_follows_from_profile_and_cluster() -> None:
-    """Unsaid, a batch is four microbatches of the profiled size for each device; `exact` plans for 1f1b."""
+    """By default a batch is four microbatches of the profiled size for each device; `exact` plans for 1f1b.
+    """
     made = plan(profile(alike(8)), devices(*[AMPLE] * 4), objective="peak")
     assert made.training == Training(batch_size=16, microbatches=16, schedule="1f1b")
 
@@ -152,7 +152,7 @@ def test_the_training_follows_from_profile_and_cluster() -> None:
     ],
 )
 def test_what_is_said_of_the_batch_decides_the_rest(said: dict[str, int], follows: tuple[int, int]) -> None:
-    """Batch size and number of microbatches, from either or both."""
+    """Batch size and number of microbatches follow from either or both."""
     made = plan(profile(alike(8)), devices(*[AMPLE] * 4), **said)
     assert (made.training.batch_size, made.training.microbatches) == follows
 
@@ -171,7 +171,7 @@ def test_what_is_said_of_the_batch_decides_the_rest(said: dict[str, int], follow
     ],
 )
 def test_a_wrong_question_is_refused(wrong: dict[str, object], says: str) -> None:
-    """With the numbers, before any planning."""
+    """A wrong question is refused with the numbers, before any planning."""
     with pytest.raises(UsageError, match=says):
         plan(profile(alike(8)), **{"cluster": devices(*[AMPLE] * 4), **wrong})
 
@@ -181,7 +181,7 @@ def test_a_wrong_question_is_refused(wrong: dict[str, object], says: str) -> Non
 def test_a_batch_that_microbatches_do_not_divide_is_refused_with_ones_that_they_do(
     batch: int, planner: str
 ) -> None:
-    """Where their size is profiled and their number follows, each batch size that the refusal names can be planned."""
+    """A batch that microbatches do not divide is refused with sizes that can be planned."""
     costs = replace(
         profile(alike(8)), measurements=(replace(profile(alike(8)).measurements[0], microbatch_size=32),)
     )
@@ -197,7 +197,7 @@ def test_a_batch_that_microbatches_do_not_divide_is_refused_with_ones_that_they_
 
 
 def test_the_exhaustive_planner_refuses_what_it_cannot_finish() -> None:
-    """It says how many splits there are, and who can do it."""
+    """The exhaustive planner refuses too many splits, with their number and an alternative."""
     with pytest.raises(
         UsageError, match=f"100 layers on 16 stages split in {comb(99, 15):,} ways.*exact planner"
     ):

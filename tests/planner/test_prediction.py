@@ -17,7 +17,7 @@ GPIPE = training("gpipe", 4)
 
 
 def enumerated(predictor, layers: int, count: int) -> tuple[int, ...]:
-    """Brute force: the fullest device left out again and again is a comparison of peaks in descending order."""
+    """Enumerate splits: repeatedly leaving out the fullest device compares peaks in descending order."""
     splits = [(0, *cuts, layers) for cuts in combinations(range(1, layers), count - 1)]
     peaks = {
         s: sorted((predictor(n, *ends) for n, ends in enumerate(pairwise(s))), reverse=True) for s in splits
@@ -27,7 +27,7 @@ def enumerated(predictor, layers: int, count: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("seed", range(80))
 def test_the_best_split_is_the_best_of_all(seed: int) -> None:
-    """Additive costs of small numbers, some negative, so that peaks tie; the same split as brute force."""
+    """The search and brute force agree on small additive costs, some negative, so that peaks tie."""
     rng = Random(seed)
     layers = rng.randrange(1, 11)
     count = rng.randrange(1, layers + 1)
@@ -41,7 +41,7 @@ def test_the_best_split_is_the_best_of_all(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_by_our_predictor_it_is_the_plan_of_exact(seed: int) -> None:
-    """Two searches that share nothing, down to the tie-break; and the predicted peaks are the plan's."""
+    """Two unrelated searches agree, down to the tie-break, and predict the plan's peaks."""
     rng = Random(seed)
     layers = rng.randrange(2, 11)
     count, how, recompute = rng.randrange(1, layers + 1), any_training(rng), rng.choice(WHOLE_STAGES)
@@ -55,7 +55,8 @@ def test_by_our_predictor_it_is_the_plan_of_exact(seed: int) -> None:
 
 
 def test_the_additive_peak_is_the_first_alone_and_the_rest_added() -> None:
-    """By hand; where the stage is in the pipeline makes no difference."""
+    """The additive peak matches a computation by hand; the position of a stage in the pipeline does not
+    matter."""
     costs = AdditiveCosts(mem_isolated=(10, 20, 30, 40), mem_added=(1, 2, 3, 4), training=GPIPE)
     assert costs.peak(1, 4) == 20 + 3 + 4
     assert [costs.peak(n, n + 1) for n in range(4)] == [10, 20, 30, 40]
@@ -64,13 +65,13 @@ def test_the_additive_peak_is_the_first_alone_and_the_rest_added() -> None:
 
 @pytest.mark.parametrize(("start", "stop"), [(2, 2), (3, 1), (-1, 2), (0, 5)])
 def test_what_is_no_stage_has_no_peak(start: int, stop: int) -> None:
-    """Empty, turned round, or outside the model."""
+    """An empty, reversed or out-of-range stage has no peak."""
     with pytest.raises(UsageError, match="no stage of 4 blocks"):
         AdditiveCosts(mem_isolated=(1,) * 4, mem_added=(1,) * 4, training=GPIPE).peak(start, stop)
 
 
 def test_additive_costs_are_complete() -> None:
-    """Two numbers for every block, and at least one block."""
+    """Additive costs need two numbers for every block, and at least one block."""
     with pytest.raises(UsageError, match="not 2 alone and 1 added"):
         AdditiveCosts(mem_isolated=(1, 2), mem_added=(1,), training=GPIPE)
     with pytest.raises(UsageError, match="not 0 alone"):
@@ -79,6 +80,6 @@ def test_additive_costs_are_complete() -> None:
 
 @pytest.mark.parametrize("count", [0, 4])
 def test_every_device_holds_a_block(count: int) -> None:
-    """No device at all, or more devices than blocks, is refused."""
+    """Zero devices, or more devices than blocks, are refused."""
     with pytest.raises(UsageError, match=f"3 blocks cannot be split over {count} devices"):
         best_split(AdditiveCosts(mem_isolated=(1,) * 3, mem_added=(1,) * 3, training=GPIPE), 3, count)

@@ -1,4 +1,4 @@
-"""Plans of stages with tensor shards and replicas, of a real profile, against all that there are."""
+"""Plans of stages with tensor shards and replicas, from a real profile, against all plans."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def written(of: ModelProfile, edges: tuple[int, ...], degrees: tuple[Degree, ...
 
 
 def lowest(of: ModelProfile) -> int:
-    """The lowest peak of all plans on three devices, each simulated."""
+    """Return the lowest simulated peak of all plans on three devices."""
     found, blocks = [], len(of.edges) - 1
     for stages in range(1, min(blocks, 3) + 1):
         for cuts in combinations(range(1, blocks), stages - 1):
@@ -62,9 +62,8 @@ def lowest(of: ModelProfile) -> int:
 
 @pytest.mark.parametrize("tied", sampled([False, True], often=[True]))
 def test_no_plan_of_replicas_and_shards_has_a_lower_peak(tied: bool) -> None:
-    """Every cut and every degree of every stage, with sequence parallelism and without; with an embedding that two
-    stages share too.
-    """
+    """No cut or degree of any stage has a lower peak, with and without sequence parallelism, also with an
+    embedding shared by two stages."""
     of = costs(tied=tied)
     found = plan(of, devices(*[AMPLE] * 3), HOW, objective="peak", shard="none")
     assert found.provenance and found.prediction
@@ -74,7 +73,7 @@ def test_no_plan_of_replicas_and_shards_has_a_lower_peak(tied: bool) -> None:
 
 
 def test_shards_are_chosen_and_pinned() -> None:
-    """Shards need less than whole layers on as many devices, and every stage gets those that are asked for."""
+    """Shards need less than whole layers on as many devices, and every stage gets the requested number."""
     of, on = costs(), devices(*[AMPLE] * 4)
     for planner in ("joint", "exact", "uniform", "alpa", "capture"):
         made = plan(of, on, HOW, planner=planner, data=1, tensor=2, stages=2)
@@ -85,7 +84,8 @@ def test_shards_are_chosen_and_pinned() -> None:
 
 
 def test_sequence_parallelism_is_chosen_where_it_saves_and_pinned() -> None:
-    """All stages have it, or none, where that is asked for; else the leanest plan of few stages has it."""
+    """With pinned sequence parallelism all stages have it or none; otherwise the leanest plan of few stages
+    uses it."""
     of, on = costs(), devices(*[AMPLE] * 2)
     peaks = dict[bool | None, int]()
     for asked in (None, False, True):
@@ -104,7 +104,8 @@ def test_sequence_parallelism_is_chosen_where_it_saves_and_pinned() -> None:
 
 
 def test_degrees_that_divide_a_shared_parameter_otherwise_are_searched_apart() -> None:
-    """Stages of both could not be trained: slices of other sizes may be divided in another way."""
+    """Stages with a shared parameter need the same degree: local batches of other sizes may be divided
+    otherwise."""
     of = costs(tied=True)
     forms = [
         [replace(one, form=str(m.microbatch_size)) for one in m.shared]

@@ -1,4 +1,4 @@
-"""Orders of devices behind shared wires, against every order, and what they are worth to the planner."""
+"""Orders of devices on shared wires, against every order, and their benefit to the planner."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tight import KIND, cluster, keeping_layer
 def pairs(
     devices: int, *, links: float = 1.0, rng: Random | None = None, memory: int = 1 << 20, rate: float = 1.0
 ) -> Cluster:
-    """Every two devices behind one wire to the host; links between some two devices, or all."""
+    """Build pairs of devices that share a wire to the host; some or all pairs have links."""
     numbers = range(devices)
     up = [
         Link(members=(Member.device(n), Member.host(0)), bytes_per_second=rate, wire=f"uplink{n // 2}")
@@ -51,14 +51,14 @@ def pairs(
 def asked(
     there: Cluster, *, schedule: str = "1f1b", layers: int = 16, state: int = 1, means: Means | None = None
 ) -> Question:
-    """A chain of equal layers on as many stages as there are devices, or layers."""
+    """Build a chain of equal layers with one stage per device, or per layer."""
     costs = [replace(keeping_layer(1, 12, 1, 1.0), state_bytes=state) for _ in range(layers)]
     chain = profile(measurement(costs, layer((value(1), value(1)), (value(4),), seconds=0.1)))
     return Question(profile=chain, cluster=there, training=training(schedule, 8), means=means or Means())
 
 
 def by_hand(there: Cluster, order: tuple[int, ...]) -> tuple[int, int]:
-    """Neighbours without a link, and microbatches in flight behind the fullest wire."""
+    """Return the number of neighbours without a link, and the microbatches in flight on the fullest wire."""
     linked = {frozenset(m.number for m in link.members) for link in there.links if link.wire is None}
     apart = sum(frozenset(pair) not in linked for pair in pairwise(order))
     loads = [0] * len(there.devices)
@@ -69,7 +69,7 @@ def by_hand(there: Cluster, order: tuple[int, ...]) -> tuple[int, int]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_order_is_the_best_of_all(seed: int) -> None:
-    """Of three to six devices in pairs, with links between some: the fewest neighbours apart, then the least load."""
+    """The order of three to six paired devices minimises neighbours without a link, then the fullest wire."""
     rng = Random(seed)
     there = pairs(rng.randrange(3, 7), links=rng.random(), rng=rng)
     found = spread(asked(there))
@@ -79,7 +79,7 @@ def test_the_order_is_the_best_of_all(seed: int) -> None:
 
 
 def test_early_stages_share_uplinks_with_late_ones_on_a_dgx1() -> None:
-    """Every uplink has nine microbatches in flight behind it, and every message has an NVLink of two lanes."""
+    """Every uplink carries nine microbatches in flight, and every message has an NVLink of two lanes."""
     there = Cluster.preset("dgx1-v100")
     found = spread(asked(there))
     loads = [0] * 4
@@ -94,21 +94,22 @@ def test_early_stages_share_uplinks_with_late_ones_on_a_dgx1() -> None:
 
 @pytest.mark.parametrize("devices", [12, 16])
 def test_more_than_eight_devices_are_swapped(devices: int) -> None:
-    """Not every order is tried, and the fullest wire still carries as little as any may."""
+    """More than eight devices are ordered by swaps, and the fullest wire is still as light as possible."""
     found = spread(asked(pairs(devices)))
     assert sorted(found) == list(range(devices))
     assert by_hand(pairs(devices), found) == (0, {12: 13, 16: 16}[devices])
 
 
 def test_fewer_stages_than_devices_have_wires_of_their_own() -> None:
-    """Four stages on eight devices in pairs, and two on sixteen."""
+    """Four stages on eight paired devices, and two on sixteen, have wires to themselves."""
     for devices, stages in ((8, 4), (16, 2)):
         found = spread(asked(pairs(devices), layers=stages))
         assert len({device // 2 for device in found}) == len(found) == stages
 
 
 def test_devices_keep_their_order_where_no_other_is_better() -> None:
-    """Wires of their own, all in flight on every stage, no moves to hosts, or no mapping."""
+    """Devices keep their order with private wires, equal stages in flight, no offload to hosts, or no
+    mapping."""
     natural = tuple(range(4))
     assert spread(asked(cluster([99] * 4, host_rate=1.0, peer_rate=2.0))) == natural
     assert spread(asked(pairs(4), schedule="gpipe")) == natural
@@ -118,7 +119,7 @@ def test_devices_keep_their_order_where_no_other_is_better() -> None:
 
 
 def test_what_stages_move_comes_and_goes_faster() -> None:
-    """The same plan, which moves tensors of the first two stages, in both orders of the devices."""
+    """Reordering devices shortens a plan that offloads tensors of the first two stages."""
     there = pairs(4, rate=5.0)
     question, order = asked(there), spread(asked(there))
     away = [SavedTensors(tensors=tuple((layer, 1) for layer in layers)) for layers in ((0, 1, 2), (4, 5, 6))]
@@ -141,7 +142,7 @@ def test_what_stages_move_comes_and_goes_faster() -> None:
 
 
 def test_the_planner_takes_the_order() -> None:
-    """Where a stage moves tensors to the host, and only then."""
+    """The planner reorders devices only if a stage offloads tensors to the host."""
     means = Means(recompute="never", peers=False)
     for memory, moves in ((90, True), (1 << 20, False)):
         question = asked(pairs(4, rate=20.0, memory=memory), layers=8, state=0, means=means)
@@ -151,7 +152,7 @@ def test_the_planner_takes_the_order() -> None:
 
 
 def test_even_splits_leave_out_the_state_that_hosts_have() -> None:
-    """The split is that of layers without state, on devices smaller by the state of two layers."""
+    """The split equals that of layers without state, on devices smaller by the state of two layers."""
     with_state, memory = asked(pairs(3, memory=350), state=50, layers=24), 350 - DOUBLE * 50
     without = asked(pairs(3, memory=memory), state=0, layers=24)
     devices = (0, 1, 2)

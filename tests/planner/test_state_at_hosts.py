@@ -1,4 +1,4 @@
-"""State that planners keep at the host, and layers that they have updated there."""
+"""State that planners keep at the host, and layers that they update there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ HOST = parse_place("host")
 
 
 def case(rng: Random, schedule: str, *, bandwidth: float | None = 1e3, budget: int = 1 << 30) -> Case:
-    """Layers of many parameters and few activations on two devices, beside a host that updates at `bandwidth`."""
+    """Build layers of many parameters and few activations on two devices, and a host that updates at
+    `bandwidth`."""
     layers = [keeping_layer(1, rng.randrange(1, 4), rng.randrange(10, 60), 1.0) for _ in range(5)]
     chain = profile(measurement(layers, layer((value(1), value(1)), (value(4),), seconds=0.5)))
     on = cluster([budget] * 2, host_rate=rng.choice((20.0, 100.0)), peer_rate=100.0)
@@ -43,7 +44,7 @@ def question(asked: Case, **means: object) -> Question:
 
 
 def written(rng: Random, asked: Case) -> Plan:
-    """A plan by hand: of each layer some state at the host, or its update."""
+    """Write a random plan: for each layer some state at the host, or its update."""
     cut = rng.randrange(1, 5)
     stages = tuple(Stage(start=a, stop=b, grid=Grid.of(n)) for n, (a, b) in enumerate(pairwise((0, cut, 5))))
     found = list[Decision]()
@@ -70,7 +71,7 @@ def written(rng: Random, asked: Case) -> Plan:
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "pipedream", "pipedream-2bw"])
 @pytest.mark.parametrize("seed", range(12))
 def test_the_bound_holds_for_plans_that_move_state_and_update_elsewhere(seed: int, schedule: str) -> None:
-    """On devices that have just what a random plan by hand takes."""
+    """The bound holds on devices with exactly the memory of a random plan by hand."""
     rng = Random(seed)
     asked = case(rng, schedule, bandwidth=rng.choice((50.0, 1e3)))
     try:
@@ -85,7 +86,7 @@ def test_the_bound_holds_for_plans_that_move_state_and_update_elsewhere(seed: in
 
 
 def needed(asked: Case, part: float) -> Case:
-    """The case on devices with a part of what the leanest plan without any technique needs."""
+    """Build the case on devices with a fraction of the memory of the leanest plan without techniques."""
     lean = solved(question(asked, recompute="never", host=False, peers=False), joint, name="joint").prediction
     assert lean
     budget = round(max(lean.peak_bytes) * part)
@@ -95,7 +96,7 @@ def needed(asked: Case, part: float) -> Case:
 
 @pytest.mark.parametrize(("schedule", "part"), [("1f1b", 0.75), ("pipedream-2bw", 0.85)])
 def test_a_fast_host_updates_what_a_slow_link_would_have_to_carry(schedule: str, part: float) -> None:
-    """Layers are updated at the host, and steps are shorter than where it cannot; all within the caps."""
+    """A fast host updates layers and makes steps shorter than a slow one; all plans are within the caps."""
     asked = needed(case(Random(0), schedule), part)
     without = asked._replace(cluster=replace(asked.cluster, hosts=(Host(memory_bytes=1 << 30),)))
     ours, theirs = (solved(question(one), joint, name="joint") for one in (asked, without))
@@ -106,7 +107,7 @@ def test_a_fast_host_updates_what_a_slow_link_would_have_to_carry(schedule: str,
 
 
 def test_gradients_and_parameters_move_where_nothing_else_is_enough() -> None:
-    """And only there, and only if they may."""
+    """Gradients and parameters are offloaded only if nothing else is enough and they may be."""
     layers = [keeping_layer(1, 2, 40, 1.0) for _ in range(12)]
     chain = profile(measurement(layers, layer((value(1), value(1)), (value(4),), seconds=0.5)))
     asked = needed(case(Random(1), "1f1b")._replace(profile=chain), 0.5)

@@ -1,4 +1,4 @@
-"""Tensors that stages of any degrees leave to hosts, or to other devices, instead of computing them again."""
+"""Tensors that stages of any degree offload to hosts or peers instead of recomputing."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ def case(
     peers: float = 1e6,
     layers: range = range(3, 6),
 ) -> Question:
-    """Layers of many activations on devices with less memory than what keeps all needs, and links to their host and
-    to each other, of these rates.
-    """
+    """Build layers of many activations on devices that cannot keep all of them, with these rates to host and
+    peers."""
     rng, number = Random(seed), 3 if data is None else 4
     count = rng.choice(layers)
     widths = [rng.randrange(20, 60) for _ in range(count + 1)]
@@ -55,7 +54,7 @@ def case(
 def lent(
     seed: int, rate: float = 1e9, *, data: int | None = None, times: float = 4, layers: range = range(3, 6)
 ) -> Question:
-    """The same with a host that is too slow for anything, and a last device that has so many times the memory."""
+    """Build the case with a very slow host, and `times` the memory on the last device."""
     asked = case(seed, 1e3, peers=rate, data=data, layers=layers)
     *others, last = asked.cluster.devices
     roomy = (*others, replace(last, memory_bytes=int(times * last.memory_bytes)))
@@ -63,13 +62,13 @@ def lent(
 
 
 def moves(found: Mixed, kind: MemberKind = MemberKind.HOST) -> bool:
-    """Whether tensors move to a place of a kind."""
+    """Return whether tensors are offloaded to a place of a kind."""
     places = [one.place for one in found.decisions if one.what is What.OFFLOAD]
     return any(member.kind is kind for place in places if place for member in place.members)
 
 
 def check(found: Mixed) -> None:
-    """A plan is what it says: its seconds, its peaks, and room for all of them."""
+    """Check that the plan's seconds and peaks are simulated and fit."""
     made = plan_of(found.question, found.split, decisions=found.decisions)
     simulation = Simulation(made)
     assert found.seconds == simulation.step_seconds[-1]
@@ -81,7 +80,7 @@ def check(found: Mixed) -> None:
 @pytest.mark.parametrize("rate", [1e3, 1e9])
 @pytest.mark.parametrize("seed", range(6))
 def test_a_host_never_makes_a_plan_of_any_degrees_slower(seed: int, rate: float) -> None:
-    """With fast links and slow ones; what is found fits, and takes as long as it says."""
+    """A host never makes a plan slower, over fast and slow links; the plan fits, with exact seconds."""
     asked = case(seed, rate)
     alone, found = mixed(replace(asked, means=BARE)), mixed(asked)
     assert (alone is None) == (found is None)
@@ -92,7 +91,7 @@ def test_a_host_never_makes_a_plan_of_any_degrees_slower(seed: int, rate: float)
 
 
 def test_tensors_move_where_copies_are_hidden_and_not_where_they_are_slow() -> None:
-    """Tensors of several of these questions move, of replicas too; none does over a slow link."""
+    """Tensors are offloaded in several of these questions, also with replicas, but never over a slow link."""
     found = [one for seed in range(6) if (one := mixed(case(seed, 1e9))) is not None]
     assert any(map(moves, found))
     replicas = [one for seed in range(6) if (one := mixed(case(seed, 1e9, data=2))) is not None]
@@ -104,7 +103,7 @@ def test_tensors_move_where_copies_are_hidden_and_not_where_they_are_slow() -> N
 
 
 def test_hosts_without_room_get_nothing() -> None:
-    """The plan runs again instead, as without a host."""
+    """Hosts without room get nothing; the plan recomputes instead."""
     for seed in range(3):
         asked = case(seed, 1e9, host_bytes=1)
         found, alone = mixed(asked), mixed(replace(asked, means=BARE))
@@ -113,9 +112,8 @@ def test_hosts_without_room_get_nothing() -> None:
 
 @pytest.mark.parametrize("seed", [1, 6, 12, 13])
 def test_the_fewest_blocks_that_are_enough_move(seed: int) -> None:
-    """Of every stage that runs again the fewest blocks, by simulating all numbers of them, whose tensors are enough to
-    move: the plan that is found with hosts is no slower than one that moves these and nothing else.
-    """
+    """The plan with hosts is no slower than one that offloads the fewest blocks that suffice in every
+    recomputed stage, found by simulating all numbers."""
     asked = case(seed, 1e9)
     alone, found = mixed(replace(asked, means=BARE)), mixed(replace(asked, means=HOSTS))
     if alone is None:
@@ -133,7 +131,7 @@ def test_the_fewest_blocks_that_are_enough_move(seed: int) -> None:
 
 
 def away(asked: Question, stage: int, start: int, stop: int) -> tuple[Decision, ...]:
-    """What layers keep of their own is on the host between the next two forwards or backwards."""
+    """Saved tensors of the layers are at the host between the next two forwards or backwards."""
     tensors = tuple(
         (layer, saved.index)
         for layer in range(start, stop)
@@ -151,7 +149,8 @@ def away(asked: Question, stage: int, start: int, stop: int) -> tuple[Decision, 
 @pytest.mark.parametrize("rate", [1e3, 1e9])
 @pytest.mark.parametrize("seed", range(6))
 def test_a_peer_never_makes_a_plan_of_any_degrees_slower(seed: int, rate: float) -> None:
-    """Over fast links and slow ones; what is found fits, its lenders too, and takes as long as it says."""
+    """A peer never makes a plan slower, over fast and slow links; the plan and its lenders fit, with exact
+    seconds."""
     asked = lent(seed, rate)
     alone, found = mixed(replace(asked, means=BARE)), mixed(asked)
     assert (alone is None) == (found is None)
@@ -161,7 +160,8 @@ def test_a_peer_never_makes_a_plan_of_any_degrees_slower(seed: int, rate: float)
 
 
 def test_tensors_move_to_devices_that_have_memory_left() -> None:
-    """Of several of these questions, of replicas too, steps are then shorter; none does over a slow link."""
+    """Peers shorten the step in several of these questions, also with replicas, but never over a slow link.
+    """
     for data in (None, 2):
         pairs = [
             (mixed(one), mixed(replace(one, means=BARE)))
@@ -178,7 +178,7 @@ def test_tensors_move_to_devices_that_have_memory_left() -> None:
 
 @pytest.mark.parametrize("seed", [2, 16, 26])
 def test_peers_get_as_much_as_they_have_room_for(seed: int) -> None:
-    """Of a stage of many blocks some move and others run again, because lenders have no room for all of them."""
+    """Some blocks of a stage are offloaded and others recomputed if lenders lack room for all."""
     asked = lent(seed, times=1, layers=range(8, 13))
     alone, found = mixed(replace(asked, means=BARE)), mixed(asked)
     assert alone and found and found.seconds < alone.seconds

@@ -1,4 +1,4 @@
-"""The cost rules against the paper's table of six tensors: that of `mpress`, and what `joint` decides."""
+"""The cost rules of `mpress` and the decisions of `joint`, against the paper's table of six tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipefit.schema.decisions import What
 from pipefit.schema.layer_costs import Origin
 from tight import INPUT, cluster
 
-# MB, and in ms: live interval, recomputation, round trips to the host and over four lanes of NVLink; the choice
+# MB; in ms: live interval, recomputation, round trips to the host and over four lanes of NVLink; the choice
 PAPER = {
     "t1": (216, 78, 4, 42, 6, "host"),
     "t2": (115, 16, 3, 22, 3, "peers"),
@@ -28,7 +28,7 @@ FULL = {"t1"}  # whose peers have nothing to spare
 
 
 def costs_of(megabytes: int, interval: float, recompute: float, host: float, peer: float) -> TensorCosts:
-    """Of times in milliseconds."""
+    """Convert times in milliseconds to costs."""
     return TensorCosts(
         nbytes=megabytes * 10**6,
         interval_seconds=interval / 1e3,
@@ -40,13 +40,14 @@ def costs_of(megabytes: int, interval: float, recompute: float, host: float, pee
 
 @pytest.mark.parametrize("name", PAPER)
 def test_the_rule_of_mpress_chooses_as_the_paper_does(name: str) -> None:
-    """For each tensor of the paper's table, from its times."""
+    """The rule picks the paper's choice for each tensor, from its times."""
     assert mpress_choice(costs_of(*PAPER[name][:-1])) == PAPER[name][-1]
 
 
 @pytest.mark.parametrize("name", PAPER)
 def test_the_rates_of_the_machine_give_the_same_choices(name: str) -> None:
-    """Round trips at 10.4 GB/s to the host and 72 GB/s to peers, as the table's bytes and times say of the first."""
+    """Round trips at 10.4 GB/s to the host and 72 GB/s to peers, the rates of the table's first tensor, give
+    the same choices."""
     megabytes, interval, recompute, _, _, choice = PAPER[name]
     assert (
         mpress_choice(costs_of(megabytes, interval, recompute, 2 * megabytes / 10.4, 2 * megabytes / 72))
@@ -56,20 +57,18 @@ def test_the_rates_of_the_machine_give_the_same_choices(name: str) -> None:
 
 @pytest.mark.parametrize("name", PAPER)
 def test_the_joint_planner_decides_so(name: str) -> None:
-    """Asked for a plan of a pipeline in which the tensor has its live interval, `joint` does with it what the table
-    says, and nothing else.
+    """In a pipeline with the tensor's live interval, `joint` decides as the table does, and nothing else.
 
-    Of the first tensor the host's link has to carry 21 ms in every 19.5, as each microbatch's moves: so peers are
-    faster by 7 % where they have room, and the host is right where they have none.
+    For the first tensor the host link carries 21 ms in every 19.5 ms, as each microbatch moves: peers are 7 %
+    faster if they have room; otherwise the host is right.
     """
     assert decided(*PAPER[name][:-1], spare=name not in FULL) == {PAPER[name][-1]}
 
 
 @pytest.mark.parametrize("name", [name for name in PAPER if PAPER[name][-1] != "recompute"])
 def test_the_joint_planner_decides_by_the_costs(name: str) -> None:
-    """A tensor that moves is recomputed where links are thirty times slower, and one that goes to peers goes to the
-    host where that is ten times faster and peers have no room.
-    """
+    """An offloaded tensor is recomputed over links thirty times slower; one on peers goes to a host that is
+    ten times faster when peers have no room."""
     megabytes, interval, recompute, host, peer, choice = PAPER[name]
     assert decided(megabytes, interval, recompute, 30 * host, 30 * peer) == {"recompute"}
     if choice == "peers":
@@ -79,12 +78,13 @@ def test_the_joint_planner_decides_by_the_costs(name: str) -> None:
 def decided(
     megabytes: int, interval: float, recompute: float, host: float, peer: float, *, spare: bool = True
 ) -> set[str]:
-    """What `joint` does in a pipeline of five equal stages, one of which has a layer that keeps the tensor.
+    """Return the decision of `joint` in a pipeline of five equal stages, one with a layer that keeps the
+    tensor.
 
-    A tensor whose backward follows sooner than its layer could run again is on the last stage, where nothing is
-    computed meanwhile but a layer whose forward needs the room. Others are on the first stage: their live interval is
-    four forwards and backwards of a stage, and its device lacks half of one of five tensors. Milliseconds count as
-    seconds; over links to its four peers together a device has the rate of the table.
+    A tensor with a backward sooner than its layer can be recomputed is on the last stage, next to a layer
+    whose forward needs the room. Others are on the first stage: their live interval is four forwards and
+    backwards of a stage, and its device lacks half of one of five tensors. Milliseconds count as seconds;
+    over links to its four peers together a device has the rate of the table.
     """
     last = interval < recompute
     each = interval + recompute if last else interval / (STAGES - 1)
@@ -117,7 +117,7 @@ def decided(
 
 @pytest.mark.parametrize("seed", range(50))
 def test_mpress_never_adds_more_than_any_technique(seed: int) -> None:
-    """Whatever is to be had, nothing else adds less."""
+    """The rule's choice adds the least time of all available techniques."""
     rng = Random(seed)
     seconds = [rng.choice((None, rng.randrange(10))) for _ in range(3)]
     seconds = seconds if any(s is not None for s in seconds) else [1, None, None]
@@ -135,13 +135,13 @@ def test_mpress_never_adds_more_than_any_technique(seed: int) -> None:
 
 
 def test_peers_are_not_taken_for_nothing() -> None:
-    """Where they add as much as recomputation, their memory is left to others."""
+    """If peers add as much as recomputation, their memory is left to others."""
     costs = TensorCosts(nbytes=1, interval_seconds=0.0, recompute_seconds=0.004, peer_seconds=0.004)
     assert mpress_choice(costs) is Technique.RECOMPUTE
 
 
 def test_a_tensor_without_a_technique_is_refused() -> None:
-    """There is nothing to choose, and a time below zero is no time."""
+    """A tensor without techniques, or a negative time, is refused."""
     with pytest.raises(UsageError, match="no technique"):
         mpress_choice(TensorCosts(nbytes=1, interval_seconds=1.0))
     with pytest.raises(UsageError, match="zero or more"):

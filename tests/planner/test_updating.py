@@ -17,7 +17,7 @@ from tight import cluster, keeping_layer, random_case
 
 
 def longest(updates: list[Update], away: frozenset[int]) -> float:
-    """When the busiest host or wire ends, by hand."""
+    """Return the end of the busiest host or wire, by hand."""
     hosts, wires = [0.0] * 4, dict[str, float]()
     for stage, update in enumerate(updates):
         if stage in away:
@@ -29,7 +29,7 @@ def longest(updates: list[Update], away: frozenset[int]) -> float:
 
 
 def every(updates: list[Update]) -> float:
-    """The shortest of all divisions."""
+    """Return the shortest of all divisions."""
     stages = range(len(updates))
     return min(
         longest(updates, frozenset(some)) for n in range(len(updates) + 1) for some in combinations(stages, n)
@@ -49,7 +49,7 @@ def found_by(monkeypatch: pytest.MonkeyPatch, updates: list[Update]) -> list[fro
 def test_equal_stages_are_divided_as_well_as_they_can_be(
     monkeypatch: pytest.MonkeyPatch, stages: int, shared: int
 ) -> None:
-    """One host, and wires of one or two stages each: the first division is the shortest of all."""
+    """With one host and wires of one or two stages each, the first division is the shortest of all."""
     for seconds in (0.2, 1.0, 5.0):
         updates = [Update(0, 0.74, (f"wire{n // shared}",), seconds) for n in range(stages)]
         first = found_by(monkeypatch, updates)[0]
@@ -58,7 +58,8 @@ def test_equal_stages_are_divided_as_well_as_they_can_be(
 
 @pytest.mark.parametrize("seed", range(30))
 def test_random_stages_are_divided_nearly_as_well(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Two hosts: never longer than all on hosts or all on devices, and at most half longer than the best."""
+    """With two hosts a division never exceeds all-host or all-device updates, and the best by at most half.
+    """
     rng = Random(seed)
     updates = [
         Update(n // 3, rng.uniform(0.1, 2.0), (f"wire{n // 2}",), rng.uniform(0.1, 2.0))
@@ -73,7 +74,8 @@ def test_random_stages_are_divided_nearly_as_well(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_seconds_are_those_of_the_stage() -> None:
-    """Of a byte of parameters, of gradients and of state the host moves 5, at 80 % of its rate; 1 moves each way."""
+    """A host moves 5 bytes for each byte of parameters, gradients and state, at 80 % of its rate; 1 moves
+    each way."""
     chain = profile(measurement([keeping_layer(1, 1, 1, 1.0)] * 2, layer((value(1), value(1)), (value(4),))))
     slow = replace(
         cluster([99], host_rate=4.0, peer_rate=1.0), hosts=(Host(memory_bytes=99, memory_bandwidth=10.0),)

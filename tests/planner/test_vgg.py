@@ -18,7 +18,7 @@ from pipefit.simulator import simulate
 
 @pytest.fixture(scope="module")
 def costs() -> ModelProfile:
-    """At the paper's microbatches of 92 images, on its GPUs; nothing is allocated."""
+    """Return the costs at the paper's microbatches of 92 images, on its GPUs, without allocation."""
     return profile(build("vgg11"), microbatch_size=92, target="cuda")
 
 
@@ -27,7 +27,7 @@ def costs() -> ModelProfile:
 def test_exact_finds_what_trying_all_splits_finds(
     costs: ModelProfile, schedule: str, recompute: Recompute
 ) -> None:
-    """The same split, ties included, and the peaks that the simulator finds for it."""
+    """Both searches find the same split, ties included, with the simulator's peaks."""
     training = Training(batch_size=12 * 92, microbatches=12, schedule=schedule)
     cluster = Cluster.emulated((4, 1 << 40))
     found, best = (

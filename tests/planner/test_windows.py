@@ -15,7 +15,7 @@ from sampled import seeds
 
 
 def question(seed: int, schedule: str, blocks: int, stages: int) -> Question:
-    """Blocks of one layer each, or of up to three on average."""
+    """Build blocks of one layer each, or of up to three on average."""
     layers = blocks * (1, 1, 3)[seed % 3]
     chain = hostile(Random(seed), layers) if seed % 3 == 0 else skewed(Random(seed), layers)
     return Question(
@@ -29,7 +29,7 @@ def question(seed: int, schedule: str, blocks: int, stages: int) -> Question:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("seed", seeds(12, of=40))
 def test_no_split_is_excluded_at_the_level_that_it_reaches(seed: int, schedule: str) -> None:
-    """Whatever the split: allow its own highest peak, and every one of its stages lies within its window."""
+    """At a split's highest peak, each of its stages lies within its window."""
     asked = question(seed, schedule, 40, 8)
     bounds = Bounds(asked)
     rng = Random(seed)
@@ -44,7 +44,7 @@ def test_no_split_is_excluded_at_the_level_that_it_reaches(seed: int, schedule: 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_best_split_is_not_excluded_at_the_best_level(seed: int) -> None:
-    """Where nothing is to spare, a layer that fits only a late stage of 1F1B does not end the search early."""
+    """A layer that fits only a late 1F1B stage, without spare memory, does not end the search early."""
     asked = question(3 * seed + 1, "1f1b", 40, 8)
     edges = solve(asked).split.edges
     bounds = Bounds(asked)
@@ -56,6 +56,6 @@ def test_the_best_split_is_not_excluded_at_the_best_level(seed: int) -> None:
 
 
 def test_a_level_below_every_parameter_is_impossible() -> None:
-    """Bounds say so, without a search."""
+    """Bounds reject a level below every parameter without a search."""
     asked = question(1, "1f1b", 12, 4)
     assert Bounds(asked).windows(0.0) is None

@@ -1,4 +1,4 @@
-"""The simulator against an account of memory kept storage by storage, which shares nothing with it."""
+"""The simulator against an independent storage-by-storage account of memory."""
 
 from __future__ import annotations
 
@@ -59,23 +59,22 @@ KEPT_BY_CATEGORY = tuple(
 
 
 def case(seed: int) -> Plan:
-    """Any model, split and training; small for small seeds."""
+    """Draw any model, split and training; small for small seeds."""
     rng = Random(seed)
     return any_plan(rng, hostile(rng, small_first(seed, largest=8)), any_training(rng))
 
 
 @pytest.mark.parametrize("seed", seeds(70, of=200))
 def test_the_simulator_finds_the_peaks_of_the_account(seed: int) -> None:
-    """On every device, over two steps, for layers that do whatever a layer can and any training."""
+    """Simulator and account agree on every device, over two steps, for layers and training of any kind."""
     plan = case(seed)
     assert Simulation(plan, steps=2).peak_bytes == peaks(plan)
 
 
 @pytest.mark.parametrize("seed", seeds(60, of=200))
 def test_replicas_that_divide_state_cost_what_the_account_says(seed: int) -> None:
-    """One stage of whatever layers on two to four replicas, which divide optimizer state, gradients or parameters, in
-    any number of buckets, with a run of layers recomputed or none; sample by sample.
-    """
+    """One stage of random layers on two to four replicas agrees sample by sample: divided optimizer state,
+    gradients or parameters, any number of buckets, with or without a recomputed run."""
     rng = Random(seed)
     size, data = rng.choice(((4, 2), (6, 3), (4, 4)))
     made = hostile(rng, 2 + small_first(seed, largest=7))
@@ -108,7 +107,7 @@ def test_replicas_that_divide_state_cost_what_the_account_says(seed: int) -> Non
 
 @pytest.mark.parametrize("seed", seeds(40, of=150))
 def test_runs_of_layers_that_go_forward_again_cost_what_the_account_says(seed: int) -> None:
-    """Decisions to recompute runs inside stages, of some microbatches, early or just in time."""
+    """Recomputed runs inside stages, for some microbatches, early or just in time, cost as in the account."""
     rng = Random(seed)
     model = hostile(rng, 1 + small_first(seed, largest=7))
     plan = any_plan(rng, model, any_training(rng), recompute="never")
@@ -118,7 +117,8 @@ def test_runs_of_layers_that_go_forward_again_cost_what_the_account_says(seed: i
 
 
 def test_values_in_one_storage_have_copies_apart() -> None:
-    """A run begins with a layer that works in place on two values of one storage: each is copied, and passed on."""
+    """A run that begins with a layer in place on two values of one storage copies each value before it passes
+    it on."""
     two, own = (value(16), value(16)), Origin(kind="own", index=0)
     passes_on = (Origin(kind="input", index=0), Origin(kind="input", index=1))
     chain = (
@@ -135,7 +135,7 @@ def test_values_in_one_storage_have_copies_apart() -> None:
 
 @pytest.mark.parametrize("seed", seeds(30, of=60))
 def test_devices_of_several_stages_cost_what_the_account_says(seed: int) -> None:
-    """Stages go round two devices in turn."""
+    """Stages that alternate between two devices cost as in the account."""
     rng = Random(seed)
     model = hostile(rng, 2 + small_first(seed, largest=7))
     how = replace(any_training(rng), schedule=rng.choice(("gpipe", "torchgpipe")))
@@ -146,16 +146,16 @@ def test_devices_of_several_stages_cost_what_the_account_says(seed: int) -> None
 
 @pytest.mark.parametrize("seed", seeds(35, of=100))
 def test_every_sample_of_a_trace_is_the_accounts(seed: int) -> None:
-    """Action by action: the highest bytes, and what they were for; an action without a sample changed nothing."""
+    """Every action's highest bytes and their categories are the account's; an action without a sample changes
+    nothing."""
     plan = case(seed)
     assert_samples_agree(plan, lower(plan))
 
 
 @pytest.mark.parametrize("seed", seeds(35, of=120))
 def test_pieces_and_moved_tensors_cost_what_the_account_says(seed: int) -> None:
-    """Forwards and backwards cut into runs of layers, and saved tensors moved to the host and back at any moment that
-    the simulator allows.
-    """
+    """Forwards and backwards in pieces, with saved tensors offloaded and reloaded at any legal moment, cost
+    as in the account."""
     rng = Random(seed)
     model = hostile(rng, 1 + small_first(seed, largest=7))
     plan = any_plan(rng, model, any_training(rng), recompute="never")
@@ -166,9 +166,8 @@ def test_pieces_and_moved_tensors_cost_what_the_account_says(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", seeds(30, of=60))
 def test_cutting_stages_into_pieces_changes_no_peak(seed: int) -> None:
-    """By the account: pieces peak where whole stages do, whatever the layers share. Only what lasts until the end of a
-    backward ends earlier with a piece's.
-    """
+    """By the account, pieces peak with whole stages, whatever the layers share, unless a storage held until
+    the end of a backward is freed earlier by its piece."""
     rng = Random(seed)
     plan = any_plan(rng, hostile(rng, 1 + small_first(seed, largest=7)), any_training(rng), recompute="never")
     in_parts, whole = peaks(plan, program=in_pieces(rng, plan)), peaks(plan)
@@ -180,7 +179,8 @@ def test_cutting_stages_into_pieces_changes_no_peak(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_step_leaves_what_it_found(seed: int) -> None:
-    """By the account: after its first step, which bears the optimizer state, a device is as full as before a step."""
+    """By the account, after its first step, which allocates optimizer state, a device is as full as before a
+    step."""
     plan = case(seed)
     for device in range(len(plan.cluster.devices)):
         samples = Account(plan, device, steps=3).samples
@@ -193,7 +193,8 @@ def test_a_step_leaves_what_it_found(seed: int) -> None:
 @pytest.mark.parametrize("schedule", ENDLESS)
 @pytest.mark.parametrize("seed", seeds(35, of=60))
 def test_endless_schedules_cost_what_the_account_says(schedule: str, seed: int) -> None:
-    """In every step until they are all alike and one more, of which the account knows nothing: it reads one program."""
+    """Simulated asynchronous steps match the account up to the steady state and one step more; the account
+    reads one program without knowing of steps."""
     rng = Random(seed)
     plan = endless_plan(rng, schedule, hostile(rng, small_first(seed, largest=8)))
     steps = distinct_steps(plan) + 1
@@ -211,7 +212,7 @@ def test_endless_schedules_cost_what_the_account_says(schedule: str, seed: int) 
 @pytest.mark.parametrize("schedule", ENDLESS)
 @pytest.mark.parametrize("seed", seeds(25, of=40))
 def test_a_drain_needs_no_more_than_the_steps_before_it(schedule: str, seed: int) -> None:
-    """By the account: whenever it comes, after one step or many, so that a plan's peaks hold for it too."""
+    """By the account, a drain after any number of steps stays within a plan's peaks."""
     rng = Random(seed)
     plan = endless_plan(rng, schedule, hostile(rng, small_first(seed, largest=8)))
     count, peaks = plan.training.microbatches, Simulation(plan).peak_bytes
@@ -222,9 +223,9 @@ def test_a_drain_needs_no_more_than_the_steps_before_it(schedule: str, seed: int
 
 
 def endless_plan(rng: Random, schedule: str, model: Measurement) -> Plan:
-    """Any split over up to four devices; parameters that stages would share are not; runs are recomputed and saved
-    tensors moved for a share of the microbatches, and weights; versions hold the weights or everything.
-    """
+    """Draw a split over up to four devices without parameters shared between stages; runs are recomputed,
+    saved tensors and weights offloaded, for a share of the microbatches; versions hold the weights or
+    everything."""
     stages = rng.randrange(1, min(4, len(model.layers)) + 1)
     how = training(schedule, rng.randrange(stages if schedule == "pipedream-2bw" else 1, 8))
     how = replace(how, versions=rng.choice(("weights", "weights", "everything")))
@@ -241,7 +242,8 @@ def endless_plan(rng: Random, schedule: str, model: Measurement) -> Plan:
 
 
 def any_weights(rng: Random, plan: Plan, kind: StateKind) -> Iterator[Decision]:
-    """In some stages, older weights or the newest ones of some layers go to the host, or those of all layers do."""
+    """Draw stages with older weights or the newest ones of some layers at the host, or those of all layers.
+    """
     last_has_none = kind == "versions" and plan.training.schedule == "pipedream"
     stages = plan.stages[:-1] if last_has_none else plan.stages
     for number, stage in enumerate(stages if rng.random() < 0.5 else ()):
@@ -263,7 +265,7 @@ def any_weights(rng: Random, plan: Plan, kind: StateKind) -> Iterator[Decision]:
 
 
 def moved(plan: Plan, moves: tuple[Decision, ...]) -> Plan:
-    """The plan with these moves, unless one names a copy that a recomputed layer in place was given, which none may."""
+    """Return the plan with these moves, unless a move names the copy given to a recomputed layer in place."""
     moving = replace(plan, decisions=(*plan.decisions, *moves))
     try:
         assert Simulation(moving, steps=1).effects
@@ -275,14 +277,14 @@ def moved(plan: Plan, moves: tuple[Decision, ...]) -> Plan:
 
 
 def any_share(rng: Random, plan: Plan) -> Microbatches:
-    """A share of the microbatches that is the same in every step."""
+    """Draw a share of the microbatches that is the same in every step."""
     count = plan.training.microbatches
     every = rng.choice([number for number in range(1, count + 1) if count % number == 0])
     return Microbatches(rng.randint(1, every), every, rng.randrange(every))
 
 
 def any_moves(rng: Random, plan: Plan) -> Iterator[Decision]:
-    """In every stage, saved tensors that go to the host, alone or together."""
+    """Draw saved tensors that go to the host in every stage, alone or together."""
     for number in range(len(plan.stages)):
         names = movable(plan, number)
         rng.shuffle(names)
@@ -299,7 +301,7 @@ def any_moves(rng: Random, plan: Plan) -> Iterator[Decision]:
 
 
 def in_steps(plan: Plan, account: Account, steps: int) -> Iterator[Sample]:
-    """The samples of an account of several steps, counted as each step counts its actions."""
+    """Return the samples of an account of several steps, with actions counted per step."""
     left, entered = iter(account.samples), 0
     for step in range(steps):
         for action in lower(plan, entered=entered).actions[account.number]:
@@ -313,9 +315,9 @@ def in_steps(plan: Plan, account: Account, steps: int) -> Iterator[Sample]:
 
 
 def in_pieces(rng: Random, plan: Plan) -> Program:
-    """The plan's program, forwards and backwards of a stage always cut at the same places.
+    """Return the plan's program, forwards and backwards of a stage cut at the same places.
 
-    Users of a shared parameter stay together: in pieces of their own they would add their gradients up one by one.
+    Users of a shared parameter stay together: separate pieces would add their gradients up one by one.
     """
     cuts = [_cuts(rng, plan, number) for number in range(len(plan.stages))]
     return _rewritten(plan, lower(plan), lambda action: _cut(plan, action, cuts[action.stage]))
@@ -339,7 +341,7 @@ def _cut(plan: Plan, action: Action, cuts: Sequence[int]) -> list[Action]:
 
 
 def with_moves(rng: Random, plan: Plan, program: Program) -> Program:
-    """The program with some saved tensors moved to the host and back, wherever the simulator allows it."""
+    """Return the program with some saved tensors moved to the host and back at legal moments."""
     for _ in range(6):
         stage = rng.randrange(len(plan.stages))
         layer = rng.randrange(plan.stages[stage].start, plan.stages[stage].stop)
@@ -361,7 +363,7 @@ def with_moves(rng: Random, plan: Plan, program: Program) -> Program:
 
 
 def _moved(rng: Random, plan: Plan, program: Program, move: Action, layer: int) -> Program:
-    """OFFLOAD and RELOAD with their joins, in this order somewhere between the layer's forward and backward."""
+    """Return OFFLOAD and RELOAD with their joins, in this order, between the layer's forward and backward."""
     device = plan.stages[move.stage].device
     actions = list(program.actions[device])
     own = [k for k, a in enumerate(actions) if (a.stage, a.microbatch) == (move.stage, move.microbatch)]
@@ -391,14 +393,14 @@ def _rewritten(plan: Plan, program: Program, rewrite) -> Program:
 
 
 def assert_samples_agree(plan: Plan, program: Program) -> None:
-    """The samples of a trace are those of the account."""
+    """Check the samples of a trace against those of the account."""
     trace = Simulation(plan, program=program, steps=2).trace()
     for number, device in enumerate(trace.devices):
         assert_device_agrees(device.memory, Account(plan, number, program=program).samples)
 
 
 def assert_device_agrees(memory: Sequence[MemorySample], samples: Sequence[Sample]) -> None:
-    """The samples of a device are those of its account."""
+    """Check the samples of a device against those of its account."""
     told = {(sample.step, sample.action, k) for k, sample in _numbered(memory)}
     silent = [s for k, s in _numbered(samples) if (s.step, str(s.action), k) not in told]
     assert all(s.before == s.after and s.peak_bytes == sum(s.before.values()) for s in silent)
@@ -408,7 +410,7 @@ def assert_device_agrees(memory: Sequence[MemorySample], samples: Sequence[Sampl
 
 
 def _numbered(samples):
-    """Every sample with how often its action came before it in its step."""
+    """Number samples by the earlier occurrences of their action in the step."""
     seen: dict[tuple[int, str], int] = {}
     for sample in samples:
         key = sample.step, str(sample.action)
@@ -417,10 +419,11 @@ def _numbered(samples):
 
 
 def assert_sample_agrees(sample: MemorySample, expected: Sample) -> None:
-    """The total; and categories that grow count with what the action leaves, those that shrink with what they held.
+    """Check the total; growing categories count with the bytes after the action, shrinking ones with those
+    before.
 
-    Where the peak is below that sum, shrinking categories have given way, and it is not said which. What is above it
-    belongs to the kernel, as far as that takes a workspace of its own, and the rest is temporary.
+    If the peak is below that sum, shrinking categories have given way, in any proportion. Bytes above the sum
+    belong to the kernel, up to its workspace; the rest is temporary.
     """
     assert sample.total_bytes == expected.peak_bytes, sample.action
     found = sample.by_category
@@ -438,12 +441,13 @@ def assert_sample_agrees(sample: MemorySample, expected: Sample) -> None:
 
 # -------------------------------------------------------------------- the account by hand
 
-# A layer of `make_layer`: parameters 32, input 8 (saved), output 8 (not saved), 16 of its own saved, scratch 4. The
-# loss saves 4 of its own and makes 4 that go, its target has 4; the last stage holds 4 a microbatch and a seed of 4.
+# A layer of `make_layer`: parameters 32, input 8 (saved), output 8 (not saved), saved tensors 16, scratch 4.
+# The loss saves 4 and makes 4 of scratch; its target has 4. The last stage holds 4 a microbatch and a seed
+# of 4.
 
 
 def levels(text: str, *, layers: int = 3, split: Sequence[int] = (3,)) -> dict[str, int]:
-    """What device 0 holds after each action of a program, without what it holds at rest."""
+    """Return device 0's bytes after each action of a program, minus its bytes at rest."""
     plan = make_plan(equal_profile(layers), split, microbatches=1)
     others = "".join(f"\ndevice {number}:" for number in range(1, len(split)))
     program = parse_program(
@@ -454,13 +458,15 @@ def levels(text: str, *, layers: int = 3, split: Sequence[int] = (3,)) -> dict[s
 
 
 def test_pieces_of_a_stage_hold_their_boundary_values() -> None:
-    """A forward piece adds what it saves and its value, which goes when the next one has not saved it."""
+    """A forward piece adds its saved tensors and its value, which is freed after the next piece unless saved
+    there."""
     found = levels("0LOAD0 0F0[0:2] 0F0[2:3] 0B0[2:3] 0B0[0:2]")
     assert list(found.values()) == [8 + 4, 2 * 24 + 8 + 4, 3 * 24 + 4, 2 * 24 + 8 + 32, 3 * 32]
 
 
 def test_a_run_is_recomputed_inside_a_stage() -> None:
-    """N keeps its input and adds its value; R adds what its layers save; each backward frees what its layers saved."""
+    """N keeps its input and adds its value; R adds its layers' saved tensors; each backward frees those of
+    its layers."""
     found = levels("0LOAD0 0F0[0:1] 0N0[1:2] 0F0[2:3] 0R0[1:2] 0B0[2:3] 0B0[1:2] 0B0[0:1]")
     target, saved, passed = 4, 24, 8
     assert list(found.values()) == [
@@ -476,7 +482,8 @@ def test_a_run_is_recomputed_inside_a_stage() -> None:
 
 
 def test_a_value_that_its_layer_saves_lives_twice_while_its_forward_runs_again() -> None:
-    """The next layer holds the first instance of it until its own backward, which then frees it."""
+    """The next layer holds the first instance of the value until that layer's backward, which then frees it.
+    """
     cost = make_layer()
     output = replace(cost.saved[0], nbytes=8, origin=Origin(kind="own"))
     plan = make_plan(chain_profile([replace(cost, saved=(output, cost.saved[1]))] * 2), [2], microbatches=1)

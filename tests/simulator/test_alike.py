@@ -1,4 +1,5 @@
-"""Replicas that do the same at the same times, of which one is simulated: beside simulations of all devices."""
+"""Identical replicas that act at the same times, with one simulated for all, against simulations of all
+devices."""
 
 from __future__ import annotations
 
@@ -41,15 +42,14 @@ DUPLEX = "duplex = {}\n"
 
 @cache
 def model(tied: bool) -> ModelProfile:
-    """A model of 7 layers in microbatches of up to 8 samples, some of whose layers may share a parameter."""
+    """Build a model of 7 layers in microbatches of up to 8 samples, some with a shared parameter."""
     sizes = {"layers": 4, "hidden": 16, "heads": 2, "vocabulary": 32, "sequence": 8}
     return profile(build("gpt", **sizes, tied=tied), microbatch_size=(8, 4, 2, 1), target="cuda")
 
 
 def cluster(rng: Random) -> Cluster:
-    """Sixteen devices on a switch, on a host or several, which fast links may join in groups; or pairs with one wire to
-    the host.
-    """
+    """Build sixteen devices on a switch, on a host or several, optionally in groups with fast links; or pairs
+    with one wire to the host."""
     if rng.random() < 0.2:
         duplex = DUPLEX.format(rng.choice([1.0, 0.7]))
         return Cluster.parse(
@@ -65,7 +65,8 @@ def cluster(rng: Random) -> Cluster:
 
 
 def plans(rng: Random) -> Iterator[Plan]:
-    """Plans of stages that mostly have several replicas, as many or not, on devices in order or not."""
+    """Build plans of stages that mostly have several replicas, in equal numbers or not, on devices in order
+    or not."""
     while True:
         schedule = rng.choice(["1f1b", "eager-1f1b", "gpipe", "pipedream-2bw"])
         endless = schedule == "pipedream-2bw"
@@ -101,7 +102,7 @@ def plans(rng: Random) -> Iterator[Plan]:
 
 
 def trees(plan: Plan) -> int:
-    """How many sums of a plan's replicas or agreements go up and down trees."""
+    """Return the number of a plan's replica sums and agreements that use trees."""
     every = [(stage.devices, sum(stage_gradients(plan, n))) for n, stage in enumerate(plan.stages)]
     every += [(plan.workers, 4)] * plan.training.agrees
     found = (
@@ -112,20 +113,21 @@ def trees(plan: Plan) -> int:
 
 
 def stage_gradients(plan: Plan, number: int) -> list[int]:
-    """Bytes of gradients of a stage's layers."""
+    """Return the bytes of gradients of a stage's layers."""
     stage = plan.stages[number]
     return [cost.gradient_bytes for cost in plan.measured(number).costs[stage.start : stage.stop]]
 
 
 def folded(plan: Plan) -> int:
-    """How many devices others stand for."""
+    """Return the number of devices that others stand for."""
     found = alike(plan)
     return 0 if found is None else len(found.devices) - len({*found.devices.values()})
 
 
 @pytest.mark.parametrize("seed", [3, 14])
 def test_devices_that_stand_for_others_tell_the_same_floats(seed: int) -> None:
-    """Peaks, seconds, utilisation and the times of every device's passes are those of a simulation of all devices."""
+    """Peaks, seconds, utilisation and the times of every device's passes are those of a simulation of all
+    devices."""
     rng, saved, kept, up = Random(f"alike {seed}"), 0, 0, 0
     for plan in islice(plans(rng), 12):
         whole, found = Simulation(plan), Assembled(plan, Parts(Costs.of(plan)))
@@ -143,9 +145,8 @@ def test_devices_that_stand_for_others_tell_the_same_floats(seed: int) -> None:
 
 
 def test_collectives_that_are_ready_at_once_keep_their_order() -> None:
-    """The first device of a stage has part in its own sum before the sum of what the stages share; the first device of
-    the other stage, which stands for others, has no part in that.
-    """
+    """The first device of a stage sums with its replicas before it sums shared parameters; the other stage's
+    first device, which stands for others, takes no part in that order."""
     grids = (11, 7, 6, 1, 13, 0, 2, 12), (15, 3, 8, 5, 4, 10, 14, 9)
     plan = Plan(
         profile=model(tied=True),
@@ -162,7 +163,7 @@ def test_collectives_that_are_ready_at_once_keep_their_order() -> None:
 
 
 def test_equal_replicas_are_one() -> None:
-    """Of eight replicas of two stages on a switch one is simulated; on wires that pairs share, all are."""
+    """On a switch one of eight replicas of two stages is simulated; on wires shared by pairs, all are."""
     plan = next(plans(Random(0)))
     grids = [Grid(devices=tuple(range(8 * n, 8 * n + 8)), data=8) for n in range(2)]
     stages = tuple(Stage(start=4 * n, stop=4 + 3 * n, grid=grid) for n, grid in enumerate(grids))

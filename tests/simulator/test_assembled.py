@@ -1,4 +1,4 @@
-"""Plans put together of what their devices do, beside simulations of whole programs."""
+"""Plans assembled from per-device parts, against simulations of whole programs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model() -> ModelProfile:
 
 
 def variants(plan: Plan, rng: Random) -> list[Plan]:
-    """The plan with random decisions, and the same without those of single stages, and the first one again."""
+    """Return the plan with random decisions, without those of single stages, and as first given."""
     kinds = ("optimizer", "gradients") if plan.training.endless else ("optimizer", "parameters", "gradients")
     whole = moving_states(moving(plan, rng), rng, kinds)
     stages = rng.sample(range(len(plan.stages)), min(2, len(plan.stages)))
@@ -47,7 +47,7 @@ def variants(plan: Plan, rng: Random) -> list[Plan]:
 
 
 def told(plan: Plan, parts: Parts | None) -> Answer | str:
-    """Peaks, arenas, seconds and utilisation, or why there are none."""
+    """Return peaks, arenas, seconds and utilisation, or the refusal."""
     try:
         found = Simulation(plan) if parts is None else Assembled(plan, parts)
         return found.peak_bytes, found.arenas, found.step_seconds, found.utilisation
@@ -57,7 +57,8 @@ def told(plan: Plan, parts: Parts | None) -> Answer | str:
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, *ENDLESS])
 def test_a_plan_put_together_is_as_its_whole_program(schedule: str) -> None:
-    """Peaks, arenas, seconds and utilisation, whatever other plans with other decisions or splits came before."""
+    """An assembled plan equals its whole program after any other plans with other decisions or splits: peaks,
+    arenas, seconds and utilisation."""
     rng, parts, compared = Random(f"assembled {schedule}"), dict[object, Parts](), 0
     for _ in range(7):
         plan = random_plan(model(), rng, microbatches=6, schedule=schedule)
@@ -70,9 +71,8 @@ def test_a_plan_put_together_is_as_its_whole_program(schedule: str) -> None:
 
 
 def test_replicas_are_put_together_too() -> None:
-    """Two replicas of a stage, of which each sends and receives its own rows, and sums the gradients of both, whatever
-    they divide: plans that divide something else, in other buckets, with another cut or without replicas, came before.
-    """
+    """Two replicas of a stage, which exchange separate rows and sum both gradients, are assembled too, after
+    plans with other divided state, buckets, cuts, or no replicas."""
     plan = random_plan(model(), Random(0), microbatches=4, schedule="1f1b")
     count, parts = len(plan.profile.layers), Parts(Costs.of(plan))
     for shard, buckets, cut in product(get_args(Sharding), (1, 3), (3, 4)):

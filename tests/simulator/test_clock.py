@@ -1,4 +1,4 @@
-"""When things happen: closed forms, contention for wires, and a slow oracle."""
+"""Times of actions: closed forms, contention for wires, and a slow oracle."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_steps_follow_one_another_without_a_barrier() -> None:
 
 
 def test_a_simulation_is_freed_with_the_last_reference_to_it() -> None:
-    """Whoever simulates by the hundred leaves nothing behind that only a garbage collection would find."""
+    """Hundreds of simulations leave no objects that need a garbage collection."""
     plan = make_plan(equal_profile(4, kept_bytes=8), [2, 2], microbatches=2)
     simulation = Simulation(plan, program=offload_all(plan))
     simulation.trace()
@@ -66,7 +66,7 @@ def test_a_simulation_is_freed_with_the_last_reference_to_it() -> None:
 
 
 def test_durations_follow_the_device_they_run_on() -> None:
-    """Where the profile holds no seconds, a device of half the speed takes twice as long."""
+    """A device of half the speed takes twice as long if the profile holds no seconds."""
     cluster = make_cluster(2)
     slow = replace(cluster.devices[0].kind, name="slow", flops={"float32": 5e11}, memory_bandwidth=5e10)
     cluster = replace(cluster, devices=(cluster.devices[0], replace(cluster.devices[1], kind=slow)))
@@ -91,7 +91,7 @@ device 2: 2RECV_F0 2WAIT_RECV_F0
 
 
 def chain(*wires: str, speed: float = 8.0) -> Cluster:
-    """Devices in a row, one link per wire name; a message of 8 bytes takes 8 / speed seconds."""
+    """Build devices in a row, one link per wire name; a message of 8 bytes takes 8 / speed seconds."""
     links = (
         Link.between(f"device{n}", f"device{n + 1}", bytes_per_second=speed, wire=wire)
         for n, wire in enumerate(wires)
@@ -100,7 +100,8 @@ def chain(*wires: str, speed: float = 8.0) -> Cluster:
 
 
 def run(text: str, cluster: Cluster, microbatches: int) -> dict[str, tuple[float, float]]:
-    """Start and end of every event of a program of three stages of one layer, whose forwards take a second."""
+    """Return start and end of every event of a program of three stages of one layer, with forwards of a
+    second."""
     plan = make_plan(equal_profile(3), [1, 1, 1], microbatches=microbatches, cluster=cluster)
     trace = simulate(
         plan,
@@ -121,13 +122,14 @@ def test_two_transfers_over_one_wire_take_twice_as_long() -> None:
 
 
 def test_two_transfers_over_two_wires_do_not_wait() -> None:
-    """The same messages over wires of their own run at once."""
+    """The same messages run at once over separate wires."""
     found = run(FORWARD_CHAIN, chain("one", "other"), 2)
     assert found["0SEND_F1"] == found["1SEND_F0"] == (3.0, 4.0)
 
 
 def test_a_wire_goes_to_the_transfer_that_was_ready_first() -> None:
-    """Device 0 runs ahead to its send at second 4; device 1's send at 3 takes the wire before it all the same."""
+    """Device 0's send is posted at second 4, after computing ahead; device 1's send at second 3 still takes
+    the wire first."""
     found = run(LATE_REQUEST, chain("wire", "wire", speed=8.0), 4)
     assert found["1SEND_F0"] == (3.0, 4.0)
     found = run(LATE_REQUEST, chain("wire", "wire", speed=4.0), 4)
@@ -146,7 +148,7 @@ def test_both_ends_of_a_message_are_busy_for_as_long() -> None:
 
 
 def test_gradients_that_nobody_needs_take_no_bytes() -> None:
-    """Where the boundary's value requires no gradient, the message back lasts the latency alone."""
+    """If the boundary's value requires no gradient, the message back lasts the latency alone."""
     integers = value(8, requires_grad=False)
     layers = [replace(make_layer(), outputs=(integers,)), replace(make_layer(), inputs=(integers,))]
     cluster = make_cluster(2, bytes_per_second=4.0, latency_seconds=0.5)
@@ -156,7 +158,8 @@ def test_gradients_that_nobody_needs_take_no_bytes() -> None:
 
 
 def test_a_message_waits_for_the_receiver_to_post() -> None:
-    """A rendezvous: sent at second 1, it starts when the receiver posts after its own forward of another microbatch."""
+    """In a rendezvous a message sent at second 1 starts when the receiver posts, after its forward of another
+    microbatch."""
     text = """
     device 0: 0LOAD0 0F0 0SEND_F0 0LOAD1 0F1 0SEND_F1 0WAIT_SEND_F0 0WAIT_SEND_F1
     device 1: 1RECV_F0 1WAIT_RECV_F0 1F0 1RECV_F1 1WAIT_RECV_F1
@@ -168,7 +171,7 @@ def test_a_message_waits_for_the_receiver_to_post() -> None:
 
 
 def test_stages_on_one_device_hand_over_in_no_time() -> None:
-    """A message between two stages of the same device takes no wire and no time."""
+    """A message between two stages of one device takes no wire and no time."""
     plan = make_plan(equal_profile(2), [1, 1], microbatches=1, cluster=make_cluster(2, bytes_per_second=1.0))
     text = (
         "0LOAD0 0F0 0SEND_F0 1RECV_F0 1WAIT_RECV_F0 0WAIT_SEND_F0 1LOAD0 1F0 0RECV_B0 1B0 1SEND_B0 1WAIT_SEND_B0 "
@@ -189,9 +192,8 @@ def test_stages_on_one_device_hand_over_in_no_time() -> None:
 
 
 def test_both_directions_of_a_link_slow_each_other() -> None:
-    """Messages of 4 seconds: one leaves at second 5 and goes alone until the other one leaves at 7. Both go at half
-    speed until the first has its last 2 seconds behind it, at 11; the other one ends alone.
-    """
+    """Of two messages of 4 seconds, one leaves at second 5 alone, the other at 7; both then go at half speed.
+    The first ends at 11, the other finishes alone."""
     text = """
     device 0: 0LOAD0 0F0 0SEND_F0 0LOAD1 0F1 0WAIT_SEND_F0 0SEND_F1 0RECV_B0 0WAIT_SEND_F1 0WAIT_RECV_B0 0B0
     device 1: 1RECV_F0 1WAIT_RECV_F0 1RECV_F1 1LOAD0 1F0 1B0 1SEND_B0 1WAIT_RECV_F1 1WAIT_SEND_B0
@@ -207,7 +209,7 @@ def test_both_directions_of_a_link_slow_each_other() -> None:
 
 
 def test_a_way_that_goes_up_and_down_one_link_is_as_fast_as_both_directions_at_once() -> None:
-    """Two devices behind one wire to the host: bytes between them use both directions all the time."""
+    """Two devices on one wire to the host use both its directions all the time."""
     ends = (
         Link.between(f"device{n}", "host0", bytes_per_second=8.0, wire="uplink", duplex=0.75)
         for n in range(2)
@@ -220,14 +222,14 @@ def test_a_way_that_goes_up_and_down_one_link_is_as_fast_as_both_directions_at_o
 
 
 class Moving:
-    """A transfer that is ready: what is left of it, in seconds at full speed, and the wires that it takes."""
+    """A ready transfer: its remaining seconds at full speed, and its wires."""
 
     def __init__(self, wires: tuple[str, ...], seconds: Fraction) -> None:
         self.wires, self.left, self.begun = wires, seconds, False
 
 
 class Fluid:
-    """A slow simulator: time goes on to the next end of anything, and everything that moves is looked at each time."""
+    """A slow simulator: time advances to the next end, and every transfer is checked each time."""
 
     def __init__(self, plan: Plan, program: Program, duplex: Fraction) -> None:
         self.plan, self.program, self.duplex, self.time = plan, program, duplex, Fraction(0)
@@ -254,7 +256,7 @@ class Fluid:
         return max(self.busy)
 
     def settle(self) -> bool:
-        """What has ended makes way, and what is ready and has its wires begins; whether anything did."""
+        """End finished transfers, start ready ones with free wires, and return whether anything changed."""
         over = [key for key, one in self.moving.items() if one.begun and not one.left]
         for key in over:
             del self.moving[key]
@@ -273,7 +275,7 @@ class Fluid:
         return changed
 
     def speed(self, one: Moving) -> Fraction:
-        """Slower where something goes the other way."""
+        """Return the speed, lower if an opposite transfer runs."""
         others = {wire for other in self.moving.values() if other.begun for wire in other.wires}
         turned = {"up": "down", "down": "up"}
         back = {f"{name}:{turned[way]}" for name, _, way in (wire.rpartition(":") for wire in one.wires)}
@@ -340,9 +342,8 @@ def test_the_clock_agrees_with_a_slow_oracle(
     moving: bool,
     duplex: float,
 ) -> None:
-    """Under any sharing of wires, and however much their directions hinder each other, a step ends when an exact
-    simulation says that looks at everything again each time, with offloads and without.
-    """
+    """For any shared wires and any slowdown between directions, a step ends as in an exact simulation that
+    checks everything each time, with and without offload."""
 
     def link(one: str, other: str, wire: str | None) -> Link:
         return Link.between(one, other, bytes_per_second=1.0, wire=wire, duplex=duplex)
@@ -374,7 +375,7 @@ def test_the_clock_agrees_with_a_slow_oracle(
 
 
 def test_agreements_that_come_twice_are_two() -> None:
-    """Every stage joins its first agreement before its second: they take twice the time of one."""
+    """Every stage joins its first agreement before its second: two agreements take twice the time of one."""
     plan = make_plan(equal_profile(2), [1, 1], microbatches=1, cluster=make_cluster(2, latency_seconds=1.0))
     lines = [" ".join(map(str, actions)) for actions in lower(plan).actions]
 
@@ -389,7 +390,7 @@ def test_agreements_that_come_twice_are_two() -> None:
 
 
 def test_a_deadlock_in_a_sum_names_the_sum() -> None:
-    """A device that waits for all others to agree is named with that action; it has no partner of its own."""
+    """A deadlocked sum names the waiting device and its action, which has no single partner."""
     text = """
     device 0: 0LOAD0 0F0 0SEND_F0 0WAIT_SEND_F0 0RECV_B0 0WAIT_RECV_B0 0B0 {} 0LOAD1 0F1 0SEND_F1 0WAIT_SEND_F1
     device 1: 1RECV_F0 1WAIT_RECV_F0 1LOAD0 1F0 1B0 1SEND_B0 1WAIT_SEND_B0 1RECV_F1 1WAIT_RECV_F1 1AGREE 1WAIT_AGREE

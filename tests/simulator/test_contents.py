@@ -1,4 +1,4 @@
-"""Why a device is full, layer by layer."""
+"""The contents of a full device, layer by layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from pipelines import equal_profile, make_cluster, make_plan, random_profile
 
 
 def level_before(simulation: Simulation, device: int, step: int, action: str) -> tuple[int, int, int, int]:
-    """Parameters, gradients, optimizer state and activations as an action begins: what all before it have left."""
+    """Return parameters, gradients, optimizer state and activations before an action, from the actions before
+    it."""
     level = list(simulation._at_rest(device)[:4])
     program = simulation.program.actions[device]
     for at, position, (_, _, _, after) in simulation._changes(device, step + 1):
@@ -29,7 +30,7 @@ def level_before(simulation: Simulation, device: int, step: int, action: str) ->
 
 @pytest.mark.parametrize("seed", range(12))
 def test_layers_add_up_to_what_the_device_holds(seed: int) -> None:
-    """Over all layers, each category is as large as the simulation has it when the action of the peak begins."""
+    """Summed over all layers, each category equals the simulator's when the peak action begins."""
     rng = Random(seed)
     schedule = rng.choice(["1f1b", "gpipe"])
     plan = make_plan(random_profile(7, seed), (3, 2, 2), schedule=schedule)
@@ -53,7 +54,7 @@ def test_layers_add_up_to_what_the_device_holds(seed: int) -> None:
 
 
 def test_equal_layers_hold_equal_bytes_of_as_many_microbatches_as_are_in_flight() -> None:
-    """Stage s of P under 1F1B has P - s microbatches in flight, and each keeps what every layer saves."""
+    """Stage s of P under 1F1B has P - s microbatches in flight, each with every layer's saved tensors."""
     plan = make_plan(equal_profile(8, kept_bytes=96, saves_input=False), (2, 2, 2, 2))
     for device in range(3):
         found = contents(plan, device)
@@ -64,7 +65,8 @@ def test_equal_layers_hold_equal_bytes_of_as_many_microbatches_as_are_in_flight(
 
 
 def test_a_tensor_is_told_by_what_keeps_it() -> None:
-    """With its operation, its shape and the microbatches in flight; what no layer saves is handed on."""
+    """A tensor is listed with its operation, shape and microbatches in flight; a value that no layer saves is
+    handed on."""
     plan = make_plan(equal_profile(4, kept_bytes=96, saves_input=False), (2, 2))
     found = contents(plan, 0)
     assert found is not None
@@ -76,7 +78,7 @@ def test_a_tensor_is_told_by_what_keeps_it() -> None:
 
 
 def test_state_that_moves_counts_as_none() -> None:
-    """A layer whose optimizer state goes to the host has none of it in the table; the other layers have theirs."""
+    """A layer with offloaded optimizer state has none of it in the table; the other layers have theirs."""
     state = Decision(
         stage=0,
         subject=State(start=0, stop=1, kind="optimizer"),
@@ -90,7 +92,7 @@ def test_state_that_moves_counts_as_none() -> None:
 
 
 def test_a_device_without_a_stage_has_no_contents() -> None:
-    """A device that computes nothing is full of no layer."""
+    """A device without a stage has no layers in the table."""
     plan = make_plan(equal_profile(4), (2, 2), cluster=make_cluster(3))
     assert contents(plan, 1) is not None
     assert contents(plan, 2) is None
@@ -99,7 +101,8 @@ def test_a_device_without_a_stage_has_no_contents() -> None:
 
 @pytest.mark.parametrize("kind", ["gradients", "parameters", "versions"])
 def test_state_that_no_first_step_moves_is_known(kind: StateKind) -> None:
-    """Three stages under PipeDream, a microbatch a step: the first stage has no gradients and no older weights yet."""
+    """Three stages under PipeDream, a microbatch a step: the first stage has no gradients or older weights in
+    its first step."""
     away = Decision(
         stage=0,
         subject=State(start=1, stop=2, kind=kind),

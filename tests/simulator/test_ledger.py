@@ -1,4 +1,4 @@
-"""What devices hold: sums by hand, closed forms, categories, and programs that use what is not there."""
+"""Memory of devices: sums by hand, closed forms, categories, and programs that use missing tensors."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from pipefit.schema.trace import Category, MemorySample
 from pipefit.simulator import Costs, Simulation, simulate
 from pipelines import equal_profile, make_cluster, make_plan, random_profile
 
-# Device 0 of two, under GPipe with two microbatches. One layer: parameters 32, input 8 (saved), output 8 (not saved),
-# kept 16, scratch 4. So a forward peaks at 8 + 16 + 4 = 28 and leaves 24 saved; a backward peaks at 8 + 32 + 4 = 44 the
-# first time and at 8 + 32 + 8 = 48 later. On the first stage it sends no gradient back. Optimizer state is 64, with
-# 4 of scratch.
+# Device 0 of two, under GPipe with two microbatches. One layer: parameters 32, input 8 (saved), output 8 (not
+# saved), saved tensors 16, scratch 4. A forward peaks at 8 + 16 + 4 = 28 and leaves 24 saved; a backward peaks
+# at 8 + 32 + 4 = 44 the first time and at 8 + 32 + 8 = 48 later. The first stage sends no gradient back.
+# Optimizer state is 64, with 4 of scratch.
 BY_HAND = {  # the highest total during the action: first step, later steps (64 bytes of state more, no growth in STEP)
     "0LOAD0": 32 + 8,
     "0F0": 40 + 28,
@@ -45,7 +45,8 @@ BY_HAND = {  # the highest total during the action: first step, later steps (64 
 
 
 def test_a_small_program_adds_up_as_by_hand() -> None:
-    """Every sample of a stage, in the first step and in the second, is the sum written down from the layer's sizes."""
+    """Every sample of a stage, in the first step and in the second, is the sum of the layer's sizes, written
+    by hand."""
     plan = make_plan(equal_profile(2), [1, 1], microbatches=2, schedule="gpipe")
     samples = simulate(plan, steps=2).devices[0].memory
     assert {s.action: s.total_bytes for s in samples if s.step == 0} == BY_HAND
@@ -64,7 +65,7 @@ def test_gradients_that_a_step_leaves_are_there_in_the_next_one() -> None:
 
 
 def test_categories_say_what_the_bytes_are_for() -> None:
-    """At a backward's peak: parameters, the gradients it leaves, what it consumes, what travels, and scratch."""
+    """A backward's peak has parameters, its gradients, the tensors it consumes, messages, and scratch."""
     trace = simulate(make_plan(equal_profile(2), [1, 1], microbatches=2, schedule="gpipe"), steps=1)
     found = {sample.action: sample.by_category for sample in trace.devices[0].memory}
     assert found["0F0"] == {
@@ -99,7 +100,8 @@ def test_an_effect_splits_its_peak_without_remainder(
     boundary: int,
     parameters: int,
 ) -> None:
-    """Categories add up to the peak; none has lost more than the action consumes; temporary is never negative."""
+    """Categories add up to the peak; none loses more than the action consumes; temporary is never negative.
+    """
     changes = (gradients, optimizer, activations, versions, boundary, parameters)
     found = effect(
         peak_bytes=sum(changes) + above,
@@ -148,10 +150,8 @@ def test_categories_add_up_and_end_where_they_began(
 def test_activations_are_those_of_the_microbatches_in_flight(
     schedule: str, stages: int, microbatches: int
 ) -> None:
-    """Stage s holds the activations of M microbatches under GPipe, of min(M, P-s) under 1F1B, of min(M, 2(P-s)-1) if it
-    is eager: of each the 16 bytes that its layer keeps and its input of 8, and on the last stage the 4 that the loss
-    saves.
-    """
+    """Stage s holds the activations of M microbatches under GPipe, min(M, P-s) under 1F1B, min(M, 2(P-s)-1)
+    if eager: for each microbatch 16 saved bytes and an input of 8, and on the last stage the loss's 4."""
     plan = make_plan(equal_profile(stages), [1] * stages, microbatches=microbatches, schedule=schedule)
     for stage, device in enumerate(simulate(plan).devices):
         retained = 16 + 8 + (4 if stage == stages - 1 else 0)
@@ -165,9 +165,8 @@ def test_activations_are_those_of_the_microbatches_in_flight(
 def test_cutting_stages_into_segments_changes_no_peak(
     stages: int, layers: int, microbatches: int, seed: int
 ) -> None:
-    """Forwards and backwards layer by layer peak exactly where whole ones do, whatever the layers share, if no tensor
-    lasts longer than its layer's backward.
-    """
+    """Forwards and backwards layer by layer peak exactly with whole ones for any shared storages, if no
+    tensor outlives its layer's backward."""
     model = brief(hostile(Random(seed), stages * layers, shared=0))
     plan = make_plan(profile(model), [layers] * stages, microbatches=microbatches)
     whole, cut = Simulation(plan, steps=2), Simulation(plan, program=segmented(plan), steps=2)
@@ -176,7 +175,7 @@ def test_cutting_stages_into_segments_changes_no_peak(
 
 
 def segmented(plan: Plan) -> Program:
-    """The plan's program with every forward and backward cut into single layers."""
+    """Return the plan's program with every forward and backward cut into single layers."""
     program = lower(plan)
     pieces = [[piece for action in actions for piece in cut(plan, action)] for actions in program.actions]
     return Program(
@@ -185,7 +184,7 @@ def segmented(plan: Plan) -> Program:
 
 
 def cut(plan: Plan, action: Action) -> list[Action]:
-    """The action layer by layer, backwards from the last."""
+    """Cut the action layer by layer, backwards from the last."""
     stage = plan.stages[action.stage]
     ranges = list(pairwise(range(stage.start, stage.stop + 1)))
     if action.kind is Kind.FORWARD:
@@ -206,7 +205,8 @@ def test_the_losses_of_all_microbatches_lie_in_the_boundary_buffers() -> None:
 
 
 def test_costs_may_be_shared_by_plans() -> None:
-    """Plans of one profile and training, on whatever devices, get from shared costs the figures that they get alone."""
+    """Plans of one profile and training, on any devices, have the same figures with shared and with separate
+    costs."""
     cluster = make_cluster(2)
     slow = replace(cluster.devices[1].kind, memory_bandwidth=1e9)
     cluster = replace(cluster, devices=(cluster.devices[0], replace(cluster.devices[1], kind=slow)))
@@ -261,7 +261,8 @@ CUT = "0LOAD0 0LOAD1 0F0[0:1] 0F0[1:2] 0F1[0:1] 0F1[1:2]"  # two microbatches in
     ],
 )
 def test_a_program_that_uses_what_is_not_there_is_refused(text: str, message: str | None) -> None:
-    """One stage of two layers: the error names device, action and what is missing; segments may interleave."""
+    """Programs on one stage of two layers are refused with device, action and missing tensor; segments may
+    interleave."""
     plan = make_plan(equal_profile(2), [2], microbatches=2)
     program = parse_program(f"device 0: {text}", placement=((0,),), microbatches=2)
     if message is None:
@@ -293,7 +294,7 @@ def test_a_program_that_uses_what_is_not_there_is_refused(text: str, message: st
     ],
 )
 def test_messages_out_of_order_are_refused(lines: tuple[str, str], message: str) -> None:
-    """What is sent must exist, and what is computed with must have arrived."""
+    """A message must exist to be sent, and its input must arrive before use."""
     plan = make_plan(equal_profile(2), [1, 1], microbatches=1)
     text = "\n".join(f"device {device}: {line}" for device, line in enumerate(lines))
     with pytest.raises(UsageError, match=message):
@@ -323,7 +324,8 @@ def test_a_middle_stage_has_nothing_to_load() -> None:
 
 
 def test_a_step_that_leaves_a_microbatch_in_flight_cannot_be_repeated() -> None:
-    """A program without the backward runs once; a second step finds the first one's microbatch still there."""
+    """A program without the backward runs once; a second step finds the first one's microbatch still in
+    flight."""
     plan = make_plan(equal_profile(1), [1], microbatches=1)
     program = parse_program("device 0: 0LOAD0 0F0", placement=((0,),), microbatches=1)
     assert simulate(plan, program=program, steps=1).peak_bytes[0] > 0
@@ -332,7 +334,8 @@ def test_a_step_that_leaves_a_microbatch_in_flight_cannot_be_repeated() -> None:
 
 
 def test_several_stages_on_a_device_share_its_memory() -> None:
-    """Two stages rest together and pass on through buffers of their own; every sample is the sum made by hand."""
+    """Two stages on a device share memory at rest and pass values through separate buffers; every sample is a
+    sum by hand."""
     plan = make_plan(equal_profile(2), [1, 1], microbatches=1, schedule="gpipe", devices=1)
     rest = 2 * 32 + 4  # parameters, and the loss
     assert {s.action: s.total_bytes for s in simulate(plan, steps=1).devices[0].memory} == {
@@ -363,7 +366,8 @@ def test_several_stages_on_a_device_share_its_memory() -> None:
 def test_stages_that_share_devices_leak_nothing(
     schedule: str, recompute: Recompute, ranks: int, chunks: int, microbatches: int, seed: int
 ) -> None:
-    """Whatever is recomputed, the third step of devices with several stages is the second again, to the byte."""
+    """With any recomputation, the third step of devices with several stages equals the second, to the byte.
+    """
     split = [2] * (ranks * chunks)
     plan = make_plan(
         random_profile(2 * len(split), seed, shared=0), split,
@@ -386,7 +390,8 @@ def test_stages_that_share_devices_leak_nothing(
 def test_runs_inside_stages_leak_nothing_and_take_their_time(
     data: st.DataObject, schedule: str, stages: int, microbatches: int, seed: int
 ) -> None:
-    """Any run of any stage for any share of the microbatches, early or late: steps repeat, and only time is added."""
+    """Recomputing any run of any stage, for any share of the microbatches, early or late, adds only time;
+    steps repeat."""
     decisions = tuple(
         Decision(
             stage=number,
@@ -411,9 +416,8 @@ def test_runs_inside_stages_leak_nothing_and_take_their_time(
 
 
 def test_a_run_that_is_recomputed_keeps_its_input_instead_of_what_it_saves() -> None:
-    """Of three layers the middle one is recomputed: between forward and backward its 16 bytes are gone, and its input
-    of 8, which it saved as well, stays.
-    """
+    """The middle one of three layers is recomputed: between forward and backward its 16 bytes are gone, but
+    its saved input of 8 stays."""
     middle = Decision(stage=0, subject=Run(start=1, stop=2), what=What.RECOMPUTE)
     kept, run = (
         make_plan(equal_profile(3), [3], microbatches=2, schedule="gpipe", decisions=of)
@@ -431,7 +435,7 @@ def test_a_run_that_is_recomputed_keeps_its_input_instead_of_what_it_saves() -> 
 
 
 def test_a_bundle_moves_together() -> None:
-    """Two saved tensors of one decision leave by one action and come back by one, in the time that both take."""
+    """Two saved tensors of one decision move with one offload and one reload, in their added time."""
     both = Decision(
         stage=0, subject=SavedTensors(tensors=((0, 0), (1, 0))), what=What.OFFLOAD, place=parse_place("host")
     )
@@ -448,7 +452,7 @@ def test_a_bundle_moves_together() -> None:
 
 
 def test_what_a_program_cannot_say_to_the_simulator_is_refused() -> None:
-    """Shards of a stage and the body of an endless schedule are programs, but nothing that runs here yet."""
+    """Sharded stages and asynchronous bodies are valid programs that this simulator refuses."""
     plan = make_plan(equal_profile(1), [1], microbatches=1, cluster=make_cluster(2))
     wide = parse_program("device 0: 0LOAD0\ndevice 1:", placement=((0, 1),), microbatches=1)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Saved tensors that leave the device and come back: to the host, to peers, in shares."""
+"""Saved tensors offloaded and reloaded: to the host, to peers, in shares."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from pipefit.schema.trace import Category, Stream, Trace
 from pipefit.simulator import Simulation, simulate
 from pipelines import chain_profile, equal_profile, lent, make_cluster, make_layer, make_plan, offload_all
 
-# One stage of two layers: each keeps 16 bytes of its own as tensor 0 and its input of 8 as tensor 1.
+# One stage of two layers: tensor 0 of each has 16 bytes, tensor 1 is its input of 8.
 AWAY = "0LOAD0 0F0[0:1] 0OFFLOAD0[0.0]@{place} 0F0[1:2] 0WAIT_OFFLOAD0[0.0]@{place} "
 BACK = "0RELOAD0[0.0]@{place} 0B0[1:2] 0WAIT_RELOAD0[0.0]@{place} 0B0[0:1] 0STEP"
 
 
 def run(text: str, cluster: Cluster | None = None, **layer: object) -> Trace:
-    """The trace of a program of one stage of two layers on device 0."""
+    """Return the trace of a program of one stage of two layers on device 0."""
     cluster = cluster or make_cluster(1)
     plan = make_plan(equal_profile(2, **layer), [2], microbatches=1, cluster=cluster)
     lines = [f"device 0: {text}", *(f"device {number}:" for number in range(1, len(cluster.devices)))]
@@ -34,7 +34,7 @@ def run(text: str, cluster: Cluster | None = None, **layer: object) -> Trace:
 
 
 def levels(trace: Trace, category: Category, device: int = 0) -> dict[str, int]:
-    """The bytes of a category in every sample of a device, by action."""
+    """Return the bytes of a category in every sample of a device, by action."""
     return {sample.action: sample.by_category.get(category, 0) for sample in trace.devices[device].memory}
 
 
@@ -49,7 +49,7 @@ def test_the_join_of_an_offload_frees_and_the_start_of_a_reload_allocates() -> N
 
 
 def test_a_tensor_that_is_away_lowers_the_peak() -> None:
-    """The second layer's backward peaks lower by the bytes that are still away."""
+    """The second layer's backward peaks lower by the offloaded bytes."""
     here = run("0LOAD0 0F0[0:1] 0F0[1:2] 0B0[1:2] 0B0[0:1] 0STEP").devices[0]
     late = AWAY + "0B0[1:2] 0RELOAD0[0.0]@host 0WAIT_RELOAD0[0.0]@host 0B0[0:1] 0STEP"
     gone = run(late.format(place="host")).devices[0]
@@ -73,7 +73,8 @@ def test_copies_run_beside_computing_and_the_join_waits_for_them() -> None:
 
 
 def test_copies_of_one_direction_queue_and_those_of_two_do_not() -> None:
-    """Offloads of a device follow one another even over different wires; an offload and a reload run at once."""
+    """Offloads of a device run one after another even over different wires; an offload and a reload run at
+    once."""
     links = (
         Link.between("device0", "host0", bytes_per_second=4.0),
         Link.between("device0", "device1", bytes_per_second=4.0),
@@ -90,7 +91,7 @@ def test_copies_of_one_direction_queue_and_those_of_two_do_not() -> None:
 
 
 def test_a_copy_never_starts_before_it_is_issued() -> None:
-    """A second offload, issued when the first one is long done, starts then."""
+    """A second offload, issued long after the first one is done, starts at its issue."""
     text = (
         "0LOAD0 0F0[0:1] 0OFFLOAD0[0.0]@host 0F0[1:2] 0OFFLOAD0[1.0]@host 0WAIT_OFFLOAD0[0.0]@host "
         "0WAIT_OFFLOAD0[1.0]@host"
@@ -100,7 +101,8 @@ def test_a_copy_never_starts_before_it_is_issued() -> None:
 
 
 def test_a_copy_waits_for_one_that_runs_elsewhere() -> None:
-    """An offload over a free wire still follows the one before it, even when the device was blocked in between."""
+    """An offload over a free wire still waits for the one before it, even if the device was blocked in
+    between."""
     links = (
         Link.between("device0", "host0", bytes_per_second=2.0),
         Link.between("device0", "device1", bytes_per_second=16.0),
@@ -122,7 +124,7 @@ def test_a_copy_waits_for_one_that_runs_elsewhere() -> None:
     ("shared", "copies"), [(True, [(2.0, 6.0), (6.0, 10.0)]), (False, [(2.0, 6.0), (3.0, 7.0)])]
 )
 def test_two_devices_behind_one_uplink_take_turns(shared: bool, copies: list[tuple[float, float]]) -> None:
-    """Offloads of two devices over one wire follow one another; over a wire each, they overlap."""
+    """Offloads of two devices over one wire run one after the other; over a wire each, they overlap."""
     uplinks = (
         Link.between(f"device{n}", "host0", bytes_per_second=4.0, wire="up" if shared else None)
         for n in range(2)
@@ -160,7 +162,8 @@ def test_two_devices_behind_one_uplink_take_turns(shared: bool, copies: list[tup
 def test_a_striped_tensor_goes_in_shares_and_is_done_with_the_last(
     place: str, wire: str | None, copies: list[tuple[float, float]]
 ) -> None:
-    """Of 18 bytes in shares of two to one, 12 take two seconds and 6 take three: at once, or in turn over one wire."""
+    """18 bytes in shares of two to one take two seconds for 12 and three for 6: at once, or in turn over one
+    wire."""
     links = (
         Link.between("device0", "device1", bytes_per_second=6.0, wire=wire),
         Link.between("device0", "device2", bytes_per_second=2.0, wire=wire),
@@ -172,7 +175,7 @@ def test_a_striped_tensor_goes_in_shares_and_is_done_with_the_last(
 
 
 def test_a_peer_lends_from_the_start_whatever_the_speed() -> None:
-    """A device that does no more than lend shows its arena in one sample, over links of any speed."""
+    """A device that only lends shows its arena in one sample, over links of any speed."""
     for speed in (0.5, 4.0, 1e30):
         trace = run((AWAY + BACK).format(place="device1"), make_cluster(2, bytes_per_second=speed))
         samples = trace.devices[1].memory
@@ -184,9 +187,8 @@ def test_a_peer_lends_from_the_start_whatever_the_speed() -> None:
 
 @pytest.mark.parametrize("speed", [50.0, 500.0, 1e30])
 def test_lent_bytes_count_at_the_peak_of_the_lender(speed: float) -> None:
-    """Under GPipe stage 0 moves what it keeps of all microbatches: the lender is higher by that from its first sample
-    to its last, and its peak does not depend on the speed of links.
-    """
+    """Under GPipe stage 0 offloads the saved tensors of all microbatches: the lender's level is higher by
+    those from first sample to last, and its peak does not depend on link speed."""
     plan = make_plan(
         equal_profile(4, kept_bytes=100), [2, 2], microbatches=3, schedule="gpipe",
         cluster=make_cluster(2, bytes_per_second=speed),
@@ -216,7 +218,7 @@ ARENAS = [
 
 @pytest.mark.parametrize(("text", "expected"), ARENAS)
 def test_an_arena_has_as_many_slots_as_are_ever_in_use(text: str, expected: list[tuple[int, ...]]) -> None:
-    """A slot is taken by the start of an OFFLOAD and free again when the RELOAD is joined; sizes do not mix."""
+    """A slot is taken at the start of an OFFLOAD and free again at the RELOAD's join; sizes do not mix."""
     moves = {
         "out0": "0OFFLOAD0[0.0]@device1 0WAIT_OFFLOAD0[0.0]@device1",
         "out1": "0OFFLOAD0[1.0]@device1 0WAIT_OFFLOAD0[1.0]@device1",
@@ -233,7 +235,8 @@ def test_an_arena_has_as_many_slots_as_are_ever_in_use(text: str, expected: list
 
 @pytest.mark.parametrize("moves", ["{away}", "{away} 0RELOAD0[0.2]@host"])
 def test_a_second_forward_needs_its_inputs(moves: str) -> None:
-    """A value that the first layer saves and the second one, recomputed, reads has to be back before the second R."""
+    """A value that the first layer saves and the recomputed second one reads must be back before the second
+    R."""
     first = make_layer()
     first = replace(
         first, saved=(*first.saved, SavedTensor(index=2, nbytes=8, dtype="uint8", origin=Origin(kind="own")))
@@ -250,7 +253,8 @@ def test_a_second_forward_needs_its_inputs(moves: str) -> None:
 
 
 def test_every_borrower_has_an_arena_of_its_own() -> None:
-    """Two devices that borrow from a third at different times reserve both: nobody's speed decides who is first."""
+    """Two devices that borrow from a third at different times reserve both arenas: no device's speed decides
+    the order."""
     profile, cluster = equal_profile(3), make_cluster(3)
     plan = make_plan(profile, [1, 1, 1], microbatches=1, cluster=cluster)
     simulation = Simulation(plan, program=offload_all(plan, place="device2*3+device0*1", stages=[1]))
@@ -259,7 +263,7 @@ def test_every_borrower_has_an_arena_of_its_own() -> None:
     assert lent(simulation) == [(2, 0, 1, 16), (2, 1, 1, 16)]
 
 
-# context, five communicators and two workspaces: what a worker between two others takes of a device that lends
+# Memory of a worker between two others on a lender: context, five communicators and two workspaces
 V100_PROCESS = (512 << 20) + 5 * 100_000_000 + 2 * 8_519_680
 
 
@@ -275,9 +279,8 @@ V100_PROCESS = (512 << 20) + 5 * 100_000_000 + 2 * 8_519_680
 def test_a_place_is_room_a_rate_and_a_latency(
     preset: str, place: str, bytes_per_second: float, latency_seconds: float, capacity_bytes: int
 ) -> None:
-    """A coherent link's host, a host behind PCIe, a peer and a disk differ in three figures alone, and a tensor that is
-    simulated to go there takes as long as they say.
-    """
+    """A coherent host, a host over PCIe, a peer and a disk differ only in three figures, and a simulated
+    offload takes the time they give."""
     cluster, (member,) = Cluster.preset(preset), parse_place(place).members
     tier = cluster.tier(0, member)
     assert tier.capacity_bytes == capacity_bytes
@@ -311,7 +314,7 @@ def test_a_striped_tensor_takes_the_time_of_all_lanes_together(peers: list[int] 
 
 
 def test_hosts_lend_nothing() -> None:
-    """What goes to a host, or to its disk, counts on no device."""
+    """Tensors at a host, or on its disk, count on no device."""
     links = tuple(Link.between("device0", there, bytes_per_second=1.0) for there in ("disk0", "host0"))
     hosts = (Host(memory_bytes=1 << 40, disk_bytes=1 << 40),)
     cluster = replace(make_cluster(1), hosts=hosts, links=links)
@@ -321,9 +324,8 @@ def test_hosts_lend_nothing() -> None:
 
 @given(st.integers(0, 10**6), st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_shares_add_up_to_the_tensor(nbytes: int, shares: list[int]) -> None:
-    """No byte is lost. Blocks of less than 512 bytes have their proportion to a byte, larger ones to 512 bytes, and
-    then begin at multiples of that.
-    """
+    """Shares add up to the tensor. Below 512 bytes shares are exact to a byte, above to 512 bytes and so
+    aligned."""
     place = "+".join(f"device{number + 1}*{share}" for number, share in enumerate(shares))
     found = parse_place(place).split(nbytes)
     assert [member for member, _ in found] == [Member.device(number + 1) for number in range(len(shares))]
@@ -347,7 +349,8 @@ def test_shares_add_up_to_the_tensor(nbytes: int, shares: list[int]) -> None:
 def test_offloading_lowers_what_is_held_and_leaves_nothing_behind(
     stages: int, layers: int, microbatches: int, schedule: str
 ) -> None:
-    """With every layer's tensor away, stages hold those of at most the two layers at work; steps repeat exactly."""
+    """With every layer's tensor offloaded, stages hold those of at most the two layers at work; steps repeat
+    exactly."""
     plan = make_plan(
         equal_profile(stages * layers), [layers] * stages, microbatches=microbatches, schedule=schedule
     )
@@ -409,13 +412,14 @@ def test_offloading_lowers_what_is_held_and_leaves_nothing_behind(
     ],
 )
 def test_moves_that_cannot_be_are_refused(text: str, message: str) -> None:
-    """A tensor moves only while it is there, from where it went, and is back before it is needed."""
+    """A tensor must exist to be moved, return from its place, and be back before it is needed."""
     with pytest.raises(UsageError, match=message):
         run(text.format(place="host"), make_cluster(2))
 
 
 def saves_output(*, next_saves: bool = False) -> ModelProfile:
-    """Two layers that save what they return, as tensor 0; the second one may save its input too, as tensor 1."""
+    """Build two layers that save their outputs as tensor 0; the second may save its input too, as tensor 1.
+    """
     output = SavedTensor(index=0, nbytes=8, dtype="uint8", origin=Origin(kind="own"))
     received = SavedTensor(index=1, nbytes=8, dtype="uint8", origin=Origin(kind="input"))
     layers = [
@@ -464,7 +468,8 @@ def test_what_is_being_sent_cannot_be_freed() -> None:
 
 
 def test_a_storage_that_two_layers_save_moves_once_and_is_needed_by_both() -> None:
-    """Layer 0's output, saved by both layers, goes under either name, and must be back for the backward of layer 1."""
+    """Layer 0's output, saved by both layers, moves under either name, and must be back for layer 1's
+    backward."""
     plan = make_plan(saves_output(next_saves=True), [2], microbatches=1)
     away = "0LOAD0 0F0[0:1] 0F0[1:2] 0OFFLOAD0[1.1]@host 0WAIT_OFFLOAD0[1.1]@host"
     for text, message in (

@@ -1,4 +1,4 @@
-"""Devices that are CPU cores: a core carries what it sends and gets, and gloo each tensor for itself."""
+"""Devices that are CPU cores: a core carries its messages, and gloo sends each tensor separately."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ DELAY, RATE = 0.25, 32.0
 
 
 def times(plan: Plan, backend: Backend, *kinds: Kind) -> list[tuple[float, float]]:
-    """When the first device begins and ends its actions of these kinds, if all devices are of this backend."""
+    """Return the start and end of the first device's actions of these kinds, if all devices have this
+    backend."""
     there = replace(plan, cluster=replace(plan.cluster, backend=backend))
     events = simulate(there, steps=1).devices[0].events
     return [(e.start_seconds, e.end_seconds) for e in events if parse_action(e.action).kind in kinds]
 
 
 def test_nothing_is_computed_while_a_value_is_sent() -> None:
-    """Forwards of the first stage follow one another on a GPU; a core carries a message between two of them."""
+    """A GPU computes the first stage's forwards back to back; a core carries a message between two of them.
+    """
     profile = equal_profile(2, forward_seconds=1.0, backward_seconds=2.0)
     cluster = make_cluster(2, bytes_per_second=RATE, latency_seconds=DELAY)
     plan = make_plan(profile, [1, 1], microbatches=3, schedule="gpipe", cluster=cluster)
@@ -36,7 +38,7 @@ def test_nothing_is_computed_while_a_value_is_sent() -> None:
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_every_tensor_of_a_sum_has_its_own_delays(count: int) -> None:
-    """A part passes four hops of a ring of three; GPUs send all gradients of a layer as one."""
+    """A part passes four hops of a ring of three; GPUs send all gradients of a layer together."""
     plan = gridded(3, samples=3, bytes_per_second=RATE, latency_seconds=DELAY)
     parts = tuple(parameter(f"w{number}", 32 // count) for number in range(count))
     measurements = [
@@ -50,7 +52,8 @@ def test_every_tensor_of_a_sum_has_its_own_delays(count: int) -> None:
 
 
 def test_who_waits_for_a_transfer_carries_it_meanwhile() -> None:
-    """One microbatch over two stages takes a core as long as a GPU: nothing is computed beside a message."""
+    """A core takes as long as a GPU for one microbatch over two stages, since nothing overlaps with the
+    message."""
     cluster = make_cluster(2, bytes_per_second=RATE, latency_seconds=DELAY)
     plan = make_plan(equal_profile(2), [1, 1], microbatches=1, cluster=cluster)
     found = [

@@ -1,4 +1,4 @@
-"""What is told of simulated stages with several replicas: in print, on the page, and over the links."""
+"""Reports of simulated stages with several replicas: in print, on the page, and over the links."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from profiles_in_slices import gridded
 
 
 def test_a_stage_is_printed_with_all_its_devices() -> None:
-    """The fullest of them stands for the stage; three or more in a row are told in short."""
+    """The fullest replica stands for the stage; rows of three or more devices are abbreviated."""
     rows = str(gridded(3, 2, samples=6)).splitlines()
     assert [row.split()[:3] for row in rows if row.split()[:1] in (["0"], ["1"])] == [
         ["0", "0-2", "layer0"],
@@ -18,7 +18,7 @@ def test_a_stage_is_printed_with_all_its_devices() -> None:
 
 
 def test_every_row_crosses_a_boundary_once_in_each_direction() -> None:
-    """Values of eight bytes a sample, and their gradients, between any two degrees."""
+    """Values of eight bytes a sample, and their gradients, cross once between any two degrees."""
     for front, behind in ((3, 2), (2, 3), (1, 6), (6, 1), (2, 2)):
         every = traffic(gridded(front, behind, samples=6, microbatches=2))
         found = {stretch: size for stretch, size in every.items() if stretch.what == "messages"}
@@ -28,7 +28,7 @@ def test_every_row_crosses_a_boundary_once_in_each_direction() -> None:
 
 
 def test_what_fills_a_replica_is_told() -> None:
-    """Its own slice's bytes, as the peak of its device has them."""
+    """A replica's contents are those of its local batch, and match its device's peak."""
     plan = gridded(2, 1, microbatches=2)
     trace = simulate(plan)
     for device in range(3):
@@ -39,9 +39,8 @@ def test_what_fills_a_replica_is_told() -> None:
 
 
 def test_a_value_lasts_until_its_last_part_has_been_sent() -> None:
-    """A sender of two replicas' rows holds the whole value until both have theirs. It is gone when the next gradients,
-    six of eight bytes, are received.
-    """
+    """A sender of two replicas' rows holds the value until both have their rows. The value is freed before
+    the next gradients, six of eight bytes, arrive."""
     samples = simulate(gridded(1, 2, samples=6, microbatches=2), steps=1).devices[0].memory
     highest = {sample.action: sample.total_bytes for sample in samples}
     first, second = highest["0WAIT_SEND_F0{0:3}@device1"], highest["0WAIT_SEND_F0{3:6}@device2"]

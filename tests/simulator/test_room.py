@@ -1,4 +1,4 @@
-"""A simulated plan whose host is too small for what it moves there is not simulated in silence."""
+"""Warnings about simulated plans whose host is too small for the offloaded tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tiny import plan_of
 
 
 def test_a_host_that_is_too_small_is_told() -> None:
-    """With the member, what it has and what is missing; the trace is there all the same."""
+    """The warning names the member, its memory and the missing bytes; the trace is still returned."""
     still = plan_of(make_chain(), [3, 3], microbatches=3, schedule="gpipe")
     moved = Decision(
         stage=0,

@@ -1,4 +1,4 @@
-"""What is simulated of tensor shards: seconds of what they do together, over which links, and what they hold."""
+"""Simulated tensor shards: seconds of collectives over links, and memory."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ RATE, LATENCY = 16.0, 0.25
 
 
 def lasted(trace: Trace, device: int, action: str) -> float:
-    """Seconds of an action of the last step."""
+    """Return the seconds of an action of the last step."""
     found = [event for event in trace.devices[device].events if event.action == action]
     return found[-1].end_seconds - found[-1].start_seconds
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_forward_lasts_longer_by_its_collectives(ranks: int) -> None:
-    """Around a ring every rank sends (n - 1) / n of the bytes in n - 1 rounds, for a sum twice; backwards have none."""
+    """Around a ring every rank sends (n - 1) / n of the bytes in n - 1 rounds, twice for a sum; backwards
+    have none."""
     links = {"bytes_per_second": RATE, "latency_seconds": LATENCY}
     trace = simulate(sharded((1, ranks), together=(SUM, GATHER), links=links))
     bytes_sent, rounds = (2 * 960 + 480) * (ranks - 1) / ranks, 3 * (ranks - 1)
@@ -40,7 +41,7 @@ def test_a_forward_lasts_longer_by_its_collectives(ranks: int) -> None:
 
 
 def test_recomputing_repeats_the_collectives_of_a_forward() -> None:
-    """A second forward is as long as the first, with what the ranks do together."""
+    """A recomputed forward lasts as long as the first, collectives included."""
     plan = sharded((1, 2), together=(SUM,), links={"bytes_per_second": RATE})
     trace = simulate(
         replace(plan, decisions=(Decision(stage=0, subject=Run(start=0, stop=1), what=What.RECOMPUTE),))
@@ -49,7 +50,7 @@ def test_recomputing_repeats_the_collectives_of_a_forward() -> None:
 
 
 def two_nodes() -> Cluster:
-    """Two pairs of devices, fast within and slow across."""
+    """Build two pairs of devices, fast within and slow across."""
     fast = [Link.between(f"device{n}", f"device{n + 1}", bytes_per_second=100.0) for n in (0, 2)]
     everybody = [*(f"device{n}" for n in range(4)), "host0"]
     return make_cluster(4, *fast, Link.between(*everybody, bytes_per_second=10.0, latency_seconds=0.5))
@@ -57,7 +58,8 @@ def two_nodes() -> Cluster:
 
 @pytest.mark.parametrize("devices", [(0, 1), (2, 3), (0, 2), (0, 1, 2, 3), (0, 2, 1, 3), (1, 3, 0)])
 def test_ranks_wait_as_long_as_their_sums_take(devices: tuple[int, ...]) -> None:
-    """Within a node, across, and where hops share a wire; each half of a ring takes half of the bytes."""
+    """Sums take the links' time within a node, across nodes, and with hops on a shared wire; each half of a
+    ring takes half of the bytes."""
     cluster, group = two_nodes(), Group.of(two_nodes(), devices)
     assert group.seconds([SUM]) == pytest.approx(sum_for_all(cluster, devices, SUM.nbytes).seconds)
     halves = [group.seconds([Collective(kind, 1200)]) for kind in ("reduce_scatter", "all_gather")]
@@ -72,13 +74,14 @@ def test_ranks_wait_as_long_as_their_sums_take(devices: tuple[int, ...]) -> None
 
 
 def boundary_bytes(simulation: Simulation, device: int) -> list[int]:
-    """How many bytes of values that wait or travel a device has more, or fewer, after each action of a step."""
+    """Return the change of a device's boundary bytes after each action of a step."""
     changes = dict(simulation.effects[device][0])
     return [effect.after[4] if (effect := changes.get(n)) else 0 for n in range(len(changes) + 20)]
 
 
 def test_what_nobody_waits_for_is_freed_as_it_is_made() -> None:
-    """Of two shards next to one device only the first sends: the other frees outputs and gradients as a pass ends."""
+    """Of two shards next to one device only the first sends: the other frees outputs and gradients as a pass
+    ends."""
     front, behind = Simulation(sharded((1, 2), (1, 1))), Simulation(sharded((1, 1), (1, 2)))
     for simulation, sender, other, pass_, join in (
         (front, 0, 1, "0F0", "0WAIT_SEND_F0{0:4}"),
@@ -93,7 +96,7 @@ def test_what_nobody_waits_for_is_freed_as_it_is_made() -> None:
 
 
 def test_what_fills_a_shard_is_told() -> None:
-    """Of every device of a grid, as its peak has it."""
+    """The contents of every device of a grid match its peak."""
     plan = sharded((2, 2), (1, 2), microbatches=2)
     trace = simulate(plan)
     for device in range(6):
@@ -103,14 +106,14 @@ def test_what_fills_a_shard_is_told() -> None:
 
 
 def test_a_stage_of_replicas_and_shards_takes_the_time_of_its_sums() -> None:
-    """Each pair of equal shards sums its gradients over links of its own: no pair waits for another."""
+    """Each pair of equal shards sums its gradients over separate links: no pair waits for another."""
     one = Simulation(sharded((2, 1), links={"bytes_per_second": RATE})).step_seconds[-1]
     both = Simulation(sharded((2, 2), links={"bytes_per_second": RATE})).step_seconds[-1]
     assert both == pytest.approx(one)
 
 
 def test_owners_among_equal_shards_take_the_time_of_owners() -> None:
-    """Where replicas divide optimizer state, parameters are brought to the replicas of each shard at the same time."""
+    """If replicas divide optimizer state, each shard's replicas gather parameters at the same time."""
     seconds = []
     for degrees in ((2, 1), (2, 2)):
         plan = sharded(degrees, links={"bytes_per_second": RATE})

@@ -1,4 +1,4 @@
-"""Costs that are shared by several plans, as planners share them."""
+"""Costs shared by several plans, as planners share them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OWN = (Origin(kind="input", index=0), Origin(kind="own", index=1))
 
 
 def test_plans_that_share_costs_do_not_share_bundles() -> None:
-    """Two plans whose bundles have the same number and other tensors peak as each does with costs of its own."""
+    """Two plans whose bundles have equal numbers but different tensors peak as with separate costs."""
     plan = moved_plan(((0, 1), (1, 1)))
     other = moved_plan(((1, 1), (2, 1)))
     shared = Costs.of(plan)
@@ -30,7 +30,7 @@ def test_plans_that_share_costs_do_not_share_bundles() -> None:
 
 
 def test_plans_that_share_costs_do_not_share_who_owns_what() -> None:
-    """Replicas that divide optimizer state, gradients or parameters deal layers out by other sizes."""
+    """Replicas that divide optimizer state, gradients or parameters assign owners by other layer sizes."""
     of = sized(plain(Random(1), 7, size=50), 4, 2)
     how, on = Training(batch_size=12, microbatches=3), devices(*[AMPLE] * 2)
     plans = [
@@ -49,7 +49,7 @@ def test_plans_that_share_costs_do_not_share_who_owns_what() -> None:
 
 
 def test_shards_that_share_costs_do_not_share_how_often_they_send() -> None:
-    """A shard that nobody takes an output from frees it as it is made, one that two take it from when both have it."""
+    """A shard frees an unsent output immediately, and one with two receivers after both have it."""
     one = plain(Random(2), 4, size=50)
     of = profile(one)
     of = replace(of, measurements=(*of.measurements, *(replace(one, tensor=ranks) for ranks in (2, 4))))
@@ -73,7 +73,7 @@ def test_shards_that_share_costs_do_not_share_how_often_they_send() -> None:
 
 
 def moved_plan(tensors: tuple[tuple[int, int], ...]) -> Plan:
-    """One stage of three layers that keep 10, 200 and 3000 bytes, of which some move to the host."""
+    """Build one stage of three layers that keep 10, 200 and 3000 bytes, some offloaded to the host."""
     layers = [layer((value(1),), (value(1),), storages=(1, kept), saved=OWN) for kept in (10, 200, 3000)]
     return Plan(
         profile=profile(measurement(layers, layer((value(1), value(1)), (value(4),)))),

@@ -1,4 +1,4 @@
-"""State that leaves the device and comes back, and updates on the host, in the simulator."""
+"""State offloaded and reloaded, and updates on the host, in the simulator."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ HOST_UPDATE = (
 
 
 def into(state: str) -> str:
-    """A state of layer 0 comes in."""
+    """Reload a state of layer 0."""
     return f"0RELOAD[0.{state}]@host 0WAIT_RELOAD[0.{state}]@host "
 
 
 def out(state: str) -> str:
-    """A state of layer 0 leaves."""
+    """Offload a state of layer 0."""
     return f"0OFFLOAD[0.{state}]@host 0WAIT_OFFLOAD[0.{state}]@host "
 
 
 def run(text: str, cluster: Cluster | None = None, *, microbatches: int = 1, steps: int = 2) -> Trace:
-    """The trace of a program of one stage of two layers on device 0, each of whose updates takes three seconds."""
+    """Return the trace of a program of one stage of two layers on device 0, with updates of three seconds."""
     plan = make_plan(
         equal_profile(2, parameter_bytes=8, update_seconds=3.0),
         [2],
@@ -44,18 +44,19 @@ def run(text: str, cluster: Cluster | None = None, *, microbatches: int = 1, ste
 
 
 def with_bandwidth(cluster: Cluster, bytes_per_second: float) -> Cluster:
-    """The cluster with a host whose memory is so fast in updates."""
+    """Return the cluster with a host memory of this update bandwidth."""
     (host,) = cluster.hosts
     return replace(cluster, hosts=(replace(host, memory_bandwidth=bytes_per_second / 0.8),))
 
 
 def levels(trace: Trace, category: Category, step: int = 1) -> dict[str, int]:
-    """The bytes of a category at the peak of every action of a step."""
+    """Return the bytes of a category at the peak of every action of a step."""
     return {s.action: s.by_category.get(category, 0) for s in trace.devices[0].memory if s.step == step}
 
 
 def test_optimizer_state_is_on_the_device_from_its_reload_to_the_join_of_its_offload() -> None:
-    """In the first step there is none to come in. Layer 1 has its 16 bytes all the time, from its first update on."""
+    """Optimizer state counts from its reload to its offload's join. The first step has none to reload; layer
+    1's 16 bytes stay from its first update on."""
     trace = run(PASS + into("optimizer") + "0STEP[0:1] " + out("optimizer") + "0STEP[1:2]")
     first, second = (levels(trace, Category.OPTIMIZER, step) for step in range(2))
     assert (first["0F0"], first["0STEP[0:1]"], first["0STEP[1:2]"]) == (0, 16, 16)
@@ -70,7 +71,7 @@ STREAMED = (
 
 
 def test_parameters_are_on_the_device_where_they_are_brought_in() -> None:
-    """Those of layer 0 are 8 of 16 bytes."""
+    """Layer 0's parameters, 8 of 16 bytes, are on the device between reload and offload."""
     found = levels(run(STREAMED), Category.PARAMETERS)
     assert [found[word] for word in ("0F0[0:1]", "0F0[1:2]", "0B0[1:2]", "0B0[0:1]", "0STEP")] == [
         16,
@@ -82,7 +83,8 @@ def test_parameters_are_on_the_device_where_they_are_brought_in() -> None:
 
 
 def test_gradients_are_away_between_backwards() -> None:
-    """Those of layer 0 are 8 of 16 bytes. The next backward adds to them, and needs them back."""
+    """Layer 0's gradients, 8 of 16 bytes, are offloaded between backwards; the next backward adds to them and
+    needs them back."""
     text = f"0LOAD0 0F0 0B0 {out('gradients')}0LOAD1 0F1 {into('gradients')}0B1 0STEP"
     with pytest.raises(UsageError, match="0B1 needs the gradients of layer 0, which is away"):
         run(text.replace(into("gradients"), ""), microbatches=2)
@@ -91,9 +93,9 @@ def test_gradients_are_away_between_backwards() -> None:
 
 
 def test_a_home_is_its_own_and_what_a_host_needs_for_an_update_is_set_aside() -> None:
-    """Optimizer state of 16 bytes and a saved tensor of 16 have a slot each, though they are never away at once. An
-    update on the host keeps 8 bytes of gradients, 8 of parameters, and 16 of state with 4 in which it computes.
-    """
+    """Optimizer state of 16 bytes and a saved tensor of 16 have a slot each, though they are never offloaded
+    together. An update on the host keeps 8 bytes of gradients, 8 of parameters, and 16 of state with 4 of
+    scratch."""
     saved = "0OFFLOAD0[0.0]@host 0WAIT_OFFLOAD0[0.0]@host 0RELOAD0[0.0]@host 0WAIT_RELOAD0[0.0]@host "
     state = into("optimizer") + "0STEP " + out("optimizer")
     for text, wanted in (
@@ -106,7 +108,7 @@ def test_a_home_is_its_own_and_what_a_host_needs_for_an_update_is_set_aside() ->
 
 
 def test_copies_of_state_take_the_time_of_the_link_and_of_what_has_not_changed_none() -> None:
-    """8 bytes at 4 a second; parameters go out only behind an update."""
+    """8 bytes move at 4 a second; parameters are copied out only after an update."""
     trace = run(STREAMED, make_cluster(1, bytes_per_second=4.0), steps=1)
     way_in, way_out = "0RELOAD[0.parameters]@host", "0OFFLOAD[0.parameters]@host"
     times = [(e.action, e.start_seconds, e.end_seconds) for e in trace.devices[0].events]
@@ -116,9 +118,8 @@ def test_copies_of_state_take_the_time_of_the_link_and_of_what_has_not_changed_n
 
 
 def test_an_update_on_the_host_runs_beside_the_device() -> None:
-    """Of a layer the host moves 2 * (8 + 16) + 8 bytes: at 14 a second that takes 4 seconds. Gradients and parameters
-    take two, and the device updates the other layer meanwhile.
-    """
+    """The host moves 2 * (8 + 16) + 8 bytes for a layer: 4 seconds at 14 a second. Gradients and parameters
+    take two, while the device updates the other layer."""
     cluster = with_bandwidth(make_cluster(1, bytes_per_second=4.0), 14.0)
     start, join = HOST_UPDATE.split("0WAIT_STEP")
     trace = run(f"{PASS}{start}0STEP[1:2] 0WAIT_STEP{join}", cluster, steps=1)
@@ -131,7 +132,7 @@ def test_an_update_on_the_host_runs_beside_the_device() -> None:
 
 
 def test_a_host_updates_for_one_device_after_the_other() -> None:
-    """Two devices ask at the same time: the memory of the host is one wire."""
+    """Two devices that update at the same time share one wire: the host's memory."""
     cluster = with_bandwidth(make_cluster(2), 14.0)
     plan = make_plan(equal_profile(2, parameter_bytes=8), [1, 1], microbatches=1, cluster=cluster)
     update = (
@@ -153,7 +154,7 @@ def test_a_host_updates_for_one_device_after_the_other() -> None:
 
 
 def test_a_host_whose_memory_is_of_unknown_speed_is_refused() -> None:
-    """Its seconds cannot be told."""
+    """The update's seconds are unknown without the speed of the host's memory."""
     with pytest.raises(UsageError, match="give the host a memory_bandwidth"):
         run(PASS + HOST_UPDATE + "0STEP[1:2]")
 
@@ -214,13 +215,14 @@ AGAIN = HOST_UPDATE.replace("0WAIT_STEP[0:1]@host ", "") + "0WAIT_STEP[0:1]@host
     ],
 )
 def test_what_is_not_there_cannot_be_used(text: str, message: str) -> None:
-    """The error names the action, what it needs, where that is, and what has to come before."""
+    """The error names the action, its missing input, the input's place, and the action that must come before.
+    """
     with pytest.raises(UsageError, match=message):
         run(text, steps=1)
 
 
 def test_parameters_that_have_not_come_back_from_the_host_cannot_be_used() -> None:
-    """They are out of date from the end of their update to the join of their way back."""
+    """Parameters are stale from the end of their update to the join of their reload."""
     reload = "0RELOAD[0.parameters]@host 0WAIT_RELOAD[0.parameters]@host "
     text = "0LOAD1 " + PASS + HOST_UPDATE.replace(reload, "") + "0F1 " + reload
     with pytest.raises(UsageError, match="0F1 needs the parameters of layer 0, which is out of date"):

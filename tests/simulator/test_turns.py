@@ -1,4 +1,4 @@
-"""Long steps that short ones tell, beside all of their actions lowered and read."""
+"""Long steps extrapolated from short ones, against lowering and reading all of their actions."""
 
 from __future__ import annotations
 
@@ -45,9 +45,8 @@ def small() -> ModelProfile:
 
 
 def plans(schedule: str, count: int, *, shares: bool = False, replicas: bool = False) -> list[Plan]:
-    """Random plans with recomputation and moves of tensors and of state: of all microbatches, or of shares of them; on
-    devices, or in `replicas`.
-    """
+    """Build random plans with recomputation and offloaded tensors and state, for all or some microbatches; on
+    devices, or in `replicas`."""
     rng, found = Random(f"turns {schedule}"), []
     for _ in range(count):
         plan = random_plan(small(), rng, microbatches=MICROBATCHES, schedule=schedule)
@@ -64,7 +63,7 @@ def plans(schedule: str, count: int, *, shares: bool = False, replicas: bool = F
 
 
 def replicated(plan: Plan, rng: Random) -> Plan:
-    """The plan with two replicas of some stages, which may divide state, each on a device of its own."""
+    """Return the plan with two replicas of some stages on separate devices, optionally with divided state."""
     free, grids = rng.sample(range(DEVICES), DEVICES), list[Grid]()
     for _ in plan.stages:
         data = rng.choice([1, 2, 2])
@@ -78,12 +77,14 @@ def replicated(plan: Plan, rng: Random) -> Plan:
 
 
 def parts_of(plan: Plan) -> Parts:
-    """What stages of plans like this one do: under PipeDream in a single step, in which the pipeline fills."""
+    """Return the parts of stages of similar plans: under PipeDream a single step, in which the pipeline
+    fills."""
     return Parts(Costs.of(plan), 1 if plan.training.endless else None)
 
 
 def told(plan: Plan, parts: Parts) -> tuple[object, ...] | str:
-    """Peaks, arenas and seconds of the first step, when passes ran on every device, and the work; or a refusal."""
+    """Return peaks, arenas and seconds of the first step, the passes' times on every device, and the work; or
+    a refusal."""
     try:
         found = Assembled(plan, parts)
         used = sorted({device for stage in plan.stages for device in stage.devices})
@@ -96,7 +97,7 @@ def told(plan: Plan, parts: Parts) -> tuple[object, ...] | str:
 
 @pytest.fixture
 def lowered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of microbatches in the steps that are lowered, one for each rank."""
+    """Return the numbers of microbatches in the lowered steps, one for each rank."""
     found = list[int]()
 
     def counted(plan: Plan, rank: int, steps: int, devices: Sequence[int]) -> object:
@@ -108,7 +109,7 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def whole(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[object, ...] | str:
-    """The same of all actions, none of which is left out."""
+    """Return the results with all actions lowered."""
     with monkeypatch.context() as context:
         context.setattr(lowering, "shortened", lambda *_: None)
         return told(plan, parts_of(plan))
@@ -119,9 +120,8 @@ def whole(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[object, ...] | s
 def test_a_short_step_tells_a_long_one(
     schedule: str, replicas: bool, monkeypatch: pytest.MonkeyPatch, lowered: list[int]
 ) -> None:
-    """All is as if all actions were lowered and read, and counts as much work, though most ranks are lowered for a few
-    microbatches alone.
-    """
+    """Results and counted work equal those of lowering all actions, though most ranks are lowered for a few
+    microbatches."""
     compared, counts = 0, list[int]()
     for plan in plans(schedule, 40 if schedule == "pipedream" else 20, replicas=replicas):
         expected = whole(plan, monkeypatch)
@@ -134,7 +134,7 @@ def test_a_short_step_tells_a_long_one(
 
 
 def test_a_plan_on_other_devices_is_not_lowered_again(lowered: list[int]) -> None:
-    """What stages do is known then, and times and places follow their devices."""
+    """A plan on other devices reuses the stages' known parts; times and places follow the devices."""
     plan = next(plan for plan in plans("1f1b", 24) if len(plan.stages) > 2 and plan.decisions)
     ways = permutations(range(4), len(plan.stages))
     turned = (
@@ -153,7 +153,7 @@ def test_a_plan_on_other_devices_is_not_lowered_again(lowered: list[int]) -> Non
 
 
 def test_microbatches_that_differ_are_all_read(monkeypatch: pytest.MonkeyPatch, lowered: list[int]) -> None:
-    """Where decisions are for a share of the microbatches, all are lowered."""
+    """Decisions for a share of the microbatches cause all to be lowered."""
     for plan in plans("pipedream", 8, shares=True):
         expected = whole(plan, monkeypatch)
         lowered.clear()
@@ -166,9 +166,8 @@ def test_microbatches_that_differ_are_all_read(monkeypatch: pytest.MonkeyPatch, 
 def test_what_turns_do_not_tell_is_read_whole(
     method: str, monkeypatch: pytest.MonkeyPatch, lowered: list[int]
 ) -> None:
-    """Where turns differ, to the eye, to the clock or to the ledger, all microbatches are lowered after all; what all
-    stages do together at the end of a step is then counted from the first time again.
-    """
+    """If turns differ in text, times or memory, all microbatches are lowered; actions common to all stages at
+    the end of a step are then counted again from the start."""
     plan = next(
         p for p in plans("1f1b", 24) if len(p.stages) > 2 and not isinstance(whole(p, monkeypatch), str)
     )
@@ -181,7 +180,7 @@ def test_what_turns_do_not_tell_is_read_whole(
 
 
 def test_effects_that_grow_or_differ_do_not_tell() -> None:
-    """Turns tell the peak of more of them if they do the same and leave what they find."""
+    """Turns predict the peak of more turns if they have equal effects and restore the memory they find."""
     turns = Turns(2, 4, 9)
     grows, shrinks = effect(activations=5), effect(activations=-5)
     assert turns.tell([(0, grows), (1, shrinks), (2, grows), (3, shrinks), (4, grows)])
@@ -191,15 +190,14 @@ def test_effects_that_grow_or_differ_do_not_tell() -> None:
 
 
 def timed(joined: Sequence[int], begun: Sequence[Message | Collected | Own]) -> TimedDevice | None:
-    """What the clock is told of five turns, each of which begins something, joins what these numbers say, and computes,
-    where two were lowered between the first and the last.
-    """
+    """Return the times of five turns, each with a start, joins of these numbers, and a pass, when two were
+    lowered between first and last."""
     codes, transfers = [POST, JOIN, COMPUTE] * 4, [n for turn in range(4) for n in (turn, joined[turn], -1)]
     return Turns(6, 9, 1).timed(TimedDevice(codes, [0.0, 0.0, 2.0] * 4, transfers, [*begun]))
 
 
 def test_what_the_clock_is_told_of_more_turns() -> None:
-    """Each begins and joins its own message, and those behind it have the next numbers."""
+    """Each turn starts and joins its message, and later turns have the next numbers."""
     own = [Message(True, 1, microbatch, None, 0, 1) for microbatch in range(5)]
     found = timed([0, 0, 1, 2], own[:4])
     assert found is not None
@@ -210,7 +208,8 @@ def test_what_the_clock_is_told_of_more_turns() -> None:
 
 
 def test_turns_that_differ_to_the_clock_do_not_tell() -> None:
-    """They join what began long before, or begin what other devices count too, or not the next microbatch's message."""
+    """Turns do not extrapolate if they join old messages, start messages that other devices count, or skip a
+    microbatch's message."""
     own: list[Message | Collected | Own] = [Message(True, 1, number, None, 0, 1) for number in range(4)]
     assert timed([0, 0, 0, 0], own) is None
     assert timed([0, 0, 1, 0], own) is None
@@ -222,7 +221,7 @@ def test_turns_that_differ_to_the_clock_do_not_tell() -> None:
 
 
 def test_a_refusal_speaks_of_the_device_that_was_asked_for() -> None:
-    """Also where another device has been refused the same before."""
+    """A refusal names the requested device, even after another device was refused for the same reason."""
     refused = 0
     for plan in plans("pipedream", 20):
         parts = parts_of(plan)

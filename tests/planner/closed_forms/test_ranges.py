@@ -1,4 +1,4 @@
-"""The closed forms of every range of layers against an account kept storage by storage."""
+"""The closed forms of every range of layers, checked against a storage-by-storage account of memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def assert_band_is_the_account(
     blocks: Sequence[int] = (),
     microbatches: int = 3,
 ) -> None:
-    """Every field of a band, for every range in it; of blocks of so many layers, by default one."""
+    """Check every field of a band, for every range in it, in blocks of `size` layers."""
     edges = [0, *accumulate(blocks or [1] * len(model.layers))]
     band = ranges_of(model, edges, microbatches).band(width, first=first, last=last)
     count = len(edges) - 1
@@ -40,30 +40,30 @@ def assert_band_is_the_account(
 
 @pytest.mark.parametrize("seed", seeds(70, of=120))
 def test_every_range_costs_what_the_account_of_it_says(seed: int) -> None:
-    """All fields of a full band, for layers that do whatever a layer can."""
+    """All fields of a full band match the account, for layers with every kind of sharing and aliasing."""
     count = small_first(seed, largest=6)
     assert_band_is_the_account(hostile(Random(seed), count), count, 0, count - 1)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_what_is_remembered_of_a_measurement_holds_for_any_number_of_microbatches(seed: int) -> None:
-    """Bands of a step of three microbatches, and ranges computed one by one for it, are right for one of seven, too."""
+    """Ranges cached for a step of three microbatches are right for one of seven, too."""
     model = hostile(Random(seed), 5)
     for microbatches in (3, 7, 3):
         assert_band_is_the_account(model, 5, 0, 4, microbatches=microbatches)
 
 
 def test_the_account_knows_every_field_of_a_band() -> None:
-    """A new closed form needs a new line in the account; where a range lies, and which exist, is not a cost."""
+    """A new closed form needs a new line in the account; only the position and existence of a range are
+    exempt."""
     band = Ranges(hostile(Random(0), 2)).band(2)
     fields = {name for name in type(band).__dataclass_fields__ if not name.startswith("_")}
     assert fields - {"first", "valid", "recomputed"} == range_account(hostile(Random(0), 2), 0, 2).keys()
 
 
 def test_blocks_that_end_with_a_sum_are_not_computed_one_by_one() -> None:
-    """Inside a residual block the gradient of its output is that of two values, and where it ends of one, so that no
-    stage of whole blocks is an exception: 64 of them are 2,080 ranges of up to 128 layers.
-    """
+    """Inside a residual block the output's gradient covers two values, at the block's end only one. Stages of
+    whole blocks need no special case: 64 blocks are 2,080 ranges of up to 128 layers."""
     pair, alone = (value(8), value(8)), (value(8),)
     both = GradientOrigin(kind="output", index=0)
     split = layer(
@@ -79,7 +79,8 @@ def test_blocks_that_end_with_a_sum_are_not_computed_one_by_one() -> None:
 
 
 def test_two_values_that_share_a_storage_further_back_are_released_together() -> None:
-    """The last layer saves one value and releases the other; they share a storage if the range starts early."""
+    """The last layer saves one value and releases the other; they share a storage if the range starts early.
+    """
     pair, both = (value(8), value(8)), (Origin(kind="input", index=0), Origin(kind="input", index=1))
     shared = layer((value(3),), pair, storages=(8,), origins=(Origin(kind="own", index=0),) * 2, saved=())
     through = layer(pair, pair, storages=(), origins=both, saved=())
@@ -90,7 +91,7 @@ def test_two_values_that_share_a_storage_further_back_are_released_together() ->
 
 
 def test_a_storage_that_is_still_needed_is_not_released() -> None:
-    """The last layer saves two values and releases one first; if they share a storage, nothing is freed by that."""
+    """The last layer saves two values and releases one first; if they share a storage, that frees nothing."""
     pair, both = (value(8), value(8)), (Origin(kind="input", index=0), Origin(kind="input", index=1))
     shared = layer((value(3),), pair, storages=(8,), origins=(Origin(kind="own", index=0),) * 2, saved=())
     spans = (Span(peak_bytes=100), Span(peak_bytes=200, released=(1,)))
@@ -116,7 +117,7 @@ def test_a_part_of_a_band_is_that_part(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_ranges_of_blocks_are_ranges_of_their_layers(seed: int) -> None:
-    """Blocks of several layers: the same account, for a band of any width over any starts."""
+    """Blocks of several layers match the same account, for a band of any width over any starts."""
     rng = Random(seed)
     blocks = rng.randrange(1, 6)
     sizes = block_sizes(rng, rng.randrange(blocks, 10), blocks)
@@ -128,7 +129,8 @@ def test_ranges_of_blocks_are_ranges_of_their_layers(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_floor_is_below_what_is_retained_and_rises_with_the_range(seed: int) -> None:
-    """`floor` bounds `retained` from below for every range, and grows when a range does: planners prune by it."""
+    """`floor` is a lower bound of `retained` for every range and grows with the range: planners prune by it.
+    """
     model = (hostile if seed % 2 else plain)(Random(seed), 12)
     sizes = block_sizes(Random(seed), 12, 12 - seed % 4)
     ranges = Ranges(model, [0, *accumulate(sizes)])

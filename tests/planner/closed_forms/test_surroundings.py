@@ -1,4 +1,4 @@
-"""The peaks that planners compute from the surroundings in which a stage computes, against the simulator's."""
+"""Peaks from closed forms of a stage's surroundings, checked against the simulator."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from sampled import seeds
 
 
 def predicted(plan: Plan, recompute: Recompute) -> dict[int, int]:
-    """The peak of every device that holds a stage, from closed forms."""
+    """Return the peak of every device that holds a stage, from closed forms."""
     how, count = plan.training, len(plan.stages)
     band = ranges_of(plan.measurement, plan.profile.edges, how.microbatches, recompute).band(max(plan.split))
     found = {}
@@ -47,7 +47,7 @@ def predicted(plan: Plan, recompute: Recompute) -> dict[int, int]:
 
 @pytest.mark.parametrize("seed", seeds(90, of=150))
 def test_surroundings_give_the_peak_that_the_simulator_finds(seed: int) -> None:
-    """For layers that do whatever a layer can, any split, training and recomputation, to the byte."""
+    """Closed forms and simulator agree to the byte for every split, training and recomputation."""
     rng = Random(seed)
     recompute = rng.choice(WHOLE_STAGES)
     plan = any_plan(rng, hostile(rng, small_first(seed, largest=8)), any_training(rng), recompute=recompute)
@@ -57,7 +57,7 @@ def test_surroundings_give_the_peak_that_the_simulator_finds(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [95, 193, 291, *seeds(60, of=1000)])
 def test_stages_recomputed_block_by_block_need_no_less_than_the_closed_form_says(seed: int) -> None:
-    """For layers that do whatever a layer can; of plain layers on one device, it is what the simulator finds."""
+    """Closed forms never exceed the simulator; for plain layers on one device they are equal."""
     rng = Random(seed)
     is_plain = seed % 2 == 0
     count = small_first(seed, largest=8)
@@ -69,7 +69,7 @@ def test_stages_recomputed_block_by_block_need_no_less_than_the_closed_form_says
 
 
 def heavy_inputs() -> Measurement:
-    """Layers that save nothing, so that a microbatch in flight is nothing beside one whose inputs are kept."""
+    """Build layers that save nothing, so that retained inputs dominate a microbatch in flight."""
     small, large = value(1), value(100)
     layers = [layer((large,), (large,), saved=()) for _ in range(6)]
     return measurement(layers, layer((large,), (small,), saved=()))
@@ -81,7 +81,8 @@ def heavy_inputs() -> Measurement:
 def test_they_do_so_for_every_number_of_stages_and_microbatches(
     schedule: str, recompute: Recompute, model: Measurement
 ) -> None:
-    """A model under every schedule and recomputation, with few and many stages and microbatches."""
+    """Closed forms match under every schedule and recomputation, with few and many stages and microbatches.
+    """
     for stages, microbatches in product((1, 2, 3, 5), (1, 2, 3, 8)):
         how = training(schedule, microbatches)
         plan = any_plan(Random(stages), model, how, stages=stages, recompute=recompute)
@@ -92,7 +93,8 @@ def test_they_do_so_for_every_number_of_stages_and_microbatches(
 @pytest.mark.parametrize("schedule", ENDLESS)
 @pytest.mark.parametrize("seed", seeds(50, of=80))
 def test_they_do_so_for_endless_schedules(schedule: str, seed: int) -> None:
-    """In all steps until they are alike, with updates among microbatches in flight and weights in versions."""
+    """Closed forms match in all steps up to the steady state, with updates among microbatches in flight and
+    several weight versions."""
     rng = Random(seed)
     recompute: Recompute = rng.choice(("never", "stages"))
     model = hostile(rng, small_first(seed, largest=8))
@@ -107,9 +109,8 @@ def test_they_do_so_for_endless_schedules(schedule: str, seed: int) -> None:
 
 
 def test_a_stage_may_be_fullest_before_its_first_update() -> None:
-    """Masks that need no gradients travel both ways only while an endless pipeline fills, when there is no optimizer
-    state yet; some of it may be there from the beginning.
-    """
+    """Masks without gradients travel both ways only while an asynchronous pipeline fills, before any
+    optimizer state exists; some state may exist from the beginning."""
     passed = (value(8), value(100, requires_grad=False))
     chain = [
         layer(passed, passed, parameter_bytes=8, state_bytes=60, early_state_bytes=k) for k in (0, 5, 7, 0)
@@ -124,9 +125,8 @@ def test_a_stage_may_be_fullest_before_its_first_update() -> None:
 
 
 def test_a_second_forward_counts_copies_of_the_buffers_that_it_leaves_as_they_are() -> None:
-    """Buffers are copied as a forward runs again, and not as it runs first: so the peak of a stage is in the second
-    forward, where that needs much for itself and the backward little.
-    """
+    """Recomputation copies buffers, the first forward does not: the stage peaks in the recomputation when
+    forward scratch is large and the backward small."""
     one, little = (value(8),), (Span(peak_bytes=8),)
     eager = layer(
         one, one, buffer_bytes=100, scratch_bytes=1000, checkpoint_peak_bytes=8, first=little, later=little
@@ -142,7 +142,7 @@ def test_a_second_forward_counts_copies_of_the_buffers_that_it_leaves_as_they_ar
 
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_a_recomputation_of_all_but_one_is_refused_where_steps_overlap(schedule: str) -> None:
-    """A step has no last microbatch there; the error says what to ask for."""
+    """An asynchronous step has no last microbatch; the error names the alternatives."""
     with pytest.raises(
         UsageError, match=r"recompute except_last leaves a microbatch of a step out, .*: recompute always"
     ):
@@ -152,7 +152,7 @@ def test_a_recomputation_of_all_but_one_is_refused_where_steps_overlap(schedule:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("recompute", WHOLE_STAGES)
 def test_surroundings_are_few_however_many_microbatches(schedule: str, recompute: Recompute) -> None:
-    """A thousand microbatches meet no more surroundings than fifty, under two dozen."""
+    """A thousand microbatches have no more distinct surroundings than fifty: under two dozen."""
     for stage in range(8):
         many = surroundings(schedule, stage, 8, 1000, recompute)
         assert len(many) <= 24
@@ -162,7 +162,7 @@ def test_surroundings_are_few_however_many_microbatches(schedule: str, recompute
 @pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b"])
 @pytest.mark.parametrize("recompute", WHOLE_STAGES)
 def test_many_microbatches_bring_nothing_new(schedule: str, recompute: Recompute) -> None:
-    """What a stage meets in a step of 40 microbatches, told of a few, is what the walk through all of them finds."""
+    """Surroundings of a step of 40 microbatches, derived from a few, equal those of a walk through all 40."""
     for stages, stage in ((1, 0), (3, 0), (3, 2), (6, 1)):
         walk = _Walk(endless=False, rooms=False)
         met = {*walk.through([whole_stage_order(schedule, stage, stages, 40, recompute)])}
