@@ -16,7 +16,8 @@ from tight import cluster, keeping_layer
 
 
 def compacted() -> Plan:
-    """Build a plan of one device and four layers of a hundred saved bytes: one recomputed, another offloaded.
+    """Build a plan of one device and four layers of a hundred saved bytes: one recomputed,
+    another offloaded.
     """
     chain = measurement(
         [keeping_layer(1, 100, 0, 1.0)] * 4, layer((value(1), value(1)), (value(4),), seconds=0.0)

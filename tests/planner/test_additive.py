@@ -22,7 +22,8 @@ from pipefit.simulator import simulate
 @pytest.mark.parametrize("seed", range(30))
 def test_no_split_has_a_lower_estimate(seed: int) -> None:
     """No split has a lower estimate, comparing peaks in descending order; the plan reports the estimate and
-    predicts true peaks."""
+    predicts true peaks.
+    """
     rng = Random(seed)
     layers = rng.randrange(2, 10)
     count = rng.randrange(1, layers + 1)

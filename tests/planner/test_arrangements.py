@@ -1,5 +1,6 @@
 """The choices of `plan` among schedules, stages and microbatches, against every pinned choice, and the
-alternatives it reports."""
+alternatives it reports.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def sized(rng: Random, layers: int) -> Callable[[int], ModelProfile]:
 
 def tight_cluster(rng: Random, profiles: Callable[[int], ModelProfile]) -> Cluster:
     """Build devices with a fraction of the memory that the leanest split of the smallest microbatches needs,
-    or more."""
+    or more.
+    """
     count = rng.randrange(2, 4)
     leanest = plan(profiles(1), devices(*[AMPLE] * count), batch_size=BATCH, objective="peak").prediction
     assert leanest
@@ -88,7 +90,8 @@ def never_slower(seed: int, layers: int) -> None:
 @pytest.mark.parametrize("seed", [1])
 def test_it_is_never_slower_than_with_any_choice_pinned(seed: int) -> None:
     """The chosen plan is no slower than under any schedule, number of stages and microbatch size, and its
-    bound is below all of them."""
+    bound is below all of them.
+    """
     never_slower(seed, 3)
 
 
@@ -128,7 +131,8 @@ def test_asynchronous_schedules_are_only_taken_if_asked_for() -> None:
 
 def test_numbers_that_contradict_each_other_are_refused() -> None:
     """Contradictory numbers (three when two suffice, or a training next to numbers) are refused; a batch that
-    works is named."""
+    works is named.
+    """
     with pytest.raises(UsageError, match="microbatches of 4 samples: use 12 samples, or 16"):
         plan(profile(alike(4)), devices(AMPLE), batch_size=13, microbatch_size=4)
     with pytest.raises(UsageError, match="microbatches=3 of microbatch_size=4 are no batch of 8"):
@@ -139,7 +143,8 @@ def test_numbers_that_contradict_each_other_are_refused() -> None:
 
 def test_a_size_that_cannot_be_profiled_is_left_out() -> None:
     """A microbatch size that cannot be profiled, such as one sample for batch norm, is skipped; if all fail,
-    the first refusal is raised."""
+    the first refusal is raised.
+    """
     profiles, asked = sized(Random(2), 4), list[int]()
 
     def even(size: int) -> ModelProfile:
@@ -173,7 +178,8 @@ def test_sizes_divide_the_batch_and_double_at_least() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_no_split_takes_less_than_the_simple_bound(seed: int) -> None:
     """No split beats the simple bound, for any schedule, number of stages and microbatches, simulated without
-    recomputation."""
+    recomputation.
+    """
     rng = Random(seed)
     chain = sized(rng, 5)(1)
     stages = rng.randrange(1, 5)
@@ -198,7 +204,8 @@ def asked_again(profiles: Callable[[int], ModelProfile], on: Cluster, words: str
 
 def test_alternatives_are_what_their_options_ask_for() -> None:
     """Alternatives include the fewest devices that fit and the leanest plan, with simulated peaks and
-    seconds."""
+    seconds.
+    """
     profiles = sized(Random(3), 6)
     most = plan(profiles(1), devices(*[AMPLE] * 4), batch_size=BATCH, objective="peak", stages=2).prediction
     assert most
@@ -222,7 +229,8 @@ def test_alternatives_are_what_their_options_ask_for() -> None:
 
 @pytest.mark.parametrize(("weights", "leaner"), [(10, True), (5000, False)])
 def test_a_plan_that_is_hardly_leaner_is_no_alternative(weights: int, leaner: bool) -> None:
-    """A plan that saves only a few bytes of activations is no alternative when parameters fill the devices.
+    """A plan that saves only a few bytes of activations is no alternative when parameters fill
+    the devices.
     """
     like = Settings(
         widths=[8] * 5,
@@ -253,7 +261,8 @@ def test_a_single_arrangement_has_no_alternatives() -> None:
 )
 def test_a_gpu_is_left_room_unless_that_costs_a_hundredth(overhead: float, backend: str, size: int) -> None:
     """The largest and fastest of three sizes fills a GPU; it is chosen when faster by over one per cent, not
-    by a quarter."""
+    by a quarter.
+    """
 
     def at(size: int) -> ModelProfile:
         cost = replace(keeping_layer(2 * size, 1000 * size, 10, size + overhead), update=once.update)

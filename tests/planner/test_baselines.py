@@ -51,7 +51,8 @@ class Case(NamedTuple):
 
 
 def case(seed: int) -> Case:
-    """Draw a few layers of any kind and two to four devices with random links to each other and their host.
+    """Draw a few layers of any kind and two to four devices with random links to each other
+    and their host.
     """
     rng = Random(seed)
     layers, number = rng.randrange(2, 6), rng.randrange(2, 5)
@@ -170,5 +171,6 @@ def test_no_baseline_has_a_lower_peak_than_the_leanest_plan(seed: int) -> None:
 def test_no_baseline_that_fits_is_faster(seed: int) -> None:
     """No baseline that fits is faster, for caps from the lowest baseline peak to the highest. Cases include
     messages that estimates leave out, and layers without parameters in buckets with layers whose state is
-    offloaded alone."""
+    offloaded alone.
+    """
     check_seconds(seed)

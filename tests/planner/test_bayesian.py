@@ -1,4 +1,5 @@
-"""The Bayesian planner: the paper's settings, the repair of proposals, and the error without scikit-optimize.
+"""The Bayesian planner: the paper's settings, the repair of proposals, and the error without
+scikit-optimize.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def test_it_asks_scikit_optimize_as_the_paper_does_and_keeps_the_best(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Settings are those of the paper: one dimension per device, 75 evaluations, gp_hedge, sampling, xi =
-    kappa = 1000, a seed. The plan is the proposed split with the lowest peak."""
+    kappa = 1000, a seed. The plan is the proposed split with the lowest peak.
+    """
     asked: dict[str, object] = {}
     proposals = [(1, 1, 1, 27), (7, 8, 8, 7), (12, 12, 3, 3)]
     seen: list[float] = []
@@ -68,7 +70,8 @@ def test_it_asks_scikit_optimize_as_the_paper_does_and_keeps_the_best(
 
 def test_proposals_become_splits() -> None:
     """Every proposal for four devices deals out all layers, leaves no stage empty, and keeps counts that add
-    up."""
+    up.
+    """
     for lengths in product(range(1, 5), repeat=4):
         edges = scaled(lengths, 10)
         split = tuple(stop - start for start, stop in pairwise(edges))

@@ -31,7 +31,8 @@ def both(question: Question) -> tuple[Plan, Plan]:
 
 def well_behaved(question: Question, level: float) -> bool:
     """Return whether every stage grows with each added layer and every single layer is within the level on
-    every stage."""
+    every stage.
+    """
     layers = question.blocks
     for stage in range(question.stages):
         table = {
@@ -76,7 +77,8 @@ def test_the_peak_is_exacts_where_stages_only_grow(schedule: str) -> None:
 @pytest.mark.parametrize("seed", range(60))
 def test_it_is_never_better_than_exact(seed: int) -> None:
     """The plan never beats exact on aliased and skewed chains, comparing devices in descending order, and
-    claims no proof."""
+    claims no proof.
+    """
     rng = Random(seed)
     stages = rng.randrange(2, 6)
     chain = rng.choice((hostile, skewed, plain))(rng, rng.randrange(stages, 12))
@@ -91,7 +93,8 @@ def test_it_is_never_better_than_exact(seed: int) -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_on_the_shape_of_vgg_it_comes_within_a_percent_of_the_lowest_peak(schedule: str) -> None:
     """The peak is within a per cent of the lowest for the paper's 30 layers on 4 devices, though stages may
-    shrink with a layer."""
+    shrink with a layer.
+    """
     found, best = both(question_of(vgg_like(), 4, schedule, 12))
     assert found.provenance and best.provenance
     assert best.provenance.value <= found.provenance.value <= 1.01 * best.provenance.value
@@ -99,7 +102,8 @@ def test_on_the_shape_of_vgg_it_comes_within_a_percent_of_the_lowest_peak(schedu
 
 def test_what_lies_beside_the_fullest_device_is_balanced_too() -> None:
     """A layer that outweighs all others stays in place; the layers after it are spread evenly. Exact moves it
-    as well."""
+    as well.
+    """
     costs = list(alike(13).costs)
     costs[6] = replace(costs[6], parameters=(replace(costs[6].parameters[0], nbytes=100_000),))
     found, best = both(question_of(measurement(costs, alike(13).loss), 5, "gpipe", 1))

@@ -43,7 +43,8 @@ def bound(case: Case, means: Means | None = None) -> float:
 
 def never_above(seed: int, schedules: tuple[str, ...], techniques: slice = slice(1)) -> None:
     """Check the bound against the fastest plan for each choice of techniques; it is infinite only if no plan
-    fits."""
+    fits.
+    """
     case = random_case(Random(seed), schedules)
     for means, allowed in TECHNIQUES[techniques]:
         best = fastest(case, allowed)
@@ -53,7 +54,8 @@ def never_above(seed: int, schedules: tuple[str, ...], techniques: slice = slice
 @pytest.mark.parametrize("seed", range(24))
 def test_the_bound_is_never_above_the_best_plan(seed: int) -> None:
     """The bound never exceeds the best plan over all splits, recomputed runs and offloads to host or peer,
-    just in time or ahead."""
+    just in time or ahead.
+    """
     never_above(seed, SCHEDULES)
 
 
@@ -66,7 +68,8 @@ def test_it_holds_where_steps_never_end(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(24, 30))
 def test_it_holds_with_fewer_techniques(seed: int) -> None:
     """The bound holds for plans without recomputation, the host or peers, with only one of them, or with
-    none."""
+    none.
+    """
     never_above(seed, (*SCHEDULES, *ENDLESS), slice(1, None))
 
 
@@ -102,7 +105,8 @@ def test_what_is_left_out_of_the_tables_changes_nothing(seed: int, monkeypatch: 
 @pytest.mark.parametrize("seed", range(10))
 def test_no_decisions_leave_a_device_with_less_than_its_largest_layer(seed: int) -> None:
     """No random decisions (recomputed runs, offloaded tensors and state) leave a device less than its largest
-    layer; some come close."""
+    layer; some come close.
+    """
     rng = Random(seed)
     case = random_cases.random_case(rng)
     plan = compacted(case.plan, rng)
@@ -121,7 +125,8 @@ def test_no_decisions_leave_a_device_with_less_than_its_largest_layer(seed: int)
 
 def test_what_a_layer_takes_at_least_is_all_that_its_passes_need() -> None:
     """The minimum memory of a layer: its weights, saved tensors and backward scratch, but not its saved
-    input."""
+    input.
+    """
     cost = keeping_layer(90, 40, 700, 1.0)
     assert cost.least_bytes == 700 + 40 + max(span.peak_bytes for span in cost.backward_first)
     forward = replace(cost, forward_peak_bytes=5000, checkpoint_peak_bytes=4000)
@@ -129,7 +134,8 @@ def test_what_a_layer_takes_at_least_is_all_that_its_passes_need() -> None:
 
 
 def test_no_plan_fits_where_a_layer_alone_takes_more() -> None:
-    """If one layer exceeds the memory under every technique, the bound says so and planners need not search.
+    """If one layer exceeds the memory under every technique, the bound says so and planners
+    need not search.
     """
     case = random_case(Random(3), SCHEDULES)
     least = max(cost.least_bytes for cost in case.profile.measurements[0].costs)
@@ -154,7 +160,8 @@ def test_the_bound_of_equal_stages_without_messages_is_the_step(schedule: str) -
 
 def test_a_loss_is_not_updated() -> None:
     """A loss takes half a layer's time and no update: two minibatches a step, a second each way and per
-    update."""
+    update.
+    """
     loss = layer((value(1), value(1)), (value(4),), seconds=0.5)
     chain = profile(measurement([keeping_layer(1, 1, 1, 1.0)], loss))
     case = Case(chain, cluster([1 << 30], host_rate=1.0, peer_rate=1.0), training("pipedream", 2))
@@ -210,7 +217,8 @@ def test_what_all_devices_lend_is_what_they_have() -> None:
 
 def test_versions_of_weights_take_memory() -> None:
     """Two layers of 100 bytes with as much state, on devices of 250 bytes: the first device has a second
-    weight version and offloads 50 bytes of it every step, at 0.1 byte/s."""
+    weight version and offloads 50 bytes of it every step, at 0.1 byte/s.
+    """
     layers = [keeping_layer(0, 0, 100, 1.0)] * 2
     chain = profile(measurement(layers, layer((value(0), value(1)), (value(4),), seconds=0.0)))
     means = Means(peers=False, state=False, spill=False)
@@ -221,7 +229,8 @@ def test_versions_of_weights_take_memory() -> None:
 
 def test_positions_are_those_of_the_drawings() -> None:
     """Microbatches in flight, and backwards before the last forward, match the drawings for four stages and
-    eight microbatches."""
+    eight microbatches.
+    """
     drawn = {"1f1b": [(4, 4), (3, 5), (2, 6), (1, 7)], "gpipe": [(8, 0)] * 4}
     for schedule, stages in drawn.items():
         found = [position_of(schedule, stage, 4, 8) for stage in range(4)]
@@ -232,7 +241,8 @@ def test_positions_are_those_of_the_drawings() -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_the_lines_are_never_above_a_step_of_any_stages(seed: int) -> None:
     """The lines never exceed a step of random stages, walked in schedule order without messages, memory or
-    recomputation."""
+    recomputation.
+    """
     rng = Random(seed)
     schedule, stages, count = rng.choice(SCHEDULES), rng.randrange(1, 5), rng.randrange(1, 9)
     forward, backward = ([rng.random() for _ in range(stages)] for _ in range(2))

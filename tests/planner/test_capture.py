@@ -1,5 +1,6 @@
 """The planners of CAPTURE and Alpa: their predictions, their objectives, and the cost of ignoring early
-release."""
+release.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def by_hand(
 @pytest.mark.parametrize(("seed", "early"), list(product(range(8), (False, True))))
 def test_no_plan_is_predicted_to_have_a_lower_peak(seed: int, early: bool) -> None:
     """No plan over all cuts, numbers of stages and degrees has a lower prediction, with and without 1F1B's
-    early release."""
+    early release.
+    """
     asked = question(seed, "1f1b")
     runs, found = Runs(asked), capture(asked, CaptureOptions(early_release=early))
     lowest = float("inf")
@@ -88,7 +90,8 @@ def test_being_blind_to_early_release_costs_memory_under_1f1b() -> None:
 
 
 def formula(asked: Question, edges: tuple[int, ...], degrees: tuple[int, ...]) -> float:
-    """Return the sum of the stages' seconds plus M - 1 times the slowest, without gradient sums and updates.
+    """Return the sum of the stages' seconds plus M - 1 times the slowest, without gradient
+    sums and updates.
     """
     parts = []
     for (start, stop), degree in zip(pairwise(edges), degrees, strict=True):
@@ -101,7 +104,8 @@ def formula(asked: Question, edges: tuple[int, ...], degrees: tuple[int, ...]) -
 @pytest.mark.parametrize("seed", range(8))
 def test_alpa_finds_nearly_the_lowest_by_its_formula(seed: int) -> None:
     """Alpa's plan is near the best of all plans by its formula, within the resolution of its candidate values
-    for the slowest stage, sums and updates."""
+    for the slowest stage, sums and updates.
+    """
     asked = question(seed)
     found = alpa(asked)
     lowest = min(

@@ -1,5 +1,6 @@
 """Default plans have no replicas if the samples of a batch are coupled, by whatever operation, and replicas
-would change the numbers."""
+would change the numbers.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +135,8 @@ profiled = cache(partial(profile, microbatch_size=(SIZE, SIZE // 2)))
 @pytest.mark.parametrize("name", COUPLED)
 def test_coupled_samples_have_no_replicas_unless_asked_for(name: str) -> None:
     """The profile says why samples are coupled; a default plan has no replicas and says so; requested
-    replicas come with a warning."""
+    replicas come with a warning.
+    """
     task, reason = COUPLED[name]
     found = profiled(task)
     assert found.coupled.startswith(reason)
@@ -170,7 +172,8 @@ def test_a_loss_is_seen_where_the_module_is_too_large(name: str, monkeypatch: py
 
 def test_draws_of_replicas_are_those_of_smaller_microbatches() -> None:
     """Replicas with random draws are considered for default microbatches, but change the numbers of a
-    requested size."""
+    requested size.
+    """
     found = profiled(DRAWING)
     assert (found.coupled, found.draws) == ("", "layer 1 draws random numbers")
     asked = plan(found, TWO, batch_size=2 * SIZE, microbatches=2, effort=0.1)
@@ -188,7 +191,8 @@ def test_draws_of_replicas_are_those_of_smaller_microbatches() -> None:
 @pytest.mark.parametrize("task", [COUPLED["a GAN"][0], COUPLED["a masked mean"][0], APART["plain"], DRAWING])
 def test_default_plans_train_as_a_plain_loop(task: Task) -> None:
     """Default plans train to the losses and weights of a loop over the requested microbatches, for every
-    model."""
+    model.
+    """
     trainer = Trainer(task, plan(profiled(task), TWO, batch_size=2 * SIZE, microbatches=2, effort=0.1))
     torch.manual_seed(0)
     module: Any = task.module()  # type: ignore[operator]
@@ -213,7 +217,8 @@ def test_default_plans_train_as_a_plain_loop(task: Task) -> None:
 
 def test_a_batch_whose_slices_leave_out_other_numbers_of_targets_is_refused() -> None:
     """Local batches with different numbers of ignored targets are refused; the task's sample batches have
-    none, so replicas were chosen. With explicit replicas, each replica's mean is used."""
+    none, so replicas were chosen. With explicit replicas, each replica's mean is used.
+    """
     found = profiled(APART["plain"])
     trainer = Trainer(APART["plain"], plan(found, TWO, batch_size=2 * SIZE, microbatches=2, effort=0.1))
     inputs, targets = classes(2 * SIZE)

@@ -71,14 +71,16 @@ def test_no_plan_has_a_lower_peak_whatever_its_replicas_divide(seed: int) -> Non
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_no_plan_has_a_lower_peak_under_schedules_without_end(schedule: str, seed: int) -> None:
     """No asynchronous plan has a lower peak, with weight versions on every replica and without divided
-    parameters."""
+    parameters.
+    """
     check(seed, schedule)
 
 
 @pytest.mark.parametrize("data", [4, 8])
 def test_bounds_hold_where_copies_are_gathered(data: int) -> None:
     """For eight equal layers of plain SGD with half-precision copies, a replica holds the copies of at most
-    two buckets, and no bound is higher."""
+    two buckets, and no bound is higher.
+    """
     equal = keeping(Random(0), widths=[1 << 4] * 9, weights=[(1 << 20) + 6] * 8)
     model = replace(equal, kinds=tuple(replace(copied(kind), state_bytes=0) for kind in equal.kinds))
     assert all(one.cast_only for cost in model.costs for one in cost.parameters)
@@ -97,7 +99,8 @@ def test_bounds_hold_where_copies_are_gathered(data: int) -> None:
 def test_replicas_exchange_as_many_bytes_as_the_simulator_says(seed: int) -> None:
     """Replicas exchange the simulator's bytes, with shared or frozen parameters: gradients; after an update
     the trained parameters; and, if owners keep the only copy, half-precision copies if all readers are half
-    precision."""
+    precision.
+    """
     profile = sized(hostile(Random(seed), 7, shared=3), 4, 2, blocks=(1, 2, 1, 1, 2))
     how = Training(batch_size=12, microbatches=3)
     question = Question(profile=profile, cluster=devices(AMPLE, AMPLE), training=how, options=Options())
@@ -135,7 +138,8 @@ def test_no_plan_of_many_has_a_lower_peak_whatever_its_replicas_divide(seed: int
 @pytest.mark.parametrize("stages", [1, 2])
 def test_peaks_that_few_microbatches_show_are_those_of_all(stages: int) -> None:
     """Peaks from a few microbatches are those of a 1F1B step of twenty, including twenty losses on the last
-    stage."""
+    stage.
+    """
     profile = sized(heavy(4, times=3), 2, 1)
     how = Training(batch_size=40, microbatches=20)
     made = plan(
@@ -148,7 +152,8 @@ def test_peaks_that_few_microbatches_show_are_those_of_all(stages: int) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_the_fastest_plan_that_fits_may_divide_state(seed: int) -> None:
     """If whole replicas do not fit, the fastest plan divides state: its bound holds for every plan that fits,
-    and no pin is faster by a hundredth."""
+    and no pin is faster by a hundredth.
+    """
     rng = Random(seed)
     profile, how = sized(plain(rng, 3), 4, 2), Training(batch_size=12, microbatches=3)
     ample = devices(*[AMPLE] * 3)
@@ -174,7 +179,8 @@ def test_the_fastest_plan_that_fits_may_divide_state(seed: int) -> None:
 @pytest.mark.parametrize("planner", ["joint", "exact", "capture", "alpa", "uniform", "time"])
 def test_every_planner_gives_replicas_what_they_are_asked_to_divide(planner: str) -> None:
     """Every planner divides the requested state, in one bucket per block for gradients or parameters, and
-    reports the peak of whole replicas."""
+    reports the peak of whole replicas.
+    """
     profile, cluster = sized(plain(Random(1), 5), 4, 2), devices(*[AMPLE] * 5)
     for shard in SHARDINGS:
         made = plan(
@@ -216,7 +222,8 @@ def test_a_search_that_ends_early_is_no_worse_than_one_for_whole_replicas(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A search that ends before its proof is no worse than the plan of whole replicas, a candidate from the
-    start."""
+    start.
+    """
     monkeypatch.setattr("pipefit.planner.hybrid.search.WORK", 0)
     rng = Random(seed)
     profile = sized(rng.choice((plain, hostile, skewed))(rng, rng.randrange(2, 5)), 4, 2, 1)

@@ -65,7 +65,8 @@ def test_exact_finds_the_best_of_all_3654_splits_of_vgg(schedule: str) -> None:
 @pytest.mark.parametrize("seed", seeds(60, of=120))
 def test_exact_is_exhaustive_on_equal_devices(seed: int) -> None:
     """With small integer costs, so that peaks tie in every column, the split is the same down to the
-    tie-break."""
+    tie-break.
+    """
     rng = Random(seed)
     count = rng.randrange(1, 11)
     cluster = devices(*[AMPLE] * rng.randrange(1, 6))
@@ -103,7 +104,8 @@ def test_exact_is_exhaustive_where_blocks_are_recomputed_by_themselves(seed: int
 @pytest.mark.parametrize("seed", seeds(25, of=40))
 def test_exact_is_exhaustive_under_endless_schedules(schedule: str, seed: int) -> None:
     """If early stages hold more weight versions, stages and simulated peaks are still those of exhaustive
-    search."""
+    search.
+    """
     rng = Random(seed)
     count = rng.randrange(1, 10)
     cluster = devices(*(rng.choice((60, 100, 100)) for _ in range(rng.randrange(1, 5))))
@@ -131,7 +133,8 @@ def test_exact_is_exhaustive_where_layers_differ_by_orders_of_magnitude(seed: in
 @pytest.mark.parametrize("seed", seeds(16, of=60))
 def test_exact_is_the_best_of_all_splits_between_blocks(seed: int) -> None:
     """Layers of one block stay on one stage, with any saved and aliased storages; the oracle is the account
-    of all such splits."""
+    of all such splits.
+    """
     rng = Random(seed)
     blocks = rng.randrange(3, 7)
     sizes = block_sizes(rng, rng.randrange(blocks, 13), blocks)
@@ -195,7 +198,8 @@ def fullest(plan: Plan) -> float:
 @pytest.mark.parametrize("seed", seeds(20, of=30))
 def test_predicted_peaks_are_what_the_simulator_finds(seed: int) -> None:
     """Predicted peaks match the simulator to the byte, on every device, over two steps, under any schedule
-    and recomputation, and so does the time."""
+    and recomputation, and so does the time.
+    """
     rng = Random(seed)
     options = Options(stages=3, recompute=rng.choice(WHOLE_STAGES))
     plan = asked(exact, profile(hostile(rng, 7)), devices(*[AMPLE] * 4), any_training(rng), options)
@@ -233,7 +237,8 @@ def test_layers_that_share_a_parameter_are_in_one_stage_under_endless_schedules(
     planner: str, schedule: str, seed: int
 ) -> None:
     """Asynchronous stages update separately, so layers that share a parameter form one block, with all layers
-    between them. Exact is exhaustive over the remaining splits."""
+    between them. Exact is exhaustive over the remaining splits.
+    """
     rng = Random(seed)
     chain = hostile(rng, rng.randrange(3, 8), shared=1)
     cluster, how = devices(*[AMPLE] * 3), training(schedule, 4)

@@ -33,7 +33,8 @@ def question(*sizes: int) -> Question:
 @pytest.mark.parametrize("seed", range(20))
 def test_states_are_those_that_devices_can_be_found_for(seed: int) -> None:
     """States are the whole product restricted by Hall's condition, in product order, and counted without a
-    list."""
+    list.
+    """
     draw = np.random.default_rng(seed)
     sizes = draw.integers(1, 5, draw.integers(1, 5)).tolist()
     there = [sum(sizes[number:]) for number in range(len(sizes))]
@@ -72,7 +73,8 @@ def test_what_is_cheap_is_not_bought_with_more_than_a_slight_part_of_a_budget() 
 @pytest.mark.parametrize("planner", sampled(["joint", "exact"], often=["exact"]))
 def test_twenty_devices_of_as_many_budgets_have_a_plan_that_fits(planner: str) -> None:
     """Twenty devices of twenty budgets have a plan that fits: its bound is at most its peak, and the smallest
-    budget alone is no better."""
+    budget alone is no better.
+    """
     profile, most = costs(3, 20), 20
     low = max(plan(profile, devices(*[AMPLE] * most), training=HOW, planner="exact").prediction.peak_bytes)
     budgets = [2 * low + low * number // 30 for number in range(most)]

@@ -96,7 +96,8 @@ def check(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_no_plan_has_a_lower_peak(seed: int) -> None:
     """No choice of cuts, stages, replicas and devices of several sizes has a lower peak, and the simulator
-    agrees."""
+    agrees.
+    """
     check(seed)
 
 
@@ -145,7 +146,8 @@ def seconds_of(made: Plan) -> float:
 )
 def test_every_planner_gives_all_stages_the_replicas_that_are_asked_for(planner: str) -> None:
     """Every planner gives all stages the requested two replicas on separate devices, and none if grids are
-    refused."""
+    refused.
+    """
     profile, cluster = sized(plain(Random(1), 5), 4, 2), devices(*[AMPLE] * 5)
     for data in (1, 2):
         made = plan(profile, cluster, batch_size=8, microbatch_size=4, planner=planner, stages=2, data=data)
@@ -172,7 +174,8 @@ def test_a_layer_that_no_replicas_can_have_is_told_where_all_stages_have_them(pl
 
 
 def test_replicas_that_keep_too_much_recompute_and_move_saved_tensors() -> None:
-    """If nothing else fits, a plan with replicas offloads tensors, and state only if the replicas divide it.
+    """If nothing else fits, a plan with replicas offloads tensors, and state only if the
+    replicas divide it.
     """
     profile = sized(plain(Random(3), 4), 4, 2)
     ample = plan(profile, devices(*[AMPLE] * 4), batch_size=16, microbatch_size=4, data=2)

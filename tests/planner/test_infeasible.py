@@ -59,7 +59,8 @@ def peaks(made: Plan) -> tuple[int, ...]:
 
 def test_a_refusal_says_which_device_which_layers_and_how_many_bytes() -> None:
     """The refusal names the fullest device, its stage with layers by name, the missing bytes and its share of
-    memory."""
+    memory.
+    """
     chain, how = profile(vgg_like()), training("1f1b", 4)
     made = plan(chain, devices(9000, 9000, 9000, 9000), how, allow_infeasible=True)
     stage = max(range(4), key=lambda s: peaks(made)[s])
@@ -110,7 +111,8 @@ def test_the_number_of_devices_that_would_fit_fits_and_one_less_does_not(budget:
 @pytest.mark.parametrize("seed", seeds(2, of=4))
 def test_what_would_fit_has_the_replicas_that_are_asked_for(seed: int, asked: dict[str, int]) -> None:
     """With requested replicas the suggested memory fits, and a byte less does not; numbers of devices are
-    true too."""
+    true too.
+    """
     chain, how = sized(plain(Random(seed), 5, size=50), 8, 4, 2), Training(batch_size=16, microbatches=2)
     text = refusal(chain, devices(*[90] * 4), how, **asked)
     needed = int(re.search(r"the same devices with .* each \((\d+) bytes\)", text)[1])
@@ -141,7 +143,8 @@ def without_room(seed: int, part: float) -> Case:
 @pytest.mark.parametrize("seed", seeds(2, of=4))
 def test_what_would_fit_with_techniques_fits(seed: int) -> None:
     """Suggestions for `joint` use recomputation and offload: the memory suffices and is at most that of
-    splits alone; so do the devices."""
+    splits alone; so do the devices.
+    """
     case = without_room(seed, 0.3)
     text = refusal(case.profile, case.cluster, case.training, objective="throughput")
     assert "; no plan was found that fits. What would fit: " in text and "no other split fits" not in text
@@ -188,7 +191,8 @@ def test_unused_devices_are_suggested_before_new_ones() -> None:
 
 def test_a_baseline_that_does_not_fit_points_to_the_exact_planner() -> None:
     """A baseline's refusal points to `exact` if that fits; `allow_infeasible` returns the plan with predicted
-    peaks."""
+    peaks.
+    """
     chain, how = profile(vgg_like()), training("1f1b", 4)
     enough = max(peaks(plan(chain, devices(*[AMPLE] * 4), how)))
     cluster = devices(*[enough] * 4)
@@ -214,7 +218,8 @@ def test_unlike_devices_are_told_how_much_more_each_needs() -> None:
 
 def test_the_memory_that_would_fit_has_room_for_the_reserve() -> None:
     """Devices of the suggested size fit with their reserve, and a byte less does not; the refusal names the
-    remaining memory."""
+    remaining memory.
+    """
     chain, how = profile(alike(8, size=100)), training("1f1b", 4)
 
     def cluster(memory: int) -> Cluster:

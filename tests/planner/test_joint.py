@@ -33,7 +33,8 @@ def planned(case: Case, *, allow_infeasible: bool = False) -> Plan:
 
 def check(case: Case, found: Plan) -> None:
     """Check that the plan fits and takes its predicted seconds in a separate simulation, and respects its
-    bound."""
+    bound.
+    """
     simulation = Simulation(found)
     assert found.prediction and found.provenance
     assert simulation.peak_bytes == found.prediction.peak_bytes
@@ -68,7 +69,8 @@ def test_it_is_close_to_the_fastest_of_thousands_of_plans(seed: int, layers: int
 
 def test_a_device_recomputes_so_that_it_may_lend() -> None:
     """The fastest plan recomputes on the first device, which has idle time, and lends the freed memory to the
-    second, whose layer keeps much."""
+    second, whose layer keeps much.
+    """
     case = random_case(Random(36), ("torchgpipe",))
     found = planned(case)
     check(case, found)
@@ -97,7 +99,8 @@ OTHERS = ("exact", "time", "uniform", "parameters", "first_last", "bisection")
 @pytest.mark.parametrize("seed", seeds(6, of=12))
 def test_it_is_never_slower_than_another_planner_whose_split_fits(seed: int) -> None:
     """`joint` is never slower, for any layers, schedule and memory, including asynchronous schedules and odd
-    costs."""
+    costs.
+    """
     rng = Random(seed)
     chain = hostile(rng, 4 + small_first(seed, largest=6), shared=0)
     how = any_training(rng) if seed % 3 else training(rng.choice(("pipedream", "pipedream-2bw")), 4)
@@ -166,7 +169,8 @@ def long_steps(schedule: str) -> Question:
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "pipedream"])
 def test_a_long_step_simulated_in_short_is_the_long_step(schedule: str) -> None:
-    """Abridged simulation is exact: peaks to the byte, seconds to a thousandth for splits without techniques.
+    """Abridged simulation is exact: peaks to the byte, seconds to a thousandth for splits
+    without techniques.
     """
     evaluator = Evaluator(long_steps(schedule))
     for split in {planner(evaluator.question).split for planner in (exact, time)}:

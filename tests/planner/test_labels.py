@@ -26,7 +26,8 @@ SLICES = 4, 2, 1
 
 def question(seed: int, *, schedule: str | None = None, tight: bool = False) -> Question:
     """Build up to five different layers without shared parameters, on up to five devices, some of other
-    sizes."""
+    sizes.
+    """
     rng = Random(seed)
     profile = sized(rng.choice((plain, skewed))(rng, rng.randrange(2, 6)), *SLICES)
     count = rng.randrange(2, 6)
@@ -86,7 +87,8 @@ def made_of(asked: Question, found: Hybrid) -> Plan:
 @pytest.mark.usefixtures("long")
 def test_a_plan_takes_what_is_said_and_few_are_faster(seed: int) -> None:
     """The answer's seconds are the highest of its lines; the best of all plans is at most a tenth faster by
-    them."""
+    them.
+    """
     asked = question(seed)
     found = fastest(asked, 8, ("none",))[0]
     sums = max(len(one.choice.take.before) for one in found.stages)  # it knows all states
@@ -128,7 +130,8 @@ def fits(made: Plan) -> bool:
 @pytest.mark.parametrize("seed", range(6))
 def test_no_plan_takes_less_than_the_least(seed: int, schedule: str) -> None:
     """No plan of any degrees beats the bound, which equals one stage on all devices but for its end if that
-    is best."""
+    is best.
+    """
     asked = question(seed, schedule=schedule)
     least, most = Least.of(asked), len(asked.cluster.devices)
     for made in every_plan(asked):
@@ -138,7 +141,8 @@ def test_no_plan_takes_less_than_the_least(seed: int, schedule: str) -> None:
 
 def test_devices_that_wait_for_the_first_microbatch_count() -> None:
     """Waiting for the first microbatch counts: equal work in M microbatches on G single-device stages has
-    efficiency 1 - (1 - 1 / M)^G."""
+    efficiency 1 - (1 - 1 / M)^G.
+    """
     least = Least(work=3.0, widest=1, microbatches=4, endless=False)
     assert least.seconds(1) == pytest.approx(12.0)
     assert least.seconds(3) == pytest.approx(3 / (1 - 0.75**3))

@@ -49,7 +49,8 @@ def case(seed: int, *, host_bytes: int = 1 << 30) -> tuple[ModelProfile, Cluster
 
 def by_hand(profile: ModelProfile, on: Cluster) -> Iterator[Plan]:
     """Build even stages of one degree, on all devices, with their state at the host in every way, just in
-    time or ahead."""
+    time or ahead.
+    """
     layers, devices = len(profile.layers), len(on.devices)
     for data in (1, 2, 4):
         stages = min(layers, devices // data)
@@ -100,7 +101,8 @@ def moved(made: Plan) -> Iterator[Plan]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_no_plan_by_hand_with_state_at_hosts_has_a_lower_peak(seed: int) -> None:
-    """No plan by hand, without techniques or with a cut moved, has a lower peak; the peak is the simulator's.
+    """No plan by hand, without techniques or with a cut moved, has a lower peak; the peak is
+    the simulator's.
     """
     profile, on = case(seed)
     made, kept = plan(profile, on, HOW, planner="lean"), plan(profile, on, HOW, objective="peak")
@@ -116,7 +118,8 @@ def test_no_plan_by_hand_with_state_at_hosts_has_a_lower_peak(seed: int) -> None
 @pytest.mark.parametrize("seed", [0, 3, 5, 13])
 def test_cuts_move_where_state_does(seed: int) -> None:
     """Cuts that balance weights do not balance activations: with all state at the host, the best of all cuts
-    is chosen."""
+    is chosen.
+    """
     rng = Random(seed)
     count = rng.randrange(4, 7)
     widths = [rng.choice((1, 5, 40, 60)) for _ in range(count + 1)]
@@ -143,7 +146,8 @@ def test_hosts_without_room_leave_everything_on_the_devices() -> None:
 
 def test_it_is_below_the_lowest_peak_of_what_stays_where_state_is_most_of_it() -> None:
     """If most memory is state, the host is used; the plan names the set of plans it is lowest of, and claims
-    no proof beyond."""
+    no proof beyond.
+    """
     profile, on = case(0)
     made, kept = plan(profile, on, HOW, planner="lean"), plan(profile, on, HOW, objective="peak")
     assert made.provenance and kept.provenance

@@ -55,7 +55,8 @@ def random_links(rng: Random, count: int) -> np.ndarray:
 
 @pytest.mark.parametrize("seed", range(25))
 def test_the_mapping_is_the_best_of_all_orders_and_all_ways_to_lend(seed: int) -> None:
-    """The mapping is optimal for four devices with random lanes, and stages that lack and have random bytes.
+    """The mapping is optimal for four devices with random lanes, and stages that lack and have
+    random bytes.
     """
     rng = Random(seed)
     rates, count = random_links(rng, 4), 4
@@ -118,7 +119,8 @@ def test_ten_devices_are_improved_by_swaps() -> None:
 
 
 def test_where_not_all_can_be_placed_the_order_is_good_for_a_part() -> None:
-    """On a DGX-1 whose last devices have less than the first one lacks, some of them become its neighbours.
+    """On a DGX-1 whose last devices have less than the first one lacks, some of them become
+    its neighbours.
     """
     rates = peer_rates(Cluster.preset("dgx1-v100"))
     found = mapped([100, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 30, 30], rates)
@@ -130,7 +132,8 @@ def test_where_not_all_can_be_placed_the_order_is_good_for_a_part() -> None:
 @pytest.mark.parametrize("lanes", [(1,), (0, 1, 2)])
 def test_of_many_devices_nobody_lends_more_than_it_has(lanes: tuple[int, ...]) -> None:
     """No device lends more than it has or borrows more than it needs, in under four seconds for 64 devices,
-    half of them borrowers."""
+    half of them borrowers.
+    """
     rng, count = Random(7), 64
     rates = np.zeros((count, count))
     for a in range(count):

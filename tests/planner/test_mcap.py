@@ -18,7 +18,8 @@ from sampled import seeds
 
 @pytest.mark.parametrize("seed", range(30))
 def test_brute_force_finds_the_split_of_dynamic_programming(seed: int) -> None:
-    """Two searches that share only the costs agree, down to the tie-break; the value is the highest estimate.
+    """Two searches that share only the costs agree, down to the tie-break; the value is the
+    highest estimate.
     """
     rng = Random(seed)
     layers = rng.randrange(2, 10)
@@ -38,7 +39,8 @@ def test_bayesian_optimisation_finds_what_brute_force_finds(
 ) -> None:
     """Bayesian optimisation agrees with brute force on seven layers and three devices with three seeds; its
     values are those of the splits. (With thousands of splits it evaluates 75, and may miss the best:
-    `benchmarks/bench_mcap.py`.)"""
+    `benchmarks/bench_mcap.py`.)
+    """
     pytest.importorskip("skopt")
     monkeypatch.setattr(sys.modules[bayesian.__module__], "EVALUATIONS", 16)
     costs = with_runs(Random(7), 7).additive

@@ -61,7 +61,8 @@ def used(made: Plan) -> set[str]:
 )
 def test_nothing_else_is_used(planner: str, means: Means, allowed: set[str]) -> None:
     """Plans use only allowed techniques, even if they then do not fit; mpress, with its fixed split, uses
-    each in some case."""
+    each in some case.
+    """
     cases = (lending(random_case(Random(seed), SCHEDULES, layers=4)) for seed in range(6))
     found = set().union(*(used(planned(case, means, planner, allow_infeasible=True)) for case in cases))
     assert found <= allowed
@@ -131,7 +132,8 @@ def allows(more: Means, fewer: Means) -> bool:
 @pytest.mark.parametrize(("seed", "layers"), [(0, 3), (103, 5), (118, 5), (139, 5)])
 def test_what_is_allowed_besides_never_makes_a_plan_slower(seed: int, layers: int, effort: float) -> None:
     """More techniques (recomputation, the host, peers) never make a plan slower, even if the search ends
-    early."""
+    early.
+    """
     schedules = *SCHEDULES, "eager-1f1b", "pipedream", "torchgpipe", "pipedream-2bw"
     case = random_case(Random(seed), schedules, layers=layers)
     case = lending(case) if seed % 2 else case
@@ -146,7 +148,8 @@ def test_what_is_allowed_besides_never_makes_a_plan_slower(seed: int, layers: in
 
 def test_what_cannot_fit_or_be_faster_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Impossible techniques are not searched: without recomputation this device cannot be faster, and a
-    single device has no peers."""
+    single device has no peers.
+    """
     layers = [keeping_layer(0, 100, 0, 2.0)] * 2
     chain = profile(measurement(layers, layer((value(0), value(1)), (value(4),), seconds=0.0)))
     case = Case(chain, cluster([150], host_rate=1e-3, peer_rate=1.0), training("1f1b", 4))
@@ -168,7 +171,8 @@ def square(rates: Sequence[tuple[int, int, float]]) -> Question:
 
 def test_without_mapping_stages_stay_where_they_are() -> None:
     """Without mapping, stages keep their order, though another order has a faster link between borrower and
-    lender."""
+    lender.
+    """
     asked = square([(0, 1, 1.0), (0, 2, 1.0), (1, 2, 1.0), (2, 3, 1.0), (1, 3, 1.0), (0, 3, 8.0)])
     split = Split((0, 1, 2, 3, 4), (0, 1, 2, 3))
     needs, spares = [80, 0, 0, 0], [0, 80, 0, 0]

@@ -62,7 +62,8 @@ def peak(one: Plan) -> int:
 @pytest.mark.parametrize("seed", range(5))
 def test_stages_run_again_where_nothing_fits_that_keeps_all(seed: int) -> None:
     """With memory between full storage and full recomputation, a plan is found if one exists, fits, and is
-    nearly as fast as the fastest with fully recomputed stages."""
+    nearly as fast as the fastest with fully recomputed stages.
+    """
     rng = Random(seed)
     profile = sized(rng.choice((plain, skewed))(rng, 3), 4, 2)
     ample = devices(*[1 << 40] * 3)

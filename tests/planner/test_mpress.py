@@ -66,7 +66,8 @@ def test_behind_a_slow_link_the_last_blocks_are_recomputed() -> None:
 
 def test_peers_take_what_would_be_recomputed_if_they_have_room() -> None:
     """Peers with fast links take tensors that slow host links would leave to recomputation; the step is
-    shorter."""
+    shorter.
+    """
     chain, how = chain_of(*[4.0] * 8), training("1f1b", 12)
     links = cluster([800, 800, 800, 800], host_rate=1e-3, peer_rate=1e6)
     lent = planned(Case(chain, links, how))
@@ -84,7 +85,8 @@ def test_peers_take_what_would_be_recomputed_if_they_have_room() -> None:
 
 def test_peers_alone_take_what_they_have_room_for() -> None:
     """If only peers are allowed, they take all they have room for; over fast links the step stays as long as
-    with ample memory."""
+    with ample memory.
+    """
     chain, how = chain_of(*[4.0] * 8), training("1f1b", 12)
     ample = planned(Case(chain, cluster([AMPLE] * 4, host_rate=1e6, peer_rate=1e6), how))
     question = Question(

@@ -113,7 +113,8 @@ def in_buckets(made: Plan, buckets: int) -> Plan:
 
 def test_replicas_divide_their_state_where_updates_of_all_of_it_take_longer() -> None:
     """On fast links replicas divide their state, as in FSDP: no division, in up to 64 buckets, is faster by a
-    hundredth."""
+    hundredth.
+    """
     asked = replace(question(6), options=Options(data=2, stages=1))
     best = mixed(asked)
     assert best is not None
@@ -132,7 +133,8 @@ def test_replicas_divide_their_state_where_updates_of_all_of_it_take_longer() ->
 @pytest.mark.parametrize(("seed", "factor"), [(12, 1), (38, 1), (52, 10), (39, 1000), (49, 1000)])
 def test_no_plan_of_equal_degrees_is_faster_whatever_its_replicas_divide(seed: int, factor: int) -> None:
     """No plan of equal degrees is faster in any number of buckets, though its split is slower while replicas
-    sum after the last backward."""
+    sum after the last backward.
+    """
     asked = question(seed)
     slow = tuple(
         replace(link, bytes_per_second=link.bytes_per_second / factor) for link in asked.cluster.links

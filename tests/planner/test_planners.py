@@ -54,7 +54,8 @@ OFTEN = [
 def test_a_plan_holds_every_layer_once_and_predicts_every_device(
     planner: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every planner's plan has all layers in order, a device for each stage and peaks, and never beats exact.
+    """Every planner's plan has all layers in order, a device for each stage and peaks, and
+    never beats exact.
     """
     if planner in SLOW:
         pytest.importorskip("skopt")
@@ -137,7 +138,8 @@ def test_parameters_weighs_parameters_and_time_weighs_seconds() -> None:
 
 
 def test_the_training_follows_from_profile_and_cluster() -> None:
-    """By default a batch is four microbatches of the profiled size for each device; `exact` plans for 1f1b.
+    """By default a batch is four microbatches of the profiled size for each device; `exact`
+    plans for 1f1b.
     """
     made = plan(profile(alike(8)), devices(*[AMPLE] * 4), objective="peak")
     assert made.training == Training(batch_size=16, microbatches=16, schedule="1f1b")

@@ -56,7 +56,8 @@ def test_by_our_predictor_it_is_the_plan_of_exact(seed: int) -> None:
 
 def test_the_additive_peak_is_the_first_alone_and_the_rest_added() -> None:
     """The additive peak matches a computation by hand; the position of a stage in the pipeline does not
-    matter."""
+    matter.
+    """
     costs = AdditiveCosts(mem_isolated=(10, 20, 30, 40), mem_added=(1, 2, 3, 4), training=GPIPE)
     assert costs.peak(1, 4) == 20 + 3 + 4
     assert [costs.peak(n, n + 1) for n in range(4)] == [10, 20, 30, 40]

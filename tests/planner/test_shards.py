@@ -63,7 +63,8 @@ def lowest(of: ModelProfile) -> int:
 @pytest.mark.parametrize("tied", sampled([False, True], often=[True]))
 def test_no_plan_of_replicas_and_shards_has_a_lower_peak(tied: bool) -> None:
     """No cut or degree of any stage has a lower peak, with and without sequence parallelism, also with an
-    embedding shared by two stages."""
+    embedding shared by two stages.
+    """
     of = costs(tied=tied)
     found = plan(of, devices(*[AMPLE] * 3), HOW, objective="peak", shard="none")
     assert found.provenance and found.prediction
@@ -85,7 +86,8 @@ def test_shards_are_chosen_and_pinned() -> None:
 
 def test_sequence_parallelism_is_chosen_where_it_saves_and_pinned() -> None:
     """With pinned sequence parallelism all stages have it or none; otherwise the leanest plan of few stages
-    uses it."""
+    uses it.
+    """
     of, on = costs(), devices(*[AMPLE] * 2)
     peaks = dict[bool | None, int]()
     for asked in (None, False, True):
@@ -105,7 +107,8 @@ def test_sequence_parallelism_is_chosen_where_it_saves_and_pinned() -> None:
 
 def test_degrees_that_divide_a_shared_parameter_otherwise_are_searched_apart() -> None:
     """Stages with a shared parameter need the same degree: local batches of other sizes may be divided
-    otherwise."""
+    otherwise.
+    """
     of = costs(tied=True)
     forms = [
         [replace(one, form=str(m.microbatch_size)) for one in m.shared]

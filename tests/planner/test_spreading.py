@@ -109,7 +109,8 @@ def test_fewer_stages_than_devices_have_wires_of_their_own() -> None:
 
 def test_devices_keep_their_order_where_no_other_is_better() -> None:
     """Devices keep their order with private wires, equal stages in flight, no offload to hosts, or no
-    mapping."""
+    mapping.
+    """
     natural = tuple(range(4))
     assert spread(asked(cluster([99] * 4, host_rate=1.0, peer_rate=2.0))) == natural
     assert spread(asked(pairs(4), schedule="gpipe")) == natural

@@ -25,7 +25,8 @@ HOST = parse_place("host")
 
 def case(rng: Random, schedule: str, *, bandwidth: float | None = 1e3, budget: int = 1 << 30) -> Case:
     """Build layers of many parameters and few activations on two devices, and a host that updates at
-    `bandwidth`."""
+    `bandwidth`.
+    """
     layers = [keeping_layer(1, rng.randrange(1, 4), rng.randrange(10, 60), 1.0) for _ in range(5)]
     chain = profile(measurement(layers, layer((value(1), value(1)), (value(4),), seconds=0.5)))
     on = cluster([budget] * 2, host_rate=rng.choice((20.0, 100.0)), peer_rate=100.0)

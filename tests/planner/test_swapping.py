@@ -32,7 +32,8 @@ def case(
     layers: range = range(3, 6),
 ) -> Question:
     """Build layers of many activations on devices that cannot keep all of them, with these rates to host and
-    peers."""
+    peers.
+    """
     rng, number = Random(seed), 3 if data is None else 4
     count = rng.choice(layers)
     widths = [rng.randrange(20, 60) for _ in range(count + 1)]
@@ -113,7 +114,8 @@ def test_hosts_without_room_get_nothing() -> None:
 @pytest.mark.parametrize("seed", [1, 6, 12, 13])
 def test_the_fewest_blocks_that_are_enough_move(seed: int) -> None:
     """The plan with hosts is no slower than one that offloads the fewest blocks that suffice in every
-    recomputed stage, found by simulating all numbers."""
+    recomputed stage, found by simulating all numbers.
+    """
     asked = case(seed, 1e9)
     alone, found = mixed(replace(asked, means=BARE)), mixed(replace(asked, means=HOSTS))
     if alone is None:
@@ -150,7 +152,8 @@ def away(asked: Question, stage: int, start: int, stop: int) -> tuple[Decision, 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_peer_never_makes_a_plan_of_any_degrees_slower(seed: int, rate: float) -> None:
     """A peer never makes a plan slower, over fast and slow links; the plan and its lenders fit, with exact
-    seconds."""
+    seconds.
+    """
     asked = lent(seed, rate)
     alone, found = mixed(replace(asked, means=BARE)), mixed(asked)
     assert (alone is None) == (found is None)
@@ -160,7 +163,8 @@ def test_a_peer_never_makes_a_plan_of_any_degrees_slower(seed: int, rate: float)
 
 
 def test_tensors_move_to_devices_that_have_memory_left() -> None:
-    """Peers shorten the step in several of these questions, also with replicas, but never over a slow link.
+    """Peers shorten the step in several of these questions, also with replicas, but never over
+    a slow link.
     """
     for data in (None, 2):
         pairs = [

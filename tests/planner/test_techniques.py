@@ -47,7 +47,8 @@ def test_the_rule_of_mpress_chooses_as_the_paper_does(name: str) -> None:
 @pytest.mark.parametrize("name", PAPER)
 def test_the_rates_of_the_machine_give_the_same_choices(name: str) -> None:
     """Round trips at 10.4 GB/s to the host and 72 GB/s to peers, the rates of the table's first tensor, give
-    the same choices."""
+    the same choices.
+    """
     megabytes, interval, recompute, _, _, choice = PAPER[name]
     assert (
         mpress_choice(costs_of(megabytes, interval, recompute, 2 * megabytes / 10.4, 2 * megabytes / 72))
@@ -68,7 +69,8 @@ def test_the_joint_planner_decides_so(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in PAPER if PAPER[name][-1] != "recompute"])
 def test_the_joint_planner_decides_by_the_costs(name: str) -> None:
     """An offloaded tensor is recomputed over links thirty times slower; one on peers goes to a host that is
-    ten times faster when peers have no room."""
+    ten times faster when peers have no room.
+    """
     megabytes, interval, recompute, host, peer, choice = PAPER[name]
     assert decided(megabytes, interval, recompute, 30 * host, 30 * peer) == {"recompute"}
     if choice == "peers":

@@ -58,7 +58,8 @@ def test_equal_stages_are_divided_as_well_as_they_can_be(
 
 @pytest.mark.parametrize("seed", range(30))
 def test_random_stages_are_divided_nearly_as_well(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """With two hosts a division never exceeds all-host or all-device updates, and the best by at most half.
+    """With two hosts a division never exceeds all-host or all-device updates, and the best by
+    at most half.
     """
     rng = Random(seed)
     updates = [
@@ -75,7 +76,8 @@ def test_random_stages_are_divided_nearly_as_well(monkeypatch: pytest.MonkeyPatc
 
 def test_the_seconds_are_those_of_the_stage() -> None:
     """A host moves 5 bytes for each byte of parameters, gradients and state, at 80 % of its rate; 1 moves
-    each way."""
+    each way.
+    """
     chain = profile(measurement([keeping_layer(1, 1, 1, 1.0)] * 2, layer((value(1), value(1)), (value(4),))))
     slow = replace(
         cluster([99], host_rate=4.0, peer_rate=1.0), hosts=(Host(memory_bytes=99, memory_bandwidth=10.0),)

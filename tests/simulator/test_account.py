@@ -74,7 +74,8 @@ def test_the_simulator_finds_the_peaks_of_the_account(seed: int) -> None:
 @pytest.mark.parametrize("seed", seeds(60, of=200))
 def test_replicas_that_divide_state_cost_what_the_account_says(seed: int) -> None:
     """One stage of random layers on two to four replicas agrees sample by sample: divided optimizer state,
-    gradients or parameters, any number of buckets, with or without a recomputed run."""
+    gradients or parameters, any number of buckets, with or without a recomputed run.
+    """
     rng = Random(seed)
     size, data = rng.choice(((4, 2), (6, 3), (4, 4)))
     made = hostile(rng, 2 + small_first(seed, largest=7))
@@ -118,7 +119,8 @@ def test_runs_of_layers_that_go_forward_again_cost_what_the_account_says(seed: i
 
 def test_values_in_one_storage_have_copies_apart() -> None:
     """A run that begins with a layer in place on two values of one storage copies each value before it passes
-    it on."""
+    it on.
+    """
     two, own = (value(16), value(16)), Origin(kind="own", index=0)
     passes_on = (Origin(kind="input", index=0), Origin(kind="input", index=1))
     chain = (
@@ -147,7 +149,8 @@ def test_devices_of_several_stages_cost_what_the_account_says(seed: int) -> None
 @pytest.mark.parametrize("seed", seeds(35, of=100))
 def test_every_sample_of_a_trace_is_the_accounts(seed: int) -> None:
     """Every action's highest bytes and their categories are the account's; an action without a sample changes
-    nothing."""
+    nothing.
+    """
     plan = case(seed)
     assert_samples_agree(plan, lower(plan))
 
@@ -155,7 +158,8 @@ def test_every_sample_of_a_trace_is_the_accounts(seed: int) -> None:
 @pytest.mark.parametrize("seed", seeds(35, of=120))
 def test_pieces_and_moved_tensors_cost_what_the_account_says(seed: int) -> None:
     """Forwards and backwards in pieces, with saved tensors offloaded and reloaded at any legal moment, cost
-    as in the account."""
+    as in the account.
+    """
     rng = Random(seed)
     model = hostile(rng, 1 + small_first(seed, largest=7))
     plan = any_plan(rng, model, any_training(rng), recompute="never")
@@ -167,7 +171,8 @@ def test_pieces_and_moved_tensors_cost_what_the_account_says(seed: int) -> None:
 @pytest.mark.parametrize("seed", seeds(30, of=60))
 def test_cutting_stages_into_pieces_changes_no_peak(seed: int) -> None:
     """By the account, pieces peak with whole stages, whatever the layers share, unless a storage held until
-    the end of a backward is freed earlier by its piece."""
+    the end of a backward is freed earlier by its piece.
+    """
     rng = Random(seed)
     plan = any_plan(rng, hostile(rng, 1 + small_first(seed, largest=7)), any_training(rng), recompute="never")
     in_parts, whole = peaks(plan, program=in_pieces(rng, plan)), peaks(plan)
@@ -180,7 +185,8 @@ def test_cutting_stages_into_pieces_changes_no_peak(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(30))
 def test_a_step_leaves_what_it_found(seed: int) -> None:
     """By the account, after its first step, which allocates optimizer state, a device is as full as before a
-    step."""
+    step.
+    """
     plan = case(seed)
     for device in range(len(plan.cluster.devices)):
         samples = Account(plan, device, steps=3).samples
@@ -194,7 +200,8 @@ def test_a_step_leaves_what_it_found(seed: int) -> None:
 @pytest.mark.parametrize("seed", seeds(35, of=60))
 def test_endless_schedules_cost_what_the_account_says(schedule: str, seed: int) -> None:
     """Simulated asynchronous steps match the account up to the steady state and one step more; the account
-    reads one program without knowing of steps."""
+    reads one program without knowing of steps.
+    """
     rng = Random(seed)
     plan = endless_plan(rng, schedule, hostile(rng, small_first(seed, largest=8)))
     steps = distinct_steps(plan) + 1
@@ -225,7 +232,8 @@ def test_a_drain_needs_no_more_than_the_steps_before_it(schedule: str, seed: int
 def endless_plan(rng: Random, schedule: str, model: Measurement) -> Plan:
     """Draw a split over up to four devices without parameters shared between stages; runs are recomputed,
     saved tensors and weights offloaded, for a share of the microbatches; versions hold the weights or
-    everything."""
+    everything.
+    """
     stages = rng.randrange(1, min(4, len(model.layers)) + 1)
     how = training(schedule, rng.randrange(stages if schedule == "pipedream-2bw" else 1, 8))
     how = replace(how, versions=rng.choice(("weights", "weights", "everything")))
@@ -242,7 +250,8 @@ def endless_plan(rng: Random, schedule: str, model: Measurement) -> Plan:
 
 
 def any_weights(rng: Random, plan: Plan, kind: StateKind) -> Iterator[Decision]:
-    """Draw stages with older weights or the newest ones of some layers at the host, or those of all layers.
+    """Draw stages with older weights or the newest ones of some layers at the host, or those
+    of all layers.
     """
     last_has_none = kind == "versions" and plan.training.schedule == "pipedream"
     stages = plan.stages[:-1] if last_has_none else plan.stages
@@ -459,14 +468,16 @@ def levels(text: str, *, layers: int = 3, split: Sequence[int] = (3,)) -> dict[s
 
 def test_pieces_of_a_stage_hold_their_boundary_values() -> None:
     """A forward piece adds its saved tensors and its value, which is freed after the next piece unless saved
-    there."""
+    there.
+    """
     found = levels("0LOAD0 0F0[0:2] 0F0[2:3] 0B0[2:3] 0B0[0:2]")
     assert list(found.values()) == [8 + 4, 2 * 24 + 8 + 4, 3 * 24 + 4, 2 * 24 + 8 + 32, 3 * 32]
 
 
 def test_a_run_is_recomputed_inside_a_stage() -> None:
     """N keeps its input and adds its value; R adds its layers' saved tensors; each backward frees those of
-    its layers."""
+    its layers.
+    """
     found = levels("0LOAD0 0F0[0:1] 0N0[1:2] 0F0[2:3] 0R0[1:2] 0B0[2:3] 0B0[1:2] 0B0[0:1]")
     target, saved, passed = 4, 24, 8
     assert list(found.values()) == [
@@ -482,7 +493,8 @@ def test_a_run_is_recomputed_inside_a_stage() -> None:
 
 
 def test_a_value_that_its_layer_saves_lives_twice_while_its_forward_runs_again() -> None:
-    """The next layer holds the first instance of the value until that layer's backward, which then frees it.
+    """The next layer holds the first instance of the value until that layer's backward, which
+    then frees it.
     """
     cost = make_layer()
     output = replace(cost.saved[0], nbytes=8, origin=Origin(kind="own"))

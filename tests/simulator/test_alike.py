@@ -1,5 +1,6 @@
 """Identical replicas that act at the same times, with one simulated for all, against simulations of all
-devices."""
+devices.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def model(tied: bool) -> ModelProfile:
 
 def cluster(rng: Random) -> Cluster:
     """Build sixteen devices on a switch, on a host or several, optionally in groups with fast links; or pairs
-    with one wire to the host."""
+    with one wire to the host.
+    """
     if rng.random() < 0.2:
         duplex = DUPLEX.format(rng.choice([1.0, 0.7]))
         return Cluster.parse(
@@ -66,7 +68,8 @@ def cluster(rng: Random) -> Cluster:
 
 def plans(rng: Random) -> Iterator[Plan]:
     """Build plans of stages that mostly have several replicas, in equal numbers or not, on devices in order
-    or not."""
+    or not.
+    """
     while True:
         schedule = rng.choice(["1f1b", "eager-1f1b", "gpipe", "pipedream-2bw"])
         endless = schedule == "pipedream-2bw"
@@ -127,7 +130,8 @@ def folded(plan: Plan) -> int:
 @pytest.mark.parametrize("seed", [3, 14])
 def test_devices_that_stand_for_others_tell_the_same_floats(seed: int) -> None:
     """Peaks, seconds, utilisation and the times of every device's passes are those of a simulation of all
-    devices."""
+    devices.
+    """
     rng, saved, kept, up = Random(f"alike {seed}"), 0, 0, 0
     for plan in islice(plans(rng), 12):
         whole, found = Simulation(plan), Assembled(plan, Parts(Costs.of(plan)))
@@ -146,7 +150,8 @@ def test_devices_that_stand_for_others_tell_the_same_floats(seed: int) -> None:
 
 def test_collectives_that_are_ready_at_once_keep_their_order() -> None:
     """The first device of a stage sums with its replicas before it sums shared parameters; the other stage's
-    first device, which stands for others, takes no part in that order."""
+    first device, which stands for others, takes no part in that order.
+    """
     grids = (11, 7, 6, 1, 13, 0, 2, 12), (15, 3, 8, 5, 4, 10, 14, 9)
     plan = Plan(
         profile=model(tied=True),

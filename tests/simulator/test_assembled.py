@@ -58,7 +58,8 @@ def told(plan: Plan, parts: Parts | None) -> Answer | str:
 @pytest.mark.parametrize("schedule", [*SCHEDULES, *ENDLESS])
 def test_a_plan_put_together_is_as_its_whole_program(schedule: str) -> None:
     """An assembled plan equals its whole program after any other plans with other decisions or splits: peaks,
-    arenas, seconds and utilisation."""
+    arenas, seconds and utilisation.
+    """
     rng, parts, compared = Random(f"assembled {schedule}"), dict[object, Parts](), 0
     for _ in range(7):
         plan = random_plan(model(), rng, microbatches=6, schedule=schedule)
@@ -72,7 +73,8 @@ def test_a_plan_put_together_is_as_its_whole_program(schedule: str) -> None:
 
 def test_replicas_are_put_together_too() -> None:
     """Two replicas of a stage, which exchange separate rows and sum both gradients, are assembled too, after
-    plans with other divided state, buckets, cuts, or no replicas."""
+    plans with other divided state, buckets, cuts, or no replicas.
+    """
     plan = random_plan(model(), Random(0), microbatches=4, schedule="1f1b")
     count, parts = len(plan.profile.layers), Parts(Costs.of(plan))
     for shard, buckets, cut in product(get_args(Sharding), (1, 3), (3, 4)):

@@ -101,7 +101,8 @@ def chain(*wires: str, speed: float = 8.0) -> Cluster:
 
 def run(text: str, cluster: Cluster, microbatches: int) -> dict[str, tuple[float, float]]:
     """Return start and end of every event of a program of three stages of one layer, with forwards of a
-    second."""
+    second.
+    """
     plan = make_plan(equal_profile(3), [1, 1, 1], microbatches=microbatches, cluster=cluster)
     trace = simulate(
         plan,
@@ -129,7 +130,8 @@ def test_two_transfers_over_two_wires_do_not_wait() -> None:
 
 def test_a_wire_goes_to_the_transfer_that_was_ready_first() -> None:
     """Device 0's send is posted at second 4, after computing ahead; device 1's send at second 3 still takes
-    the wire first."""
+    the wire first.
+    """
     found = run(LATE_REQUEST, chain("wire", "wire", speed=8.0), 4)
     assert found["1SEND_F0"] == (3.0, 4.0)
     found = run(LATE_REQUEST, chain("wire", "wire", speed=4.0), 4)
@@ -159,7 +161,8 @@ def test_gradients_that_nobody_needs_take_no_bytes() -> None:
 
 def test_a_message_waits_for_the_receiver_to_post() -> None:
     """In a rendezvous a message sent at second 1 starts when the receiver posts, after its forward of another
-    microbatch."""
+    microbatch.
+    """
     text = """
     device 0: 0LOAD0 0F0 0SEND_F0 0LOAD1 0F1 0SEND_F1 0WAIT_SEND_F0 0WAIT_SEND_F1
     device 1: 1RECV_F0 1WAIT_RECV_F0 1F0 1RECV_F1 1WAIT_RECV_F1
@@ -193,7 +196,8 @@ def test_stages_on_one_device_hand_over_in_no_time() -> None:
 
 def test_both_directions_of_a_link_slow_each_other() -> None:
     """Of two messages of 4 seconds, one leaves at second 5 alone, the other at 7; both then go at half speed.
-    The first ends at 11, the other finishes alone."""
+    The first ends at 11, the other finishes alone.
+    """
     text = """
     device 0: 0LOAD0 0F0 0SEND_F0 0LOAD1 0F1 0WAIT_SEND_F0 0SEND_F1 0RECV_B0 0WAIT_SEND_F1 0WAIT_RECV_B0 0B0
     device 1: 1RECV_F0 1WAIT_RECV_F0 1RECV_F1 1LOAD0 1F0 1B0 1SEND_B0 1WAIT_RECV_F1 1WAIT_SEND_B0
@@ -343,7 +347,8 @@ def test_the_clock_agrees_with_a_slow_oracle(
     duplex: float,
 ) -> None:
     """For any shared wires and any slowdown between directions, a step ends as in an exact simulation that
-    checks everything each time, with and without offload."""
+    checks everything each time, with and without offload.
+    """
 
     def link(one: str, other: str, wire: str | None) -> Link:
         return Link.between(one, other, bytes_per_second=1.0, wire=wire, duplex=duplex)

@@ -16,7 +16,8 @@ from pipelines import equal_profile, make_cluster, make_plan, random_profile
 
 def level_before(simulation: Simulation, device: int, step: int, action: str) -> tuple[int, int, int, int]:
     """Return parameters, gradients, optimizer state and activations before an action, from the actions before
-    it."""
+    it.
+    """
     level = list(simulation._at_rest(device)[:4])
     program = simulation.program.actions[device]
     for at, position, (_, _, _, after) in simulation._changes(device, step + 1):
@@ -66,7 +67,8 @@ def test_equal_layers_hold_equal_bytes_of_as_many_microbatches_as_are_in_flight(
 
 def test_a_tensor_is_told_by_what_keeps_it() -> None:
     """A tensor is listed with its operation, shape and microbatches in flight; a value that no layer saves is
-    handed on."""
+    handed on.
+    """
     plan = make_plan(equal_profile(4, kept_bytes=96, saves_input=False), (2, 2))
     found = contents(plan, 0)
     assert found is not None
@@ -102,7 +104,8 @@ def test_a_device_without_a_stage_has_no_contents() -> None:
 @pytest.mark.parametrize("kind", ["gradients", "parameters", "versions"])
 def test_state_that_no_first_step_moves_is_known(kind: StateKind) -> None:
     """Three stages under PipeDream, a microbatch a step: the first stage has no gradients or older weights in
-    its first step."""
+    its first step.
+    """
     away = Decision(
         stage=0,
         subject=State(start=1, stop=2, kind=kind),

@@ -46,7 +46,8 @@ BY_HAND = {  # the highest total during the action: first step, later steps (64 
 
 def test_a_small_program_adds_up_as_by_hand() -> None:
     """Every sample of a stage, in the first step and in the second, is the sum of the layer's sizes, written
-    by hand."""
+    by hand.
+    """
     plan = make_plan(equal_profile(2), [1, 1], microbatches=2, schedule="gpipe")
     samples = simulate(plan, steps=2).devices[0].memory
     assert {s.action: s.total_bytes for s in samples if s.step == 0} == BY_HAND
@@ -100,7 +101,8 @@ def test_an_effect_splits_its_peak_without_remainder(
     boundary: int,
     parameters: int,
 ) -> None:
-    """Categories add up to the peak; none loses more than the action consumes; temporary is never negative.
+    """Categories add up to the peak; none loses more than the action consumes; temporary is
+    never negative.
     """
     changes = (gradients, optimizer, activations, versions, boundary, parameters)
     found = effect(
@@ -151,7 +153,8 @@ def test_activations_are_those_of_the_microbatches_in_flight(
     schedule: str, stages: int, microbatches: int
 ) -> None:
     """Stage s holds the activations of M microbatches under GPipe, min(M, P-s) under 1F1B, min(M, 2(P-s)-1)
-    if eager: for each microbatch 16 saved bytes and an input of 8, and on the last stage the loss's 4."""
+    if eager: for each microbatch 16 saved bytes and an input of 8, and on the last stage the loss's 4.
+    """
     plan = make_plan(equal_profile(stages), [1] * stages, microbatches=microbatches, schedule=schedule)
     for stage, device in enumerate(simulate(plan).devices):
         retained = 16 + 8 + (4 if stage == stages - 1 else 0)
@@ -166,7 +169,8 @@ def test_cutting_stages_into_segments_changes_no_peak(
     stages: int, layers: int, microbatches: int, seed: int
 ) -> None:
     """Forwards and backwards layer by layer peak exactly with whole ones for any shared storages, if no
-    tensor outlives its layer's backward."""
+    tensor outlives its layer's backward.
+    """
     model = brief(hostile(Random(seed), stages * layers, shared=0))
     plan = make_plan(profile(model), [layers] * stages, microbatches=microbatches)
     whole, cut = Simulation(plan, steps=2), Simulation(plan, program=segmented(plan), steps=2)
@@ -206,7 +210,8 @@ def test_the_losses_of_all_microbatches_lie_in_the_boundary_buffers() -> None:
 
 def test_costs_may_be_shared_by_plans() -> None:
     """Plans of one profile and training, on any devices, have the same figures with shared and with separate
-    costs."""
+    costs.
+    """
     cluster = make_cluster(2)
     slow = replace(cluster.devices[1].kind, memory_bandwidth=1e9)
     cluster = replace(cluster, devices=(cluster.devices[0], replace(cluster.devices[1], kind=slow)))
@@ -262,7 +267,8 @@ CUT = "0LOAD0 0LOAD1 0F0[0:1] 0F0[1:2] 0F1[0:1] 0F1[1:2]"  # two microbatches in
 )
 def test_a_program_that_uses_what_is_not_there_is_refused(text: str, message: str | None) -> None:
     """Programs on one stage of two layers are refused with device, action and missing tensor; segments may
-    interleave."""
+    interleave.
+    """
     plan = make_plan(equal_profile(2), [2], microbatches=2)
     program = parse_program(f"device 0: {text}", placement=((0,),), microbatches=2)
     if message is None:
@@ -325,7 +331,8 @@ def test_a_middle_stage_has_nothing_to_load() -> None:
 
 def test_a_step_that_leaves_a_microbatch_in_flight_cannot_be_repeated() -> None:
     """A program without the backward runs once; a second step finds the first one's microbatch still in
-    flight."""
+    flight.
+    """
     plan = make_plan(equal_profile(1), [1], microbatches=1)
     program = parse_program("device 0: 0LOAD0 0F0", placement=((0,),), microbatches=1)
     assert simulate(plan, program=program, steps=1).peak_bytes[0] > 0
@@ -335,7 +342,8 @@ def test_a_step_that_leaves_a_microbatch_in_flight_cannot_be_repeated() -> None:
 
 def test_several_stages_on_a_device_share_its_memory() -> None:
     """Two stages on a device share memory at rest and pass values through separate buffers; every sample is a
-    sum by hand."""
+    sum by hand.
+    """
     plan = make_plan(equal_profile(2), [1, 1], microbatches=1, schedule="gpipe", devices=1)
     rest = 2 * 32 + 4  # parameters, and the loss
     assert {s.action: s.total_bytes for s in simulate(plan, steps=1).devices[0].memory} == {
@@ -366,7 +374,8 @@ def test_several_stages_on_a_device_share_its_memory() -> None:
 def test_stages_that_share_devices_leak_nothing(
     schedule: str, recompute: Recompute, ranks: int, chunks: int, microbatches: int, seed: int
 ) -> None:
-    """With any recomputation, the third step of devices with several stages equals the second, to the byte.
+    """With any recomputation, the third step of devices with several stages equals the second,
+    to the byte.
     """
     split = [2] * (ranks * chunks)
     plan = make_plan(
@@ -391,7 +400,8 @@ def test_runs_inside_stages_leak_nothing_and_take_their_time(
     data: st.DataObject, schedule: str, stages: int, microbatches: int, seed: int
 ) -> None:
     """Recomputing any run of any stage, for any share of the microbatches, early or late, adds only time;
-    steps repeat."""
+    steps repeat.
+    """
     decisions = tuple(
         Decision(
             stage=number,
@@ -417,7 +427,8 @@ def test_runs_inside_stages_leak_nothing_and_take_their_time(
 
 def test_a_run_that_is_recomputed_keeps_its_input_instead_of_what_it_saves() -> None:
     """The middle one of three layers is recomputed: between forward and backward its 16 bytes are gone, but
-    its saved input of 8 stays."""
+    its saved input of 8 stays.
+    """
     middle = Decision(stage=0, subject=Run(start=1, stop=2), what=What.RECOMPUTE)
     kept, run = (
         make_plan(equal_profile(3), [3], microbatches=2, schedule="gpipe", decisions=of)

@@ -74,7 +74,8 @@ def test_copies_run_beside_computing_and_the_join_waits_for_them() -> None:
 
 def test_copies_of_one_direction_queue_and_those_of_two_do_not() -> None:
     """Offloads of a device run one after another even over different wires; an offload and a reload run at
-    once."""
+    once.
+    """
     links = (
         Link.between("device0", "host0", bytes_per_second=4.0),
         Link.between("device0", "device1", bytes_per_second=4.0),
@@ -102,7 +103,8 @@ def test_a_copy_never_starts_before_it_is_issued() -> None:
 
 def test_a_copy_waits_for_one_that_runs_elsewhere() -> None:
     """An offload over a free wire still waits for the one before it, even if the device was blocked in
-    between."""
+    between.
+    """
     links = (
         Link.between("device0", "host0", bytes_per_second=2.0),
         Link.between("device0", "device1", bytes_per_second=16.0),
@@ -163,7 +165,8 @@ def test_a_striped_tensor_goes_in_shares_and_is_done_with_the_last(
     place: str, wire: str | None, copies: list[tuple[float, float]]
 ) -> None:
     """18 bytes in shares of two to one take two seconds for 12 and three for 6: at once, or in turn over one
-    wire."""
+    wire.
+    """
     links = (
         Link.between("device0", "device1", bytes_per_second=6.0, wire=wire),
         Link.between("device0", "device2", bytes_per_second=2.0, wire=wire),
@@ -188,7 +191,8 @@ def test_a_peer_lends_from_the_start_whatever_the_speed() -> None:
 @pytest.mark.parametrize("speed", [50.0, 500.0, 1e30])
 def test_lent_bytes_count_at_the_peak_of_the_lender(speed: float) -> None:
     """Under GPipe stage 0 offloads the saved tensors of all microbatches: the lender's level is higher by
-    those from first sample to last, and its peak does not depend on link speed."""
+    those from first sample to last, and its peak does not depend on link speed.
+    """
     plan = make_plan(
         equal_profile(4, kept_bytes=100), [2, 2], microbatches=3, schedule="gpipe",
         cluster=make_cluster(2, bytes_per_second=speed),
@@ -236,7 +240,8 @@ def test_an_arena_has_as_many_slots_as_are_ever_in_use(text: str, expected: list
 @pytest.mark.parametrize("moves", ["{away}", "{away} 0RELOAD0[0.2]@host"])
 def test_a_second_forward_needs_its_inputs(moves: str) -> None:
     """A value that the first layer saves and the recomputed second one reads must be back before the second
-    R."""
+    R.
+    """
     first = make_layer()
     first = replace(
         first, saved=(*first.saved, SavedTensor(index=2, nbytes=8, dtype="uint8", origin=Origin(kind="own")))
@@ -254,7 +259,8 @@ def test_a_second_forward_needs_its_inputs(moves: str) -> None:
 
 def test_every_borrower_has_an_arena_of_its_own() -> None:
     """Two devices that borrow from a third at different times reserve both arenas: no device's speed decides
-    the order."""
+    the order.
+    """
     profile, cluster = equal_profile(3), make_cluster(3)
     plan = make_plan(profile, [1, 1, 1], microbatches=1, cluster=cluster)
     simulation = Simulation(plan, program=offload_all(plan, place="device2*3+device0*1", stages=[1]))
@@ -280,7 +286,8 @@ def test_a_place_is_room_a_rate_and_a_latency(
     preset: str, place: str, bytes_per_second: float, latency_seconds: float, capacity_bytes: int
 ) -> None:
     """A coherent host, a host over PCIe, a peer and a disk differ only in three figures, and a simulated
-    offload takes the time they give."""
+    offload takes the time they give.
+    """
     cluster, (member,) = Cluster.preset(preset), parse_place(place).members
     tier = cluster.tier(0, member)
     assert tier.capacity_bytes == capacity_bytes
@@ -325,7 +332,8 @@ def test_hosts_lend_nothing() -> None:
 @given(st.integers(0, 10**6), st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_shares_add_up_to_the_tensor(nbytes: int, shares: list[int]) -> None:
     """Shares add up to the tensor. Below 512 bytes shares are exact to a byte, above to 512 bytes and so
-    aligned."""
+    aligned.
+    """
     place = "+".join(f"device{number + 1}*{share}" for number, share in enumerate(shares))
     found = parse_place(place).split(nbytes)
     assert [member for member, _ in found] == [Member.device(number + 1) for number in range(len(shares))]
@@ -350,7 +358,8 @@ def test_offloading_lowers_what_is_held_and_leaves_nothing_behind(
     stages: int, layers: int, microbatches: int, schedule: str
 ) -> None:
     """With every layer's tensor offloaded, stages hold those of at most the two layers at work; steps repeat
-    exactly."""
+    exactly.
+    """
     plan = make_plan(
         equal_profile(stages * layers), [layers] * stages, microbatches=microbatches, schedule=schedule
     )
@@ -418,7 +427,8 @@ def test_moves_that_cannot_be_are_refused(text: str, message: str) -> None:
 
 
 def saves_output(*, next_saves: bool = False) -> ModelProfile:
-    """Build two layers that save their outputs as tensor 0; the second may save its input too, as tensor 1.
+    """Build two layers that save their outputs as tensor 0; the second may save its input too,
+    as tensor 1.
     """
     output = SavedTensor(index=0, nbytes=8, dtype="uint8", origin=Origin(kind="own"))
     received = SavedTensor(index=1, nbytes=8, dtype="uint8", origin=Origin(kind="input"))
@@ -469,7 +479,8 @@ def test_what_is_being_sent_cannot_be_freed() -> None:
 
 def test_a_storage_that_two_layers_save_moves_once_and_is_needed_by_both() -> None:
     """Layer 0's output, saved by both layers, moves under either name, and must be back for layer 1's
-    backward."""
+    backward.
+    """
     plan = make_plan(saves_output(next_saves=True), [2], microbatches=1)
     away = "0LOAD0 0F0[0:1] 0F0[1:2] 0OFFLOAD0[1.1]@host 0WAIT_OFFLOAD0[1.1]@host"
     for text, message in (

@@ -19,14 +19,16 @@ DELAY, RATE = 0.25, 32.0
 
 def times(plan: Plan, backend: Backend, *kinds: Kind) -> list[tuple[float, float]]:
     """Return the start and end of the first device's actions of these kinds, if all devices have this
-    backend."""
+    backend.
+    """
     there = replace(plan, cluster=replace(plan.cluster, backend=backend))
     events = simulate(there, steps=1).devices[0].events
     return [(e.start_seconds, e.end_seconds) for e in events if parse_action(e.action).kind in kinds]
 
 
 def test_nothing_is_computed_while_a_value_is_sent() -> None:
-    """A GPU computes the first stage's forwards back to back; a core carries a message between two of them.
+    """A GPU computes the first stage's forwards back to back; a core carries a message between
+    two of them.
     """
     profile = equal_profile(2, forward_seconds=1.0, backward_seconds=2.0)
     cluster = make_cluster(2, bytes_per_second=RATE, latency_seconds=DELAY)
@@ -53,7 +55,8 @@ def test_every_tensor_of_a_sum_has_its_own_delays(count: int) -> None:
 
 def test_who_waits_for_a_transfer_carries_it_meanwhile() -> None:
     """A core takes as long as a GPU for one microbatch over two stages, since nothing overlaps with the
-    message."""
+    message.
+    """
     cluster = make_cluster(2, bytes_per_second=RATE, latency_seconds=DELAY)
     plan = make_plan(equal_profile(2), [1, 1], microbatches=1, cluster=cluster)
     found = [

@@ -40,7 +40,8 @@ def test_what_fills_a_replica_is_told() -> None:
 
 def test_a_value_lasts_until_its_last_part_has_been_sent() -> None:
     """A sender of two replicas' rows holds the value until both have their rows. The value is freed before
-    the next gradients, six of eight bytes, arrive."""
+    the next gradients, six of eight bytes, arrive.
+    """
     samples = simulate(gridded(1, 2, samples=6, microbatches=2), steps=1).devices[0].memory
     highest = {sample.action: sample.total_bytes for sample in samples}
     first, second = highest["0WAIT_SEND_F0{0:3}@device1"], highest["0WAIT_SEND_F0{3:6}@device2"]

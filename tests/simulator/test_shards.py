@@ -31,7 +31,8 @@ def lasted(trace: Trace, device: int, action: str) -> float:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_forward_lasts_longer_by_its_collectives(ranks: int) -> None:
     """Around a ring every rank sends (n - 1) / n of the bytes in n - 1 rounds, twice for a sum; backwards
-    have none."""
+    have none.
+    """
     links = {"bytes_per_second": RATE, "latency_seconds": LATENCY}
     trace = simulate(sharded((1, ranks), together=(SUM, GATHER), links=links))
     bytes_sent, rounds = (2 * 960 + 480) * (ranks - 1) / ranks, 3 * (ranks - 1)
@@ -59,7 +60,8 @@ def two_nodes() -> Cluster:
 @pytest.mark.parametrize("devices", [(0, 1), (2, 3), (0, 2), (0, 1, 2, 3), (0, 2, 1, 3), (1, 3, 0)])
 def test_ranks_wait_as_long_as_their_sums_take(devices: tuple[int, ...]) -> None:
     """Sums take the links' time within a node, across nodes, and with hops on a shared wire; each half of a
-    ring takes half of the bytes."""
+    ring takes half of the bytes.
+    """
     cluster, group = two_nodes(), Group.of(two_nodes(), devices)
     assert group.seconds([SUM]) == pytest.approx(sum_for_all(cluster, devices, SUM.nbytes).seconds)
     halves = [group.seconds([Collective(kind, 1200)]) for kind in ("reduce_scatter", "all_gather")]
@@ -81,7 +83,8 @@ def boundary_bytes(simulation: Simulation, device: int) -> list[int]:
 
 def test_what_nobody_waits_for_is_freed_as_it_is_made() -> None:
     """Of two shards next to one device only the first sends: the other frees outputs and gradients as a pass
-    ends."""
+    ends.
+    """
     front, behind = Simulation(sharded((1, 2), (1, 1))), Simulation(sharded((1, 1), (1, 2)))
     for simulation, sender, other, pass_, join in (
         (front, 0, 1, "0F0", "0WAIT_SEND_F0{0:4}"),

@@ -56,7 +56,8 @@ def levels(trace: Trace, category: Category, step: int = 1) -> dict[str, int]:
 
 def test_optimizer_state_is_on_the_device_from_its_reload_to_the_join_of_its_offload() -> None:
     """Optimizer state counts from its reload to its offload's join. The first step has none to reload; layer
-    1's 16 bytes stay from its first update on."""
+    1's 16 bytes stay from its first update on.
+    """
     trace = run(PASS + into("optimizer") + "0STEP[0:1] " + out("optimizer") + "0STEP[1:2]")
     first, second = (levels(trace, Category.OPTIMIZER, step) for step in range(2))
     assert (first["0F0"], first["0STEP[0:1]"], first["0STEP[1:2]"]) == (0, 16, 16)
@@ -84,7 +85,8 @@ def test_parameters_are_on_the_device_where_they_are_brought_in() -> None:
 
 def test_gradients_are_away_between_backwards() -> None:
     """Layer 0's gradients, 8 of 16 bytes, are offloaded between backwards; the next backward adds to them and
-    needs them back."""
+    needs them back.
+    """
     text = f"0LOAD0 0F0 0B0 {out('gradients')}0LOAD1 0F1 {into('gradients')}0B1 0STEP"
     with pytest.raises(UsageError, match="0B1 needs the gradients of layer 0, which is away"):
         run(text.replace(into("gradients"), ""), microbatches=2)
@@ -95,7 +97,8 @@ def test_gradients_are_away_between_backwards() -> None:
 def test_a_home_is_its_own_and_what_a_host_needs_for_an_update_is_set_aside() -> None:
     """Optimizer state of 16 bytes and a saved tensor of 16 have a slot each, though they are never offloaded
     together. An update on the host keeps 8 bytes of gradients, 8 of parameters, and 16 of state with 4 of
-    scratch."""
+    scratch.
+    """
     saved = "0OFFLOAD0[0.0]@host 0WAIT_OFFLOAD0[0.0]@host 0RELOAD0[0.0]@host 0WAIT_RELOAD0[0.0]@host "
     state = into("optimizer") + "0STEP " + out("optimizer")
     for text, wanted in (
@@ -119,7 +122,8 @@ def test_copies_of_state_take_the_time_of_the_link_and_of_what_has_not_changed_n
 
 def test_an_update_on_the_host_runs_beside_the_device() -> None:
     """The host moves 2 * (8 + 16) + 8 bytes for a layer: 4 seconds at 14 a second. Gradients and parameters
-    take two, while the device updates the other layer."""
+    take two, while the device updates the other layer.
+    """
     cluster = with_bandwidth(make_cluster(1, bytes_per_second=4.0), 14.0)
     start, join = HOST_UPDATE.split("0WAIT_STEP")
     trace = run(f"{PASS}{start}0STEP[1:2] 0WAIT_STEP{join}", cluster, steps=1)
@@ -215,7 +219,8 @@ AGAIN = HOST_UPDATE.replace("0WAIT_STEP[0:1]@host ", "") + "0WAIT_STEP[0:1]@host
     ],
 )
 def test_what_is_not_there_cannot_be_used(text: str, message: str) -> None:
-    """The error names the action, its missing input, the input's place, and the action that must come before.
+    """The error names the action, its missing input, the input's place, and the action that
+    must come before.
     """
     with pytest.raises(UsageError, match=message):
         run(text, steps=1)

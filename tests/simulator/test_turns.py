@@ -46,7 +46,8 @@ def small() -> ModelProfile:
 
 def plans(schedule: str, count: int, *, shares: bool = False, replicas: bool = False) -> list[Plan]:
     """Build random plans with recomputation and offloaded tensors and state, for all or some microbatches; on
-    devices, or in `replicas`."""
+    devices, or in `replicas`.
+    """
     rng, found = Random(f"turns {schedule}"), []
     for _ in range(count):
         plan = random_plan(small(), rng, microbatches=MICROBATCHES, schedule=schedule)
@@ -78,13 +79,15 @@ def replicated(plan: Plan, rng: Random) -> Plan:
 
 def parts_of(plan: Plan) -> Parts:
     """Return the parts of stages of similar plans: under PipeDream a single step, in which the pipeline
-    fills."""
+    fills.
+    """
     return Parts(Costs.of(plan), 1 if plan.training.endless else None)
 
 
 def told(plan: Plan, parts: Parts) -> tuple[object, ...] | str:
     """Return peaks, arenas and seconds of the first step, the passes' times on every device, and the work; or
-    a refusal."""
+    a refusal.
+    """
     try:
         found = Assembled(plan, parts)
         used = sorted({device for stage in plan.stages for device in stage.devices})
@@ -121,7 +124,8 @@ def test_a_short_step_tells_a_long_one(
     schedule: str, replicas: bool, monkeypatch: pytest.MonkeyPatch, lowered: list[int]
 ) -> None:
     """Results and counted work equal those of lowering all actions, though most ranks are lowered for a few
-    microbatches."""
+    microbatches.
+    """
     compared, counts = 0, list[int]()
     for plan in plans(schedule, 40 if schedule == "pipedream" else 20, replicas=replicas):
         expected = whole(plan, monkeypatch)
@@ -167,7 +171,8 @@ def test_what_turns_do_not_tell_is_read_whole(
     method: str, monkeypatch: pytest.MonkeyPatch, lowered: list[int]
 ) -> None:
     """If turns differ in text, times or memory, all microbatches are lowered; actions common to all stages at
-    the end of a step are then counted again from the start."""
+    the end of a step are then counted again from the start.
+    """
     plan = next(
         p for p in plans("1f1b", 24) if len(p.stages) > 2 and not isinstance(whole(p, monkeypatch), str)
     )
@@ -191,7 +196,8 @@ def test_effects_that_grow_or_differ_do_not_tell() -> None:
 
 def timed(joined: Sequence[int], begun: Sequence[Message | Collected | Own]) -> TimedDevice | None:
     """Return the times of five turns, each with a start, joins of these numbers, and a pass, when two were
-    lowered between first and last."""
+    lowered between first and last.
+    """
     codes, transfers = [POST, JOIN, COMPUTE] * 4, [n for turn in range(4) for n in (turn, joined[turn], -1)]
     return Turns(6, 9, 1).timed(TimedDevice(codes, [0.0, 0.0, 2.0] * 4, transfers, [*begun]))
 
@@ -209,7 +215,8 @@ def test_what_the_clock_is_told_of_more_turns() -> None:
 
 def test_turns_that_differ_to_the_clock_do_not_tell() -> None:
     """Turns do not extrapolate if they join old messages, start messages that other devices count, or skip a
-    microbatch's message."""
+    microbatch's message.
+    """
     own: list[Message | Collected | Own] = [Message(True, 1, number, None, 0, 1) for number in range(4)]
     assert timed([0, 0, 0, 0], own) is None
     assert timed([0, 0, 1, 0], own) is None

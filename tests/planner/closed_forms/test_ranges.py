@@ -55,7 +55,8 @@ def test_what_is_remembered_of_a_measurement_holds_for_any_number_of_microbatche
 
 def test_the_account_knows_every_field_of_a_band() -> None:
     """A new closed form needs a new line in the account; only the position and existence of a range are
-    exempt."""
+    exempt.
+    """
     band = Ranges(hostile(Random(0), 2)).band(2)
     fields = {name for name in type(band).__dataclass_fields__ if not name.startswith("_")}
     assert fields - {"first", "valid", "recomputed"} == range_account(hostile(Random(0), 2), 0, 2).keys()
@@ -63,7 +64,8 @@ def test_the_account_knows_every_field_of_a_band() -> None:
 
 def test_blocks_that_end_with_a_sum_are_not_computed_one_by_one() -> None:
     """Inside a residual block the output's gradient covers two values, at the block's end only one. Stages of
-    whole blocks need no special case: 64 blocks are 2,080 ranges of up to 128 layers."""
+    whole blocks need no special case: 64 blocks are 2,080 ranges of up to 128 layers.
+    """
     pair, alone = (value(8), value(8)), (value(8),)
     both = GradientOrigin(kind="output", index=0)
     split = layer(
@@ -79,7 +81,8 @@ def test_blocks_that_end_with_a_sum_are_not_computed_one_by_one() -> None:
 
 
 def test_two_values_that_share_a_storage_further_back_are_released_together() -> None:
-    """The last layer saves one value and releases the other; they share a storage if the range starts early.
+    """The last layer saves one value and releases the other; they share a storage if the range
+    starts early.
     """
     pair, both = (value(8), value(8)), (Origin(kind="input", index=0), Origin(kind="input", index=1))
     shared = layer((value(3),), pair, storages=(8,), origins=(Origin(kind="own", index=0),) * 2, saved=())
@@ -129,7 +132,8 @@ def test_ranges_of_blocks_are_ranges_of_their_layers(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_floor_is_below_what_is_retained_and_rises_with_the_range(seed: int) -> None:
-    """`floor` is a lower bound of `retained` for every range and grows with the range: planners prune by it.
+    """`floor` is a lower bound of `retained` for every range and grows with the range:
+    planners prune by it.
     """
     model = (hostile if seed % 2 else plain)(Random(seed), 12)
     sizes = block_sizes(Random(seed), 12, 12 - seed % 4)

@@ -81,7 +81,8 @@ def heavy_inputs() -> Measurement:
 def test_they_do_so_for_every_number_of_stages_and_microbatches(
     schedule: str, recompute: Recompute, model: Measurement
 ) -> None:
-    """Closed forms match under every schedule and recomputation, with few and many stages and microbatches.
+    """Closed forms match under every schedule and recomputation, with few and many stages and
+    microbatches.
     """
     for stages, microbatches in product((1, 2, 3, 5), (1, 2, 3, 8)):
         how = training(schedule, microbatches)
@@ -94,7 +95,8 @@ def test_they_do_so_for_every_number_of_stages_and_microbatches(
 @pytest.mark.parametrize("seed", seeds(50, of=80))
 def test_they_do_so_for_endless_schedules(schedule: str, seed: int) -> None:
     """Closed forms match in all steps up to the steady state, with updates among microbatches in flight and
-    several weight versions."""
+    several weight versions.
+    """
     rng = Random(seed)
     recompute: Recompute = rng.choice(("never", "stages"))
     model = hostile(rng, small_first(seed, largest=8))
@@ -110,7 +112,8 @@ def test_they_do_so_for_endless_schedules(schedule: str, seed: int) -> None:
 
 def test_a_stage_may_be_fullest_before_its_first_update() -> None:
     """Masks without gradients travel both ways only while an asynchronous pipeline fills, before any
-    optimizer state exists; some state may exist from the beginning."""
+    optimizer state exists; some state may exist from the beginning.
+    """
     passed = (value(8), value(100, requires_grad=False))
     chain = [
         layer(passed, passed, parameter_bytes=8, state_bytes=60, early_state_bytes=k) for k in (0, 5, 7, 0)
@@ -126,7 +129,8 @@ def test_a_stage_may_be_fullest_before_its_first_update() -> None:
 
 def test_a_second_forward_counts_copies_of_the_buffers_that_it_leaves_as_they_are() -> None:
     """Recomputation copies buffers, the first forward does not: the stage peaks in the recomputation when
-    forward scratch is large and the backward small."""
+    forward scratch is large and the backward small.
+    """
     one, little = (value(8),), (Span(peak_bytes=8),)
     eager = layer(
         one, one, buffer_bytes=100, scratch_bytes=1000, checkpoint_peak_bytes=8, first=little, later=little
