@@ -1,6 +1,4 @@
-"""Gradients that a microbatch may have or not, as values decide: parameters without one stay as plain training leaves
-them, wherever stages end.
-"""
+"""Gradients that depend on values: parameters without one stay as in plain training, wherever stages end."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore:peaks are without"), pytest.mar
 
 
 class Heads(nn.Module):
-    """A trunk, and two heads in its middle."""
+    """A trunk with two heads in its middle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,29 +49,29 @@ class Heads(nn.Module):
 
 
 def batch(size: int, choice: int = 1) -> tuple[Tensor, Targets]:
-    """Made-up data; all samples of a batch make the same choice."""
+    """Return made-up data; all samples of a batch make the same choice."""
     return torch.randn(size, WIDTH), {"y": torch.randn(size, WIDTH), "choice": torch.full((size,), choice)}
 
 
 def chosen(outputs: tuple[Tensor, Tensor], targets: Targets) -> Tensor:
-    """That of one head."""
+    """Return the loss of one head."""
     return F.mse_loss(outputs[int(targets["choice"][0])], targets["y"])
 
 
 def besides(outputs: tuple[Tensor, Tensor], targets: Targets) -> Tensor:
-    """That of the last head, and sometimes of the other one."""
+    """Return the loss of the last head, sometimes plus that of the other one."""
     loss = F.mse_loss(outputs[1], targets["y"])
     return loss + F.mse_loss(outputs[0], targets["y"]) if bool(targets["choice"].any()) else loss
 
 
 def task_of(loss: Callable[..., Tensor], optimizer: Any = None) -> Task:
-    """A task with a module that exists."""
+    """Return a task with an existing module."""
     torch.manual_seed(1)
     return Task(Heads(), batch=batch, loss=loss, optimizer=optimizer or MOMENTUM, name="heads")
 
 
 def plan_of(task: Task, edges: tuple[int, ...]) -> Plan:
-    """Stages between these layers."""
+    """Return a plan with stages between these layers."""
     found = profile(task, microbatch_size=SIZE)
     ends = (0, *edges, len(found.layers))
     return Plan(
@@ -95,7 +93,9 @@ ADAMW = partial(torch.optim.AdamW, lr=0.01)
 def test_parameters_without_a_gradient_stay_as_in_plain_training(
     loss: Callable[..., Tensor], optimizer: Any, edges: tuple[int, ...]
 ) -> None:
-    """All parameters after steps of other choices, bit by bit; a device takes no more than its plan says."""
+    """All parameters are bitwise plain training's after steps with different choices; no device exceeds its
+    planned peak.
+    """
     task = task_of(loss, optimizer)
     assert isinstance(task.module, nn.Module)
     plain, plan = copy.deepcopy(task.module), plan_of(task, edges)
@@ -120,7 +120,9 @@ def test_parameters_without_a_gradient_stay_as_in_plain_training(
     ("shard", "optimizer"), [("none", ADAMW), ("optimizer", ADAMW), ("parameters", MOMENTUM)]
 )
 def test_replicas_agree_that_a_parameter_has_no_gradient(shard: Sharding, optimizer: Any) -> None:
-    """A head that no replica's samples chose stays as it is; of one that some chose, the sum is plain training's."""
+    """A head that no replica's samples chose keeps its weights; if some replicas chose it, the sum is plain
+    training's.
+    """
     task = task_of(chosen, optimizer)
     assert isinstance(task.module, nn.Module)
     plain, found = copy.deepcopy(task.module).double(), profile(task, microbatch_size=(SIZE, 1))
@@ -145,7 +147,9 @@ def test_replicas_agree_that_a_parameter_has_no_gradient(shard: Sharding, optimi
 
 
 def test_a_gradient_that_is_there_stays() -> None:
-    """Zeros of either sign are gradients, which momentum and decay go by; a sum of none is none."""
+    """Zero gradients of either sign count as gradients for momentum and decay; a sum without any gradient is
+    None.
+    """
     reached, left, other = (nn.Parameter(torch.ones(2)) for _ in range(3))
     reached.grad, other.grad = torch.full((2,), -0.0), torch.zeros(2)
     mark([reached, left, other])
@@ -154,7 +158,7 @@ def test_a_gradient_that_is_there_stays() -> None:
 
 
 def test_where_no_value_decides_it_is_refused() -> None:
-    """A flag that a script sets takes away what the loss depended on: the sentence has the shape, and the way out."""
+    """A flag set by a script that cuts the loss off from its inputs is refused with the shape and the remedy."""
     both = [True]
 
     def loss(outputs: tuple[Tensor, Tensor], targets: Targets) -> Tensor:
@@ -170,7 +174,7 @@ def test_where_no_value_decides_it_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
 def test_numbers_that_operations_make_are_gradients(dtype: str) -> None:
-    """Not-a-number too. Of slices that several replicas sent, those without a gradient are zeros beside others."""
+    """NaN gradients count too. In sums over replicas' local batches, missing gradients are zeros."""
     value = Value(shape=(4, 3), dtype=dtype, nbytes=0, requires_grad=True)
     known = profile(task_of(chosen), microbatch_size=SIZE)
     nan = torch.zeros(4, 3, dtype=getattr(torch, dtype)) / torch.zeros(4, 3, dtype=getattr(torch, dtype))

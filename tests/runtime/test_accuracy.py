@@ -1,4 +1,4 @@
-"""The product's promise: peaks that are predicted without hardware are those the allocator sees."""
+"""Predicted peaks equal the allocator's: the promise of the product."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tiny import plan_of, task_of
 
 NAMES = [f"{model}-{seed}" for model in (*MODELS, *CHAINS) for seed in range(4 if model in MODELS else 2)]
 
-OFTEN = (  # which `test_the_cases_of_a_run_cover_every_kind_of_plan` holds to be of all kinds
+OFTEN = (  # `test_the_cases_of_a_run_cover_every_kind_of_plan` checks that these are of all kinds
     *("mlp-1", "mlp-2", "gpt-0", "bert-1", "bert-2", "vgg11-1"),
     *("strided-0", "skips-0", "time major-1", "encoder-0"),
 )
@@ -28,7 +28,7 @@ OFTEN = (  # which `test_the_cases_of_a_run_cover_every_kind_of_plan` holds to b
 
 @cache
 def draw(name: str) -> Case:
-    """The random case of that name: a model and a seed."""
+    """Return the random case of that name: a model and a seed."""
     model, _, seed = name.partition("-")
     rng = Random(f"{model} {seed}")
     return (
@@ -38,14 +38,14 @@ def draw(name: str) -> Case:
 
 @pytest.mark.parametrize("name", sampled(NAMES, often=OFTEN))
 def test_dry_run_and_simulator_are_exact(name: str) -> None:
-    """Their peaks of every device that holds a stage, in both steps, are the allocator's own, to the byte."""
+    """The dry run and the simulator match the allocator's peak of every device in both steps, to the byte."""
     for account in accounts(draw(name)):
         assert account.dry_run_bytes == account.simulated_bytes == account.oracle_bytes, account.case
 
 
 def test_the_cases_of_a_run_cover_every_kind_of_plan() -> None:
-    """Those of every run cover all schedules, one to four devices with one or several stages, runs and whole stages
-    that are recomputed, both kinds of attention, dropout on and off.
+    """The cases of every run cover all schedules, one to four devices with one or several stages, recomputed
+    runs and recomputed whole stages, both kinds of attention, dropout on and off.
     """
     cases = [draw(name) for name in OFTEN]
     assert {case.plan.training.schedule for case in cases} == set(SCHEDULES)
@@ -62,7 +62,7 @@ def test_the_cases_of_a_run_cover_every_kind_of_plan() -> None:
 
 
 class Halves(nn.Module):
-    """Returns two views of one storage."""
+    """A layer that returns two views of one storage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Halves(nn.Module):
 
 
 class Sines(nn.Module):
-    """Saves both, and is done with the second one first."""
+    """A layer that saves both inputs and releases the second one first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Sines(nn.Module):
 
 @pytest.mark.parametrize("split", [[2], [1, 1]])
 def test_a_storage_goes_with_the_last_of_its_views(split: list[int]) -> None:
-    """Two values that one storage holds are freed together, on one device; sent to another, each by itself."""
+    """Two values in one storage are freed together on one device; after a transfer each is freed separately."""
     task = task_of(lambda: [Halves(), Sines()])
     plan = plan_of(task, split, size=64)
     measured = tuple(max(steps) for steps in measured_peaks(task, plan))
@@ -94,7 +94,9 @@ def test_a_storage_goes_with_the_last_of_its_views(split: list[int]) -> None:
 
 
 def test_a_longer_warm_up_is_exact_too() -> None:
-    """Eager 1F1B, with more microbatches in flight than stages: allocator, dry run and simulator agree in each step."""
+    """Eager 1F1B, with more microbatches in flight than stages, is exact: allocator, dry run and simulator
+    agree in each step.
+    """
     task = task_of(lambda: [Halves(), Sines(), nn.Linear(4, 4), nn.Tanh()])
     plan = plan_of(task, [1, 2, 1], size=8, microbatches=6, schedule="eager-1f1b")
     traces = certify(task, plan), simulate(plan)
@@ -105,7 +107,9 @@ def test_a_longer_warm_up_is_exact_too() -> None:
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adagrad, torch.optim.Adam])
 def test_state_of_a_shared_parameter_counts_once(optimizer: type[torch.optim.Optimizer]) -> None:
-    """Two layers with one weight on one device: its state exists once, whether it is made early or late."""
+    """Optimizer state of a weight shared by two layers on one device counts once, whether it is made early or
+    late.
+    """
     task = task_of(tied, inputs=64, outputs=64, optimizer=partial(optimizer, lr=0.1))
     plan = plan_of(task, [3], size=256)
     measured = measured_peaks(task, plan)[0]
@@ -114,7 +118,7 @@ def test_state_of_a_shared_parameter_counts_once(optimizer: type[torch.optim.Opt
 
 
 def tied() -> list[nn.Module]:
-    """Two linear layers that share their weight."""
+    """Return two linear layers that share their weight."""
     first, last = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
     last.weight = first.weight
     return [first, nn.Tanh(), last]

@@ -1,4 +1,4 @@
-"""A stage without its neighbours needs what it needs among them, and does nothing to the outside."""
+"""A stage that runs without its neighbours has the same peak as with them, and no side effects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tiny import plan_of, task_of
 
 
 def in_company(task: Task, plan: Plan) -> list[int]:
-    """The stages' peaks when all devices train."""
+    """Return the stages' peaks when all devices train."""
     trainer = Trainer(task, plan)
     for _ in range(2):
         trainer.step(task.batch(plan.training.batch_size))
@@ -42,7 +42,9 @@ def alone(task: Task, plan: Plan, stage: int, lone: LoneStages | None = None) ->
 
 @pytest.mark.parametrize("seed", seeds(3, of=6))
 def test_every_stage_of_a_random_plan_needs_as_much_alone(seed: int) -> None:
-    """Models of the zoo and of our own, any schedule: to the byte, all stages of one model after the other."""
+    """Every stage of a random plan, for zoo and test models and any schedule, has the same peak alone, to the
+    byte.
+    """
     rng = Random(seed)
     name = rng.choice(sorted(CHAINS))
     case = (
@@ -59,7 +61,9 @@ def test_every_stage_of_a_random_plan_needs_as_much_alone(seed: int) -> None:
     "name", sampled(["frozen", "masked", "tied", "two losses", "unet"], often=["masked", "two losses"])
 )
 def test_a_traced_model_is_no_exception(name: str) -> None:
-    """Skip connections, masks, shared parameters, integers that travel along."""
+    """Traced models with skip connections, masks, shared parameters and integer values give the same peaks
+    too.
+    """
     rng = Random(name)
     case = plan_for(gallery.task(name), rng, name=name)
     peaks = [alone(case.task, case.plan, stage) for stage in range(len(case.plan.stages))]
@@ -67,7 +71,7 @@ def test_a_traced_model_is_no_exception(name: str) -> None:
 
 
 def test_random_generators_and_the_model_stay_as_they_were() -> None:
-    """The caller's draws go on where they were; gradients of an existing module are gone."""
+    """The caller's random generators keep their state; an existing module ends without gradients."""
     module = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 4))
     task = task_of(lambda: [module])
     plan = plan_of(Task(module, batch=task.batch, loss=task.loss, optimizer=task.optimizer), (1, 2))
@@ -78,7 +82,7 @@ def test_random_generators_and_the_model_stay_as_they_were() -> None:
 
 
 def test_a_cap_is_kept() -> None:
-    """A device of one byte less than the stage needs runs out of memory, by that byte."""
+    """A device with one byte less than the stage needs runs out of memory, by that byte."""
     task = task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)])
     needed = alone(task, plan_of(task, (1, 1, 1)), 1)
     assert alone(task, plan_of(task, (1, 1, 1), memory_bytes=needed), 1) == needed

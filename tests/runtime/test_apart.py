@@ -1,4 +1,4 @@
-"""Gradients that autograd makes of one tensor: whoever adds up a parameter's changes nobody else's."""
+"""Gradients that autograd derives from one tensor: accumulating one parameter's gradient changes no other's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Moved(nn.Module):
-    """Adds two parameters to a table without samples that it is given: all three have one gradient, in one memory."""
+    """A layer that adds two parameters to a table without a batch dimension: all three gradients are one
+    tensor.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +52,7 @@ class Moved(nn.Module):
 
 
 class Joined(nn.Module):
-    """Puts two parameters together, whose gradients are parts of one memory, but not the same."""
+    """A layer that concatenates two parameters, whose gradients are different parts of one storage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +64,7 @@ class Joined(nn.Module):
 
 
 def task(between: Callable[[], nn.Module]) -> Task:
-    """A table goes from the first layer to the last."""
+    """Return a task that passes a table from the first layer to the last."""
     return Task(
         lambda: nn.Sequential(Table(), between(), Table(last=True)),
         batch=lambda n: tuple(torch.randn(n, 3, 8, dtype=torch.float64) for _ in range(2)),
@@ -74,7 +76,7 @@ def task(between: Callable[[], nn.Module]) -> Task:
 
 @pytest.fixture(scope="module")
 def found() -> ModelProfile:
-    """What layers with one gradient cost."""
+    """Return a profile of layers that share one gradient."""
     return profile(task(Moved), microbatch_size=(4, 2))
 
 
@@ -83,8 +85,9 @@ def found() -> ModelProfile:
 def test_what_is_sent_shares_no_memory_with_what_is_added_up(
     between: Callable[[], nn.Module], schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under GPipe the next microbatch goes backward while the gradient is on its way; numbers are those of batches that
-    are not divided, where autograd adds nothing up.
+    """A sent gradient shares no memory with the accumulated one. Under GPipe the next microbatch runs
+    backward during the transfer; the numbers are those of undivided batches, which autograd does not
+    accumulate.
     """
     made, timed, checked = task(between), DeviceRunner._timed, list[bool]()
     plan = sliced_plan(profile(made, microbatch_size=2), [0, 1, 3], [1, 1], microbatches=3, schedule=schedule)
@@ -106,7 +109,7 @@ def test_what_is_sent_shares_no_memory_with_what_is_added_up(
 
 
 def test_parameters_with_one_gradient_get_it_once(found: ModelProfile) -> None:
-    """Within a stage too, where no gradient is sent."""
+    """Parameters that share one gradient receive it once, also within a stage, without transfers."""
     made = task(Moved)
     plan = sliced_plan(found, [0, 3], [1], microbatches=3)
     trainer, data = Trainer(made, plan), batches(made, plan, 2)
@@ -127,7 +130,7 @@ USUAL: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
 
 @pytest.mark.parametrize("name", USUAL)
 def test_gradients_with_memory_of_their_own_are_not_copied(name: str) -> None:
-    """A backward takes what it takes without care for memory, by the allocator's own events."""
+    """Gradients with separate memory are not copied: allocator events show the backward's plain peak."""
     build, batch = USUAL[name]
     module, taken = build(), list[list[int]]()
     for care in (nullcontext(), born_apart(module.parameters())):
@@ -147,7 +150,9 @@ DEGREES = [(shard, buckets) for shard in SHARDINGS for buckets in (1, 3)]
 
 @pytest.mark.parametrize(("shard", "buckets"), sampled(DEGREES, often=[("none", 1), ("gradients", 3)]))
 def test_replicas_sum_each_gradient_once(shard: Any, buckets: int, found: ModelProfile) -> None:
-    """Numbers of plain training; and bytes that all agree on, to the one that is copied."""
+    """Replicas sum each gradient once: numbers are plain training's, and all accounts count the same bytes,
+    copy included.
+    """
     made = task(Moved)
     plan = sliced_plan(
         found, [0, 1, 3], [2, 2], microbatches=2, shard=(shard, shard), buckets=(buckets, buckets)
@@ -166,7 +171,7 @@ OFTEN = [("attention bias", 2, 3), ("cat", 1, 3), ("stack of flat ones", 1, 1), 
 
 @pytest.mark.parametrize(("name", "size", "microbatches"), sampled(SIZES, often=OFTEN))
 def test_peaks_count_each_gradient_in_memory_of_its_own(name: str, size: int, microbatches: int) -> None:
-    """Simulator, dry run, trainer and the allocator's events have one account, alone on a device and cut apart."""
+    """Simulator, dry run, trainer and allocator events agree, on one device and split over several."""
     made = entwined([name])
     found = profile(made, microbatch_size=size, threads=1)
     for split in ([3], [1, 1, 1]):
@@ -177,7 +182,9 @@ def test_peaks_count_each_gradient_in_memory_of_its_own(name: str, size: int, mi
 @pytest.mark.parametrize("shard", sampled(SHARDINGS, often=["gradients"]))
 @pytest.mark.parametrize("name", sampled(MIXES, often=["attention bias"]))
 def test_replicas_divide_and_sum_entwined_gradients(name: str, shard: Any) -> None:
-    """Their numbers are those of plain training, and their bytes those of all accounts."""
+    """Replicas shard and sum gradients that share memory: numbers are plain training's, and all byte counts
+    agree.
+    """
     made = entwined([name])
     found = profile(made, microbatch_size=(4, 2), threads=1)
     plan = sliced_plan(found, [0, 3], [2], microbatches=2, shard=(shard,))
@@ -191,9 +198,9 @@ def test_replicas_divide_and_sum_entwined_gradients(name: str, shard: Any) -> No
 
 @pytest.mark.parametrize("seed", seeds(3, of=60))
 def test_plans_of_entwined_layers_are_trained_as_they_were_planned(seed: int) -> None:
-    """Random layers, traced or not, optimizers and plans, which clip, move state and recompute: numbers of plain
-    training, a dry run's samples, the simulator's peaks. The allocator sees no more, and less where autograd copies
-    under a meter alone.
+    """Random plans of layers that share gradients, traced or not, with clipping, offloaded state and
+    recomputation, train plain training's numbers, a dry run's samples and the simulator's peaks. The
+    allocator sees no more, and less only if autograd copies for the meter alone.
     """
     rng = Random(f"entwined {seed}")
     names = [rng.choice(list(MIXES)) for _ in range(rng.randint(1, 3))]

@@ -1,4 +1,4 @@
-"""Batches whose tensors lie in memory as a script has them: parts of longer sequences, time first, channels last."""
+"""Batches in a script's memory layouts: parts of longer sequences, time first, channels last."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Pictures(nn.Module):
 
 
 def task_of(layout: Callable[[Tensor], Tensor]) -> Task:
-    """A task whose inputs and targets are laid out so, and have the same numbers in every layout."""
+    """Return a task with this layout of inputs and targets; the numbers are the same in every layout."""
 
     def batch(size: int) -> tuple[Tensor, Tensor]:
         first, wanted = torch.randn(1, 3, 8, 8), torch.randn(1, 4, 4, 4)
@@ -48,13 +48,13 @@ def task_of(layout: Callable[[Tensor], Tensor]) -> Task:
 
 
 def peaks(trace: Trace) -> list[list[int]]:
-    """Of two steps, on each device."""
+    """Return the peaks of two steps on each device."""
     return [[device.step_peak_bytes(step) for step in range(2)] for device in trace.devices]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_it_is_the_same_model_for_one_sample_and_for_several(layout: Callable[[Tensor], Tensor]) -> None:
-    """A part of one sample lies in one piece, and that of several does not."""
+    """A local batch of one sample is contiguous and one of several is not; both give the same model."""
     task = task_of(layout)
     made = profile(task, microbatch_size=(4, 1))
     assert made.fingerprint == profile(task, microbatch_size=1).fingerprint
@@ -62,7 +62,7 @@ def test_it_is_the_same_model_for_one_sample_and_for_several(layout: Callable[[T
 
 @pytest.mark.parametrize("planned", ["one behind the other", "samples inside", "channels last"])
 def test_a_batch_takes_what_its_plan_says_however_it_lies(planned: str) -> None:
-    """A plan was made for batches of one layout, and a loop gives others: bytes and losses are the plan's own."""
+    """A loop may pass batches in other layouts than the plan's: bytes and losses are the plan's."""
     task = task_of(LAYOUTS[planned])
     plan = plan_of(task, [1, len(profile_of(task, 2).layers) - 1])
     dry, losses = peaks(certify(task, plan, steps=2)), set[float]()

@@ -1,4 +1,4 @@
-"""The two ends of a piece of graph: gradients pass, activations are not held."""
+"""The two ends of a graph segment: gradients pass, activations are not held."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ANCHOR = torch.empty(0, requires_grad=True)
 
 
 class Inspect(torch.autograd.Function):
-    """The identity; its backward calls a function with the gradient's storage already handed over."""
+    """An identity whose backward passes the incoming gradient's storage to a function."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, look: Callable[[], None]) -> Tensor:
@@ -31,23 +31,23 @@ class Inspect(torch.autograd.Function):
 def enclosed(
     *values: Tensor, differentiable: tuple[bool, ...] = (True,)
 ) -> tuple[GraphEnds, tuple[Tensor, ...]]:
-    """A new piece of graph over these inputs."""
+    """Return a new graph segment over these inputs."""
     graph = GraphEnds()
     return graph, enter(graph, values, differentiable, ANCHOR)
 
 
 def dead(reference: weakref.ref[Any]) -> bool:
-    """Whether the storage is gone."""
+    """Check that the storage is freed."""
     return reference() is None
 
 
 def storage(tensor: Tensor) -> weakref.ref[Any]:
-    """A weak reference to the tensor's storage."""
+    """Return a weak reference to the tensor's storage."""
     return weakref.ref(tensor.untyped_storage())
 
 
 def test_gradients_are_autograds() -> None:
-    """Through a piece of graph come the gradients that autograd gives in one: for inputs and for parameters."""
+    """Gradients of inputs and parameters through a graph segment are those of one autograd graph."""
     x, weight, gradient = torch.randn(3, 4), torch.randn(4, 4, requires_grad=True), torch.randn(3, 4)
     whole = x.clone().requires_grad_()
     expected = torch.autograd.grad((whole @ weight).tanh(), (whole, weight), gradient)
@@ -73,7 +73,9 @@ def test_outputs_may_go_before_the_backward() -> None:
 
 
 def test_inputs_may_go_before_the_backward() -> None:
-    """An input that no operation saved is freed when its holders drop it: the start of the graph is no leaf."""
+    """An input that no operation saved is freed when its holders drop it: the segment does not start with a
+    leaf.
+    """
     x = torch.randn(3, 4)
     graph, entered = enclosed(x)
     leave(graph, (entered[0] + 1,))
@@ -86,7 +88,7 @@ def test_inputs_may_go_before_the_backward() -> None:
 
 
 def test_a_received_gradient_is_freed_once_used() -> None:
-    """While an earlier operation's backward runs, the gradient that came in from outside is gone."""
+    """A received gradient is freed before an earlier operation's backward runs."""
     seen: list[bool] = []
     graph, (entered,) = enclosed(torch.randn(3, 4))
     leave(graph, (Inspect.apply(entered, lambda: seen.append(dead(reference))) * torch.randn(3, 4),))
@@ -99,7 +101,9 @@ def test_a_received_gradient_is_freed_once_used() -> None:
 
 
 def test_an_in_place_operation_may_come_first() -> None:
-    """An operation may write into an input, which a leaf that needs a gradient would forbid, and into its memory."""
+    """An in-place operation may write into an input and its memory, which autograd forbids for leaves with
+    gradients.
+    """
     x = torch.tensor([-1.0, 2.0])
     graph, (entered,) = enclosed(x)
     leave(graph, (entered.relu_() * 1,))
@@ -110,7 +114,7 @@ def test_an_in_place_operation_may_come_first() -> None:
 
 
 def test_integers_and_masks_pass_without_gradients() -> None:
-    """Integer and boolean values go through beside the others, and nothing comes back for them."""
+    """Integer and boolean values pass along with the others and get no gradient."""
     tokens, mask, x = torch.tensor([1, 0]), torch.tensor([True, False]), torch.randn(2)
     graph, entered = enclosed(tokens, mask, x, differentiable=(False, False, True))
     assert [value.requires_grad for value in entered] == [False, False, True]
@@ -122,7 +126,7 @@ def test_integers_and_masks_pass_without_gradients() -> None:
 
 
 def test_an_unused_input_gets_no_gradient() -> None:
-    """Nothing is made up for an input that nothing used."""
+    """An unused input gets no gradient."""
     graph, entered = enclosed(torch.randn(2), torch.randn(2), differentiable=(True, True))
     leave(graph, (entered[0] * 2,))
     graph.incoming = [torch.ones(2)]
@@ -132,7 +136,7 @@ def test_an_unused_input_gets_no_gradient() -> None:
 
 
 def test_without_anything_to_learn_the_backward_does_nothing() -> None:
-    """A piece that needs no gradient has no root; its backward only drops what came in."""
+    """A segment without trainable values has no root; its backward only drops incoming gradients."""
     graph = GraphEnds()
     leave(graph, (torch.randn(2) * 2,))
     assert graph.root is None
@@ -146,7 +150,7 @@ def test_without_anything_to_learn_the_backward_does_nothing() -> None:
 
 
 def test_a_backward_leaves_nothing_behind() -> None:
-    """Afterwards the graph has neither root nor gradients that came in, and what the graph had saved is gone."""
+    """After a backward the graph holds no root, no incoming gradients and no saved tensors."""
     graph, (entered,) = enclosed(torch.randn(3))
     middle = entered.exp()
     reference = storage(middle)

@@ -1,4 +1,4 @@
-"""Bundles: one action moves storages of any dtypes and sizes, as one row of bytes that a table describes."""
+"""Bundles: one action moves storages of any dtypes and sizes as one row of bytes with a table."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OFFLOAD = parse_action("0OFFLOAD3#1@device1*2+host*1")
 
 
 class Mixed(nn.Module):
-    """Keeps tensors of five dtypes, from none to thousands of bytes."""
+    """A layer that keeps tensors of five dtypes, from zero to thousands of bytes."""
 
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.tanh(x.double()).float()
@@ -47,7 +47,7 @@ class Mixed(nn.Module):
 
 @functools.cache
 def mixed_task() -> Task:
-    """Two stages of such a layer, between layers that save what it returns and what it is given."""
+    """Return two stages with this layer, between layers that save its inputs and outputs."""
     return task_of(
         lambda: [
             nn.Linear(8, 8),
@@ -64,12 +64,12 @@ def mixed_task() -> Task:
 
 @functools.cache
 def found() -> ModelProfile:
-    """What it costs."""
+    """Return its profile."""
     return profile(mixed_task(), microbatch_size=2, threads=torch.get_num_threads())
 
 
 def bundled(schedule: str, place: str) -> Plan:
-    """All that each stage keeps, moved by one action."""
+    """Return the plan with one action that moves all saved tensors of each stage."""
     plan = plan_of(mixed_task(), [4, 3], microbatches=4, schedule=schedule, profiled=found())
     decisions = tuple(
         Decision(
@@ -85,7 +85,7 @@ def bundled(schedule: str, place: str) -> Plan:
 
 
 class Counting(AtOnce):
-    """Counts the pieces of every copy, by the tensors and blocks that it has."""
+    """A copier that counts the pieces of every copy, per tensors and blocks."""
 
     def __init__(self) -> None:
         self.copies: list[tuple[int, int, int]] = []
@@ -101,8 +101,8 @@ class Counting(AtOnce):
 @pytest.mark.parametrize("place", ["host", "host*1+device1*2+disk*1"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_one_action_moves_all_that_a_stage_keeps(schedule: str, place: str) -> None:
-    """Five dtypes, storages of no bytes and storages of several layers leave and return in one bundle: all parameters
-    are those of plain training, the bytes those of the dry run, and the peaks the simulator's.
+    """Five dtypes, empty storages and storages of several layers leave and return in one bundle: parameters
+    are those of plain training, bytes those of the dry run, and peaks the simulator's.
     """
     plan, task = bundled(schedule, place), mixed_task()
     storages = StageStorages.of(plan, 0)
@@ -120,7 +120,7 @@ def test_one_action_moves_all_that_a_stage_keeps(schedule: str, place: str) -> N
     trainer = Trainer(task, plan)
     losses = [trainer.step(batch_of(task, plan, step)) for step in range(3)]
     expected, state = alone(task, plan, 3)
-    assert losses == pytest.approx(expected, rel=1e-6)  # the mean of a step's losses is rounded otherwise
+    assert losses == pytest.approx(expected, rel=1e-6)  # the mean of a step's losses is rounded differently
     assert all(torch.equal(state[name], tensor) for name, tensor in trainer.state_dict().items())
     dry = certify(task, plan, steps=3)
     for device, other in zip(trainer.trace.devices, dry.devices, strict=True):
@@ -132,7 +132,7 @@ def test_one_action_moves_all_that_a_stage_keeps(schedule: str, place: str) -> N
 
 
 def test_a_bundle_is_few_copies() -> None:
-    """Each action starts one copy of k tensors to m blocks, in k + m - 1 pieces at most instead of k times m."""
+    """Each action starts one copy of k tensors to m blocks, in at most k + m - 1 pieces instead of k times m."""
     plan, task = bundled("gpipe", "host*1+device1*2+disk*1"), mixed_task()
     trainer = Trainer(task, plan)
     copier = trainer.runners[0].mover.copier = Counting()
@@ -159,7 +159,7 @@ OWN_LINKS = (
     [
         ("device1*1+device2*2", OWN_LINKS),
         ("device1*2+device2*1", OWN_LINKS),
-        ("host*1+disk*1+device2*1", OWN_LINKS),  # bytes to the disk take the host's wire too
+        ("host*1+disk*1+device2*1", OWN_LINKS),  # bytes to the disk use the host's wire too
         (
             "device1*1+device2*1",
             (Link.between("device0", "device1", "device2", "host0", **SLOW),),
@@ -167,7 +167,7 @@ OWN_LINKS = (
     ],
 )
 def test_a_copy_is_paced_as_long_as_it_is_simulated(place: str, links: tuple[Link, ...]) -> None:
-    """A device's only copy takes the simulator's seconds there and back, over wires of its own and over common ones."""
+    """A device's only copy takes the simulator's seconds in both directions, over separate and shared wires."""
     task = task_of(lambda: [nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 4)])
     plan = plan_of(task, [3], microbatches=1, schedule="gpipe")
     cluster = with_disk(replace(plan.cluster, devices=plan.cluster.devices * 3))
@@ -188,8 +188,8 @@ def test_a_copy_is_paced_as_long_as_it_is_simulated(place: str, links: tuple[Lin
 
 
 def test_the_table_is_written_before_a_bundle_leaves_and_updated_after() -> None:
-    """While a copy starts the table says that the bundle is leaving; when it is joined, that it is away; and so on. It
-    is dropped when the bundle is back.
+    """The table marks a bundle as leaving when the copy starts and as away when it is joined, and likewise on
+    the way back. It is dropped when the bundle is back.
     """
     plan, task = bundled("gpipe", "host"), mixed_task()
     seen: list[tuple[str, list[Whereabouts]]] = []
@@ -212,7 +212,7 @@ def test_the_table_is_written_before_a_bundle_leaves_and_updated_after() -> None
 
 
 def test_a_table_prints_its_blocks() -> None:
-    """Blocks, their sizes and places, and which bytes of which tensors each holds."""
+    """A table prints its blocks with sizes and places, and the bytes of each tensor in each block."""
     blocks = [(Member.device(1), 2048), (Member.host(0), 1024)]
     table = BlockTable.of(OFFLOAD, [2048, 1024], blocks).now(Whereabouts.AWAY)
     assert str(table) == (

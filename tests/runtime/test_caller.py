@@ -1,4 +1,6 @@
-"""The caller's surroundings: gradient modes around a call, gradients in tensors and parameters, state of a module."""
+"""The caller's surroundings: gradient modes around a call, gradients in tensors and parameters, state of a
+module.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from tiny import alone, batch_of, plan_of, task_of
 
 
 class Block(nn.Module):
-    """Not a Sequential, so that it is traced."""
+    """A block outside a Sequential, so that it is traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,14 +60,14 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-# ---------------------------------------------------------------- gradients that the batch waits for
+# ---------------------------------------------------------------- gradients that the batch requires
 
 
 @pytest.mark.parametrize("make", [by_hand, traced])
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_batch_that_waits_for_gradients_is_refused(make: Callable[[], Task], which: int) -> None:
-    """No part of pipefit hands gradients back to the caller's tensors, so each says so, names the tensor and the way
-    out; and nothing is left in it.
+    """A batch that requires gradients is refused: each entry point names the tensor and the remedy, and
+    leaves no gradient in it.
     """
     task, batches = make(), []
 
@@ -92,14 +94,14 @@ def test_a_batch_that_waits_for_gradients_is_refused(make: Callable[[], Task], w
 
 
 def test_the_tensor_that_waits_is_named() -> None:
-    """In a dictionary the message gives its key."""
+    """The message names the dictionary key of a tensor that requires gradients."""
     task = replace(by_hand(), batch=lambda size: ({"x": torch.randn(size, 8, requires_grad=True)}, None))
     with pytest.raises(UsageError, match=r"^inputs\['x'\] of a batch"):
         profile(task, microbatch_size=2)
 
 
 def test_an_evaluation_takes_a_batch_that_waits() -> None:
-    """It makes no gradients, so there is nothing to refuse, and nothing is left in the tensor."""
+    """An evaluation accepts a batch that requires gradients, and leaves none in the tensor."""
     task = by_hand()
     plan = plan_of(task, [2, 2])
     x, y = batch_of(task, plan)
@@ -114,7 +116,9 @@ def test_an_evaluation_takes_a_batch_that_waits() -> None:
 
 @pytest.mark.parametrize("make", [by_hand, traced])
 def test_gradients_turned_off_around_a_call_change_nothing(make: Callable[[], Task]) -> None:
-    """Profile, certificate and training inside `torch.no_grad()` are those outside; the caller's mode comes back."""
+    """Profile, certificate and training inside `torch.no_grad()` equal those outside; the caller's mode is
+    restored.
+    """
     task = make()
     plan = plan_of(task, [1, len(profile(task, microbatch_size=2).layers) - 1])
     wanted_losses, wanted = alone(task, plan, steps=2)
@@ -144,8 +148,8 @@ def test_gradients_turned_off_around_a_call_change_nothing(make: Callable[[], Ta
 def test_a_mode_that_training_cannot_honour_is_refused(
     mode: Callable[[], AbstractContextManager[Any]], said: str
 ) -> None:
-    """In inference mode no graph can be made; autocast, hooks on what is saved and another default device are unknown
-    to the plan of a step, and fake tensors have no numbers. All are refused by name, before anything is trained.
+    """Modes that training cannot honour are refused by name before training: inference mode (no graph),
+    autocast, saved-tensor hooks and another default device (outside the plan), fake tensors (no numbers).
     """
     task = by_hand()
     plan = plan_of(task, [2, 2])
@@ -167,7 +171,7 @@ def test_a_mode_that_training_cannot_honour_is_refused(
 
 
 def test_a_batch_without_numbers_is_refused_outside_of_its_mode_too() -> None:
-    """Nothing of the model has changed then."""
+    """A batch without numbers is refused outside of its mode too, before the model changes."""
     task = by_hand()
     plan = plan_of(task, [2, 2])
     trainer = Trainer(task, plan)
@@ -183,8 +187,8 @@ def test_a_batch_without_numbers_is_refused_outside_of_its_mode_too() -> None:
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("make", [by_hand, traced])
 def test_a_search_for_anomalies_changes_nothing(make: Callable[[], Task]) -> None:
-    """`torch.autograd.detect_anomaly()` asks of every gradient whether it is a number; where nothing has numbers, as in
-    a profile and a dry run, nothing is asked. Training is that without it.
+    """`torch.autograd.detect_anomaly()` does not change training. It checks gradients for NaN only if they
+    have numbers, which profiles and dry runs do not.
     """
     task = make()
     plan = plan_of(task, [1, len(profile(task, microbatch_size=2).layers) - 1])
@@ -202,7 +206,9 @@ def test_a_search_for_anomalies_changes_nothing(make: Callable[[], Task]) -> Non
 
 @pytest.mark.parametrize("part", ["weight", "running_mean"])
 def test_a_module_made_in_inference_mode_is_refused(part: str) -> None:
-    """Its parameters and buffers can never change: the first of them is named before a worker trains."""
+    """A module made in inference mode is refused before a worker trains, with the name of its first frozen
+    parameter or buffer.
+    """
     task, module = by_hand(), nn.Sequential(*layers())
     plan = plan_of(task, [4])
     with torch.inference_mode():
@@ -218,7 +224,7 @@ def test_a_module_made_in_inference_mode_is_refused(part: str) -> None:
 @pytest.mark.parametrize("make", [by_hand, traced])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_an_evaluation_may_be_inside_of_them(make: Callable[[], Task], mode: Callable[[], Any]) -> None:
-    """`with torch.inference_mode(): trainer.evaluate(...)` is what people write; training goes on after it."""
+    """An evaluation may run under `with torch.inference_mode()`; training continues after it."""
     task = make()
     plan = plan_of(task, [1, len(profile(task, microbatch_size=2).layers) - 1])
     trainer, other = Trainer(task, plan), Trainer(task, plan)
@@ -234,8 +240,8 @@ def test_an_evaluation_may_be_inside_of_them(make: Callable[[], Task], mode: Cal
 
 
 def test_what_a_parameter_has_as_gradient_does_not_enter_an_update() -> None:
-    """Neither a gradient from before the trainer nor one from between two steps: training is plain training from
-    gradients that are zero.
+    """Gradients from before the trainer or between two steps do not enter an update: training starts from
+    zero gradients.
     """
     module = nn.Sequential(*layers())
     task = replace(task_of(layers), module=module)
@@ -275,7 +281,7 @@ def weights(trainer: Trainer) -> list[Tensor]:
 
 
 class Odd(nn.Module):
-    """Has all that could change: a buffer that it replaces, one that it makes, a count in Python, and dropout."""
+    """A module with every kind of mutable state: a replaced buffer, a new one, a Python counter, and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,7 +295,9 @@ class Odd(nn.Module):
 
 
 def touched() -> nn.Sequential:
-    """A module in use: gradients on all parameters but one, a frozen one, and a part in evaluation."""
+    """Return a module in use: gradients on all parameters but one, a frozen one, and a part in evaluation
+    mode.
+    """
     module = nn.Sequential(nn.Linear(8, 8), Odd(), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4))
     F.mse_loss(module(torch.randn(6, 8)), torch.randn(6, 4)).backward()
     module[4].bias.grad = None
@@ -299,7 +307,7 @@ def touched() -> nn.Sequential:
 
 
 def whole_state(module: nn.Module) -> dict[str, Any]:
-    """Every attribute that a user can see: identities, values, gradients, modes."""
+    """Return every user-visible attribute: identities, values, gradients, modes."""
     found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state().tolist()}
     for name, part in module.named_modules():
         found[f"{name} mode"] = part.training
@@ -313,7 +321,7 @@ def whole_state(module: nn.Module) -> dict[str, Any]:
 
 
 class Pushy(torch.optim.SGD):
-    """Moves weights whatever its learning rate is."""
+    """An optimizer that moves weights at any learning rate."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         with torch.no_grad():
@@ -326,7 +334,7 @@ class Pushy(torch.optim.SGD):
 @pytest.mark.parametrize("precision", [None, "bfloat16", "mixed-bfloat16"])
 @pytest.mark.parametrize("mode", [True, False])
 def test_a_profile_leaves_the_module_as_it_was(device: str, precision: Any, mode: bool) -> None:
-    """Weights, gradients, buffers, dtypes, modes, Python attributes and random state: nothing has moved."""
+    """A profile changes no weights, gradients, buffers, dtypes, modes, Python attributes or random state."""
     module = touched().train(mode)
     task = Task(
         module,
@@ -342,7 +350,7 @@ def test_a_profile_leaves_the_module_as_it_was(device: str, precision: Any, mode
 
 @pytest.mark.parametrize("device", ["fake", "cpu"])
 def test_a_profile_of_a_factory_draws_nothing_of_the_callers(device: str) -> None:
-    """What a factory draws for its weights, and its layers for dropout, is not taken from the caller's generator."""
+    """A factory's weights and its layers' dropout do not draw from the caller's generator during a profile."""
     task = task_of(lambda: [nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 4)])
     before = torch.get_rng_state()
     profile(task, microbatch_size=2, device=device)
@@ -350,7 +358,7 @@ def test_a_profile_of_a_factory_draws_nothing_of_the_callers(device: str) -> Non
 
 
 def test_profiles_by_training_runs_leave_the_module_as_it_was() -> None:
-    """They train a copy, whole or in parts."""
+    """Profiles by training runs train a copy, whole or in parts, and leave the module as it was."""
     module = touched()
     task = replace(by_hand(), module=module)
     plan = plan_of(task, [2, 3])
@@ -362,7 +370,7 @@ def test_profiles_by_training_runs_leave_the_module_as_it_was() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_module_is_timed_in_its_own_mode(training: bool) -> None:
-    """What is measured is the training that its owner would do."""
+    """A profile measures a module in the training mode that its owner set."""
     modes: list[bool] = []
 
     class Told(Block):
@@ -380,7 +388,7 @@ def test_a_module_is_timed_in_its_own_mode(training: bool) -> None:
 
 @pytest.mark.parametrize("seed", [1.0, True, "0", 1 << 64, -(1 << 64)])
 def test_a_seed_that_torch_cannot_take_is_refused(seed: Any) -> None:
-    """Wherever a seed is given, it is a whole number of 64 bits."""
+    """Every seed argument is a whole number of 64 bits; torch's other errors are refused by name."""
     task = by_hand()
     plan = plan_of(task, [4])
     for call in (partial(Trainer, task, plan), partial(train, by_hand, plan, steps=1)):
@@ -390,7 +398,7 @@ def test_a_seed_that_torch_cannot_take_is_refused(seed: Any) -> None:
 
 @pytest.mark.parametrize("seed", [-(1 << 63), (1 << 63) - 1])
 def test_the_outermost_seeds_train(seed: int) -> None:
-    """Every seed that is taken can be used, in all places that add to it."""
+    """The smallest and largest valid seeds train, in all places that add to them."""
     task = task_of(lambda: [nn.Linear(8, 4), nn.Dropout(0.5)])
     plan = plan_of(task, [2])
     Trainer(task, plan, seed=seed).step(batch_of(task, plan))
@@ -398,8 +406,8 @@ def test_the_outermost_seeds_train(seed: int) -> None:
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "2", None])
 def test_counts_are_whole_numbers(value: Any) -> None:
-    """Steps, threads, microbatches and batches of an update are whole numbers from one; others are refused by name.
-    For predictions None stands for all steps that differ.
+    """Counts of steps, threads, microbatches and accumulated batches are positive whole numbers; others are
+    refused by name. For predictions None means all distinct steps.
     """
     task = by_hand()
     plan = plan_of(task, [4])
@@ -422,7 +430,7 @@ def test_counts_are_whole_numbers(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [0, -1.0, True, "60", None, float("nan"), float("inf")])
 def test_seconds_are_numbers_above_zero(value: Any) -> None:
-    """A patience that is none is refused by name."""
+    """A timeout that is not a positive number of seconds is refused by name."""
     task = by_hand()
     plan = plan_of(task, [4])
     for name, call in (
@@ -434,11 +442,13 @@ def test_seconds_are_numbers_above_zero(value: Any) -> None:
             call(**{name: value})
 
 
-# ---------------------------------------------------------------- parameters that layers of the caller's module share
+# -------------------------------------------------------- parameters that layers of the caller's module share
 
 
 def test_a_module_with_tied_weights_stays_tied() -> None:
-    """After training over two stages the caller's module has one weight, the trained one, and can be planned again."""
+    """After training over two stages the caller's module has one shared weight, the trained one, and can be
+    planned again.
+    """
     first, last = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
     last.weight = first.weight
     module = nn.Sequential(first, nn.Tanh(), last)

@@ -1,4 +1,6 @@
-"""Parameters that a forward changes, as an embedding with a largest norm does: trained as plainly, or refused."""
+"""Parameters that a forward changes, such as an embedding with a largest norm: trained as plainly, or
+refused.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ SIZE = 4
 
 
 class Follower(nn.Module):
-    """Follows another layer's weight with one that is not trained, by which it multiplies."""
+    """A layer with an untrained weight that tracks another layer's weight and multiplies by it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +46,7 @@ class Follower(nn.Module):
 
 
 def task(front: type[nn.Module] | None = None) -> Task:
-    """Words, whose vectors are scaled down as they are read; or rows through `front`."""
+    """Return a task over words, whose vectors are rescaled on lookup, or over rows through `front`."""
 
     def build() -> nn.Module:
         words = nn.Embedding(12, 8, max_norm=0.5), nn.Flatten(), nn.Linear(24, 8)
@@ -68,13 +70,13 @@ def planned(front: type[nn.Module] | None = None) -> Plan:
 
 
 def deciding(plan: Plan, kind: StateKind, what: What = What.OFFLOAD) -> Plan:
-    """The plan with a state of the first layer at the host."""
+    """Return the plan with one state of the first layer on the host."""
     state = State(start=0, stop=1, kind=kind)
     return replace(plan, decisions=(Decision(stage=0, subject=state, what=what, place=parse_place("host")),))
 
 
 def twofold(plan: Plan) -> Plan:
-    """The plan with two replicas of the first stage."""
+    """Return the plan with two replicas of the first stage."""
     first, *others = plan.stages
     later = [replace(stage, grid=Grid.of(2)) for stage in others]
     stages = (replace(first, grid=Grid(devices=(0, 1), data=2)), *later)
@@ -87,7 +89,7 @@ def under(plan: Plan, schedule: str) -> Plan:
 
 @pytest.mark.parametrize("moves", [False, True], ids=["stays", "optimizer state moves"])
 def test_the_change_is_plain_trainings(moves: bool) -> None:
-    """Losses and weights of three steps are those of a plain loop, bit by bit."""
+    """Losses and weights of three steps are bitwise those of a plain loop."""
     plan = planned()
     chosen, trained = deciding(plan, "optimizer") if moves else plan, task()
     trainer, (losses, expected) = Trainer(trained, chosen), alone(task(), plan, steps=3)
@@ -105,7 +107,7 @@ def test_the_change_is_plain_trainings(moves: bool) -> None:
     ],
 )
 def test_what_has_another_copy_is_refused(plan, why: str) -> None:  # type: ignore[no-untyped-def]
-    """By name, since that copy would miss the change."""
+    """A plan with a second copy of the parameter is refused by name, since that copy would miss the change."""
     with pytest.raises(
         UsageError, match=f"changes its parameter .*, and .*{why}.*, which would miss the change"
     ):
@@ -113,7 +115,7 @@ def test_what_has_another_copy_is_refused(plan, why: str) -> None:  # type: igno
 
 
 def test_float32_copies_are_refused() -> None:
-    """An update writes them over what the forward has changed."""
+    """float32 master copies are refused: an update would overwrite the forward's change."""
     trained = replace(
         task(), precision="master-bfloat16", loss=lambda out, y: F.mse_loss(out.float(), y.float())
     )
@@ -125,7 +127,7 @@ def test_float32_copies_are_refused() -> None:
 
 
 class Shrinking(nn.Linear):
-    """A linear layer that makes its weight smaller before it computes with it."""
+    """A linear layer that shrinks its weight before it computes with it."""
 
     def __init__(self) -> None:
         super().__init__(8, 8)
@@ -137,7 +139,9 @@ class Shrinking(nn.Linear):
 
 
 def test_half_precision_copies_are_refused() -> None:
-    """Autocast would cast the weight as it has become; a copy for all microbatches has it as it was before."""
+    """Half-precision copies are refused: autocast would cast the changed weight, a shared copy has the old
+    one.
+    """
     trained = replace(task(Shrinking), precision="mixed-bfloat16")
     plan = plan_of(trained, (3,), size=SIZE, profiled=profile(trained, microbatch_size=SIZE))
     with pytest.raises(
@@ -147,12 +151,14 @@ def test_half_precision_copies_are_refused() -> None:
 
 
 def test_what_is_not_trained_has_one_version() -> None:
-    """What a forward changes and no update does is there once under an endless schedule, and is allowed."""
+    """An untrained tensor that a forward changes has one version under an asynchronous schedule, and is
+    allowed.
+    """
     assert lower(under(planned(Follower), "pipedream"))
 
 
 class Counting(nn.Module):
-    """Multiplies by how often it has been called."""
+    """A layer that multiplies by the number of its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,13 +171,13 @@ class Counting(nn.Module):
 
 @pytest.mark.parametrize("front", [None, Follower, Counting])
 def test_replicas_are_refused(front: type[nn.Module] | None) -> None:
-    """Each would change its own, trained or not, parameter or number."""
+    """Replicas are refused: each would change its copy of the parameter or number, trained or not."""
     with pytest.raises(UsageError, match=r"changes '\w+', which is no buffer: that would become another in"):
         lower(twofold(planned(front)))
 
 
 class Centred(nn.Embedding):
-    """Whose vectors are less their mean, which follows what has been read."""
+    """An embedding whose vectors are centred by a mean that follows the looked-up words."""
 
     def __init__(self) -> None:
         super().__init__(64, 64)
@@ -188,7 +194,7 @@ FRONTS = {"scaled": partial(nn.Embedding, 64, 64, max_norm=1), "mean": Centred}
 
 @pytest.mark.parametrize("name", FRONTS)
 def test_planners_choose_no_replicas_of_it(name: str) -> None:
-    """Where plain layers would be in replicas, the fastest plan has each layer once."""
+    """Planners choose replicas for plain layers, but place a layer that changes its weights once."""
 
     def build() -> nn.Module:
         return nn.Sequential(FRONTS[name](), *(nn.Linear(64, 64) for _ in range(3)), nn.Linear(64, 4))
@@ -202,7 +208,7 @@ def test_planners_choose_no_replicas_of_it(name: str) -> None:
 
 
 def test_planners_leave_it_on_its_device() -> None:
-    """Of blocks that the host would update, it is one whose optimizer state alone moves, and its parameters stay."""
+    """Planners that update blocks on the host only offload this layer's optimizer state; its parameters stay."""
     usual, other = Menu(0, 1, (Recipe(),), ()), Menu(1, 2, (Recipe(),), ())
     choice = StageChoice.keep(2)._replace(states=2, updates=1)
 

@@ -19,13 +19,13 @@ from pipelines import equal_profile, make_plan
 
 
 class OnGpu:
-    """A tensor of a GPU, as far as a process group has to know."""
+    """A stand-in for a GPU tensor, as far as a process group checks."""
 
     is_cuda, device = True, torch.device("cuda", 1)
 
 
 def begun_of(tensors: list[Any]) -> tuple[list[Any], list[Any]]:
-    """What happens in a process group, and what is waited for."""
+    """Record the calls of a process group and its waits."""
     seen = list[Any]()
 
     def called(what: Any) -> Any:
@@ -43,8 +43,8 @@ def begun_of(tensors: list[Any]) -> tuple[list[Any], list[Any]]:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_on_a_gpu_they_are_one(count: int) -> None:
-    """NCCL gets them between a start and an end, which is what is waited for; one alone too, for torch would make a
-    communicator for it that is another one than that of several.
+    """NCCL transfers are coalesced between a start and an end, and waited for together; a single one too,
+    because torch would make a separate communicator for it.
     """
     start, end = (("_start_coalescing", OnGpu.device), ("_end_coalescing", OnGpu.device))
     assert begun_of([OnGpu()] * count) == ([start, *range(count), end], [end])
@@ -52,7 +52,7 @@ def test_on_a_gpu_they_are_one(count: int) -> None:
 
 @pytest.mark.parametrize("ends", [None, RuntimeError("a group without its end")])
 def test_what_cannot_begin_holds_nothing_back(ends: Exception | None) -> None:
-    """The next transfers of the group would otherwise wait for an end that does not come. The cause is what is told."""
+    """A transfer that fails to begin does not block the group's next transfers, and its error is raised."""
     begins = [mock.Mock(), mock.Mock(side_effect=RuntimeError("a peer is gone"))]
     with (
         mock.patch.object(ProcessGroup, "_start_coalescing"),
@@ -65,12 +65,14 @@ def test_what_cannot_begin_holds_nothing_back(ends: Exception | None) -> None:
 
 @pytest.mark.parametrize("tensors", [[], [torch.ones(1), torch.ones(1)]])
 def test_those_of_gloo_are_left_as_they_are(tensors: list[Any]) -> None:
-    """Gloo would copy them; and where there is nothing to do, there is nothing to wait for."""
+    """gloo transfers are not coalesced, since gloo would copy them; without transfers nothing is waited for."""
     assert begun_of(tensors) == ([*range(len(tensors))], [*range(len(tensors))])
 
 
 def test_the_first_message_of_a_channel_goes_the_way_of_all() -> None:
-    """What makes a communicator before the first step is what the steps do: else they would make another one."""
+    """The first message of a channel, which makes the communicator, is sent like those of the steps;
+    otherwise the steps would make another one.
+    """
     begun = list[Any]()
     plan = make_plan(equal_profile(2), [1, 1])
     program = lower(plan)

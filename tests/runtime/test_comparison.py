@@ -1,4 +1,4 @@
-"""Comparing a model with its chain before it is trained: by `certify_numbers`, and as a trainer starts."""
+"""Comparing a model with its chain before training: by `certify_numbers`, and at a trainer's start."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 def planned(task: Task, devices: int = 1, **options: Any) -> Plan:
-    """A plan of about as many layers on each device."""
+    """Return a plan with about equal numbers of layers on each device."""
     layers = len(profile(task, microbatch_size=2).layers)
     return plan_of(
         task, [layers // devices] * (devices - 1) + [layers - layers // devices * (devices - 1)], **options
@@ -49,14 +49,14 @@ def planned(task: Task, devices: int = 1, **options: Any) -> Plan:
 
 
 def in_precision(task: Task) -> Plan:
-    """A plan in the task's precision."""
+    """Return a plan in the task's precision."""
     training = pipefit.Training(batch_size=4, microbatches=2, precision=task.precision or "float32")
     cluster = pipefit.Cluster.emulated((1, 1 << 30))
     return pipefit.plan(profile(task, microbatch_size=2), cluster, training, recompute="never")
 
 
 def counted(task: Task) -> tuple[Task, list[int]]:
-    """The task with a batch function that notes the sizes it is asked for."""
+    """Return the task with a batch function that records the requested sizes."""
     sizes: list[int] = []
 
     def batch(size: int) -> Any:
@@ -70,7 +70,9 @@ def counted(task: Task) -> tuple[Task, list[int]]:
 
 
 def test_a_certificate_tells_what_was_compared() -> None:
-    """The plan's microbatches, their losses, and how many gradients and buffers are equal."""
+    """A certificate reports the plan's microbatches, their losses, and the number of equal gradients and
+    buffers.
+    """
     task = task_of(forgetful.Dropping)
     found = certify_numbers(task, planned(task))
     assert (found.microbatch_size, found.gradients, found.buffers, found.differences) == (2, 6, 0, ())
@@ -82,7 +84,7 @@ def test_a_certificate_tells_what_was_compared() -> None:
 
 @pytest.mark.parametrize("precision", [None, "bfloat16"])
 def test_a_certificate_leaves_an_existing_module_as_it_was(precision: Any) -> None:
-    """Weights, dtypes, gradients and random generators stay."""
+    """A certificate leaves an existing module's weights, dtypes, gradients and random generators unchanged."""
     module = forgetful.Dropping()
     task = task_of(module, precision=precision)  # type: ignore[arg-type]
     plan = in_precision(task)
@@ -97,19 +99,19 @@ def test_a_certificate_leaves_an_existing_module_as_it_was(precision: Any) -> No
 
 @pytest.mark.parametrize("name", ["mlp", "unet"])
 def test_a_chain_by_hand_can_be_certified_too(name: str) -> None:
-    """It has no trace that could have lost something; the command still answers."""
+    """An explicit chain, which has no trace to check, can be certified too."""
     task = build(name, **SMALL[name])
     assert not certify_numbers(task, planned(task)).differences
 
 
 def test_a_plan_of_another_task_is_not_certified() -> None:
-    """That is said, instead of a difference."""
+    """A certificate for a plan of another task says so instead of reporting a difference."""
     with pytest.raises(FileError, match="does not belong to this task"):
         certify_numbers(task_of(forgetful.Layered), planned(task_of(forgetful.Dropping)))
 
 
 def test_a_model_too_large_for_the_host_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sentence says what it would take and what to do."""
+    """A model too large for the host is not built; the message says its size and the remedy."""
     task = task_of(forgetful.Layered)
     plan, (asked, sizes) = planned(task), counted(task)
     monkeypatch.setattr(comparison, "free_bytes", lambda: 100)
@@ -125,7 +127,9 @@ def test_a_model_too_large_for_the_host_is_not_built(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_trainer_refuses_a_chain_that_forgets_before_it_trains(devices: int) -> None:
-    """An existing module keeps its weights; without the comparison it trains something else."""
+    """A trainer refuses a chain that loses state before it trains; an existing module keeps its weights.
+    Without the comparison a wrong model is trained.
+    """
     module = forgetful.Remembering()
     task = task_of(module)  # type: ignore[arg-type]
     plan = planned(task, devices)
@@ -140,7 +144,7 @@ def test_a_trainer_refuses_a_chain_that_forgets_before_it_trains(devices: int) -
 
 
 class GrowingForFew(forgetful.Layered):
-    """Multiplies by the length of a list that grows with every slice that it is trained on, and with nothing else."""
+    """A layer that multiplies by the length of a list; only local batches in training make the list longer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +157,9 @@ class GrowingForFew(forgetful.Layered):
 
 
 def test_a_trainer_compares_the_chain_of_slices_too() -> None:
-    """A trace that forgets for the samples of a replica alone; that of whole microbatches is right."""
+    """A trainer compares the chain for replicas' local batches too, if only the trace of whole microbatches
+    is right.
+    """
     task = task_of(GrowingForFew)
     profiled = profile(task, microbatch_size=(4, 2))
     with pytest.raises(
@@ -164,7 +170,7 @@ def test_a_trainer_compares_the_chain_of_slices_too() -> None:
 
 
 def test_a_comparison_changes_nothing_of_the_training() -> None:
-    """Losses, parameters, random draws, traces and peaks are those of a trainer that does not compare."""
+    """Losses, parameters, random draws, traces and peaks are those of a trainer without the comparison."""
     task = task_of(forgetful.Dropping)
     plan, runs = planned(task, 2), []
     for numbers in (True, False):
@@ -190,9 +196,9 @@ def test_a_comparison_changes_nothing_of_the_training() -> None:
 def test_what_is_not_compared_is_said(
     name: str, value: object, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the host has too little memory, or it would take too long: one warning with the reason and the ways out.
-    The batch function is asked as often, so that the workers of one training all draw the same. Turned off, nothing is
-    said.
+    """A skipped comparison, for lack of host memory or time, gives one warning with the reason and the
+    remedies. The batch function is called equally often, so that all workers of a training draw the same.
+    Turned off, there is no warning.
     """
     task = task_of(forgetful.Remembering)
     plan = planned(task)
@@ -225,7 +231,7 @@ class Block(nn.Module):
 
 
 class Deep(nn.Module):
-    """An embedding, `depth` equal blocks that are looked up by number, and a head."""
+    """An embedding, `depth` equal blocks in a list, and a head."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -250,12 +256,12 @@ def deep(depth: int) -> Task:
 
 
 def limited_to(share: float, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a comparison take no more than a share of the seconds that one of the plan's model takes."""
+    """Limit a comparison to a share of the seconds that one for the plan's model takes."""
     monkeypatch.setattr(comparison, "LONGEST_SECONDS", share * host_seconds(plan.measurement))
 
 
 def without_branches(traced: Any) -> Any:
-    """A trace in which residual branches are multiplied by zero."""
+    """Return a trace in which residual branches are multiplied by zero."""
 
     def broken(*args: Any, **options: Any) -> Any:
         graph = traced(*args, **options)
@@ -267,7 +273,7 @@ def without_branches(traced: Any) -> Any:
 
 
 def test_a_deep_model_is_compared_by_two_of_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over the limit, what a trace loses in every block is found in a copy with two of a hundred."""
+    """Over the limit, a state loss in every block is found in a copy with two of a hundred blocks."""
     monkeypatch.setattr(traced, "flatten", without_branches(traced.flatten))
     task = deep(100)
     plan = planned(task)
@@ -277,7 +283,9 @@ def test_a_deep_model_is_compared_by_two_of_its_blocks(monkeypatch: pytest.Monke
 
 
 def test_of_a_deep_model_that_is_right_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of an existing module leaves it as it is; one that is still over the limit is not compared."""
+    """A correct deep model gives no warning. A copy leaves an existing module as it is; a copy still over the
+    limit is not compared.
+    """
     module = Deep(8)
     task = replace(deep(8), module=module)
     plan, before = planned(task), {name: (id(p), p.tolist()) for name, p in module.named_parameters()}
@@ -295,7 +303,9 @@ def test_of_a_deep_model_that_is_right_nothing_is_said(monkeypatch: pytest.Monke
 def test_a_certificate_of_a_model_beyond_the_hosts_memory_is_of_a_copy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It says of which, and that the plan was not compared."""
+    """For a model larger than the host's memory the certificate is of a smaller copy, and says that the plan
+    was not compared.
+    """
     task = deep(20)
     plan = planned(task)
     monkeypatch.setattr(comparison, "free_bytes", lambda: host_bytes(plan.measurement) // 2)
@@ -312,7 +322,9 @@ def test_a_certificate_of_a_model_beyond_the_hosts_memory_is_of_a_copy(
 def test_models_of_transformers_are_compared_by_fewer_layers(
     name: str, field: str, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the configuration of the copy says too. The first block of T5, which has more than others, is kept besides."""
+    """Transformers are compared with fewer layers, in the copy's configuration too. T5's larger first block
+    is kept as well.
+    """
     whole = built(hf(name, **{**TINY[name], field: 6}))
     plan, batch = planned(whole), sample(whole, 2)
     limited_to(0.8, plan, monkeypatch)
@@ -325,7 +337,7 @@ def test_models_of_transformers_are_compared_by_fewer_layers(
 
 
 def test_a_module_that_the_host_cannot_run_is_trained_uncompared() -> None:
-    """Such as one with kernels of a GPU alone: the warning says what it raised."""
+    """A module with GPU-only kernels is trained without the comparison: the warning has the error."""
     task = task_of(forgetful.Elsewhere)
     with pytest.warns(PipefitWarning, match=r"not compared .*no kernel for the CPU"):
         Trainer(task, planned(task))
@@ -333,8 +345,8 @@ def test_a_module_that_the_host_cannot_run_is_trained_uncompared() -> None:
 
 @pytest.mark.parametrize("numbers", [True, False])
 def test_workers_refuse_a_chain_that_forgets(numbers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Worker 0 compares, the others wait; the parent raises what it found. Turned off, all train."""
-    monkeypatch.setattr(launch, "_GRACE_SECONDS", 0.1)  # for other failures, of which there are none
+    """Worker 0 compares while the others wait; the parent raises the difference. Turned off, all train."""
+    monkeypatch.setattr(launch, "_GRACE_SECONDS", 0.1)  # for other failures, which must not occur
     factory = partial(task_of, forgetful.Remembering)
     run = partial(train, factory, planned(factory(), 2), steps=1, numbers=numbers)
     if not numbers:
@@ -345,17 +357,17 @@ def test_workers_refuse_a_chain_that_forgets(numbers: bool, monkeypatch: pytest.
 
 
 def test_a_worker_that_does_not_compare_tells_its_parent() -> None:
-    """The parent warns, as it does of all else."""
+    """A worker that skips the comparison reports it to its parent, which warns."""
     factory = partial(task_of, forgetful.Elsewhere)
     with pytest.warns(PipefitWarning, match=r"not compared .*no kernel for the CPU"):
         train(factory, planned(factory(), 2), steps=1)
 
 
-# -------------------------------------------------------------------- what it takes
+# -------------------------------------------------------------------- its cost
 
 
 def test_the_memory_that_is_asked_for_is_three_times_the_module_and_its_activations() -> None:
-    """Of a chain of two linear layers by hand, so that a pencil can follow."""
+    """The memory limit is three times the module and its activations, for a chain of two linear layers."""
     task = task_of(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)))
     found = host_bytes(planned(task).measurement)
     module, outputs = 4 * (6 * 6 + 6 + 3 * 6 + 3), 4 * 2 * (6 + 3)
@@ -364,7 +376,7 @@ def test_the_memory_that_is_asked_for_is_three_times_the_module_and_its_activati
 
 @pytest.mark.parametrize("seconds", [None, 100.0])
 def test_the_time_is_guessed_from_operations_whatever_was_timed(seconds: float | None) -> None:
-    """A profile with the seconds of a GPU says nothing of the host."""
+    """The estimated time depends on operations; GPU seconds in a profile do not count for the host."""
     measurement = planned(task_of(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)))).measurement
     kinds = tuple(replace(kind, forward=replace(kind.forward, seconds=seconds)) for kind in measurement.kinds)
     assert host_seconds(replace(measurement, kinds=kinds)) == host_seconds(measurement) < 1e-3
@@ -390,13 +402,15 @@ def test_the_time_is_guessed_from_operations_whatever_was_timed(seconds: float |
 def test_free_memory_is_the_machines_and_the_containers(
     files: dict[str, str], free: int, tmp_path: Path
 ) -> None:
-    """The smaller of the two; files that the container has cached are given up when memory is needed."""
+    """Free memory is the smaller of the machine's and the container's, whose cached files are reclaimable."""
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert free_bytes(tmp_path / "meminfo", tmp_path) == free
 
 
 def test_free_memory_is_known_everywhere(tmp_path: Path) -> None:
-    """Where the system does not say, it is half of what the machine has; here it is something."""
+    """Free memory has a fallback if the system does not report it: half of the machine's; here it is
+    reported.
+    """
     assert free_bytes(tmp_path / "none", tmp_path) > 1 << 20
     assert free_bytes() > 1 << 20

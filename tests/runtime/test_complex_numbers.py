@@ -1,4 +1,4 @@
-"""Complex parameters and buffers stay as they are in every precision, as `module.double()` and `half()` leave them."""
+"""Complex parameters and buffers stay complex in every precision, as under `module.double()` and `half()`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 2
 
 
 class Turned(nn.Module):
-    """Pairs of numbers, turned by a fixed angle and stretched by a complex factor that is trained."""
+    """Pairs of numbers, rotated by a fixed angle and multiplied by a trained complex factor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,19 +38,19 @@ class Turned(nn.Module):
 
 
 def build() -> nn.Module:
-    """Two of them."""
+    """Return two such layers."""
     return nn.Sequential(Turned(), nn.Tanh(), Turned())
 
 
 def batch(size: int) -> tuple[Tensor, Tensor]:
-    """Rows of numbers."""
+    """Return rows of numbers."""
     return torch.randn(size, 8), torch.randn(size, 8)
 
 
 def plain(
     given: list[tuple[Tensor, Tensor]], dtype: torch.dtype, master: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """Without pipefit: what is trained after updates with these batches, two microbatches each."""
+    """Train without pipefit on these batches of two microbatches each; return the trained state."""
     torch.manual_seed(0)
     model = build()
     for module in model.modules():
@@ -79,7 +79,7 @@ def plain(
 
 
 def plan_for(task: Task, precision: Precision, clip_norm: float | None = None) -> Plan:
-    """One layer on the first device, and two on the second."""
+    """Return a plan with one layer on the first device and two on the second."""
     return Plan(
         profile=profile(task, microbatch_size=2),
         cluster=Cluster.emulated((2, 1 << 30)),
@@ -99,7 +99,7 @@ def plan_for(task: Task, precision: Precision, clip_norm: float | None = None) -
 def test_complex_numbers_keep_their_imaginary_parts(
     precision: Precision, dtype: torch.dtype, master: torch.dtype | None
 ) -> None:
-    """What is trained is that of a plain loop, bit by bit, and its bytes are those simulated."""
+    """Trained values are bitwise those of a plain loop, and bytes those simulated."""
     task = Task(build, batch=batch, loss=F.mse_loss, optimizer=SGD, precision=precision)
     plan = plan_for(task, precision)
     given = [batch(4) for _ in range(STEPS)]
@@ -113,7 +113,9 @@ def test_complex_numbers_keep_their_imaginary_parts(
 
 
 def test_they_are_scaled_and_clipped_like_others() -> None:
-    """Gradients of a scaled loss under autocast, clipped by the norm of both parts, are those of a plain loop."""
+    """Gradients of a scaled loss under autocast, clipped by the norm of both parts, are those of a plain
+    loop.
+    """
     task = Task(build, batch=batch, loss=F.mse_loss, optimizer=SGD, precision="mixed-float16")
     plan, given = plan_for(task, "mixed-float16", clip_norm=0.1), batch(4)
     trainer = Trainer(task, plan)

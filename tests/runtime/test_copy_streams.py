@@ -1,5 +1,5 @@
-"""The streams on which a GPU copies are those of the simulator's clock: what the runtime queues on fake streams, played
-with the seconds of the links, begins and ends when the simulator says.
+"""A GPU's copy streams run by the simulator's clock: the work that the runtime queues on fake streams,
+replayed with the links' seconds, begins and ends when the simulator says.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ Span = tuple[float, float]  # begin and end
 
 @dataclass(eq=False)
 class Moment:
-    """An event, and when its stream comes to it."""
+    """An event with the time at which its stream reaches it."""
 
     seconds: float
 
     def synchronize(self) -> None:
-        """The host takes no time."""
+        """Wait for the event; the host takes no time."""
 
 
 @dataclass(eq=False)
 class Timeline:
-    """A stream that knows when it has done all that was queued."""
+    """A stream that knows when its queued work ends."""
 
     cuda_stream: int
     seconds: float = 0.0
@@ -57,12 +57,12 @@ class Timeline:
         self.seconds = max(self.seconds, event.seconds)
 
     def synchronize(self) -> None:
-        """The host takes no time."""
+        """Wait for the stream; the host takes no time."""
 
 
 @dataclass
 class PlayedGpu:
-    """A GPU whose actions and copies take the seconds of `plan`, and a driver that copies at once."""
+    """A GPU whose actions and copies take the seconds of `plan`, with a driver that copies at once."""
 
     plan: Plan
     computing: list[float]  # seconds of every action
@@ -72,7 +72,7 @@ class PlayedGpu:
     spans: dict[int, Span] = field(default_factory=dict)  # of copies, by the positions of their actions
 
     def begins(self, position: int) -> None:
-        """The host has come to an action: what it computed before takes its seconds."""
+        """Start an action: the computation before it takes its seconds."""
         self.streams[0].seconds += self.computing[position - 1] if position else 0.0
         self.at = position
 
@@ -95,7 +95,7 @@ class PlayedGpu:
         self.spans[self.at] = min(first, begin), max(last, self.streams[stream].seconds)
 
     def lending(self, hardware: Hardware, program: Program) -> Lending:
-        """Stands for `Lending.within`."""
+        """Stand in for `Lending.within`."""
         arenas = arenas_of(hardware.plan, program)
         memory = RatedMemory(hardware.plan.cluster, arenas)
         memory.gpu = self
@@ -116,7 +116,7 @@ class RatedMemory(HostMemory):
 
 
 def one_gpu(rng: Random) -> Plan:
-    """All layers on device 0, which moves what it saves, some of its state too, to a host and two peers."""
+    """Place all layers on device 0, which moves saved tensors and some state to a host and two peers."""
     task = make_chain()
     still = plan_of(task, [6], microbatches=rng.randint(1, 6), schedule="gpipe")
     links = (
@@ -125,12 +125,12 @@ def one_gpu(rng: Random) -> Plan:
     )
     cluster = replace(Cluster.emulated((3, 1 << 30)), links=tuple(links))
     still = replace(still, cluster=cluster, stages=(Stage(start=0, stop=6, grid=Grid.of(0)),))
-    # Optimizer state is not there yet in a first step
+    # A first step does not have optimizer state yet
     return moving_states(moving(still, rng), rng, ("parameters", "gradients"))
 
 
 def simulated(plan: Plan) -> tuple[dict[str, list[Span]], dict[str, float], float]:
-    """Spans of copies and seconds of what is computed, by the texts of actions, and the end of the first step."""
+    """Return the spans of copies and seconds of computations by action text, and the end of the first step."""
     trace = simulate(plan, steps=1)
     copies, computed = defaultdict[str, list[Span]](list), dict[str, float]()
     for event in trace.devices[0].events:  # in order of time
@@ -143,7 +143,9 @@ def simulated(plan: Plan) -> tuple[dict[str, list[Span]], dict[str, float], floa
 
 @pytest.mark.parametrize("seed", range(12))
 def test_copies_on_streams_begin_and_end_as_simulated(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a random plan, each copy of the first step, stripes over several lenders included, and the step itself."""
+    """For a random plan, each copy of the first step, striped or not, and the step itself begin and end as
+    simulated.
+    """
     plan = one_gpu(Random(seed))
     copies, computed, step = simulated(plan)
     names = list(map(str, lower(plan).actions[0]))
@@ -161,7 +163,7 @@ def test_copies_on_streams_begin_and_end_as_simulated(seed: int, monkeypatch: py
 
 
 def test_both_directions_are_under_way_at_once() -> None:
-    """In most of these plans copies out and copies in overlap in time, so that one stream for both would be slower."""
+    """In most of these plans outward and inward copies overlap, so that a single stream would be slower."""
     overlapping = 0
     for seed in range(12):
         copies = simulated(one_gpu(Random(seed)))[0]

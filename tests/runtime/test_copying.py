@@ -1,4 +1,6 @@
-"""Copies between storages and slots: the right bytes, in order, no earlier than a link allows, beside computing."""
+"""Copies between storages and slots: the right bytes, in order, no earlier than a link allows, during
+computation.
+"""
 
 from __future__ import annotations
 
@@ -19,30 +21,32 @@ BYTES = 4096
 
 @pytest.fixture(params=[AtOnce, Beside])
 def copier(request: pytest.FixtureRequest) -> Iterator[Copier]:
-    """Either kind that copies."""
+    """Return one of both kinds of copiers."""
     made: Copier = request.param()
     yield made
     made.abandon()
 
 
 def slot() -> Slot:
-    """Memory of zeros."""
+    """Return zeroed memory."""
     memory = ctypes.create_string_buffer(BYTES)
     return Slot(BYTES, ctypes.addressof(memory), memory)
 
 
 def values(seed: int) -> torch.Tensor:
-    """Bytes of noise."""
+    """Return bytes of noise."""
     return torch.randint(0, 256, (BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
 def part(tensor: torch.Tensor, there: Slot) -> list[Part]:
-    """All bytes of both."""
+    """Return all bytes of both."""
     return [Part(tensor.untyped_storage(), 0, there, 0, BYTES)]
 
 
 def test_what_goes_out_comes_back(copier: Copier) -> None:
-    """Parts of two storages that lie crosswise in two slots return to where they were, and touch nothing else."""
+    """Parts of two storages that are crossed over in two slots return to their places, without touching other
+    bytes.
+    """
     one, other, there = values(1), values(2), (slot(), slot())
     wanted = [one.clone(), other.clone()]
     half = BYTES // 2
@@ -71,7 +75,7 @@ class Gated(Slot):
 
 @pytest.fixture
 def gated() -> Iterator[Gated]:
-    """One that is shut, and opened at the end at the latest."""
+    """Return a closed slot, which is opened at the end at the latest."""
     there = slot()
     made = Gated(BYTES, there.address, there.owner)
     yield made
@@ -79,7 +83,7 @@ def gated() -> Iterator[Gated]:
 
 
 def test_a_copy_ends_no_earlier_than_its_link_allows(gated: Gated) -> None:
-    """Two copies in one direction take the seconds of both, one after the other, and starting them takes none."""
+    """Two copies in one direction take the sum of their seconds, and starting them takes none."""
     copier, began = Beside(), time.monotonic()
     copies = [copier.start(part(values(n), gated), outward=True, seconds=0.15) for n in range(2)]
     assert not copies[0].done()
@@ -91,7 +95,7 @@ def test_a_copy_ends_no_earlier_than_its_link_allows(gated: Gated) -> None:
 
 
 def test_copies_in_both_directions_run_side_by_side(gated: Gated) -> None:
-    """An inward copy need not wait for an outward one; another outward one does."""
+    """Copies in opposite directions run in parallel; copies in the same direction wait for each other."""
     copier, tensor = Beside(), values(0)
     out, behind = (copier.start(part(tensor, there), outward=True, seconds=0.0) for there in (gated, slot()))
     copier.join(copier.start(part(values(1), slot()), outward=False, seconds=0.0))
@@ -99,7 +103,9 @@ def test_copies_in_both_directions_run_side_by_side(gated: Gated) -> None:
 
 
 def test_what_has_been_copied_is_its_owners_alone(gated: Gated) -> None:
-    """A thread goes to rest a while after the join, by chance, and holds no memory meanwhile."""
+    """A copied tensor is held by its owner alone: a thread may go idle some time after the join, without
+    holding memory.
+    """
     copier, tensor, rests = Beside(), values(0), threading.Event()
     storage = weakref.ref(tensor.untyped_storage())
     copy = copier.start(part(tensor, gated), outward=True, seconds=0.0)
@@ -112,7 +118,7 @@ def test_what_has_been_copied_is_its_owners_alone(gated: Gated) -> None:
 
 
 def test_copies_that_are_abandoned_end_at_once() -> None:
-    """Neither the one that runs nor those that wait behind it hold anything up; the next ones run as ever."""
+    """Abandoned copies, running or queued, end at once; later copies run as usual."""
     copier, tensor, began = Beside(), values(3), time.monotonic()
     for _ in range(3):
         copier.start(part(tensor, slot()), outward=True, seconds=60.0)

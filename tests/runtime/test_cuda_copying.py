@@ -1,4 +1,6 @@
-"""Copies of GPUs, without one: streams that run in any order their events allow, a driver that copies plain memory."""
+"""GPU copies without a GPU: streams run in any order that their events allow, and a driver copies plain
+memory.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ HOST = Member.host(0)
 
 @dataclass(eq=False)
 class Event:
-    """Set when its stream has come to it."""
+    """An event that is set when its stream reaches it."""
 
     is_set: bool = False
 
@@ -90,7 +92,7 @@ class Stream:
 
 
 class Gpu:
-    """A stream that computes and those that copy, and a driver that queues copies of plain memory."""
+    """A compute stream and copy streams, with a driver that queues copies of plain memory."""
 
     def __init__(self) -> None:
         self.computing, self.copies = Stream(1), list[Stream]()
@@ -104,7 +106,7 @@ class Gpu:
         self.copies[stream - 2].work.append(lambda: ctypes.memmove(target, source, nbytes))
 
     def run(self, rng: Random) -> None:
-        """Run all that is queued, in an order that is allowed."""
+        """Run all queued work in an allowed order."""
         streams = [self.computing, *self.copies]
         while able := [stream for stream in streams if stream.may_run]:
             rng.choice(able).run_one()
@@ -112,14 +114,14 @@ class Gpu:
 
 
 def memory(nbytes: int = BYTES) -> Slot:
-    """Plain memory."""
+    """Return plain memory."""
     held = ctypes.create_string_buffer(nbytes)
     return Slot(nbytes, ctypes.addressof(held), held)
 
 
 class Working:
-    """Tensors of a GPU that are made, moved away, brought back and read at random. There are fewer places on the device
-    and fewer slots than tensors, so that each is used again as soon as the host knows that it is free.
+    """GPU tensors that are made, offloaded, reloaded and read at random. The device has fewer places and
+    slots than tensors, so that each is reused as soon as the host knows that it is free.
     """
 
     def __init__(self, rng: Random) -> None:
@@ -167,7 +169,7 @@ class Working:
         self.compute(lambda: self.wrong.extend([number] * bool((place != number).any())))
 
     def start(self, number: int, *, outward: bool) -> Any:
-        """A copy between a tensor and its slots, half of it at each lender."""
+        """Start a copy between a tensor and its slots, half of it at each lender."""
         half, storage = BYTES // 2, self.here[number].untyped_storage()
         parts = [
             Part(storage, n * half, slot, 0, half, lender)
@@ -179,8 +181,8 @@ class Working:
 @settings(max_examples=100)
 @given(st.integers(0, 10**6))
 def test_whatever_the_streams_run_first_the_bytes_come_back(seed: int) -> None:
-    """Tensors are computed, copied out to two lenders, overwritten as their freed memory would be, copied back over
-    what was there, and read; slots are used again. In every order that the events allow, each read finds its tensor.
+    """Tensors are computed, copied out to two lenders, overwritten as freed memory, copied back and read;
+    slots are reused. In every order that the events allow, each read finds its tensor.
     """
     working = Working(Random(seed))
     for value in range(1, 40):
@@ -190,14 +192,14 @@ def test_whatever_the_streams_run_first_the_bytes_come_back(seed: int) -> None:
 
 
 def test_starting_and_joining_stops_nobody() -> None:
-    """The host queues a copy and goes on; a copy waits for what was launched before it, not for what comes after."""
+    """Copies do not block the host: a copy waits for the launches before it, not for those after it."""
     gpu, tensor, slot = Gpu(), torch.ones(BYTES, dtype=torch.uint8), memory()
     gpu.computing.work.append(lambda: tensor.fill_(7))
     handle = gpu.copier.start([Part(tensor.untyped_storage(), 0, slot, 0, BYTES)], outward=True, seconds=60.0)
     gpu.computing.work.append(lambda: tensor.fill_(9))
     (copies,) = gpu.copies
     assert not copies.may_run
-    for _ in range(2):  # the fill and the event behind it
+    for _ in range(2):  # the fill and the event after it
         gpu.computing.run_one()
     while copies.may_run:
         copies.run_one()
@@ -207,7 +209,7 @@ def test_starting_and_joining_stops_nobody() -> None:
 
 
 def test_a_join_lets_go_of_the_storages() -> None:
-    """While a copy is under way it holds what it copies; afterwards whoever owns it does."""
+    """A running copy holds its tensors; after the join their owner does."""
     gpu, tensor = Gpu(), torch.ones(BYTES, dtype=torch.uint8)
     handle = gpu.copier.start(
         [Part(tensor.untyped_storage(), 0, memory(), 0, BYTES)], outward=True, seconds=0.0
@@ -218,7 +220,7 @@ def test_a_join_lets_go_of_the_storages() -> None:
 
 
 def test_settling_a_copy_stops_the_host_until_it_is_complete() -> None:
-    """Any thread may wait for a copy; when it goes on, the bytes are there, and the storages are let go of."""
+    """Any thread may wait for a copy; when it continues, the bytes are there and the storages are released."""
     gpu, tensor, slot = Gpu(), torch.ones(BYTES, dtype=torch.uint8), memory()
     gpu.computing.work.append(lambda: tensor.fill_(7))
     handle = gpu.copier.start([Part(tensor.untyped_storage(), 0, slot, 0, BYTES)], outward=True, seconds=0.0)
@@ -233,7 +235,7 @@ def test_settling_a_copy_stops_the_host_until_it_is_complete() -> None:
 
 
 def test_copies_of_1f1b_alternate() -> None:
-    """Where forwards and backwards alternate, so do copies out and copies in."""
+    """In 1F1B, outward and inward copies alternate as forwards and backwards do."""
     plan = moved(plan_of(make_chain(), [3, 3], microbatches=8), "host")
     starts = [a for a in lower(plan).actions[0] if a.kind.value in ("OFFLOAD", "RELOAD") and not a.wait]
     directions = [action.kind.value for action in starts]
@@ -247,7 +249,7 @@ def test_copies_of_1f1b_alternate() -> None:
 
 
 def test_slots_lie_apart_in_their_pieces() -> None:
-    """Five slots of three bytes are in pieces that are asked for once, inside of them and over no other slot."""
+    """Five slots of three bytes lie in blocks that are allocated once, without overlap."""
     pieces: list[Tensor] = []
 
     def pinned(nbytes: int) -> Tensor:
@@ -265,7 +267,9 @@ def test_slots_lie_apart_in_their_pieces() -> None:
 
 
 def test_memory_that_cannot_be_pinned_is_out_of_memory() -> None:
-    """torch's words are repeated, with who was to give how much to whom."""
+    """A failed pinned allocation is an out-of-memory error with torch's message, the host, the borrower and
+    the size.
+    """
 
     def pinned(nbytes: int) -> Tensor:
         raise RuntimeError("CUDA error: out of memory")
@@ -280,7 +284,7 @@ def test_memory_that_cannot_be_pinned_is_out_of_memory() -> None:
 
 
 class FakeDriver:
-    """The memory of one machine: what a process exports is at another address in those that open it."""
+    """The memory of one machine: exported memory has another address in the processes that open it."""
 
     def __init__(self) -> None:
         self.closed: list[int] = []
@@ -301,15 +305,15 @@ class FakeDriver:
 
 
 def memory_of(driver: Driver, arenas: Sequence[Arena] = (), cluster: Cluster | None = None) -> CudaMemory:
-    """Memory of GPUs that are the CPU."""
+    """Return memory of GPUs that stand on the CPU."""
     return CudaMemory(
         cluster or make_cluster(2), arenas, lambda _: torch.device("cpu"), driver, lambda _: Settled()
     )
 
 
 def test_what_another_process_lends_begins_where_its_handle_says() -> None:
-    """A handle names a whole allocation, of which the arena is a part. It is closed when no slot is left; the lender
-    itself uses its own memory.
+    """A handle names a whole allocation with the arena inside. It is closed with its last slot; the lender
+    uses its memory directly.
     """
     driver, arena = FakeDriver(), Arena(Member.device(1), 0, 3, 100)
     lender, borrower = (memory_of(driver) for _ in range(2))
@@ -326,7 +330,7 @@ def test_what_another_process_lends_begins_where_its_handle_says() -> None:
 
 
 def test_memory_that_cannot_be_shared_is_named_with_the_way_out() -> None:
-    """The driver's own words, and what usually is the reason."""
+    """The error for memory that cannot be shared has the driver's message and the usual reason."""
     with pytest.raises(
         UsageError, match=r"device 0 cannot use what device1 lends \(cuIpc.*INVALID_VALUE\): .* expandable"
     ):
@@ -334,7 +338,7 @@ def test_memory_that_cannot_be_shared_is_named_with_the_way_out() -> None:
 
 
 class Library:
-    """Stands for libcuda: notes calls, and fails where it is told to."""
+    """A stand-in for libcuda that records calls and fails on request."""
 
     def __init__(self, failing: str = "") -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
@@ -357,7 +361,9 @@ class Library:
 
 
 def test_the_driver_is_called_by_its_own_names() -> None:
-    """Handles are 64 bytes, for whole allocations; addresses are 64 bits; failures are told in the driver's words."""
+    """The driver is called by its documented names: handles of 64 bytes for whole allocations, addresses of
+    64 bits, failures in the driver's words.
+    """
     library = Library()
     driver = CudaDriver(library)
     handle, offset = driver.export(5000)
@@ -376,14 +382,16 @@ def test_the_driver_is_called_by_its_own_names() -> None:
 
 
 def moved(plan: Plan, place: str) -> Plan:
-    """The plan with the sigmoid's result of stage 0 moved."""
+    """Return the plan with the sigmoid's result of stage 0 moved."""
     subject = SavedTensors(tensors=((1, 0),))
     decision = Decision(stage=0, subject=subject, what=What.OFFLOAD, place=parse_place(place), ahead=1)
     return replace(plan, decisions=(decision,))
 
 
 def on_gpus(place: str, host_bytes: int = 1 << 30) -> Plan:
-    """Two stages on two GPUs, of which the first moves what its sigmoid keeps of four microbatches: 512 bytes each."""
+    """Return two stages on two GPUs; the first moves the sigmoid's saved tensor of four microbatches: 512
+    bytes each.
+    """
     plan = plan_of(make_chain(), [3, 3], microbatches=4, schedule="gpipe")
     cluster = with_disk(
         replace(Cluster.emulated((2, 1 << 30)), backend="cuda", hosts=(Host(memory_bytes=host_bytes),))
@@ -392,7 +400,7 @@ def on_gpus(place: str, host_bytes: int = 1 << 30) -> Plan:
 
 
 def test_pinned_memory_counts_as_it_is_allocated() -> None:
-    """Slots of 341 bytes in powers of two: the host is asked for those, and refused with a byte less."""
+    """Pinned slots of 341 bytes are rounded up to powers of two; a host with a byte less is refused."""
     plan = on_gpus("host*2+device1*1")
     (arena,) = (a for a in arenas_of(plan, lower(plan)) if a.lender.kind is MemberKind.HOST)
     needed = sum(pinned_sizes(arena.slot_bytes, arena.slots))
@@ -404,14 +412,14 @@ def test_pinned_memory_counts_as_it_is_allocated() -> None:
 
 
 class AtOnce(FakeDriver):
-    """Copies as it is asked to, as if no stream had anything else to do."""
+    """A copier that copies immediately, as if every stream were idle."""
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         ctypes.memmove(target, source, nbytes)
 
 
 class Settled(Stream):
-    """A stream that has done what it was given before anybody looks."""
+    """A stream whose work is done before any query."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -422,15 +430,15 @@ class Settled(Stream):
         return Event(is_set=True)
 
     def synchronize(self) -> None:
-        """It is done already."""
+        """Return; the work is done."""
 
 
 @pytest.mark.parametrize("place", ["device1*2+host*1", "disk", "disk*1+device1*1"])
 def test_training_with_the_memory_and_copies_of_gpus_is_plain_training(
     monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    """On plain memory, with a driver that copies it: parameters are bitwise those of plain training, slots in pinned
-    pieces, on a peer and in a file are enough, and all are free at the end.
+    """With a driver that copies plain memory, parameters are bitwise plain training's. Slots in pinned
+    blocks, on a peer and in a file are sufficient, and all are free at the end.
     """
     monkeypatch.setattr(
         "pipefit.runtime.offload.lending._pinned", lambda n: torch.empty(n, dtype=torch.uint8)
@@ -450,14 +458,14 @@ def test_training_with_the_memory_and_copies_of_gpus_is_plain_training(
     state = alone(task, plan, 3)[1]
     assert all(torch.equal(state[name], tensor) for name, tensor in trainer.state_dict().items())
     assert not any(runner.mover.borrowed.in_use for runner in trainer.runners)
-    behind = place.count("device") + place.count("host")  # each lender's part, but for those of files
+    behind = place.count("device") + place.count("host")  # each lender's part, except for files
     assert (
         queue.events == (1 + behind) * 2 * 4 * 3
-    )  # before and behind copies, out and in, of each microbatch and step
+    )  # before and after copies, out and in, of each microbatch and step
 
 
 def on_disk(folder: Path) -> DiskSlot:
-    """A slot in a file."""
+    """Return a slot in a file."""
     buffers = [
         Buffers([memoryview(bytearray(24)) for _ in range(2)], StreamCopies(Settled(), AtOnce()))
         for _ in "oi"
@@ -467,7 +475,7 @@ def on_disk(folder: Path) -> DiskSlot:
 
 
 def test_a_thread_that_has_written_a_file_holds_no_memory(tmp_path: Path) -> None:
-    """It goes to rest a while after the join, by chance."""
+    """A thread that has written a file may go idle some time after the join, and holds no memory."""
     gpu, tensor, rests = Gpu(), torch.zeros(BYTES, dtype=torch.uint8), threading.Event()
     storage = weakref.ref(tensor.untyped_storage())
     copy = gpu.copier.start(
@@ -483,8 +491,8 @@ def test_a_thread_that_has_written_a_file_holds_no_memory(tmp_path: Path) -> Non
 
 
 def test_a_copy_to_a_file_waits_for_what_it_copies(tmp_path: Path) -> None:
-    """A thread waits for the event before it reads the tensor. The join returns when the file is written; what fails
-    is told there.
+    """A thread waits for the event before it reads the tensor. The join returns when the file is written, and
+    raises its errors.
     """
     gpu, tensor, slot = Gpu(), torch.zeros(BYTES, dtype=torch.uint8), on_disk(tmp_path)
     parts = [Part(tensor.untyped_storage(), 0, slot, 0, BYTES)]
@@ -505,7 +513,9 @@ def test_a_copy_to_a_file_waits_for_what_it_copies(tmp_path: Path) -> None:
 
 
 def test_a_lender_on_a_gpu_waits_until_all_have_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """First for its own GPU, then for the other workers; workers on the CPU, which join copies, wait for nobody."""
+    """A lender waits for its GPU, then for the other workers; workers on the CPU, which join copies, do not
+    wait.
+    """
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("own GPU"))
     monkeypatch.setattr(dist, "barrier", lambda: calls.append("all workers"))
@@ -518,7 +528,7 @@ def test_a_lender_on_a_gpu_waits_until_all_have_copied(monkeypatch: pytest.Monke
 
 
 def test_without_a_plan_for_gpus_nothing_of_cuda_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training with moves on emulated devices neither loads the driver nor makes a stream."""
+    """Training with offload on emulated devices neither loads the driver nor makes a stream."""
 
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("CUDA was touched")
