@@ -1,4 +1,4 @@
-"""A script may have set another default type of floating-point numbers than float32, in which it builds its model."""
+"""Scripts that set another default floating-point dtype than float32 before they build a model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _double() -> Iterator[None]:
 
 
 def halves(task: Task, *, clip_norm: float | None = None) -> Plan:
-    """Two layers on the first device, and one on the second."""
+    """Return two layers on the first device, and one on the second."""
     profiled = profile(task, microbatch_size=2)
     return Plan(
         profile=profiled,
@@ -45,7 +45,9 @@ def halves(task: Task, *, clip_norm: float | None = None) -> Plan:
 
 
 def test_bytes_are_those_simulated_and_numbers_those_of_plain_training() -> None:
-    """A model in double precision, whose gradients are clipped: losses are in double precision too."""
+    """For a model in double precision with clipped gradients, bytes are those simulated; losses are in double
+    precision too.
+    """
     task = task_of(lambda: [nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)], optimizer=SGD)
     plan = halves(task, clip_norm=0.5)
     trainer, batch = Trainer(task, plan), task.batch(8)
@@ -64,7 +66,7 @@ def test_bytes_are_those_simulated_and_numbers_those_of_plain_training() -> None
 
 
 def test_losses_are_scaled() -> None:
-    """Overflows are found with the scale in single precision, in which torch's kernel takes it."""
+    """Overflows are found with a loss scale in single precision, as torch's kernel requires."""
     task = Task(
         lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)),
         batch=lambda size: (torch.randn(size, 8), torch.randn(size, 4)),

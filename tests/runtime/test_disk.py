@@ -1,4 +1,4 @@
-"""Tensors that are moved to a disk: the bytes in its file, the host's buffers before it, and nothing that stays."""
+"""Tensors offloaded to a disk: the bytes in its file, the host's buffers, and no leftovers."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ from pipefit.schema.trace import Stream
 from samples import samples
 from tiny import batch_of, plan_of
 
-SLOT = 512  # bytes of what is moved of a microbatch: the sigmoid's result, 2 samples of 64 numbers
+SLOT = 512  # bytes moved per microbatch: the sigmoid's result, 2 samples of 64 numbers
 DISK = parse_place("disk0").members[0]
 
 
 def to_disk(cluster: Cluster, *, place: str = "disk", behind: int = 1) -> Plan:
-    """Two stages of `make_chain` under GPipe; the first moves what its sigmoid keeps of four microbatches."""
+    """Return two stages of `make_chain` under GPipe; the first offloads the sigmoid's saved tensor of four
+    microbatches.
+    """
     plan = plan_of(make_chain(), [3, 3], microbatches=4, schedule="gpipe")
     moved = SavedTensors(tensors=((1, 0),))
     decision = Decision(stage=0, subject=moved, what=What.OFFLOAD, place=parse_place(place), behind=behind)
@@ -45,18 +47,18 @@ def to_disk(cluster: Cluster, *, place: str = "disk", behind: int = 1) -> Plan:
 
 
 def emulated(folder: Path | None = None, *, disk_bytes: int = 1 << 20, host_bytes: int = 1 << 30) -> Cluster:
-    """Two devices, and a host with a disk."""
+    """Return two devices, and a host with a disk."""
     cluster = with_disk(Cluster.emulated((2, 1 << 20)), folder, disk_bytes)
     return replace(cluster, hosts=(replace(cluster.hosts[0], memory_bytes=host_bytes),))
 
 
 def open_files(folder: Path) -> list[str]:
-    """The files in a folder that this process has open, or one of those that it has started, or one of theirs."""
+    """Return the files in a folder that this process or its descendants have open."""
     return [found for process in family(os.getpid()) for found in files_of(process) if str(folder) in found]
 
 
 def family(process: int) -> list[int]:
-    """A process and all that come from it."""
+    """Return a process and its descendants."""
     try:
         children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
     except OSError:  # it has ended
@@ -65,7 +67,7 @@ def family(process: int) -> list[int]:
 
 
 def files_of(process: int) -> list[str]:
-    """What a process has open."""
+    """Return the open files of a process."""
     found = []
     for link in Path(f"/proc/{process}/fd").glob("*"):
         try:
@@ -76,7 +78,7 @@ def files_of(process: int) -> list[str]:
 
 
 def slot_in(folder: Path, nbytes: int, buffer_bytes: int) -> DiskSlot:
-    """The second of two slots of a file."""
+    """Return the second of two slots of a file."""
     file = nameless_file(Arena(DISK, 0, 2, nbytes), str(folder))
     outward, inward = (plain_buffers(buffer_bytes) for _ in range(2))
     return DiskSlot(nbytes=nbytes, address=nbytes, owner=file, outward=outward, inward=inward)
@@ -87,8 +89,8 @@ def slot_in(folder: Path, nbytes: int, buffer_bytes: int) -> DiskSlot:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_written_is_read_back(tmp_path: Path, seed: int) -> None:
-    """Parts of several storages, of any sizes, lie one after the other in the file, and come back to where they were;
-    whatever the size of the buffers.
+    """Parts of several storages, of any sizes, are written one after the other to the file and read back to
+    their places with any buffer size.
     """
     rng = Random(seed)
     sizes = [rng.choice([1, 7, 64, rng.randint(1, 3000)]) for _ in range(rng.randint(1, 9))]
@@ -110,7 +112,7 @@ def test_what_is_written_is_read_back(tmp_path: Path, seed: int) -> None:
 
 
 def test_small_tensors_are_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forty tensors of a bundle are gathered: they are written and read in as many calls as buffers are filled."""
+    """Forty tensors of a bundle are gathered: they take one write and one read per filled buffer."""
     calls, pwrite, preadv = Counter[str](), os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda *args: calls.update(["write"]) or pwrite(*args))
     monkeypatch.setattr(os, "preadv", lambda *args: calls.update(["read"]) or preadv(*args))
@@ -122,7 +124,9 @@ def test_small_tensors_are_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_file_has_its_blocks_from_the_start_and_no_name(tmp_path: Path) -> None:
-    """The disk has given all that will be needed; the folder stays empty; and closing it gives everything back."""
+    """A file without a name has its blocks allocated from the start; the folder stays empty, and closing it
+    frees the disk.
+    """
     file = nameless_file(Arena(DISK, 0, 3, 1 << 20), str(tmp_path))
     assert os.fstat(file.fileno()).st_blocks * 512 >= 3 << 20
     assert os.listdir(tmp_path) == []
@@ -135,7 +139,7 @@ def test_a_file_has_its_blocks_from_the_start_and_no_name(tmp_path: Path) -> Non
 def test_a_disk_that_fails_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outward: bool, words: str
 ) -> None:
-    """What the system says reaches the one who waits for the copy."""
+    """A disk's error is raised with its folder in the thread that waits for the copy."""
 
     def fail(*_: Any) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -152,8 +156,8 @@ def test_a_disk_that_fails_is_named(
 
 
 def test_workers_move_to_the_disk_what_one_process_moves(tmp_path: Path) -> None:
-    """Losses are those of a plan that moves nothing, every sample of memory is that of one process and of the dry run,
-    and while they run each of two workers has one open file in the folder, which shows none.
+    """Losses are those of a plan without moves, and all memory samples are those of one process and of the
+    dry run. While they run, each of two workers has one open, unlinked file in the folder.
     """
     plan = to_disk(emulated(tmp_path), place="disk*2+device1*1+host*1")
     back = replace(
@@ -180,7 +184,7 @@ def test_workers_move_to_the_disk_what_one_process_moves(tmp_path: Path) -> None
 def test_without_a_named_folder_files_are_where_temporary_ones_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A host that names no folder uses the system's."""
+    """A host without a named folder uses the system's folder for temporary files."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     plan = to_disk(emulated())
     trainer = Trainer(make_chain(), plan)
@@ -190,7 +194,7 @@ def test_without_a_named_folder_files_are_where_temporary_ones_are(
 
 @pytest.mark.parametrize("accident", ["killed", "raises"])
 def test_a_worker_that_dies_leaves_nothing_on_the_disk(tmp_path: Path, accident: str) -> None:
-    """Killed or failing in the middle of a step: the folder is empty, and no process has a file of it open."""
+    """A worker killed or failing in the middle of a step leaves an empty folder and no open file."""
     with pytest.raises(WorkerFailed, match="worker 1"):
         pipefit.train(partial(make_chain, accident), to_disk(emulated(tmp_path)), steps=2)
     assert mp.active_children() == []
@@ -198,7 +202,7 @@ def test_a_worker_that_dies_leaves_nothing_on_the_disk(tmp_path: Path, accident:
 
 
 def test_copies_take_the_time_of_the_disk(tmp_path: Path) -> None:
-    """No copy ends before the slowest link on the way to the disk lets it, with the latencies of all of them."""
+    """A copy takes at least the time of the slowest link on the way to the disk, plus all latencies."""
     plan = plan_of(make_wide(), [4], microbatches=2, schedule="gpipe")
     size = next(t for t in plan.measurement.costs[1].saved if t.index == 0).nbytes
     links = (
@@ -223,8 +227,8 @@ def test_copies_take_the_time_of_the_disk(tmp_path: Path) -> None:
     ids=["disk", "host"],
 )
 def test_a_disk_counts_its_slots_and_its_host_four_buffers(room: dict[str, int], who: str) -> None:
-    """Four microbatches need four slots on the disk, and on the host two buffers of a slot for each direction: with one
-    byte less than that, nothing begins.
+    """Four microbatches need four slots on the disk, and on the host two buffers of a slot for each
+    direction; with one byte less, training does not begin.
     """
     tight = {name: nbytes - 1 for name, nbytes in room.items()}
     certify(make_chain(), to_disk(emulated(**room)))
@@ -238,7 +242,7 @@ def test_a_disk_counts_its_slots_and_its_host_four_buffers(room: dict[str, int],
 def test_a_full_disk_is_refused_before_a_worker_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launching process compares with what the folder's disk has free, and says how much is missing."""
+    """A full disk is refused by the launching process before a worker starts, with the missing bytes."""
 
     def never(*_: Any) -> None:
         raise AssertionError("a worker was started")
@@ -252,7 +256,7 @@ def test_a_full_disk_is_refused_before_a_worker_starts(
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    """With the way out; a dry run, which writes nothing, does not look."""
+    """A missing folder is named with the remedy; a dry run, which writes nothing, does not check it."""
     plan = to_disk(emulated(tmp_path / "missing"))
     certify(make_chain(), plan)
     with pytest.raises(
@@ -264,7 +268,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_a_disk_that_cannot_allocate_is_out_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another program may take the last room between the check and the file."""
+    """A disk that fills up after the check raises an out-of-memory error when the file is made."""
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,4 +1,4 @@
-"""State that replicas of a stage divide: the numbers of plain training, and bytes that are known beforehand."""
+"""Sharded state of a stage's replicas: the numbers of plain training, and predicted bytes."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def profiles() -> dict[str, ModelProfile]:
-    """The profile of every model, at the sizes of all slices."""
+    """Return the profile of every model, at the sizes of all local batches."""
     return {name: profile(replicated(name), microbatch_size=SIZES) for name in MODELS}
 
 
 def random_plan(found: ModelProfile, seed: int, **training: Any) -> Plan:
-    """One to three stages of random degrees, each of which divides something at random, or nothing, in some buckets."""
+    """Return one to three stages of random degrees, each with random sharding, or none, in some buckets."""
     rng = Random(seed)
     edges, degrees = random_grids(rng, [1, 2, 2, 3])
     shard = [rng.choice((*DIVIDED, *DIVIDED, "none")) for _ in degrees]
@@ -79,7 +79,7 @@ OFTEN = [*zip(MODELS, range(3), strict=True)]
 def test_the_numbers_are_those_of_plain_training(
     name: str, seed: int, profiles: dict[str, ModelProfile]
 ) -> None:
-    """Losses and parameters after three steps, whatever the stages divide."""
+    """Losses and parameters after three steps are plain training's, under any sharding."""
     task = replicated(name, optimizer=MOMENTUM)
     plan = random_plan(
         replace(profiles[name], fingerprint=profile(task, microbatch_size=3).fingerprint), seed
@@ -94,7 +94,9 @@ def test_the_numbers_are_those_of_plain_training(
 def test_the_numbers_are_bitwise_those_of_whole_replicas(
     shard: Sharding, profiles: dict[str, ModelProfile]
 ) -> None:
-    """Sums are taken in the same order where a step has one microbatch; owners update what all would have updated."""
+    """With one microbatch per step, sums keep their order: sharded updates are bitwise those of whole
+    replicas.
+    """
     whole, divided = (
         sliced_plan(profiles["dropped"], [0, 3, 6], [3, 2], microbatches=1, shard=(what, what))
         for what in ("none", shard)
@@ -110,8 +112,8 @@ def test_the_numbers_are_bitwise_those_of_whole_replicas(
 def test_simulator_dry_run_meter_and_allocator_agree(
     name: str, seed: int, profiles: dict[str, ModelProfile]
 ) -> None:
-    """The peaks of every device in both steps, to the byte; with two users of a parameter in one stage the simulator's
-    are bounds.
+    """Simulator, dry run, meter and allocator agree on every device's peak in both steps, to the byte; the
+    simulator's are bounds if two layers of a stage use one parameter.
     """
     plan = random_plan(profiles[name], seed + 10)
     found = step_peaks(replicated(name), plan)
@@ -126,7 +128,9 @@ def test_simulator_dry_run_meter_and_allocator_agree(
 def test_clipping_and_accumulation_are_those_of_the_whole_batch(
     shard: Sharding, profiles: dict[str, ModelProfile]
 ) -> None:
-    """The norm counts every parameter once, with the gradient of its owner; gradients of two batches are added up."""
+    """The clip norm counts every parameter once, with its owner's gradient; gradients of two batches
+    accumulate.
+    """
     task, norm = replicated("dropped", optimizer=partial(torch.optim.SGD, lr=1.0)), 0.01
     found = replace(profiles["dropped"], fingerprint=profile(task, microbatch_size=3).fingerprint)
     plan = sliced_plan(found, [0, 2, 6], [3, 2], clip_norm=norm, shard=(shard, shard))
@@ -142,7 +146,9 @@ def test_clipping_and_accumulation_are_those_of_the_whole_batch(
 )
 @pytest.mark.parametrize("shard", DIVIDED)
 def test_precisions_are_those_of_whole_replicas(shard: Sharding, precision: Any) -> None:
-    """The loss is scaled, master weights are the owners', and one overflow skips the update of all."""
+    """Precisions match whole replicas: the loss is scaled, owners hold master weights, one overflow skips the
+    update of all.
+    """
     task = precise(precision)
     found = profile(task, microbatch_size=(4, 2))
     whole, divided = (
@@ -165,7 +171,9 @@ def test_precisions_are_those_of_whole_replicas(shard: Sharding, precision: Any)
 def test_training_goes_on_under_other_plans(
     shard: Sharding, profiles: dict[str, ModelProfile], tmp_path: Path
 ) -> None:
-    """Every owner's state is stored once under the names of the model; whole replicas and other owners take it up."""
+    """Training continues under other plans: each owner's state is stored once under the model's names, and
+    whole replicas or other owners load it.
+    """
     task, found = replicated("normed"), profiles["normed"]
     plans = [
         sliced_plan(found, [0, 2, 6], [3, 2], shard=(shard, shard)),
@@ -176,8 +184,8 @@ def test_training_goes_on_under_other_plans(
 
 
 def test_workers_train_as_one_process_does(profiles: dict[str, ModelProfile], tmp_path: Path) -> None:
-    """Four workers over gloo, whose stages divide their state: the losses and peaks of one process, and what each saves
-    is whole.
+    """Four workers over gloo with sharded state have the losses and peaks of one process, and save whole
+    state.
     """
     task = replicated("dropped")
     plan = sliced_plan(
@@ -198,7 +206,9 @@ def test_workers_train_as_one_process_does(profiles: dict[str, ModelProfile], tm
 def test_decisions_about_memory_hold_for_divided_state(
     shard: Sharding, profiles: dict[str, ModelProfile]
 ) -> None:
-    """Recomputing a run and moving saved tensors away change no number, and the bytes are known."""
+    """Recomputed runs and offloaded tensors change no number of sharded training, and their bytes are
+    predicted.
+    """
     task, found = replicated("dropped"), profiles["dropped"]
     plan = sliced_plan(found, [0, 5, 6], [2, 3], microbatches=3, shard=(shard, shard), buckets=(3, 1))
     recompute = Decision(
@@ -223,8 +233,8 @@ def test_decisions_about_memory_hold_for_divided_state(
 def test_evaluations_smaller_batches_and_failed_steps(
     shard: Sharding, profiles: dict[str, ModelProfile]
 ) -> None:
-    """An evaluation has the loss of whole replicas, a smaller batch their numbers, and training goes on behind a step
-    that failed.
+    """An evaluation has the loss of whole replicas, a smaller batch their numbers, and training continues
+    after a failed step.
     """
     task, found = replicated("dropped"), profiles["dropped"]
     whole, divided = (
@@ -245,12 +255,12 @@ def test_evaluations_smaller_batches_and_failed_steps(
 
 
 class Interrupted(Exception):
-    """Somebody has stopped a step."""
+    """An error for an interrupted step."""
 
 
 @contextmanager
 def interrupting(trainer: Trainer, text: str) -> Iterator[None]:
-    """Inside, a step stops at the first action whose text begins so."""
+    """Stop steps at the first action whose text begins with this prefix."""
     timed = DeviceRunner._timed
 
     def stopping(self: DeviceRunner, action: Action, *rest: Any) -> None:
@@ -265,7 +275,9 @@ def interrupting(trainer: Trainer, text: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("shard", sampled(DIVIDED, often=["parameters"]))
 def test_replicas_of_tensor_shards_divide_state_too(shard: Sharding, tmp_path: Path) -> None:
-    """Each shard's devices divide what they hold: numbers of plain training, known bytes, whole checkpoints."""
+    """Devices that hold the same tensor-parallel shard divide its state: plain training's numbers, predicted
+    bytes, whole checkpoints.
+    """
     task = divided("dropped", optimizer=MOMENTUM)
     found = profile(task, microbatch_size=(12, 6), tensor=(1, 2))
     plan = grid_plan(found, [0, 3, 6], [(2, 2), (2, 1)])
@@ -285,7 +297,9 @@ def test_replicas_of_tensor_shards_divide_state_too(shard: Sharding, tmp_path: P
 
 @pytest.mark.gallery
 def test_the_numbers_are_those_of_fully_shard(tmp_path: Path) -> None:
-    """Two replicas that divide parameters train as torch's own two processes do, of which each has a part of each."""
+    """Two replicas that shard parameters train the numbers of `fully_shard` in two processes, each with a
+    part of each parameter.
+    """
     task = plain_task()
     plan = sliced_plan(
         profile(task, microbatch_size=(4, 2)),
@@ -303,7 +317,7 @@ def test_the_numbers_are_those_of_fully_shard(tmp_path: Path) -> None:
 
 
 def frozen() -> nn.Sequential:
-    """The first and the last layer share a weight that is not trained, and one that is."""
+    """Return layers whose first and last share a frozen weight, and a trained one."""
     layers = tied()
     assert isinstance(layers[0], nn.Linear)
     layers[0].weight.requires_grad_(False)
@@ -311,7 +325,9 @@ def frozen() -> nn.Sequential:
 
 
 def test_what_is_shared_and_not_trained_may_be_divided() -> None:
-    """Stages that divide a frozen weight, each its copy, train as a plain loop does."""
+    """A frozen weight shared by two stages, each with its copy, may be sharded: training is that of a plain
+    loop.
+    """
     task = replace(replicated("tied", optimizer=MOMENTUM), module=frozen)
     plan = sliced_plan(profile(task, microbatch_size=(4, 2)), [0, 3, 6], [2, 2], shard=["parameters"] * 2)
     plain, trainer = Plain(task, plan), Trainer(task, plan)
@@ -321,7 +337,9 @@ def test_what_is_shared_and_not_trained_may_be_divided() -> None:
 
 
 def test_layers_that_share_what_is_not_trained_are_gathered_together() -> None:
-    """In one stage of several buckets: peaks, and the numbers of a plain loop."""
+    """Layers that share a frozen weight in one stage of several buckets are gathered together: peaks, and the
+    numbers of a plain loop.
+    """
     task = replace(replicated("tied", optimizer=MOMENTUM), module=frozen)
     of = profile(task, microbatch_size=(4, 2))
     plan = sliced_plan(of, [0, 6], [2], shard=["parameters"], buckets=(3,))
@@ -334,7 +352,7 @@ def test_layers_that_share_what_is_not_trained_are_gathered_together() -> None:
 
 @pytest.mark.parametrize("precision", ["float32", "mixed-bfloat16"])
 def test_a_device_never_has_room_for_what_others_own(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters that get no memory as they come to a device: the numbers and peaks are those of others."""
+    """Parameters owned by other ranks get no memory on a device; numbers and peaks are unchanged."""
     task = precise(precision)
     found = profile(task, microbatch_size=(4, 2))
     plan = sliced_plan(
@@ -343,7 +361,7 @@ def test_a_device_never_has_room_for_what_others_own(precision: Any, monkeypatch
     usual, moved = Trainer(task, plan), list[int]()
 
     def moving(modules: Sequence[nn.Module], device: torch.device, *, absent: frozenset[int]) -> None:
-        """As to another device."""
+        """Return the module as moved to another device."""
         for parameter in (one for module in modules for one in module.parameters() if id(one) in absent):
             parameter.data = without_memory(torch.empty_like(parameter.data))
             moved.append(id(parameter))
@@ -359,7 +377,9 @@ def test_a_device_never_has_room_for_what_others_own(precision: Any, monkeypatch
 
 
 def test_a_planner_says_what_cannot_be_divided(profiles: dict[str, ModelProfile]) -> None:
-    """A trained weight that two stages share, whose gradients would have to stay on all, is refused by name."""
+    """A planner refuses by name to shard a trained weight that two stages share, since its gradients must
+    stay whole.
+    """
     with pytest.raises(
         UsageError, match=r"divide gradients, and shares parameter '0\.weight' with another stage"
     ):

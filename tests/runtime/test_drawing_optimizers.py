@@ -1,4 +1,4 @@
-"""Optimizers that draw random numbers in their steps, such as those that sample by Langevin dynamics."""
+"""Optimizers that draw random numbers in their steps, such as Langevin samplers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Langevin(torch.optim.SGD):
 
 
 def trainer_of(degrees: list[int], schedule: str = "1f1b") -> Trainer:
-    """Two stages of these degrees, trained with noise."""
+    """Return a trainer of two stages of these degrees, with noise."""
     task = replicated("dropped", optimizer=lambda groups: Langevin(groups, lr=0.1))
     plan = sliced_plan(profile(task, microbatch_size=(4, 2)), [0, 3, 6], degrees, schedule=schedule)
     return Trainer(task, plan)
 
 
 def weights(trainer: Trainer, runner: int) -> list[torch.Tensor]:
-    """Copies of the parameters of one device."""
+    """Return copies of one device's parameters."""
     return [
         parameter.detach().clone()
         for stage in trainer.runners[runner].stages.values()
@@ -44,7 +44,7 @@ def weights(trainer: Trainer, runner: int) -> list[torch.Tensor]:
 
 
 def test_replicas_draw_alike() -> None:
-    """They would drift apart otherwise, though their gradients are equal."""
+    """Replicas draw the same numbers; otherwise they would diverge despite equal gradients."""
     trainer = trainer_of([2, 1])
     for one in batches(trainer.task, trainer.plan, 2):
         trainer.step(one)
@@ -53,7 +53,7 @@ def test_replicas_draw_alike() -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_every_update_draws_numbers_of_its_own(schedule: str) -> None:
-    """Those of two steps, of two stages and of two microbatches under `pipedream` differ."""
+    """Draws differ between two steps, two stages and two microbatches under `pipedream`."""
     trainer = trainer_of([1, 1], schedule)
     drawn: list[float] = []
     original = torch.randn_like
@@ -72,7 +72,9 @@ def test_every_update_draws_numbers_of_its_own(schedule: str) -> None:
 
 
 def test_after_a_checkpoint_updates_draw_as_if_training_had_not_stopped(tmp_path: Path) -> None:
-    """The draws of an update depend on the seed and its place alone."""
+    """After a checkpoint, updates draw as in uninterrupted training: draws depend on the seed and the
+    update's place.
+    """
     before, after = trainer_of([2, 1]), trainer_of([2, 1])
     first, second = batches(before.task, before.plan, 2)
     before.step(first)

@@ -1,4 +1,4 @@
-"""Random draws depend on (seed, step, microbatch, layer) and on nothing else."""
+"""Random draws depend on (seed, step, microbatch, layer) only."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ numbers = st.integers(0, 2**63 - 1)
 
 @given(numbers, numbers, numbers, numbers)
 def test_a_seed_fits_every_generator(seed: int, step: int, microbatch: int, layer: int) -> None:
-    """A seed is a number of 63 bits, whatever it is made from."""
+    """A derived seed always has 63 bits."""
     assert 0 <= draw_seed(seed, step, microbatch, layer) < 2**63
 
 
 def test_no_two_layers_share_a_seed() -> None:
-    """Among 10 000 neighbours, also those whose four numbers are the same in another order, all seeds differ."""
+    """All seeds of 10 000 neighbours differ, also for permutations of the same four numbers."""
     seeds = {draw_seed(*four) for four in itertools.product(range(10), repeat=4)}
     assert len(seeds) == 10**4
 
 
 def test_neighbours_are_unlike() -> None:
-    """Seeds of neighbouring layers differ in about half of their bits, not in the last ones alone."""
+    """Seeds of neighbouring layers differ in about half of their bits."""
     changed = [(draw_seed(0, 0, 0, n) ^ draw_seed(0, 0, 0, n + 1)).bit_count() for n in range(200)]
     assert 28 < sum(changed) / len(changed) < 35
 
 
 def test_the_past_does_not_matter() -> None:
-    """What was drawn before a layer is seeded does not change what it draws; another layer draws something else."""
+    """A layer's draws do not depend on earlier draws; another layer draws other numbers."""
     seed_layer(CPU, 1, 2, 3, 4)
     first = torch.rand(5)
     torch.rand(17)
@@ -47,7 +47,7 @@ def test_the_past_does_not_matter() -> None:
 
 
 def test_a_step_leaves_the_callers_draws_alone() -> None:
-    """The numbers that a training script draws itself are the same with a step in between: its data cannot change."""
+    """A step leaves the training script's draws, and so its data, unchanged."""
     task = task_of(lambda: [nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 4)])
     trainer = trainer_of(task, [2, 1])
     batch = batch_of(task, trainer.plan)
@@ -59,7 +59,7 @@ def test_a_step_leaves_the_callers_draws_alone() -> None:
 
 
 def test_a_dry_run_leaves_the_callers_draws_alone() -> None:
-    """Profiling and certifying do not move the default generator."""
+    """Profiling and certifying do not change the default generator."""
     task = task_of(lambda: [nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 4)])
     torch.manual_seed(5)
     expected = torch.rand(3)

@@ -1,4 +1,4 @@
-"""Profiles that are used elsewhere than they were made: they say so, and the figures stay what they were."""
+"""Profiles used on another machine: a warning, and unchanged figures."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ MODEL = ["zoo:mlp", "--set", "widths=(8, 16, 16, 4)"]
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    """A plan for this machine, with one thread."""
+    """Return a plan for this machine, with one thread."""
     found = profile(build("mlp", **SETTINGS), microbatch_size=2)
     return make_plan(found, Cluster.emulated((2, 1 << 30)), batch_size=8, microbatches=4, planner="exact")
 
 
 def assuming(plan: Plan, **assumed: Any) -> Plan:
-    """The plan, had its profile been made otherwise."""
+    """Return the plan with other facts about its profile's machine."""
     return replace(
         plan, profile=replace(plan.profile, assumptions=replace(plan.profile.assumptions, **assumed))
     )
@@ -59,7 +59,7 @@ def assuming(plan: Plan, **assumed: Any) -> Plan:
     ],
 )
 def test_another_machine_is_told_in_one_sentence(plan: Plan, assumed: dict[str, str], words: str) -> None:
-    """Certifying and training each warn once: what differs, and what it means."""
+    """Certifying and training on another machine each warn once, with the difference and its consequence."""
     task, other = build("mlp", **SETTINGS), assuming(plan, **assumed)
     with pytest.warns(PipefitWarning) as certified:
         certify(task, other)
@@ -73,7 +73,9 @@ def test_another_machine_is_told_in_one_sentence(plan: Plan, assumed: dict[str, 
 
 
 def test_another_number_of_threads_is_told_where_it_matters(plan: Plan) -> None:
-    """A trainer computes with this process's threads and warns; a dry run with the profile's, and has no need to."""
+    """A trainer computes with this process's threads and warns of another number; a dry run uses the
+    profile's.
+    """
     task = build("mlp", **SETTINGS)
     with threads_of(2), pytest.warns(PipefitWarning, match=r"made for 1 thread, not 2 \(.+\): what this run"):
         Trainer(task, plan)
@@ -83,7 +85,9 @@ def test_another_number_of_threads_is_told_where_it_matters(plan: Plan) -> None:
 
 
 def test_where_it_was_made_nothing_is_said(plan: Plan) -> None:
-    """Nor for a profile of CUDA's kernels on another processor: none of the CPU's is in it."""
+    """The profile's own machine gives no warning. A profile of CUDA kernels gives none on another processor,
+    since it does not measure the CPU's.
+    """
     task = build("mlp", **SETTINGS)
     cuda = make_plan(
         profile(task, microbatch_size=2, target="cuda"),
@@ -102,7 +106,7 @@ def test_where_it_was_made_nothing_is_said(plan: Plan) -> None:
 
 
 def test_kernels_of_cuda_measure_nothing_here(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Profiling, planning and certifying for CUDA run no kernel of the CPU to measure it."""
+    """Profiling, planning and certifying for CUDA measure no CPU kernel."""
 
     def refuse(operation: str, *_: object, **__: object) -> None:
         raise AssertionError(f"{operation} was measured")
@@ -117,7 +121,9 @@ def test_kernels_of_cuda_measure_nothing_here(plan: Plan, monkeypatch: pytest.Mo
 
 
 def test_a_dry_run_names_what_could_not_be_measured(plan: Plan) -> None:
-    """Also if the profile has named it: whoever reads certified peaks must know what they lack."""
+    """A dry run names unmeasured kernels, even if the profile has named them, since certified peaks omit
+    them.
+    """
     (taken, *others) = plan.profile.kernels.kernels
     unknown = Kernel(operation=taken.operation, peak_bytes=None, reason="it is too large")
     other = replace(plan, profile=replace(plan.profile, kernels=KernelMemory(kernels=(unknown, *others))))
@@ -129,7 +135,7 @@ def test_a_dry_run_names_what_could_not_be_measured(plan: Plan) -> None:
 
 
 def test_a_dry_run_elsewhere_certifies_what_the_profile_says(plan: Plan) -> None:
-    """Kernels that took a mebibyte on the profile's machine take it in the dry run, wherever that is made."""
+    """A dry run certifies the profile's kernel memory, such as a mebibyte, on any machine."""
     grown = tuple(
         kernel if kernel.peak_bytes is None else replace(kernel, peak_bytes=kernel.peak_bytes + (1 << 20))
         for kernel in plan.profile.kernels.kernels
@@ -145,7 +151,7 @@ def test_a_dry_run_elsewhere_certifies_what_the_profile_says(plan: Plan) -> None
 def test_commands_print_it_to_stderr(
     plan: Plan, tmp_path: Path, capfd: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
-    """One line in the form of every message, and none of it from the workers of `train`."""
+    """Commands print one warning to stderr in the common format, and the workers of `train` print none."""
     save(assuming(plan, cpu="Other CPU", torch="1.0"), tmp_path / "plan.json")
     assert main([command[0], str(tmp_path / "plan.json"), *MODEL, *command[1:]]) == 0
     lines = [line for line in capfd.readouterr().err.splitlines() if "Other CPU" in line]
@@ -169,7 +175,9 @@ for account in accounts(plan_for(gallery.task("strided"), Random(7))):
 
 @pytest.mark.gallery
 def test_peaks_are_exact_on_a_lesser_processor() -> None:
-    """With the instructions of a common laptop and two threads, dry run, simulator and allocator agree to the byte."""
+    """On a common laptop's instruction set and two threads, dry run, simulator and allocator agree to the
+    byte.
+    """
     script = COMPARED.format(tests=str(Path(__file__).parent.parent))
     done = subprocess.run(
         [sys.executable, "-c", script],
@@ -184,7 +192,7 @@ def test_peaks_are_exact_on_a_lesser_processor() -> None:
 
 
 def test_two_threads_are_exact_too() -> None:
-    """A profile for two threads, and training on two."""
+    """A profile for two threads, and training on two, are exact too."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

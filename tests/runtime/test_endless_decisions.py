@@ -1,4 +1,4 @@
-"""Whatever is decided under an endless schedule, numbers are those of a replay, and bytes those that were foretold."""
+"""Memory decisions under asynchronous schedules: numbers are those of a replay, and bytes those predicted."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tiny import batch_of, plan_of, task_of
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Sums over threads may be taken in another order."""
+    """Use one thread; several threads may sum in another order."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -52,12 +52,12 @@ def one_thread() -> Iterator[None]:
 
 @functools.cache
 def found(name: str) -> ModelProfile:
-    """What a model costs."""
+    """Return the model's profile."""
     return profile(TASKS[name](), microbatch_size=2, threads=1)
 
 
 def random_plan(name: str, schedule: str, rng: Random) -> tuple[Task, Plan]:
-    """A model in one to four stages, with random decisions."""
+    """Return a model in one to four stages, with random decisions."""
     task, layers = TASKS[name](), len(found(name).layers)
     free = range(3 if name == "tied" else 1, layers)  # layers that share a weight stay together
     stages = rng.randint(1, 4)
@@ -79,7 +79,9 @@ def random_plan(name: str, schedule: str, rng: Random) -> tuple[Task, Plan]:
 
 
 def assert_replayed(name: str, schedule: str, seed: int, patch: pytest.MonkeyPatch) -> None:
-    """A random plan trains the numbers of the replay, drained at random, also where its last batch is smaller."""
+    """Check a random plan's numbers against the replay, with random drains and sometimes a smaller last
+    batch.
+    """
     rng = Random(f"{name} {schedule} {seed}")
     task, plan = random_plan(name, schedule, rng)
     count, turn, least = (
@@ -90,7 +92,7 @@ def assert_replayed(name: str, schedule: str, seed: int, patch: pytest.MonkeyPat
     smaller = [n for n in range(least, count + 1) if n % turn == 0]
     sizes = [2 * rng.choice([count, *smaller]) for _ in range(rng.randint(2, 7))]
     sizes[-1] = rng.randint(2 * least - 1, 2 * count)
-    if name == "attention":  # over one sample it keeps other tensors, which are refused where they move
+    if name == "attention":  # over one sample it keeps other tensors, which are refused if they move
         sizes[-1] += sizes[-1] % 2
     drains = [step for step in range(len(sizes)) if rng.random() < 0.2 or step == len(sizes) - 1]
     given = batches_of(task, sizes)
@@ -99,7 +101,7 @@ def assert_replayed(name: str, schedule: str, seed: int, patch: pytest.MonkeyPat
 
 
 def assert_foretold(name: str, schedule: str, seed: int) -> None:
-    """A random plan takes the bytes of the dry run, folded or not, in every sample, and of the simulator."""
+    """Check a random plan's bytes against the dry run, folded or not, in every sample, and the simulator."""
     rng = Random(f"{name} {schedule} {seed}")
     task, plan = random_plan(name, schedule, rng)
     steps = distinct_steps(plan) + 1
@@ -130,7 +132,9 @@ EVERY = [(name, schedule) for name in TASKS for schedule in ENDLESS]
 def test_whatever_is_decided_numbers_and_bytes_are_as_told(
     name: str, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Losses, gradients of every update, parameters and buffers are bitwise the replay's; all samples are foretold."""
+    """Losses, gradients of every update, parameters and buffers are bitwise the replay's; all samples are
+    predicted.
+    """
     assert_foretold(name, schedule, 0)
     assert_replayed(name, schedule, 0, monkeypatch)
 
@@ -142,14 +146,16 @@ def test_whatever_is_decided_numbers_and_bytes_are_as_told(
 def test_more_decisions_are_as_told(
     name: str, schedule: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same of many plans."""
+    """Many more random plans have exact numbers and bytes."""
     assert_foretold(name, schedule, seed)
     assert_replayed(name, schedule, seed, monkeypatch)
 
 
 @pytest.mark.parametrize("schedule", sampled(ENDLESS, often=["pipedream"]))
 def test_a_traced_model_learns_what_it_does_without_decisions(schedule: str) -> None:
-    """Its blocks are recomputed and moved, and so are its optimizer state and, under PipeDream, its older weights."""
+    """A traced model with recomputed and offloaded blocks, optimizer state and PipeDream's older weights
+    trains unchanged numbers.
+    """
     task, rng = skipping(), Random(schedule)
     layers = len((measured := profile(task, microbatch_size=2, threads=1)).layers)
     still = plan_of(task, [2, layers - 4, 2], microbatches=4, schedule=schedule, profiled=measured)
@@ -171,7 +177,9 @@ def test_a_traced_model_learns_what_it_does_without_decisions(schedule: str) -> 
 
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_workers_do_what_one_process_does(schedule: str) -> None:
-    """Over shared memory and beside computing: all losses, and every sample of memory, that of the drain included."""
+    """Workers, over shared memory and during computation, have the losses and memory samples of one process,
+    also in the drain.
+    """
     task, plan = make_chain(), mixed(schedule)
     trainer, steps = Trainer(task, plan), distinct_steps(plan)
     expected = [trainer.step(batch_of(task, plan, step)) for step in range(steps)]
@@ -182,7 +190,7 @@ def test_workers_do_what_one_process_does(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_the_allocator_sees_what_leaves_and_comes_back(schedule: str) -> None:
-    """Its own events have the peaks of the dry run in every step, less what a device lends."""
+    """The allocator's events have the dry run's peaks in every step, except for memory lent by a device."""
     task, plan = make_chain(), mixed(schedule)
     steps = distinct_steps(plan)
     dry, allocated = certify(task, plan, steps=steps), measured_peaks(task, plan, steps=steps)
@@ -194,8 +202,8 @@ def test_the_allocator_sees_what_leaves_and_comes_back(schedule: str) -> None:
 
 
 def test_a_host_has_room_for_a_full_pipeline() -> None:
-    """What the first step moves would fit, what later ones do would not: refused before anything runs, and the
-    simulator of a single step knows.
+    """A host must have room for a full pipeline: a plan whose first step fits and later ones do not is
+    refused before it runs, also by the simulator of a single step.
     """
     task, plan = make_chain(), mixed("pipedream", microbatches=2)
     lent = arenas_of(plan, whole_run(plan))
@@ -214,7 +222,7 @@ def test_a_host_has_room_for_a_full_pipeline() -> None:
 
 
 def test_after_a_failed_step_everything_is_where_it_was() -> None:
-    """No slot is in use, no memory held, and training goes on as one that begins with these weights does."""
+    """After a failed step no slot is in use and no memory held; training continues as from these weights."""
     task, plan = make_chain(), mixed("pipedream")
     trainer = Trainer(task, plan)
     levels = [runner.meter.total for runner in trainer.runners if runner.meter]
@@ -244,13 +252,13 @@ def test_after_a_failed_step_everything_is_where_it_was() -> None:
 
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_few_of_many_microbatches_stand_for_all(schedule: str) -> None:
-    """A dry run of two or three steps of forty executes steps of a few, whatever is decided."""
+    """A dry run of two or three steps of forty microbatches executes a few of them, under any decisions."""
     plan = mixed(schedule, microbatches=40)
     assert sum(program.microbatches for program in fewer(plan, step_programs(plan))) <= 12
 
 
 def test_behind_a_smaller_batch_shares_begin_anew_after_the_end() -> None:
-    """Three of four microbatches leave half a share: the next step is refused until what is in flight has ended."""
+    """Three of four microbatches leave half a share: the next step is refused until the pipeline has drained."""
     task, plan = make_chain(), mixed("pipedream")
     trainer, (whole, smaller) = Trainer(task, plan), batches_of(task, [8, 6])
     trainer.step(whole)
@@ -261,11 +269,11 @@ def test_behind_a_smaller_batch_shares_begin_anew_after_the_end() -> None:
     assert isnan(trainer.step(whole))
 
 
-# -------------------------------------------------------------------- where nothing else fits
+# -------------------------------------------------------------------- plans that fit only with decisions
 
 
 def images() -> Task:
-    """Convolutions whose outputs take more than their weights."""
+    """Return convolutions whose outputs are larger than their weights."""
     layers = [(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.GELU()) for _ in range(3)]
     return Task(
         lambda: nn.Sequential(*chain(*layers), nn.Flatten(), nn.Linear(512, 3)),
@@ -277,7 +285,7 @@ def images() -> Task:
 
 
 def rows() -> list[nn.Module]:
-    """Layers whose weights take more than their outputs."""
+    """Return layers whose weights are larger than their outputs."""
     blocks = [(nn.Linear(64, 64), nn.LayerNorm(64), nn.Sigmoid(), nn.Dropout(0.1)) for _ in range(3)]
     return [*chain(*blocks), nn.Linear(64, 4)]
 
@@ -293,8 +301,8 @@ HEAVY = [(name, schedule) for name in LARGE for schedule in ENDLESS]
 
 @pytest.mark.parametrize(("name", "schedule"), sampled(HEAVY, often=HEAVY[::3]))
 def test_what_fits_under_no_split_trains_with_decisions(name: str, schedule: str) -> None:
-    """Every split over three devices passes their caps, under which one of them trains with saved tensors on the host,
-    recomputation, and weights of all versions away.
+    """Every split over three devices exceeds their caps, under which one trains with offloaded tensors,
+    recomputation, and all weight versions on the host.
     """
     task = LARGE[name]()
     found = profile(task, microbatch_size=8, threads=1)
@@ -324,8 +332,8 @@ def test_what_fits_under_no_split_trains_with_decisions(name: str, schedule: str
 
 
 def lightened(plan: Plan) -> Plan:
-    """All that the first stage saves goes to the host, other stages recompute, and weights go to the host: older ones
-    of whole stages, and of the first stage the newest, layer by layer.
+    """Return a plan whose first stage offloads all saved tensors, whose other stages recompute, and whose
+    weights go to the host: older versions of whole stages, and the newest of the first stage layer by layer.
     """
     decisions = [moved(0, SavedTensors(tensors=tuple(movable(plan, 0))), "host", behind=0)]
     for number, stage in enumerate(plan.stages[1:], start=1):

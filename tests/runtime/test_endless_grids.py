@@ -1,4 +1,6 @@
-"""Stages on several devices under schedules without end: numbers of a replay in slices, bytes that are foretold."""
+"""Stages on several devices under asynchronous schedules: numbers of a replay in local batches, predicted
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def random_plan(name: str, schedule: str, rng: Random) -> Plan:
-    """Up to three stages of random grids on at most eight devices, whose replicas divide something at random, or
-    nothing, in some buckets; in half of the plans with random decisions.
+    """Return up to three stages of random grids on at most eight devices, with random sharding, or none, in
+    some buckets; half of the plans have random decisions.
     """
     count = rng.choice([2, 3] if name != "tied" else [1, 2])
     degrees = [(8, 2)]
@@ -57,8 +59,8 @@ def random_plan(name: str, schedule: str, rng: Random) -> Plan:
 
 
 def assert_replayed(name: str, schedule: str, seed: int) -> None:
-    """A random plan trains the numbers of the replay, drained at random, also where a batch is smaller, or its last
-    microbatch.
+    """Check a random plan's numbers against the replay, with random drains and sometimes a smaller batch or
+    last microbatch.
     """
     rng = Random(f"{name} {schedule} {seed}")
     task, plan = divided(name, optimizer=MOMENTUM), random_plan(name, schedule, rng)
@@ -92,19 +94,19 @@ def assert_replayed(name: str, schedule: str, seed: int) -> None:
 
 
 def degrees_of(plan: Plan) -> list[tuple[int, int]]:
-    """Replicas and shards of every stage."""
+    """Return the replicas and shards of every stage."""
     return [(stage.grid.data, stage.grid.tensor) for stage in plan.stages]
 
 
 def assert_foretold(name: str, schedule: str, seed: int) -> None:
-    """The peaks of every device in every step that differs, to the byte, by everyone who knows them; folded or not."""
+    """Check the peaks of every device in every distinct step, to the byte, in all accounts; folded or not."""
     rng = Random(f"{name} {schedule} {seed}")
     task, plan = divided(name, optimizer=MOMENTUM), random_plan(name, schedule, rng)
     steps = distinct_steps(plan) + 1
     found = step_peaks(task, plan, steps=steps)
     assert found.dry == found.metered
     assert samples(certify(task, plan, steps=steps)) == samples(certify(task, plan, steps=steps, fold=False))
-    if not any(decision.place is not None for decision in plan.decisions):  # what is lent is in no event
+    if not any(decision.place is not None for decision in plan.decisions):  # lent memory is in no event
         # Shards run on threads, whose events are not seen
         alone = [
             n
@@ -121,7 +123,7 @@ EVERY = [(name, schedule) for name in MODELS for schedule in ENDLESS]
 
 @pytest.mark.parametrize(("name", "schedule"), sampled(EVERY, often=[("dropped", "pipedream-2bw")]))
 def test_numbers_and_bytes_are_as_told(name: str, schedule: str) -> None:
-    """Losses and parameters are those of the replay, and all know the bytes of every step."""
+    """Losses and parameters are those of the replay, and all accounts agree on the bytes of every step."""
     assert_replayed(name, schedule, 0)
     assert_foretold(name, schedule, 0)
 
@@ -130,15 +132,15 @@ def test_numbers_and_bytes_are_as_told(name: str, schedule: str) -> None:
 @pytest.mark.parametrize("seed", range(1, 21))
 @pytest.mark.parametrize(("name", "schedule"), EVERY)
 def test_more_plans_are_as_told(name: str, schedule: str, seed: int) -> None:
-    """The same of many plans."""
+    """Many more random plans have exact numbers and bytes."""
     assert_replayed(name, schedule, seed)
     assert_foretold(name, schedule, seed)
 
 
 @pytest.mark.parametrize("schedule", sampled(ENDLESS, often=["pipedream-2bw"]))
 def test_workers_do_what_one_process_does(schedule: str) -> None:
-    """Replicas that divide gradients, in buckets whose sums the next step joins, before two shards: all losses, and
-    the peaks.
+    """Workers have one process's losses and peaks, for replicas that shard gradients in buckets, all-reduced
+    in the next step, before two shards.
     """
     plan = grid_plan(profiled("dropped"), [0, 4, 6], [(2, 1), (1, 2)], schedule=schedule)
     grid = replace(plan.stages[0].grid, shard="gradients", buckets=2)
@@ -152,7 +154,7 @@ def test_workers_do_what_one_process_does(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_replicas_that_do_the_same_are_run_dry_once(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of as many replicas everywhere the first ones stand for all, in every sample."""
+    """If all stages have the same number of replicas, the first ones are run dry for all, with equal samples."""
     plan = grid_plan(profiled("dropped"), [0, 4, 6], [(2, 1), (2, 1)], schedule=schedule, microbatches=3)
     task, ran = divided("dropped", optimizer=MOMENTUM), list[int]()
     assembled = rehearsal.assemble

@@ -1,4 +1,4 @@
-"""Under endless schedules a few microbatches tell what a GPU reserves for all of them."""
+"""Predictions of a GPU's reserved memory from a few microbatches under asynchronous schedules."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ DEFAULT = AllocatorSettings()
 
 @pytest.fixture(scope="module")
 def found() -> ModelProfile:
-    """What the layers of `wide` cost on a GPU."""
+    """Return the profile of `wide` on a GPU."""
     return wide_profile()
 
 
 def random_plan(found: ModelProfile, schedule: str, rng: Random) -> Plan:
-    """One to four stages in up to twelve microbatches, with random decisions."""
+    """Return one to four stages in up to twelve microbatches, with random decisions."""
     stages = rng.randint(1, 4)
     cuts = [0, *sorted(rng.sample(range(1, 6), stages - 1)), 6]
     split = [stop - start for start, stop in pairwise(cuts)]
@@ -55,7 +55,7 @@ def random_plan(found: ModelProfile, schedule: str, rng: Random) -> Plan:
 
 
 def told(plan: Plan, **options: Any) -> tuple[Trace, bool]:
-    """A dry run with the allocator, and whether all microbatches had to be run in the end."""
+    """Return a dry run with the allocator, and whether it had to run all microbatches."""
     whole = rehearsal.Rehearsal._whole
     with mock.patch.object(rehearsal.Rehearsal, "_whole", autospec=True, side_effect=whole) as again:
         return certify(wide(), plan, allocator=DEFAULT, **options), again.called
@@ -64,7 +64,9 @@ def told(plan: Plan, **options: Any) -> tuple[Trace, bool]:
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_few_microbatches_reserve_what_all_do(found: ModelProfile, schedule: str, seed: int) -> None:
-    """Whatever is recomputed and moved: all three numbers of every device, and every sample, are equal."""
+    """Few microbatches reserve the same three numbers per device, and the same samples, as all, under
+    recomputation and offload.
+    """
     plan = random_plan(found, schedule, Random(seed))
     assert told(plan)[0] == told(plan, fold=False)[0]
 
@@ -73,7 +75,7 @@ def test_few_microbatches_reserve_what_all_do(found: ModelProfile, schedule: str
 @pytest.mark.parametrize("seed", range(2, 60))
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_they_do_in_many_plans(found: ModelProfile, schedule: str, seed: int) -> None:
-    """The same of many plans."""
+    """Many more random plans agree too."""
     try:
         plan = random_plan(found, schedule, Random(seed))
     except UsageError:
@@ -86,7 +88,7 @@ def test_they_do_in_many_plans(found: ModelProfile, schedule: str, seed: int) ->
 def test_plain_plans_need_no_second_run(
     found: ModelProfile, schedule: str, split: list[int], microbatches: int
 ) -> None:
-    """Without decisions what was run tells all, with more stages than there is room for and with one."""
+    """Plans without decisions need no second run, with more stages than fit and with one."""
     plan = plan_of(wide(), split, size=700, microbatches=microbatches, schedule=schedule, profiled=found)
     folded, again = told(on_gpus(plan))
     assert not again
@@ -94,7 +96,9 @@ def test_plain_plans_need_no_second_run(
 
 
 def test_a_device_stops_when_it_has_told_all(found: ModelProfile) -> None:
-    """Of 40 microbatches on six stages the first goes backward with nine, and the last, which holds none, with five."""
+    """Of 40 microbatches on six stages the first stage stops after nine backwards, and the last, which holds
+    none, after five.
+    """
     plan = plan_of(wide(), [1] * 6, size=700, microbatches=40, schedule="pipedream", profiled=found)
     executed = fewer(plan, step_programs(plan), again=True)
     backwards = [
@@ -107,7 +111,7 @@ def test_a_device_stops_when_it_has_told_all(found: ModelProfile) -> None:
     assert beginning == labels(plan, step_programs(plan))[0][0][: len(beginning)]
 
 
-# ---------------------------------------------------------------- by hand
+# ---------------------------------------------------------------- constructed lives
 
 
 def forward(microbatch: int) -> Labelled:
@@ -124,8 +128,8 @@ def microbatch(number: int) -> list[Labelled]:
 
 
 def test_what_is_freed_is_found_by_where_it_was_born() -> None:
-    """A forward's activations die in its own backward, and weights (8 bytes) in the backward after the next: the first
-    ones are from the beginning.
+    """A forward's activations die in its microbatch's backward, and weights (8 bytes) in the backward after
+    the next; the first weights are born before the first step.
     """
     lives = EndlessLives()
     run = [one for number in range(4) for one in microbatch(number)]
@@ -150,13 +154,13 @@ def test_what_is_freed_is_found_by_where_it_was_born() -> None:
 @pytest.mark.parametrize(
     ("freed", "turn"),
     [
-        ([1, 11, 21, 21], 1),  # what is dead
+        ([1, 11, 21, 21], 1),  # dead storages
         ([1, 2, 11, 12], 1),  # the last two differ
         ([1, 2, 3, 4], 1),  # all from the beginning
     ],
 )
 def test_what_cannot_be_repeated_is_noticed(freed: list[int], turn: int) -> None:
-    """Then all microbatches are run."""
+    """A pattern that cannot be repeated is detected, and all microbatches are run."""
     lives = EndlessLives()
     run = [backward(number) for number in range(4)]
     seen = []

@@ -1,4 +1,4 @@
-"""State that is away, and updates on the host, under endless schedules: what failures and checkpoints leave."""
+"""Offloaded state and host updates under asynchronous schedules, after failures and checkpoints."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ FAILING = [(word, schedule) for word in WORDS for schedule in ENDLESS]
 def test_after_an_update_that_failed_training_goes_on_with_what_it_has_reached(
     schedule: str, word: str
 ) -> None:
-    """Wherever in the update of a stage: no slot is in use and nothing else held, and what all stages have reached by
-    then can be read, and trains on as it does in a trainer that begins with it.
+    """After a failure anywhere in an update no slot or memory is held. The state of all stages can be read,
+    and trains on as in a new trainer that starts with it.
     """
     task, plan = make_chain(), mixed(schedule)
     trainer, fresh = Trainer(task, plan), Trainer(task, replace(plan, decisions=()))
@@ -56,7 +56,7 @@ def test_after_an_update_that_failed_training_goes_on_with_what_it_has_reached(
 
 
 def fail_at(runner: DeviceRunner, word: str) -> Callable[[], None]:
-    """Let the second action of this kind about state or an update fail; what lets it work again."""
+    """Make the second action of this kind on state or an update fail; return a function that undoes it."""
     execute, met = runner._execute, Counter[str]()
 
     def failing(action: Action) -> None:
@@ -72,8 +72,8 @@ def fail_at(runner: DeviceRunner, word: str) -> Callable[[], None]:
 
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_a_checkpoint_has_what_is_away(schedule: str, tmp_path: Path) -> None:
-    """It is saved from an empty pipeline. Under the same plan and under one that moves nothing, training goes on from
-    it as the training that saved it does.
+    """A checkpoint from a drained pipeline includes offloaded state. Training continues from it unchanged,
+    under the same plan and under one without moves.
     """
     task, plan = make_chain(), mixed(schedule)
     first = Trainer(task, plan)

@@ -1,4 +1,4 @@
-"""Faults of workers and of files, and what training says of each: docs/faults.md is the table of these tests."""
+"""Faults of workers and files, and training's message for each: docs/faults.md is the table of these tests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from sampled import sampled
 
 @pytest.fixture(autouse=True)
 def _sleep_is_counted(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a loaded machine nobody is silent for long but who has a fault."""
+    """Count `sleep` as progress: on a loaded machine only a faulty worker is silent for long."""
     counted(monkeypatch, tmp_path_factory.mktemp("faults") / "asleep")
 
 
@@ -55,14 +55,16 @@ OTHERS = [case for f in FAULTS for p in PLACES for w in (0, 1) if (case := (f, p
 def test_the_culprit_the_step_and_what_is_saved_are_told(
     fault: str, place: str, worker: int, tmp_path: Path
 ) -> None:
-    """Whoever fails, at whatever: one sentence, and all processes gone."""
+    """Any failure of a worker ends with one sentence on the culprit, the step and the saved state, and
+    without processes.
+    """
     assert_named(tmp_path, fault, place, worker)
 
 
 @pytest.mark.gallery
 @pytest.mark.parametrize(("fault", "place", "worker"), OTHERS)
 def test_the_culprit_is_told_wherever_it_is(fault: str, place: str, worker: int, tmp_path: Path) -> None:
-    """Every fault of every worker in every phase."""
+    """Every fault of every worker in every phase names the culprit."""
     assert_named(tmp_path, fault, place, worker)
 
 
@@ -82,7 +84,7 @@ SHARDED = (KILLED, "B1", 1, (1, 2))
 def test_the_culprit_among_replicas_and_shards_is_told(
     fault: str, place: str, worker: int, grid: tuple[int, int], tmp_path: Path
 ) -> None:
-    """Also where the others wait for it in the middle of a layer, or in a sum of gradients."""
+    """The culprit is named also if the others wait for it inside a layer, or in a sum of gradients."""
     assert_named(tmp_path, fault, place, worker, plan_on(*grid))
 
 
@@ -95,7 +97,9 @@ DEATHS = [(name, phase, worker) for name in EXCHANGES for phase in KILLS for wor
 def test_replicas_and_asynchronous_schedules_survive(
     name: str, phase: str, worker: int, tmp_path: Path
 ) -> None:
-    """A worker of each that is killed, in any phase: the losses are bitwise those of an undisturbed training."""
+    """Replicas and asynchronous schedules survive a killed worker in any phase: losses are bitwise those of
+    undisturbed training.
+    """
     assert_survived(tmp_path, name, phase, worker)
 
 
@@ -109,7 +113,7 @@ SLOW = (
 
 
 def through_a_link(worker: int, message: str, arrives: Path, timeout_seconds: float) -> list[float]:
-    """The losses of a training in which a message arrives when a file does."""
+    """Return the losses of a training in which a message arrives only once a file exists."""
     task, plan = partial(slow_link, worker, message, STEP, str(arrives)), plan_for("dropout", "1f1b", SPLIT)
     return train(task, plan, steps=7, seed=SEED, numbers=False, timeout_seconds=timeout_seconds)[0]
 
@@ -120,7 +124,9 @@ def through_a_link(worker: int, message: str, arrives: Path, timeout_seconds: fl
 def test_a_slow_link_is_told_and_training_goes_on(
     worker: int, message: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After half of the time that an action may take: between whom, and at which message; the losses are the same."""
+    """A slow link is reported after half of an action's timeout, with both ends and the message; losses are
+    unchanged.
+    """
     arrives, usual = tmp_path / "arrives", launch._Supervisor._look_at_link
 
     def look(self: launch._Supervisor, seen: Sighting) -> None:
@@ -134,7 +140,7 @@ def test_a_slow_link_is_told_and_training_goes_on(
 
 
 def test_a_link_that_loses_a_message_is_named(tmp_path: Path) -> None:
-    """Beside the worker that waits at its end, which may stand still itself, as far as anybody can see."""
+    """A link that loses a message is named next to the waiting worker, which may itself have stopped."""
     hangs = (
         r"^worker ([01]) \(device .*\), or its link with device (?!\1)[01], hangs at "
         r"[01]WAIT_(SEND|RECV)_F1: no sign"
@@ -150,7 +156,7 @@ def test_a_link_that_loses_a_message_is_named(tmp_path: Path) -> None:
 
 
 def line(folder: Path, *more: str) -> list[str]:
-    """Training by the command, with a plan in the folder."""
+    """Return a command line that trains with a plan in the folder."""
     save(plan_for("dropout", "1f1b", SPLIT), folder / "plan.json")
     model = ["resuming:named", "--set", "name=dropout"]
     return [
@@ -169,7 +175,9 @@ def line(folder: Path, *more: str) -> list[str]:
 def test_a_full_disk_under_the_metrics_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the step, and what is saved; the exit code is that of files."""
+    """A full disk under the metrics is reported with the step and the saved state; the exit code is that of
+    file errors.
+    """
     monkeypatch.setattr("pipefit.schema.json_io.check_target", lambda path: None)  # it lets no device pass
     assert (
         main(line(tmp_path, "--save", str(tmp_path / "runs"), "--every", "1", "--metrics", "/dev/full")) == 6
@@ -182,7 +190,7 @@ def test_a_full_disk_under_the_metrics_is_told(
 def test_a_full_disk_under_the_result_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The result is printed before it is saved."""
+    """A full disk under the result loses nothing: the result is printed before it is saved."""
     command = line(tmp_path, "--json", "-o", str(tmp_path / "trace.json"))
 
     def full(*_: Any) -> None:
@@ -200,7 +208,9 @@ def test_a_full_disk_under_the_result_loses_nothing(
 def test_a_full_disk_under_the_last_checkpoint_loses_nothing(
     as_json: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where it is to stop a training that has done all of its steps, their losses are printed, and then the failure."""
+    """A full disk under the last checkpoint loses nothing: the losses of all steps are printed before the
+    failure.
+    """
     command = line(tmp_path, "--save", str(tmp_path / "runs"), "--on-failed-save", "stop", "--steps", "2")
     command[2:5] = ["resuming:limited", "--set", "worker=1", "--set", "nbytes=2000"]
     assert main([*command, *(["--json"] if as_json else [])]) == 6
@@ -233,13 +243,15 @@ SHARDS = {
 def test_a_damaged_shard_is_named_with_the_checkpoint_before(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the training that would go on from it starts; nothing is trained from half of a checkpoint."""
+    """A damaged shard is named with the previous checkpoint when training resumes; a partial checkpoint is
+    not trained from.
+    """
     damage, word = SHARDS[what]
     task, plan, runs = partial(named, "dropout"), plan_for("dropout", "1f1b", SPLIT), tmp_path / "runs"
     train(task, plan, steps=4, seed=SEED, numbers=False, saving=Saving(directory=str(runs), every=2))
     shard = runs / "step-00000004" / "worker-00001.safetensors"
     damage(shard)
-    if word == "missing":  # which shows before a worker starts; the bytes are read by the workers
+    if word == "missing":  # detected before a worker starts; the workers read the bytes
         monkeypatch.setattr("pipefit.runtime.launch.restarts.launch", None)
     with pytest.raises(FileError) as caught:
         train(task, plan, steps=6, numbers=False, resume=shard.parent)
@@ -252,7 +264,7 @@ def test_a_damaged_shard_is_named_with_the_checkpoint_before(
 
 
 def rows() -> list[str]:
-    """The rows of the table of workers' faults."""
+    """Return the rows of the table of workers' faults."""
     said = [f"{text.format(where='...', silent=TIMEOUT)}" for text in FAULTS.values()]
     return [
         f"| {fault} | worker 1 (device 1, layers 3 to 5) {text} |"
@@ -261,7 +273,7 @@ def rows() -> list[str]:
 
 
 def test_the_page_has_the_faults_of_these_tests() -> None:
-    """Each fault with what is said of it, and each phase."""
+    """The page lists each fault with its message, and each phase."""
     page = PAGE.read_text()
     assert [row for row in rows() if row not in page] == []
     assert [
@@ -272,7 +284,9 @@ def test_the_page_has_the_faults_of_these_tests() -> None:
 
 
 def test_the_page_has_seconds_and_steps_for_each() -> None:
-    """Measured by `python -m faults`: every fault ends soon in every phase, and costs what was not saved."""
+    """The page has seconds and lost steps, measured by `python -m faults`: every fault ends soon and costs
+    the unsaved steps.
+    """
     lines = PAGE.read_text().partition(f"<!-- {TITLE} -->")[2].partition("<!-- end")[0].strip().splitlines()
     cells = {fault: rest for fault, *rest in ([c.strip() for c in line.split("|")[1:-1]] for line in lines)}
     assert cells["a worker"] == [words for words, _ in PLACES.values()]
@@ -284,7 +298,7 @@ def test_the_page_has_seconds_and_steps_for_each() -> None:
         ] == [True] * len(PLACES)
 
 
-# -------------------------------------------------------------------- manifests that somebody has written
+# -------------------------------------------------------------------- manifests edited by a user
 
 
 HAND_MADE: list[dict[str, Any]] = [
@@ -293,7 +307,7 @@ HAND_MADE: list[dict[str, Any]] = [
 
 
 def test_a_manifest_made_by_hand_is_refused_as_a_file(tmp_path: Path) -> None:
-    """With the right digest and options of another kind: it is the file's fault, and no worker's."""
+    """An edited manifest with the right digest but other options is refused as a file error, not a worker's."""
     trainer = Trainer(named("dropout"), plan_for("dropout", "1f1b", SPLIT), seed=SEED)
     trainer.save(tmp_path)
     trainer.finish()

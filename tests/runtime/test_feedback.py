@@ -1,4 +1,4 @@
-"""Layers that compute with buffers that they change, recomputed: the numbers of plain training, and exact bytes."""
+"""Recomputed layers that compute with buffers they change: the numbers of plain training, and exact bytes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OFTEN = [
 
 
 def plain(task: Task, plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
-    """Training without pipefit, a forward and a backward for each microbatch in turn: losses and the last state."""
+    """Train without pipefit, one forward and backward per microbatch; return losses and the last state."""
     torch.manual_seed(0)
     module = task.build()
     optimizer, count = task.optimizer(module.parameters()), plan.training.microbatches
@@ -54,7 +54,7 @@ def plain(task: Task, plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def check_numbers(task: Task, plan: Plan) -> None:
-    """Every loss, parameter and buffer is that of plain training."""
+    """Check that every loss, parameter and buffer is plain training's."""
     losses, state = plain(task, plan)
     trainer = Trainer(task, plan)
     assert [trainer.step(batch_of(task, plan, step)) for step in range(STEPS)] == losses
@@ -64,13 +64,13 @@ def check_numbers(task: Task, plan: Plan) -> None:
 
 
 def check_bytes(task: Task, plan: Plan) -> None:
-    """Simulator, dry run and allocator agree on the peak of every device in every step."""
+    """Check that simulator, dry run and allocator agree on the peak of every device in every step."""
     for account in accounts(Case(name=task.name, settings={}, task=task, plan=plan)):
         assert account.dry_run_bytes == account.oracle_bytes == account.simulated_bytes
 
 
 def kept(task: Task, schedule: str) -> Plan:
-    """Two stages and four microbatches, nothing recomputed."""
+    """Return two stages and four microbatches, nothing recomputed."""
     found = profile(task, microbatch_size=2, threads=torch.get_num_threads())
     return Plan(
         profile=found,
@@ -84,7 +84,7 @@ def kept(task: Task, schedule: str) -> Plan:
 
 
 def whole(task: Task, schedule: str) -> Plan:
-    """Both stages recomputed for every microbatch."""
+    """Return the plan with both stages recomputed for every microbatch."""
     plan = kept(task, schedule)
     return replace(
         plan,
@@ -93,7 +93,9 @@ def whole(task: Task, schedule: str) -> Plan:
 
 
 def with_run(task: Task, schedule: str) -> Plan:
-    """In the second stage the layer that feeds back alone is recomputed, for two microbatches of three."""
+    """Return the plan with the layer that feeds back recomputed in the second stage, for two microbatches of
+    three.
+    """
     plan = kept(task, schedule)
     layer = next(number for number, cost in enumerate(plan.measurement.costs) if cost.fed_back)
     run, which = Run(start=layer, stop=layer + 1), Microbatches(taken=2, every=3)
@@ -103,8 +105,8 @@ def with_run(task: Task, schedule: str) -> Plan:
 
 @pytest.mark.parametrize(("name", "by_hand"), sampled(CASES, often=OFTEN))
 def test_recomputed_layers_see_the_buffers_of_their_first_forward(name: str, by_hand: bool) -> None:
-    """With four microbatches in flight, each second forward computes what its first one did and changes nothing. Its
-    copies are counted from the first forward to the backward, of buffers that are replaced too.
+    """With four microbatches in flight, each recomputation sees the buffers of its first forward and changes
+    none. Copies of buffers, replaced ones included, count from the first forward to the backward.
     """
     task = task_with(FEEDING_BACK[name][0], by_hand=by_hand)
     plan = whole(task, "gpipe")
@@ -117,7 +119,9 @@ def test_recomputed_layers_see_the_buffers_of_their_first_forward(name: str, by_
 @pytest.mark.parametrize("way", [whole, with_run])
 @pytest.mark.parametrize(("name", "by_hand"), CASES)
 def test_every_schedule(name: str, by_hand: bool, way: Callable[[Task, str], Plan], schedule: str) -> None:
-    """Whole stages and single layers, early and just in time, for all microbatches or some."""
+    """Whole stages and single layers, recomputed early or just in time, for all microbatches or some, are
+    exact under every schedule.
+    """
     if name == "saved" and way is with_run:
         pytest.skip("autograd refuses it where two microbatches that are not recomputed are in flight")
     task = task_with(FEEDING_BACK[name][0], by_hand=by_hand)
@@ -129,7 +133,9 @@ def test_every_schedule(name: str, by_hand: bool, way: Callable[[Task, str], Pla
 
 @pytest.mark.parametrize(("build", "by_hand"), [(spectral, False), (Average, True)])
 def test_a_run_for_some_microbatches(build: Callable[[], nn.Module], by_hand: bool) -> None:
-    """Between microbatches that are recomputed lie some that are not, whose only forward changes the buffers too."""
+    """A run recomputed for some microbatches is exact: the other microbatches' only forward changes the
+    buffers too.
+    """
     task = task_with(build, by_hand=by_hand)
     plan = with_run(task, "1f1b")
     check_numbers(task, plan)
@@ -137,7 +143,9 @@ def test_a_run_for_some_microbatches(build: Callable[[], nn.Module], by_hand: bo
 
 
 def test_a_checkpoint_keeps_the_buffers_that_feed_back_and_no_others() -> None:
-    """Each microbatch in flight adds the 24 bytes of its average to what it adds without one."""
+    """A checkpointed forward keeps only the buffers that feed back: 24 more bytes for each microbatch in
+    flight.
+    """
     peaks = {}
     for reads in (True, False):
         task = task_with(lambda reads=reads: Average(reads=reads), by_hand=True)
@@ -151,7 +159,7 @@ def test_a_checkpoint_keeps_the_buffers_that_feed_back_and_no_others() -> None:
 
 
 def test_equal_layers_that_feed_back_are_folded() -> None:
-    """A dry run of four of eight equal layers, each with buffers that feed back, tells the memory of all of them."""
+    """A dry run of four of eight equal layers, each with buffers that feed back, predicts the memory of all."""
     task = task_of(lambda: [spectral() for _ in range(8)], inputs=WIDTH, outputs=WIDTH)
     plan = plan_of(task, [8], microbatches=3, schedule="gpipe", recompute="stages")
     folded, every = certify(task, plan), certify(task, plan, fold=False)
@@ -162,7 +170,7 @@ def test_equal_layers_that_feed_back_are_folded() -> None:
 
 
 def test_an_evaluation_between_steps_changes_nothing() -> None:
-    """Layers in evaluation mode leave their buffers alone, and the next step trains as if there had been none."""
+    """An evaluation leaves buffers alone, and the next step trains as without it."""
     task = task_with(spectral, by_hand=True)
     plan = whole(task, "gpipe")
     trainers = Trainer(task, plan), Trainer(task, plan)
@@ -175,7 +183,9 @@ def test_an_evaluation_between_steps_changes_nothing() -> None:
 
 
 def test_a_saved_average_can_be_trained_in_a_pipeline_where_it_is_recomputed() -> None:
-    """After the next microbatch has changed what was saved, a backward is refused. A copy stays as it was."""
+    """A backward through a saved average that the next microbatch changed is refused unless the layer is
+    recomputed; a copy is unchanged.
+    """
     task = task_with(Saved, by_hand=True)
     plan = kept(task, "gpipe")
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Dry runs of a few microbatches tell the memory of all of them."""
+"""Dry runs of a few microbatches predict the memory of all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tiny import task_of
 
 @pytest.fixture(scope="module")
 def task() -> Task:
-    """Layers with buffers, in place, with dropout, and of unequal sizes."""
+    """Return layers with buffers, in-place operations, dropout and unequal sizes."""
     return task_of(
         lambda: (
             nn.Linear(8, 16), nn.Tanh(), nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Dropout(0.3), nn.Linear(16, 4)
@@ -37,12 +37,14 @@ def task() -> Task:
 
 @pytest.fixture(scope="module")
 def found(task: Task) -> ModelProfile:
-    """What they cost."""
+    """Return their profile."""
     return profile(task, microbatch_size=2)
 
 
 def drawn(found: ModelProfile, seed: int) -> Plan:
-    """Any split over up to three devices, any schedule, up to nine microbatches, and any run of layers recomputed."""
+    """Return any split over up to three devices, any schedule, up to nine microbatches, and any recomputed
+    run.
+    """
     rng = Random(seed)
     layers, count, number = len(found.layers), rng.randint(1, 3), rng.randint(1, 9)
     cuts = [0, *sorted(rng.sample(range(1, layers), count - 1)), layers]
@@ -69,7 +71,7 @@ def drawn(found: ModelProfile, seed: int) -> Plan:
 
 @pytest.mark.parametrize("seed", seeds(6, of=12))
 def test_a_folded_dry_run_tells_what_a_whole_one_does(task: Task, found: ModelProfile, seed: int) -> None:
-    """Every sample of every action is the same, by category, in three steps."""
+    """A folded dry run has the same samples of every action, by category, as a whole one, in three steps."""
     plan = drawn(found, seed)
     assert certify(task, plan, steps=3) == certify(task, plan, steps=3, fold=False)
 
@@ -78,7 +80,7 @@ def test_a_folded_dry_run_tells_what_a_whole_one_does(task: Task, found: ModelPr
 def test_the_microbatches_that_are_run_do_not_grow_with_those_of_a_step(
     found: ModelProfile, schedule: str
 ) -> None:
-    """A thousand microbatches need no more of them than fifty."""
+    """A thousand microbatches execute as few of them as fifty."""
     stages = tuple(Stage(start=n, stop=n + 2, grid=Grid.of(n // 2)) for n in range(0, 6, 2))
     cluster, counts = Cluster.emulated((3, 1 << 30)), []
     for number in (50, 1000):

@@ -21,7 +21,7 @@ WIDTH, MODES, SIDE = 6, 4, 16
 
 
 class OnALine(nn.Module):
-    """Lowest frequencies of a line, mixed by `einsum` over channels. (Li et al., "Fourier Neural Operator".)"""
+    """Lowest frequencies of a line, mixed by `einsum` over channels (Li et al., "Fourier Neural Operator")."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class OnALine(nn.Module):
 
 
 class Mixed(nn.Module):
-    """All frequencies of a line, whose channels a complex linear layer mixes, as in AFNO."""
+    """All frequencies of a line, with channels mixed by a complex linear layer, as in AFNO."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Mixed(nn.Module):
 
 
 class Filtered(nn.Module):
-    """Frequencies times those of a filter that is as long, as in GFNet and Hyena, and the power that is left."""
+    """Products of frequencies and an equally long filter's, as in GFNet and Hyena, and the remaining power."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Filtered(nn.Module):
 
 
 def task(layers: Sequence[Callable[[], nn.Module]], *, traced: bool) -> Task:
-    """A task of such layers: one module that is traced, or a chain."""
+    """Return a task of such layers: one traced module, or a chain."""
 
     def build() -> nn.Module:
         parts = [nn.Conv1d(WIDTH, WIDTH, 1), *(make() for make in layers), nn.Conv1d(WIDTH, WIDTH, 1)]
@@ -86,7 +86,7 @@ CASES = [
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("layers", "traced"), sampled(CASES, often=[CASES[0], CASES[3]]))
 def test_peaks_are_those_of_the_allocator(layers: Sequence[Callable[[], nn.Module]], traced: bool) -> None:
-    """Simulator, dry run, trainer and the allocator's events have one account."""
+    """Simulator, dry run, trainer and allocator events agree on the peaks."""
     made = task(layers, traced=traced)
     found = profile(made, microbatch_size=2, threads=1)
     count = len(found.layers)

@@ -1,4 +1,4 @@
-"""Parameters that are not trained: no gradient of theirs is made, summed, sent or kept, and the numbers are right."""
+"""Frozen parameters: their gradients are not made, summed, sent or kept, and the numbers are right."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS = 2
 
 
 class Adapted(nn.Module):
-    """A frozen weight that all layers share, and a trained one of low rank beside it."""
+    """A frozen weight that all layers share, plus a trained one of low rank."""
 
     def __init__(self, base: nn.Parameter) -> None:
         super().__init__()
@@ -51,25 +51,25 @@ class Unembedding(nn.Module):
 
 
 def frozen(module: nn.Module) -> nn.Module:
-    """The module with no parameter that is trained."""
+    """Return the module with all parameters frozen."""
     return module.requires_grad_(False)
 
 
 def adapted() -> list[nn.Module]:
-    """Five layers around one frozen weight."""
+    """Return five layers around one frozen weight."""
     base = nn.Parameter(torch.randn(32, 32) * 0.1, requires_grad=False)
     return [Adapted(base) for _ in range(5)]
 
 
 def tied() -> list[nn.Module]:
-    """A frozen embedding, which is the head too, around layers that are trained."""
+    """Return a frozen embedding, also the head's weight, around trained layers."""
     table = nn.Embedding(40, 16)
     frozen(table)
     return [table, nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), Unembedding(table)]
 
 
 def tied_ends() -> list[nn.Module]:
-    """The same around layers of which only the middle one is trained."""
+    """Return a frozen embedding around layers with only the middle one trained."""
     table = nn.Embedding(40, 16)
     frozen(table)
     return [
@@ -82,7 +82,7 @@ def tied_ends() -> list[nn.Module]:
 
 
 def feature_extractor() -> list[nn.Module]:
-    """Layers that are not trained before those that are."""
+    """Return frozen layers before trained ones."""
     return [
         frozen(nn.Linear(32, 32)),
         nn.Tanh(),
@@ -93,12 +93,12 @@ def feature_extractor() -> list[nn.Module]:
 
 
 def frozen_end() -> list[nn.Module]:
-    """Layers that are not trained behind those that are."""
+    """Return frozen layers after trained ones."""
     return [nn.Linear(32, 32), nn.Tanh(), frozen(nn.Linear(32, 32)), nn.Tanh(), frozen(nn.Linear(32, 32))]
 
 
 def tokens(layers: Callable[[], Sequence[nn.Module]]) -> Task:
-    """A task over tokens of a vocabulary of 40."""
+    """Return a task over tokens of a vocabulary of 40."""
     return Task(
         lambda: nn.Sequential(*layers()),
         batch=lambda size: (torch.randint(0, 40, (size, 6)), torch.randint(0, 40, (size, 6))),
@@ -109,7 +109,7 @@ def tokens(layers: Callable[[], Sequence[nn.Module]]) -> Task:
 
 
 def rows(layers: Callable[[], Sequence[nn.Module]]) -> Task:
-    """A task over rows of 32 numbers."""
+    """Return a task over rows of 32 numbers."""
     return task_of(layers, inputs=32, outputs=32, optimizer=partial(torch.optim.Adam, lr=0.01))
 
 
@@ -124,7 +124,7 @@ SPLITS = ([5], [2, 3], [1, 3, 1])
 
 
 def plans(task: Task, recompute: Recompute) -> Iterator[Plan]:
-    """One stage, two and three, each on a device of its own."""
+    """Return plans of one, two and three stages, each on a separate device."""
     profiled = profile(task, microbatch_size=4, threads=1)
     for split in SPLITS:
         yield plan_of(task, split, size=4, microbatches=2, recompute=recompute, profiled=profiled)
@@ -137,7 +137,9 @@ RECOMPUTED = [(name, recompute) for name in TASKS for recompute in ("never", "al
     ("name", "recompute"), sampled(RECOMPUTED, often=(*RECOMPUTED[::4], *RECOMPUTED[3::4]))
 )
 def test_frozen_parameters_take_their_own_bytes_alone(name: str, recompute: Recompute) -> None:
-    """On every split, simulator, dry run and meter equal the allocator in every step, to the byte."""
+    """Frozen parameters only take their own bytes: on every split, simulator, dry run and meter equal the
+    allocator in every step.
+    """
     task = TASKS[name]()
     for plan in plans(task, recompute):
         found = step_peaks(task, plan, steps=STEPS)
@@ -148,8 +150,8 @@ def test_frozen_parameters_take_their_own_bytes_alone(name: str, recompute: Reco
     ("name", "recompute"), sampled(RECOMPUTED, often=(*RECOMPUTED[1::4], *RECOMPUTED[2::4]))
 )
 def test_frozen_parameters_change_no_number(name: str, recompute: Recompute) -> None:
-    """On every split, losses and parameters are bitwise those of plain training. Afterwards no frozen parameter has a
-    gradient or optimizer state, and no stage adds one up.
+    """On every split, losses and parameters are bitwise plain training's. Afterwards no frozen parameter has
+    a gradient or optimizer state, and stages do not all-reduce one.
     """
     task = TASKS[name]()
     for plan in plans(task, recompute):
@@ -165,7 +167,7 @@ def test_frozen_parameters_change_no_number(name: str, recompute: Recompute) -> 
 
 
 def assert_untrained(trainer: Trainer) -> None:
-    """Every frozen parameter is without a gradient, and unknown to its stage's optimizer."""
+    """Check that frozen parameters have no gradient and are unknown to their stage's optimizer."""
     stages = [stage for runner in trainer.runners for stage in runner.stages.values()]
     still = [(stage, p) for stage in stages for p in stage.parameters if not p.requires_grad]
     assert still
@@ -174,7 +176,7 @@ def assert_untrained(trainer: Trainer) -> None:
 
 
 def test_stages_of_one_device_may_share_a_frozen_parameter() -> None:
-    """Each has a copy, and no gradients are added up."""
+    """Stages of one device may share a frozen parameter: each has a copy, without summed gradients."""
     task = TASKS["tied embedding"]()
     plan = plan_of(task, [2, 3], schedule="gpipe", devices=1)
     dry = certify(task, plan, steps=STEPS).devices[0]
@@ -185,7 +187,9 @@ def test_stages_of_one_device_may_share_a_frozen_parameter() -> None:
 
 
 def test_what_is_unfrozen_later_is_refused() -> None:
-    """A plan has no room for its gradient, and no optimizer has it; frozen again for the step it trains."""
+    """A parameter unfrozen after planning is refused, since neither plan nor optimizer includes it; frozen
+    again for the step it trains.
+    """
     module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
     module[0].requires_grad_(False)
     task = Task(
