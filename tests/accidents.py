@@ -1,4 +1,4 @@
-"""Tasks that come to grief in a worker, and only there: their layers behave while they are profiled."""
+"""Tasks that fail in a worker only: their layers work while they are profiled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH = 8
 
 
 class Untold(KeyboardInterrupt):
-    """An exception that cannot be sent to another process, and cannot even print itself; few places catch one."""
+    """An exception that cannot be pickled or printed, and that few handlers catch."""
 
     def __init__(self, first: int, second: int) -> None:
         super().__init__(lambda: first + second)
@@ -26,7 +26,7 @@ class Untold(KeyboardInterrupt):
 
 
 class Spot(nn.Linear):
-    """A linear layer at which `accident` happens."""
+    """A linear layer that triggers `accident`."""
 
     def __init__(self, accident: str) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -58,7 +58,7 @@ def _happen(accident: str) -> None:
 
 
 def make(accident: str = "none", layers: int = 3) -> Task:
-    """Layers, and at the end the one with the accident."""
+    """Build layers; the last one has the accident."""
     spots = [Spot(accident if number == layers - 1 else "none") for number in range(layers)]
     return Task(
         nn.Sequential(*spots), batch=make_batch, loss=nn.functional.mse_loss, optimizer=torch.optim.SGD
@@ -66,17 +66,17 @@ def make(accident: str = "none", layers: int = 3) -> Task:
 
 
 def make_batch(size: int) -> tuple[Tensor, Tensor]:
-    """Noise."""
+    """Return noise."""
     return torch.randn(size, WIDTH), torch.randn(size, WIDTH)
 
 
 def make_nothing() -> Task:
-    """Fails before there is a task, in the second worker to come here later than in the first."""
+    """Fail before a task exists, in the second worker to arrive (not the first)."""
     raise ValueError("no task today\nand more")
 
 
 def make_late(accident: str) -> Task:
-    """Worker 0 takes 1.5 seconds to make its batch, and then comes the accident, at its first layer."""
+    """Delay worker 0's batch by 1.5 seconds, then trigger the accident at its first layer."""
     spots = [Spot(accident if number == 0 else "none") for number in range(3)]
     return Task(
         nn.Sequential(*spots), batch=_late_batch, loss=nn.functional.mse_loss, optimizer=torch.optim.SGD
@@ -90,13 +90,13 @@ def _late_batch(size: int) -> tuple[Tensor, Tensor]:
 
 
 def make_slowly() -> Task:
-    """One worker never comes back from here."""
+    """Block one worker forever."""
     if mp.current_process().name == "pipefit-worker-1":
         asleep.sleep(1000)
     return make()
 
 
 def make_talking() -> Task:
-    """Prints a word of the environment."""
+    """Print a word from the environment."""
     print(f"the word is {os.environ.get('PIPEFIT_TEST_WORD')}")
     return make()

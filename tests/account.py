@@ -1,42 +1,43 @@
-"""An account of memory kept storage by storage: slow, obvious, and sharing nothing with `pipefit.memory`.
+"""Account of memory, storage by storage: slow, obvious, without code shared with `pipefit.memory`.
 
-It walks a program action by action and every compute action layer by layer, as the runtime does, and keeps the set of
-storages that live and who holds each of them. A storage lives while somebody holds it and while it is not moved away.
-There are no sums to get wrong: the level of a device is the bytes of the storages that live on it.
+It walks a program action by action and every compute action layer by layer, as the runtime does, and tracks
+the live storages and their holders. A storage lives while it has a holder and is not offloaded. The level of
+a device is the bytes of the storages that live on it, so there are no sums to get wrong.
 
-Who holds what:
+Holders:
 
-    inputs       what was received or loaded, until the forward takes it            boundary buffers
-    values       what the layer before returned, until the next one has returned    boundary buffers
-    send         what a stage returned, until WAIT_SEND                             boundary buffers
-    gradients    those of the values at the layer that is next in the backward      boundary buffers
-    graph        what a layer saved, until its backward                             activations
-    kept         the inputs of a forward that will run again, until it does         activations
+    inputs       received or loaded values, until the forward takes them            boundary buffers
+    values       outputs of the previous layer, until the next layer has returned   boundary buffers
+    send         outputs of a stage, until WAIT_SEND                                boundary buffers
+    gradients    gradients of the values at the next layer of the backward          boundary buffers
+    graph        tensors that a layer saved, until its backward                     activations
+    kept         the inputs of a forward, until its recomputation                   activations
     newest       the weights that updates change                                    parameters
-    gathered     what a replica has of divided weights from UNSHARD to RESHARD      parameters
+    gathered     a replica's sharded weights from UNSHARD to RESHARD                parameters
     current      the weights that forwards use, if they are not the newest          weight versions
     uses         older weights, until the backward of a microbatch that needs them  weight versions
-    copies       of the buffers that a second forward works on, until its backward;
-                 of those that feed back they are made before the first forward     activations
+    copies       copies of the buffers of a recomputed forward, until its backward;
+                 copies of buffers that feed back exist from the first forward on   activations
 
-It follows what today's simulator does and what comes next: pieces of a stage in F, N, R and B, tensors that are moved
-away and back, several stages on a device, replicas that divide the state of a stage. It believes that a program is
-valid, and only asserts that nobody needs what is away.
+It covers the simulator and planned features: pieces of a stage in F, N, R and B, offloaded tensors, several
+stages on a device, replicas that shard the state of a stage. It assumes that a program is valid, and only
+asserts that offloaded storages are not used.
 
-Where a profile leaves open what a layer does in company, this account says what is assumed:
+Assumptions on effects between layers that a profile leaves open:
 
-- A released input of a layer frees its storage when nobody else holds it, and when the layer has released all that it
-  saved in that storage.
-- A gradient of a parameter that several layers of a stage use waits for that of its first user, from the beginning of
-  the last user's backward on. Each earlier user adds its own to the one that waits, into a third.
-- A shared parameter is updated with the first layer of a stage that has it; later ones grow by that much less. A layer
-  that trains no others has no update of its own.
+- A released input of a layer frees its storage when it has no other holder, and when the layer has released
+  everything that it saved in that storage.
+- A gradient of a parameter that several layers of a stage use waits for that of its first user, from the
+  beginning of the last user's backward on. Each earlier user adds its gradient to the waiting one, into a
+  third.
+- A shared parameter is updated with the first layer of a stage that has it; later layers grow by that much
+  less. A layer that trains no other parameters is not updated.
 - A layer whose gradients all wait for those of earlier layers goes backward as in the step's first backward.
-- Of several moments at which a device is equally full, the first tells what a kernel has as its workspace.
-- Of what replicas divide, layers that share a parameter go together to the replica that has the least, the largest
-  first. An update of all layers changes those that a replica owns.
-- A weight that all layers of a stage read through their half-precision copies alone is gathered as the copy. On its
-  owner too, copies of divided weights are there while they are gathered.
+- If a device is equally full at several moments, the first one gives the kernel's workspace.
+- Replicas that shard state assign layers with a common parameter together to the replica with the least
+  state, the largest first. An update of all layers changes those that a replica owns.
+- A weight that all layers of a stage read only through half-precision copies is gathered as the copy. Copies
+  of sharded weights exist only while they are gathered, on the owner too.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ Levels = dict[Category, int]
 
 
 class Sample(NamedTuple):
-    """One action of a device: its highest bytes, of which a kernel's workspace is a part, and what lay there before and
-    after it.
+    """One action of a device: peak bytes, a kernel's workspace in them, and the bytes before and after the
+    action.
     """
 
     step: int
@@ -82,7 +83,7 @@ class Sample(NamedTuple):
 
 
 class Storage:
-    """Bytes that live while somebody holds them. Compared by identity."""
+    """Bytes that live while they have a holder. Compared by identity."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -93,7 +94,7 @@ class Storage:
 
     @property
     def category(self) -> Category:
-        """What the bytes are for, by who holds them."""
+        """Purpose of the bytes, derived from their holders."""
         kinds = {str(holder[0] if isinstance(holder, tuple) else holder) for holder in self.holders}
         of_stage = [category for kind, category in _OF_THE_STAGE.items() if kind in kinds]
         if of_stage:
@@ -102,7 +103,7 @@ class Storage:
 
 
 class Gradient(NamedTuple):
-    """The gradient of a value: where it lives, and whether in one piece."""
+    """Gradient of a value: its storage, and whether it is contiguous."""
 
     storage: Storage
     contiguous: bool
@@ -122,20 +123,20 @@ class Device:
 
     @property
     def levels(self) -> Levels:
-        """Bytes that live now, by what they are for; categories of none are left out."""
+        """Live bytes by category; empty categories are left out."""
         found: Levels = {}
         for storage in self._living():
             found[storage.category] = found.get(storage.category, 0) + storage.nbytes
         return {category: nbytes for category, nbytes in found.items() if nbytes}
 
     def new(self, nbytes: int, holder: object) -> Storage:
-        """A storage that `holder` holds."""
+        """Create a storage that `holder` holds."""
         storage = Storage(nbytes)
         self.hold(holder, [storage])
         return storage
 
     def hold(self, holder: object, storages: Iterable[Storage | None]) -> None:
-        """`holder` holds these too. None stands for what exists anyway, such as a parameter."""
+        """Add storages to `holder`. None stands for storage that always exists, such as a parameter."""
         for storage in storages:
             if storage is not None:
                 storage.holders.add(holder)
@@ -143,23 +144,23 @@ class Device:
         self.reach(0)
 
     def release(self, holder: object) -> None:
-        """`holder` is gone."""
+        """Remove `holder` and everything it holds."""
         for storage in self._storages:
             storage.holders.discard(holder)
         self._storages = {storage for storage in self._storages if storage.holders}
 
     def let_go(self, holder: object, storage: Storage) -> None:
-        """`holder` does not need this one any more."""
+        """Remove one storage from `holder`."""
         storage.holders.discard(holder)
         self._storages = {one for one in self._storages if one.holders}
 
     def reach(self, above: int, workspace: int = 0) -> None:
-        """For a moment there are so many bytes more, of which a kernel has `workspace` for itself."""
+        """Record a momentary peak of additional bytes, `workspace` of them for a kernel."""
         if self.level + above > self.peak:
             self.peak, self.workspace = self.level + above, workspace
 
     def held_by(self, holder: object) -> set[Storage]:
-        """What `holder` holds."""
+        """Return the storages that `holder` holds."""
         return {storage for storage in self._storages if holder in storage.holders}
 
     def _living(self) -> list[Storage]:
@@ -184,7 +185,9 @@ class Flight:
 
 
 class StageAccount:
-    """Layers `start` to `stop - 1` of a model on `device`, number `number` in the pipeline. `program` knows bundles."""
+    """Layers `start` to `stop - 1` of a model on `device`, with index `number` in the pipeline. `program`
+    defines bundles.
+    """
 
     def __init__(
         self,
@@ -221,7 +224,7 @@ class StageAccount:
         self._exist_before_training(microbatches)
 
     def _dealt_out(self, replicas: int) -> list[list[int]]:
-        """The layers that every replica owns."""
+        """Assign layers to the replicas that own them."""
         groups = [{layer} for layer in range(self.start, self.stop)]
         for shared in self.shared:
             users = set(self._users(shared))
@@ -244,14 +247,18 @@ class StageAccount:
         return found
 
     def _alone(self, layer: int, what: str) -> int:
-        """Bytes of state, gradients or parameters of a layer; those of a shared parameter are its first user's."""
+        """Return bytes of state, gradients or parameters of a layer; shared parameters count for their first
+        user.
+        """
         later = self._earlier(layer)
         shared = "nbytes" if what == "parameter" else f"{what}_bytes"
         whole: int = getattr(self.costs[layer], f"{what}_bytes")
         return whole - sum(getattr(s, shared) for s in later)
 
     def _exist_before_training(self, microbatches: int) -> None:
-        """Parameters once each, buffers, constants, early state, and on the last stage the losses."""
+        """Allocate parameters once each, buffers, constants, early state, and the losses on the last
+        stage.
+        """
         device, trained = self.device, dict[int, int]()
         for layer in self.layers:
             cost, shared = self.costs[layer], self._shared_by(layer)
@@ -284,7 +291,7 @@ class StageAccount:
         device.hold(self._of("current"), device.held_by(self._of("newest")))
 
     def _new_weights(self, layers: range) -> None:
-        """A version of the weights of these layers; that of a shared parameter is its first user's."""
+        """Create a version of the weights of these layers; shared parameters belong to their first user."""
         for layer in layers:
             self.device.new(self.trained[layer] * self._keeps(layer), self._of("newest")).layer = layer
             here = self._copies(layer) * (self.shard != "parameters")
@@ -292,11 +299,13 @@ class StageAccount:
             copies.layer, copies.copy = layer, True
 
     def _keeps(self, layer: int) -> bool:
-        """Whether the device has the parameters of a layer all the time."""
+        """Return whether the device holds the parameters of a layer throughout."""
         return self.shard != "parameters" or layer in self.owned
 
     def _gather(self, layers: Sequence[int]) -> None:
-        """Copies of weights come; and of layers of others the parameters, but those that are read as copies alone."""
+        """Gather copies of weights, and parameters of layers owned elsewhere unless they are read only as
+        copies.
+        """
         self.gathered.update(layers)
         for layer in layers if self.shard == "parameters" else ():
             self.device.new(self._copies(layer), (*self._of("gathered"), layer))
@@ -306,18 +315,20 @@ class StageAccount:
             self.device.new(come, (*self._of("gathered"), layer))
 
     def _is_read_as_copy(self, layer: int, parameter: Parameter) -> bool:
-        """Whether no layer of the stage reads a parameter but through its copy."""
+        """Return whether all layers of the stage read the parameters only through their copy."""
         shared = [s for s in self._shared_by(layer) if s.name == parameter.name]
         return parameter.cast_only and all(user in s.cast_only for s in shared for user in self._users(s))
 
     def _copies(self, layer: int) -> int:
-        """Half-precision copies of a layer's weights; that of a shared one is that of the first layer that has one."""
+        """Return half-precision copies of a layer's weights; a shared copy belongs to the first layer that
+        has one.
+        """
         first = {s.name: min(set(s.copying) & set(self.layers), default=None) for s in self.shared}
         later = [s.name for s in self.shared if layer in s.copying and first[s.name] != layer]
         return sum(p.copy_bytes for p in self.costs[layer].parameters if p.name not in later)
 
     def act(self, action: Action) -> None:
-        """What an action allocates and frees."""
+        """Apply the allocations and frees of an action."""
         flight = self.flights.setdefault(-1 if action.microbatch is None else action.microbatch, Flight())
         if action.wait:
             self._join(flight, action)
@@ -325,7 +336,7 @@ class StageAccount:
             self._start(flight, action)
 
     def _join(self, flight: Flight, action: Action) -> None:
-        """What was sent may go, and what was moved away; what was received or moved back was there before."""
+        """Free sent and offloaded tensors; received and reloaded tensors are already counted."""
         if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
             self.device.release((action.kind, id(flight)))
         elif action.kind is Kind.REDUCE and self.shard in ("gradients", "parameters"):
@@ -377,27 +388,27 @@ class StageAccount:
                 self._step(layers)
 
     def put_away(self, subjects: Iterable[Subject]) -> None:
-        """Parameters that move are away before the first step."""
+        """Offload parameters before the first step."""
         for subject in subjects:
             assert subject.what == "parameters"
             for weights in self._parameters(subject):
                 weights.away = True
 
     def _run_of(self, action: Action) -> range:
-        """The layers of an update, with the loss behind the model's last one."""
+        """Return the layers of an update, including the loss after the model's last layer."""
         first, end = action.layers or (self.start, self.stop)
         return range(first, end + (self.last and end == self.stop))
 
     def _newest(self, layers: range) -> list[Storage]:
-        """The weights of these layers that updates change."""
+        """Return the newest weights of these layers."""
         return [weights for weights in self.device.held_by(self._of("newest")) if weights.layer in layers]
 
     def _parameters(self, subject: Subject) -> list[Storage]:
-        """The same of one layer without their copies, as they move between updates."""
+        """Return the newest weights of one layer without their copies, as they move between updates."""
         return [one for one in self._newest(range(subject.layer, subject.layer + 1)) if not one.copy]
 
     def _keep_weights(self, layers: range) -> None:
-        """The newest weights are copied, and become older ones with room."""
+        """Keep a copy of the newest weights as an older version, without copying if there is room."""
         for old in self._newest(layers):
             assert not old.away, "weights that are copied are away"
             old.nbytes += 0 if old.copy else self._room(old.layer)
@@ -405,7 +416,7 @@ class StageAccount:
         self._new_weights(layers)
 
     def _compute(self, flight: Flight, action: Action) -> None:
-        """A stage or a piece of it; the loss belongs to the piece that ends the model."""
+        """Run a stage or a piece of it; the loss belongs to the piece that ends the model."""
         first, end = action.layers or (self.start, self.stop)
         needed = {self._users(s)[0] for layer in range(first, end) for s in self._shared_by(layer)} | {
             *range(first, end)
@@ -446,7 +457,7 @@ class StageAccount:
         ]
 
     def _tensors(self, flight: Flight, action: Action) -> list[Storage]:
-        """What a copy moves: a saved tensor or a version of weights, or those of a bundle."""
+        """Return the storages that a transfer moves: a saved tensor, a version of weights, or a bundle."""
         subjects = self.program.moved(action)
         if any(subject.what == "parameters" for subject in subjects):
             return [weights for subject in subjects for weights in self._parameters(subject)]
@@ -464,7 +475,7 @@ class StageAccount:
     # ---------------------------------------------------------------- forward
 
     def _begin(self, flight: Flight, layers: range) -> None:
-        """The values that a piece starts from; its holder lets go of what it was given."""
+        """Return a piece's input values; their holder releases them."""
         if layers.start == self.start:
             flight.values = flight.inputs
             self._hold_values(flight, flight.values)
@@ -496,7 +507,9 @@ class StageAccount:
         *,
         saving: bool = True,
     ) -> list[Storage | None]:
-        """Run layers forward from `values`, which "values" holds; afterwards it holds what the last one returned."""
+        """Run layers forward from `values`, which "values" holds; afterwards it holds the outputs of the last
+        layer.
+        """
         for layer in layers:
             cost = self.costs[layer]
             given = values + (targets if layer == self.loss else [])
@@ -521,7 +534,7 @@ class StageAccount:
         return values
 
     def _end(self, flight: Flight, layers: range) -> None:
-        """Behind the stage's last layer its outputs wait to be sent; a loss has been noted."""
+        """Move the last layer's outputs to the send buffer; record a loss."""
         if layers.stop - self.last == self.stop:
             if not self.last:
                 self.device.hold((Kind.SEND_FORWARD, id(flight)), flight.values)
@@ -530,8 +543,8 @@ class StageAccount:
             flight.values, flight.targets = [], []
 
     def _forward_only(self, flight: Flight, layers: range) -> None:
-        """Inputs and targets are kept, and copies of buffers that feed back; a first layer that works in place is given
-        a copy of each input.
+        """Keep inputs, targets and copies of buffers that feed back; a first layer that works in place gets a
+        copy of each input.
         """
         self._begin(flight, layers)
         targets = flight.targets if self.loss in layers else []
@@ -550,7 +563,9 @@ class StageAccount:
         self._end(flight, layers)
 
     def _recompute(self, flight: Flight, layers: range) -> None:
-        """The same layers again from what was kept, on copies of the other buffers too; their outputs are dropped."""
+        """Recompute the same layers from the kept inputs, on copies of the other buffers; drop their
+        outputs.
+        """
         holder = ("kept", id(flight), layers.start)
         values, targets = flight.kept.pop(layers.start)
         self._copy_buffers(layers, ("copies", id(flight), layers.start))
@@ -563,7 +578,7 @@ class StageAccount:
         self.device.release(("targets", id(flight)))
 
     def _copy_buffers(self, layers: range, holder: object) -> None:
-        """One copy of every buffer that does not feed back, of one that several layers hold too."""
+        """Copy every buffer that does not feed back, once even if several layers hold it."""
         shared = [b for b in self.buffers if b.copied]
         for layer in layers:
             mine = self.costs[layer].buffer_bytes - self.costs[layer].fed_back_bytes
@@ -615,7 +630,9 @@ class StageAccount:
         self._parameter_gradients(flight, layer)
 
     def _released(self, flight: Flight, layer: int, span: Span) -> int:
-        """What a layer has freed in a span: storages of inputs that it saved, has let go, and nobody else holds."""
+        """Return storages that a layer frees in a span: inputs that it saved and released, without other
+        holders.
+        """
         mine, given = ("graph", id(flight), layer), flight.entered[layer]
         saved = {t.origin.index for t in self.costs[layer].saved if t.origin.kind == "input"}
         needed = {given[k] for k in saved - set(span.released)}
@@ -628,7 +645,7 @@ class StageAccount:
         return sum(storage.nbytes for storage in gone if storage is not None and storage.holders == {mine})
 
     def _pass_gradients(self, flight: Flight, cost: LayerCost) -> None:
-        """From the gradients of a layer's outputs to those of its inputs."""
+        """Turn the gradients of a layer's outputs into the gradients of its inputs."""
         behind, holder = flight.gradients, ("gradients", id(flight))
         passing = ("passing", id(flight))
         own = [self.device.new(nbytes, passing) for nbytes in cost.gradient_storages]
@@ -645,7 +662,9 @@ class StageAccount:
         self.device.release(passing)
 
     def _parameter_gradients(self, flight: Flight, layer: int) -> None:
-        """They are born in the step's first backward and added to in later ones; shared ones may have to wait."""
+        """Create gradients in the step's first backward, add to them in later ones; shared ones may have to
+        wait.
+        """
         shared = [s for s in self._shared_by(layer) if len(self._users(s)) > 1]
         if layer not in self.born:
             own = self.costs[layer].gradient_bytes - sum(s.gradient_bytes for s in shared)
@@ -662,7 +681,7 @@ class StageAccount:
         self.born.add(layer)
 
     def _send_gradients(self, flight: Flight) -> None:
-        """Every input that has a gradient gets it in one piece."""
+        """Send each input's gradient as one contiguous tensor."""
         sending = (Kind.SEND_BACKWARD, id(flight))
         if self.start:
             for given, gradient in zip(self.costs[self.start].inputs, flight.gradients, strict=True):
@@ -675,7 +694,7 @@ class StageAccount:
     # ---------------------------------------------------------------- the optimizer
 
     def _step(self, layers: range) -> None:
-        """One layer after the other; then their gradients are gone."""
+        """Update one layer after the other, then free their gradients."""
         updated: set[str] = set()
         for layer in (layer for layer in layers if layer in self.owned):
             cost = self.costs[layer]
@@ -697,15 +716,15 @@ class StageAccount:
         self._free_gradients(layers)
 
     def _free_gradients(self, layers: Collection[int]) -> None:
-        """These layers have no gradients any more."""
+        """Free the gradients of these layers."""
         self.born.difference_update(layers)
         for gradient in self.device.held_by(self._of("parameter gradients")):
             if gradient.layer in layers:
                 self.device.let_go(self._of("parameter gradients"), gradient)
 
     def _room(self, layer: int) -> int:
-        """For a layer's gradients and optimizer state, if every version but the newest has it; a shared one's are its
-        first user's.
+        """Allocate a layer's gradients and optimizer state if every version but the newest has room for them;
+        shared ones belong to their first user.
         """
         if not self.everything:
             return 0
@@ -725,12 +744,12 @@ class StageAccount:
         return [s for s in self.shared if layer in s.users]
 
     def _earlier(self, layer: int) -> list[SharedParameter]:
-        """The shared parameters of a layer that an earlier one of the stage has too."""
+        """Return the shared parameters of a layer that an earlier layer of the stage has too."""
         return [s for s in self._shared_by(layer) if layer != self._users(s)[0]]
 
 
 def _found(origin: Origin, own: dict[int, Storage], inputs: Sequence[Storage | None]) -> Storage | None:
-    """The storage of an origin; None for parameters and constants, which exist anyway."""
+    """Return the storage of an origin; None for parameters and constants, which always exist."""
     return {"own": own.get, "input": dict(enumerate(inputs)).get}.get(origin.kind, lambda _: None)(
         origin.index
     )
@@ -740,7 +759,7 @@ def _found(origin: Origin, own: dict[int, Storage], inputs: Sequence[Storage | N
 
 
 class Account:
-    """What every action of a device's program does, over `steps` training steps."""
+    """Samples of all actions of a device's program over `steps` training steps."""
 
     def __init__(self, plan: Plan, device: int, *, program: Program | None = None, steps: int = 2) -> None:
         program = lower(plan) if program is None else program
@@ -773,7 +792,7 @@ class Account:
 
 
 def peaks(plan: Plan, *, program: Program | None = None, steps: int = 2) -> tuple[int, ...]:
-    """The highest bytes of every device of a plan."""
+    """Return the peak bytes of every device of a plan."""
     return tuple(
         Account(plan, device, program=program, steps=steps).peak_bytes
         for device in range(len(plan.cluster.devices))

@@ -1,4 +1,4 @@
-"""A model of two dtypes: frozen bfloat16 layers, each with an adapter of low rank that is trained."""
+"""Model of two dtypes: frozen bfloat16 layers, each with a trained low-rank adapter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipefit.capture import Task
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer with a product of two narrow ones beside it."""
+    """A frozen linear layer plus a product of two narrow ones."""
 
     def __init__(self, adapters: torch.dtype) -> None:
         super().__init__()
@@ -18,7 +18,7 @@ class Adapted(nn.Module):
         self.up = nn.Linear(4, 64, bias=False, dtype=adapters)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Both, added up."""
+        """Add the outputs of both."""
         found: Tensor = self.base(inputs) + self.up(self.down(inputs.to(self.up.weight.dtype))).to(
             inputs.dtype
         )
@@ -26,7 +26,7 @@ class Adapted(nn.Module):
 
 
 def adapted(adapters: torch.dtype = torch.float32) -> Task:
-    """Two such layers, with adapters of a dtype."""
+    """Build two such layers, with adapters of a dtype."""
     return Task(
         lambda: nn.Sequential(Adapted(adapters), Adapted(adapters)),
         batch=lambda size: (torch.ones(size, 64, dtype=torch.bfloat16), None),

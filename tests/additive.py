@@ -12,7 +12,9 @@ GPIPE = training("gpipe", 3)
 
 
 def with_runs(rng: Random, layers: int) -> ModelProfile:
-    """A profile of so many layers, with runs under `GPIPE`; small numbers, some negative, so that peaks tie."""
+    """Return a profile of that many layers, with runs under `GPIPE`; small numbers, some negative, so that
+    peaks tie.
+    """
     costs = AdditiveCosts(
         mem_isolated=tuple(rng.randrange(9, 99) for _ in range(layers)),
         mem_added=tuple(rng.randrange(-3, 60) for _ in range(layers)),

@@ -1,4 +1,4 @@
-"""Planners asked in one line."""
+"""One-line calls of planners."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def asked(
     training: Training,
     options: Options | None = None,
 ) -> Plan:
-    """The plan that `planner` finds, which is known by its function's name."""
+    """Return the plan of `planner`, which is named after its function."""
     question = Question(profile=profile, cluster=cluster, training=training, options=options or Options())
     return solved(question, planner, name=planner.__name__)

@@ -1,7 +1,7 @@
-"""Sleep that the parent of workers counts, and no other time: who hangs does so for the same seconds on any machine.
+"""Sleep that is the only time the parent of workers counts: hangs take the same seconds on any machine.
 
-A loaded machine may take seconds for what takes none elsewhere. So where a test is about what training says of silence,
-the parent's watch goes on only while a worker sleeps on purpose.
+A loaded machine may take seconds for work that takes microseconds elsewhere. In tests of timeouts, the
+parent's clock therefore advances only while a worker sleeps on purpose.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _FOLDER = "PIPEFIT_TEST_ASLEEP"  # in which those who sleep have a file
 
 
 def sleep(seconds: float) -> None:
-    """Sleep for so long."""
+    """Sleep for some seconds."""
     until = time.monotonic() + seconds
     sleep_until(lambda: time.monotonic() >= until)
 
 
 def sleep_until(over: Callable[[], bool]) -> None:
-    """Sleep until it is over."""
+    """Sleep until a condition holds."""
     tell()
     while not over():
         time.sleep(0.01)
@@ -42,13 +42,13 @@ def stop() -> None:
 
 
 def tell() -> None:
-    """This process falls asleep, if anybody wants to know."""
+    """Record that this process falls asleep, if the parent counts it."""
     if (mark := _mark()) is not None:
         mark.touch()
 
 
 def counted(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """From now on the parent counts the time in which workers sleep, and no other."""
+    """Count only the time in which workers sleep."""
     passed, before = 0.0, time.monotonic()
 
     def clock() -> float:
@@ -63,5 +63,5 @@ def counted(patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def _mark() -> Path | None:
-    """The file of this process."""
+    """Return the file of this process."""
     return Path(os.environ[_FOLDER], str(os.getpid())) if _FOLDER in os.environ else None

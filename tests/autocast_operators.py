@@ -1,7 +1,7 @@
-"""Arguments for every operator that CUDA's autocast casts, and what happens when it is called with them.
+"""Arguments for every operator that CUDA autocast casts, and the results of calling it.
 
-The oracle is torch's own: the CPU build of torch has the autocast kernels for CUDA, and fake tensors on `cuda` reach
-them, as long as nothing records a graph.
+The oracle is torch's own: the CPU build of torch has the autocast kernels for CUDA, and fake tensors on
+`cuda` reach them as long as no graph is recorded.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ SAMPLES: dict[str, Sequence[Any]] = {
 
 
 def overload(name: str) -> Any:
-    """The operator of that name, as `torch.ops` has it."""
+    """Return the operator of that name in `torch.ops`."""
     base, _, form = name.removeprefix("aten::").partition(".")
     return getattr(getattr(torch.ops.aten, base), form or "default")
 
@@ -161,7 +161,9 @@ def overload(name: str) -> Any:
 def made(
     sample: Sequence[Any], dtypes: Sequence[torch.dtype], device: str, *, leaves: bool = False
 ) -> list[Any]:
-    """The arguments of a sample: its floating-point tensors have the dtypes in turn; `leaves` get gradients."""
+    """Return the arguments of a sample: its floating-point tensors take the dtypes in turn; `leaves` get
+    gradients.
+    """
     count = 0
 
     def make(spec: Any) -> Any:
@@ -179,7 +181,7 @@ def made(
 
 @dataclass
 class Call:
-    """An operation that reached a device, with the tensors that it was given and that it returned."""
+    """An operation that reached a device, with its tensor arguments and results."""
 
     func: Any
     args: tuple[Any, ...]
@@ -192,7 +194,7 @@ class Call:
 
 
 class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The operations that reach a device."""
+    """Operations that reach a device."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -206,13 +208,13 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def described(tree: Any) -> list[Described]:
-    """Shape, strides and dtype of every tensor in a tree."""
+    """Return shape, strides and dtype of every tensor in a tree."""
     return [(tuple(t.shape), t.stride(), t.dtype) for t in pytree.tree_leaves(tree) if isinstance(t, Tensor)]
 
 
 @contextmanager
 def cuda_casts(low: torch.dtype) -> Iterator[None]:
-    """Torch's own autocast for CUDA, whose context manager turns itself off where there is no GPU."""
+    """Turn on torch's autocast for CUDA, whose context manager turns itself off without a GPU."""
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", low)
     try:
@@ -223,7 +225,9 @@ def cuda_casts(low: torch.dtype) -> Iterator[None]:
 
 
 def on_cuda(name: str, dtypes: Sequence[torch.dtype], low: torch.dtype) -> tuple[list[Any], Kernels, str]:
-    """The arguments of an operator, what reaches a fake `cuda` under torch's own autocast, and what is raised."""
+    """Return an operator's arguments, the calls that reach a fake `cuda` under torch's autocast, and the
+    exception.
+    """
     with (
         FakeTensorMode(allow_fallback_kernels=False),
         torch.no_grad(),
@@ -235,7 +239,7 @@ def on_cuda(name: str, dtypes: Sequence[torch.dtype], low: torch.dtype) -> tuple
 
 
 def raised(call: Callable[[], Any]) -> str:
-    """The words of the exception that a call raises; nothing where it returns."""
+    """Return the message of the exception that a call raises, or an empty text."""
     logging.disable(logging.CRITICAL)  # fake tensors log what they raise
     try:
         call()
@@ -247,7 +251,7 @@ def raised(call: Callable[[], Any]) -> str:
 
 
 def replayed(arguments: Sequence[Any], kernels: Kernels, own: Sequence[Any], device: torch.device) -> Any:
-    """The same operations again, one by one, without autocast, on `own` arguments, which are on `device`."""
+    """Replay the operations one by one, without autocast, on `own` arguments on `device`."""
     known = dict(zip(map(id, pytree.tree_leaves(arguments)), pytree.tree_leaves(own), strict=True))
     out = None
     for call in kernels.calls:

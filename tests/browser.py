@@ -1,4 +1,4 @@
-"""A page as a browser has it once its script has run."""
+"""A page in a browser after its script has run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.w
 
 
 def browsed(made: str, folder: Path, *, dark: bool = False) -> str:
-    """What a browser that asks for light or dark has made of a page; the test is skipped where there is none."""
+    """Return a page as a light or dark browser renders it; skip the test without a browser."""
     if CHROMIUM is None:
         pytest.skip("needs chromium")
     file = folder / "page.html"
@@ -26,7 +26,7 @@ def browsed(made: str, folder: Path, *, dark: bool = False) -> str:
 
 
 # A function of a page: every text, control and focused control with too little contrast (WCAG 2.2, 1.4.3 and 1.4.11),
-# and what a tabulator key does not reach. A text is held against what is painted beneath it.
+# and elements that the tab key does not reach. A text is compared with the colour painted beneath it.
 CONTRASTS = """
 const numbers = (text) => (text.match(/[0-9.]+(e-?[0-9]+)?/g) || []).map(Number);
 function colour(text) {  // red, green and blue from 0 to 1, and how opaque

@@ -1,6 +1,6 @@
-"""Plans with random decisions of all kinds, mixed: in every stage runs of layers that are recomputed, and saved tensors
-that are moved away, alone and in bundles, to hosts and peers, each for a share of the microbatches. Under endless
-schedules weights of all versions, optimizer state and gradients move too, and hosts update layers.
+"""Plans with random decisions of all kinds: every stage recomputes runs of layers and offloads saved tensors,
+alone and in bundles, to hosts and peers, each for a share of the microbatches. Under asynchronous schedules
+weights of all versions, optimizer state and gradients move too, and hosts update layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RUNS, MOVES = 3, 4  # of a stage, at most
 
 
 def compacted(plan: Plan, rng: Random) -> Plan:
-    """The plan with random decisions in every stage, instead of its own."""
+    """Replace the decisions of every stage by random ones."""
     plan, decisions = replace(plan, decisions=()), list[Decision]()
     for stage in range(len(plan.stages)):
         decisions += _runs(plan, stage, rng)
@@ -33,7 +33,9 @@ def compacted(plan: Plan, rng: Random) -> Plan:
 
 
 def _share(plan: Plan, rng: Random) -> Microbatches:
-    """A share of the microbatches; under an endless schedule, one that is the same in every step."""
+    """Draw a share of the microbatches; under an asynchronous schedule, one that is the same in every
+    step.
+    """
     count, every = plan.training.microbatches, rng.randint(1, 3)
     if plan.training.endless:
         every = rng.choice([number for number in range(1, count + 1) if count % number == 0])
@@ -41,12 +43,12 @@ def _share(plan: Plan, rng: Random) -> Microbatches:
 
 
 def _times(plan: Plan) -> list[int]:
-    """Values of `ahead` and `behind`; steps of an endless schedule may be reached over."""
+    """Draw values of `ahead` and `behind`; they may cross steps of an asynchronous schedule."""
     return [0, 0, 1, 2, 4] if plan.training.endless else [0, 0, 1, 2]
 
 
 def _meet(plan: Plan, one: Microbatches, other: Microbatches) -> bool:
-    """Whether two decisions are both for some microbatch."""
+    """Return whether two decisions share a microbatch."""
     return any(number in one and number in other for number in range(plan.training.microbatches))
 
 
@@ -54,7 +56,7 @@ def _meet(plan: Plan, one: Microbatches, other: Microbatches) -> bool:
 
 
 def _runs(plan: Plan, stage: int, rng: Random) -> list[Decision]:
-    """Short runs, which may follow directly on each other, and overlap where they are for different microbatches."""
+    """Draw short runs, which may be adjacent, and may overlap for different microbatches."""
     place, found = plan.stages[stage], list[Decision]()
     for _ in range(rng.randint(0, RUNS)):
         start = rng.randrange(place.start, place.stop)
@@ -74,17 +76,19 @@ def _runs(plan: Plan, stage: int, rng: Random) -> list[Decision]:
 
 
 def _repeatable(plan: Plan, layers: range) -> bool:
-    """Whether a second forward of these layers is like the first, and the loss's, which goes with the last of them."""
+    """Return whether a second forward of these layers equals the first; the loss belongs to the last
+    layer.
+    """
     costs = [plan.measurement.costs[layer] for layer in layers]
     costs += [plan.measurement.loss] if layers.stop == len(plan.profile.layers) else []
     return not any(cost.unrepeatable for cost in costs)
 
 
-# -------------------------------------------------------------------- moving
+# -------------------------------------------------------------------- offloading
 
 
 def _moves(plan: Plan, stage: int, runs: Sequence[Decision], rng: Random) -> Iterator[Decision]:
-    """Saved tensors that are moved, none for a microbatch for which a layer that saves it is recomputed."""
+    """Draw saved tensors to offload, none for a microbatch that recomputes a layer that saves it."""
     names = list(_names(plan, stage))
     rng.shuffle(names)
     for _ in range(rng.randint(0, MOVES)):
@@ -110,7 +114,9 @@ def _moves(plan: Plan, stage: int, runs: Sequence[Decision], rng: Random) -> Ite
 
 
 def _names(plan: Plan, stage: int) -> Iterator[tuple[tuple[int, int], Collection[int]]]:
-    """The saved tensors of a stage that may be moved, one for each storage, and the layers that save that storage."""
+    """Return the saved tensors of a stage that can be offloaded, one for each storage, and the layers that
+    save it.
+    """
     storages, place, seen = StageStorages.of(plan, stage), plan.stages[stage], set[int]()
     for layer in range(place.start, place.stop):
         for saved in plan.measured(stage).costs[layer].saved:
@@ -126,8 +132,8 @@ def _names(plan: Plan, stage: int) -> Iterator[tuple[tuple[int, int], Collection
 
 
 def _with_state(plan: Plan, rng: Random) -> Plan:
-    """The plan with weights and state moved too; gradients and the newest weights only where no layers share a
-    parameter, which parts of a stage could not.
+    """Return the plan with weights and state moved too; gradients and the newest weights only if no layers
+    share a parameter, which parts of a stage cannot handle.
     """
     alone: tuple[StateKind, ...] = ("optimizer", "gradients", "parameters")
     kinds = alone[:1] if plan.measurement.shared else alone
@@ -136,8 +142,8 @@ def _with_state(plan: Plan, rng: Random) -> Plan:
 
 
 def _may_move(plan: Plan, decision: Decision) -> bool:
-    """Whether a decision moves something else than parameters, or those of layers all of which are trained; and nothing
-    that replicas divide or have together.
+    """Return whether a decision moves something other than parameters, or parameters of trained layers only,
+    and nothing that replicas shard or share.
     """
     if not isinstance(decision.subject, State):
         return True
@@ -155,7 +161,9 @@ def _may_move(plan: Plan, decision: Decision) -> bool:
 
 
 def _versions(plan: Plan, rng: Random) -> Iterator[Decision]:
-    """In some stages that hold older weights, those of runs of layers move; where some are shared, those of all."""
+    """Move older weights of runs of layers in some stages that hold them; with shared parameters, those of
+    all layers.
+    """
     older = plan.stages[:-1] if plan.training.schedule == "pipedream" else plan.stages
     for number, stage in enumerate(older):
         avoid = range(stage.start, stage.stop) if plan.measurement.shared else inside_recomputed(plan, number)

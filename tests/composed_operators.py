@@ -1,6 +1,7 @@
-"""Operators that torch composes of others wherever a device has no kernel for them, and CUDA has one.
+"""Operators that torch composes from others on devices without a kernel for them, and that have a CUDA
+kernel.
 
-Read from the list of torch's operators, which comes with torchgen, beside torch in its wheel.
+Source: the list of torch's operators in torchgen, which is part of torch's wheel.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ COMPOSED = "CompositeImplicitAutograd"
 
 
 def with_a_kernel_for_cuda() -> set[str]:
-    """Their names, without those of forms that write into an argument."""
+    """Return their names, without variants that write into an argument."""
     entries = {entry.partition("(")[0]: entry for entry in LIST.read_text().split("\n- func: ")[1:]}
     found = set[str]()
     for name, entry in entries.items():
@@ -27,7 +28,7 @@ def with_a_kernel_for_cuda() -> set[str]:
 
 
 def _devices(entry: str) -> set[str]:
-    """The dispatch keys that have a kernel of an operator."""
+    """Return the dispatch keys that have a kernel of an operator."""
     table = re.search(r"\n  dispatch:\n((?:    .*\n)+)", entry)
     lines = table[1].splitlines() if table else []
     return {key.strip() for line in lines for key in line.partition(":")[0].split(",")}

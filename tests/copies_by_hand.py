@@ -1,4 +1,4 @@
-"""An oracle for master weights: a plain loop that keeps the float32 copies of a half-precision module by hand."""
+"""Oracle for master weights: a plain loop that keeps the float32 copies of a half-precision module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FIRST_SCALE = 2.0**16  # of the loss, in float16
 
 
 class ByHand:
-    """Plain training of a half-precision module whose float32 copies are kept by hand."""
+    """Plain training of a half-precision module with explicit float32 copies."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class ByHand:
         self.norm = 0.0
 
     def step(self, batch: tuple[Tensor, Tensor]) -> bool:
-        """One step; whether it was skipped."""
+        """Take one step; return whether it was skipped."""
         inputs, targets = (part.to(self.dtype) if part.is_floating_point() else part for part in batch)
         size = len(inputs) // self.microbatches
         for x, y in zip(inputs.split(size), targets.split(size), strict=True):

@@ -1,6 +1,6 @@
-"""Fetches torch's CUDA build and NVIDIA's headers, for tools that run them over libraries of ours.
+"""Download of torch's CUDA build and NVIDIA's headers, for tools that run pipefit's libraries against them.
 
-Half a gigabyte, with pip, which has to reach an index with torch's CUDA build.
+Downloads half a gigabyte with pip, from an index with torch's CUDA build.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ PACKAGES = ("torch==2.13.0", "nvidia-cuda-runtime==13.0.96", "nvidia-cuda-crt==1
 
 
 def run(line: str) -> str:
-    """What a command prints, which has to succeed."""
+    """Return the output of a command, which must succeed."""
     return subprocess.run(shlex.split(line), check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def fetched(folder: Path, wanted: Callable[[str], bool]) -> Path:
-    """The folder, into which the files of the packages that are `wanted` have been unpacked, unless they are there."""
+    """Return the folder with the unpacked files of the `wanted` packages; unpack them if missing."""
     library = folder / "torch/lib/libc10_cuda.so"
     if not library.exists():
         with tempfile.TemporaryDirectory() as wheels:

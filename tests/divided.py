@@ -24,7 +24,9 @@ WIDTH, WIDER = 8, 64
 
 
 class Wide(nn.Module):
-    """Two products with a wider value between them, of which every rank has a part; a residual, a norm, and draws."""
+    """Two products with a wider value between them, a part of it on every rank; a residual, a norm, and
+    draws.
+    """
 
     def __init__(self, *, dropout: float = 0.3) -> None:
         super().__init__()
@@ -36,7 +38,7 @@ class Wide(nn.Module):
 
 
 class Normed(nn.Module):
-    """The same with statistics of the samples for every channel, of which a rank has its own, and a buffer besides."""
+    """The same with statistics of the samples for every channel, local to a rank, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +55,7 @@ class Normed(nn.Module):
 
 
 class Again(nn.Module):
-    """Uses the products of another layer, and one of its own."""
+    """A module that reuses the products of another layer, and adds one."""
 
     def __init__(self, tied: Wide) -> None:
         super().__init__()
@@ -64,12 +66,12 @@ class Again(nn.Module):
 
 
 def dropped() -> list[nn.Module]:
-    """Layers with draws, of divided values and of whole ones."""
+    """Build layers with draws, of divided values and of whole ones."""
     return [Wide(), Wide(), nn.Tanh(), Wide(dropout=0.1), Wide(), nn.Linear(WIDTH, 4)]
 
 
 def still() -> list[nn.Module]:
-    """Layers without draws or statistics, whose numbers are the same in any slices."""
+    """Build layers without draws or statistics, whose numbers do not depend on the local batch."""
     return [
         Wide(dropout=0.0),
         Wide(dropout=0.0),
@@ -81,12 +83,12 @@ def still() -> list[nn.Module]:
 
 
 def normed() -> list[nn.Module]:
-    """Layers with statistics, buffers and constants."""
+    """Build layers with statistics, buffers and constants."""
     return [Wide(dropout=0.0), Normed(), nn.Tanh(), Normed(), Wide(dropout=0.0), nn.Linear(WIDTH, 4)]
 
 
 def tied() -> list[nn.Module]:
-    """The first layer and one of the last share two weights."""
+    """Build layers, the first and one of the last share two weights."""
     first = Wide(dropout=0.0)
     return [first, nn.Tanh(), Wide(), nn.Tanh(), Again(first), nn.Linear(WIDTH, 4)]
 
@@ -96,13 +98,13 @@ MODELS: dict[str, Callable[[], Sequence[nn.Module]]] = {"dropped": dropped, "nor
 
 
 def divided(name: str, **settings: Any) -> Task:
-    """A task in float64 of one of the models."""
+    """Return a float64 task with one of the models."""
     chosen: dict[str, Any] = {"optimizer": partial(torch.optim.AdamW, lr=0.01)} | settings
     return Task(partial(_built, name), batch=batch, loss=F.mse_loss, name=name, **chosen)
 
 
 def batch(size: int) -> tuple[Tensor, Tensor]:
-    """Made-up regression data, in which every number counts."""
+    """Return made-up regression data in which every number counts."""
     return torch.randn(size, WIDTH, dtype=torch.float64), torch.randn(size, 4, dtype=torch.float64)
 
 
@@ -112,7 +114,7 @@ def _built(name: str) -> nn.Sequential:
 
 @cache
 def profiled(name: str) -> ModelProfile:
-    """The profile of a model with momentum, at the sizes of all slices, whole and divided."""
+    """Return the profile of a model with momentum, at the sizes of all local batches, whole and divided."""
     task = divided(name, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     return profile(task, microbatch_size=(12, 6, 4), tensor=(1, 2, 4))
 
@@ -129,8 +131,8 @@ def grid_plan(
     rng: Random | None = None,
     **training: Any,
 ) -> Plan:
-    """A plan with a stage between every two edges, on as many devices as its degrees say, in their order or as `rng`
-    deals them. The profile's first size is that of microbatches.
+    """Return a plan with a stage between every two edges, on as many devices as its degrees require, in order
+    or shuffled by `rng`. The profile's first size is that of microbatches.
     """
     size, counts = profiled.measurements[0].microbatch_size, [data * tensor for data, tensor in degrees]
     devices = list(range(sum(counts)))

@@ -1,4 +1,4 @@
-"""Calls in a process of their own: what follows fake GPUs, for tests that train on real ones before and after."""
+"""Calls in a separate process: code for fake GPUs in tests that train on real ones before and after."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ P, T = ParamSpec("P"), TypeVar("T")
 
 
 def elsewhere(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-    """What `function` returns in a process that is used for nothing else; everything has to be pickled."""
+    """Return the result of `function` from a fresh process; arguments and result must be picklable."""
     return _process().submit(function, *arguments, **options).result()
 
 

@@ -1,4 +1,4 @@
-"""Steps of an endless schedule as one program, for oracles that know nothing of steps."""
+"""Steps of an asynchronous schedule as one program, for oracles without the notion of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipefit.schema.program import Program, joined
 
 
 def one_program(plan: Plan, sizes: Sequence[int], *, drained: bool = False) -> Program:
-    """Steps of so many microbatches, one after the other, with a drain behind them if `drained`."""
+    """Return a program of consecutive steps with these numbers of microbatches, then a drain if `drained`."""
     parts = [
         lower(plan, microbatches=size, entered=sum(sizes[:step]), steps=step)
         for step, size in enumerate(sizes)

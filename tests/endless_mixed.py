@@ -1,4 +1,4 @@
-"""One plan for endless schedules with decisions of all kinds."""
+"""A plan for asynchronous schedules with decisions of all kinds."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tiny import plan_of
 
 
 def mixed(schedule: str, microbatches: int = 4) -> Plan:
-    """Three stages and a lender: tensors, optimizer state and gradients move to peers and the host, runs are recomputed
-    early, the host updates layers, weights of all versions move too.
+    """Build three stages and a lender: tensors, optimizer state and gradients move to peers and the host,
+    runs are recomputed early, the host updates layers, and weights of all versions move too.
     """
     plan = plan_of(make_chain(), [2, 2, 2], microbatches=microbatches, schedule=schedule, devices=4)
     decisions = [
@@ -34,11 +34,11 @@ def mixed(schedule: str, microbatches: int = 4) -> Plan:
 
 
 def moved(stage: int, subject: SavedTensors | State, place: str, **when: Any) -> Decision:
-    """Something is offloaded."""
+    """Return whether something is offloaded."""
     return Decision(stage=stage, subject=subject, what=What.OFFLOAD, place=parse_place(place), **when)
 
 
 def updated_on_the_host(stage: int, start: int, stop: int) -> Decision:
-    """Layers are updated on the host."""
+    """Return whether layers are updated on the host."""
     subject = State(start=start, stop=stop, kind="optimizer")
     return Decision(stage=stage, subject=subject, what=What.UPDATE, place=parse_place("host"))

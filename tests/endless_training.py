@@ -1,4 +1,6 @@
-"""Training under endless schedules, by pipefit and by a replay with old weights kept aside, compared bit by bit."""
+"""Training under asynchronous schedules, by pipefit and by a replay that keeps old weights, compared bit by
+bit.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 class Recurrent(nn.Module):
-    """An LSTM, which keeps a list of its parameters besides its attributes."""
+    """An LSTM, which keeps a list of its parameters in addition to its attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +43,7 @@ class Recurrent(nn.Module):
 
 @cache
 def convolutions() -> Task:
-    """Convolutions, batch norm, dropout and layers that work in place."""
+    """Build convolutions, batch norm, dropout and in-place layers."""
     return Task(
         lambda: nn.Sequential(
             *(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout(0.3)),
@@ -55,26 +57,26 @@ def convolutions() -> Task:
 
 
 def tied() -> list[nn.Module]:
-    """Two linear layers with one weight, beside others."""
+    """Build two linear layers with one weight, and others."""
     first, last = nn.Linear(8, 8), nn.Linear(8, 8)
     last.weight = first.weight
     return [first, nn.Tanh(), last, nn.LayerNorm(8), nn.Dropout(0.2), nn.Linear(8, 4)]
 
 
 def perceptrons() -> list[nn.Module]:
-    """Layers with and without parameters, one of them frozen."""
+    """Build layers with and without parameters, one of them frozen."""
     frozen = nn.Linear(8, 8).requires_grad_(False)
     return [nn.Linear(8, 8), nn.Tanh(), frozen, nn.LayerNorm(8), Recurrent(), nn.Linear(8, 4)]
 
 
 def attention() -> list[nn.Module]:
-    """Attention, views, and activations in place."""
+    """Build attention, views, and in-place activations."""
     head = nn.Unflatten(1, (4, 4)), nn.Conv1d(4, 4, 3, padding=1), nn.Flatten(), nn.Linear(16, 4)
     return [nn.Linear(8, 16), nn.LayerNorm(16), Attention(16), nn.SiLU(inplace=True), *head]
 
 
 class Skipping(nn.Module):
-    """Convolutions with batch norm, and skips across them, that no list of layers could be written for."""
+    """Convolutions with batch norm and skips across them, which cannot be a list of layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +93,7 @@ class Skipping(nn.Module):
 
 @cache
 def skipping() -> Task:
-    """A model that is traced."""
+    """Build a traced model."""
     return Task(
         Skipping,
         batch=lambda size: (torch.randn(size, 2, 6, 6), torch.randint(0, 3, (size,))),
@@ -110,12 +112,14 @@ TASKS: dict[str, Callable[[], Task]] = {
 
 
 def halving(optimizer: torch.optim.Optimizer) -> Any:
-    """A learning rate that halves with every update."""
+    """Return a learning rate that halves with every update."""
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 
 class Gradients:
-    """The gradients of every update of every stage of a trainer, whole or run by run, on the device or on the host."""
+    """Gradients of every update of every stage of a trainer, whole or per run, on the device or on the
+    host.
+    """
 
     def __init__(self, trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
         self.found: dict[int, list[list[Tensor]]] = {stage.start: [] for stage in trainer.stages}
@@ -158,7 +162,7 @@ def trained(
     drains: Sequence[int],
     patch: pytest.MonkeyPatch,
 ) -> Numbers:
-    """The same training by pipefit, all devices in this process."""
+    """Train by pipefit, with all devices in this process."""
     trainer = Trainer(task, plan, seed=SEED)
     watch = Gradients(trainer, patch)
     losses: dict[tuple[int, int], float] = {}
@@ -178,7 +182,7 @@ def trained(
 
 
 def batches_of(task: Task, sizes: Sequence[int]) -> list[tuple[Any, Any]]:
-    """Batches of so many samples."""
+    """Return batches of these sizes."""
     found = []
     for step, size in enumerate(sizes):
         torch.manual_seed(100 + step)
@@ -187,7 +191,7 @@ def batches_of(task: Task, sizes: Sequence[int]) -> list[tuple[Any, Any]]:
 
 
 def differences(ours: Numbers, plain: Numbers) -> list[str]:
-    """What is not equal, bit by bit."""
+    """Return all differences, bit by bit."""
     found = [] if ours.losses == plain.losses else [f"losses {ours.losses} and {plain.losses}"]
     for stage, (one, other) in enumerate(zip(ours.gradients, plain.gradients, strict=True)):
         if len(one) != len(other):

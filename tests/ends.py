@@ -18,7 +18,7 @@ STEP = 1  # the one in which it happens; everything has been done once before
 
 
 def make_ending(how: str, device: int, action: str) -> Task:
-    """Called in a worker: from now on, its training ends as it comes to this action in the second step."""
+    """End training in this worker when it reaches this action in the second step."""
     original = DeviceRunner._timed
 
     def timed(self: DeviceRunner, done: Action, text: str, stream: Stream) -> None:

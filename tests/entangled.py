@@ -1,4 +1,4 @@
-"""A model of which no part can be cut off: two of its values share memory, and one is written into."""
+"""A model that cannot be cut: two of its values share memory, and one is written into."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class Twice(nn.Linear):
-    """Returns its result twice, once as a view of the other."""
+    """A module that returns its result twice, once as a view of the other."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         made = super().forward(x)
@@ -14,7 +14,7 @@ class Twice(nn.Linear):
 
 
 class Entangled(nn.Module):
-    """A view of what the first layer computes is written into after the second has used it."""
+    """A model that writes into a view of the first layer's output after the second layer has used it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def _attention_bias(p: nn.ParameterList, x: Tensor) -> Tensor:
-    """A bias as EVA, BEiT and Swin v2 put it together: queries, zeros, values."""
+    """Build an attention bias as in EVA, BEiT and Swin v2: queries, zeros, values."""
     bias = torch.cat((p[0][0], torch.zeros_like(p[0][0]), p[1][0]))
     return F.linear(x, torch.cat((p[0], p[1], p[2])), bias)[..., 8:16] + x
 
@@ -75,7 +75,7 @@ class Entwined(nn.Module):
 
 
 def entwined(names: Sequence[str], *, optimizer: str = "momentum", traced: bool = False) -> Task:
-    """A task of such layers between linear ones: a chain, or one module that is traced."""
+    """Return a task with such layers between linear ones: a chain, or one traced module."""
 
     def build() -> nn.Module:
         layers = [part for name in names for part in (nn.Linear(8, 8).double(), Entwined(name))]
@@ -89,7 +89,7 @@ def entwined(names: Sequence[str], *, optimizer: str = "momentum", traced: bool 
 
 
 def plain(task: Task, data: Sequence[Batch], *, clip_norm: float | None = None) -> dict[str, Tensor]:
-    """Plain training from seed 0, each batch as a whole, with gradients that autograd does not add to any other."""
+    """Train plainly from seed 0 with whole batches, without gradient accumulation by autograd."""
     torch.manual_seed(0)
     module = task.build()
     parameters = list(module.parameters())

@@ -1,4 +1,4 @@
-"""Every plan there is for a small question, of which the simulator says the peak: cuts, replicas, what they divide."""
+"""All plans for a small question, with simulated peaks: cuts, replicas, and sharding choices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IN_BLOCKS = ("gradients", "parameters")  # of which planners divide a stage in a
 def every_plan(
     profile: ModelProfile, cluster: Cluster, how: Training, recompute: Recompute = "never"
 ) -> Iterator[Plan]:
-    """All cuts, replicas of every stage, and all that they may divide, on devices in their order."""
+    """Yield all cuts, replicas of every stage, and sharding choices, on devices in order."""
     layers, most = len(profile.layers), len(cluster.devices)
     sizes = {one.microbatch_size for one in profile.measurements}
     degrees = [
@@ -62,7 +62,7 @@ def _written(
 
 
 def simulated(plans: Iterator[Plan]) -> Iterator[Simulation]:
-    """Those that can be carried out."""
+    """Return the plans that can run."""
     for one in plans:
         try:
             found = Simulation(one)

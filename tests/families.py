@@ -61,7 +61,7 @@ BY_NAME = (
 
 
 def by_name(name: str) -> Task:
-    """`hf:NAME`, small."""
+    """Return small `hf:NAME`."""
     transformers = sys.modules.get("transformers") or __import__("transformers")
     plain = transformers.AutoConfig.for_model(name)
     chosen = {plain.attribute_map.get(key, key): value for key, value in SMALL.items()}
@@ -78,7 +78,9 @@ def of_class(
     loss: Callable[[Any, Any], Any] | None = None,
     **settings: Any,
 ) -> Task:
-    """A class of transformers, of a configuration with these settings, with its own loss or another."""
+    """Build a class of transformers from a configuration with these settings, with its own loss or
+    another.
+    """
     import transformers
 
     made = getattr(transformers, config)(**settings)
@@ -86,7 +88,7 @@ def of_class(
 
 
 def becomes(make: Callable[[], Task]) -> str:
-    """What becomes of a task, as the cells of its row: layers, blocks, how exact they are; or why it is refused."""
+    """Return a task's row: layers, blocks and exactness, or the reason for its refusal."""
     try:
         whole = built(make(), seed=0)
         batches = [sample(whole, 2, seed=seed) for seed in (0, 1)]
@@ -100,7 +102,7 @@ def becomes(make: Callable[[], Task]) -> str:
 
 
 def split(text: str) -> tuple[str, dict[str, str], str]:
-    """The page before the rows of the table, these by family, and what is behind them."""
+    """Split the page: text before the rows of the table, the rows by family, and the text after them."""
     before, _, rest = text.partition(HEAD)
     lines = list(takewhile(lambda line: line.startswith("| "), rest.splitlines(keepends=True)))
     cells = (line[2:].partition(" | ") for line in lines)
@@ -112,13 +114,13 @@ def split(text: str) -> tuple[str, dict[str, str], str]:
 
 
 def page_with(text: str, rows: Mapping[str, str]) -> str:
-    """The page with these rows instead of those of the same families, in the order of `ALL`."""
+    """Return the page with these rows in place of the same families' rows, in the order of `ALL`."""
     before, known, behind = split(text)
     known |= rows
     return before + "".join(f"| {name} | {known[name]} |\n" for name in ALL if name in known) + behind
 
 
-# -------------------------------------------------------------------- by their classes
+# -------------------------------------------------------------------- by class
 
 
 def _noise(*shape: int) -> Callable[[int], torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Faults of workers, made to happen in every worker and phase; the tables of docs/faults.md are made of them.
+"""Faults of workers in every worker and phase; source of the tables in docs/faults.md.
 
 PYTHONPATH=src:tests:benchmarks python -m faults
 """
@@ -57,7 +57,7 @@ TITLE = "seconds to the end, steps lost"
 
 
 def plan_on(data: int, tensor: int) -> Plan:
-    """The same in a single stage, which replicas and shards share."""
+    """Return the same plan as a single stage, which replicas and shards share."""
     profiled = profile(faulty("raises", "never", 0, STEP), microbatch_size=(2, 1), tensor=(1, 2))
     return grid_plan(profiled, [0, 6], [(data, tensor)], microbatches=4)
 
@@ -65,7 +65,7 @@ def plan_on(data: int, tensor: int) -> Plan:
 def suffered(
     folder: Path, fault: str, place: str, worker: int, plan: Plan | None = None
 ) -> tuple[str, float]:
-    """What training says of a fault, and how many seconds after it all is over."""
+    """Return the message of training after a fault, and the seconds until everything has ended."""
     stage = worker if plan is None else 0
     at = place if place in ("start", "batch", "save") else f"{stage}{place}"
     happened = folder / "happened"
@@ -89,7 +89,9 @@ def suffered(
 
 
 def assert_named(folder: Path, fault: str, place: str, worker: int, plan: Plan | None = None) -> None:
-    """The worker, where it was, how far training came and what is saved; no process is left, soon."""
+    """Assert that the message names the worker, its phase, the training's progress and the checkpoint, and
+    that no process is left soon after.
+    """
     said, seconds = suffered(folder, fault, place, worker, plan)
     stage = worker if plan is None else 0
     where = PLACES[place][1].format(worker=stage)
@@ -125,13 +127,13 @@ EXCHANGES = {"replicas": ("0REDUCE", "0WAIT_REDUCE"), "pipedream": ("0SEND_F1", 
 
 @cache
 def plan_named(name: str) -> Plan:
-    """Two replicas of a stage, or two stages under an asynchronous schedule."""
+    """Return two replicas of a stage, or two stages under an asynchronous schedule."""
     return plan_on(2, 1) if name == "replicas" else plan_for("dropout", name, SPLIT)
 
 
 @cache
 def losses_of(name: str, folder: Path, steps: int = 9) -> list[float]:
-    """The losses of one process that nobody disturbs, which saves at the same steps."""
+    """Return the losses of one undisturbed process that saves at the same steps."""
     trainer, losses = Trainer(named("dropout"), plan_named(name), seed=SEED, numbers=False), list[float]()
     for step in range(steps):
         torch.manual_seed(SEED + step)
@@ -142,8 +144,8 @@ def losses_of(name: str, folder: Path, steps: int = 9) -> list[float]:
 
 
 def assert_survived(folder: Path, name: str, phase: str, worker: int) -> None:
-    """A worker is killed once in a phase, and the training starts again: its losses are those of one that nobody has
-    disturbed; or all of its steps were done and saved, and it says so.
+    """Assert that training restarts after a worker is killed once in a phase, with the losses of an
+    undisturbed run; or that all steps were done and saved, with a message that says so.
     """
     stage = 0 if name == "replicas" else worker
     place = KILLS[phase].format(stage=stage) or EXCHANGES[name][worker]
@@ -179,14 +181,14 @@ def assert_survived(folder: Path, name: str, phase: str, worker: int) -> None:
 
 
 def lost(said: str) -> int:
-    """Steps that are to be trained again, as a failure tells."""
+    """Return the steps to train again, as a failure reports them."""
     found = re.search(r"steps done: (\d+), last saved: (none|\d+)", said)
     assert found is not None, said
     return int(found[1]) - (0 if found[2] == "none" else int(found[2]))
 
 
 def table() -> str:
-    """Every fault in every phase: the seconds and the steps lost of the worker for which they are worse."""
+    """Return every fault in every phase: seconds and lost steps for the worker with the worse result."""
     found = dict[tuple[str, str], list[tuple[float, int]]]()
     for fault, place, worker in product(FAULTS, PLACES, (0, 1)):
         with tempfile.TemporaryDirectory() as folder:

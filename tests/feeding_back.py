@@ -1,4 +1,6 @@
-"""Layers whose forwards change buffers and compute with them, and layers that cannot run twice for other reasons."""
+"""Layers that change buffers in the forward and compute with them, and layers that cannot run twice for other
+reasons.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ WIDTH = 6
 
 
 class Average(nn.Module):
-    """A linear layer that subtracts a moving average of what it has seen; or keeps one for later."""
+    """A linear layer that subtracts a moving average of its inputs, or keeps one for later."""
 
     def __init__(self, *, reads: bool = True) -> None:
         super().__init__()
@@ -25,7 +27,7 @@ class Average(nn.Module):
         self.register_buffer("average", torch.zeros(WIDTH))
 
     def update(self, mean: Tensor) -> None:
-        """In place."""
+        """Update in place."""
         self.average.lerp_(mean, 0.1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -35,15 +37,15 @@ class Average(nn.Module):
 
 
 class Replaced(Average):
-    """It becomes another tensor in each forward."""
+    """A buffer that each forward replaces by another tensor."""
 
     def update(self, mean: Tensor) -> None:
-        """Out of place."""
+        """Update out of place."""
         self.average = 0.9 * self.average + 0.1 * mean
 
 
 class ReplacedAfterwards(Average):
-    """What was there before is saved for the backward, and another tensor takes its place."""
+    """A buffer whose old value is saved for the backward before another tensor replaces it."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
@@ -53,15 +55,15 @@ class ReplacedAfterwards(Average):
 
 
 class BehindTorch(Average):
-    """It is changed through `.data`, which autograd does not see."""
+    """A buffer changed through `.data`, invisible to autograd."""
 
     def update(self, mean: Tensor) -> None:
-        """In place."""
+        """Update in place."""
         self.average.data.mul_(0.9).add_(mean, alpha=0.1)
 
 
 class Saved(Average):
-    """The average is a factor, so that the backward needs it as it was."""
+    """An average used as a factor, so that the backward needs its old value."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
@@ -87,7 +89,7 @@ class Rows(nn.Module):
 
 
 class Observed(nn.Module):
-    """Rounds what it is given to 8 bits between moving averages of the lowest and the highest value."""
+    """Rounding to 8 bits between moving averages of the lowest and the highest input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +109,7 @@ class Observed(nn.Module):
 
 
 class ScaledGradient(torch.autograd.Function):
-    """The identity, whose gradient has another size."""
+    """The identity with a scaled gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
@@ -120,7 +122,7 @@ class ScaledGradient(torch.autograd.Function):
 
 
 class GradientAlone(Average):
-    """Only its gradient depends on the average."""
+    """A layer in which only the gradient depends on the average."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
@@ -130,7 +132,7 @@ class GradientAlone(Average):
 
 
 class Twice(nn.Module):
-    """An average and batch norm beside each other."""
+    """An average and batch norm, applied in parallel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,28 +144,28 @@ class Twice(nn.Module):
 
 
 def spectral() -> nn.Module:
-    """The one of torch.nn.utils.parametrizations."""
+    """Build the spectral norm of torch.nn.utils.parametrizations."""
     return parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
 
 
 def old_spectral() -> nn.Module:
-    """The one of torch.nn.utils, whose weight is an attribute that each forward replaces."""
+    """Build the spectral norm of torch.nn.utils, whose weight is an attribute that each forward replaces."""
     return spectral_norm(nn.Linear(WIDTH, WIDTH))
 
 
 def fused_observer() -> nn.Module:
-    """torch's own moving averages of the lowest and highest value, and rounding, in one operation."""
+    """Build torch's fused observer: moving averages of the lowest and highest value, and rounding."""
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), FusedMovingAvgObsFakeQuantize())
 
 
 def observer() -> nn.Module:
-    """The same in torch's older form, which asks whether it is the first call, and whether it is to observe."""
+    """Build torch's older observer, which checks for the first call and for whether to observe."""
     observe = MovingAverageMinMaxObserver.with_args(averaging_constant=0.5)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), FakeQuantize(observer=observe, quant_min=0, quant_max=255))
 
 
 class Started(nn.Module):
-    """Divides by what the first microbatch deviates by, and by an average of it from then on."""
+    """Division by the deviation of the first microbatch, then by a moving average of deviations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +182,7 @@ class Started(nn.Module):
         return x / self.scale
 
 
-# By name: the layer, the names of its buffers that feed back, and how it may be a part of a model
+# By name: the layer, the names of its buffers that feed back, and the supported model forms
 FEEDING_BACK: dict[str, tuple[Callable[[], nn.Module], set[str], tuple[bool, ...]]] = {
     "average": (Average, {"average"}, (False, True)),
     "replaced": (Replaced, {"average"}, (False, True)),
@@ -220,7 +222,7 @@ FEEDING_BACK: dict[str, tuple[Callable[[], nn.Module], set[str], tuple[bool, ...
 
 
 class Wrapped(nn.Module):
-    """A model that is traced, with one part in the middle."""
+    """A traced model with one part in the middle."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
@@ -231,7 +233,7 @@ class Wrapped(nn.Module):
 
 
 def task_with(build: Callable[[], nn.Module], *, by_hand: bool) -> Task:
-    """A task of a few layers with this one among them, as a chain by hand or a model that is traced."""
+    """Return a task of a few layers including this one, as a manual chain or a traced model."""
 
     def model() -> nn.Module:
         if not by_hand:

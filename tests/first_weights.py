@@ -1,4 +1,6 @@
-"""Tasks whose workers write down what they needed to start: what `tests/runtime/test_initial_weights.py` trains."""
+"""Tasks whose workers write down their memory at start, trained by
+`tests/runtime/test_initial_weights.py`.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,12 @@ WIDTH = 6
 
 
 def still(parameters: Any) -> torch.optim.Optimizer:
-    """An optimizer that changes nothing, so that a checkpoint has the first weights."""
+    """Return an optimizer that changes nothing, so that a checkpoint has the first weights."""
     return torch.optim.SGD(parameters, lr=0.0)
 
 
 def batch(width: int, samples: int) -> tuple[Tensor, Tensor]:
-    """Made-up regression data."""
+    """Return made-up regression data."""
     return torch.randn(samples, width), torch.randn(samples, width)
 
 
@@ -36,7 +38,7 @@ def batch(width: int, samples: int) -> tuple[Tensor, Tensor]:
 
 
 class Stack(nn.Module):
-    """Large layers in a module that is traced."""
+    """Large layers in a traced module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,19 +51,19 @@ class Stack(nn.Module):
 
 
 def frozen(number: int) -> nn.Linear:
-    """A layer whose weight has no gradient, so that training takes little beside the weights."""
+    """Build a layer with a frozen weight, so that training needs little memory in addition to the weights."""
     made = nn.Linear(WIDE, WIDE)
     made.weight.requires_grad_(requires_grad=False)
     return made
 
 
 def by_hand() -> nn.Sequential:
-    """The same large layers by hand."""
+    """Build the same large layers as a manual chain."""
     return nn.Sequential(*map(frozen, range(8)))
 
 
 def watched(build: Callable[[], nn.Module], folder: str) -> Task:
-    """A task of large layers; each worker writes down by how much its memory had grown when its layers were there."""
+    """Return a task of large layers; each worker writes down its memory growth after building its layers."""
     before = _highest_bytes()
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -73,7 +75,7 @@ def watched(build: Callable[[], nn.Module], folder: str) -> Task:
 
 
 def _highest_bytes() -> int:
-    """The most memory that this process has had so far."""
+    """Return the highest memory of this process so far."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) << 10
@@ -83,7 +85,7 @@ def _highest_bytes() -> int:
 
 
 class Odd(nn.Module):
-    """A layer that holds tensors in all the ways there are, each of random numbers."""
+    """A layer that holds random tensors in all possible ways."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +120,7 @@ class Tied(nn.Module):
 
 
 class Closed(nn.Linear):
-    """A layer that holds a random tensor where only a function of C knows of it."""
+    """A layer with a random tensor reachable only from a C function."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -140,7 +142,7 @@ class Aliased(nn.Linear):
 
 
 def sequence_of(kind: Callable[[], nn.Module]) -> nn.Sequential:
-    """A few layers of one kind, by hand."""
+    """Build a manual chain of a few layers of one kind."""
     return nn.Sequential(*(kind() for _ in range(4)))
 
 
@@ -152,31 +154,33 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
 
 
 def odd(name: str) -> Task:
-    """A task of one of the odd models."""
+    """Return a task with one of the odd models."""
     return Task(BUILDERS[name], batch=partial(batch, WIDTH), loss=F.mse_loss, optimizer=still)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    """An optimizer that changes weights in place."""
+    """Return an optimizer that changes weights in place."""
     return torch.optim.SGD(parameters, lr=0.5)
 
 
 def aliased() -> Task:
-    """A task of layers that have a buffer in their weight."""
+    """Return a task of layers that have a buffer in their weight."""
     return Task(partial(sequence_of, Aliased), batch=partial(batch, WIDTH), loss=F.mse_loss, optimizer=sgd)
 
 
-# -------------------------------------------------------------------- modules that exist
+# -------------------------------------------------------------------- existing modules
 
 
 def tied() -> list[nn.Module]:
-    """Layers of which the first and another one share two weights."""
+    """Build layers; the first shares two weights with another one."""
     first = divided.Wide(dropout=0.0)
     return [first, nn.Tanh(), divided.Again(first), nn.Linear(divided.WIDTH, 4)]
 
 
 def existing(layers: Callable[[], list[nn.Module]], *, seeded: bool = False) -> Task:
-    """A task whose module is there already, of random weights; others in each worker if `seeded` by its number."""
+    """Return a task with an existing module of random weights; other weights in each worker if `seeded` by
+    its number.
+    """
     if seeded:
         name = mp.current_process().name
         torch.manual_seed(int(name.rpartition("-")[2]) if name.startswith("pipefit-worker") else 0)
@@ -184,5 +188,5 @@ def existing(layers: Callable[[], list[nn.Module]], *, seeded: bool = False) -> 
 
 
 def slow(parameters: Any) -> torch.optim.Optimizer:
-    """An optimizer under which no model diverges."""
+    """Return an optimizer with which no model diverges."""
     return torch.optim.SGD(parameters, lr=0.02)

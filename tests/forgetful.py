@@ -1,6 +1,7 @@
-"""Models that a trace does not see through: each computes something else as a chain, unless it is refused.
+"""Models with state or effects that a trace loses: a chain would compute something else, unless it is
+refused.
 
-All are three linear layers; what they do between the first two is the point.
+All are three linear layers; they differ between the first two.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ def batch(size: int) -> tuple[Tensor, Tensor]:
 
 
 def task_of(model: Callable[[], nn.Module], **options: Any) -> Task:
-    """A task of one of these models."""
+    """Return a task with one of these models."""
     return Task(model, batch=batch, loss=F.cross_entropy, name="forgetful", **options)
 
 
-# -------------------------------------------------------------------- what lasts from one call to the next
+# -------------------------------------------------------------------- state between calls
 
 
 class Remembering(Layered):
-    """Truncated backpropagation: adds what the call before left in an attribute."""
+    """Truncated backpropagation: a model that adds an attribute set by the previous call."""
 
     left: Tensor | None = None
 
@@ -57,7 +58,7 @@ class Remembering(Layered):
 
 
 class SetAtFirst(Layered):
-    """Divides by a scale that the first call computes from its data."""
+    """Division by a scale that the first call computes from its data."""
 
     scale: Tensor | None = None
 
@@ -68,7 +69,7 @@ class SetAtFirst(Layered):
 
 
 class Growing(Layered):
-    """Multiplies by the length of a list that grows."""
+    """Multiplication by the length of a growing list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ class Growing(Layered):
 
 
 class CountingOutside(Layered):
-    """Multiplies by a count in a closure."""
+    """Multiplication by a count in a closure."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +99,7 @@ class CountingOutside(Layered):
 
 
 def remembering() -> Task:
-    """For the command line."""
+    """Build a task for the command line."""
     return task_of(Remembering)
 
 
@@ -106,7 +107,7 @@ def remembering() -> Task:
 
 
 class Seeding(Layered):
-    """Seeds torch's generator itself, for noise that is always the same."""
+    """A model that seeds torch's generator for constant noise."""
 
     def between(self, x: Tensor) -> Tensor:
         torch.manual_seed(5)
@@ -114,14 +115,14 @@ class Seeding(Layered):
 
 
 class Exporting(Layered):
-    """Does something else while it is exported."""
+    """A model that behaves differently during export."""
 
     def between(self, x: Tensor) -> Tensor:
         return 2 * x if torch.compiler.is_exporting() else x
 
 
 class Elsewhere(Layered):
-    """Can be traced, and cannot run on the CPU."""
+    """A model that can be traced but not run on the CPU."""
 
     def between(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_exporting():
@@ -129,11 +130,13 @@ class Elsewhere(Layered):
         return x
 
 
-# -------------------------------------------------------------------- refused while they are traced
+# -------------------------------------------------------------------- refused during the trace
 
 
 class Counting(Layered):
-    """Acts from the thousandth call on: no two microbatches show it. The count begins in the class."""
+    """A model that changes from the thousandth call on, beyond any two microbatches. The count starts in the
+    class.
+    """
 
     calls = 0
 
@@ -143,7 +146,7 @@ class Counting(Layered):
 
 
 class Annealing(Layered):
-    """Divides by a temperature that falls."""
+    """Division by a falling temperature."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,21 +158,21 @@ class Annealing(Layered):
 
 
 class PythonDraws(Layered):
-    """Leaves out the scaling at random, by Python's generator."""
+    """Scaling that Python's generator skips at random."""
 
     def between(self, x: Tensor) -> Tensor:
         return x if random.random() < 0.5 else 2 * x
 
 
 class NumpyDraws(Layered):
-    """Noise of numpy's."""
+    """Noise from numpy."""
 
     def between(self, x: Tensor) -> Tensor:
         return x + float(np.random.rand())
 
 
 class Hiding(Layered):
-    """A list, of which nn.Module does not know, holds a layer."""
+    """A layer in a plain list, unknown to nn.Module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +183,7 @@ class Hiding(Layered):
 
 
 class PuttingData(Layered):
-    """Normalises a weight by giving it other data."""
+    """Weight normalisation by assignment to `data`."""
 
     def between(self, x: Tensor) -> Tensor:
         self.second.weight.data = F.normalize(self.second.weight.data, dim=0)
@@ -188,7 +191,7 @@ class PuttingData(Layered):
 
 
 class OwnGenerator(Layered):
-    """Noise from a generator of its own."""
+    """Noise from a separate generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +205,7 @@ class OwnGenerator(Layered):
 
 
 class ReadingData(Layered):
-    """Clamps a weight and reads a buffer by their `data`, and computes with that of an activation."""
+    """Computation with a clamped weight, a buffer and an activation through their `data`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +218,7 @@ class ReadingData(Layered):
 
 
 class OverItself(Layered):
-    """A lambda holds the module, and so its parameter."""
+    """A lambda that holds the module, and so its parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +230,7 @@ class OverItself(Layered):
 
 
 class Patched(Layered):
-    """One layer's forward is replaced by a function around it, as libraries of adapters do."""
+    """A layer whose forward is wrapped by a function, as adapter libraries do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +244,9 @@ class Patched(Layered):
 
 
 class Collecting(Layered):
-    """Hooks keep what layers return in a dictionary of the module, and in a list that it forgets after each call."""
+    """Hooks that keep layers' outputs in a dictionary of the module, and in a list cleared after each
+    call.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +260,7 @@ class Collecting(Layered):
 
 
 class Settling(Layered):
-    """Notes the width of what it sees, as windowed attention does, and computes with that."""
+    """A model that records the width of its input, as windowed attention does, and computes with it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,7 +272,7 @@ class Settling(Layered):
 
 
 class DrawingInVain(Layered):
-    """Draws what it does not use, and then what it does."""
+    """A model that draws unused random numbers before used ones."""
 
     def between(self, x: Tensor) -> Tensor:
         F.dropout(x)
@@ -283,7 +288,7 @@ class Dropping(Layered):
 
 
 class AskingForPrecision(Layered):
-    """Asks whether it is under autocast and of which type a value is, and turns autocast off for a while."""
+    """A model that reads autocast's state and a value's dtype, and turns autocast off for one part."""
 
     def between(self, x: Tensor) -> Tensor:
         x = 2 * x if torch.is_autocast_enabled("cpu") else x
@@ -293,7 +298,7 @@ class AskingForPrecision(Layered):
 
 
 class Doubled(nn.Sequential):
-    """A Sequential with a forward of its own."""
+    """A Sequential with a custom forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
@@ -304,7 +309,7 @@ def doubled() -> nn.Module:
 
 
 def hooked() -> nn.Module:
-    """A Sequential with a hook that doubles what it returns."""
+    """Return a Sequential with a hook that doubles its output."""
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
     module.register_forward_hook(lambda module, inputs, outputs: 2 * outputs)
     return module

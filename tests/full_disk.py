@@ -1,4 +1,4 @@
-"""A limit of the process that stands for a full disk."""
+"""Process limit that simulates a full disk."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 
 def fill_disk(nbytes: int) -> None:
-    """From now on the system writes no file of this process beyond so many bytes.
+    """Limit the files of this process to this many bytes.
 
-    Python would cut its byte code off there without a word, and every later process would find that.
+    Python would silently truncate its byte code there, and every later process would read it.
     """
     sys.dont_write_bytecode = True
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
@@ -20,7 +20,7 @@ def fill_disk(nbytes: int) -> None:
 
 @contextmanager
 def full_disk(nbytes: int = 4096) -> Iterator[None]:
-    """Inside, the system writes no file beyond so many bytes."""
+    """Limit file sizes to this many bytes inside the context."""
     usual, code = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), sys.dont_write_bytecode
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     fill_disk(nbytes)

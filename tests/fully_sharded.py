@@ -1,4 +1,4 @@
-"""Training with torch's own `fully_shard` on two processes: an oracle for parameters that replicas divide."""
+"""Training with torch's `fully_shard` on two processes: an oracle for sharded parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def fully_sharded(rank: int, folder: str, task: Task, batches: list[tuple[Tensor
     module = task.build()
     mesh = init_device_mesh("cpu", (WORKERS,))
     for part in (*(layer for layer in module.children() if list(layer.parameters())), module):
-        # Gradients are summed: on gloo a mean is silently none (PyTorch issue 162338), so that the loss is divided
+        # Gradients are summed: on gloo a mean silently does nothing (PyTorch issue 162338), so the loss is divided
         fully_shard(part, mesh=mesh).set_gradient_divide_factor(1.0)
     optimizer = task.optimizer(module.parameters())
     for inputs, targets in batches:

@@ -1,9 +1,11 @@
-"""A fuzzer: mutated documents and made-up command lines, each of which a command has to refuse in a sentence, or do.
+"""Fuzzer: commands must refuse mutated documents and made-up command lines with one sentence, or execute
+them.
 
-`python fuzz.py FILES LINES [SEED]` runs so many of both in this process, and one line of forty as a process of its own,
-and prints what went wrong; `make fuzz` does it with a long budget. Whatever is drawn depends on the seed alone. What
-goes wrong: a traceback, an exception that nobody foresaw, more than `SECONDS`, more memory than ten times the file and
-64 MiB, a file that was there and is changed, one that is new and was not asked for, and code of a document that is run.
+`python fuzz.py FILES LINES [SEED]` runs these numbers of files and lines in this process, and one line in
+forty as a separate process, and prints failures; `make fuzz` does it with a long budget. All draws depend on
+the seed only. Failures are: a traceback, an unexpected exception, more than `SECONDS`, more memory than ten
+times the file and 64 MiB, a changed existing file, an unrequested new file, and executed code of a
+document.
 """
 
 from __future__ import annotations
@@ -54,11 +56,11 @@ SLOW = ("demo", "fit", "train", "profile", "certify")  # of these only lines tha
 
 
 class Hangs(BaseException):
-    """A command has not come back."""
+    """Raised when a command has not returned in time."""
 
 
 def documents(folder: Path) -> None:
-    """Valid files of every kind."""
+    """Return valid files of every kind."""
     plan = make_plan(random_profile(6), (2, 4))
     save(plan, folder / "plan.json")
     save(plan.profile, folder / "profile.json")
@@ -71,7 +73,7 @@ def documents(folder: Path) -> None:
 
 
 def mutated(content: bytes, random: Random, *, as_json: bool) -> bytes:
-    """The content with one to three mutations."""
+    """Return the content with one to three mutations."""
     for _ in range(random.randint(1, 3)):
         mutate = random.choice((_flip, _cut, _repeat, _digits, *((_value,) * 6 if as_json else (_word,) * 3)))
         content = mutate(content, random)
@@ -109,7 +111,7 @@ def _word(content: bytes, random: Random) -> bytes:
 
 
 def _value(content: bytes, random: Random) -> bytes:
-    """Another value, or none, at a random place of a JSON text."""
+    """Return another value, or none, at a random place of a JSON text."""
     try:
         data = json.loads(content)
     except (ValueError, RecursionError):
@@ -131,7 +133,7 @@ def _value(content: bytes, random: Random) -> bytes:
 
 
 def file_cases(folder: Path, random: Random) -> Iterator[tuple[str, bytes, list[list[str]]]]:
-    """Names, mutated contents, and the lines that read them."""
+    """Return names, mutated contents, and the lines that read them."""
     uniform = ["--planner", "uniform"]
     readers: dict[str, list[list[str]]] = {
         "plan.json": [["show", "given.json"], ["simulate", "given.json"]],
@@ -162,7 +164,7 @@ def file_cases(folder: Path, random: Random) -> Iterator[tuple[str, bytes, list[
 
 
 def lines(random: Random) -> Iterator[list[str]]:
-    """Command lines of the options that there are, with values of every kind."""
+    """Return command lines of the existing options, with values of every kind."""
     commands: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
     while True:
         name = random.choice(list(commands))
@@ -180,13 +182,13 @@ def lines(random: Random) -> Iterator[list[str]]:
 
 
 def state(folder: Path) -> dict[str, str]:
-    """The files of a folder, with a digest of each."""
+    """Return the files of a folder, with a digest of each."""
     paths = (path for path in sorted(folder.rglob("*")) if path.is_file() and "__pycache__" not in path.parts)
     return {str(path.relative_to(folder)): sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
 def remove(folder: Path, names: set[str]) -> None:
-    """Remove files of a folder, and the folders that were made for them."""
+    """Remove files of a folder, and the folders created for them."""
     for name in names:
         (folder / name).unlink()
         with suppress(OSError):  # it is not empty
@@ -195,7 +197,7 @@ def remove(folder: Path, names: set[str]) -> None:
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Inside, what takes too long is ended."""
+    """Interrupt the context after a time limit."""
 
     def ring(number: int, frame: object) -> None:
         raise Hangs
@@ -210,7 +212,7 @@ def limited() -> Iterator[None]:
 
 
 def wrong(words: list[str], folder: Path, *, nbytes: int = 0) -> str:
-    """What goes wrong with a line; empty where nothing does."""
+    """Return the failure of a line; empty if there is none."""
     before, most = state(folder), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     out, err = io.StringIO(), io.StringIO()
     try:
@@ -245,7 +247,7 @@ def wrong(words: list[str], folder: Path, *, nbytes: int = 0) -> str:
 
 
 def wrong_alone(words: list[str], folder: Path) -> str:
-    """What goes wrong with a line as a process of its own; empty where nothing does."""
+    """Return the failure of a line as a separate process; empty if there is none."""
     before = state(folder)
     try:
         done = subprocess.run(
@@ -264,7 +266,7 @@ def wrong_alone(words: list[str], folder: Path) -> str:
 
 
 def can_be_sent(words: list[str]) -> bool:
-    """Whether a process can be given these words: text that no file system has cannot."""
+    """Return whether these words can be passed to a process: file systems cannot encode some text."""
     try:
         return bool([os.fsencode(word) for word in words])
     except UnicodeEncodeError:
@@ -272,7 +274,9 @@ def can_be_sent(words: list[str]) -> bool:
 
 
 def fuzz_processes(folder: Path, *, command_lines: int, seed: int) -> list[str]:
-    """What goes wrong with so many command lines, each a process of its own, in a folder that has documents."""
+    """Return the failures of this many command lines, each as a separate process, in a folder with
+    documents.
+    """
     drawn = (words for words in lines(Random(seed)) if can_be_sent(words))
     told = (
         (words, wrong_alone(words, folder)) for words, _ in zip(drawn, range(command_lines), strict=False)
@@ -281,7 +285,7 @@ def fuzz_processes(folder: Path, *, command_lines: int, seed: int) -> list[str]:
 
 
 def fuzz(folder: Path, *, files: int, command_lines: int, seed: int) -> list[str]:
-    """What goes wrong with so many mutated files and command lines, in an empty folder, which is the current one."""
+    """Return the failures of this many mutated files and command lines, in an empty current folder."""
     random, found = Random(seed), list[str]()
     documents(folder)
     for words in (

@@ -1,4 +1,4 @@
-"""A worker that does nothing but lend memory of the first GPU: what `tests/runtime/test_gpu_moving.py` starts."""
+"""A worker that only lends memory of the first GPU, started by `tests/runtime/test_gpu_moving.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipefit.schema.cluster import Cluster
 
 
 def lend(arenas: Sequence[Arena], pipe: Connection) -> None:
-    """Tell of these arenas; when asked, tell which of them hold something else than the zeros of the beginning."""
+    """Announce these arenas; on request, report the arenas that no longer hold only their initial zeros."""
     torch.cuda.set_device(0)
     memory = CudaMemory(
         Cluster.emulated((2, 1)), arenas, lambda number: torch.device("cuda", 0), CudaDriver()

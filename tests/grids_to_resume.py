@@ -1,4 +1,6 @@
-"""Plans of every kind of grid and of endless schedules, between which training goes on from checkpoints."""
+"""Plans of every kind of grid and of asynchronous schedules; training resumes between them from
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ from state_away import away
 
 
 class Grids(NamedTuple):
-    """Where stages begin and end, their degrees of data and of tensor parallelism, what replicas divide, and what of it
-    is elsewhere.
+    """Edges of stages, their degrees of data and tensor parallelism, and their sharded and offloaded
+    state.
     """
 
     edges: tuple[int, ...]
@@ -53,7 +55,7 @@ ENDLESS = {
 
 @cache
 def profiled(name: str) -> ModelProfile:
-    """The profile of microbatches and slices, whole and in shards."""
+    """Return the profile of microbatches and local batches, whole and sharded."""
     return profile(divided(name), microbatch_size=(4, 2), tensor=(1, 2), threads=torch.get_num_threads())
 
 

@@ -1,7 +1,8 @@
-"""Damaged documents, and what reading each of them takes: run in a process of its own, a fork for each file.
+"""Cost of reading damaged documents, measured in a separate process with a fork for each file.
 
-`python hostile_files.py FOLDER MEGABYTES` reads the valid documents in FOLDER, damages them, and prints for each damage
-a line of JSON: the file's size, the memory that `load` took at its highest, its processor seconds, and what it said.
+`python hostile_files.py FOLDER MEGABYTES` reads the valid documents in FOLDER, damages them, and prints for
+each damage a line of JSON: the file's size, the peak memory of `load`, its processor seconds, and its
+message.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ HOLE = "\ufffchole\ufffc"
 
 
 def lists_of(size: int) -> dict[str, str]:
-    """Values of about `size` bytes that belong nowhere, or only in some place."""
+    """Return values of about `size` bytes that are invalid everywhere, or valid only in some place."""
 
     def many(element: str) -> str:
         return f"[{','.join([element] * (size // (len(element) + 1)))}]"
@@ -50,7 +51,7 @@ def lists_of(size: int) -> dict[str, str]:
 
 
 def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """Every place in a document once, looking only into the first element of a list."""
+    """Yield every place in a document once, looking only into the first element of a list."""
     if path:
         yield path
     inner = (
@@ -61,7 +62,7 @@ def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str |
 
 
 def damaged(text: str, path: tuple[str | int, ...], value: str) -> str:
-    """The document with another value at one place."""
+    """Return the document with another value at one place."""
     data = json.loads(text)
     inner = data
     for key in path[:-1]:
@@ -71,13 +72,13 @@ def damaged(text: str, path: tuple[str | int, ...], value: str) -> str:
 
 
 def memory(field: str) -> int:
-    """Bytes, as the kernel counts them for this process."""
+    """Return this process's memory in bytes, from the kernel's counter."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) << 10
 
 
 def measured(path: Path) -> dict[str, Any]:
-    """What `load` takes and says, in a fork: nothing that is freed is used again."""
+    """Return the cost and message of `load` in a fork, so that no freed memory is reused."""
     reading, writing = os.pipe()
     if (process := os.fork()) == 0:
         Path("/proc/self/clear_refs").write_text("5")  # the highest so far is forgotten
@@ -101,7 +102,7 @@ def measured(path: Path) -> dict[str, Any]:
 
 
 def tomls(size: int) -> dict[str, str]:
-    """Clusters in TOML of about `size` bytes that are damaged, or stand for far more than they are."""
+    """Return damaged or expanding TOML clusters of about `size` bytes."""
     preset = preset_text("4x-a100-80gb")
     group = '[[devices]]\ncount = 4096\nkind = "a100-80gb"\nmemory = "24GB"\n'
     every = '[[links]]\neach = "device*"\nto = "host0"\nbytes_per_second = 1\n'
@@ -120,7 +121,7 @@ def tomls(size: int) -> dict[str, str]:
 
 
 def main(folder: Path, size: int, every: int) -> None:
-    """Every damage at every `every`th place of every document in the folder."""
+    """Print every damage at every `every`th place of every document in the folder."""
     values, target = lists_of(size), folder / "damaged.json"
     for toml_size in (size, json_io.LARGEST_TOML_BYTES - 4000):
         for kind, text in tomls(toml_size).items():

@@ -1,9 +1,9 @@
-"""A GPU that lags behind the host, without one: it computes at once, and copies as late or as early as events allow.
+"""Simulated GPU that lags after the host: it computes at once, and copies as late or early as events allow.
 
-What a tensor holds is what its device would find there, so a join of the computing stream lets bytes arrive in device
-memory. Homes, which the host reads and writes too, are those of the host's time: bytes arrive there between the begin
-of a copy and the moment at which the host has waited for its event, at random. A copy that comes back reads its home
-anywhere in between as well; whoever writes to it meanwhile has been too early, and is found out.
+A tensor holds the bytes that its device would read, so a join of the computing stream lets bytes arrive in
+device memory. Homes, which the host reads and writes too, follow the host's time: bytes arrive there at
+random between the start of a copy and the moment at which the host has waited for its event. A reload reads
+its home at any time in between as well; a write in that interval is too early and is detected.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ Clock = dict[int, int]  # of every stream, how many of its copies come before
 
 @dataclass(eq=False)
 class Done:
-    """An event of a GPU, behind the copies of its clock."""
+    """An event of a GPU, after the copies of its clock."""
 
     gpu: LaggingGpu
     clock: Clock
 
     def synchronize(self) -> None:
-        """The host waits."""
+        """Make the host wait."""
         self.gpu.settle(self.clock)
 
 
 @dataclass(eq=False)
 class Copy:
-    """A copy that has begun, the `position`-th of its stream, behind the copies of its clock: its bytes once they have
-    been read, and whether they have arrived.
+    """A started copy, the `position`-th of its stream, after the copies of its clock: its bytes once they
+    have been read, and whether they have arrived.
     """
 
     target: int
@@ -56,15 +56,15 @@ class Copy:
     checked: bool = False
 
     def is_in(self, clock: Clock) -> bool:
-        """Whether it is one of the copies of a clock."""
+        """Return whether it is one of the copies of a clock."""
         return self.position < clock.get(self.stream, 0)
 
     def reads(self, other: Copy) -> bool:
-        """Whether it reads where the other one writes."""
+        """Return whether it reads memory that the other one writes."""
         return self.source < other.target + other.nbytes and other.target < self.source + self.nbytes
 
     def overwrites(self, other: Copy) -> bool:
-        """Whether both write to the same memory."""
+        """Return whether both write to the same memory."""
         return self.target < other.target + other.nbytes and other.target < self.target + self.nbytes
 
 
@@ -75,27 +75,27 @@ class Stream:
         self.gpu, self.cuda_stream, self.clock = gpu, number, Clock()
 
     def record_event(self) -> Done:
-        """An event behind the copies so far; what is computed has been computed at once."""
+        """Record an event after the copies so far; computations complete at once."""
         return Done(self.gpu, dict(self.clock))
 
     def wait_event(self, event: Done) -> None:
-        """What is queued from now on comes behind an event."""
+        """Order later work after an event."""
         self.clock = later(self.clock, event.clock)
         if self.cuda_stream == 1:
             self.gpu.join(event.clock)
 
     def synchronize(self) -> None:
-        """The host waits for all."""
+        """Make the host wait for all work."""
         self.gpu.settle(self.clock)
 
 
 def later(one: Clock, other: Clock) -> Clock:
-    """Behind both."""
+    """Return the later of two clocks."""
     return {stream: max(one.get(stream, 0), other.get(stream, 0)) for stream in {**one, **other}}
 
 
 class LaggingGpu:
-    """A driver that copies plain memory, and the copies that it was given; `homes` is the memory of homes."""
+    """A driver that copies plain memory, and its copies; `homes` is the memory of homes."""
 
     def __init__(self, rng: Random, homes: list[Slot]) -> None:
         self.rng, self.homes, self.copies = rng, homes, list[Copy]()
@@ -113,7 +113,7 @@ class LaggingGpu:
     # ---------------------------------------------------------------- the driver
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Queue a copy, which may be carried out at once, with all before it."""
+        """Queue a copy, which may run at once together with all before it."""
         assert stream > 1
         own = self.streams[stream - 1]
         with self._lock:
@@ -126,21 +126,21 @@ class LaggingGpu:
                 self._all_in(own.clock)
 
     def export(self, address: int) -> tuple[bytes, int]:
-        """Nothing is shared here."""
+        """Export nothing."""
         raise AssertionError
 
     def open(self, handle: bytes) -> int:
-        """Nothing is shared here."""
+        """Open nothing."""
         raise AssertionError
 
     def close(self, start: int) -> None:
-        """Nothing is shared here."""
+        """Close nothing."""
         raise AssertionError
 
-    # ---------------------------------------------------------------- who waits for copies
+    # ---------------------------------------------------------------- waiting for copies
 
     def join(self, clock: Clock) -> None:
-        """The computing stream: they have read what they copy, and have arrived on the device."""
+        """Join the computing stream: copies have read their source and arrived on the device."""
         with self._lock:
             if self.far_behind:
                 return
@@ -150,7 +150,7 @@ class LaggingGpu:
                     self._arrive(copy)
 
     def settle(self, clock: Clock) -> None:
-        """The host: they have arrived wherever they go, and may have read their homes as late as now."""
+        """Settle for the host: copies have arrived, and may have read their homes as late as now."""
         with self._lock:
             self._all_in(clock)
             for copy in self._open(clock):
@@ -158,14 +158,14 @@ class LaggingGpu:
             self.settled = later(self.settled, clock)
 
     def settle_all(self) -> None:
-        """The host waits for every stream."""
+        """Make the host wait for every stream."""
         for stream in self.streams:
             stream.synchronize()
 
     # ---------------------------------------------------------------- one copy
 
     def _open(self, clock: Clock) -> list[Copy]:
-        """The copies of a clock for which the host has not waited yet."""
+        """Return the copies of a clock that the host has not waited for."""
         return [copy for copy in self.copies if copy.is_in(clock) and not copy.is_in(self.settled)]
 
     def _all_in(self, clock: Clock) -> None:
@@ -173,14 +173,14 @@ class LaggingGpu:
             self._arrive(copy)
 
     def _check_order(self, copy: Copy) -> None:
-        """Copies of streams that no event orders do not use the same memory, unless both only read it."""
+        """Check that unordered copies of different streams do not share memory, unless both only read it."""
         for other in self.copies:
             ordered = other.is_in(copy.clock) or other.is_in(self.settled)
             if not ordered and (copy.reads(other) or other.reads(copy) or copy.overwrites(other)):
                 self.wrong.append(f"{copy.nbytes} bytes are copied while another copy uses them")
 
     def _read(self, copy: Copy) -> None:
-        """What was to arrive at a home before has arrived."""
+        """Read after all earlier writes to the home have arrived."""
         if copy.read is None:
             for earlier in self._before(copy) if self._at_home(copy.source) else ():
                 if copy.reads(earlier):
@@ -188,7 +188,7 @@ class LaggingGpu:
             copy.read = ctypes.string_at(copy.source, copy.nbytes)
 
     def _arrive(self, copy: Copy) -> None:
-        """Whoever was to write to the same home before has written, and whoever was to read from it has read."""
+        """Write after all earlier writes to the home have arrived and all earlier reads have finished."""
         if copy.arrived:
             return
         self._read(copy)
@@ -203,7 +203,7 @@ class LaggingGpu:
         copy.arrived = True
 
     def _check(self, copy: Copy) -> None:
-        """Nobody has written to a home that was being read."""
+        """Check that no home was written while it was read."""
         if not copy.checked and self._at_home(copy.source) and copy.read != self._now(copy):
             self.wrong.append(f"{copy.nbytes} bytes of a home were written while they were read")
         copy.checked = True
@@ -219,7 +219,7 @@ class LaggingGpu:
 
 
 class _Homes(HostMemory):
-    """Plain memory that says where it is, and lasts as long as what it says."""
+    """Plain memory with an address, alive as long as the address is in use."""
 
     homes: list[Slot]
 
@@ -230,13 +230,13 @@ class _Homes(HostMemory):
 
 
 class Machine:
-    """GPUs without bytes of their own: what they copy goes between tensors and plain memory."""
+    """GPUs without separate bytes: they copy between tensors and plain memory."""
 
     def __init__(self, seed: int) -> None:
         self.rng, self.gpus, self.homes = Random(seed), list[LaggingGpu](), list[Slot]()
 
     def lending(self, hardware: Hardware, program: Program) -> Lending:
-        """Stands for `Lending.within`."""
+        """Replace `Lending.within`."""
         arenas = arenas_of(hardware.plan, program)
         memory = _Homes(hardware.plan.cluster, arenas)
         memory.homes = self.homes
@@ -248,7 +248,7 @@ class Machine:
 
     @contextmanager
     def far_behind(self) -> Iterator[None]:
-        """Inside, between steps, devices come to nothing that is launched: only what the host waits for is done."""
+        """Delay all launched work between steps: only work that the host waits for runs."""
         for gpu in self.gpus:
             gpu.far_behind = True
         try:
@@ -258,7 +258,7 @@ class Machine:
                 gpu.far_behind = False
 
     def check(self) -> None:
-        """Nobody has written to a home too early."""
+        """Check that no home was written too early."""
         for gpu in self.gpus:
             gpu.settle_all()
             assert not gpu.wrong

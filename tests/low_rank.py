@@ -28,31 +28,31 @@ LLAMA_8B = {
 
 
 def unpacked(packed: Tensor, scales: Tensor, levels: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Weights in bfloat16, of two in a byte."""
+    """Unpack two weights per byte to bfloat16."""
     places = torch.stack((packed >> 4, packed & 15), dim=-1).view(-1, BLOCK).int()
     return (levels[places] * scales[:, None]).to(torch.bfloat16).view(shape)
 
 
 class Product(torch.autograd.Function):
-    """Inputs times weights of four bits, which are unpacked for the forward and again for the backward."""
+    """A product of inputs and 4-bit weights, unpacked for the forward and again for the backward."""
 
     @staticmethod
     def forward(
         ctx: Any, inputs: Tensor, packed: Tensor, scales: Tensor, levels: Tensor, shape: Any
     ) -> Tensor:
-        """Saves the packed weights alone."""
+        """Save only the packed weights."""
         ctx.save_for_backward(packed, scales, levels)
         ctx.shape = shape
         return functional.linear(inputs, unpacked(packed, scales, levels, shape))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """The gradient of the inputs; weights have none."""
+        """Return the gradient of the inputs; weights have none."""
         return grads[0] @ unpacked(*ctx.saved_tensors, ctx.shape), None, None, None, None
 
 
 class FourBits(nn.Module):
-    """A frozen linear layer without bias, of four bits a weight and a scale for every 64."""
+    """A frozen linear layer without bias: four bits per weight and a scale for every 64."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -63,12 +63,12 @@ class FourBits(nn.Module):
         self.register_buffer("levels", torch.tensor(LEVELS))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Outputs in the dtype of the inputs."""
+        """Return outputs in the dtype of the inputs."""
         return cast("Tensor", Product.apply(inputs, self.packed, self.scales, self.levels, self.shape))
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer with a product of two narrow ones beside it, in float32."""
+    """A frozen linear layer plus a product of two narrow ones in float32."""
 
     def __init__(self, base: nn.Module, inputs: int, outputs: int, rank: int) -> None:
         super().__init__()
@@ -78,13 +78,13 @@ class Adapted(nn.Module):
         nn.init.zeros_(self.up.weight)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Both, added up."""
+        """Add the outputs of both."""
         beside: Tensor = self.up(self.down(inputs.to(self.down.weight.dtype)))
         return cast("Tensor", self.base(inputs) + beside.to(inputs.dtype))
 
 
 def _built(settings: dict[str, Any], rank: int, *, four_bits: bool) -> nn.Module:
-    """The model in bfloat16, its linear layers but the last one adapted."""
+    """Build the model in bfloat16 with adapters on its linear layers except the last one."""
     import transformers
 
     config = transformers.AutoConfig.for_model("llama", **settings)
@@ -116,10 +116,12 @@ def _task(settings: dict[str, Any], rank: int, sequence: int, *, four_bits: bool
 
 
 def lora(rank: int = 16, sequence: int = 2048, **settings: Any) -> Task:
-    """A Llama of 8 B frozen in bfloat16."""
+    """Build a Llama of 8 B frozen in bfloat16."""
     return _task(settings, rank, sequence, four_bits=False)
 
 
 def qlora(rank: int = 16, sequence: int = 2048, **settings: Any) -> Task:
-    """A Llama of 8 B frozen in four bits but for embeddings and the last layer, which have bfloat16."""
+    """Build a Llama of 8 B frozen in four bits except for embeddings and the last layer, which have
+    bfloat16.
+    """
     return _task(settings, rank, sequence, four_bits=True)

@@ -1,4 +1,4 @@
-"""Made-up checkpoints for tests of the files: two shards, as two workers would have written them."""
+"""Made-up checkpoints for tests of the files: two shards, as two workers would write them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OWNER = Owner(
 
 
 def tensors_of(rank: int) -> dict[str, Tensor]:
-    """What a worker stores: a weight, a counter and the optimizer's tensors."""
+    """Return a worker's tensors: a weight, a counter and the optimizer's tensors."""
     torch.manual_seed(rank)
     return {
         f"{rank}.weight": torch.randn(3, 4),
@@ -43,7 +43,7 @@ def tensors_of(rank: int) -> dict[str, Tensor]:
 
 
 def part_of(partial: Path, rank: int) -> Part:
-    """A worker's part; its shard is written to `partial`."""
+    """Return a worker's part; write its shard to `partial`."""
     tensors = tensors_of(rank)
     stored = tuple(
         StoredTensor(
@@ -73,7 +73,7 @@ def part_of(partial: Path, rank: int) -> Part:
 
 
 def manifest_of(parts: list[Part], step: int) -> Manifest:
-    """The manifest of these parts."""
+    """Return the manifest of these parts."""
     return Manifest(
         pipefit_version="0.1.0",
         torch_version="2.13.0",
@@ -96,7 +96,7 @@ def manifest_of(parts: list[Part], step: int) -> Manifest:
 
 
 def write(directory: Path, step: int) -> Path:
-    """A whole checkpoint of two workers; its folder."""
+    """Write a whole checkpoint of two workers; return its folder."""
     partial = folders.begin(directory, step, OWNER)
     for rank in (0, 1):
         folders.write_part(partial, rank, part_of(partial, rank))

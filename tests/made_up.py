@@ -1,19 +1,22 @@
-"""Made-up models: layers that cost whatever a real one can, in chains, plans and programs. Needs no torch.
+"""Made-up models: layers with any costs that a real layer can have, in chains, plans and programs, without
+torch.
 
-One constructor, `layer`, and one generator, `chain`, make all layers of tests and benchmarks that are no real model's:
+One constructor, `layer`, and one generator, `chain`, make all synthetic layers of tests and benchmarks:
 
-    hostile    all that `LayerCost` can say: aliases of every origin, values that pass by, buffers that feed back or
-               not, work in place, unused inputs, gradients that are slices, copies or handed on, inputs released
-               early, shared and frozen parameters, kernels with a workspace of their own
+    hostile    all features of `LayerCost`: aliases of every origin, values that pass by, buffers that feed
+               back or not, in-place work, unused inputs, gradients that are slices, copies or passed on,
+               inputs released early, shared and frozen parameters, kernels with a separate workspace
     plain      one value a layer and small integers, so that ties abound
     even       widths and weights drawn evenly
-    skewed     the same by orders of magnitude: a layer may fit late in 1F1B alone, and a cut fall on a small tensor
-    alike      all layers the same, so that splits tie everywhere
-    heavy      one layer a hundred times as heavy: every other stage has room to spare, so little can be pruned
+    skewed     the same by orders of magnitude: a layer may fit only late in 1F1B, and a cut fall on a small
+               tensor
+    alike      all layers equal, so that splits tie everywhere
+    heavy      one layer a hundred times as heavy: every other stage has room to spare, so little can be
+               pruned
     vgg_like   activations early, most parameters in one late layer, the others cheap
 
-Everything is drawn from a `Random` and from nothing else. Tests count seeds from 0 and name the seed in their id, so
-that a failure repeats; small seeds draw small models (`small_first`), so that the first failure is the one to look at.
+All randomness comes from a `Random`. Tests count seeds from 0 and name the seed in their id, so that a
+failure repeats; small seeds draw small models (`small_first`), so that the first failure is the simplest.
 """
 
 from __future__ import annotations
@@ -53,17 +56,17 @@ MADE_UP = Fingerprint(
 
 
 def value(nbytes: int, *, requires_grad: bool = True) -> Value:
-    """A flat tensor of `nbytes`."""
+    """Return a flat tensor of `nbytes`."""
     return Value(shape=(nbytes,), dtype="uint8", nbytes=nbytes, requires_grad=requires_grad)
 
 
 def parameter(name: str, nbytes: int, *, trainable: bool = True) -> Parameter:
-    """A flat parameter of `nbytes`."""
+    """Return a flat parameter of `nbytes`."""
     return Parameter(name=name, shape=(nbytes,), dtype="uint8", nbytes=nbytes, trainable=trainable)
 
 
 def work(seconds: float | None = None, *, flops: int = 0, moved_bytes: int = 0) -> Work:
-    """A pass that takes `seconds`; None leaves the time to the estimate."""
+    """Return a pass that takes `seconds`; None leaves the time to the estimate."""
     return Work(flops=flops, moved_bytes=moved_bytes, seconds=seconds)
 
 
@@ -93,11 +96,11 @@ def layer(
     seconds: float | None = 1.0,
     works: tuple[Work, Work, Work] | None = None,
 ) -> LayerCost:
-    """A layer that allocates its outputs and saves its input; what is not given follows from the rest.
+    """Build a layer that allocates its outputs and saves its input; omitted arguments follow from the rest.
 
-    `parameter_bytes` is one trainable weight, unless `parameters` are given; `update` what a first update and a later
-    one need besides the state; `works` forward, backward and update, if they are not alike; `lasting` the saved tensors
-    that the layer's own backward does not free.
+    `parameter_bytes` is one trainable weight, unless `parameters` are given; `update` the additional bytes of
+    a first update and a later one in addition to the state; `works` forward, backward and update, if they
+    differ; `lasting` the saved tensors that the layer's own backward does not free.
     """
     storages = tuple(v.nbytes for v in outputs) if storages is None else storages
     parameters = (parameter("w", parameter_bytes),) if parameters is None else parameters
@@ -157,7 +160,7 @@ def measurement(
     shared_buffers: tuple[SharedBuffer, ...] = (),
     microbatch_size: int = 1,
 ) -> Measurement:
-    """One measurement; equal layers share a kind."""
+    """Return one measurement; equal layers share a kind."""
     kinds = tuple(dict.fromkeys(layers))
     return Measurement(
         microbatch_size=microbatch_size,
@@ -170,7 +173,7 @@ def measurement(
 
 
 def profile(of: Measurement, *, model: str = "synthetic", blocks: Sequence[int] = ()) -> ModelProfile:
-    """A profile that holds one measurement; `blocks` are the numbers of layers that stay together."""
+    """Return a profile with one measurement; `blocks` are the numbers of layers that stay together."""
     return ModelProfile(
         model=model,
         fingerprint=MADE_UP,
@@ -184,7 +187,7 @@ def profile(of: Measurement, *, model: str = "synthetic", blocks: Sequence[int] 
 
 
 def brief(of: Measurement) -> Measurement:
-    """The same layers, none of which keeps a tensor for longer than its own backward."""
+    """Return the same layers without tensors that outlive the layer's own backward."""
 
     def ending(cost: LayerCost) -> LayerCost:
         return replace(cost, saved=tuple(replace(tensor, lasting=False) for tensor in cost.saved))
@@ -193,20 +196,20 @@ def brief(of: Measurement) -> Measurement:
 
 
 def block_sizes(rng: Random, layers: int, blocks: int) -> list[int]:
-    """So many layers in so many blocks, each of at least one."""
+    """Split the layers into this number of blocks, each with at least one."""
     inner = sorted(rng.sample(range(1, layers), blocks - 1))
     return [stop - start for start, stop in pairwise((0, *inner, layers))]
 
 
 def training(schedule: str = "1f1b", microbatches: int = 4, *, clip_norm: float | None = None) -> Training:
-    """Microbatches of one sample."""
+    """Return a training with microbatches of one sample."""
     return Training(
         batch_size=microbatches, microbatches=microbatches, schedule=schedule, clip_norm=clip_norm
     )
 
 
 def devices(*budgets: int) -> Cluster:
-    """Emulated devices with these budgets."""
+    """Return emulated devices with these budgets."""
     return Cluster.emulated(*((1, budget) for budget in budgets))
 
 
@@ -215,11 +218,12 @@ def devices(*budgets: int) -> Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the layers of a chain are like: layer k turns a value of `widths[k]` bytes into one of `widths[k + 1]`.
+    """Settings of a chain: layer k turns a value of `widths[k]` bytes into one of `widths[k + 1]`.
 
-    `saves_input` is how often a layer saves its input. With `keeps` it saves as much of its own too, and its backward
-    releases the input before the end. With `odd`, a layer does each of the things that a real one can do and a simple
-    one does not with that probability, with sizes below `size`, and `shared` parameters are spread over the chain.
+    `saves_input` is the probability that a layer saves its input. With `keeps` it saves the same number of
+    additional bytes, and its backward releases the input before the end. With `odd`, a layer has each unusual
+    feature of real layers with that probability, with sizes below `size`, and `shared` parameters are spread
+    over the chain.
     """
 
     widths: Sequence[int]
@@ -235,7 +239,7 @@ class Settings:
 
 
 def chain(rng: Random, like: Settings) -> Measurement:
-    """Layers and a loss, drawn one after the other."""
+    """Draw layers and a loss, one after the other."""
     count = len(like.weights)
     early = (
         rng.choice((0.0, 0.5, 1.0)) if _odd(rng, like) else 0.0
@@ -255,7 +259,7 @@ def chain(rng: Random, like: Settings) -> Measurement:
 
 
 def _knowing_unused(layers: Sequence[LayerCost], loss: LayerCost) -> tuple[list[LayerCost], LayerCost]:
-    """The same, where a value without a gradient counts as unused, and no gradient of such a one is passed on."""
+    """Mark values without a gradient as unused, and drop the gradients passed on from them."""
     found, outputs = list[LayerCost](), loss.outputs
     for cost in (loss, *reversed(layers)):
         none = GradientOrigin(kind="none")
@@ -275,7 +279,9 @@ def _odd(rng: Random, like: Settings) -> bool:
 
 
 def _values(rng: Random, width: int, like: Settings, *, given: bool) -> tuple[Value, ...]:
-    """The values at a boundary. A model's inputs, which are `given`, need no gradient where layers are odd."""
+    """Draw the values at a boundary. A model's inputs, which are `given`, need no gradient if layers are
+    odd.
+    """
     if not like.odd:
         return (value(width),)
     sizes = [rng.randrange(like.size), like.size // 2, width]  # the second often, so that values can pass by
@@ -286,7 +292,7 @@ def _values(rng: Random, width: int, like: Settings, *, given: bool) -> tuple[Va
 
 
 def _shared_parameter(rng: Random, number: int, count: int, size: int, early: float) -> SharedParameter:
-    """A parameter of two or three layers, sometimes frozen."""
+    """Draw a parameter of two or three layers, sometimes frozen."""
     nbytes, trainable = rng.randrange(1, size), rng.random() < 0.75
     state = rng.randrange(size) if trainable else 0
     users = tuple(sorted(rng.sample(range(count), rng.randrange(2, min(count, 3) + 1))))
@@ -306,7 +312,7 @@ def _shared_parameter(rng: Random, number: int, count: int, size: int, early: fl
 
 
 def _buffers(rng: Random, layers: Sequence[LayerCost]) -> tuple[SharedBuffer, ...]:
-    """A buffer of the layers that have any, as much as all of them have; the same of plain attributes."""
+    """Draw a buffer for the layers that have any, as large as all of them; the same for plain attributes."""
     found = []
     for name, sizes in (
         ("mask", [cost.buffer_bytes for cost in layers]),
@@ -350,7 +356,9 @@ def _layer(
 def _keeping_layer(
     inputs: tuple[Value, ...], outputs: tuple[Value, ...], weight: int, state: int
 ) -> LayerCost:
-    """A layer that saves its input and as much of its own; its passes need as much again, its update the gradient."""
+    """Draw a layer that saves its input and as many additional bytes; its passes need the same again, its
+    update the gradient.
+    """
     inward, outward = inputs[0].nbytes, outputs[0].nbytes
     spans = (2 * inward + outward, ()), (2 * inward, (0,))
     return layer(
@@ -388,7 +396,7 @@ def _odd_layer(
     shared: Sequence[SharedParameter],
     seconds: float,
 ) -> LayerCost:
-    """A layer that may do each of the things a real one can."""
+    """Draw a layer with any unusual feature of real layers."""
     size = like.size
     storages = tuple(rng.randrange(size) for _ in range(rng.randrange(4)))
     candidates = [Origin(kind="own", index=k) for k in range(len(storages))]
@@ -439,7 +447,7 @@ def _odd_layer(
 
 
 def _with_workspaces(rng: Random, cost: LayerCost) -> LayerCost:
-    """The layer, with a part of each peak that one kernel takes for itself: nothing, some of it, or all."""
+    """Split each peak between tensors and one kernel's workspace: none, some, or all of it."""
 
     def part(peak: int) -> int:
         return rng.choice((0, rng.randrange(peak + 1), peak))
@@ -461,7 +469,9 @@ def _with_workspaces(rng: Random, cost: LayerCost) -> LayerCost:
 
 
 def _update(rng: Random, size: int) -> tuple[int, int]:
-    """What a first update and a later one need besides the state: sometimes more than a backward."""
+    """Draw the bytes of a first update and a later one in addition to the state: sometimes more than a
+    backward.
+    """
     first, later = (rng.randrange(size) * rng.choice((1, 1, 1, 20)) for _ in range(2))
     return first, later
 
@@ -469,7 +479,9 @@ def _update(rng: Random, size: int) -> tuple[int, int]:
 def _parameters(
     rng: Random, like: Settings, weight: int, shared: Sequence[SharedParameter]
 ) -> tuple[Parameter, ...]:
-    """A weight, or none, sometimes frozen or with a frozen one beside it; and those that other layers use too."""
+    """Draw a weight, or none, sometimes frozen or next to a frozen one; and parameters shared with other
+    layers.
+    """
     own = [parameter("weight", weight, trainable=not _odd(rng, like))] if weight else []
     own += (
         [parameter("frozen", rng.randrange(like.size), trainable=False)] if weight and _odd(rng, like) else []
@@ -478,8 +490,8 @@ def _parameters(
 
 
 def copied(cost: LayerCost, shared: Sequence[tuple[str, int, bool]] = ()) -> LayerCost:
-    """The layer with half-precision copies of some of its trained weights, and of the `shared` ones that it computes
-    with in half precision: with their bytes, and whether it reads nothing else of the weight.
+    """Return the layer with half-precision copies of some of its trained weights, and of the `shared` ones
+    that it computes with in half precision: with their bytes, and whether it reads only the copy.
     """
     own = [p for p in cost.parameters if p.name in ("weight", "w") and p.trainable and p.nbytes % 3]
     copies = {p.name: (p.nbytes // 2, p.nbytes % 4 > 1) for p in own}
@@ -493,8 +505,8 @@ def copied(cost: LayerCost, shared: Sequence[tuple[str, int, bool]] = ()) -> Lay
 def _odd_gradient(
     rng: Random, like: Settings, given: Value, outputs: tuple[Value, ...], made: Sequence[int]
 ) -> GradientOrigin:
-    """Of an input: a storage of the layer's own or a part of it, a part of an output's gradient, or none, as the layer
-    does not use the input. In a storage smaller than itself a gradient is one number again and again, in no one piece.
+    """Draw the gradient of an input: a new storage or a part of one, a part of an output's gradient, or none
+    for an unused input. A gradient larger than its storage repeats one number and is not contiguous.
     """
     larger = [k for k, v in enumerate(outputs) if v.requires_grad and v.nbytes >= given.nbytes]
     contiguous = rng.random() < 0.75
@@ -507,8 +519,8 @@ def _odd_gradient(
 
 
 def _spans(rng: Random, releasable: Sequence[int], leaving: int, size: int) -> tuple[Span, ...]:
-    """A backward's rising peaks and what it has released before each: before the first nothing, and the last one is
-    above all that it leaves.
+    """Draw a backward's rising peaks and the storages released before each: none before the first, and the
+    last peak is above the final level.
     """
     order = rng.sample(releasable, len(releasable))
     steps = [0, *sorted(rng.sample(range(1, len(order) + 1), rng.randrange(len(order) + 1)))]
@@ -521,7 +533,9 @@ def _spans(rng: Random, releasable: Sequence[int], leaving: int, size: int) -> t
 
 
 def hostile(rng: Random, count: int, *, size: int = 20, shared: int | None = None) -> Measurement:
-    """`count` layers that do whatever a layer can; up to two shared parameters unless told how many; shared buffers."""
+    """Draw `count` layers with any feature of a layer; up to two shared parameters unless given; shared
+    buffers.
+    """
     return chain(
         rng,
         Settings(
@@ -538,7 +552,7 @@ def hostile(rng: Random, count: int, *, size: int = 20, shared: int | None = Non
 
 
 def plain(rng: Random, count: int, *, size: int = 4) -> Measurement:
-    """`count` layers of one value each."""
+    """Draw `count` layers of one value each."""
     return chain(
         rng,
         Settings(
@@ -553,7 +567,7 @@ def plain(rng: Random, count: int, *, size: int = 4) -> Measurement:
 
 
 def even(rng: Random, count: int) -> Measurement:
-    """`count` layers whose activations and weights are drawn evenly."""
+    """Draw `count` layers with evenly drawn activations and weights."""
     return keeping(
         rng,
         widths=[rng.randrange(1 << 16, 1 << 20) for _ in range(count + 1)],
@@ -562,7 +576,7 @@ def even(rng: Random, count: int) -> Measurement:
 
 
 def skewed(rng: Random, count: int, *, heaviest: float = 8, spread: float = 2) -> Measurement:
-    """`count` layers whose activations and weights differ by orders of magnitude."""
+    """Draw `count` layers whose activations and weights differ by orders of magnitude."""
     return keeping(
         rng,
         widths=[round(rng.lognormvariate(14, spread)) for _ in range(count + 1)],
@@ -571,19 +585,21 @@ def skewed(rng: Random, count: int, *, heaviest: float = 8, spread: float = 2) -
 
 
 def heavy(count: int, *, times: int = 100) -> Measurement:
-    """`count` layers that are all the same, but for one that weighs so many times as much."""
+    """Build `count` equal layers, except one that weighs a given multiple."""
     weights = [1 << 23] * count
     weights[count // 3] *= times
     return keeping(Random(0), widths=[1 << 19] * (count + 1), weights=weights)
 
 
 def keeping(rng: Random, *, widths: Sequence[int], weights: Sequence[int]) -> Measurement:
-    """Layers that save as much of their own as they are given; optimizer state is twice the weights."""
+    """Build layers that save as many additional bytes as their input has; optimizer state is twice the
+    weights.
+    """
     return chain(rng, Settings(widths=widths, weights=weights, states=[2 * w for w in weights], keeps=True))
 
 
 def alike(count: int, *, size: int = 8) -> Measurement:
-    """`count` layers that are all the same."""
+    """Build `count` equal layers."""
     none, once = [0] * count, [1.0] * count
     like = Settings(
         widths=[size] * (count + 1), weights=[3 * size] * count, states=none, scratch=none, seconds=once
@@ -592,7 +608,7 @@ def alike(count: int, *, size: int = 8) -> Measurement:
 
 
 def vgg_like(count: int = 30) -> Measurement:
-    """Activations early, most parameters in one late layer, the others cheap."""
+    """Build layers with activations early, most parameters in one late layer, the others cheap."""
     weights = [9000 if k == count - 7 else 20 * k * (k % 3 == 0) for k in range(count)]
     return chain(
         Random(0),
@@ -618,12 +634,14 @@ WHOLE_STAGES: tuple[Recompute, ...] = (
 
 
 def small_first(seed: int, *, largest: int) -> int:
-    """How many layers the model of a seed has: few for small seeds, up to `largest` for seeds of 100 and more."""
+    """Return the number of layers of a seed's model: few for small seeds, up to `largest` for seeds of 100
+    and more.
+    """
     return 1 + Random(seed).randrange(min(largest, 2 + seed * largest // 100))
 
 
 def any_training(rng: Random) -> Training:
-    """Every schedule, one to eight microbatches, clipped or not."""
+    """Draw any schedule, one to eight microbatches, clipped or not."""
     return training(rng.choice(sorted(SCHEDULES)), rng.randrange(1, 9), clip_norm=rng.choice((None, 1.0)))
 
 
@@ -635,8 +653,8 @@ def any_plan(
     stages: int | None = None,
     recompute: Recompute | None = None,
 ) -> Plan:
-    """Any split of the layers over up to four devices, in any order, some of them unused, with any recomputation of
-    whole stages unless told which.
+    """Draw any split of the layers over up to four devices, in any order, some of them unused, with any
+    recomputation of whole stages unless given.
     """
     layers = len(of.layers)
     stages = stages or rng.randrange(1, min(4, layers) + 1)
@@ -653,7 +671,7 @@ def plan_of(
     order: Sequence[int] | None = None,
     recompute: Recompute = "never",
 ) -> Plan:
-    """Stage s holds layers `edges[s]` to `edges[s + 1] - 1`, on device s or `order[s]`."""
+    """Build a plan: stage s holds layers `edges[s]` to `edges[s + 1] - 1`, on device s or `order[s]`."""
     order = range(len(edges) - 1) if order is None else order
     stages = tuple(
         Stage(start=a, stop=b, grid=Grid.of(d)) for (a, b), d in zip(pairwise(edges), order, strict=True)
@@ -670,7 +688,7 @@ def plan_of(
 
 
 def any_runs(rng: Random, plan: Plan) -> tuple[Decision, ...]:
-    """In some stages a run of layers is recomputed for some microbatches, early or just in time."""
+    """Recompute a run of layers in some stages for some microbatches, early or just in time."""
     decisions = []
     for number, stage in enumerate(plan.stages):
         start, stop = sorted(rng.sample(range(stage.start, stage.stop + 1), 2))
@@ -687,7 +705,7 @@ def any_runs(rng: Random, plan: Plan) -> tuple[Decision, ...]:
 
 
 def any_round(rng: Random, of: Measurement, how: Training) -> Plan:
-    """Stages that go round two devices in turn, several on each, none of which share a parameter."""
+    """Assign stages to two devices in turn, several on each; stages on one device share no parameter."""
     layers = len(of.layers)
     chunks = rng.randrange(1, layers // 2 + 1)
     edges = (0, *sorted(rng.sample(range(1, layers), 2 * chunks - 1)), layers)

@@ -1,6 +1,6 @@
-"""What becomes of a program's messages, worked out slowly: an oracle for `pipefit.schema.program`.
+"""Slow simulation of a program's messages: an oracle for `pipefit.schema.program`.
 
-It reads a program's text and shares no code with what it checks. A fixed point over all actions:
+It reads a program's text and shares no code with `pipefit`. A fixed point over all actions:
 
     a computation or a join is over     when all computations and joins before it on its device are, and, for a join,
                                         its start is complete
@@ -8,7 +8,7 @@ It reads a program's text and shares no code with what it checks. A fixed point 
                                         its line on its device (in a sum: of its stage) is complete
     a start is complete                 when it and its counterparts at the other ends of the line may run
 
-Which line a start stands in is NCCL's question; under gloo every message is a line of its own.
+NCCL's communicators determine the line of a start; under gloo every message is a separate line.
 """
 
 from __future__ import annotations
