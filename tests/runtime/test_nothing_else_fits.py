@@ -1,4 +1,4 @@
-"""Models that fit under no split of a cluster train on it once their memory is compacted."""
+"""Models that fit under no split of a cluster but train on it with memory decisions."""
 
 from __future__ import annotations
 
@@ -33,15 +33,14 @@ MODELS = ("keywords", "masked", "resnet", "diagonal", "vit", "unet", "conformer"
 SCHEDULES = ("gpipe", "1f1b")
 SAMPLE = (("keywords", "gpipe"),)  # for every run of the tests
 
-# Sums, and what kernels take, do not depend on the number of cores
+# Sums and kernel workspaces do not depend on the number of cores
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def planned(found: ModelProfile, memory_bytes: int, schedule: str, *, stages: int = DEVICES) -> Plan:
-    """The split with the lowest peak of all that there are.
+    """Return the split with the lowest peak.
 
-    Raises:
-        InfeasibleError: not even that one fits.
+    Raises: InfeasibleError: No split fits.
     """
     cluster = Cluster.emulated((DEVICES, memory_bytes))
     training = Training(batch_size=SIZE * MICROBATCHES, microbatches=MICROBATCHES, schedule=schedule)
@@ -49,8 +48,10 @@ def planned(found: ModelProfile, memory_bytes: int, schedule: str, *, stages: in
 
 
 def compacted(plan: Plan) -> Plan:
-    """Under GPipe, where all microbatches are in flight, what every stage saves goes to the host as soon as it can.
-    Under 1F1B, where a stage holds few, every stage is recomputed in several runs, and keeps little more than one.
+    """Offload or recompute as much as possible.
+
+    Under GPipe, with all microbatches in flight, every stage offloads its saved tensors as early as possible.
+    Under 1F1B, every stage is recomputed in several runs and keeps little more than one of them.
     """
     written = _moves if plan.training.schedule == "gpipe" else _runs
     decisions = [decision for stage in range(len(plan.stages)) for decision in written(plan, stage)]
@@ -58,7 +59,7 @@ def compacted(plan: Plan) -> Plan:
 
 
 def _runs(plan: Plan, stage: int) -> Iterator[Decision]:
-    """Runs of as many layers as there are runs."""
+    """Yield runs of about sqrt(n) of the stage's n layers, recomputed separately."""
     first, end = plan.stages[stage].start, plan.stages[stage].stop
     every = isqrt(end - first)
     for start in range(first, end, every):
@@ -67,7 +68,7 @@ def _runs(plan: Plan, stage: int) -> Iterator[Decision]:
 
 
 def _moves(plan: Plan, stage: int) -> Iterator[Decision]:
-    """A decision for each storage that the stage saves."""
+    """Yield an offload decision for each storage that the stage saves."""
     storages, seen = StageStorages.of(plan, stage), set[int]()
     for layer in range(plan.stages[stage].start, plan.stages[stage].stop):
         for saved in plan.measurement.costs[layer].saved:
@@ -83,8 +84,8 @@ def _moves(plan: Plan, stage: int) -> Iterator[Decision]:
 
 
 def assert_trains_where_no_split_fits(name: str, schedule: str) -> None:
-    """On a cluster with just the memory that the compacted plan takes no split fits, into one stage or two, and that
-    plan trains, in no more memory; the losses are those of the split with memory to spare.
+    """Assert that a cluster with just the memory of the compacted plan fits no split into one or two stages,
+    and that the plan trains there with the losses of an uncapped split.
     """
     task = gallery.task(name)
     found = profile(task, microbatch_size=SIZE)
@@ -103,7 +104,7 @@ def assert_trains_where_no_split_fits(name: str, schedule: str) -> None:
 
 
 def trained(task: Task, plan: Plan) -> tuple[list[float], Trace]:
-    """The losses of some steps on emulated devices, and their trace."""
+    """Return the losses of some steps on emulated devices, and their trace."""
     torch.manual_seed(0)
     trainer = Trainer(task, plan)
     return [trainer.step(batch_of(task, plan, step)) for step in range(STEPS)], trainer.trace
@@ -111,7 +112,7 @@ def trained(task: Task, plan: Plan) -> tuple[list[float], Trace]:
 
 @pytest.mark.parametrize(("name", "schedule"), SAMPLE)
 def test_what_fits_under_no_split_trains_compacted(name: str, schedule: str) -> None:
-    """Every split needs more memory than the cluster has; with decisions about it the model trains there."""
+    """A model too large for every split trains with memory decisions."""
     assert_trains_where_no_split_fits(name, schedule)
 
 
@@ -119,5 +120,5 @@ def test_what_fits_under_no_split_trains_compacted(name: str, schedule: str) -> 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", MODELS)
 def test_so_do_models_of_other_kinds(name: str, schedule: str) -> None:
-    """The same of networks with convolutions, attention, recurrence, skips and scans."""
+    """Networks with convolutions, attention, recurrence, skips and scans train with memory decisions too."""
     assert_trains_where_no_split_fits(name, schedule)

@@ -1,4 +1,4 @@
-"""Random chains of odd layers: no peak is above what the simulator has foretold."""
+"""Random chains of odd layers: no peak exceeds the simulator's."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ REFUSED = ("in place", "requires no gradient")  # what no plan can train
 
 
 def plans(seed: int, *, traced: bool) -> Iterator[tuple[str, Plan, list[str]]]:
-    """Random plans of a random chain under every schedule that flushes, one of a single stage among them, each with the
-    actions whose peak in the dry run is above the simulator's.
+    """Return random plans of a random chain under every synchronous schedule, one of them with a single
+    stage, each with the actions whose peak in the dry run exceeds the simulator's.
     """
     rng = Random(f"{seed} {traced}")
     task = odd_chain(rng, traced=traced)
@@ -34,7 +34,7 @@ def plans(seed: int, *, traced: bool) -> Iterator[tuple[str, Plan, list[str]]]:
 
 
 def assert_never_above(seed: int, *, traced: bool) -> None:
-    """The case is refused for a reason that is known, or no action needs more than was simulated."""
+    """Assert that the case is refused for a known reason, or that no action needs more than simulated."""
     try:
         for name, plan, above in plans(seed, traced=traced):
             assert not above, f"{name}; {plan.split} {plan.training.schedule} {plan.decisions}"
@@ -46,7 +46,7 @@ def assert_never_above(seed: int, *, traced: bool) -> None:
 @pytest.mark.parametrize("seed", seeds(2, of=3))
 @pytest.mark.parametrize("traced", [False, True], ids=["chain", "traced"])
 def test_no_action_needs_more_than_was_simulated(seed: int, traced: bool) -> None:
-    """Under random plans, in every action of the first two steps, the dry run is at most the simulator."""
+    """Under random plans, no action of the first two steps peaks higher in the dry run than in simulation."""
     assert_never_above(seed, traced=traced)
 
 
@@ -54,5 +54,5 @@ def test_no_action_needs_more_than_was_simulated(seed: int, traced: bool) -> Non
 @pytest.mark.parametrize("seed", range(3, 203))
 @pytest.mark.parametrize("traced", [False, True], ids=["chain", "traced"])
 def test_nor_in_many_more_chains(seed: int, traced: bool) -> None:
-    """The same of many more."""
+    """No action of many more random chains needs more than simulated."""
     assert_never_above(seed, traced=traced)

@@ -1,4 +1,4 @@
-"""Memory that runs out counts as that, whoever says it, and at whatever time."""
+"""Running out of memory is recognized in every error message and at any time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pipefit.runtime.launch.worker import BUILDING, _report
 from pipefit.schema.actions import message_of
 from tiny import batch_of, plan_of, task_of, trainer_of
 
-# As torch passes them on
+# Messages as torch passes them on
 CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
 SAID = [
     CUBLAS,
@@ -47,7 +47,7 @@ OTHERS = [
 
 @pytest.mark.parametrize("text", SAID)
 def test_a_library_that_found_no_memory_is_out_of_memory(text: str) -> None:
-    """Whatever words it has for it, as a plain error of torch's."""
+    """A plain torch error about a library's allocation failure counts as out of memory."""
     assert ran_out(RuntimeError(text))
     assert ran_out(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB"))
     assert not ran_out(ValueError(text))
@@ -55,24 +55,24 @@ def test_a_library_that_found_no_memory_is_out_of_memory(text: str) -> None:
 
 @pytest.mark.parametrize("text", OTHERS)
 def test_other_failures_are_no_lack_of_memory(text: str) -> None:
-    """A kernel that failed, or a connection that broke."""
+    """A failed kernel and a broken connection do not count as out of memory."""
     assert not ran_out(RuntimeError(text))
 
 
 class Failing:
-    """A loss that works until it has a text to fail with."""
+    """A loss that works until it gets an error message to fail with."""
 
     text = ""
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean squared error."""
+        """Return the mean squared error."""
         if self.text:
             raise RuntimeError(self.text)
         return nn.functional.mse_loss(outputs, targets)
 
 
 def test_it_is_told_with_the_action_where_it_happened() -> None:
-    """A library without memory in a loss is a device without memory, at the last stage's first forward."""
+    """An allocation failure of a library in the loss is reported at the last stage's first forward."""
     loss = Failing()
     task = task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 4)], loss=loss)
     trainer = trainer_of(task, [1, 1])
@@ -85,7 +85,7 @@ def test_it_is_told_with_the_action_where_it_happened() -> None:
 
 
 def no_memory_to_build() -> Task:
-    """A task that can be profiled, and whose workers find no memory for its batch."""
+    """Return a task that can be profiled, but whose workers run out of memory while they build the batch."""
 
     def batch(size: int) -> tuple[Tensor, Tensor]:
         if size > 2:  # a batch of training, not of profiling
@@ -98,7 +98,9 @@ def no_memory_to_build() -> Task:
 
 
 def test_a_worker_tells_it_at_no_action_too() -> None:
-    """While it makes its batch, the device ran out of memory: the training ends so, and not as a worker that failed."""
+    """A worker that runs out of memory while building its batch ends the training as out of memory, not as a
+    failed worker.
+    """
     with pytest.raises(
         OutOfMemory, match=r"device 0 ran out of memory while it made its batch: .*CUBLAS_STATUS_ALLOC"
     ):
@@ -107,7 +109,9 @@ def test_a_worker_tells_it_at_no_action_too() -> None:
 
 @pytest.mark.parametrize(("text", "kind"), [(SAID[6], OutOfMemory), (OTHERS[3], PeerLost)])
 def test_a_message_without_memory_blames_no_peer(text: str, kind: type[Exception]) -> None:
-    """NCCL allocates as a communicator is made or first used: its lack of memory is this device's own, and named so."""
+    """An NCCL allocation failure, at creation or first use of a communicator, names this device and not a
+    peer.
+    """
     own = "device 0 has no memory left"
     plan = plan_of(task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 4)]), [1, 1])
     with (
@@ -142,7 +146,9 @@ def test_a_message_without_memory_blames_no_peer(text: str, kind: type[Exception
 
 
 def test_all_that_an_error_says_is_told_and_heeded() -> None:
-    """NCCL's first line says that something failed, its last one what. What torch was calling then says nothing."""
+    """All lines of an NCCL error are reported and searched: the cause is in the last line, and the name of
+    the torch call says nothing.
+    """
     slow = "NCCL error in: NCCLUtils.cpp:77, remote error\nLast error:\nTimeout waiting\nException raised from at x.cpp"
     assert str(lost("it failed", RuntimeError(slow), 0)) == (
         "it failed (NCCL error in: NCCLUtils.cpp:77, remote error Last error: Timeout waiting); if it is only slow, "
@@ -166,7 +172,9 @@ def test_all_that_an_error_says_is_told_and_heeded() -> None:
 
 
 def test_an_abort_on_a_gpu_is_told_as_a_victim_s() -> None:
-    """On the CPU, where nothing aborts those that wait, it is a death like others."""
+    """An abort on a GPU is reported as a victim's; on the CPU, without aborts of waiting ranks, it is an
+    ordinary death.
+    """
     assert "where another worker is gone or hangs" in str(died(-signal.SIGABRT, starting=False, on_gpu=True))
     assert "killed by signal 6" in str(died(-signal.SIGABRT, starting=False))
     assert isinstance(died(-signal.SIGABRT, starting=False, on_gpu=True), WorkerFailed)

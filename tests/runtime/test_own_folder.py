@@ -1,6 +1,7 @@
-"""A training's folder is its own: two and three trainings on one folder, started, killed and restarted in any order.
+"""Exclusive checkpoint folders: two and three trainings on one folder, started, killed and restarted in any
+order.
 
-Never is a step of one training loaded by another, and never does one end with code 0 and another's losses.
+No training loads another's steps, and none ends with code 0 and another's losses.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Begin = Callable[..., Training]
 
 @pytest.fixture
 def begin(tmp_path: Path) -> Iterator[Begin]:
-    """Makes trainings that save to one folder."""
+    """Return a function that starts trainings which save to one folder."""
     made = list[Training]()
 
     def training(name: str, seed: int, **options: Any) -> Training:
@@ -47,20 +48,22 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
 
 
 def trainings_in(runs: Path) -> set[str]:
-    """The trainings of which there are checkpoints in a folder."""
+    """Return the trainings that have checkpoints in a folder."""
     return {find(folder).manifest.owner.training for _, folder in folders.whole(runs)}
 
 
 def assert_right(training: Training, code: int, losses: list[float], seed: int) -> None:
-    """Losses with code 0 are those of a training that nobody has disturbed."""
+    """Assert that losses with exit code 0 are those of an undisturbed training."""
     assert code or losses == undisturbed(training.steps, seed)[-len(losses) :] != []
 
 
 def test_a_second_training_is_refused_while_the_first_one_lives(
     begin: Begin, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before its first save too, with the name of the first; and a worker of that one that is killed costs a restart
-    from its own steps, with the losses of an undisturbed training.
+    """A second training on a folder in use is refused by the first one's name, even before its first save.
+
+    A killed worker of the first training costs a restart from its own steps, with the losses of an
+    undisturbed training.
     """
     first, second = begin("first", SEED), begin("second", NEXT)
     first.waits_at(1)
@@ -91,9 +94,11 @@ def second_start(second: Training, how: str) -> None:
 @pytest.mark.gallery
 @pytest.mark.parametrize(("what", "when", "how"), list(product(WHAT_HAPPENS, WHEN, HOW)))
 def test_any_order_of_starts_and_kills(what: str, when: str, how: str, begin: Begin, tmp_path: Path) -> None:
-    """The first training ends, loses a worker, or is killed with or without going on; the second one begins before or
-    after the first save or the end, anew or by going on; then a third begins. Code 0 means the losses of the training
-    whose steps are in the folder.
+    """Exit code 0 means the losses of the training whose steps are in the folder, in any order of starts and
+    kills.
+
+    The first training ends, loses a worker, or is killed with or without a resume; the second one starts
+    before or after the first save or the end, from scratch or by a resume; then a third starts.
     """
     first, second, third = begin("first", SEED), begin("second", NEXT), begin("third", NEXT + 50)
     step = {"before its first save": 1, "after its first save": 5, "after its end": 5}[when]
@@ -142,12 +147,14 @@ def test_any_order_of_starts_and_kills(what: str, when: str, how: str, begin: Be
     assert len(trainings_in(tmp_path / "runs")) == 1
 
 
-# -------------------------------------------------------------------- restarts, from their own steps alone
+# -------------------------------------------------------------------- restarts from own steps only
 
 
 def test_a_restart_goes_on_from_no_step_of_another(tmp_path: Path) -> None:
-    """Where no lock keeps it out: what another training saves there is passed over and told, and is not touched; saves
-    behind it fail by its name, so that the training does not end as if all were well.
+    """A restart does not resume from another training's step.
+
+    Without a lock, another training's checkpoints are reported, skipped and left untouched; later saves fail
+    and name that training, so that this one does not end as successful.
     """
     plan, runs, deaths = plan_for("dropout", "1f1b", (3, 3)), tmp_path / "runs", tmp_path / "deaths"
     other, batch = trainer_for("dropout", plan, seed=NEXT), batches_of("dropout")[0]
@@ -200,7 +207,9 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_training_goes_on_from_the_newest_whole_checkpoint(damage: str, tmp_path: Path) -> None:
-    """A newer one that is damaged is told and set aside, and the steps since the one before are trained again."""
+    """A training resumes from the newest whole checkpoint: a damaged newer one is reported and set aside, and
+    the steps since the previous one are trained again.
+    """
     task, plan, runs = partial(named, "dropout"), plan_for("dropout", "1f1b", (3, 3)), tmp_path / "runs"
     saving = Saving(directory=str(runs), every=2)
     train(task, plan, steps=6, seed=SEED, numbers=False, saving=saving)
@@ -219,7 +228,9 @@ def test_a_training_goes_on_from_the_newest_whole_checkpoint(damage: str, tmp_pa
 
 @pytest.mark.parametrize("damaged", [(6,), pytest.param((3, 6), marks=pytest.mark.gallery)])
 def test_a_restart_passes_over_its_own_damaged_steps(damaged: tuple[int, ...], tmp_path: Path) -> None:
-    """It goes back to the one before, or to the beginning, says so, and comes to the losses of an undisturbed run."""
+    """A restart skips its own damaged steps with a message, starts at an earlier checkpoint or the beginning,
+    and reaches the losses of an undisturbed run.
+    """
     runs, deaths = tmp_path / "runs", tmp_path / "deaths"
     deaths.mkdir()
     for name in ("wait-7", "1-7-1F0"):
@@ -254,12 +265,12 @@ def test_a_restart_passes_over_its_own_damaged_steps(damaged: tuple[int, ...], t
     assert len(list(runs.glob("*.damaged"))) == len(damaged)
 
 
-# -------------------------------------------------------------------- trainers in scripts of one's own
+# -------------------------------------------------------------------- trainers in user scripts
 
 
 def test_a_trainer_saves_behind_its_own_steps_alone(tmp_path: Path) -> None:
-    """One that has not gone on from them is refused, and one that has is their training's; the first, which the folder
-    was taken from, is refused then.
+    """A trainer saves only after its own steps: without a resume it is refused, and after one it owns the
+    folder, so that the previous owner is refused.
     """
     first, second, third = (trainer_for("dropout", plan_for("dropout", "1f1b", (3, 3))) for _ in range(3))
     batches = batches_of("dropout")
@@ -281,7 +292,7 @@ def test_a_trainer_saves_behind_its_own_steps_alone(tmp_path: Path) -> None:
 
 
 def test_a_script_holds_its_folder_from_its_first_line(tmp_path: Path) -> None:
-    """`resume` on an empty folder: it is held until the script has finished."""
+    """`resume` on an empty folder holds the folder until the script ends."""
     trainer = trainer_for("dropout", plan_for("dropout", "1f1b", (3, 3)))
     assert trainer.resume(tmp_path) == 0
     check_holder(tmp_path, trainer.owner)
@@ -294,8 +305,8 @@ def test_a_script_holds_its_folder_from_its_first_line(tmp_path: Path) -> None:
 
 
 def test_a_script_with_another_seed_goes_on_from_no_step(tmp_path: Path) -> None:
-    """It would train what neither seed trains: the weights of one, and batches of the other. `load` is for those who
-    want the checkpoint's seed.
+    """A script with another seed is refused by `resume`, because it would mix weights of one seed with
+    batches of the other; `load` takes the checkpoint's seed.
     """
     plan, batch = plan_for("dropout", "1f1b", (3, 3)), batches_of("dropout")[0]
     first, second, third = (trainer_for("dropout", plan, seed=seed) for seed in (SEED, NEXT, SEED))
@@ -311,7 +322,9 @@ def test_a_script_with_another_seed_goes_on_from_no_step(tmp_path: Path) -> None
 
 
 def test_a_trainer_passes_over_a_damaged_checkpoint(tmp_path: Path) -> None:
-    """It goes on from the one before, and says so; and saves where it was."""
+    """A trainer skips a damaged checkpoint with a message, resumes from the previous one, and saves at the
+    same step again.
+    """
     trainer, batches = trainer_for("dropout", plan_for("dropout", "1f1b", (3, 3))), batches_of("dropout")
     expected = list[float]()
     for batch in batches[:4]:
@@ -334,7 +347,9 @@ def test_a_trainer_passes_over_a_damaged_checkpoint(tmp_path: Path) -> None:
 def test_workers_that_torchrun_starts_again_take_no_steps_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that another training has saved since this one began are refused; its own, and older ones, are taken."""
+    """Workers restarted by torchrun refuse steps that another training has saved since they started; they
+    take their own and older ones.
+    """
     plan, batch = plan_for("dropout", "1f1b", (3, 3)), batches_of("dropout")[0]
     other = trainer_for("dropout", plan, seed=NEXT)
     other.step(batch)
@@ -359,8 +374,8 @@ def test_workers_that_torchrun_starts_again_take_no_steps_of_others(
 @pytest.mark.gallery
 @pytest.mark.timeout(600)
 def test_two_trainings_by_torchrun_on_one_folder(tmp_path: Path) -> None:
-    """Started together, with starts left: one ends with its own losses, and the other one with an error at all of its
-    starts, with no line of a step that is not its own.
+    """Of two torchrun trainings on one folder, started together with restarts left, one ends with its own
+    losses, and the other fails at every start without printing a foreign step.
     """
     script = [str(ROOT / "examples" / "restarting_loop.py"), "--steps", "12", "--every", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}

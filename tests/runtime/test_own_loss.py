@@ -1,4 +1,4 @@
-"""Losses that are computed inside the model, or hand their gradient on: peaks are the allocator's, to the byte."""
+"""Losses computed inside the model, or passed on: peaks equal the allocator's to the byte."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from tiny import SGD
 STEPS = 2
 
 
-# Kernels' temporary memory depends on the threads; profiles assume one
+# Workspaces of kernels depend on the threads; profiles assume one
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Named(nn.Module):
-    """Takes what a data loader hands it by name, and computes its own loss."""
+    """A module that takes named inputs of a data loader and computes its own loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Named(nn.Module):
 
 
 class Own(nn.Module):
-    """Computes its own loss in its last layer, which is small."""
+    """A module that computes its own loss in its small last layer."""
 
     def __init__(self, reduce: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Own(nn.Module):
 
 
 class Apply(nn.Module):
-    """A function as a part of a chain."""
+    """A function as a layer of a chain."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Apply(nn.Module):
 
 
 class Dropping(nn.Module):
-    """Computes what it does not return."""
+    """A layer that discards one of its results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ TASKS: dict[str, Callable[[], Task]] = {
 
 
 def plans(task: Task) -> Iterator[Plan]:
-    """One stage, and a last layer alone."""
+    """Return plans with one stage, and with the last layer alone."""
     found = profile(task, microbatch_size=2)
     count = len(found.layers)
     for edges in ((0, count), (0, count - 1, count)):
@@ -143,8 +143,8 @@ def plans(task: Task) -> Iterator[Plan]:
 
 @pytest.mark.parametrize("name", sampled(TASKS, often=TASKS.keys() - {"gpt2"}))
 def test_the_seed_of_a_backward_is_counted_as_it_lives(name: str) -> None:
-    """The gradient that a loss starts from has the loss's dtype and is freed as soon as nothing needs it, whichever
-    layer it is handed on to: simulator, dry run and meter equal the allocator on every stage, in every step.
+    """The gradient of the loss has the loss's dtype and is freed after its last use, in any layer: simulator,
+    dry run and meter equal the allocator on every stage and in every step.
     """
     task = TASKS[name]()
     for plan in plans(task):
@@ -161,7 +161,7 @@ def test_the_seed_of_a_backward_is_counted_as_it_lives(name: str) -> None:
 
 
 def test_a_plan_that_just_fits_trains() -> None:
-    """With budgets of exactly the predicted peaks a GPT-2 with its own loss trains."""
+    """A GPT-2 with its own loss trains with budgets of exactly the predicted peaks."""
     task = TASKS["gpt2"]()
     *_, plan = plans(task)
     peaks = simulate(plan, steps=STEPS).peak_bytes
@@ -174,7 +174,7 @@ def test_a_plan_that_just_fits_trains() -> None:
 
 
 def test_a_dictionary_alone_is_a_batch_of_a_model_with_its_own_loss() -> None:
-    """What a data loader of dictionaries gives goes into task and `step` as it is; losses are a plain loop's."""
+    """A batch may be a dictionary if the model computes its own loss; the losses equal a plain loop's."""
     rows = [{"given": torch.randn(8), "wanted": torch.randn(1)} for _ in range(8)]
     loader = DataLoader(rows, batch_size=4)  # type: ignore[arg-type]
     torch.manual_seed(0)
@@ -202,7 +202,7 @@ def test_a_dictionary_alone_is_a_batch_of_a_model_with_its_own_loss() -> None:
 
 
 def test_a_dictionary_alone_has_no_targets_for_a_loss() -> None:
-    """It is refused where the task has a loss, which would get none."""
+    """A dictionary without targets is refused if the task has a loss."""
     task = Task(Named, batch=lambda size: {"given": torch.zeros(size, 8)}, loss=F.mse_loss)
     with pytest.raises(
         UsageError, match="a dictionary alone, and the task's loss is computed with targets: return"

@@ -1,4 +1,6 @@
-"""Tuples of one tensor, lists and tensors alone: every part and the loss get what plain training gives them."""
+"""Tuples of one tensor, lists and single tensors: every layer and the loss get the containers of plain
+training.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from tiny import SGD, plan_of
 
 
 class Strict(nn.Module):
-    """Takes one of `takes` alone and gives one of `gives`: a tensor, a tuple of one or two, a list of one or two."""
+    """A layer that takes and returns given containers: a tensor, or a tuple or list of one or two."""
 
     def __init__(self, takes: str, gives: str) -> None:
         super().__init__()
@@ -36,7 +38,7 @@ class Strict(nn.Module):
 
 
 def form(given: Any) -> str:
-    """The words for what came."""
+    """Return the name of a value's container."""
     return "tensor" if isinstance(given, Tensor) else f"{type(given).__name__} {len(given)}"
 
 
@@ -47,7 +49,7 @@ def packed(tensors: list[Tensor], kind: str) -> Any:
 
 
 def task_of(forms: list[str], targets: str = "tensor") -> Task:
-    """A chain whose boundaries have these forms, the inputs and the outputs included."""
+    """Return the task of a chain with these containers at its boundaries, inputs and outputs included."""
 
     def batch(size: int) -> tuple[Any, Any]:
         wide = 1 if forms[0] == "tensor" else int(forms[0].split()[1])
@@ -71,7 +73,7 @@ def cut(tree: Any, start: int, stop: int) -> Any:
 
 
 def plainly(task: Task, steps: int, size: int, microbatches: int) -> dict[str, Tensor]:
-    """A loop without pipefit: the state after so many steps."""
+    """Return the state after `steps` steps of plain training."""
     torch.manual_seed(0)
     module = task.build()
     optimizer = task.optimizer(module.parameters())
@@ -101,8 +103,8 @@ FORMS = [
 @pytest.mark.parametrize("recompute", sampled(["never", "always"], often=["always"]))
 @pytest.mark.parametrize("forms", FORMS, ids=" > ".join)
 def test_every_part_gets_what_the_one_before_gave(forms: list[str], recompute: Any) -> None:
-    """A tuple of one stays a tuple of one, a list a list, between parts, between stages, and before the loss; numbers
-    are those of plain training, and peaks are exact. An evaluation and a smaller batch get the same.
+    """Containers between layers, between stages and at the loss keep their type; numbers equal plain
+    training, and peaks are exact, in evaluations and smaller batches too.
     """
     task = task_of(forms)
     layers = len(forms) - 1
@@ -132,14 +134,16 @@ def test_every_part_gets_what_the_one_before_gave(forms: list[str], recompute: A
 
 @pytest.mark.parametrize("targets", ["tuple 1", "list 1", "tuple 2", "list 2"])
 def test_the_loss_gets_the_targets_as_they_are(targets: str) -> None:
-    """A tuple of one target is one, as in plain training."""
+    """The loss gets a tuple of one target as such, as in plain training."""
     task = task_of(["tensor", "tensor"], targets)
     trainer = Trainer(task, plan_of(task, [1]))
     trainer.step(task.batch(4))
 
 
 def test_layers_that_take_their_input_otherwise_are_not_alike() -> None:
-    """Two layers of one class and size, one behind a tuple of one and one behind a tensor, are two kinds."""
+    """Two layers of one class and size are different kinds if one takes a tuple of one and the other a
+    tensor.
+    """
 
     class Either(nn.Linear):
         def forward(self, given: Any) -> Any:
@@ -157,7 +161,7 @@ def test_layers_that_take_their_input_otherwise_are_not_alike() -> None:
 
 
 class Paired(nn.Module):
-    """A module that is no Sequential, whose one argument is a tuple."""
+    """A module, not a Sequential, with a tuple as its only argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +174,7 @@ class Paired(nn.Module):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_module_whose_argument_is_a_tuple_gets_one(count: int) -> None:
-    """A tuple inside the tuple of arguments is an argument, of one tensor too."""
+    """A tuple inside the tuple of arguments is one argument, even if it holds one tensor."""
 
     def batch(size: int) -> tuple[Any, Tensor]:
         return (tuple(torch.randn(size, 4) for _ in range(count)),), torch.randn(size, 4)
@@ -200,7 +204,7 @@ def test_a_module_whose_argument_is_a_tuple_gets_one(count: int) -> None:
     ],
 )
 def test_inputs_that_no_chain_can_take_are_refused(inputs: Callable[[int], Any], words: str) -> None:
-    """Nothing at all, and what would reach the first part in another form than plain training has it."""
+    """Empty inputs, and inputs in another container than in plain training, are refused."""
     task = task_of(["tuple 2", "tensor"])
     with pytest.raises(UsageError, match=words):
         profile(replace(task, batch=lambda size: (inputs(size), torch.randn(size, 4))), microbatch_size=2)
@@ -208,7 +212,7 @@ def test_inputs_that_no_chain_can_take_are_refused(inputs: Callable[[int], Any],
 
 @pytest.mark.parametrize("empty", [(), {}])
 def test_a_traced_module_without_inputs_is_refused(empty: Any) -> None:
-    """There would be no samples to cut into microbatches."""
+    """A traced module without inputs is refused: it has no samples to split into microbatches."""
 
     class Constant(nn.Module):
         def __init__(self) -> None:
@@ -227,7 +231,7 @@ def test_a_traced_module_without_inputs_is_refused(empty: Any) -> None:
 
 @pytest.mark.parametrize("nothing", [(), []])
 def test_a_part_that_returns_nothing_is_refused(nothing: Any) -> None:
-    """An empty tuple holds nothing that a next part could work on."""
+    """A layer that returns an empty tuple is refused."""
 
     class Nothing(nn.Module):
         def forward(self, x: Tensor) -> Any:
@@ -240,7 +244,7 @@ def test_a_part_that_returns_nothing_is_refused(nothing: Any) -> None:
 
 @pytest.mark.parametrize("nothing", [(), [], {}])
 def test_targets_may_hold_nothing(nothing: Any) -> None:
-    """A loss that needs no targets gets what the batch has for them."""
+    """Targets may be empty for a loss that needs none."""
     task = task_of(["tensor", "tensor"])
 
     def loss(outputs: Tensor, targets: Any) -> Tensor:
@@ -252,7 +256,9 @@ def test_targets_may_hold_nothing(nothing: Any) -> None:
 
 
 def test_a_step_takes_a_list_for_a_tuple_and_nothing_else() -> None:
-    """What a DataLoader makes of tuples are lists; a dictionary in their place, or another nesting, is refused."""
+    """`step` takes lists in place of tuples, as a DataLoader makes them; dictionaries and other nestings are
+    refused.
+    """
     task = task_of(["tuple 2", "tensor"])
     trainer = Trainer(task, plan_of(task, [1]))
     a, b = torch.randn(4, 4), torch.randn(4, 4)

@@ -1,4 +1,4 @@
-"""Training that never flushes: numbers against a replay with old weights kept aside, bytes against the allocator."""
+"""Asynchronous schedules: numbers against a replay with stored old weights, bytes against the allocator."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tiny import plan_of, task_of
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Sums over threads may be taken in another order."""
+    """Run on one thread, because sums over threads may be taken in another order."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -65,8 +65,10 @@ OFTEN = [(n, s, RECOMPUTED[(i + j) % 3]) for i, n in enumerate(CASES) for j, s i
 def test_numbers_are_those_of_a_replay_with_old_weights(
     name: str, schedule: str, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every loss, every gradient of every update, parameters and buffers, bit by bit: with dropout, batch norm, layers
-    that work in place, LSTMs, tied and frozen weights, whatever the sizes of batches and whenever it is drained.
+    """Every loss, gradient, parameter and buffer equals a replay with old weights bit by bit.
+
+    Cases: dropout, batch norm, in-place layers, LSTMs, tied and frozen weights, batches of any size, and
+    drains at any step.
     """
     which, split, microbatches, sizes, drains = CASES[name]
     if schedule == "pipedream-2bw":
@@ -83,7 +85,7 @@ def test_numbers_are_those_of_a_replay_with_old_weights(
 
 
 def decisions(plan: Plan, recompute: str) -> tuple[Decision, ...]:
-    """Nothing, all stages, or the last layers of every stage of several layers, early."""
+    """Return memory decisions: none, all stages, or early offload of the last layers of long stages."""
     if recompute == "never":
         return ()
     return tuple(
@@ -100,8 +102,8 @@ def decisions(plan: Plan, recompute: str) -> tuple[Decision, ...]:
 
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_traced_models_are_trained_alike(schedule: str) -> None:
-    """The module itself, called with old weights by name, learns the same; its last microbatches are smaller, for which
-    it is traced again.
+    """A traced model learns the numbers of the module, called with old weights by name; it is traced again
+    for smaller last microbatches.
     """
     task = skipping()
     layers = len(profile(task, microbatch_size=2, threads=1).layers)
@@ -126,7 +128,7 @@ def test_traced_models_are_trained_alike(schedule: str) -> None:
 def by_name(
     task: Task, module: nn.Module, plan: Plan, batches: Sequence[tuple[Any, Any]], stage_of: dict[str, int]
 ) -> list[float]:
-    """Mean losses of a module that is called with the weights of some updates ago, by the stage of each parameter."""
+    """Return mean losses of a module called with delayed weights; the delay depends on the stage."""
     alone, last = plan.training.schedule == "pipedream", len(plan.stages) - 1
     late = {name: last - stage if alone else 1 for name, stage in stage_of.items()}
     own, optimizer = dict(module.named_parameters()), task.optimizer(module.parameters())
@@ -163,9 +165,10 @@ def by_name(
     ],
 )
 def test_peaks_of_every_step_are_the_allocators(name: str, schedule: str, recompute: str) -> None:
-    """In the first step, while the pipeline fills, while versions grow apart, and in a full pipeline: what simulation,
-    dry run and an emulated device's meter say is what the allocator gave, to the byte. Of a weight that two layers of
-    a stage share, the simulator says an upper bound, as under any schedule.
+    """Simulation, dry run and meter peak exactly as the allocator in the first step, while the pipeline
+    fills, while versions diverge, and in a full pipeline.
+
+    For a weight shared by two layers of a stage, the simulator gives an upper bound, as under any schedule.
     """
     which, split, microbatches, _, _ = CASES[name]
     microbatches = max(microbatches, len(split)) if schedule == "pipedream-2bw" else microbatches
@@ -192,8 +195,9 @@ def test_peaks_of_every_step_are_the_allocators(name: str, schedule: str, recomp
 
 @pytest.mark.parametrize(("versions", "times"), [("weights", 1), ("everything", 4)])
 def test_versions_have_a_category_of_their_own(versions: Versions, times: int) -> None:
-    """Under a meter, in a dry run and in simulation alike: what is not the newest weights is weight versions. If they
-    hold everything, that is gradients and AdamW's two moments too, and its counts of steps.
+    """Meter, dry run and simulation count old weights as weight versions.
+
+    With versions of everything, these include gradients and AdamW's two moments and step counters.
     """
     task = TASKS["perceptrons"]()
     plan = plan_of(task, [2, 2, 2], microbatches=3, schedule="pipedream")
@@ -215,7 +219,9 @@ def test_versions_have_a_category_of_their_own(versions: Versions, times: int) -
 
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_a_stage_that_is_trained_alone_peaks_as_in_its_pipeline(schedule: str) -> None:
-    """In as many steps as differ, with neighbours that send zeros."""
+    """A stage trained alone, with neighbours that send zeros, peaks as in its pipeline in every distinct
+    step.
+    """
     task = TASKS["perceptrons"]()
     plan = plan_of(task, [2, 2, 2], microbatches=3, schedule=schedule)
     lone = LoneStages(task, 2)
@@ -229,14 +235,16 @@ def test_a_stage_that_is_trained_alone_peaks_as_in_its_pipeline(schedule: str) -
 
 
 def means(plan: Plan, numbers: Numbers) -> list[float]:
-    """The mean loss of every step of as many microbatches as the plan has."""
+    """Return the mean loss of every step of a full batch of microbatches."""
     count = plan.training.microbatches
     return [sum(numbers.losses[k : k + count]) / count for k in range(0, len(numbers.losses), count)]
 
 
 @pytest.mark.parametrize(("split", "microbatches", "late"), [([6], 2, 0), ([3, 3], 2, 1), ([2, 2, 2], 1, 2)])
 def test_a_step_returns_the_loss_of_an_earlier_batch(split: list[int], microbatches: int, late: int) -> None:
-    """As many calls late as the first stage is behind the last, and nan before; `finish` returns the rest, once."""
+    """`step` returns the loss of an earlier batch: it lags by the distance between first and last stage and
+    is nan before; `finish` returns the remaining losses once.
+    """
     task = TASKS["perceptrons"]()
     plan = plan_of(task, split, microbatches=microbatches, schedule="pipedream")
     given, reports = batches_of(task, [2 * microbatches] * 5), list[StepReport]()
@@ -251,7 +259,7 @@ def test_a_step_returns_the_loss_of_an_earlier_batch(split: list[int], microbatc
 
 
 def test_ending_again_keeps_nothing_more() -> None:
-    """However often training is interrupted, runners remember the same few programs."""
+    """Repeated interrupts of training keep no additional programs."""
     task = TASKS["perceptrons"]()
     trainer = Trainer(task, plan_of(task, [3, 3], microbatches=2, schedule="pipedream"))
     known = []
@@ -265,7 +273,9 @@ def test_ending_again_keeps_nothing_more() -> None:
 
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_looking_at_the_model_ends_what_is_in_flight(schedule: str) -> None:
-    """`state_dict`, `state` and `evaluate` see a model that has learnt from all batches; losses are still told."""
+    """`state_dict`, `state` and `evaluate` drain the pipeline, so that they see a model trained on all
+    batches; no loss is dropped.
+    """
     task = TASKS["perceptrons"]()
     plan = plan_of(task, [2, 2, 2], microbatches=3, schedule=schedule)
     given = batches_of(task, [6] * 3)
@@ -290,8 +300,8 @@ def test_looking_at_the_model_ends_what_is_in_flight(schedule: str) -> None:
     "inside", [torch.no_grad, torch.inference_mode, partial(torch.autocast, "cpu", dtype=torch.bfloat16)]
 )
 def test_what_is_in_flight_is_trained_whatever_the_caller_is_in(inside: Callable[[], Any]) -> None:
-    """Without gradients, in inference mode or under autocast, with the numbers that it would have had outside;
-    recomputed layers too.
+    """In-flight microbatches are trained with the same numbers in a caller's no-grad, inference or autocast
+    mode, recomputed layers included.
     """
     task = TASKS["perceptrons"]()
     plan = plan_of(task, [2, 2, 2], microbatches=3, schedule="pipedream", recompute="always")
@@ -307,7 +317,7 @@ def test_what_is_in_flight_is_trained_whatever_the_caller_is_in(inside: Callable
 
 
 def test_worker_processes_compute_the_same() -> None:
-    """Three worker processes tell the same losses, all of them, and hold the same bytes as all devices in turn."""
+    """Three worker processes return the same losses and hold the same bytes as one process."""
     task = workers_task()
     plan = plan_of(task, [2, 2, 2], microbatches=2, schedule="pipedream")
     trainer = Trainer(task, plan, seed=SEED)
@@ -325,12 +335,12 @@ def test_worker_processes_compute_the_same() -> None:
 
 
 def workers_task() -> Task:
-    """A task that workers can build."""
+    """Return a task that workers can build."""
     return TASKS["perceptrons"]()
 
 
 def test_a_failed_step_leaves_nothing_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a batch that a layer refuses in the middle of the pipeline, training goes on from an empty pipeline."""
+    """After a batch that a layer refuses in mid-pipeline, training continues from an empty pipeline."""
     task = task_of(lambda: [nn.Linear(8, 8), Moody(), nn.Linear(8, 4)])
     plan = plan_of(task, [1, 1, 1], microbatches=2, schedule="pipedream")
     trainer = Trainer(task, plan)
@@ -350,7 +360,7 @@ def test_a_failed_step_leaves_nothing_in_flight(monkeypatch: pytest.MonkeyPatch)
 
 
 class Moody(nn.Module):
-    """Refuses to compute."""
+    """A module that raises."""
 
     willing = True
 
@@ -361,7 +371,9 @@ class Moody(nn.Module):
 
 
 def test_versions_count_against_a_device() -> None:
-    """A device that would hold the weights once runs out of memory when it has to hold them for three microbatches."""
+    """A device with room for one copy of the weights runs out of memory with the versions of three
+    microbatches.
+    """
     task = task_of(lambda: [nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)], inputs=64)
     plan = plan_of(task, [1, 1, 1], microbatches=2, schedule="pipedream")
     peak = simulate(plan).peak_bytes[0]
@@ -386,7 +398,7 @@ def test_versions_count_against_a_device() -> None:
 def test_a_folded_dry_run_is_a_whole_one(
     schedule: str, split: list[int], microbatches: int, recompute: str
 ) -> None:
-    """In every sample of every step: few microbatches stand for all, whatever is recomputed."""
+    """A folded dry run equals a whole one in every sample of every step, with any recomputation."""
     task = TASKS["perceptrons"]()
     plan = plan_of(task, split, microbatches=microbatches, schedule=schedule)
     plan = replace(plan, decisions=decisions(plan, recompute))
@@ -394,7 +406,9 @@ def test_a_folded_dry_run_is_a_whole_one(
 
 
 def test_a_dry_run_executes_few_of_many_microbatches() -> None:
-    """A step of forty has the labels of steps of a few; the schedule's own steps are few where they are small."""
+    """A dry run executes few of many microbatches: a step of forty has the labels of a few, and small
+    schedules run in full.
+    """
     task = TASKS["perceptrons"]()
     for schedule in ENDLESS:
         plan = plan_of(task, [2, 2, 2], microbatches=40, schedule=schedule)
@@ -403,7 +417,7 @@ def test_a_dry_run_executes_few_of_many_microbatches() -> None:
 
 
 class Follows(nn.Module):
-    """Follows its inputs by a mean that it replaces, and has no parameter."""
+    """A layer without parameters that subtracts a running mean, which it replaces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -417,7 +431,9 @@ class Follows(nn.Module):
 
 @pytest.mark.parametrize("schedule", ["1f1b", *ENDLESS])
 def test_a_buffer_that_a_forward_replaces_is_a_buffer(schedule: str) -> None:
-    """Behind every forward it counts as one again, and a folded dry run is a whole one."""
+    """A buffer that a forward replaces counts as a buffer after every forward, and a folded dry run equals a
+    whole one.
+    """
     task = task_of(lambda: [nn.Linear(8, 4), *(Follows() for _ in range(3))])
     plan = plan_of(task, [1, 3], microbatches=4, schedule=schedule)
     folded, trainer = certify(task, plan, steps=3), Trainer(task, plan)

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Block(nn.Module):
-    """A residual block, so that the model has something to be cut between."""
+    """A residual block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class Tied(nn.Module):
-    """A small language model: its head is its embedding. It is traced, and has a buffer that no state dict has."""
+    """A small traced language model with a tied head and a non-persistent buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ TASK = Task(Tied, batch=batch, loss=loss, optimizer=ADAMW, name="tied")
 
 @pytest.fixture(scope="module")
 def trained() -> Trainer:
-    """Two stages, which share the embedding, after two steps."""
+    """Return a trainer of two stages that share the embedding, after two steps."""
     trainer = Trainer(TASK, split_in(2), numbers=False)
     for step in range(2):
         trainer.step(batch_of(TASK, trainer.plan, step))
@@ -87,12 +87,12 @@ def trained() -> Trainer:
 
 @functools.cache
 def profiled() -> ModelProfile:
-    """The task's profile."""
+    """Return the task's profile."""
     return profile(TASK, microbatch_size=2, threads=torch.get_num_threads())
 
 
 def split_in(stages: int) -> Plan:
-    """A plan of so many stages with about as many layers each."""
+    """Return a plan of `stages` stages with about equally many layers."""
     layers = len(profiled().layers)
     sizes = [layers // stages + (n < layers % stages) for n in range(stages)]
     return plan_of(TASK, sizes, profiled=profiled())
@@ -100,13 +100,15 @@ def split_in(stages: int) -> Plan:
 
 @pytest.fixture
 def saved(trained: Trainer, tmp_path: Path) -> Path:
-    """A checkpoint of it."""
+    """Save a checkpoint and return its folder."""
     trained.save(tmp_path / "runs", background=False)
     return tmp_path / "runs"
 
 
 def test_a_checkpoint_loads_strictly_into_the_original_module(trained: Trainer, saved: Path) -> None:
-    """All names of the module's own state dict, tied ones included, and nothing else."""
+    """A checkpoint loads strictly into the original module: it has all names of the module's state dict, tied
+    ones included.
+    """
     module = Tied()
     module.load_state_dict(load_state_dict(saved), strict=True)
     theirs = trained.state_dict()
@@ -115,7 +117,9 @@ def test_a_checkpoint_loads_strictly_into_the_original_module(trained: Trainer, 
 
 
 def test_a_traced_model_goes_on_under_another_plan(trained: Trainer, saved: Path) -> None:
-    """Three stages take up what two have trained; the tied weight is stored once, and both get it."""
+    """Three stages resume what two stages have trained; the tied weight is stored once and goes to both of
+    its stages.
+    """
     keys = [tensor.key for tensor in find(saved).manifest.tensors]
     assert sum(key in ("embedding.weight", "head.weight") for key in keys) == 1
     other = Trainer(TASK, split_in(3), seed=9, numbers=False)
@@ -127,7 +131,9 @@ def test_a_traced_model_goes_on_under_another_plan(trained: Trainer, saved: Path
 
 
 def test_an_exported_file_is_plain_safetensors(trained: Trainer, saved: Path, tmp_path: Path) -> None:
-    """The package reads it; a tied weight is in it once, as `save_model` would have it, and it starts a training."""
+    """An exported file is plain safetensors: the package reads it, a tied weight is stored once as by
+    `save_model`, and a training can start from it.
+    """
     export(saved, tmp_path / "model.safetensors")
     module = Tied()
     missing, unexpected = safetensors.torch.load_model(module, tmp_path / "model.safetensors")
@@ -141,13 +147,13 @@ def test_an_exported_file_is_plain_safetensors(trained: Trainer, saved: Path, tm
 
 
 def test_an_exported_pt_file_is_a_state_dict(saved: Path, tmp_path: Path) -> None:
-    """Plain torch loads it, as weights only."""
+    """An exported .pt file is a state dict that torch loads with weights_only."""
     export(saved, tmp_path / "model.pt")
     Tied().load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True), strict=True)
 
 
 def sharded(folder: Path, tensors: dict[str, Tensor], files: int = 2) -> None:
-    """A model in Hugging Face's layout."""
+    """Write a model in Hugging Face's layout."""
     folder.mkdir()
     names, places = list(tensors), {}
     for number in range(files):
@@ -159,7 +165,9 @@ def sharded(folder: Path, tensors: dict[str, Tensor], files: int = 2) -> None:
 
 
 def test_weights_come_from_hugging_faces_layout(tmp_path: Path) -> None:
-    """A sharded model with the tied weight under one of its names, in half precision: cast to the model's."""
+    """Weights load from Hugging Face's sharded layout, with the tied weight under one name, and are cast from
+    half precision.
+    """
     torch.manual_seed(4)
     source = Tied()
     tensors = {
@@ -177,7 +185,9 @@ def test_weights_come_from_hugging_faces_layout(tmp_path: Path) -> None:
 def test_a_state_dict_with_the_optimizers_goes_through_plain_files(
     through: str, trained: Trainer, tmp_path: Path
 ) -> None:
-    """What others write and read, with AdamW's moments and counters: training under another plan goes on alike."""
+    """A state dict with AdamW's moments and counters passes through plain files, and training under another
+    plan continues with the same numbers.
+    """
     tensors, file = (
         {name: one.clone() for name, one in trained.state_dict(optimizer=True).items()},
         tmp_path / "state",
@@ -201,7 +211,7 @@ def test_a_state_dict_with_the_optimizers_goes_through_plain_files(
 
 
 def watched(folder: str) -> Task:
-    """The task, in a worker that notes which files of weights it reads."""
+    """Return the task, with a worker that logs the weight files that it reads."""
     read = plain._read
 
     def noted(path: Path, wanted: set[str]) -> dict[str, Tensor]:
@@ -213,7 +223,7 @@ def watched(folder: str) -> Task:
 
 
 def test_workers_read_the_files_that_have_their_layers(tmp_path: Path) -> None:
-    """Each opens those that it needs of several; both open that of the tied embedding, which both hold."""
+    """Workers read only the files with their layers; both read the file of the tied embedding."""
     tensors = {name: tensor for name, tensor in Tied().state_dict().items() if name != "head.weight"}
     sharded(tmp_path / "hub", tensors, files=len(tensors))
     (tmp_path / "read").mkdir()
@@ -240,7 +250,7 @@ def test_workers_read_the_files_that_have_their_layers(tmp_path: Path) -> None:
 
 
 def mapped(file: Path) -> int:
-    """Bytes of a file that this process has in memory."""
+    """Return the bytes of a file that this process has in memory."""
     found, ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
@@ -251,7 +261,7 @@ def mapped(file: Path) -> int:
 
 
 def test_a_file_is_read_by_the_slices_that_are_taken(tmp_path: Path) -> None:
-    """Nothing of it where a tensor is found, and of a tensor that ranks divide about the quarter that a rank takes."""
+    """Looking up a tensor reads nothing, and a tensor-parallel rank reads about its quarter."""
     weight = torch.arange(1 << 23, dtype=torch.float32).reshape(1 << 12, -1)
     safetensors.torch.save_file({"weight": weight, "other": weight + 1}, tmp_path / "model.safetensors")
     found = load_weights(tmp_path / "model.safetensors", ["weight"])["weight"]
@@ -262,7 +272,9 @@ def test_a_file_is_read_by_the_slices_that_are_taken(tmp_path: Path) -> None:
 
 
 def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
-    """A tensor that is missing, of another shape, or of whole numbers; a file that is none, and names that lead out."""
+    """Missing tensors, other shapes, integer tensors, invalid files and paths outside the folder are refused
+    by name.
+    """
     tensors = {name: tensor for name, tensor in Tied().state_dict().items() if name != "head.weight"}
     trainer = Trainer(TASK, split_in(2), numbers=False)
     for wrong, words in [
@@ -302,7 +314,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
 def test_weights_that_are_not_there_are_told_before_a_worker_starts(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No file, a folder without a model, and a file that is none."""
+    """A missing file, a folder without a model and an invalid file are reported before a worker starts."""
     monkeypatch.setattr(restarts, "launch", lambda *_, **__: pytest.fail("workers start"))
     (tmp_path / "empty").mkdir()
     (tmp_path / "none.safetensors").write_bytes(b"none")
@@ -312,7 +324,9 @@ def test_weights_that_are_not_there_are_told_before_a_worker_starts(
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "model"])
 def test_a_full_disk_is_told_in_the_systems_words(saved: Path, tmp_path: Path, name: str) -> None:
-    """Whoever writes the file, and nothing of it is left. A limit of the process stands for the disk."""
+    """A full disk is reported in the system's words, and the partial file is removed. A process limit stands
+    for the disk.
+    """
     with full_disk(1024), pytest.raises(FileError, match=f"{name} cannot be written: File too large"):
         export(saved, tmp_path / name)
     assert os.listdir(tmp_path) == ["runs"]
@@ -320,7 +334,9 @@ def test_a_full_disk_is_told_in_the_systems_words(saved: Path, tmp_path: Path, n
 
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 600])
 def test_a_folder_is_written_as_hugging_face_does(saved: Path, tmp_path: Path, shard_bytes: int) -> None:
-    """One file, or several with an index, none larger than asked for: a model in such a folder trains from it."""
+    """A folder is exported in Hugging Face's layout, in one file or several with an index, none above the
+    size limit, and training starts from it.
+    """
     nbytes = export(saved, tmp_path / "model", shard_bytes=shard_bytes)
     files = sorted(path.name for path in (tmp_path / "model").iterdir())
     if shard_bytes == 600:
@@ -344,7 +360,7 @@ def test_a_folder_is_written_as_hugging_face_does(saved: Path, tmp_path: Path, s
 
 @pytest.mark.gallery
 def test_transformers_takes_up_an_exported_folder(tmp_path: Path) -> None:
-    """A GPT-2 of transformers, trained and exported, is what `from_pretrained` finds beside its configuration."""
+    """`from_pretrained` loads an exported folder of a trained GPT-2 next to its configuration."""
     build = PRETRAINED["gpt2"].build
     task = Task(build, batch=lambda size: (PRETRAINED["gpt2"].inputs(size), None), loss=None, optimizer=ADAMW)
     costs = profile(task, microbatch_size=2, threads=torch.get_num_threads())
@@ -362,7 +378,7 @@ def test_transformers_takes_up_an_exported_folder(tmp_path: Path) -> None:
 def test_an_export_that_is_stopped_leaves_nothing(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C while the file is flushed to the disk."""
+    """An export interrupted by Ctrl-C during the flush leaves no file."""
 
     def stop(file: int) -> None:
         raise KeyboardInterrupt
@@ -374,14 +390,14 @@ def test_an_export_that_is_stopped_leaves_nothing(
 
 
 def test_what_another_process_of_our_number_has_left_is_no_obstacle(saved: Path, tmp_path: Path) -> None:
-    """In a container every program may have the same number, one that was killed as it wrote the file too."""
+    """Leftovers of a killed process with the same pid, as in containers, do not prevent an export."""
     (tmp_path / f".model.safetensors.{os.getpid()}.tmp").touch()
     export(saved, tmp_path / "model.safetensors")
     assert len(list(tmp_path.glob(".model*"))) == 1
 
 
 def test_an_export_to_another_kind_of_file_is_refused(saved: Path, tmp_path: Path) -> None:
-    """The two kinds are named, and nothing is written."""
+    """An export with an unknown suffix is refused; the error names both kinds, and nothing is written."""
     with pytest.raises(UsageError, match=r"is neither a .safetensors nor a .pt file, nor a folder"):
         export(saved, tmp_path / "model.bin")
     assert not (tmp_path / "model.bin").exists()

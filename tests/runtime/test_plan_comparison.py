@@ -1,4 +1,4 @@
-"""A plan is held to plain training: it passes as it is, and with any of its seams broken on purpose it does not."""
+"""Comparison of a plan with plain training: intact plans pass, and plans with an injected fault fail."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Break = Callable[[pytest.MonkeyPatch], None]
 
 
 class Model(nn.Module):
-    """Residual blocks with dropout between an embedding and a head that is tied to it, and has its bias twice."""
+    """A model with dropout in residual blocks, a tied embedding and head, and a bias used twice."""
 
     def __init__(self, *, norm: Callable[[int], nn.Module] = nn.LayerNorm, dropout: float = 0.3) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def profiled(task: Task) -> ModelProfile:
 def planned(
     task: Task, *grids: Grid, recompute: Recompute = "never", offload: bool = False, **training: Any
 ) -> Plan:
-    """A plan with about equal stages on these grids; `offload` moves saved tensors to the host."""
+    """Return a plan of about equal stages on these grids; `offload` moves saved tensors to the host."""
     found = profiled(task)
     layers, count = len(found.layers), len(grids)
     edges = pairwise(layers * number // count for number in range(count + 1))
@@ -143,7 +143,7 @@ FEWER = Grid(devices=(0, 1), data=2), Grid.of(2)
 RANKS = Grid(devices=(0, 1), tensor=2)
 
 
-# -------------------------------------------------------------------- seams
+# -------------------------------------------------------------------- injected faults
 
 
 def sums_of_replicas(patch: pytest.MonkeyPatch) -> None:
@@ -194,7 +194,7 @@ def doubled_norm(patch: pytest.MonkeyPatch) -> None:
 
 
 def counted_twice(patch: pytest.MonkeyPatch) -> None:
-    """A parameter with two names is in the norm twice."""
+    """Count a parameter with two names twice in the norm."""
     make = assembly.Agreement
 
     def twice(names: Sequence[str], own: Any, *args: Any, **options: Any) -> agreement.Agreement:
@@ -224,7 +224,7 @@ def scheduler_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def gradient_kept(patch: pytest.MonkeyPatch) -> None:
-    """Gradients are not freed behind an update, nor before the next step."""
+    """Keep gradients after an update."""
     step = updates.Updates.step
 
     def keep(self: Any, layers: Any) -> None:
@@ -238,7 +238,7 @@ def gradient_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def other_draws(patch: pytest.MonkeyPatch) -> None:
-    """A recomputation draws other numbers than the forward."""
+    """Recompute with other random numbers than the forward."""
     recompute = passes.Passes.recompute
 
     def again(self: Any, flight: Any, first: int, end: int) -> None:
@@ -250,7 +250,7 @@ def other_draws(patch: pytest.MonkeyPatch) -> None:
 
 
 def offset_of_shards(patch: pytest.MonkeyPatch) -> None:
-    """Every rank has the first one's part."""
+    """Give every rank the first rank's part."""
     local = forms.Shard.local
 
     def first(self: Any, whole: Tensor) -> Tensor:
@@ -267,7 +267,7 @@ def sums_of_ranks(patch: pytest.MonkeyPatch) -> None:
 
 
 def copies_of_masters(patch: pytest.MonkeyPatch) -> None:
-    """Float32 copies are updated, and not rounded into the parameters."""
+    """Update float32 copies without rounding them into the parameters."""
     update = half_precision.MasterWeights._update
 
     def forgotten(self: Any, stepper: Any, parameters: Any) -> None:
@@ -280,7 +280,7 @@ def copies_of_masters(patch: pytest.MonkeyPatch) -> None:
 
 
 def inputs_of_another(patch: pytest.MonkeyPatch) -> None:
-    """A stage computes the rows of another microbatch."""
+    """Feed a stage the rows of another microbatch."""
     rows = flight.Flight.rows
 
     def other(self: Any, load: Any, microbatches: Any) -> Any:
@@ -290,7 +290,7 @@ def inputs_of_another(patch: pytest.MonkeyPatch) -> None:
 
 
 def bytes_of_another(patch: pytest.MonkeyPatch) -> None:
-    """What comes back from a host is what another microbatch has moved there."""
+    """Reload the tensors of another microbatch."""
     carry, last = copying.carry, dict[tuple[int, int], Any]()
 
     def carried(parts: Any, *, outward: bool) -> None:
@@ -305,7 +305,7 @@ def bytes_of_another(patch: pytest.MonkeyPatch) -> None:
 
 
 def update_of_another_group(patch: pytest.MonkeyPatch) -> None:
-    """All parameters have the options of one group."""
+    """Update all parameters with the options of one group."""
     groups = updates.parameter_groups
     patch.setattr(
         updates, "parameter_groups", lambda layers, options: groups(layers, lambda *_: {"weight_decay": 0.2})
@@ -313,7 +313,7 @@ def update_of_another_group(patch: pytest.MonkeyPatch) -> None:
 
 
 def buffers_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """A forward leaves no buffers behind."""
+    """Discard the buffers of a forward."""
     layer = passes.Passes._layer
 
     def run(self: Any, flight: Any, number: int, values: Any) -> Any:
@@ -353,7 +353,7 @@ SEAMS: dict[str, tuple[Break, Task, tuple[Grid, ...], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", SEAMS)
 def test_a_plan_with_a_broken_seam_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It trains as it should, and no longer where a seam is broken."""
+    """An intact plan passes the comparison; the same plan with a fault fails."""
     broken, task, grids, options = SEAMS[name]
     plan = planned(task, *grids, **options)
     right = compared(task, plan)
@@ -362,12 +362,14 @@ def test_a_plan_with_a_broken_seam_is_found_out(name: str, monkeypatch: pytest.M
     assert compared(task, plan).differences
 
 
-# -------------------------------------------------------------------- where plans are compared
+# -------------------------------------------------------------------- callers of the comparison
 
 
 @pytest.mark.compares_plans
 def test_a_trainer_refuses_a_plan_that_trains_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before its first step, with what is apart and the way out, which is `numbers=False`."""
+    """A trainer refuses a plan with different numbers before its first step; the error names the difference
+    and `numbers=False`.
+    """
     plan = planned(TASK, *TWO)
     assert not Trainer(TASK, plan).not_compared
     sums_of_tied(monkeypatch)
@@ -380,7 +382,7 @@ def test_a_trainer_refuses_a_plan_that_trains_otherwise(monkeypatch: pytest.Monk
 
 @pytest.mark.compares_plans
 def test_a_trainer_says_what_it_has_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it would take too long; the command that compares it is named."""
+    """A trainer names the parts that it skips because they take too long, and the command that compares."""
     monkeypatch.setattr(comparison, "LONGEST_SECONDS", 0.0)
     with pytest.warns(
         PipefitWarning, match=r"training of net by the plan was not compared .*certify --numbers"
@@ -390,7 +392,7 @@ def test_a_trainer_says_what_it_has_not_compared(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_certificate_says_that_the_plan_was_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And refuses a plan that trains otherwise."""
+    """A certificate states that the plan was compared, and is refused for a plan with different numbers."""
     plan = planned(TASK, *TWO)
     assert "net trains by the plan as it trains plainly: 2 steps of" in str(certify_numbers(TASK, plan))
     counted_twice(monkeypatch)
@@ -399,7 +401,9 @@ def test_a_certificate_says_that_the_plan_was_compared(monkeypatch: pytest.Monke
 
 
 def test_what_plain_training_cannot_say_is_told() -> None:
-    """An endless schedule, and statistics of slices between stages of other degrees."""
+    """Asynchronous schedules, and statistics of local batches between stages of other degrees, are reported
+    as not comparable.
+    """
     with pytest.raises(NotComparable, match="older weights"):
         compared(TASK, planned(TASK, *TWO, schedule="pipedream-2bw", clip_norm=None))
     with pytest.raises(NotComparable, match="samples depend on each other"):
@@ -407,7 +411,7 @@ def test_what_plain_training_cannot_say_is_told() -> None:
 
 
 def test_a_comparison_leaves_model_and_generators_as_they_were() -> None:
-    """Parameters, buffers, gradients and draws."""
+    """A comparison leaves parameters, buffers, gradients and random generators unchanged."""
     whole, _, _ = captured(NORMED)
     before = {name: tensor.clone() for name, tensor in whole.module.state_dict().items()}
     drawn = torch.get_rng_state()

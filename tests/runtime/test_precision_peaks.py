@@ -1,4 +1,4 @@
-"""Peaks of norms in every precision: with wider weights the CPU's kernels keep wider statistics."""
+"""Peaks of norms in every precision: with wider weights, CPU kernels keep wider statistics."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ WIDTH = 8
 
 
 def norms() -> nn.Module:
-    """Linear layers with layer norms between."""
+    """Build linear layers with layer norms between them."""
     parts = (part for _ in range(2) for part in (nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU()))
     return nn.Sequential(*parts, nn.Linear(WIDTH, 4))
 
 
 def group_norms() -> nn.Module:
-    """Linear layers with group norms between, over channels of two numbers."""
+    """Build linear layers with group norms between them, over channels of two numbers."""
     parts = (part for _ in range(2) for part in (nn.Linear(WIDTH, WIDTH), nn.GroupNorm(2, WIDTH), nn.GELU()))
     return nn.Sequential(*parts, nn.Linear(WIDTH, 4))
 
 
 def small_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """One whose scaled gradients do not overflow: a step that overflows makes no update."""
+    """Return a loss whose scaled gradients do not overflow, so that every step updates."""
     return 1e-4 * F.mse_loss(outputs.float(), targets.float())
 
 

@@ -1,4 +1,4 @@
-"""What a model's own code raises in a worker, whatever and wherever: with the worker or device, and a code."""
+"""Exceptions of a model's code in a worker: reported with worker or device, and an exit code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ALL = [(phase, number) for phase, number in product(raising.PHASES, range(len(ra
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    """Two stages of two layers."""
+    """Return a plan of two stages of two layers."""
     profile = pipefit.profile(raising.make(), microbatch_size=2)
     return pipefit.plan(profile, pipefit.load_cluster("emulated:2x1MiB"), batch_size=4, planner="uniform")
 
@@ -42,8 +42,10 @@ def plan() -> Plan:
 def test_what_a_models_own_code_raises_in_a_worker_is_told(
     phase: str, number: int, plan: Plan, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The worker with its device, layers and phase, and code 5; of memory the device and phase, and code 4; of a check
-    before the first step what is wrong with the model, and code 2. In one sentence, and without a traceback.
+    """An exception of the model's code in a worker is reported in one sentence without a traceback.
+
+    Any exception: the worker with its device, layers and phase, code 5; out of memory: device and phase, code
+    4; a failed check before the first step: the fault of the model, code 2.
     """
     path, what = tmp_path / "plan.json", list(raising.HAPPENS)[number]
     pipefit.save(plan, path)

@@ -1,4 +1,4 @@
-"""Whole-stage recomputation: less memory, the same numbers, and every peak known beforehand."""
+"""Whole-stage recomputation: less memory, the same numbers, and every peak known in advance."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tiny import plan_of, profile_of
 
 
 def recomputed(plan: Plan, mode: Recompute) -> Plan:
-    """The same plan with whole stages recomputed, or kept."""
+    """Return the same plan with whole stages recomputed or kept."""
     training = plan.training
     return replace(
         plan,
@@ -56,7 +56,7 @@ def test_peaks_are_exact(seed: int) -> None:
 
 @pytest.mark.parametrize("name", sampled(CHAINS, often=("strided", "encoder")))
 def test_peaks_of_other_models(name: str) -> None:
-    """Batch norm works on copies of its statistics, in-place layers on copies of inputs: both are counted exactly."""
+    """Copies of batch-norm statistics, and copies of inputs for in-place layers, are counted exactly."""
     case = plan_for(gallery.task(name), Random(7))
     for account in accounts(replace(case, plan=recomputed(case.plan, "always"))):
         assert account.dry_run_bytes == account.oracle_bytes == account.simulated_bytes
@@ -67,7 +67,9 @@ EVERY = [(name, mode) for name in ("strided", "encoder", "vgg11", "gpt") for mod
 
 @pytest.mark.parametrize(("name", "mode"), sampled(EVERY, often=[*EVERY[::4], ("gpt", "except_one")]))
 def test_the_numbers_stay_the_same(name: str, mode: Recompute) -> None:
-    """Losses, parameters and batch-norm statistics, with dropout: bitwise those of training without recomputation."""
+    """Losses, parameters and batch-norm statistics, with dropout, equal training without recomputation bit by
+    bit.
+    """
     task = gallery.task(name) if name in CHAINS else _zoo(name)
     case = plan_for(task, Random(3))
     plain, again = (Trainer(task, recomputed(case.plan, kept)) for kept in ("never", mode))
@@ -86,7 +88,9 @@ def _zoo(name: str) -> Task:
 
 
 def test_gpipe_with_recomputation_holds_inputs_instead_of_activations() -> None:
-    """The planner and the simulator agree that it needs less, and how much."""
+    """GPipe with recomputation keeps inputs instead of activations; planner and simulator agree on the bytes
+    saved.
+    """
     task = build("gpt", layers=4, hidden=64, heads=4, vocabulary=64, sequence=64)
     costs, cluster = profile_of(task, 2), Cluster.emulated((3, 1 << 30))
     peaks = {}
@@ -99,7 +103,7 @@ def test_gpipe_with_recomputation_holds_inputs_instead_of_activations() -> None:
 
 
 def test_recomputation_takes_time() -> None:
-    """A recomputed step runs every forward twice, but for one microbatch's under except_last and except_one."""
+    """A recomputed step runs every forward twice, except one microbatch's for except_last and except_one."""
     costs = profile(build("mlp"), microbatch_size=2)
     seconds = {}
     training = Training(batch_size=8, microbatches=4, schedule="gpipe")
@@ -114,7 +118,7 @@ def test_recomputation_takes_time() -> None:
 
 
 def test_inputs_that_a_layer_overwrites_unnoticed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward that changes what it must start from again raises, and does not train on wrong numbers."""
+    """A forward that changes its own inputs cannot be recomputed and raises."""
     task = Task(
         lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4)),
         batch=lambda size: (torch.randn(size, 4), torch.randn(size, 4)),

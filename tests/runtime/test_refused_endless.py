@@ -1,4 +1,4 @@
-"""What schedules that never flush refuse: weights without versions, and steps that they cannot train."""
+"""Refusals of asynchronous schedules: weights without versions, and steps that cannot be trained."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tiny import plan_of, task_of
 
 
 class Aside(nn.Module):
-    """Reads its weight from a list."""
+    """A layer that reads its weight from a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,21 +30,21 @@ class Aside(nn.Module):
 
 
 def hooked() -> list[nn.Module]:
-    """The gradient of a weight goes through a hook."""
+    """Register a hook on the gradient of a weight."""
     layer = nn.Linear(8, 8)
     layer.weight.register_hook(lambda gradient: 2 * gradient)
     return [layer, nn.Linear(8, 4)]
 
 
 def watched_after() -> list[nn.Module]:
-    """Something happens when the gradient of a weight has been added up."""
+    """Register a hook after the accumulation of a weight's gradient."""
     layer = nn.Linear(8, 8)
     layer.weight.register_post_accumulate_grad_hook(lambda weight: None)
     return [layer, nn.Linear(8, 4)]
 
 
 def side_by_side() -> list[nn.Module]:
-    """Two weights in one piece of memory."""
+    """Place two weights in one storage."""
     (first, last), room = (nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(16, 8)
     first.weight, last.weight = nn.Parameter(room[:8]), nn.Parameter(room[8:])
     return [first, last, nn.Linear(8, 4)]
@@ -66,7 +66,7 @@ def side_by_side() -> list[nn.Module]:
 def test_weights_that_have_no_versions_are_refused(
     layers: Callable[[], list[nn.Module]], split: list[int], message: str
 ) -> None:
-    """By name, with the schedule that can train them."""
+    """Weights that cannot have versions are refused by name, with the schedule that can train them."""
     task = task_of(layers)
     plan = plan_of(task, split, schedule="pipedream")
     with pytest.raises(UsageError, match=message):
@@ -74,14 +74,14 @@ def test_weights_that_have_no_versions_are_refused(
 
 
 def test_a_dry_run_finds_weights_that_have_no_versions() -> None:
-    """What a forward does with its parameters is the same with fake ones."""
+    """A dry run with fake parameters finds weights that cannot have versions."""
     task = task_of(lambda: [Aside(), nn.Linear(8, 4)])
     with pytest.raises(UsageError, match="was used past the attribute that holds it"):
         certify(task, plan_of(task, [1, 1], schedule="pipedream"))
 
 
 def test_an_update_of_weights_that_are_needed_is_refused() -> None:
-    """A program without the copy stops at the update, in simulation and in training."""
+    """A program without the copy stops at the update of weights in use, in simulation and in training."""
     task = TASKS["perceptrons"]()
     plan = plan_of(task, [3, 3], microbatches=1, schedule="pipedream")
     trainer = Trainer(task, plan)
@@ -95,7 +95,9 @@ def test_an_update_of_weights_that_are_needed_is_refused() -> None:
 
 
 def test_a_step_that_two_versions_are_too_few_for_is_refused() -> None:
-    """A smaller batch with fewer microbatches than stages, and batches whose gradients would wait for each other."""
+    """Steps that need more than two versions are refused: fewer microbatches than stages, and batches whose
+    gradients wait for each other.
+    """
     task = TASKS["perceptrons"]()
     plan = plan_of(task, [2, 2, 2], microbatches=3, schedule="pipedream-2bw")
     trainer = Trainer(task, plan)

@@ -1,4 +1,4 @@
-"""Plans that move state or update on the host, and optimizers, that are refused by name."""
+"""Refusals by name of optimizers in plans that offload state or update on the host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tiny import batch_of, plan_of, profile_of, task_of
 
 
 class Counting(torch.optim.SGD):
-    """Counts its steps in an attribute."""
+    """An optimizer that counts its steps in an attribute."""
 
     steps = 0
 
@@ -32,7 +32,7 @@ class Counting(torch.optim.SGD):
 
 
 class Hooked(torch.optim.SGD):
-    """Has a hook on its steps."""
+    """An optimizer with a step hook."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -40,7 +40,7 @@ class Hooked(torch.optim.SGD):
 
 
 class Groupless(torch.optim.SGD):
-    """Looks at a list of its own."""
+    """An optimizer that reads a list of its own instead of its groups."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -54,14 +54,14 @@ class Groupless(torch.optim.SGD):
 
 
 class Joining(torch.optim.SGD):
-    """Puts all parameters into one group."""
+    """An optimizer that puts all parameters into one group."""
 
     def __init__(self, groups: Any, **options: Any) -> None:
         super().__init__([p for group in groups for p in group["params"]], lr=0.1, **options)
 
 
 class Starting(torch.optim.SGD):
-    """Does something once, in its first step, as those of 8 bits put their tables where the parameters are."""
+    """An optimizer with a one-time action in its first step, as 8-bit optimizers place their tables."""
 
     started = False
 
@@ -71,7 +71,7 @@ class Starting(torch.optim.SGD):
 
 
 class Tabled(torch.optim.SGD):
-    """Keeps a table for all parameters in the state of each."""
+    """An optimizer that keeps a table for all parameters in the state of each."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -98,7 +98,9 @@ class Tabled(torch.optim.SGD):
 def test_an_optimizer_that_is_more_than_its_groups_is_refused(
     optimizer: Callable[..., torch.optim.Optimizer], words: str, what: What
 ) -> None:
-    """Steps in parts would train something else: the first one says why not, and what to do."""
+    """An optimizer with state outside its groups is refused at the first step, with the reason and a fix,
+    because partial steps would train other numbers.
+    """
     task = task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)], optimizer=optimizer)
     plan = replace(plan_of(task, [3], devices=2), decisions=(away(0, 1, 2, what),))
     with pytest.raises(
@@ -113,7 +115,9 @@ def test_an_optimizer_that_is_more_than_its_groups_is_refused(
 def test_planners_leave_state_where_such_an_optimizer_updates_it(
     optimizer: Callable[..., torch.optim.Optimizer],
 ) -> None:
-    """Where the state of plain SGD is moved so that a model fits, that of such an optimizer stays, and nothing fits."""
+    """Planners do not offload the state of such an optimizer: a model that fits with plain SGD does not fit
+    with it.
+    """
     layers = [nn.Linear(8, 64), nn.Linear(64, 64), nn.Linear(64, 4)]
     task = task_of(lambda: layers, optimizer=lambda groups: optimizer(groups, momentum=0.9))
     made = profile_of(task, 2)
@@ -134,7 +138,9 @@ def test_planners_leave_state_where_such_an_optimizer_updates_it(
 
 
 def test_a_tensor_that_is_kept_for_several_layers_is_not_moved_with_one() -> None:
-    """The others would find no memory behind it: it is refused as soon as it is there, behind the first update."""
+    """A state tensor shared by several layers is refused after the first update, because offloading it with
+    one layer would free the memory of the others.
+    """
     task = task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)], optimizer=Tabled)
     plan = replace(plan_of(task, [3], devices=2), decisions=(away(0, 1, 2),))
     with pytest.raises(
@@ -144,7 +150,7 @@ def test_a_tensor_that_is_kept_for_several_layers_is_not_moved_with_one() -> Non
 
 
 class Hoarding(torch.optim.SGD):
-    """Keeps a copy of every gradient past its state."""
+    """An optimizer that keeps a copy of every gradient outside its state."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -160,7 +166,7 @@ class Hoarding(torch.optim.SGD):
 
 
 def test_state_that_is_not_where_it_belongs_is_refused() -> None:
-    """An optimizer that keeps tensors elsewhere would leave them on the device: the numbers of bytes tell."""
+    """Tensors that an optimizer keeps outside its state are found by the bytes on the device and refused."""
     task = task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)], optimizer=Hoarding)
     plan = replace(plan_of(task, [3], devices=2), decisions=(away(0, 1, 2),))
     words = r"0OFFLOAD\[1.optimizer\]@host: the optimizer state of layer 1 takes 0 bytes, but by the plan 288"
@@ -169,7 +175,7 @@ def test_state_that_is_not_where_it_belongs_is_refused() -> None:
 
 
 def test_an_array_of_a_parameter_is_in_the_way_only_where_its_memory_is_freed() -> None:
-    """A model whose weights are arrays of numpy: its parameters cannot be away, but the host may update them."""
+    """Weights that are numpy arrays cannot be offloaded, but the host may update them."""
     plain = task_named("adamw")
 
     def build() -> nn.Module:
@@ -189,7 +195,7 @@ def test_an_array_of_a_parameter_is_in_the_way_only_where_its_memory_is_freed() 
 
 
 def test_another_host_is_refused() -> None:
-    """A device updates its layers on the host that it is in."""
+    """A device may update its layers only on its own host."""
     plan = one_stage()
     host = plan.cluster.hosts[0]
     plan = replace(plan, cluster=replace(plan.cluster, hosts=(host, host)))

@@ -1,4 +1,4 @@
-"""Dry runs whose devices are run by several processes: the same answer, and every device is run in one of them."""
+"""Parallel dry runs: several processes give the same answer, and run each device once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipefit.schema.layer_costs import Kernel
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has forks of this kind")
 
-# In a process of its own, because one that has run a backward leaves no fork any.
+# In a process of its own, because a process cannot fork after a backward.
 _PROGRAM = """
 from contextlib import nullcontext
 from unittest import mock
@@ -56,7 +56,7 @@ for (name, cores), (trace, here) in divided.items():
 
 
 def test_devices_are_divided_between_processes() -> None:
-    """This process runs none of them, whether each has a core or not, so that it may fork again."""
+    """Devices are divided between child processes; the parent runs none, so that it can fork again."""
     here = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run(
         [sys.executable, "-c", _PROGRAM], env=here, capture_output=True, text=True, check=False, timeout=300
@@ -68,7 +68,9 @@ def test_devices_are_divided_between_processes() -> None:
 
 
 def test_parts_of_a_dry_run_tell_of_all_devices() -> None:
-    """Each device is of one part, an assumption is told once, and where one part differs the whole does."""
+    """A divided dry run reports every device and each assumption once, and differs from a whole one as soon
+    as one part does.
+    """
     assumed = Kernel(
         operation="aten._local_scalar_dense.default()", peak_bytes=None, reason="its value is not known"
     )

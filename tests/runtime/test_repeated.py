@@ -1,4 +1,4 @@
-"""Dry runs of four of many equal layers tell the memory of all of them."""
+"""Folded dry runs: four of many equal layers give the memory of all of them."""
 
 from __future__ import annotations
 
@@ -44,54 +44,54 @@ class Residual(nn.Module):
         self.parts = nn.Sequential(*parts)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of any shape."""
+        """Take any shape."""
         passed: Tensor = x + self.parts(x) * 0.5
         return passed
 
 
 class Carrying(nn.Module):
-    """Passes a second value on to the next layer as it came, and uses it."""
+    """A layer that passes on a second value unchanged, and uses it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
 
     def forward(self, values: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Both (batch, width)."""
+        """Take and return two values of shape (batch, width)."""
         x, carried = values
         return torch.tanh(self.linear(x)) * carried, carried
 
 
 class Split(nn.Module):
-    """Two values from one."""
+    """A layer that makes two values from one."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(batch, width) twice."""
+        """Return (batch, width) twice."""
         return x * 2.0, torch.sigmoid(x)
 
 
 class First(nn.Module):
-    """One value from two."""
+    """A layer that makes one value from two."""
 
     def forward(self, values: tuple[Tensor, Tensor]) -> Tensor:
-        """The first."""
+        """Return the first value."""
         return values[0] + 1.0
 
 
 class Shift(nn.Module):
-    """Adds its parameter, which its backward does not touch."""
+    """A layer that adds its parameter, which its backward does not read."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(8))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, 8)."""
+        """Return (batch, 8)."""
         return x + self.bias
 
 
 class Turns(nn.Module):
-    """A linear layer of which every other one makes a large value for a moment, which its settings do not tell."""
+    """A linear layer; every other instance makes a large temporary, which its settings do not show."""
 
     made = itertools.count()
 
@@ -101,7 +101,7 @@ class Turns(nn.Module):
         self._more = next(self.made) % 2
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, 8)."""
+        """Return (batch, 8)."""
         found: Tensor = self.linear(x)
         if self._more:
             x.detach().repeat(64, 1)
@@ -109,14 +109,14 @@ class Turns(nn.Module):
 
 
 class AtOnce(torch.optim.Optimizer):
-    """Shrinks every parameter by itself, and makes all updates in one call."""
+    """An optimizer that shrinks each parameter independently, and makes all updates in one call."""
 
     def __init__(self, groups: Any) -> None:
         super().__init__(groups, {"lr": 0.1})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """One update."""
+        """Update once."""
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         for parameter in parameters:
             parameter.mul_(0.99)
@@ -124,7 +124,7 @@ class AtOnce(torch.optim.Optimizer):
 
 
 def stack(block: Callable[[], list[nn.Module]], count: int = 10) -> Callable[[], nn.Module]:
-    """`count` times the layers of `block`, between others."""
+    """Return `count` copies of the layers of `block`, between others."""
 
     def build() -> nn.Module:
         middle = [layer for _ in range(count) for layer in block()]
@@ -151,7 +151,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def task_of(module: Callable[[], nn.Module], optimizer: str = "adamw", **settings: Any) -> Task:
-    """A task of rows of 8 numbers."""
+    """Return a task with rows of 8 numbers."""
 
     def batch(size: int) -> tuple[Tensor, Tensor]:
         return torch.randn(size, 8), torch.randn(size, 4)
@@ -163,15 +163,16 @@ def task_of(module: Callable[[], nn.Module], optimizer: str = "adamw", **setting
 
 
 def carrying(count: int = 10) -> nn.Module:
-    """Layers that pass a tuple on."""
+    """Return layers that pass on a tuple."""
     return nn.Sequential(
         nn.Linear(8, 8), Split(), *(Carrying(8) for _ in range(count)), First(), nn.Linear(8, 4)
     )
 
 
 def folds(task: Task, plan: Plan, *, whole: bool = False) -> bool:
-    """Whether the folded dry run of a plan tells in every sample what the unfolded one does, without running all layers
-    or, if `whole` says so, after running them all.
+    """Return whether the folded dry run of a plan equals the unfolded one in every sample.
+
+    It must not run all layers; with `whole`, it must fall back to running them all.
     """
     with pytest.MonkeyPatch.context() as patch:
         chains: list[Any] = []
@@ -182,7 +183,9 @@ def folds(task: Task, plan: Plan, *, whole: bool = False) -> bool:
 
 
 def drawn(found: ModelProfile, rng: Random) -> Plan:
-    """Any split over up to two devices, any schedule, up to four microbatches, and any recomputation."""
+    """Return any split over up to two devices, under any schedule, with up to four microbatches and any
+    recomputation.
+    """
     layers, count, number = len(found.layers), rng.choice([1, 1, 2]), rng.randint(1, 4)
     cuts = [0, *sorted(rng.sample(range(1, layers), count - 1)), layers]
     stages = tuple(
@@ -216,7 +219,7 @@ def drawn(found: ModelProfile, rng: Random) -> Plan:
 
 
 def in_one_stage(found: ModelProfile, microbatches: int = 2, clip_norm: float | None = None) -> Plan:
-    """All layers on one device."""
+    """Place all layers on one device."""
     return Plan(
         profile=found,
         cluster=Cluster.emulated((1, 1 << 30)),
@@ -231,7 +234,7 @@ def in_one_stage(found: ModelProfile, microbatches: int = 2, clip_norm: float | 
 
 
 def executed(task: Task, plan: Plan) -> int:
-    """How many layers a dry run executes."""
+    """Return the number of layers that a dry run executes."""
     with FakeTarget("cpu") as fake:
         chain = fake_chain(task, fake, sample(task, plan.training.microbatch_size))
         return len(Shortened.of(task, plan, lower(plan), chain).chain.layers)
@@ -242,7 +245,7 @@ def executed(task: Task, plan: Plan) -> int:
 def test_a_folded_dry_run_tells_what_a_whole_one_does(
     block: str, target: Any, seeds: tuple[int, ...]
 ) -> None:
-    """Every sample of every action is the same, by category, whatever the plan."""
+    """A folded dry run equals a whole one in every sample of every action, by category, under any plan."""
     task = task_of(stack(BLOCKS[block]))
     found = profile(task, microbatch_size=2, target=target)
     for seed in seeds:
@@ -250,7 +253,7 @@ def test_a_folded_dry_run_tells_what_a_whole_one_does(
 
 
 def test_values_that_pass_through_the_layers_are_nobodys() -> None:
-    """Layers that take and return several values, one of them as it came."""
+    """Layers that take and return several values, one of them unchanged, are folded."""
     task = task_of(carrying)
     found = profile(task, microbatch_size=2)
     for seed in (0, 5):
@@ -259,7 +262,9 @@ def test_values_that_pass_through_the_layers_are_nobodys() -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adagrad"])
 def test_updates_of_equal_layers_are_folded(optimizer: str) -> None:
-    """Without state, with state from the first update on, and with state from the start."""
+    """Updates of equal layers are folded: without state, with state from the first update, and with state
+    from the start.
+    """
     task = task_of(stack(BLOCKS["residual"]), optimizer)
     assert folds(task, in_one_stage(profile(task, microbatch_size=2, target="cuda")))
 
@@ -272,7 +277,9 @@ def test_updates_of_equal_layers_are_folded(optimizer: str) -> None:
     ),
 )
 def test_stages_that_agree_are_folded_in_every_precision(precision: Any) -> None:
-    """With norms of all gradients, of layers that are left out too; scaled losses; and master weights."""
+    """Stages are folded in every precision: with global gradient norms, also of folded layers, loss scaling
+    and master weights.
+    """
     task = task_of(stack(BLOCKS["residual"]), precision=precision)
     assert folds(task, in_one_stage(profile(task, microbatch_size=2), clip_norm=1.0))
 
@@ -290,8 +297,8 @@ def test_stages_that_agree_are_folded_in_every_precision(precision: Any) -> None
     ids=["gpt", "gpt2", "llama"],
 )
 def test_transformers_are_folded(make: Callable[[], Task]) -> None:
-    """One of five blocks is not run: of the zoo's, whose layers are modules, and of two of Hugging Face's, which are
-    traced, a dozen layers a block; llama's share buffers.
+    """Transformers are folded: four of five blocks are run, in models of the zoo with modules as layers and
+    in two traced models of Hugging Face with a dozen layers a block; llama shares buffers.
     """
     task = make()
     costs = profile(task, microbatch_size=2, target="cuda")
@@ -302,13 +309,13 @@ def test_transformers_are_folded(make: Callable[[], Task]) -> None:
 
 
 def test_parts_of_a_block_are_folded_together() -> None:
-    """What is repeated may be several layers: here four."""
+    """A repeated block may consist of several layers: here four."""
     task = task_of(stack(BLOCKS["three together"], 50))
     assert executed(task, in_one_stage(profile(task, microbatch_size=2))) == 2 + 4 * 3 + 1
 
 
 def test_the_layers_that_are_run_do_not_grow_with_the_model() -> None:
-    """Four hundred equal layers need no more of them than fifty."""
+    """Four hundred equal layers execute no more layers than fifty."""
     counts = []
     for number in (50, 400):
         task = task_of(stack(BLOCKS["plain"], number))
@@ -317,7 +324,9 @@ def test_the_layers_that_are_run_do_not_grow_with_the_model() -> None:
 
 
 def test_a_repeat_ends_where_what_is_recomputed_does() -> None:
-    """Layers 2 to 11 are equal; of 2 to 6 and of 7 to 11 four each are executed."""
+    """A repeat ends at the boundary of a recomputed run: of the equal layers 2 to 11, four each of 2 to 6 and
+    of 7 to 11 are executed.
+    """
     task = task_of(stack(BLOCKS["plain"], 10))
     plan = in_one_stage(profile(task, microbatch_size=2))
     decision = Decision(stage=0, subject=Run(start=7, stop=12), what=What.RECOMPUTE)
@@ -327,7 +336,9 @@ def test_a_repeat_ends_where_what_is_recomputed_does() -> None:
 
 
 def test_what_can_be_told_apart_is_not_folded() -> None:
-    """A hook, a shared parameter, another option of the optimizer: the sixth of eleven layers is unlike the rest."""
+    """A layer with a hook, a shared parameter or another optimizer option, here the sixth of eleven, is not
+    folded.
+    """
 
     def hooked() -> nn.Sequential:
         model = stack(BLOCKS["plain"], 11)()
@@ -358,6 +369,6 @@ def test_what_can_be_told_apart_is_not_folded() -> None:
     ids=["no parameter in the backward", "other values than its neighbour", "one update of all layers"],
 )
 def test_layers_that_turn_out_unlike_are_all_run(task: Task) -> None:
-    """What only shows while they run: then the dry run is made again, unfolded, and tells what it does."""
+    """Layers that differ only while they run trigger a second, unfolded dry run with the right samples."""
     plan = in_one_stage(profile(task, microbatch_size=2))
     assert folds(task, plan, whole=True)

@@ -1,4 +1,4 @@
-"""Stages of several replicas: the numbers of plain training in slices, and bytes that are known beforehand."""
+"""Stages with replicas: the numbers of plain training on local batches, and bytes known in advance."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def profiles() -> dict[str, ModelProfile]:
-    """The profile of every model, at the sizes of all slices."""
+    """Return the profile of every model at the sizes of all local batches."""
     return {name: profile(replicated(name), microbatch_size=SIZES) for name in MODELS}
 
 
 def random_plan(found: ModelProfile, seed: int, **training: Any) -> Plan:
-    """Two or three stages of random degrees on at most eight devices, dealt out at random."""
+    """Return two or three stages of random degrees on at most eight devices, in random order."""
     rng = Random(seed)
     edges, degrees = random_grids(rng, [2, 2, 3])
     schedule = rng.choice(["gpipe", "1f1b"])
@@ -56,7 +56,9 @@ def random_plan(found: ModelProfile, seed: int, **training: Any) -> Plan:
 def test_the_numbers_are_those_of_every_stage_mapped_over_its_slices(
     name: str, seed: int, profiles: dict[str, ModelProfile]
 ) -> None:
-    """Losses and parameters after three steps: draws, statistics of samples and tied weights included."""
+    """Losses and parameters after three steps equal every stage mapped over its local batches: random draws,
+    batch statistics and tied weights included.
+    """
     task = replicated(name, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     plan = random_plan(
         replace(profiles[name], fingerprint=profile(task, microbatch_size=3).fingerprint), seed
@@ -68,7 +70,9 @@ def test_the_numbers_are_those_of_every_stage_mapped_over_its_slices(
 
 
 def test_equal_degrees_train_as_smaller_microbatches_do(profiles: dict[str, ModelProfile]) -> None:
-    """Two replicas everywhere: slices are the microbatches of a plan without replicas, with the same draws."""
+    """With two replicas everywhere, local batches train as the microbatches of a plan without replicas, with
+    the same random draws.
+    """
     task = replicated("dropped")
     halves = sliced_plan(profiles["dropped"], [0, 3, 6], [2, 2], microbatches=2)
     small = replace(profiles["dropped"], measurements=profiles["dropped"].measurements[1:])
@@ -86,7 +90,7 @@ RANDOM = [(name, seed) for name in MODELS for seed in range(3)]
 def test_simulator_dry_run_meter_and_allocator_agree(
     name: str, seed: int, profiles: dict[str, ModelProfile]
 ) -> None:
-    """The peaks of every device in both steps, to the byte."""
+    """Simulator, dry run, meter and allocator agree on all devices' peaks in both steps, to the byte."""
     found = step_peaks(replicated(name), random_plan(profiles[name], seed + 10))
     assert found.dry == found.metered == found.allocated == found.simulated
 
@@ -94,7 +98,9 @@ def test_simulator_dry_run_meter_and_allocator_agree(
 def test_a_dry_run_captures_a_model_once_for_each_number_of_samples(
     profiles: dict[str, ModelProfile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six replicas of two stages take two captures: of halves of microbatches and of quarters."""
+    """A dry run captures a model once for each number of samples: six replicas of two stages take two
+    captures.
+    """
     sizes = list[int]()
 
     def counted(task: Task, fake: FakeTarget, given: Sample) -> Chain:
@@ -107,7 +113,7 @@ def test_a_dry_run_captures_a_model_once_for_each_number_of_samples(
 
 
 def test_decisions_about_memory_hold_for_every_replica(profiles: dict[str, ModelProfile]) -> None:
-    """Recomputing a run and moving saved tensors away change no number, and the bytes are known."""
+    """Recomputation and offload on every replica change no number, and the bytes are known."""
     task, found = replicated("dropped"), profiles["dropped"]
     plan = sliced_plan(found, [0, 3, 6], [2, 3], microbatches=3)
     recompute = Decision(
@@ -122,7 +128,9 @@ def test_decisions_about_memory_hold_for_every_replica(profiles: dict[str, Model
 
 
 def test_clipping_and_accumulation_are_those_of_the_whole_batch(profiles: dict[str, ModelProfile]) -> None:
-    """The norm counts every parameter once, however many replicas have it; gradients of two batches are added up."""
+    """The gradient norm counts every parameter once, with any number of replicas; gradients of two batches
+    are accumulated.
+    """
     task, norm = replicated("tied", optimizer=partial(torch.optim.SGD, lr=1.0)), 0.01
     found = replace(profiles["tied"], fingerprint=profile(task, microbatch_size=3).fingerprint)
     plan = sliced_plan(found, [0, 2, 6], [3, 2], clip_norm=norm)
@@ -138,7 +146,9 @@ def test_clipping_and_accumulation_are_those_of_the_whole_batch(profiles: dict[s
 
 
 def test_a_smaller_last_batch_counts_every_sample_once(profiles: dict[str, ModelProfile]) -> None:
-    """Twelve and six samples of twenty-four; seven cannot be divided, and the sentence says what could."""
+    """Smaller last batches of twelve and six of 24 samples count every sample once; seven cannot be divided,
+    and the error names sizes that can.
+    """
     task, plan = replicated("tied"), sliced_plan(profiles["tied"], [0, 2, 6], [3, 2])
     trainer, plain = Trainer(task, plan), Plain(task, plan)
     inputs, targets = batch_of(task, plan)
@@ -157,7 +167,7 @@ def test_a_smaller_last_batch_counts_every_sample_once(profiles: dict[str, Model
 
 
 def test_training_goes_on_under_other_degrees(profiles: dict[str, ModelProfile], tmp_path: Path) -> None:
-    """The first replica's state is stored once, and all replicas of another plan take it up."""
+    """The first replica's state is stored once, and all replicas of another plan resume from it."""
     task = replicated("tied")
     saved, other = (sliced_plan(profiles["tied"], *how) for how in (([0, 2, 6], [3, 2]), ([0, 3, 6], [1, 4])))
     before, after, never = Trainer(task, saved), Trainer(task, other), Trainer(task, other)
@@ -176,7 +186,9 @@ def test_training_goes_on_under_other_degrees(profiles: dict[str, ModelProfile],
 
 
 def test_workers_train_as_one_process_does(profiles: dict[str, ModelProfile]) -> None:
-    """Three workers over gloo, two of them replicas: the same losses, and the peaks of the dry run."""
+    """Three workers over gloo, two of them replicas, have the losses of one process and the peaks of the dry
+    run.
+    """
     task, plan = replicated("tied"), sliced_plan(profiles["tied"], [0, 3, 6], [2, 1], clip_norm=1.0)
     losses, trace = train(partial(replicated, "tied"), plan, steps=2)
     _, expected = in_one_process(task, plan, 2)
@@ -185,18 +197,20 @@ def test_workers_train_as_one_process_does(profiles: dict[str, ModelProfile]) ->
 
 
 def summed(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """A loss that grows with the number of samples."""
+    """Return a loss that grows with the number of samples."""
     return (outputs - targets).square().sum()
 
 
 def centred(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """A loss in which samples depend on each other."""
+    """Return a loss in which samples depend on each other."""
     return (outputs - outputs.mean(0) - targets).square().mean()
 
 
 @pytest.mark.parametrize("loss", [summed, centred])
 def test_a_loss_that_is_no_mean_over_samples_is_refused(loss: Any) -> None:
-    """Replicas would train another one; who means the loss of each slice leaves the comparison out."""
+    """A loss that is not a mean over samples is refused; without the comparison, each local batch has its own
+    loss.
+    """
     task = replace(replicated("dropped"), loss=loss)
     plan = sliced_plan(profile(task, microbatch_size=(4, 2)), [0, 3, 6], [1, 2])
     with pytest.raises(
@@ -207,25 +221,29 @@ def test_a_loss_that_is_no_mean_over_samples_is_refused(loss: Any) -> None:
 
 
 def rounded(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """A mean over samples in single precision, as that of many language models is."""
+    """Return a mean over samples in single precision, as in many language models."""
     return torch.nn.functional.mse_loss(outputs.float(), targets.float())
 
 
 def test_a_loss_in_single_precision_of_a_model_in_double_is_a_mean() -> None:
-    """What rounding makes of the loss of a microbatch and of those of its slices is no other loss."""
+    """Rounding differences between the loss of a microbatch and of its local batches do not count as another
+    loss.
+    """
     task = replace(replicated("dropped"), loss=rounded)
     Trainer(task, sliced_plan(profile(task, microbatch_size=(12, 6, 4, 3)), [0, 2, 3, 6], [4, 2, 3]))
 
 
 class Backwards(torch.nn.Module):
-    """Puts the samples in the opposite order."""
+    """A layer that reverses the samples."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.flip(0)
 
 
 def test_samples_in_another_order_between_stages_are_refused_where_degrees_differ() -> None:
-    """The loss of every slice is right, for they are put back in order; but rows would meet those of other samples."""
+    """Reordered samples between stages of different degrees are refused, even if the loss of every local
+    batch is right.
+    """
     linear = partial(torch.nn.Linear, 8, 8)
     task = task_of(lambda: [linear(), Backwards(), linear(), Backwards(), torch.nn.Linear(8, 4)])
     found = profile(task, microbatch_size=(4, 2))
@@ -242,14 +260,16 @@ def test_samples_in_another_order_between_stages_are_refused_where_degrees_diffe
 
 
 class Turned(torch.nn.Module):
-    """Hands samples on along the second dimension."""
+    """A layer that passes on samples along the second dimension."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.T.contiguous()
 
 
 def test_samples_along_another_dimension_are_refused_where_degrees_differ() -> None:
-    """They lie apart in memory; as many replicas on both sides exchange all that they have."""
+    """Samples along another dimension are refused between stages of different degrees, because they are not
+    contiguous; equal degrees exchange whole values.
+    """
     task = task_of(lambda: [torch.nn.Linear(8, 8), Turned(), Turned(), torch.nn.Linear(8, 4)])
     found = profile(task, microbatch_size=(4, 2))
     with pytest.raises(
@@ -263,7 +283,7 @@ def test_samples_along_another_dimension_are_refused_where_degrees_differ() -> N
 
 
 def tabled() -> Task:
-    """Sequences of three positions; the table has no samples and a gradient."""
+    """Sequences of three positions; the table has a gradient but no sample dimension."""
     return Task(
         lambda: torch.nn.Sequential(Table(), Table(last=True)),
         batch=lambda n: tuple(torch.randn(n, 3, 8, dtype=torch.float64) for _ in range(2)),
@@ -275,7 +295,9 @@ def tabled() -> Task:
 
 @pytest.mark.parametrize("degrees", [(2, 1), (3, 2), (2, 2)])
 def test_a_value_without_samples_goes_whole_and_once(degrees: tuple[int, int]) -> None:
-    """Its gradient comes back to the replica that sent it, and is zero for the others."""
+    """A value without samples is sent whole and once; its gradient returns to the sending replica and is zero
+    for the others.
+    """
     task = tabled()
     found = profile(task, microbatch_size=(6, 3, 2))
     plan = sliced_plan(found, [0, 1, 2], degrees)
@@ -287,7 +309,9 @@ def test_a_value_without_samples_goes_whole_and_once(degrees: tuple[int, int]) -
 
 
 def test_a_gradient_from_several_receivers_is_refused() -> None:
-    """One replica would get the gradient of its table from two; equal degrees, or fewer behind, do not."""
+    """A value without samples is refused if one replica would get gradients from two receivers; equal or
+    decreasing degrees are accepted.
+    """
     task = tabled()
     found = profile(task, microbatch_size=(6, 3, 2))
     with pytest.raises(

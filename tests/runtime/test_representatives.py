@@ -1,4 +1,4 @@
-"""Dry runs of some devices for all that do the same, or the same but for the layers that they own."""
+"""Dry runs of representative devices for all devices that do the same, except for the layers they own."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ SIZES = (12, 6, 4, 3)
 
 @pytest.fixture(scope="module")
 def found() -> ModelProfile:
-    """What the layers of `wide` cost on a GPU, for microbatches and their slices."""
+    """Profile the layers of `wide` for a GPU, at the sizes of microbatches and local batches."""
     return profile(wide(), microbatch_size=SIZES, target="cuda")
 
 
 @pytest.fixture(scope="module")
 def normed() -> ModelProfile:
-    """What the layers of a model with batch norms cost."""
+    """Profile the layers of a model with batch norms."""
     return profile(replicated("normed"), microbatch_size=SIZES)
 
 
 @pytest.fixture(scope="module")
 def tied() -> ModelProfile:
-    """What the layers of a model that shares a weight cost."""
+    """Profile the layers of a model with a shared weight."""
     return profile(replicated("tied"), microbatch_size=SIZES)
 
 
 def run_devices(task: Any, plan: Plan, **options: Any) -> tuple[Trace, int]:
-    """A folded dry run that is not made again, and how many devices it has run."""
+    """Return a folded dry run, without fallback, and the number of devices that it has run."""
     with (
         mock.patch.object(rehearsal.Rehearsal, "_whole", side_effect=AssertionError("made again")),
         mock.patch.object(rehearsal, "assemble", wraps=rehearsal.assemble) as assembled,
@@ -64,9 +64,9 @@ def run_devices(task: Any, plan: Plan, **options: Any) -> tuple[Trace, int]:
 
 
 def drawn(found: ModelProfile, seed: int, **training: Any) -> Plan:
-    """Stages of any degrees, which divide anything, under any schedule, on devices that are dealt out at random.
+    """Draw stages of any degree and ZeRO level, under any schedule, on randomly placed devices.
 
-    Stages that share a parameter divide no more than the optimizer's state, and never update without each other.
+    Stages that share a parameter divide at most the optimizer's state, and always update together.
     """
     rng = Random(f"ownership {seed}")
     edges, degrees = random_grids(rng, [1, 2, 3])
@@ -87,7 +87,9 @@ def drawn(found: ModelProfile, seed: int, **training: Any) -> Plan:
 
 
 def assert_told_of_all(task: Any, plan: Plan, **options: Any) -> None:
-    """A folded dry run tells, field by field, what one of all devices does, and runs two for each stage at most."""
+    """Assert that a folded dry run equals one of all devices field by field, and runs at most two devices a
+    stage.
+    """
     told, count = run_devices(task, plan, **options)
     if len({stage.grid.data for stage in plan.stages}) == 1 and plan.stages[0].grid.data > 1:
         assert count <= 2 * len(plan.stages)
@@ -96,14 +98,14 @@ def assert_told_of_all(task: Any, plan: Plan, **options: Any) -> None:
 
 @pytest.mark.parametrize("seed", seeds(4, of=60))
 def test_some_devices_tell_what_all_allocate_and_reserve(found: ModelProfile, seed: int) -> None:
-    """Every sample by category, and what the allocator of every GPU reserves, are those of a run of all devices."""
+    """Every sample by category, and the reserved bytes of every GPU, equal a run of all devices."""
     plan = on_gpus(drawn(found, seed, clip_norm=None if seed % 3 else 1.0))
     assert_told_of_all(wide(), plan, allocator=AllocatorSettings())
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
 def test_the_allocator_is_asked_once_for_each_kind(shard: Any) -> None:
-    """Of eight replicas that divide six layers, as many times as there are answers."""
+    """The allocator is simulated once for each distinct case of eight replicas that divide six layers."""
     own = profile(wide(), microbatch_size=(8, 1), target="cuda")
     grid = Grid(devices=tuple(range(8)), data=8, shard=shard)
     training = Training(batch_size=16, microbatches=2)
@@ -119,14 +121,18 @@ def test_the_allocator_is_asked_once_for_each_kind(shard: Any) -> None:
 
 @pytest.mark.parametrize("seed", seeds(4, of=60))
 def test_some_devices_tell_what_all_hold_on_the_cpu(normed: ModelProfile, seed: int) -> None:
-    """The same where kernels take memory, and where an endless schedule keeps versions."""
+    """Representatives give the bytes of all devices on the CPU, with kernel workspaces and with the versions
+    of an asynchronous schedule.
+    """
     assert_told_of_all(replicated("normed"), drawn(normed, seed, **({} if seed % 3 else {"clip_norm": 1.0})))
 
 
 @pytest.mark.parametrize("shard", sampled(SHARDINGS[2:], often=["gradients"]))
 @pytest.mark.parametrize("name", sampled(MIXES, often=["cat", "sum of views"]))
 def test_gradients_that_are_copied_are_their_owners(name: str, shard: Any) -> None:
-    """Where only owners keep gradients, the others copy those of every microbatch that are born in larger memory."""
+    """If only owners keep gradients, the other replicas copy each microbatch's gradients that are parts of
+    larger storages.
+    """
     task = entwined([name, name])
     plan = on_gpus(
         sliced_plan(profile(task, microbatch_size=(6, 2), target="cuda"), [0, 5], [3], shard=(shard,))
@@ -136,13 +142,13 @@ def test_gradients_that_are_copied_are_their_owners(name: str, shard: Any) -> No
 
 @pytest.mark.parametrize("seed", seeds(2, of=30))
 def test_layers_that_share_a_weight_have_one_owner(tied: ModelProfile, seed: int) -> None:
-    """The same where two layers share a weight, in one stage or in two."""
+    """Layers that share a weight, in one stage or in two, have one owner."""
     assert_told_of_all(replicated("tied"), drawn(tied, seed))
 
 
 @pytest.mark.parametrize("shard", SHARDINGS[1:])
 def test_master_weights_are_their_owners(shard: Any) -> None:
-    """Float32 copies, and half-precision gradients that are cast for an update."""
+    """Owners hold the float32 copies, and the half-precision gradients that are cast for an update."""
     task = precise("master-float16")
     plan = sliced_plan(profile(task, microbatch_size=(6, 2)), [0, 5], [3], shard=(shard,), buckets=(2,))
     assert_told_of_all(task, plan)
@@ -152,7 +158,7 @@ def test_master_weights_are_their_owners(shard: Any) -> None:
     ("degrees", "count"), [([2, 2], 2), ([4, 4], 2), ([2, 1], 2), ([4, 2], 2), ([3, 4], 6)]
 )
 def test_devices_that_do_the_same_are_run_once(normed: ModelProfile, degrees: list[int], count: int) -> None:
-    """Of replicas that divide no state, those are alike that exchange as many rows with as many neighbours."""
+    """Replicas that divide no state are equal if they exchange as many rows with as many neighbours."""
     plan = sliced_plan(normed, [0, 3, 6], degrees)
     told, run = run_devices(replicated("normed"), plan)
     assert told == certify(replicated("normed"), plan, fold=False)
@@ -160,13 +166,13 @@ def test_devices_that_do_the_same_are_run_once(normed: ModelProfile, degrees: li
 
 
 def test_one_replica_reports_to_an_agreement(normed: ModelProfile) -> None:
-    """The first replica computes the norms of all gradients: it is run, and one for the others."""
+    """The first replica, which computes the global gradient norm, is run, and one more for the others."""
     assert_told_of_all(replicated("normed"), plan := sliced_plan(normed, [0, 6], [3], clip_norm=1.0))
     assert kin(plan, step_programs(plan), ()) == [(0,), (1, 2)]
 
 
 def test_the_shards_of_the_first_replica_are_run(normed: ModelProfile) -> None:
-    """Two replicas of two shards each: devices that hold the same shard are kin."""
+    """With two replicas of two shards each, devices that hold the same shard are equal."""
     grid = Grid(devices=(3, 0, 2, 1), data=2, tensor=2)
     plan = sliced_plan(normed, [0, 3, 6], [2, 2])
     shards = replace(
@@ -180,7 +186,7 @@ def test_the_shards_of_the_first_replica_are_run(normed: ModelProfile) -> None:
 
 
 def test_replicas_that_move_what_they_own_are_each_run(normed: ModelProfile) -> None:
-    """Their slots are counted for what they own."""
+    """Replicas that offload owned state are each run, because their slots depend on it."""
     still = sliced_plan(normed, [0, 6], [3], shard=("gradients",), buckets=(2,))
     plan = replace(still, decisions=(away(0, 0, 6),))
     told, run = run_devices(replicated("normed"), plan)
@@ -189,7 +195,7 @@ def test_replicas_that_move_what_they_own_are_each_run(normed: ModelProfile) -> 
 
 
 class Together(torch.optim.SGD):
-    """An optimizer whose step makes a tensor for all parameters together."""
+    """An optimizer whose step makes a tensor for all parameters."""
 
     def step(self, closure: Any = None) -> Any:
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -198,18 +204,18 @@ class Together(torch.optim.SGD):
 
 
 def test_an_optimizer_that_joins_layers_has_every_replica_run(normed: ModelProfile) -> None:
-    """What an update takes is then no sum over the layers that a replica owns, which shows, and all are run."""
+    """If an update's memory is not a sum over owned layers, the dry run notices and runs all replicas."""
     task = replicated("normed", optimizer=partial(Together, lr=0.1))
     found = profile(task, microbatch_size=SIZES)
     plan = sliced_plan(found, [0, 6], [3], shard=("optimizer",))
     assert certify(task, plan) == certify(task, plan, fold=False)
 
 
-# ---------------------------------------------------------------- two stories
+# ---------------------------------------------------------------- merged event streams
 
 
 class Run:
-    """A run that tells these events of its only action."""
+    """A run with these events in its only action."""
 
     def __init__(self, *events: Event) -> None:
         self.told, self.layer_of = list(events), dict[Any, int]()
@@ -218,19 +224,19 @@ class Run:
         return []
 
     def changes(self) -> None:
-        """It has nothing to do."""
+        """Return nothing."""
 
     def events(self) -> list[list[Event]]:
         return [[], self.told]
 
 
 def born(name: str, nbytes: int, layer: int | None = None) -> Event:
-    """A storage of a layer, or of none."""
+    """Return the birth of a storage, of a layer or of none."""
     return Event(("born", name, 1), layer, ((0, nbytes),))
 
 
 def merged(ones: Sequence[Event], others: Sequence[Event]) -> Ownership:
-    """What two runs tell that have ended a step."""
+    """Merge the events of two runs that have ended a step."""
     both: Any = Run(*ones), Run(*others)
     ownership = Ownership(*both)
     ownership.learn()
@@ -238,7 +244,9 @@ def merged(ones: Sequence[Event], others: Sequence[Event]) -> Ownership:
 
 
 def test_a_replica_has_the_events_of_owners_for_its_own_layers() -> None:
-    """Of the first run for layers that it owns, of the second for all others, in their common order."""
+    """A replica's events are the owner's for its own layers and the other run's for the rest, in their common
+    order.
+    """
     ownership = merged(
         [born("a", 1), born("mine", 10, layer=3), born("b", 2), born("both", 5, layer=4)],
         [born("a", 1), born("b", 2), born("yours", 100, layer=3), born("both", 7, layer=4)],
@@ -259,5 +267,5 @@ def test_a_replica_has_the_events_of_owners_for_its_own_layers() -> None:
     ],
 )
 def test_stories_that_are_not_alike_are_told_as_such(ones: list[Event], others: list[Event]) -> None:
-    """Another order, what one run alone has of no layer's state, and what is of several."""
+    """Two event streams differ by order or size, or if one has events outside its own layers."""
     assert not merged(ones, others).alike

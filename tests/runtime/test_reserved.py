@@ -1,4 +1,4 @@
-"""What a GPU allocates and reserves, as a dry run tells it."""
+"""Allocated and reserved bytes of a GPU in a dry run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DEFAULT, EXPANDABLE = AllocatorSettings(), AllocatorSettings(expandable=True)
 
 @pytest.fixture(scope="module")
 def found() -> ModelProfile:
-    """What the layers of `wide` cost on a GPU."""
+    """Profile the layers of `wide` for a GPU."""
     return wide_profile()
 
 
@@ -45,11 +45,11 @@ def peaks(trace: Trace) -> list[AllocatorPeaks | None]:
     return [device.allocator for device in trace.devices]
 
 
-# ---------------------------------------------------------------- beside plain training
+# ---------------------------------------------------------------- against plain training
 
 
 class Watched(TorchDispatchMode):
-    """Allocates and frees in an allocator what operations make and drop."""
+    """A mode that allocates and frees the storages of operations in a simulated allocator."""
 
     def __init__(self, allocator: Plain | Pages) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Watched(TorchDispatchMode):
 
 
 def trained_plainly(task: Task, size: int, allocator: Plain | Pages) -> None:
-    """Two steps of a plain loop over fake tensors of a GPU."""
+    """Train two steps of a plain loop over fake GPU tensors."""
     with FakeTarget("cuda") as fake:
         model = task.build().to(fake.device)
         optimizer = task.optimizer(
@@ -99,7 +99,9 @@ def trained_plainly(task: Task, size: int, allocator: Plain | Pages) -> None:
 def test_one_device_reserves_what_plain_training_does(
     found: ModelProfile, settings: AllocatorSettings
 ) -> None:
-    """A plain loop's storages in a plain allocator: reserved bytes are equal, allocated ones but for the loss."""
+    """One device reserves the bytes of a plain loop in a plain allocator; allocated bytes differ by the loss
+    only.
+    """
     plan = plan_of(wide(), [6], size=700, microbatches=1, profiled=found)
     (certified,) = peaks(certify(wide(), plan, allocator=settings))
     model = Pages() if settings.expandable else Plain()
@@ -108,11 +110,11 @@ def test_one_device_reserves_what_plain_training_does(
     assert certified.reserved_bytes == model.peak
 
 
-# ---------------------------------------------------------------- what is told
+# ---------------------------------------------------------------- reports
 
 
 def test_without_settings_no_allocator_is_told(found: ModelProfile) -> None:
-    """The figures are there only where they are asked for, and asked for only where there is such an allocator."""
+    """Allocator figures appear only if requested, and only for devices with such an allocator."""
     plan = plan_of(wide(), [6], size=700, profiled=found)
     assert peaks(certify(wide(), plan)) == [None]
     with pytest.raises(UsageError, match="target cpu has no caching allocator"):
@@ -120,7 +122,9 @@ def test_without_settings_no_allocator_is_told(found: ModelProfile) -> None:
 
 
 def test_workspaces_are_among_allocated_bytes(found: ModelProfile) -> None:
-    """One for each of the two threads that multiply matrices; emulated devices have none, nor context."""
+    """Allocated bytes include one cuBLAS workspace for each of the two threads with products; emulated
+    devices have neither workspace nor context.
+    """
     plan = plan_of(wide(), [6], size=700, profiled=found)
     (plain,) = peaks(certify(wide(), plan, allocator=EXPANDABLE))
     (gpu,) = peaks(certify(wide(), on_gpus(plan), allocator=EXPANDABLE))
@@ -134,7 +138,7 @@ def test_workspaces_are_among_allocated_bytes(found: ModelProfile) -> None:
 
 
 def test_a_model_without_products_has_no_workspace() -> None:
-    """Convolutions and sums do not make torch allocate one."""
+    """A model of convolutions and sums has no workspace."""
     task = task_of(lambda: (nn.Tanh(), nn.LayerNorm(8), nn.Tanh()), outputs=8)
     plan = plan_of(task, [3], profiled=profile(task, microbatch_size=2, target="cuda"))
     (found,) = peaks(certify(task, on_gpus(plan), allocator=DEFAULT))
@@ -143,7 +147,7 @@ def test_a_model_without_products_has_no_workspace() -> None:
 
 
 class Dotted(nn.Module):
-    """A row's product with weights, which torch has cuBLAS compute, too."""
+    """A row's dot product with weights, which torch computes with cuBLAS too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +158,7 @@ class Dotted(nn.Module):
 
 
 def test_products_of_rows_have_a_workspace() -> None:
-    """`dot` asks for cuBLAS's handle in forwards; its backward is a sum and a multiple, which do not."""
+    """`dot` creates a cuBLAS handle in the forward; its backward, a sum and a multiple, does not."""
     task = task_of(lambda: (nn.Tanh(), Dotted(), nn.Tanh()), outputs=8)
     plan = plan_of(task, [3], profiled=profile(task, microbatch_size=2, target="cuda"))
     (found,) = peaks(certify(task, on_gpus(plan), allocator=DEFAULT))
@@ -163,7 +167,7 @@ def test_products_of_rows_have_a_workspace() -> None:
 
 
 def with_memory(plan: Plan, nbytes: int) -> Plan:
-    """The plan on devices of so many bytes, of which nobody else takes any."""
+    """Return the plan on devices with this much memory, none of it used by other processes."""
     device = plan.cluster.devices[0]
     kind = replace(
         device.kind, overheads=Overheads(context_bytes=0, communicator_bytes=0, cublas_workspace_bytes=0)
@@ -173,8 +177,10 @@ def with_memory(plan: Plan, nbytes: int) -> Plan:
 
 
 def test_a_device_of_less_memory_empties_its_cache_or_runs_out(found: ModelProfile) -> None:
-    """30 MiB that were freed are given back for 40 more in a device of 50; in one of 39 the memory runs out, and the
-    figures are those of a device that has just enough, whose allocator gives them back too.
+    """A smaller device empties its cache or runs out of memory.
+
+    With 50 MiB, 30 MiB of cache are returned to get 40 more; with 39 MiB, memory runs out, and the figures
+    are those of a device that has just enough.
     """
     plan = plan_of(wide(), [6], size=700, profiled=found)
     events = [(1, 30 * MIB), (1, 0), (2, 40 * MIB), (2, 0)]
@@ -193,7 +199,7 @@ def test_a_device_of_less_memory_empties_its_cache_or_runs_out(found: ModelProfi
 def test_a_device_with_too_little_lacks_no_more_than_it_must(
     settings: AllocatorSettings, found: ModelProfile
 ) -> None:
-    """Of random lives: a device with as much as the figures say has room for them, and one with 20 MiB less has not."""
+    """For random lifetimes, a device with the reported memory has room, and one with 20 MiB less does not."""
     plan, draw = plan_of(wide(), [6], size=700, profiled=found), Random(7)
     for _ in range(5):
         events, living = list[tuple[int, int]](), list[int]()
@@ -211,7 +217,7 @@ def test_a_device_with_too_little_lacks_no_more_than_it_must(
 
 
 def test_what_a_process_takes_besides_is_not_there(found: ModelProfile) -> None:
-    """A context and a communicator for each end of a channel leave so much less for tensors."""
+    """A context, and a communicator for each end of a channel, reduce the memory for tensors."""
     plan = with_memory(plan_of(wide(), [3, 3], size=700, profiled=found), 100 * MIB)
     kind = replace(
         plan.cluster.devices[0].kind,
@@ -225,7 +231,7 @@ def test_what_a_process_takes_besides_is_not_there(found: ModelProfile) -> None:
 
 
 def test_an_allocator_goes_by_bytes_and_not_by_names() -> None:
-    """Of random lives: under other names they have the same form; with another size, or another one that dies, not."""
+    """Random lifetimes are equal under other names, and differ in size or in order of death."""
     draw = Random(4)
     for _ in range(200):
         events: list[tuple[int, int]] = []
@@ -249,8 +255,8 @@ def test_an_allocator_goes_by_bytes_and_not_by_names() -> None:
 
 
 def test_the_three_numbers_are_ordered() -> None:
-    """Requested, allocated, reserved, on every device of a GPT under 1F1B; a preset's lines are its own, and settings
-    are told as they can be read again.
+    """Requested, allocated and reserved bytes are ordered on every device of a GPT under 1F1B; a preset
+    prints its own lines, and settings print in a form that can be parsed again.
     """
     task = build("gpt", layers=3, hidden=128, heads=4, vocabulary=1000, sequence=64)
     found = profile(task, microbatch_size=8, target="cuda")

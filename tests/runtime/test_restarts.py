@@ -1,4 +1,4 @@
-"""Training that starts again when a worker fails: it tells of it, and its losses are those of an undisturbed run."""
+"""Restarts after a worker's failure: they are reported, and the losses are those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def disturbed(folder: Path, deaths: list[str], steps: int, **options: Any) -> tuple[list[float], list[str]]:
-    """The losses of a training that saves after every third step, whose workers die at these actions; what it told.
+    """Return losses and messages of a training that saves after every third step and whose workers die at
+    these actions.
 
-    A checkpoint is whole for certain when the next one has begun.
+    A checkpoint is certainly whole once the next one has begun.
     """
     (folder / "deaths").mkdir()
     for death in deaths:
@@ -60,7 +61,7 @@ def disturbed(folder: Path, deaths: list[str], steps: int, **options: Any) -> tu
 
 
 def random_deaths(count: int, steps: int) -> list[str]:
-    """Random workers at random actions of different steps."""
+    """Draw random workers at random actions of different steps."""
     random, program = Random(7), lower(plan_for("dropout", "1f1b", SPLIT))
     return [
         f"{worker}-{step}-{random.choice(program.actions[worker])}"
@@ -70,7 +71,9 @@ def random_deaths(count: int, steps: int) -> list[str]:
 
 
 def test_killed_workers_change_no_loss(tmp_path: Path) -> None:
-    """Two kills in twelve steps, one before anything is saved: each restart is told with the culprit and the steps."""
+    """Two killed workers in twelve steps, one before the first save, change no loss; each restart names the
+    failed worker and the steps.
+    """
     told_steps = list[int]()
     losses, told = disturbed(
         tmp_path,
@@ -96,14 +99,14 @@ def test_killed_workers_change_no_loss(tmp_path: Path) -> None:
 @pytest.mark.gallery
 @pytest.mark.timeout(900)
 def test_twenty_killed_workers_change_no_loss(tmp_path: Path) -> None:
-    """Random workers at random actions, twenty times in two hundred steps."""
+    """Twenty workers, killed at random actions in two hundred steps, change no loss."""
     losses, told = disturbed(tmp_path, random_deaths(20, 200), 200, restarts=20)
     assert losses == undisturbed(200)
     assert len(told) == 20
 
 
 def test_a_failure_too_many_ends_the_training(tmp_path: Path) -> None:
-    """After as many restarts as were allowed, the failure is what the training ends with, and how to go on by hand."""
+    """After the last allowed restart, a failure ends the training, with the command that continues it."""
     with pytest.raises(
         WorkerFailed, match=r"failed at 0F0: .*; steps done: 7, last saved: [36]; go on with --resume"
     ):
@@ -111,7 +114,9 @@ def test_a_failure_too_many_ends_the_training(tmp_path: Path) -> None:
 
 
 def test_with_a_device_less_it_plans_again_and_goes_on(tmp_path: Path) -> None:
-    """A cluster of three devices, of which one is gone when a worker dies: the losses are those of all three."""
+    """If a device is gone after a worker's death, training is planned again on the other two of three devices
+    and has the losses of all three.
+    """
     clusters = iter([Cluster.emulated((3, 1 << 20)), Cluster.emulated((2, 1 << 20))])
     plan = replace(plan_for("dropout", "1f1b", (2, 2, 2)), cluster=Cluster.emulated((3, 1 << 20)))
     plans = list[Plan]()
@@ -130,7 +135,7 @@ def test_with_a_device_less_it_plans_again_and_goes_on(tmp_path: Path) -> None:
 
 @cache
 def sliced() -> ModelProfile:
-    """The profile of a task without draws, with slices and shards."""
+    """Return the profile of a task without random draws, with local batches and shards."""
     return profile(named("adamw"), microbatch_size=(2, 1), tensor=(1, 2), threads=torch.get_num_threads())
 
 
@@ -147,7 +152,7 @@ def sliced() -> ModelProfile:
 def test_grids_are_planned_again_for_what_is_left(
     asked: Any, left: int, degrees: set[tuple[int, int]]
 ) -> None:
-    """Replicas and shards stay as far as there are devices: fewer stages first, then no replicas, then no shards."""
+    """With fewer devices, the new plan drops stages first, then replicas, then shards."""
     before = pipefit.plan(sliced(), Cluster.emulated((4, 1 << 30)), batch_size=8, microbatches=4, **asked)
     after = pipefit.plan_again(before, Cluster.emulated((left, 1 << 30)))
     assert {(stage.grid.data, stage.grid.tensor) for stage in after.stages} == degrees
@@ -158,7 +163,7 @@ def test_grids_are_planned_again_for_what_is_left(
 @pytest.mark.gallery
 @pytest.mark.parametrize("asked", [{"stages": 2, "data": 2}, {"data": 2, "tensor": 2}])
 def test_a_grid_with_a_device_less_goes_on(asked: Any, tmp_path: Path) -> None:
-    """A worker of four dies and its device is gone: the losses are those of one process that nobody has disturbed."""
+    """A grid of four workers loses a worker and its device, and has the losses of one undisturbed process."""
     plan = pipefit.plan(sliced(), Cluster.emulated((4, 1 << 30)), batch_size=8, microbatches=4, **asked)
     clusters = iter([plan.cluster, Cluster.emulated((3, 1 << 30))])
     (tmp_path / "deaths").mkdir()
@@ -185,7 +190,9 @@ def test_a_grid_with_a_device_less_goes_on(asked: Any, tmp_path: Path) -> None:
 
 
 def test_where_nothing_fits_any_more_it_says_so(tmp_path: Path) -> None:
-    """The failure, what is saved, and which device is short of how much are one sentence."""
+    """If nothing fits on the remaining devices, one sentence names the failure, the saved steps, the device
+    and its missing bytes.
+    """
     replies = iter([Cluster.emulated((2, 1 << 30)), Cluster.emulated((2, 1 << 10))])
     with pytest.raises(
         InfeasibleError, match=r"killed by signal 9.*last saved: [36]; it does not start again: .*1\.00 KiB"
@@ -196,7 +203,9 @@ def test_where_nothing_fits_any_more_it_says_so(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_older_checkpoints_of_another_training_is_refused(tmp_path: Path) -> None:
-    """Even of the same model and seed: a restart, and `keep`, could not tell them apart by their steps."""
+    """A folder with older checkpoints of another training is refused, even for the same model and seed,
+    because a restart and `keep` could not tell their steps apart.
+    """
     task, plan = partial(named, "dropout"), plan_for("dropout", "1f1b", SPLIT)
     for name, steps in (("old", 2), ("other", 3)):
         train(
@@ -210,7 +219,7 @@ def test_a_folder_with_older_checkpoints_of_another_training_is_refused(tmp_path
 
 
 def test_restarts_need_checkpoints() -> None:
-    """Before any worker starts."""
+    """Restarts without checkpoints are refused before any worker starts."""
     plan = plan_for("dropout", "1f1b", SPLIT)
     with pytest.raises(UsageError, match="say where they are saved"):
         train(partial(named, "dropout"), plan, steps=1, restarts=1)
@@ -221,7 +230,9 @@ def test_restarts_need_checkpoints() -> None:
 @pytest.mark.gallery
 @pytest.mark.timeout(300)
 def test_a_script_of_ones_own_is_started_again_by_torchrun(tmp_path: Path) -> None:
-    """The example: worker 1 is killed behind the twelfth step, and the losses are those of one process."""
+    """torchrun restarts the example script: worker 1 is killed after the twelfth step, and the losses are
+    those of one process.
+    """
     script = [str(ROOT / "examples" / "restarting_loop.py"), "--steps", "20", "--every", "5"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -251,7 +262,7 @@ def test_a_script_of_ones_own_is_started_again_by_torchrun(tmp_path: Path) -> No
 
 
 def worker_of(torchrun: int, rank: str) -> int:
-    """The process of torchrun's worker of that rank."""
+    """Return the process of torchrun's worker of that rank."""
     for child in Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split():
         if f"\0RANK={rank}\0".encode() in Path(f"/proc/{child}/environ").read_bytes():
             return int(child)

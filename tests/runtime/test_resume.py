@@ -1,4 +1,4 @@
-"""Training that goes on from a checkpoint is bitwise that which never stopped."""
+"""Training resumed from a checkpoint equals uninterrupted training bit by bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def assert_equal(
     ours: tuple[list[float], dict[str, Tensor], Trainer],
     theirs: tuple[list[float], dict[str, Tensor], Trainer],
 ) -> None:
-    """Losses, all tensors and the learning rates are equal, bit by bit."""
+    """Assert that losses, all tensors and the learning rates are equal bit by bit."""
     assert ours[0] == theirs[0]
     assert ours[1].keys() == theirs[1].keys()
     assert [name for name, tensor in theirs[1].items() if not torch.equal(ours[1][name], tensor)] == []
@@ -34,13 +34,13 @@ def assert_equal(
 
 
 def scales(trainer: Trainer) -> set[tuple[float, int]]:
-    """The loss scale, and for how many steps nothing has overflowed."""
+    """Return the loss scale and the number of steps since the last overflow."""
     agreements = [stage.agreement for stage in trainer.stages if stage.agreement is not None]
     return {(one.scale.value, one.scale.quiet) for one in agreements if one.scale is not None}
 
 
 def rates(trainer: Trainer) -> set[str]:
-    """The options of all parameter groups."""
+    """Return the options of all parameter groups."""
     return {
         repr({key: value for key, value in group.items() if key != "params"})
         for stage in trainer.stages
@@ -69,12 +69,16 @@ SAMPLE = [
 
 @pytest.mark.parametrize(("schedule", "name"), SAMPLE)
 def test_training_goes_on_as_if_it_had_never_stopped(schedule: str, name: str, tmp_path: Path) -> None:
-    """A new trainer, with other weights, loads a checkpoint; its losses and state are those without a break."""
+    """A new trainer with other weights loads a checkpoint and has the losses and state of an uninterrupted
+    one.
+    """
     goes_on(name, schedule, tmp_path)
 
 
 def test_the_loss_scale_of_the_table_has_changed() -> None:
-    """So that a scale which is not resumed would be seen: one overflow, and then four steps without."""
+    """The loss scale of the table changes, by one overflow and four steps without, so that a scale that is
+    not restored would be noticed.
+    """
     assert scales(unbroken("scaling", plan_for("scaling", "1f1b", SPLIT))[2]) == {(2.0**15, 4)}
 
 
@@ -83,7 +87,9 @@ def test_the_loss_scale_of_the_table_has_changed() -> None:
 def test_training_goes_on_under_every_schedule_with_every_feature(
     schedule: str, name: str, tmp_path: Path
 ) -> None:
-    """The same for the whole table. Pipelines that are never emptied are, to save: so is the one without a break."""
+    """Every combination of the table resumes with the same numbers. Asynchronous pipelines drain to save, in
+    the uninterrupted run too.
+    """
     goes_on(name, schedule, tmp_path)
 
 
@@ -104,7 +110,7 @@ def goes_on_elsewhere(name: str, before: Plan, after: Plan, folder: Path) -> Non
 def test_training_goes_on_under_another_plan(
     name: str, before: tuple[int, ...], after: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """Other stages on another number of devices under another schedule: the numbers are those of either plan."""
+    """Training resumes with other stages, devices and schedule, with the numbers of either plan."""
     goes_on_elsewhere(name, plan_for(name, "gpipe", before), plan_for(name, "1f1b", after), tmp_path)
 
 
@@ -113,7 +119,7 @@ def test_training_goes_on_under_another_plan(
 def test_training_goes_on_under_any_other_plan(
     name: str, before: tuple[int, ...], after: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """The same for every pair of splits."""
+    """Training resumes with the same numbers for every pair of splits."""
     goes_on_elsewhere(name, plan_for(name, "gpipe", before), plan_for(name, "1f1b", after), tmp_path)
 
 
@@ -121,7 +127,7 @@ def test_training_goes_on_under_any_other_plan(
 def test_memory_that_runs_out_as_a_checkpoint_is_taken_up_is_no_fault_of_it(
     error: Exception, tmp_path: Path
 ) -> None:
-    """Its settings would be blamed, with the code of a bad file."""
+    """Running out of memory while a checkpoint is loaded is reported as such, not as a bad file."""
     _, _, trainer = broken(
         "adamw", plan_for("adamw", "1f1b", SPLIT), plan_for("adamw", "1f1b", SPLIT), tmp_path
     )

@@ -1,4 +1,4 @@
-"""Training that goes on under other grids: old plan by new plan, with replicas, divided state and tensor shards."""
+"""Resume under other grids: every old plan by every new plan, with replicas, ZeRO and tensor shards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS, SAVED = 4, 2
 
 
 def trained(name: str, before: str, after: str, folder: Path) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and state of a training with a break, after which another trainer goes on under another plan."""
+    """Return losses and state of a training that another trainer resumes under another plan."""
     task, plans = divided(name), [plan_of_grids(name, before), plan_of_grids(name, after)]
     data = batches(task, plans[0], STEPS)
     first = Trainer(task, plans[0], seed=5)
@@ -34,14 +34,14 @@ def trained(name: str, before: str, after: str, folder: Path) -> tuple[list[floa
 
 
 def unbroken(name: str, grids: str) -> tuple[list[float], dict[str, Tensor]]:
-    """The same without a break."""
+    """Return losses and state of the uninterrupted training."""
     task, plan = divided(name), plan_of_grids(name, grids)
     trainer = Trainer(task, plan, seed=5)
     return [trainer.step(batch) for batch in batches(task, plan, STEPS)], trainer.state_dict(optimizer=True)
 
 
 def plain() -> tuple[list[float], dict[str, Tensor]]:
-    """The same by a loop of plain PyTorch."""
+    """Return losses and state of a plain PyTorch loop."""
     task = divided("still")
     torch.manual_seed(5)
     module, losses = task.build(), []
@@ -74,32 +74,32 @@ SAMPLE = [("ZeRO 3", "shards"), ("ZeRO-Offload", "swapped states")]
 
 @pytest.mark.parametrize(("before", "after"), SAMPLE)
 def test_training_goes_on_under_other_grids(before: str, after: str, tmp_path: Path) -> None:
-    """The losses and parameters are those of a plain loop that was never stopped."""
+    """Losses and parameters after a resume under another grid equal an uninterrupted plain loop."""
     goes_on_as_plain_training(before, after, tmp_path)
 
 
 @pytest.mark.gallery
 @pytest.mark.parametrize(("before", "after"), [case for case in product(GRIDS, GRIDS) if case not in SAMPLE])
 def test_training_goes_on_from_any_grids_to_any(before: str, after: str, tmp_path: Path) -> None:
-    """The same for every pair."""
+    """Losses and parameters equal a plain loop for every pair of grids."""
     goes_on_as_plain_training(before, after, tmp_path)
 
 
 @pytest.mark.parametrize("grids", ["ZeRO 1 of shards"])
 def test_grids_go_on_as_if_they_had_never_stopped(grids: str, tmp_path: Path) -> None:
-    """Bit by bit, with dropout and the optimizer's state."""
+    """Resumed grids equal uninterrupted ones bit by bit, with dropout and the optimizer's state."""
     goes_on_bitwise(grids, tmp_path)
 
 
 @pytest.mark.gallery
 @pytest.mark.parametrize("grids", [one for one in GRIDS if one != "ZeRO 1 of shards"])
 def test_all_grids_go_on_as_if_they_had_never_stopped(grids: str, tmp_path: Path) -> None:
-    """The same for all."""
+    """All grids resume bit by bit."""
     goes_on_bitwise(grids, tmp_path)
 
 
 def is_taken_up(before: str, after: str, folder: Path) -> None:
-    """The whole state of a trainer under one plan is that of another which has loaded its checkpoint."""
+    """Assert that a trainer which loads another plan's checkpoint has its whole state."""
     first, second = (
         Trainer(divided("dropped"), plan_of_grids("dropped", grids), seed=5) for grids in (before, after)
     )
@@ -114,7 +114,9 @@ def is_taken_up(before: str, after: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("grids", sampled(ENDLESS, often=["2bw, ZeRO 1 of shards"]))
 def test_endless_schedules_go_on_as_if_they_had_only_saved(grids: str, tmp_path: Path) -> None:
-    """Bit by bit, with dropout: a training that goes on from a checkpoint, and the one that has saved it."""
+    """Under asynchronous schedules, a resumed training equals the training that saved the checkpoint, bit by
+    bit, with dropout.
+    """
     task, plan = divided("dropped"), plan_of_grids("dropped", grids)
     data, found = batches(task, plan, STEPS), []
     first = Trainer(task, plan, seed=5)
@@ -138,7 +140,9 @@ WITH_ENDLESS = [case for case in product(GRIDS | ENDLESS, GRIDS | ENDLESS) if se
 
 @pytest.mark.parametrize(("before", "after"), TAKEN_UP)
 def test_what_endless_schedules_have_trained_is_taken_up(before: str, after: str, tmp_path: Path) -> None:
-    """Bit by bit, by plans of every other kind and from them: what they train with it then is not the same."""
+    """State moves bit by bit between asynchronous schedules and plans of every other kind; later numbers
+    differ.
+    """
     is_taken_up(before, after, tmp_path)
 
 
@@ -147,5 +151,5 @@ def test_what_endless_schedules_have_trained_is_taken_up(before: str, after: str
 def test_what_any_plan_has_trained_is_taken_up_by_endless_ones(
     before: str, after: str, tmp_path: Path
 ) -> None:
-    """The same for every pair."""
+    """Asynchronous schedules load the state of every kind of plan."""
     is_taken_up(before, after, tmp_path)

@@ -1,4 +1,4 @@
-"""Whom the parent blames, from what it sees of the workers: no process is started here."""
+"""The parent's choice of the worker to blame, from its observations; no process is started here."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ ABORTED, CRASHED = died(-6, starting=False, on_gpu=True), died(-6, starting=Fals
 def test_the_failure_that_caused_the_others_is_found(
     failures: list[tuple[PipefitError, float]], blamed: int
 ) -> None:
-    """A death is a cause before an error, an error before an abort on a GPU, where NCCL aborts those that wait in vain,
-    and that before a lost peer; among several of a kind, the earliest.
+    """Causes rank as follows: a death, an error, an abort on a GPU (NCCL aborts waiting ranks), a lost peer;
+    ties go to the earliest.
     """
     assert root_cause(dict(enumerate(failures))) == blamed
 
@@ -51,7 +51,9 @@ def test_the_failure_that_caused_the_others_is_found(
     ],
 )
 def test_the_worker_that_hangs_is_found(workers: str, blamed: int | None) -> None:
-    """Of workers that have been silent for so many seconds, where 3 are allowed; `w` marks those that wait."""
+    """The hanging worker is found by seconds of silence, with 3 allowed; `w` marks workers that wait for
+    others.
+    """
     seen = [
         Sighting(rank=rank, silent_seconds=float(text[-1]), limit_seconds=3.0, waits=text.startswith("w"))
         for rank, text in enumerate(workers.split())
@@ -60,7 +62,9 @@ def test_the_worker_that_hangs_is_found(workers: str, blamed: int | None) -> Non
 
 
 def test_a_watch_goes_on_while_somebody_looks() -> None:
-    """Of the time between two looks a second counts at most: a program that was stopped has not seen the rest."""
+    """At most one second between two polls counts as silence, because a stopped program has not observed the
+    rest.
+    """
     read = iter([5.0, 5.5, 6.0, 1006.0, 1006.25])
     watch = Watch(1.0, lambda: next(read))
     assert [watch.now() for _ in range(4)] == [0.5, 1.0, 2.0, 2.25]
@@ -78,5 +82,7 @@ def test_a_watch_goes_on_while_somebody_looks() -> None:
     ],
 )
 def test_a_death_is_described(code: int | None, starting: bool, words: str) -> None:
-    """By its signal or exit code; one at the very start is most often a script without a guard."""
+    """A death is described by its signal or exit code; at the start, the usual cause is a script without a
+    main guard.
+    """
     assert words in str(died(code, starting=starting))

@@ -1,4 +1,4 @@
-"""Executing a program: caps that bind to the byte, failures that leave nothing behind, programs that cannot run."""
+"""Execution of programs: exact memory caps, failures that leave nothing allocated, and invalid programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tiny import batch_of, plan_of, task_of, trainer_of
 
 
 class Fuse(nn.Module):
-    """The identity, until it is told to raise in its forward or backward number `at`."""
+    """The identity, which can raise in its forward or backward number `at`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class _Watched(torch.autograd.Function):
 
 
 def fused(optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> Task:
-    """Three stages' worth of layers with a fuse in the middle."""
+    """Return enough layers for three stages, with a fuse in the middle."""
     return task_of(
         lambda: [nn.Linear(8, 32), nn.Tanh(), Fuse(), nn.Linear(32, 16), nn.Linear(16, 4)],
         optimizer=optimizer,
@@ -64,17 +64,17 @@ def fused(optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -
 
 @functools.cache
 def three_stages(schedule: str = "1f1b") -> Plan:
-    """A plan for `fused`."""
+    """Return a plan for `fused`."""
     return plan_of(fused(), [2, 2, 1], microbatches=4, schedule=schedule)
 
 
 def capped(plan: Plan, peaks: list[int]) -> Plan:
-    """The plan on devices with these caps."""
+    """Return the plan on devices with these caps."""
     return replace(plan, cluster=Cluster.emulated(*((1, nbytes) for nbytes in peaks)))
 
 
 def failure(run: Callable[[], object], kind: type[BaseException]) -> str:
-    """The message of the failure of `run`; nothing else of it is kept."""
+    """Return the message of the failure of `run`, without references to the exception."""
     try:
         run()
     except kind as error:
@@ -84,25 +84,27 @@ def failure(run: Callable[[], object], kind: type[BaseException]) -> str:
 
 @pytest.fixture(autouse=True)
 def frozen() -> None:
-    """Collecting and counting look at what the test makes, not at all that was imported: in milliseconds."""
+    """Freeze imported objects, so that collecting and counting objects takes milliseconds."""
     gc.collect()
     gc.freeze()
 
 
 def programs() -> int:
-    """How many programs are alive."""
+    """Return the number of live programs."""
     gc.collect()
     return sum(type(thing) is Program for thing in gc.get_objects())
 
 
 def living() -> int:
-    """How many tensors are alive."""
+    """Return the number of live tensors."""
     gc.collect()
     return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
 
 def test_the_certified_peak_is_the_smallest_cap_that_trains() -> None:
-    """With every device capped at its certified peak training runs; one byte less on any device and it does not."""
+    """Training runs with every device capped at its certified peak; with one byte less on any device it does
+    not.
+    """
     task = fused()
     plan = three_stages()
     peaks = list(certify(task, plan).peak_bytes)
@@ -120,7 +122,7 @@ def test_the_certified_peak_is_the_smallest_cap_that_trains() -> None:
 
 
 def test_out_of_memory_says_where_and_what() -> None:
-    """The error names device, action, need, excess, what held the bytes, stage and layers."""
+    """An out-of-memory error names device, action, need, excess, the largest holders, stage and layers."""
     task = fused()
     plan = three_stages()
     peak = certify(task, plan).devices[1].peak
@@ -135,7 +137,7 @@ def test_out_of_memory_says_where_and_what() -> None:
 
 
 def assert_trains_alike(one: Trainer, other: Trainer, task: Task) -> None:
-    """Two more steps have equal losses, and end in equal parameters and buffers."""
+    """Assert equal losses for two more steps, and equal parameters and buffers after them."""
     for step in range(2):
         batch = batch_of(task, other.plan, step)
         assert one.step(batch) == other.step(batch)
@@ -144,7 +146,7 @@ def assert_trains_alike(one: Trainer, other: Trainer, task: Task) -> None:
 
 
 def test_a_failed_step_begins_the_accumulation_again() -> None:
-    """What was accumulated is lost with the failed batch: the next update is made of as many whole batches as ever."""
+    """A failed step discards accumulated gradients: the next update needs all of its batches again."""
     task = fused()
     broken, sound = (Trainer(task, three_stages(), accumulate=2) for _ in range(2))
     fuse = broken.runners[1].stages[1].layers[0].module
@@ -155,7 +157,7 @@ def test_a_failed_step_begins_the_accumulation_again() -> None:
 
 
 def test_evaluating_again_keeps_nothing_more() -> None:
-    """A program is made once for each number of microbatches, however often a batch of that size is evaluated."""
+    """Repeated evaluation keeps one program for each number of microbatches."""
     task = fused()
     run = Trainer(task, three_stages())
     batch = batch_of(task, run.plan)
@@ -167,7 +169,9 @@ def test_evaluating_again_keeps_nothing_more() -> None:
 
 
 def test_a_device_too_small_for_its_parameters_says_so() -> None:
-    """A cap below the parameters is refused before the first step, in the same words."""
+    """A cap below the parameters is reported before the first step, in the words of other out-of-memory
+    errors.
+    """
     task = fused()
     plan = capped(plan_of(task, [2, 2, 1]), [100, 1 << 20, 1 << 20])
     message = failure(lambda: Trainer(task, plan), OutOfMemory)
@@ -180,7 +184,9 @@ FAILURES = [("forward", 0), ("forward", 2), ("backward", 0), ("backward", 1), ("
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("at", FAILURES)
 def test_a_failed_step_leaves_nothing_behind(at: tuple[str, int], schedule: str) -> None:
-    """An exception in mid-pipeline frees every buffer, graph and gradient: by the meters, and by counting tensors."""
+    """An exception in mid-pipeline frees every buffer, graph and gradient, by the meters and by a count of
+    tensors.
+    """
     task = fused()
     broken = Trainer(task, three_stages(schedule))
     batch = batch_of(task, broken.plan)
@@ -192,14 +198,16 @@ def test_a_failed_step_leaves_nothing_behind(at: tuple[str, int], schedule: str)
     assert "the fuse blew" in failure(lambda: broken.step(batch), RuntimeError)
     gc.collect()
     assert [runner.meter.total for runner in broken.runners] == levels
-    # gone too: the gradients, which a finished step has freed as well
+    # Gradients are gone too; a successful step has freed them as well
     assert living() <= tensors
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("at", FAILURES[:-1])  # the last stage has made its update before the last failure
 def test_the_step_after_a_failed_one_is_right(at: tuple[str, int], schedule: str) -> None:
-    """No message and no gradient of the failed step gets into the next: its numbers are those without the failure."""
+    """The step after a failed one gets none of its messages and gradients, and has the numbers of a run
+    without the failure.
+    """
     task = fused()
     broken, sound = (Trainer(task, three_stages(schedule)) for _ in range(2))
     fuse = broken.runners[1].stages[1].layers[0].module
@@ -212,7 +220,7 @@ def test_the_step_after_a_failed_one_is_right(at: tuple[str, int], schedule: str
 def with_program(
     monkeypatch: pytest.MonkeyPatch, task: Task, text: str, split: list[int], microbatches: int
 ) -> Trainer:
-    """A trainer that executes the program in `text`."""
+    """Return a trainer that executes the program in `text`."""
     program = parse_program(
         text, placement=tuple((device,) for device in range(len(split))), microbatches=microbatches
     )
@@ -294,7 +302,9 @@ BACK = "0RELOAD0[1.0]@host 0WAIT_RELOAD0[1.0]@host"
     ],
 )
 def test_a_program_that_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch, text: str, named: str) -> None:
-    """A second backward, one without its forward, or an action that is unknown here: the error names it; no leak."""
+    """A program with a second backward, a backward without its forward, or an unknown action is refused by
+    the action's name, without a leak.
+    """
     task = fused()
     wrong = with_program(monkeypatch, task, text, [5], 1)
     level = wrong.runners[0].meter.total
@@ -314,7 +324,7 @@ PIECES = (
 
 @pytest.mark.parametrize("text", PIECES)
 def test_a_microbatch_in_pieces_trains_the_same_numbers(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """However forwards are cut and run again, a backward gives the gradients of the whole, bit by bit."""
+    """A microbatch whose forwards are split and run again has the gradients of a whole one, bit by bit."""
     task = fused()
     whole = trainer_of(task, [5], microbatches=1)
     batches = [batch_of(task, whole.plan, step) for step in range(2)]
@@ -327,7 +337,9 @@ def test_a_microbatch_in_pieces_trains_the_same_numbers(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("size", [5, 8, 0])
 def test_a_batch_that_the_plan_has_no_room_for_is_refused(size: int) -> None:
-    """The error has both sizes, and says what to do; targets must be as many as inputs."""
+    """A batch above the plan's size is refused with both sizes and a fix; targets must match inputs in
+    number.
+    """
     task = fused()
     small = trainer_of(task, [3, 2])
     with pytest.raises(
@@ -352,7 +364,7 @@ def test_a_batch_that_the_plan_has_no_room_for_is_refused(size: int) -> None:
     ],
 )
 def test_a_batch_that_is_no_pair_of_tensors_is_refused(batch: Callable[[int], Any], words: str) -> None:
-    """What a batch function must return is said before anything runs."""
+    """A batch function that does not return a pair of tensors is refused before anything runs."""
     with pytest.raises(UsageError, match=words):
         profile(replace(fused(), batch=batch), microbatch_size=2)
 
@@ -361,13 +373,13 @@ def test_a_batch_that_is_no_pair_of_tensors_is_refused(batch: Callable[[int], An
     "batch", [None, torch.zeros(4, 8), (torch.zeros(4, 8),), (1, 2), (torch.zeros(4, 8), 3)]
 )
 def test_a_step_on_something_else_than_a_batch_is_refused(batch: Any) -> None:
-    """`step` takes a pair (inputs, targets) like those that the model was captured with, and says so."""
+    """`step` accepts only a pair (inputs, targets) of the captured form."""
     with pytest.raises(UsageError, match=r"a step takes a pair|the (in|tar)\w+ changed"):
         trainer_of(fused(), [3, 2]).step(batch)
 
 
 def test_a_plan_for_another_model_is_refused() -> None:
-    """The plan's fingerprint is the model's, in training and in the dry run."""
+    """A plan with another model's fingerprint is refused, in training and in the dry run."""
     other = task_of(lambda: [nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 16), nn.Linear(16, 4)])
     plan = plan_of(fused(), [3, 2])
     for run in (Trainer, certify):
@@ -376,7 +388,7 @@ def test_a_plan_for_another_model_is_refused() -> None:
 
 
 def test_events_and_samples_are_the_program() -> None:
-    """A trace has the device's actions in order, with times that only grow; loading is no event of its own."""
+    """A trace has the device's actions in order, at increasing times, without an event for loading."""
     run = trainer_of(fused(), [2, 2, 1], microbatches=3)
     for step in range(2):
         run.step(batch_of(run.task, run.plan, step))
@@ -392,7 +404,7 @@ def test_events_and_samples_are_the_program() -> None:
 
 
 def test_a_supervisor_is_told_of_every_action() -> None:
-    """`on_action` hears the number of every action as it begins, and their count when all are done."""
+    """`on_action` gets the number of every action as it begins, and their total at the end."""
     heard: list[int] = []
     task = fused()
     run = Trainer(task, plan_of(task, [5], microbatches=3), on_action=heard.append)

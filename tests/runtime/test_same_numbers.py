@@ -1,4 +1,4 @@
-"""A plan never changes the numbers: everything equals plain training of the same microbatches, bit by bit."""
+"""Numbers under any plan: equal to plain training of the same microbatches, bit by bit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
 
 
 class Numbers(NamedTuple):
-    """All that training computes: each microbatch's loss and the gradients, step by step; parameters and buffers."""
+    """All results of training: losses of microbatches and gradients of every step, final parameters and
+    buffers.
+    """
 
     losses: list[list[float]]
     gradients: list[list[Tensor]]
@@ -49,7 +51,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def normed() -> Task:
-    """A small CNN with batch norm, which has buffers, and dropout."""
+    """Build a small CNN with dropout and batch norm, which has buffers."""
     return Task(
         lambda: nn.Sequential(
             *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Dropout(0.3)),
@@ -64,14 +66,14 @@ def normed() -> Task:
 
 @cache
 def make(name: str, dropout: float) -> Task:
-    """A small model by name."""
+    """Build a small model by name."""
     if name in SMALL:
         return build(name, **SMALL[name], dropout=dropout)
     return normed() if name == "normed" else gallery.task(name)
 
 
 def batches(task: Task, size: int) -> list[tuple[Any, Any]]:
-    """The batches of all steps."""
+    """Return the batches of all steps."""
     found = []
     for step in range(STEPS):
         torch.manual_seed(SEED + step)
@@ -80,14 +82,14 @@ def batches(task: Task, size: int) -> list[tuple[Any, Any]]:
 
 
 def split(part: Any, size: int) -> list[Any]:
-    """`part` of a batch in microbatches."""
+    """Split `part` of a batch into microbatches."""
     if isinstance(part, Tensor):
         return list(torch.split(part, size))
     return list(zip(*(torch.split(tensor, size) for tensor in part), strict=True))
 
 
 def seeded(chain: nn.Sequential, x: Any, step: int, microbatch: int) -> Any:
-    """The layers in order, with each layer's own draws."""
+    """Run the layers in order, each with its own random draws."""
     for number, layer in enumerate(chain):
         seed_layer(CPU, SEED, step, microbatch, number)
         x = layer(x)
@@ -95,8 +97,8 @@ def seeded(chain: nn.Sequential, x: Any, step: int, microbatch: int) -> Any:
 
 
 def plainly(task: Task, plan: Plan, forward: Callable[[nn.Sequential, Any, int, int], Any]) -> Numbers:
-    """Training without pipefit: gradients summed microbatch by microbatch, in the order of the plan's schedule, and one
-    update a step.
+    """Train without pipefit: accumulate the gradients of microbatches in the order of the plan's schedule,
+    and update once a step.
     """
     torch.manual_seed(SEED)
     chain = task.build()
@@ -119,12 +121,12 @@ def plainly(task: Task, plan: Plan, forward: Callable[[nn.Sequential, Any, int, 
 
 
 def backwards_from_the_last(plan: Plan) -> bool:
-    """Whether the schedule takes sums of gradients from the last microbatch to the first."""
+    """Return whether the schedule accumulates gradients from the last microbatch to the first."""
     return plan.training.schedule == "torchgpipe"
 
 
 def planned(task: Task, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Numbers:
-    """Training by a plan, all devices in this process."""
+    """Train by a plan, all devices in this process."""
     trainer, gradients = Trainer(task, plan, seed=SEED), []
     update = StageRunner.step
 
@@ -147,7 +149,7 @@ def planned(task: Task, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Numbers:
 
 
 def differences(ours: Numbers, plain: Numbers) -> list[str]:
-    """What is not the same bit by bit."""
+    """Return the names of results that differ in any bit."""
     assert ours.state.keys() == plain.state.keys()
     assert [len(step) for step in ours.gradients] == [len(step) for step in plain.gradients]
     found = [] if ours.losses == plain.losses else [f"losses {ours.losses} {plain.losses}"]
@@ -159,14 +161,16 @@ def differences(ours: Numbers, plain: Numbers) -> list[str]:
 
 
 def any_plan(task: Task, seed: str, *, size: int = 2, microbatches: int | None = None) -> Plan:
-    """A random plan for `task`."""
+    """Draw a random plan for `task`."""
     return random_plan(profile_of(task, size), Random(seed), microbatches=microbatches)
 
 
 @pytest.mark.parametrize("seed", seeds(1, of=2))
 @pytest.mark.parametrize("name", [*SMALL, "normed", *CHAINS])
 def test_numbers_are_those_of_plain_training(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses, gradients, parameters and buffers are plain training's, bit by bit, with dropout and batch norm too."""
+    """Losses, gradients, parameters and buffers equal plain training bit by bit, with dropout and batch norm
+    too.
+    """
     task = make(name, dropout=0.2)
     plan = any_plan(task, f"{name} {seed}", size=2 + seed)
     ours = planned(task, plan, monkeypatch)
@@ -175,7 +179,7 @@ def test_numbers_are_those_of_plain_training(name: str, seed: int, monkeypatch: 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_without_draws_no_seed_is_needed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without dropout the reference is `module(x)` and nothing else."""
+    """Without dropout, the reference is `module(x)` without a seed."""
     task = make(name, dropout=0.0)
     plan = any_plan(task, f"plain {name}")
     ours = planned(task, plan, monkeypatch)
@@ -183,7 +187,9 @@ def test_without_draws_no_seed_is_needed(name: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_every_microbatch_draws_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reference that draws the same for every step and microbatch has other losses: dropout is not frozen."""
+    """A reference that draws the same numbers for every step and microbatch has other losses: dropout is not
+    frozen.
+    """
     task = make("mlp", dropout=0.5)
     plan = any_plan(task, "draws", microbatches=3)
     ours = planned(task, plan, monkeypatch)
@@ -193,8 +199,8 @@ def test_every_microbatch_draws_its_own(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("name", ["gpt", "normed"])
 def test_no_plan_changes_the_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other splits, devices, schedules and recomputation give the same losses, gradients and parameters, wherever the
-    backwards come in the same order.
+    """Other splits, devices, schedules and recomputation with the same order of backwards give the same
+    losses, gradients and parameters.
     """
     task = make(name, dropout=0.2)
     plans = [any_plan(task, f"any {seed}", microbatches=4) for seed in range(4)]
@@ -214,7 +220,7 @@ def test_no_plan_changes_the_numbers(name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_worker_processes_compute_the_same() -> None:
-    """Three worker processes tell the same losses, and hold the same bytes, as all devices in turn in one process."""
+    """Three worker processes return the same losses and hold the same bytes as one process."""
     factory = partial(build, "gpt", **SMALL["gpt"], dropout=0.2)
     task = factory()
     found = profile(task, microbatch_size=2)

@@ -1,4 +1,4 @@
-"""How a trainer saves: beside the training, in the host's memory, whole or not at all, and what it refuses."""
+"""Saves of a trainer: in the background, with copies in host memory, complete or absent; and refusals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHARD = "worker-00000.safetensors"
 
 
 def trained(steps: int = 1, **options: Any) -> Trainer:
-    """A trainer of two stages after some steps."""
+    """Return a trainer of two stages after some steps."""
     task = task_of(lambda: [nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 4)], optimizer=ADAMW)
     trainer = Trainer(task, plan_of(task, [2, 1]), **options)
     for step in range(steps):
@@ -48,7 +48,7 @@ def step(trainer: Trainer) -> None:
 
 
 class Gate:
-    """Stands in for the writing of a shard: it waits until it is opened."""
+    """A replacement for the writing of a shard, which waits until it is opened."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.opened, self._write = threading.Event(), saver.write_shard
@@ -62,7 +62,9 @@ class Gate:
 def test_training_goes_on_while_a_checkpoint_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two steps pass before the writing even begins, and what is written is the state from before them."""
+    """Training continues while a checkpoint is written: two steps end before the writing begins, and the
+    state from before them is written.
+    """
     gate, trainer = Gate(monkeypatch), trained()
     before = {name: tensor.clone() for name, tensor in trainer.state_dict(optimizer=True).items()}
     trainer.save(tmp_path)
@@ -79,7 +81,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 
 
 def test_the_next_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never two snapshots at once: the second save begins when the first checkpoint is whole."""
+    """The second save starts when the first checkpoint is whole, so that at most one snapshot exists."""
     gate, trainer = Gate(monkeypatch), trained()
     trainer.save(tmp_path)
     step(trainer)
@@ -93,8 +95,8 @@ def test_the_next_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pyt
 def test_a_save_that_waits_gives_signs_of_life_while_the_disk_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that waits for a slow disk does not hang, as long as bytes are written; then it does, until the writing
-    is over.
+    """A worker that waits for a slow disk sends signs of life as long as bytes are written, and none while
+    the disk stalls.
     """
     signs, counted = list[int](), list[int]()
     trainer = trained(on_save=lambda waits: signs.append(1))
@@ -117,7 +119,9 @@ def test_a_save_that_waits_gives_signs_of_life_while_the_disk_does(
 
 
 def test_the_bytes_of_a_snapshot_are_told(tmp_path: Path) -> None:
-    """Parameters and AdamW's two moments, 4 bytes a number each, and its counter for each parameter."""
+    """A snapshot's bytes are reported: parameters and AdamW's two moments at 4 bytes a number, and a counter
+    for each parameter.
+    """
     trainer = trained()
     trainer.save(tmp_path)
     numbers, parameters = 8 * 64 + 64 + 64 * 4 + 4, 4
@@ -131,7 +135,9 @@ def test_the_bytes_of_a_snapshot_are_told(tmp_path: Path) -> None:
 def test_what_is_away_is_in_the_hosts_memory_once_while_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has been read for the copy is gone when training goes on."""
+    """Offloaded state is in host memory once during a save: tensors read for the copy are freed before
+    training continues.
+    """
     gate, read = Gate(monkeypatch), list[weakref.ref[Tensor]]()
     plan = one_stage(*SWAPPED)
     trainer = Trainer(task_named("adamw"), plan, numbers=False)
@@ -159,7 +165,7 @@ def test_what_is_away_is_in_the_hosts_memory_once_while_it_is_written(
 
 
 def test_a_tensor_is_gone_when_the_next_one_is_copied() -> None:
-    """One that is there for the copy alone, as state that was read from where it is away."""
+    """A tensor that was read only for the copy is freed before the next one is copied."""
     tensors = {str(number): torch.ones(4) for number in range(4)}
     read, there = [weakref.ref(tensor) for tensor in tensors.values()], list[int]()
     found = saver.copied(tensors, lambda: there.append(sum(one() is not None for one in read)))
@@ -173,7 +179,7 @@ def test_a_tensor_is_gone_when_the_next_one_is_copied() -> None:
 def test_a_host_without_room_for_copies_is_written_from_directly(
     workers: int, room: float, copies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where not all workers on it have room, training stands still until the checkpoint is whole."""
+    """If a host lacks room for its workers' copies, training waits until the checkpoint is whole."""
     trainer = trained()
     nbytes = sum(tensor.nbytes for tensor in trainer.state_dict(optimizer=True).values())
     monkeypatch.setattr(checkpointing, "free_bytes", lambda: int(room * nbytes))
@@ -188,14 +194,14 @@ def test_a_host_without_room_for_copies_is_written_from_directly(
 
 
 def test_a_save_in_the_foreground_is_whole_when_it_returns(tmp_path: Path) -> None:
-    """`background=False` waits for the disk."""
+    """`background=False` waits for the disk: the checkpoint is whole when `save` returns."""
     trainer = trained()
     trainer.save(tmp_path, background=False)
     find(tmp_path).verify()
 
 
 def test_only_the_newest_checkpoints_stay(tmp_path: Path) -> None:
-    """`keep` removes the oldest when a new one is whole, not before."""
+    """`keep` removes the oldest checkpoint after the new one is whole, not before."""
     trainer = trained()
     for _ in range(4):
         trainer.save(tmp_path, keep=2)
@@ -205,7 +211,9 @@ def test_only_the_newest_checkpoints_stay(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_a_later_checkpoint_is_refused(tmp_path: Path) -> None:
-    """Of a training before: it would be loaded as the newest, and with `keep` the new one removed as the oldest."""
+    """A folder with a later checkpoint of an earlier training is refused: it would be loaded as the newest,
+    and `keep` would remove the new one as the oldest.
+    """
     before, trainer = trained(), trained()
     step(before)
     before.save(tmp_path, background=False)
@@ -221,7 +229,9 @@ def test_a_folder_with_a_later_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_costs_the_checkpoint_and_not_the_training(tmp_path: Path) -> None:
-    """The failure is told as the next step ends, once, with the last whole checkpoint; the next save succeeds."""
+    """A full disk loses the checkpoint but not the training: the failure is reported once, at the end of the
+    next step, with the last whole checkpoint, and the next save succeeds.
+    """
     trainer = trained()
     trainer.save(tmp_path, background=False)
     step(trainer)
@@ -242,7 +252,9 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_training(tmp_path: Path) -
 def test_without_a_thread_a_checkpoint_is_lost_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A user or a container may have no more of them just then: it is told as a full disk is, and the next succeeds."""
+    """Without a thread (a user's or container's limit), a checkpoint is lost and reported as for a full disk,
+    and the next one succeeds.
+    """
     trainer = trained()
     with monkeypatch.context() as full:
         full.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
@@ -258,7 +270,7 @@ def test_without_a_thread_a_checkpoint_is_lost_and_not_the_training(
 
 
 def test_a_failed_save_may_stop_the_training(tmp_path: Path) -> None:
-    """What the callback raises ends the step; what it is given says what failed."""
+    """An exception of the failure callback ends the step; the callback's argument names the failure."""
 
     def stop(failure: FileError) -> None:
         raise failure
@@ -271,7 +283,9 @@ def test_a_failed_save_may_stop_the_training(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_made_is_refused_at_once(tmp_path: Path) -> None:
-    """A file in the way: an error where the save was asked for, and training can go on."""
+    """A folder that cannot be created because of a file is refused in the call of `save`, and training can
+    continue.
+    """
     (tmp_path / "file").touch()
     trainer = trained()
     with pytest.raises(FileError, match="cannot be made: Not a directory"):
@@ -280,14 +294,16 @@ def test_a_folder_that_cannot_be_made_is_refused_at_once(tmp_path: Path) -> None
 
 
 def test_gradients_that_wait_for_an_update_are_not_saved(tmp_path: Path) -> None:
-    """Between the batches of one update a save is refused, with the place where it can be."""
+    """A save between the batches of one update is refused, with the steps at which it is possible."""
     trainer = trained(accumulate=3)
     with pytest.raises(UsageError, match=r"1 of the 3 batches .* a multiple of 3"):
         trainer.save(tmp_path)
 
 
 def test_a_scheduler_that_json_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
-    """Before any file is written; the class and the attribute are named."""
+    """A scheduler that JSON cannot hold is refused before any file is written; the error names the class and
+    the attribute.
+    """
     task = replace(task_of(lambda: [nn.Linear(8, 4)]), scheduler=Remembered)
     with pytest.raises(
         UsageError, match="the scheduler Remembered's history is a set, which no checkpoint can hold"
@@ -297,7 +313,7 @@ def test_a_scheduler_that_json_cannot_hold_is_refused_by_name(tmp_path: Path) ->
 
 
 def test_state_of_an_optimizer_that_json_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
-    """What it keeps in lists of tensors is named; parameters and buffers can still be read."""
+    """Optimizer state in lists of tensors is refused by name; parameters and buffers can still be read."""
 
     class Listing(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
@@ -320,7 +336,7 @@ def test_state_of_an_optimizer_that_json_cannot_hold_is_refused_by_name(tmp_path
 
 
 def test_a_checkpoint_of_another_task_is_refused(tmp_path: Path) -> None:
-    """The sentence says what differs, and nothing is loaded."""
+    """A checkpoint of another task is refused with the difference, and nothing is loaded."""
     trained().save(tmp_path, background=False)
     task = task_of(lambda: [nn.Linear(8, 65), nn.Tanh(), nn.Linear(65, 4)], optimizer=ADAMW)
     with pytest.raises(
@@ -330,7 +346,7 @@ def test_a_checkpoint_of_another_task_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_a_damaged_checkpoint_holds_is_not_taken_up(tmp_path: Path) -> None:
-    """A shard that is damaged is refused before any tensor changes."""
+    """A damaged shard is refused before any tensor changes."""
     first = trained(steps=2)
     first.save(tmp_path, background=False)
     shard = find(tmp_path).folder / "worker-00000.safetensors"
@@ -344,7 +360,7 @@ def test_what_a_damaged_checkpoint_holds_is_not_taken_up(tmp_path: Path) -> None
 
 
 def forged(directory: Path, key: str, other: Tensor | None) -> None:
-    """Put another tensor, or none, in the place of one in a checkpoint, whose sizes, shapes and hashes say so too."""
+    """Replace or remove one tensor of a checkpoint, with matching sizes, shapes and hashes."""
     folder, manifest = find(directory).folder, find(directory).manifest
     tensors = {name: tensor.clone() for name, tensor in safetensors.torch.load_file(folder / SHARD).items()}
     tensors = {name: tensor if name != key else other for name, tensor in tensors.items()}
@@ -374,7 +390,7 @@ def forged(directory: Path, key: str, other: Tensor | None) -> None:
 def test_what_a_checkpoint_of_another_kind_holds_is_not_taken_up(
     key: str, other: Tensor | None, words: str, tmp_path: Path
 ) -> None:
-    """One whose hashes are right, as a stranger makes them: it is refused by name before any tensor changes."""
+    """A forged checkpoint with correct hashes is refused by the tensor's name before any tensor changes."""
     trained(steps=2).save(tmp_path, background=False)
     forged(tmp_path, key, other)
     trainer = trained()
@@ -386,7 +402,9 @@ def test_what_a_checkpoint_of_another_kind_holds_is_not_taken_up(
 
 
 def test_a_tied_parameter_is_stored_once_and_has_all_of_its_names(tmp_path: Path) -> None:
-    """By one stage of the two that have a copy; a state dict of the checkpoint fits the original module strictly."""
+    """A tied parameter is stored once, by one of its two stages; a state dict of the checkpoint fits the
+    original module strictly.
+    """
     task = task_of(tied, outputs=8, optimizer=ADAMW)
     trainer = Trainer(task, plan_of(task, [3, 3], microbatches=1))
     trainer.step(batch_of(task, trainer.plan))
@@ -403,7 +421,9 @@ def test_a_tied_parameter_is_stored_once_and_has_all_of_its_names(tmp_path: Path
 
 
 def test_loaded_state_is_counted_on_its_device(tmp_path: Path) -> None:
-    """The first step after a load has the peak of a later step without a break: its optimizer state is there."""
+    """Loaded optimizer state counts on its device: the first step after a load peaks as a later step of an
+    uninterrupted run.
+    """
     whole, first = trained(steps=2), trained()
     first.save(tmp_path, background=False)
     second = trained(steps=0)
@@ -415,7 +435,7 @@ def test_loaded_state_is_counted_on_its_device(tmp_path: Path) -> None:
 
 
 def test_optimizer_state_that_does_not_fit_is_out_of_memory(tmp_path: Path) -> None:
-    """A device too small for the state that is loaded says so, instead of holding more than its cap."""
+    """A device too small for the loaded state raises out of memory, instead of exceeding its cap."""
     first = trained()
     first.save(tmp_path, background=False)
     task = first.task
@@ -425,7 +445,9 @@ def test_optimizer_state_that_does_not_fit_is_out_of_memory(tmp_path: Path) -> N
 
 
 def test_tensors_with_optimizer_state_load_under_another_plan() -> None:
-    """`state_dict(optimizer=True)` of one trainer makes another one equal to it; without it, weights alone."""
+    """`state_dict(optimizer=True)` of one trainer makes another one equal to it; without the option, only the
+    weights are equal.
+    """
     first, second = trained(steps=2), trained(steps=0, seed=5)
     tensors: dict[str, Tensor] = first.state_dict(optimizer=True)
     assert "optimizer/0.weight/exp_avg" in tensors
@@ -439,7 +461,7 @@ def test_tensors_with_optimizer_state_load_under_another_plan() -> None:
 
 
 def test_reports_go_on_counting(tmp_path: Path) -> None:
-    """The first step after a load has the number of the checkpoint's batches."""
+    """Reports continue to count at the checkpoint's number of batches."""
     trained(steps=3).save(tmp_path, background=False)
     numbers: list[int] = []
     second = trained(steps=0, callbacks=[lambda report: numbers.append(report.step)])
@@ -450,7 +472,7 @@ def test_reports_go_on_counting(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "pipedream-2bw"])
 def test_a_trainer_that_has_trained_forgets_it(schedule: str, tmp_path: Path) -> None:
-    """Loading puts everything back, also into a trainer with microbatches and versions of weights in flight."""
+    """A load replaces all state of a trainer, also with microbatches and weight versions in flight."""
     plan = plan_for("cycle", schedule, (2, 2, 2))
     first, second = trainer_for("cycle", plan), trainer_for("cycle", plan, seed=8)
     batch = batch_of(first.task, plan)
@@ -469,7 +491,7 @@ def test_a_trainer_that_has_trained_forgets_it(schedule: str, tmp_path: Path) ->
 
 
 def test_state_that_an_optimizer_has_not_made_yet_is_not_there_after_a_load(tmp_path: Path) -> None:
-    """A checkpoint from before the first step takes the optimizer's state away."""
+    """A checkpoint from before the first step removes the optimizer's state on a load."""
     fresh, used = trained(steps=0), trained(steps=2)
     fresh.save(tmp_path, background=False)
     used.load(tmp_path)

@@ -1,4 +1,4 @@
-"""Shards that divide positions too: numbers of plain training, bytes of the allocator, and less of them."""
+"""Sequence parallelism: numbers of plain training, bytes of the allocator, and fewer of them."""
 
 from __future__ import annotations
 
@@ -36,19 +36,21 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def batch(size: int) -> tuple[Tensor, Tensor]:
-    """Made-up sequences, every position of which has a target."""
+    """Return random sequences with a target for every position."""
     shape = size, POSITIONS
     return torch.randn(*shape, WIDTH, dtype=torch.float64), torch.randn(*shape, 4, dtype=torch.float64)
 
 
 def along(name: str = "dropped") -> Task:
-    """A task whose norms, residuals and draws are of sequences."""
+    """Return a task with norms, residuals and dropout over sequences."""
     return replace(divided(name, optimizer=MOMENTUM), batch=batch)
 
 
 @cache
 def profiled(name: str = "dropped") -> ModelProfile:
-    """Its profile at the sizes of all slices, whole, and divided without positions and with them."""
+    """Return the profile at the sizes of all local batches: whole, and divided with and without sequence
+    parallelism.
+    """
     return profile(along(name), microbatch_size=(4, 2), tensor=(1, 2), sequences=True)
 
 
@@ -59,14 +61,14 @@ def plan_of(
     name: str = "dropped",
     **training: str,
 ) -> Plan:
-    """A plan on a grid; the shards of stages in `sequences` divide positions too."""
+    """Return a plan on a grid; the shards of stages in `sequences` use sequence parallelism."""
     plan = grid_plan(profiled(name), edges, degrees, **training)
     stages = (replace(s, grid=replace(s.grid, sequences=n in sequences)) for n, s in enumerate(plan.stages))
     return replace(plan, stages=tuple(stages))
 
 
 def decided(plan: Plan) -> Plan:
-    """The plan with layers that are recomputed on its first stage, and a tensor of the last that waits on the host."""
+    """Return the plan with recomputed layers on its first stage, and an offloaded tensor on its last."""
     last = len(plan.stages) - 1
     again = Decision(stage=0, subject=Run(start=0, stop=1), what=What.RECOMPUTE, microbatches=Microbatches())
     taken = SavedTensors(tensors=(movable(plan, last)[-1],))
@@ -84,7 +86,9 @@ OFTEN = "in replicas, behind and before", "decided"
 
 @pytest.mark.parametrize("name", sampled(PLANS, often=OFTEN))
 def test_the_numbers_are_those_of_plain_training(name: str) -> None:
-    """Losses and parameters of three steps, with draws; in a smaller batch and an evaluation too."""
+    """Losses and parameters of three steps with random draws equal plain training, in a smaller batch and an
+    evaluation too.
+    """
     task, plan = along(), PLANS[name]()
     trainer, plain = Trainer(task, plan), Plain(task, plan)
     for number, (inputs, targets) in enumerate(batches(task, plan, 3)):
@@ -100,7 +104,9 @@ def test_the_numbers_are_those_of_plain_training(name: str) -> None:
 
 @pytest.mark.parametrize("name", sampled(PLANS, often=OFTEN))
 def test_simulator_dry_run_meter_and_allocator_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peaks of every rank in both steps, to the byte, with peers that are not there."""
+    """Simulator, dry run, meter and allocator agree on the peaks of every rank in both steps, to the byte,
+    with absent peers.
+    """
     monkeypatch.setattr(joining, "Together", lambda plan: without_peers)
     found = step_peaks(along(), PLANS[name]())
     assert found.dry == found.metered == found.allocated
@@ -108,7 +114,9 @@ def test_simulator_dry_run_meter_and_allocator_agree(name: str, monkeypatch: pyt
 
 
 def test_less_is_kept_and_more_is_sent() -> None:
-    """Ranks need less than without, parameters are divided alike, and steps have more collectives."""
+    """With sequence parallelism, ranks need less memory, have the same parts of parameters, and run more
+    collectives.
+    """
     plain, less = (plan_of([0, 6], [(1, 2)], sequences) for sequences in ([], [0]))
     assert max(simulate(less).peak_bytes) < max(simulate(plain).peak_bytes)
     one, other = plain.measured(0), less.measured(0)
@@ -119,7 +127,9 @@ def test_less_is_kept_and_more_is_sent() -> None:
 
 
 def test_tied_stages_may_differ_in_it() -> None:
-    """Ranks have the same parts of a shared parameter with it and without."""
+    """Stages that share a parameter may differ in sequence parallelism: ranks have the same parts of the
+    parameter.
+    """
     task, plan = along("tied"), plan_of([0, 3, 6], [(1, 2), (1, 2)], [1], "tied")
     trainer, plain = Trainer(task, plan), Plain(task, plan)
     for inputs, targets in batches(task, plan, 2):
@@ -128,7 +138,7 @@ def test_tied_stages_may_differ_in_it() -> None:
 
 
 def test_workers_do_what_one_process_does() -> None:
-    """Three workers over gloo, two of which divide positions: losses and peaks."""
+    """Three workers over gloo, two with sequence parallelism, have the losses and peaks of one process."""
     plan = plan_of([0, 4, 6], [(1, 2), (1, 1)], [0])
     losses, trace = train(along, plan, steps=2)
     alone, expected = in_one_process(along(), plan, 2)
@@ -137,7 +147,7 @@ def test_workers_do_what_one_process_does() -> None:
 
 
 def test_what_has_no_positions_or_no_shards_is_refused() -> None:
-    """By name, with what to do."""
+    """Sequence parallelism without positions or shards is refused by name, with a fix."""
     with pytest.raises(UsageError, match="a stage of 1 shard has all positions"):
         Grid(devices=(0, 1), data=2, sequences=True)
     with pytest.raises(UsageError, match=r"say how many \(tensor\), such as 2"):

@@ -1,4 +1,4 @@
-"""Options and schedulers as settings: every scheduler of torch goes on where it was, over other groups too."""
+"""Options and schedulers as settings: every torch scheduler resumes at its step, also over other groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def made(optimizer: Optimizer) -> list[Any]:
 
 
 class Rising:
-    """A rule that is an object with a state of its own."""
+    """A rule of a scheduler that is an object with state."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -50,14 +50,14 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
 
 
 def optimizer_of(groups: int, rates: Callable[[int], Any]) -> Optimizer:
-    """So many groups of one parameter, each with a rate of its own."""
+    """Return an optimizer of `groups` one-parameter groups with different rates."""
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(groups)]
     return SGD([{"params": [p], "lr": rates(n)} for n, p in enumerate(parameters)], lr=0.1, momentum=0.9)
 
 
 def rates_of(optimizer: Optimizer, scheduler: Any, steps: int) -> list[list[tuple[float, float]]]:
-    """The rate and momentum of every group in the next steps."""
+    """Return the rate and momentum of every group in the next steps."""
     found = []
     for _ in range(steps):
         optimizer.step()
@@ -67,7 +67,7 @@ def rates_of(optimizer: Optimizer, scheduler: Any, steps: int) -> list[list[tupl
 
 
 def through_json(settings: Any) -> Any:
-    """Settings as a file gives them back: lists have become tuples."""
+    """Return settings after a round trip through JSON, which makes lists of tuples."""
 
     def tuples(value: Any) -> Any:
         return tuple(value) if isinstance(value, list) else value
@@ -78,7 +78,7 @@ def through_json(settings: Any) -> Any:
 @pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_scheduler_goes_on_over_other_groups(name: str, tensors: bool) -> None:
-    """Five groups are trained; two of them go on in another optimizer, at the rates they would have had."""
+    """Two of five trained groups continue in another optimizer, at the rates they would have had."""
 
     def rate(number: int) -> Any:
         return torch.tensor(0.1 + number / 10) if tensors else 0.1 + number / 10
@@ -98,7 +98,7 @@ def test_a_scheduler_goes_on_over_other_groups(name: str, tensors: bool) -> None
 
 
 def test_another_scheduler_is_refused() -> None:
-    """What one keeps and the other does not is named, either way round."""
+    """Another scheduler is refused; attributes that only one of the two has are named."""
     optimizer = optimizer_of(2, lambda n: 0.1)
     steps, several = (SCHEDULERS[name](optimizer) for name in ("step", "sequential"))
     common, by_group = state_of(steps, 2)
@@ -114,13 +114,13 @@ def test_another_scheduler_is_refused() -> None:
 
 @pytest.mark.parametrize("value", [{1}, object(), float("nan"), float("inf"), torch.zeros(2), lambda: 0])
 def test_what_json_cannot_hold_is_refused_by_name(value: Any) -> None:
-    """An option that is no number and no text, or not finite."""
+    """An option that is neither a number nor text, or not finite, is refused by name."""
     with pytest.raises(UsageError, match=r"Muon's option odd is .*which no checkpoint can hold"):
         options_of({"params": [], "lr": 0.1, "odd": value}, "Muon")
 
 
 def test_options_keep_their_types() -> None:
-    """A tuple stays a tuple, and a rate that is a tensor stays one, with the new value."""
+    """Options keep their types: a tuple stays a tuple, and a tensor rate stays a tensor."""
     group = {"params": [], "betas": (0.9, 0.99), "lr": torch.tensor(0.1), "foreach": None}
     options = through_json(options_of(group | {"betas": (0.8, 0.9), "lr": torch.tensor(0.3)}, "it"))
     take_options(group, options)

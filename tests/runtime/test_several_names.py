@@ -1,5 +1,5 @@
-"""Parameters under several names are one: norms, options of groups, optimizer state, checkpoints and counts have them
-once, as plain training over `module.parameters()` has.
+"""Parameters with several names count once in norms, group options, optimizer state, checkpoints and totals,
+as in plain training over `module.parameters()`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CLIP, STEPS = 0.5, 4
 
 
 def by_name(name: str, parameter: nn.Parameter) -> dict[str, Any]:
-    """Options that depend on the name, and so differ between the names of one parameter."""
+    """Return options that depend on the name, and so differ between the names of one parameter."""
     return {"weight_decay": 0.3 * (len(name) % 3), "lr": 0.01 * (1 + sum(map(ord, name)) % 7)}
 
 
@@ -48,7 +48,7 @@ def profiled(name: str) -> ModelProfile:
 
 
 def planned(found: ModelProfile, *grids: Grid, **training: Any) -> Plan:
-    """A plan whose stages are about equal parts of the layers."""
+    """Return a plan whose stages are about equal parts of the layers."""
     layers, count = len(found.layers), len(grids)
     edges = [layers * number // count for number in range(count + 1)]
     return Plan(
@@ -70,7 +70,9 @@ def close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float = 2
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_parameter_with_several_names_is_one(name: str, tmp_path: Path) -> None:
-    """Two steps on two devices, then two steps on replicas that divide the optimizer's state, from a checkpoint."""
+    """A parameter with several names trains as one: two steps on two devices, then, from a checkpoint, two on
+    replicas that divide the optimizer's state.
+    """
     found, asked = profiled(name), task(name)
     whole = Grid(devices=(0, 1), data=2, shard="optimizer")
     stages = [Grid.of(0), Grid.of(1)][: len(found.layers)]
@@ -91,7 +93,9 @@ def test_a_parameter_with_several_names_is_one(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["a head", "two heads", "kept twice in a sequence", "unused"])
 def test_master_weights_of_a_parameter_with_several_names_are_one(name: str) -> None:
-    """The same copies, bit by bit, where no gradients of stages are added up in half precision."""
+    """Master weights of a parameter with several names are equal bit by bit, if no gradients of stages are
+    summed in half precision.
+    """
     asked = task(name, precision="master-bfloat16")
     found = profile(asked, microbatch_size=4)
     plan = planned(found, Grid.of(0), precision="master-bfloat16")
@@ -110,7 +114,7 @@ def test_master_weights_of_a_parameter_with_several_names_are_one(name: str) -> 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_numbers_of_parameters_count_each_once(name: str) -> None:
-    """Those of the largest model that fits, and the bytes in the table of stages."""
+    """A parameter with several names counts once for the largest model and in the table of stages."""
     plan, module = planned(profiled(name), Grid.of(0)), MODELS[name]()
     assert Attempt(value=1, plan=plan).parameters == sum(
         parameter.numel() for parameter in module.parameters()
@@ -147,7 +151,7 @@ def _side_by_side(one: nn.Linear, other: nn.Linear) -> None:
 def test_two_tensors_in_the_same_memory_are_refused_by_name(
     tie: Callable[[nn.Linear, nn.Linear], None],
 ) -> None:
-    """On two stages each would have memory of its own, and train by itself."""
+    """Two parameters that overlap in memory are refused by name: two stages would train them separately."""
 
     def build() -> nn.Module:
         module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
@@ -162,7 +166,7 @@ def test_two_tensors_in_the_same_memory_are_refused_by_name(
 
 @pytest.mark.parametrize("tie", [_frozen, _side_by_side])
 def test_memory_that_is_not_trained_twice_may_be_shared(tie: Callable[[nn.Linear, nn.Linear], None]) -> None:
-    """Frozen tensors, and such as lie beside each other in one storage."""
+    """Frozen tensors, and parameters without overlap, may share a storage."""
 
     def build() -> nn.Module:
         module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))

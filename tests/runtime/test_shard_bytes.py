@@ -1,4 +1,4 @@
-"""Bytes of tensor shards: the simulator's are the dry run's, those of a meter in training and the allocator's."""
+"""Bytes of tensor shards: simulator, dry run, meter and allocator agree."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @cache
 def profiled(name: str, sizes: tuple[int, ...], tensor: tuple[int, ...]) -> ModelProfile:
-    """The profile of a model, at the sizes of all slices, whole and divided."""
+    """Return a model's profile at the sizes of all local batches, whole and divided."""
     return profile(divided(name), microbatch_size=sizes, tensor=tensor)
 
 
 def random_plan(name: str, rng: Random, grids: Sequence[tuple[int, int]] = FEW) -> Plan:
-    """Up to three stages of random grids on at most eight devices, some layers recomputed, some tensors moved."""
+    """Draw up to three stages of random grids on at most eight devices, with some layers recomputed and some
+    tensors moved.
+    """
     count = rng.choice([1, 2, 3])
     degrees = [(8, 2)]
     while sum(data * tensor for data, tensor in degrees) > 8 or all(tensor == 1 for _, tensor in degrees):
@@ -55,8 +57,8 @@ def random_plan(name: str, rng: Random, grids: Sequence[tuple[int, int]] = FEW) 
 
 
 def decided(plan: Plan, rng: Random, *, recomputes: bool) -> Plan:
-    """The plan with a run that is recomputed, or a saved tensor or optimizer state that is on the host in between, on
-    some stages; and with state that replicas divide.
+    """Return the plan with random decisions on some stages: a recomputed run, an offloaded saved tensor or
+    optimizer state, and state divided by replicas.
     """
     decisions, stages = [], list(plan.stages)
     for number, stage in enumerate(plan.stages):
@@ -82,7 +84,7 @@ def decided(plan: Plan, rng: Random, *, recomputes: bool) -> Plan:
 
 
 def check_simulated(name: str, seed: int, grids: Sequence[tuple[int, int]] = FEW) -> None:
-    """Compare the peaks of all devices; a bound where two users of a shared parameter are on one stage."""
+    """Compare the peaks of all devices; check an upper bound for two users of a parameter on one stage."""
     plan = random_plan(name, Random(seed), grids)
     simulated, dry = simulate(plan).peak_bytes, certify(divided(name), plan).peak_bytes
     pairs = [pair for shared in plan.measurement.shared for pair in shared.pairs]
@@ -104,12 +106,16 @@ def check_simulated(name: str, seed: int, grids: Sequence[tuple[int, int]] = FEW
     sampled([(name, seed) for name in MODELS for seed in (0, 1)], often=[("normed", 0), ("tied", 1)]),
 )
 def test_the_simulator_s_bytes_are_the_dry_run_s(name: str, seed: int) -> None:
-    """The peaks of every device of random stages in grids, recomputed runs and moved tensors mixed in."""
+    """The simulator equals the dry run on every device of random stages in grids, recomputed runs and moved
+    tensors included.
+    """
     check_simulated(name, seed)
 
 
 def test_a_plan_whose_layers_were_divided_otherwise_is_refused() -> None:
-    """As by another release: its bytes would be those of other parts."""
+    """A plan whose layers were divided differently, as by another release, is refused, because its bytes
+    would be wrong.
+    """
     plan = grid_plan(profiled("dropped", (12, 6), (2,)), [0, 3, 6], [(1, 2), (1, 1)])
     others = tuple(replace(m, forms="0a" if m.tensor > 1 else "") for m in plan.profile.measurements)
     with pytest.raises(
@@ -119,7 +125,7 @@ def test_a_plan_whose_layers_were_divided_otherwise_is_refused() -> None:
 
 
 def test_samples_of_real_data_may_be_taken() -> None:
-    """A batch function indexes a tensor that it holds: the bytes are those of a batch that is made up."""
+    """A batch function may index a tensor of real data; the bytes equal those of a random batch."""
     made = divided("still")
     data = made.batch(24)
 
@@ -132,7 +138,7 @@ def test_samples_of_real_data_may_be_taken() -> None:
 
 
 def test_a_stage_without_parameters_may_have_shards() -> None:
-    """A curve between stages on one device each: its ranks have nothing to divide and nothing to update."""
+    """A stage without parameters may have shards: its ranks have nothing to divide or to update."""
     plan = grid_plan(profiled("dropped", (12, 6), (2,)), [0, 2, 3, 6], [(1, 1), (1, 2), (1, 1)])
     assert simulate(plan).peak_bytes == certify(divided("dropped"), plan).peak_bytes
 
@@ -141,7 +147,7 @@ def test_a_stage_without_parameters_may_have_shards() -> None:
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("name", MODELS)
 def test_the_simulator_s_bytes_are_the_dry_run_s_in_many_plans(name: str, seed: int) -> None:
-    """The same of more plans, with four ranks and three replicas too."""
+    """The simulator equals the dry run in more plans, with four ranks and three replicas too."""
     check_simulated(name, seed, MANY)
 
 
@@ -149,8 +155,9 @@ def test_the_simulator_s_bytes_are_the_dry_run_s_in_many_plans(name: str, seed: 
 def test_simulator_dry_run_meter_and_allocator_agree(
     name: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The peaks of every rank in both steps, to the byte, with peers that are not there: of those that are, a process
-    that runs all of them holds what travels between them, too.
+    """Simulator, dry run, meter and allocator agree on the peaks of every rank in both steps, to the byte.
+
+    Peers are absent, because a process that runs all ranks also holds the messages between them.
     """
     monkeypatch.setattr(joining, "Together", lambda plan: without_peers)
     found = step_peaks(divided(name), random_plan(name, Random(seed)))
@@ -160,7 +167,9 @@ def test_simulator_dry_run_meter_and_allocator_agree(
 @pytest.mark.gallery
 @pytest.mark.parametrize("name", ["gpt", "unet"])
 def test_models_of_the_zoo_are_simulated_to_the_byte(name: str) -> None:
-    """Divided embeddings, heads and losses, and convolutions, next to stages of whole layers."""
+    """Models of the zoo are simulated to the byte: divided embeddings, heads, losses and convolutions next to
+    stages of whole layers.
+    """
     task = ZOO[name]()
     found = profile(task, microbatch_size=(4, 2), tensor=2)
     edges = found.edges

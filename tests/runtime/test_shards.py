@@ -1,4 +1,4 @@
-"""Stages of tensor shards, alone and with replicas: the numbers of plain training, whoever has which part."""
+"""Stages of tensor shards, with and without replicas: the numbers of plain training."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def random_plan(name: str, seed: int, **training: Any) -> Plan:
-    """Up to three stages of random grids on at most eight devices, dealt out at random."""
+    """Draw up to three stages of random grids on at most eight devices, in random order."""
     rng = Random(seed)
     count = rng.choice([1, 2, 3])
     degrees = [(8, 2)]
@@ -54,7 +54,7 @@ def random_plan(name: str, seed: int, **training: Any) -> Plan:
 
 
 def parameters(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters of a state; of buffers, every replica has its own."""
+    """Return the parameters of a state, without buffers, which every replica has its own of."""
     return {
         name: tensor for name, tensor in state.items() if "running" not in name and "num_batches" not in name
     }
@@ -65,7 +65,9 @@ RANDOM = [(name, seed) for name in MODELS for seed in range(9)]
 
 @pytest.mark.parametrize(("name", "seed"), sampled(RANDOM, often=[*zip(MODELS, range(3), strict=True)]))
 def test_the_numbers_are_those_of_every_stage_mapped_over_its_slices(name: str, seed: int) -> None:
-    """Losses and parameters after three steps: draws, statistics of samples and tied weights included."""
+    """Losses and parameters after three steps equal every stage mapped over its local batches: random draws,
+    batch statistics and tied weights included.
+    """
     task = divided(name, optimizer=MOMENTUM)
     plan = random_plan(name, seed)
     trainer, plain = Trainer(task, plan), Plain(task, plan)
@@ -75,13 +77,15 @@ def test_the_numbers_are_those_of_every_stage_mapped_over_its_slices(name: str, 
 
 
 def shares(trainer: Trainer) -> int:
-    """How many tensors the ranks of a trainer have parts of."""
+    """Return the number of tensors that the trainer's ranks have parts of."""
     known = (stage.shards for stage in trainer.stages if stage.shards is not None)
     return sum(one.is_divided(name) for one in known for name in one.shards)
 
 
 def test_statistics_of_samples_are_whole_where_only_shards_divide_a_stage() -> None:
-    """Every rank has the channels of its own part, and a state dict all of them."""
+    """Batch statistics of a stage with shards alone are complete: every rank has its own channels, and a
+    state dict all of them.
+    """
     task = divided("normed", optimizer=MOMENTUM)
     plan = grid_plan(profiled("normed"), [0, 3, 6], [(1, 4), (1, 2)])
     trainer, plain = Trainer(task, plan), Plain(task, plan)
@@ -93,7 +97,7 @@ def test_statistics_of_samples_are_whole_where_only_shards_divide_a_stage() -> N
 
 
 class Returned(nn.Module):
-    """Returns the weights of its embedding, with which the loss computes the words that come next."""
+    """A model that returns the weights of its embedding, with which the loss computes the next words."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +118,9 @@ def words(size: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("degrees", [[(1, 2), (1, 2)], [(2, 2)]])
 def test_a_loss_takes_a_parameter_that_the_model_returns(degrees: list[tuple[int, int]]) -> None:
-    """It crosses to the loss as a value, whose gradient comes back to the parameter, divided or not."""
+    """A parameter that the model returns reaches the loss as a value, and its gradient returns to the
+    parameter, divided or not.
+    """
     task = Task(
         lambda: Returned().double(), batch=words, loss=next_words, optimizer=MOMENTUM, name="returned"
     )
@@ -136,7 +142,9 @@ def test_a_loss_takes_a_parameter_that_the_model_returns(degrees: list[tuple[int
 
 
 def test_clipping_counts_every_part_once_and_what_is_whole_once() -> None:
-    """The norm of all gradients over two batches, whoever has them; the factor is a number in single precision."""
+    """The gradient norm over two batches counts divided parts and whole parameters once; the factor has
+    single precision.
+    """
     task, norm = divided("tied", optimizer=partial(torch.optim.SGD, lr=1.0)), 0.01
     found = replace(profiled("tied"), fingerprint=profile(task, microbatch_size=4).fingerprint)
     plan = grid_plan(found, [0, 2, 6], [(2, 2), (1, 2)], clip_norm=norm)
@@ -156,7 +164,7 @@ def test_clipping_counts_every_part_once_and_what_is_whole_once() -> None:
 
 
 def test_smaller_batches_and_evaluations_divide_parameters_as_training_does() -> None:
-    """Eighteen samples of twenty-four train as plain training does, in microbatches of twelve and six; then all are
+    """Eighteen samples of 24 train as in plain training, in microbatches of twelve and six, and can be
     evaluated.
     """
     task, plan = divided("tied", optimizer=MOMENTUM), grid_plan(profiled("tied"), [0, 2, 6], [(3, 2), (1, 2)])
@@ -178,7 +186,9 @@ def test_smaller_batches_and_evaluations_divide_parameters_as_training_does() ->
 def test_the_last_microbatch_may_be_smaller_where_only_shards_divide_stages(
     schedule: str, degrees: Any
 ) -> None:
-    """Twelve samples and then six go to neighbours of more shards or of fewer; numbers are those without shards."""
+    """The last microbatch, six samples after twelve, may go to neighbours with more or fewer shards; numbers
+    equal those without shards.
+    """
     task = divided("normed", optimizer=MOMENTUM)
     shards, whole = (
         Trainer(task, grid_plan(profiled("normed"), [0, 5, 6], how, schedule=schedule))
@@ -192,7 +202,7 @@ def test_the_last_microbatch_may_be_smaller_where_only_shards_divide_stages(
 
 
 def test_an_evaluation_uses_the_statistics_of_all_channels() -> None:
-    """Batch norm of a rank in evaluation mode, and buffers that no state dict has."""
+    """An evaluation uses the statistics of all channels, and buffers outside the state dict."""
     task, plan = divided("normed", optimizer=MOMENTUM), grid_plan(profiled("normed"), [0, 6], [(1, 4)])
     trainer, plain = Trainer(task, plan), Plain(task, plan)
     inputs, targets = batch_of(task, plan)
@@ -216,7 +226,9 @@ OTHER_DEGREES = [(name, how) for name in ("normed", "dropped") for how in HOW]
     ("name", "how"), sampled(OTHER_DEGREES, often=[OTHER_DEGREES[0], *OTHER_DEGREES[4:]])
 )
 def test_training_goes_on_under_other_degrees(name: str, how: Any, tmp_path: Path) -> None:
-    """Checkpoints have whole tensors, the optimizer's too, under the names of the module."""
+    """Training resumes under other degrees: checkpoints have whole tensors, the optimizer's too, under the
+    module's names.
+    """
     adam = partial(torch.optim.AdamW, lr=0.01)
     task = divided(name, optimizer=adam)
     found = replace(profiled(name), fingerprint=profile(task, microbatch_size=4).fingerprint)
@@ -241,7 +253,9 @@ def test_training_goes_on_under_other_degrees(name: str, how: Any, tmp_path: Pat
 
 
 def test_whole_checkpoints_are_divided_as_they_are_loaded(tmp_path: Path) -> None:
-    """A plan without shards saves; ranks take their parts, and train on as it does."""
+    """A checkpoint of a plan without shards is divided between ranks as it is loaded, and trains with the
+    same numbers.
+    """
     task = divided("normed", optimizer=MOMENTUM)
     whole, plan = (
         grid_plan(profiled("normed"), [0, 6], [(1, 1)]),
@@ -260,10 +274,10 @@ def test_whole_checkpoints_are_divided_as_they_are_loaded(tmp_path: Path) -> Non
 
 
 class Rows(torch.optim.SGD):
-    """Divides a gradient by its norm, as LARS and LAMB do."""
+    """An optimizer that divides a gradient by its norm, as LARS and LAMB do."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """A step with gradients of length 1."""
+        """Update with gradients of length 1."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None if parameter.grad is None else parameter.grad / parameter.grad.norm()
@@ -272,8 +286,8 @@ class Rows(torch.optim.SGD):
 
 @pytest.mark.parametrize("optimizer", [Rows, torch.optim.Adafactor, torch.optim.Muon])
 def test_an_optimizer_that_needs_whole_parameters_is_refused(optimizer: Any) -> None:
-    """It would train other numbers on parts: no profile of ranks is made, so that no plan has any, and no plan of
-    another's profile is trained. Where nothing is divided it trains.
+    """An optimizer that needs whole parameters is refused, in profiles and in plans with shards; it trains if
+    nothing is divided.
     """
 
     def made(groups: Any) -> torch.optim.Optimizer:
@@ -296,7 +310,9 @@ ELEMENTWISE = [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torc
 
 @pytest.mark.parametrize("optimizer", sampled(ELEMENTWISE, often=ELEMENTWISE[2:]))
 def test_optimizers_that_update_element_by_element_train(optimizer: Any) -> None:
-    """What they keep for a parameter has its shape, and is put together as it is."""
+    """Elementwise optimizers train on shards; their state has the shape of its parameter and is joined as it
+    is.
+    """
     task = divided("normed", optimizer=partial(optimizer, lr=0.01))
     found = replace(profiled("normed"), fingerprint=profile(task, microbatch_size=4).fingerprint)
     ranks, whole = (Trainer(task, grid_plan(found, [0, 6], [degrees])) for degrees in ((1, 2), (1, 1)))
@@ -308,8 +324,8 @@ def test_optimizers_that_update_element_by_element_train(optimizer: Any) -> None
 
 
 def test_recomputing_and_moving_away_change_no_number() -> None:
-    """Ranks repeat their collectives in one order, and what they save comes back from the host and from a device of a
-    stage of other degree, half from each.
+    """Recomputation and offload change no number: ranks repeat collectives in one order, and saved tensors
+    return from the host and, half from each, from two devices of another stage.
     """
     task = divided("dropped", optimizer=MOMENTUM)
     plan = grid_plan(profiled("dropped"), [0, 3, 6], [(1, 2), (2, 2)], microbatches=3)
@@ -324,7 +340,7 @@ def test_recomputing_and_moving_away_change_no_number() -> None:
 
 
 def test_a_rank_that_overflows_makes_all_of_them_skip() -> None:
-    """Master weights in half precision: scaled gradients overflow in a part, and no rank updates."""
+    """With half-precision master weights, an overflow in one part makes all ranks skip the update."""
     task = divided("dropped", precision="master-float16")
     found = profile(task, microbatch_size=4, tensor=(1, 2))
     ranks, whole = (
@@ -345,8 +361,8 @@ def test_a_rank_that_overflows_makes_all_of_them_skip() -> None:
 
 
 def test_workers_train_and_save_as_one_process_does(tmp_path: Path) -> None:
-    """Four workers over gloo, two tensor groups, each across two hosts: the same losses and peaks, and a checkpoint of
-    whole tensors.
+    """Four workers over gloo, in two tensor-parallel groups across two hosts, have the losses and peaks of
+    one process and save whole tensors.
     """
     task = divided("tied")
     found = profile(task, microbatch_size=(4, 2), tensor=(1, 2))
@@ -365,14 +381,14 @@ def test_workers_train_and_save_as_one_process_does(tmp_path: Path) -> None:
 
 
 def hooked(name: str) -> tuple[Task, nn.Module]:
-    """A module that exists, with a hook on the gradient of a parameter."""
+    """Build a module with a hook on the gradient of a parameter."""
     module = divided("dropped").build()
     module.get_parameter(name).register_hook(lambda gradient: 2 * gradient)
     return replace(divided("dropped", optimizer=MOMENTUM), module=module), module
 
 
 def test_hooks_see_whole_gradients_or_are_refused() -> None:
-    """A norm that every rank has whole keeps its hook; a product that ranks divide may have none."""
+    """A hook on a norm, which every rank has whole, is kept; a hook on a divided product is refused."""
     task, module = hooked("0.norm.weight")
     found = profile(task, microbatch_size=4, tensor=(1, 2))
     other, alone = hooked("0.norm.weight")
@@ -390,7 +406,9 @@ def test_hooks_see_whole_gradients_or_are_refused() -> None:
 
 
 def test_a_rank_that_runs_out_of_memory_ends_its_group() -> None:
-    """The device and its action are named, no thread is left, and the same trainer goes on with a smaller batch."""
+    """A rank that runs out of memory ends its group: the error names the device and its action, no thread
+    remains, and the same trainer continues with a smaller batch.
+    """
     task = divided("dropped", optimizer=MOMENTUM)
     plan = grid_plan(profiled("dropped"), [0, 6], [(1, 2)])
     peaks = certify(task, plan).peak_bytes
@@ -407,7 +425,7 @@ def test_a_rank_that_runs_out_of_memory_ends_its_group() -> None:
 
 
 def test_one_process_refuses_shards_on_gpus() -> None:
-    """Their backwards would run on threads that cannot wait for each other."""
+    """One process refuses shards on GPUs, because backward threads cannot wait for each other."""
     plan = grid_plan(profiled("dropped"), [0, 3, 6], [(1, 2), (1, 1)])
     with pytest.raises(
         UsageError, match="devices 0, 1 hold tensor shards, which one process cannot train on GPUs"
@@ -416,7 +434,9 @@ def test_one_process_refuses_shards_on_gpus() -> None:
 
 
 def test_ranks_that_would_divide_otherwise_than_profiled_are_refused() -> None:
-    """As where the profile was made with another release: ranks of several workers might not meet."""
+    """Ranks that would divide layers differently from the profile, as with another release, are refused,
+    because workers might not meet in collectives.
+    """
     task, plan = divided("dropped", optimizer=MOMENTUM), grid_plan(profiled("dropped"), [0, 6], [(1, 2)])
     other = tuple(replace(m, forms="another") if m.tensor == 2 else m for m in plan.profile.measurements)
     with pytest.raises(
@@ -426,7 +446,9 @@ def test_ranks_that_would_divide_otherwise_than_profiled_are_refused() -> None:
 
 
 def test_a_trainer_refuses_ranks_that_compute_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it trains, and so does a certificate of numbers; both say which layer."""
+    """A trainer, before its first step, and a certificate refuse ranks that compute other numbers, and name
+    the layer.
+    """
     task, plan = (
         divided("dropped", optimizer=MOMENTUM),
         grid_plan(profiled("dropped"), [0, 3, 6], [(2, 2), (1, 1)]),

@@ -1,6 +1,6 @@
-"""Models of the zoo and of Hugging Face in stages of tensor shards and replicas: the numbers of plain training.
+"""Models of the zoo and of Hugging Face on tensor shards and replicas: the numbers of plain training.
 
-Statistics of samples are each replica's own, so that the plain model has those of the same slices.
+Each replica has its own batch statistics, so that the plain model computes them on the same local batches.
 """
 
 from __future__ import annotations
@@ -103,12 +103,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def images(size: int) -> tuple[Any, None]:
-    """Small images with labels."""
+    """Return small images with labels."""
     return {"pixel_values": torch.randn(size, 3, 32, 32), "labels": torch.randint(10, (size,))}, None
 
 
 def in_double(name: str) -> Task:
-    """The task of that name in double precision, with an optimizer that keeps small differences small."""
+    """Return the named task in double precision, with an optimizer that keeps small differences small."""
     base = EVERY[name]()
 
     def batch(size: int) -> Any:
@@ -126,7 +126,9 @@ def in_double(name: str) -> Task:
 
 
 def random_grids(chain: Chain, seed: int) -> tuple[list[int], list[tuple[int, int]]]:
-    """One to three stages between blocks, on at most eight devices; those that share a parameter in as many shards."""
+    """Draw one to three stages between blocks, on at most eight devices; stages that share a parameter have
+    as many shards.
+    """
     rng, cuts = Random(seed), blocks_begin(chain)
     edges = [0, *sorted(rng.sample(cuts, rng.randint(0, min(2, len(cuts))))), len(chain.layers)]
     known = [(data, tensor) for data in (1, 2) for tensor in (1, 2, 4)]
@@ -139,7 +141,7 @@ def random_grids(chain: Chain, seed: int) -> tuple[list[int], list[tuple[int, in
 
 
 def along_positions(plan: Plan, rng: Random) -> Plan:
-    """The plan in which stages of shards have sequence parallelism, two of three."""
+    """Return the plan with sequence parallelism in two of three stages of shards."""
     chosen = [stage.grid.tensor > 1 and rng.random() < 2 / 3 for stage in plan.stages]
     both = zip(plan.stages, chosen, strict=True)
     return replace(
@@ -148,13 +150,13 @@ def along_positions(plan: Plan, rng: Random) -> Plan:
 
 
 def parts_of(batch: Any, size: int) -> Iterator[Any]:
-    """A batch in parts of so many samples."""
+    """Split a batch into parts of `size` samples."""
     for first in range(0, BATCH, size):
         yield pytree.tree_map_only(Tensor, lambda t, at=first: t[at : at + size], batch)
 
 
 def loss_of(module: nn.Module, task: Task, batch: Any) -> Tensor:
-    """The loss of a plain model."""
+    """Return the loss of a plain model."""
     inputs, targets = batch
     args, kwargs = ((inputs,), {}) if isinstance(module, nn.Sequential) else arguments(inputs)
     outputs = module(*args, **kwargs)
@@ -163,7 +165,7 @@ def loss_of(module: nn.Module, task: Task, batch: Any) -> Tensor:
 
 
 def plain_step(module: nn.Module, optimizer: torch.optim.Optimizer, task: Task, batch: Any) -> float:
-    """One step of plain training of a batch in microbatches; the mean loss."""
+    """Run one plain training step of a batch in microbatches; return the mean loss."""
     total = 0.0
     for part in parts_of(batch, SIZE):
         loss = loss_of(module, task, part)
@@ -175,8 +177,8 @@ def plain_step(module: nn.Module, optimizer: torch.optim.Optimizer, task: Task, 
 
 
 def with_statistics_of_slices(module: nn.Module, chain: Chain, plan: Plan) -> None:
-    """Let every batch norm of a plain model take the statistics of each replica's samples for them, and keep those of
-    the first replica of its stage.
+    """Let every batch norm of a plain model normalize each replica's samples separately, and keep the
+    statistics of the first replica of its stage.
     """
     for name, norm in module.named_modules():
         if isinstance(norm, nn.modules.batchnorm._BatchNorm):
@@ -186,7 +188,7 @@ def with_statistics_of_slices(module: nn.Module, chain: Chain, plan: Plan) -> No
 
 
 def in_slices(norm: nn.modules.batchnorm._BatchNorm, count: int, values: Tensor) -> Tensor:
-    """Each of so many slices of the samples with statistics of its own, of which the norm keeps the first one's."""
+    """Normalize each local batch with its own statistics; the norm keeps the first one's."""
     first, *others = values.chunk(count)
     own = [
         F.batch_norm(other, None, None, norm.weight, norm.bias, training=True, eps=norm.eps)
@@ -196,13 +198,15 @@ def in_slices(norm: nn.modules.batchnorm._BatchNorm, count: int, values: Tensor)
 
 
 def far(one: Tensor, other: Tensor) -> float:
-    """The largest difference, as a part of the largest number, or of a small one where all are rounding."""
+    """Return the largest difference relative to the largest number, or to a small one if all are rounding
+    errors.
+    """
     return float((one.double() - other.double()).abs().max()) / max(float(other.double().abs().max()), SMALL)
 
 
 def all_that_may_be(plan: Plan, rng: Random) -> Plan:
-    """The plan whose replicas divide something, and of whose stages layers run again, and tensors and state move to
-    hosts or to other devices, or are updated there; as far as the simulator carries it out.
+    """Return the plan with divided state, recomputed layers, tensors and state offloaded to hosts or other
+    devices, and updates there, as far as the simulator supports them.
     """
     for number, stage in enumerate(plan.stages):
         for shard in rng.sample(SHARDINGS[1:], 3) if stage.grid.data > 1 and rng.random() < 0.7 else ():
@@ -218,7 +222,7 @@ def all_that_may_be(plan: Plan, rng: Random) -> Plan:
 
 
 def freeing(plan: Plan, number: int, rng: Random) -> Iterator[Decision]:
-    """Decisions of every kind about a stage, each of some of its layers."""
+    """Return decisions of every kind about a stage, each for some of its layers."""
     stage, host = plan.stages[number], parse_place("host")
     start, stop = sorted(rng.sample(range(stage.start, stage.stop + 1), 2))
     yield Decision(
@@ -234,7 +238,7 @@ def freeing(plan: Plan, number: int, rng: Random) -> Iterator[Decision]:
 
 
 def is_possible(plan: Plan) -> bool:
-    """Whether the simulator carries the plan out."""
+    """Return whether the simulator supports the plan."""
     try:
         simulate(plan)
     except UsageError:
@@ -243,8 +247,10 @@ def is_possible(plan: Plan) -> bool:
 
 
 def assert_trained_as_on_one_device(name: str, seed: int, *, freed: bool = False) -> None:
-    """Losses and all parameters and statistics after three steps, for stages of random grids, some with sequence
-    parallelism. If memory is `freed`, in all ways at once, and bytes are those of the dry run.
+    """Assert losses, parameters and statistics after three steps, for stages of random grids, some with
+    sequence parallelism.
+
+    With `freed`, memory is freed in all ways at once, and bytes equal the dry run's.
     """
     if name.startswith("hf:"):
         pytest.importorskip("transformers")
@@ -284,7 +290,7 @@ def assert_trained_as_on_one_device(name: str, seed: int, *, freed: bool = False
     [pytest.param(*one, marks=[] if one in PLANS[:2] else pytest.mark.gallery) for one in PLANS],
 )
 def test_grids_of_shards_and_replicas_train_as_one_device_does(name: str, seed: int) -> None:
-    """Of models of the zoo and of Hugging Face."""
+    """Grids of shards and replicas train models of the zoo and of Hugging Face as one device does."""
     assert_trained_as_on_one_device(name, seed)
 
 
@@ -293,9 +299,10 @@ def test_grids_of_shards_and_replicas_train_as_one_device_does(name: str, seed: 
 def test_they_do_with_everything_that_frees_memory(
     name: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replicas that divide state, layers that run again, tensors and state away, on hosts and on other devices.
+    """Grids train as one device does with everything that frees memory: ZeRO, recomputed layers, tensors and
+    state on hosts and on other devices.
 
-    Of all experts at once, only transformers' own grouped product can be had in double precision.
+    Only transformers' own grouped product of all experts supports double precision.
     """
     if name == "hf:mixtral":
         pytest.importorskip("transformers")
@@ -306,8 +313,9 @@ def test_they_do_with_everything_that_frees_memory(
 @pytest.mark.gallery
 @pytest.mark.parametrize("name", NORMED)
 def test_replicas_of_batch_norm_train_as_so_many_models_whose_gradients_are_averaged(name: str) -> None:
-    """A plain loop with a copy of the model for every replica; the first one's statistics are stored, and an
-    evaluation uses each one's own.
+    """Replicas of batch norm train as model copies with averaged gradients, in a plain loop.
+
+    The first replica's statistics are stored, and an evaluation uses each replica's own.
     """
     if name.startswith("hf:"):
         pytest.importorskip("transformers")

@@ -1,4 +1,4 @@
-"""Buffers, and tensors that are plain attributes, that several layers hold: one on a device, and one copy in a run."""
+"""Buffers and plain tensor attributes shared by layers: one copy on a device, and one in a recomputed run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = 2
 
 
 class Masked(nn.Module):
-    """Attention under a mask, which is a buffer that it was given."""
+    """Attention with a mask, a buffer passed to its constructor."""
 
     def __init__(self, mask: Tensor) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Masked(nn.Module):
 
 
 class Rotating(nn.Module):
-    """Turns pairs of numbers by angles in a table that is a plain attribute."""
+    """A layer that rotates pairs of numbers by angles in a table, a plain attribute."""
 
     def __init__(self, table: Tensor) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Rotating(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Multiplies by a buffer, and has another one of its own."""
+    """A layer that multiplies by a shared buffer, and has another one of its own."""
 
     def __init__(self, scale: Tensor) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Scaled(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A model that is traced: its blocks share a mask of the root module, and rotary tables are plain attributes."""
+    """A traced model: its blocks share a mask of the root module, and rotary tables are plain attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def rotating() -> list[nn.Module]:
 
 
 def sliced() -> list[nn.Module]:
-    """Buffers that are parts of one table, in two layers, and a row that is used again and again."""
+    """Build two layers whose buffers are parts of one table, and a row that is used repeatedly."""
     table = torch.rand(6, 8)
     return [*(Scaled(table[k]) for k in (0, 0, 3)), Scaled(table[1].expand(16, 8)), nn.Linear(8, 4)]
 
@@ -124,7 +124,7 @@ TASKS: dict[str, Callable[[], Task]] = {
 
 
 def plans(task: Task) -> Iterator[Plan]:
-    """One stage, two that are recomputed, and one of which runs of two layers are."""
+    """Return plans with one stage, with two recomputed stages, and with runs of two layers recomputed."""
     profiled = profile(task, microbatch_size=2, threads=1)
     count = len(profiled.layers)
     yield plan_of(task, [count], profiled=profiled)
@@ -134,7 +134,7 @@ def plans(task: Task) -> Iterator[Plan]:
 
 
 def replaced(plan: Plan, runs: Sequence[tuple[int, int]]) -> Plan:
-    """The plan with these runs of layers of its only stage recomputed."""
+    """Return the plan with these runs of layers of its only stage recomputed."""
     decisions = (Decision(stage=0, subject=Run(start=a, stop=b), what=What.RECOMPUTE) for a, b in runs)
     return Plan(
         profile=plan.profile, cluster=plan.cluster, training=plan.training, stages=plan.stages,
@@ -144,7 +144,9 @@ def replaced(plan: Plan, runs: Sequence[tuple[int, int]]) -> Plan:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_buffer_of_several_layers_counts_once_on_each_device(name: str) -> None:
-    """Simulator, dry run and meter equal the allocator in every step, to the byte, with and without recomputation."""
+    """A buffer of several layers counts once on each device: simulator, dry run and meter equal the allocator
+    in every step, with and without recomputation.
+    """
     task = TASKS[name]()
     for plan in plans(task):
         found = step_peaks(task, plan, steps=STEPS)
@@ -153,7 +155,7 @@ def test_a_buffer_of_several_layers_counts_once_on_each_device(name: str) -> Non
 
 @pytest.mark.parametrize("name", TASKS)
 def test_shared_buffers_change_no_number(name: str) -> None:
-    """Losses and parameters are those of plain training, bitwise, with and without recomputation."""
+    """Losses and parameters equal plain training bit by bit, with and without recomputation."""
     task = TASKS[name]()
     for plan in plans(task):
         torch.manual_seed(0)
@@ -165,13 +167,15 @@ def test_shared_buffers_change_no_number(name: str) -> None:
 
 
 def twice() -> list[nn.Module]:
-    """One batch norm in two places."""
+    """Use one batch norm in two places."""
     norm = nn.BatchNorm1d(8)
     return [nn.Linear(8, 8), norm, nn.Linear(8, 8), norm, nn.Linear(8, 4)]
 
 
 def test_a_shared_buffer_that_a_forward_changes_is_refused() -> None:
-    """On two devices it would be two, and neither what plain training has: the layers and the buffer are named."""
+    """A shared buffer that a forward changes is refused, because two devices would have two of them; the
+    error names the layers and the buffer.
+    """
     with pytest.raises(
         UsageError, match=r"layers 1, 3 share buffer '1\.[a-z_]+', and the forward of layer 1"
     ):
@@ -179,13 +183,15 @@ def test_a_shared_buffer_that_a_forward_changes_is_refused() -> None:
 
 
 def test_a_buffer_that_is_moved_to_another_device_is_moved_once() -> None:
-    """For a GPU, too, the dry run's peaks are the simulator's, where every layer has the mask."""
+    """A buffer of every layer is moved to another device once; the dry run's peaks equal the simulator's for
+    GPUs too.
+    """
     plan = plan_of(rows(masked), [5], profiled=profile(rows(masked), microbatch_size=2, target="cuda"))
     assert certify(rows(masked), plan).peak_bytes == simulate(plan).peak_bytes
 
 
 def test_moved_buffers_lie_in_one_storage_as_before() -> None:
-    """A table and a part of it: what is moved to another device is one storage, and has the same values' layout."""
+    """A table and a part of it, moved to another device, still share one storage with the same layout."""
     first, second = Scaled(table := torch.rand(6, 8)), Scaled(table[3])
     move([first, second], torch.device("meta"))
     assert first.scale.device.type == second.scale.device.type == "meta"

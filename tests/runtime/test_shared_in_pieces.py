@@ -1,4 +1,6 @@
-"""Stages run in pieces that share a parameter, as an embedding and a head in blocks: plain numbers and exact peaks."""
+"""Stages with a parameter shared by separately run pieces, as a tied embedding and head: plain numbers and
+exact peaks.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Users(nn.Module):
-    """Products with a weight of another layer, one for each of `times`, and one with a weight of its own."""
+    """A layer with `times` products with another layer's weight, and one product with its own."""
 
     def __init__(self, shared: nn.Parameter, *, times: int = 1) -> None:
         super().__init__()
@@ -49,7 +51,7 @@ class Users(nn.Module):
 
 
 class Idle(nn.Linear):
-    """Has a weight of another layer, and leaves it unused."""
+    """A layer that has another layer's weight and does not use it."""
 
     def __init__(self, unused: nn.Parameter) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -79,7 +81,7 @@ def idle() -> list[nn.Module]:
 
 
 def language_model(name: str) -> Task:
-    """A small language model whose embedding and head are one weight."""
+    """Build a small language model with one weight for embedding and head."""
     sizes: dict[str, dict[str, Any]] = {
         "gpt": {"layers": 2, "hidden": 16, "heads": 2, "vocabulary": 96, "dropout": 0.0, "tied": True},
         "hf:gpt2": {
@@ -127,7 +129,9 @@ def in_pieces(
     shard: Sharding = "none",
     buckets: int = 1,
 ) -> Plan:
-    """One stage, whose blocks are recomputed each by itself, every other one, or none; in so many buckets."""
+    """Return a plan with one stage of recomputed blocks (all, every other one, or none) and `buckets`
+    gradient buckets.
+    """
     _, found = profiled(name)
     runs = [*pairwise(found.edges)][:: {"all": 1, "every other": 2, "none": len(found.edges)}[pieces]]
     runs = [] if pieces == "none" else runs
@@ -147,13 +151,15 @@ def in_pieces(
 
 
 def batches(task: Task) -> list[Any]:
-    """One for each step."""
+    """Return a batch for each step."""
     torch.manual_seed(3)
     return [task.batch(SIZE * MICROBATCHES) for _ in range(STEPS)]
 
 
 def plain(task: Task, *, slices: int) -> dict[str, Tensor]:
-    """What a loop trains that has no blocks, and goes through as many slices of a microbatch one after the other."""
+    """Train with a plain loop without blocks, which runs the local batches of a microbatch one after the
+    other.
+    """
     torch.manual_seed(0)
     module = task.build()
     optimizer = task.optimizer(module.parameters())
@@ -178,7 +184,9 @@ NUMBERS = [(n, p, s) for n in TASKS for p in ("all", "every other") for s in ("1
     sampled(NUMBERS, often=[case for case in NUMBERS[::3] if "hf:" not in case[0]]),
 )
 def test_the_numbers_are_bitwise_those_of_plain_training(name: str, pieces: str, schedule: str) -> None:
-    """Gradients of all users are added up before their sum is added to those of earlier microbatches."""
+    """Numbers equal plain training bit by bit: gradients of all users are summed before they are added to
+    earlier microbatches.
+    """
     task, _ = profiled(name)
     trainer = Trainer(task, in_pieces(name, pieces, schedule), numbers=False)
     for batch in batches(task):
@@ -201,7 +209,7 @@ GRIDS: list[tuple[str, str, Sharding]] = [
     ),
 )
 def test_replicas_in_buckets_train_like_a_plain_loop(name: str, pieces: str, shard: Sharding) -> None:
-    """Whatever they divide; and no device needs more than was told."""
+    """Replicas in buckets train like a plain loop at every ZeRO level, within the predicted memory."""
     (task, _), plan = profiled(name), in_pieces(name, pieces, data=2, shard=shard, buckets=4)
     trainer = Trainer(task, plan, numbers=False)
     for batch in batches(task):
@@ -224,7 +232,9 @@ PEAKS = [
     sampled(PEAKS, often=[case for case in PEAKS[::5] if "hf:" not in case[0]]),
 )
 def test_the_peaks_are_known_beforehand(name: str, pieces: str, schedule: str) -> None:
-    """Dry run, meter and allocator agree to the byte; of language models the simulator does, and is never too low."""
+    """Dry run, meter and allocator agree to the byte; the simulator is exact for language models and never
+    too low.
+    """
     (task, _), plan = profiled(name), in_pieces(name, pieces, schedule)
     found = step_peaks(task, plan, steps=STEPS)
     assert found.dry == found.metered == found.allocated
@@ -234,7 +244,7 @@ def test_the_peaks_are_known_beforehand(name: str, pieces: str, schedule: str) -
 
 @pytest.mark.parametrize("name", sampled(MODELS, often=["gpt"]))
 def test_blocks_recomputed_by_themselves_need_less_than_the_whole_stage(name: str) -> None:
-    """The activations of one block are there at a time."""
+    """Separately recomputed blocks need less than a recomputed stage: they keep one block's activations."""
     blocks = in_pieces(name, "all")
     whole = Run(start=0, stop=len(blocks.profile.layers))
     decision = Decision(stage=0, subject=whole, what=What.RECOMPUTE)

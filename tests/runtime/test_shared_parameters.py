@@ -1,4 +1,4 @@
-"""Parameters with several users on one stage: what the simulator says is never too low."""
+"""Parameters with several users on one stage: the simulator is never too low."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH = 64
 
 
 class Two(nn.Module):
-    """A product with a weight of its own, and one with a weight that other layers use too."""
+    """A layer with a product with its own weight, and one with a weight that other layers use too."""
 
     def __init__(self, shared: nn.Parameter, *, shared_first: bool = False) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Two(nn.Module):
 
 
 class Idle(nn.Linear):
-    """Has a weight of another layer, and leaves it unused."""
+    """A layer that has another layer's weight and does not use it."""
 
     def __init__(self, unused: nn.Parameter) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -94,8 +94,8 @@ RECOMPUTED = [(name, recompute) for name in CHAINS for recompute in ("never", "a
     ("name", "recompute"), sampled(RECOMPUTED, often=(*RECOMPUTED[::4], *RECOMPUTED[3::4]))
 )
 def test_peaks_with_several_users_on_a_stage_are_never_too_low(name: str, recompute: Recompute) -> None:
-    """With few rows the gradients make the peak, with many the activations. The dry run is exact, and the simulator at
-    least as high in every step.
+    """The dry run is exact, and the simulator at least as high in every step; with few rows gradients make
+    the peak, with many activations.
     """
     for optimizer, size in ((torch.optim.SGD, 16), (torch.optim.SGD, 32), (torch.optim.Adam, 128)):
         task = task_of(CHAINS[name], inputs=WIDTH, outputs=WIDTH, optimizer=partial(optimizer, lr=0.1))

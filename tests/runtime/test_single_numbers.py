@@ -1,4 +1,4 @@
-"""Where an optimizer keeps single numbers is found by asking it; the meta device stands for a GPU."""
+"""Device of an optimizer's scalar state, found by a trial step; the meta device stands for a GPU."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SHAPES = [(3, 4), (5,), ()]
 
 
 class Counting(Optimizer):
-    """Keeps a number on the host, one beside the parameter where `beside` says so, and a moment."""
+    """An optimizer with a moment, a scalar on the host, and one on the parameter's device if `beside`."""
 
     def __init__(self, groups: Any, *, beside: bool = True, draws: bool = False) -> None:
         super().__init__(groups, {"beside": beside, "draws": draws})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Make what is kept."""
+        """Create the state."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 there = parameter.device if group["beside"] else "cpu"
@@ -36,20 +36,20 @@ class Counting(Optimizer):
 
 
 def like(shape: tuple[int, ...]) -> Tensor:
-    """A parameter of a device."""
+    """Return a parameter on a device."""
     return torch.empty(shape, device="meta")
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_what_lies_beside_a_parameter_is_told(shape: tuple[int, ...]) -> None:
-    """Its single numbers alone; the moment of a parameter that is one number is one, too."""
+    """Scalars on the parameter's device are found; the moment of a scalar parameter is one of them."""
     expected = {"number", "moment"} if shape == () else {"number"}
     assert kept_beside(Counting, {"beside": True}, like(shape)) == expected
     assert kept_beside(Counting, {"beside": False}, like(shape)) == expected - {"number"}
 
 
 def test_an_optimizer_that_cannot_be_asked_keeps_numbers_on_the_host() -> None:
-    """As one that fails on small parameters, or takes none of them."""
+    """An optimizer that fails on small parameters, or accepts none, counts as with scalars on the host."""
 
     def fails(groups: Any) -> Optimizer:
         raise ValueError("no parameters")
@@ -59,7 +59,7 @@ def test_an_optimizer_that_cannot_be_asked_keeps_numbers_on_the_host() -> None:
 
 
 def test_asking_leaves_draws_alone() -> None:
-    """Torch's generators go on as before."""
+    """The trial step does not advance torch's generators."""
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
@@ -68,7 +68,9 @@ def test_asking_leaves_draws_alone() -> None:
 
 
 def test_every_group_is_asked_with_its_own_options() -> None:
-    """A stage's groups may keep numbers in different places; on the host nothing is asked."""
+    """Every group is tried with its own options, because a stage's groups may differ; on the host there is no
+    trial.
+    """
     task = task_of(lambda: [torch.nn.Linear(8, 4)], optimizer=partial(Counting, beside=True))
     (stage,) = Trainer(task, plan_of(task, [1])).stages
     for parameter in stage.parameters:

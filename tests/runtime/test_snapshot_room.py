@@ -1,4 +1,4 @@
-"""What a checkpoint takes of hosts is known from the plan, to the byte, before any worker starts."""
+"""Host memory of a checkpoint: known from the plan, to the byte, before any worker starts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ HOST = Member.host(0)
 
 
 def saved_by(trainer: Trainer, folder: Path) -> int:
-    """The bytes of tensors that a checkpoint has: what the trainer says, and what lies on the disk but for headers."""
+    """Return the bytes of tensors in a checkpoint, by the trainer and by the files without headers."""
     trainer.save(folder)
     trainer.finish()
     assert trainer.saved is not None
@@ -57,13 +57,15 @@ OFTEN = ("held", "masters", "ZeRO 1 of shards", "pipedream-2bw", 1)  # the other
 
 
 def often(*cases: str | int) -> list[Any]:
-    """Cases, of which only some run every time."""
+    """Return cases, some of them in the slow suite only."""
     return [case if case in OFTEN else pytest.param(case, marks=pytest.mark.gallery) for case in cases]
 
 
 @pytest.mark.parametrize("name", often(*FEATURES))
 def test_a_plan_knows_what_a_checkpoint_takes(name: str, tmp_path: Path) -> None:
-    """Parameters, buffers that no state dict has, float32 copies and every kind of optimizer state."""
+    """A plan gives a checkpoint's bytes: parameters, non-persistent buffers, float32 copies and every kind of
+    optimizer state.
+    """
     plan = plan_for(name, "1f1b", (2, 2, 2))
     trainer = trainer_for(name, plan)
     for batch in batches_of(name)[: trainer.accumulate]:
@@ -72,7 +74,7 @@ def test_a_plan_knows_what_a_checkpoint_takes(name: str, tmp_path: Path) -> None
 
 
 def test_a_tied_parameter_is_counted_once(tmp_path: Path) -> None:
-    """On two stages, each of which has a copy."""
+    """A tied parameter counts once, though two stages have a copy."""
     task = task_of(tied, outputs=8, optimizer=ADAMW)
     trainer = Trainer(task, plan_of(task, [3, 3], microbatches=1))
     trainer.step(batch_of(task, trainer.plan))
@@ -81,7 +83,7 @@ def test_a_tied_parameter_is_counted_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("grids", often(*GRIDS, *ENDLESS))
 def test_what_replicas_and_shards_hold_is_counted_once(grids: str, tmp_path: Path) -> None:
-    """Whoever stores it."""
+    """State of replicas and shards counts once, for the device that stores it."""
     plan = plan_of_grids("normed", grids)
     trainer = Trainer(divided("normed"), plan, seed=5)
     trainer.step(batches(trainer.task, plan, 1)[0])
@@ -89,7 +91,7 @@ def test_what_replicas_and_shards_hold_is_counted_once(grids: str, tmp_path: Pat
 
 
 def on_a_host_of(memory_bytes: int) -> Plan:
-    """A plan whose devices' host has so much."""
+    """Return a plan whose devices' host has this much memory."""
     plan = plan_for("dropout", "1f1b", (3, 3))
     host = replace(plan.cluster.hosts[0], memory_bytes=memory_bytes)
     return replace(plan, cluster=replace(plan.cluster, hosts=(host,)))
@@ -103,7 +105,9 @@ SAID += "more than is left: "
 def test_training_stands_still_where_that_is_asked_for(
     missing: int, in_foreground: bool, tmp_path: Path
 ) -> None:
-    """Then nothing is copied, and a host needs no room; without, one that has just enough is enough."""
+    """With saves in the foreground, a host needs no room for a copy; in the background, exactly enough room
+    suffices.
+    """
     needed = snapshot_bytes(on_a_host_of(1 << 30))[HOST]
     saves, saving = list[Saved](), Saving(directory=str(tmp_path), every=1, in_foreground=in_foreground)
     plan = on_a_host_of(needed - missing)
@@ -123,7 +127,7 @@ def test_training_stands_still_where_that_is_asked_for(
 
 
 def test_a_host_without_room_is_refused_before_a_worker_starts(tmp_path: Path) -> None:
-    """With how many bytes are missing, and both ways out."""
+    """A host without room is refused before a worker starts, with the missing bytes and both ways out."""
     plan = on_a_host_of(snapshot_bytes(on_a_host_of(1 << 30))[HOST] - 1)
     with pytest.raises(OutOfMemory) as refused:
         train(partial(named, "dropout"), plan, steps=2, numbers=False, saving=Saving(directory=str(tmp_path)))
@@ -135,7 +139,7 @@ def test_a_host_without_room_is_refused_before_a_worker_starts(tmp_path: Path) -
 
 
 def test_moved_tensors_leave_less_room_for_the_copy(tmp_path: Path) -> None:
-    """A host that has room for either, and not for both."""
+    """Offloaded tensors reduce the room for the copy: a host may have room for either, but not for both."""
     plan = one_stage(*SWAPPED)
     moved = sum(room_needed(plan, arenas_of(plan, whole_run(plan)))[HOST].values())
     host = replace(plan.cluster.hosts[0], memory_bytes=moved + snapshot_bytes(plan)[HOST])
@@ -150,7 +154,7 @@ def test_moved_tensors_leave_less_room_for_the_copy(tmp_path: Path) -> None:
 
 
 def test_training_that_is_under_way_goes_on(tmp_path: Path) -> None:
-    """A trainer on such a host stands still for its checkpoints, and says so once: nobody may be there to decide."""
+    """A trainer on a host without room pauses for its checkpoints and warns once."""
     plan = on_a_host_of(snapshot_bytes(on_a_host_of(1 << 30))[HOST] - 1)
     trainer = Trainer(named("dropout"), plan, seed=SEED)
     with warnings.catch_warnings(record=True) as told:
@@ -165,7 +169,7 @@ def test_training_that_is_under_way_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_restart_on_a_host_without_room_goes_on(tmp_path: Path) -> None:
-    """What is there has changed, and the command that was given before it did is no reason to end."""
+    """A restart on a host that has lost its room continues with foreground saves."""
     deaths = tmp_path / "deaths"
     deaths.mkdir()
     (deaths / "1-2-1F0").touch()

@@ -1,4 +1,4 @@
-"""Whenever and however a program ends, the folder of the sockets of multiprocessing goes with it."""
+"""The folder of multiprocessing's sockets is removed at any end of a program."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ENDS = {
 
 @pytest.mark.parametrize("end", ENDS)
 def test_however_a_program_ends_the_folder_goes(end: str) -> None:
-    """Also where it is killed in the moment in which the folder is made."""
+    """The folder is removed at every kind of end, also if the program is killed while creating it."""
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="sockets-") as folder:  # a short path
         run = subprocess.run(
             [sys.executable, "-c", SCRIPT + ENDS[end], end],
@@ -64,7 +64,9 @@ def test_however_a_program_ends_the_folder_goes(end: str) -> None:
 
 
 def test_what_the_program_made_before_stays_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that multiprocessing has is used; the folder for temporary files is what it was."""
+    """An existing folder of multiprocessing is used and kept, and the folder for temporary files stays
+    unchanged.
+    """
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(processes, "get_temp_dir", (tmp_path / "theirs").mkdir)
     processes.make_sockets_folder()

@@ -1,4 +1,4 @@
-"""A stage at work: odd layers at its ends, odd values across them, and memory that goes when it is no longer needed."""
+"""Stages with odd layers at their ends and odd values between them; memory is freed after its last use."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Split(nn.Module):
 
 
 class Masked(nn.Module):
-    """Uses the mask, counts on, passes all three."""
+    """A layer that uses the mask, increments the count and passes on all three."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,14 +45,14 @@ class Masked(nn.Module):
 
 
 class Merge(nn.Module):
-    """Uses the number and the count."""
+    """A layer that uses the number and the count."""
 
     def forward(self, values: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         return values[0] / values[2]
 
 
 class Two(nn.Module):
-    """Two outputs that both need a gradient."""
+    """A layer with two outputs that both need a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,14 +63,14 @@ class Two(nn.Module):
 
 
 class First(nn.Module):
-    """Uses only the first of its inputs."""
+    """A layer that uses only the first of its inputs."""
 
     def forward(self, values: tuple[Tensor, Tensor]) -> Tensor:
         return values[0]
 
 
 def frozen(layer: nn.Module) -> nn.Module:
-    """The layer, which is not to learn."""
+    """Freeze the layer's parameters."""
     return layer.requires_grad_(False)
 
 
@@ -99,7 +99,9 @@ def _frozen_weight() -> nn.Module:
 @pytest.mark.parametrize("schedule", sampled(["gpipe", "1f1b"], often=["1f1b"]))
 @pytest.mark.parametrize("name", ODD)
 def test_odd_stages_train_as_one_device_does(name: str, schedule: str) -> None:
-    """Parameters after three steps are those of plain training, bit by bit; mean losses are, but for the last bit."""
+    """Parameters after three steps of odd stages equal plain training bit by bit; mean losses up to the last
+    bit.
+    """
     layers, split = ODD[name]
     task = task_of(layers)
     trainer = trainer_of(task, split, microbatches=3, schedule=schedule)
@@ -111,7 +113,7 @@ def test_odd_stages_train_as_one_device_does(name: str, schedule: str) -> None:
 
 @pytest.mark.parametrize("name", ODD)
 def test_odd_stages_are_certified(name: str) -> None:
-    """The dry run's samples are the real run's, action by action and byte by byte."""
+    """The dry run's samples equal the real run's, action by action and byte by byte."""
     layers, split = ODD[name]
     task = task_of(layers)
     trainer = trainer_of(task, split, microbatches=3)
@@ -128,7 +130,7 @@ def test_odd_stages_are_certified(name: str) -> None:
 
 
 def test_nothing_learns_where_all_is_frozen() -> None:
-    """A model without a trainable parameter runs, reports its loss, and stays as it is."""
+    """A model without trainable parameters runs, reports its loss, and does not change."""
     task = task_of(lambda: [frozen(nn.Linear(8, 8)), frozen(nn.Linear(8, 4))])
     trainer = trainer_of(task, [1, 1])
     before = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
@@ -138,13 +140,13 @@ def test_nothing_learns_where_all_is_frozen() -> None:
 
 
 def samples(task: Task, split: Sequence[int], **training: Any) -> list[list[MemorySample]]:
-    """The dry run's samples of every device in the steady step."""
+    """Return the dry run's samples of every device in the steady step."""
     trace = certify(task, plan_of(task, split, **training))
     return [[sample for sample in device.memory if sample.step == 1] for device in trace.devices]
 
 
 def test_outputs_go_when_they_are_sent() -> None:
-    """A stage holds its large outputs only until they are sent, however many microbatches are in flight."""
+    """A stage holds its large outputs only until they are sent, with any number of microbatches in flight."""
     task = task_of(lambda: [nn.Linear(8, 1000, bias=False), nn.Linear(1000, 4)])
     first, _ = samples(task, [1, 1], size=2, microbatches=8, schedule="gpipe")
     output, weights, row = 2 * 1000 * 4, 8 * 1000 * 4, 2 * 8 * 4
@@ -156,26 +158,29 @@ def test_outputs_go_when_they_are_sent() -> None:
 
 
 def test_received_gradients_go_when_they_are_used() -> None:
-    """A backward of thin layers behind a wide end peaks with one wide gradient, not with the wide one and the rest."""
+    """A backward of thin layers after a wide output peaks with one wide gradient: the received one is freed
+    before the rest.
+    """
     task = task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 2000, bias=False), Expand(), nn.Linear(2000, 4)])
     first, _ = samples(task, [3, 1], size=2, microbatches=1)
     wide, weights = 2 * 2000 * 4, 8 * 2000 * 4
     (backward,) = [sample for sample in first if sample.action == "0B0"]
     parameters = backward.by_category[Category.PARAMETERS]
-    # the gradient of Expand's output and of its input, each wide: together once, then only the second with the weights'
+    # the wide gradients of Expand's output and of its input exist together once, then only the second with
+    # the weights'
     assert backward.total_bytes - parameters < 2 * wide + weights
     assert backward.total_bytes - parameters >= wide + weights
 
 
 class Expand(nn.Module):
-    """Times three: saves no tensor of its own."""
+    """A layer that multiplies by three and saves no tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.mul(x, 3.0)
 
 
 def test_a_step_leaves_what_it_found() -> None:
-    """After a step a device holds parameters, buffers, optimizer state and the losses' buffers, and nothing else."""
+    """After a step a device holds only parameters, buffers, optimizer state and the losses' buffers."""
     task = task_of(
         lambda: [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Linear(8, 4)],
         optimizer=torch.optim.AdamW,
@@ -197,7 +202,7 @@ def test_a_step_leaves_what_it_found() -> None:
     ],
 )
 def test_a_loss_that_is_no_scalar_is_refused(loss: Callable[[Any, Any], Any], what: str) -> None:
-    """The mistake is told when the model is profiled, and also by the runtime should the loss change its mind."""
+    """A loss that is not a scalar is refused by the profiler, and by the runtime if it becomes one later."""
     task = task_of(lambda: [nn.Linear(8, 4)], loss=loss)
     with pytest.raises(UsageError, match="the loss must be a scalar tensor"):
         profile(task, microbatch_size=2)

@@ -1,4 +1,4 @@
-"""What one plan has trained, another one takes up: parameters, buffers and the optimizer's state by name."""
+"""Transfer of training state between plans: parameters, buffers and the optimizer's state by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
 @cache
 def normalised() -> Task:
-    """Five layers with statistics in buffers, trained by AdamW."""
+    """Return a task with five layers with statistics in buffers, trained by AdamW."""
     return task_of(
         lambda: [
             nn.Linear(8, 16),
@@ -36,7 +36,7 @@ def normalised() -> Task:
 
 
 def tied() -> Task:
-    """Five layers, of which the first and the last share a weight."""
+    """Return a task with five layers; the first and the last share a weight."""
 
     def layers() -> list[nn.Module]:
         first, last = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -55,14 +55,14 @@ SPLITS: list[tuple[list[int], dict[str, Any]]] = [
 
 
 def tensors(trainer: Trainer) -> dict[str, Tensor]:
-    """All that training has changed, by one name each."""
+    """Return all trained tensors, each under one name."""
     state = trainer.state
     kept = {f"{name} {key}": tensor for name, of in state.optimizer.items() for key, tensor in of.items()}
     return dict(state.tensors) | kept
 
 
 def same(ours: Trainer, theirs: Trainer) -> bool:
-    """Equal bit by bit, and under the same names."""
+    """Return whether tensors are equal bit by bit and have equal names."""
     mine, other = tensors(ours), tensors(theirs)
     return mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in other)
 
@@ -78,7 +78,7 @@ OFTEN = [
 def test_training_goes_on_under_another_plan_as_if_nothing_had_happened(
     before: tuple[list[int], dict[str, Any]], after: tuple[list[int], dict[str, Any]]
 ) -> None:
-    """Two steps under one split, the state taken up by another one, two more steps: bitwise four under either."""
+    """Two steps under one split and two more under another equal four under either, bit by bit."""
     task = normalised()
     first, second = (plan_of(task, split, microbatches=1, **how) for split, how in (before, after))
     whole, started, continued = Trainer(task, second), Trainer(task, first), Trainer(task, second, seed=7)
@@ -93,7 +93,7 @@ def test_training_goes_on_under_another_plan_as_if_nothing_had_happened(
 
 
 def test_what_is_loaded_is_a_copy() -> None:
-    """Training on does not change the state that was taken up, nor the trainer that it came from."""
+    """Loaded state is a copy: further training changes neither the state nor its former trainer."""
     task = normalised()
     plan = plan_of(task, [2, 3])
     started, continued = Trainer(task, plan), Trainer(task, plan)
@@ -105,7 +105,9 @@ def test_what_is_loaded_is_a_copy() -> None:
 
 
 def test_a_shared_parameter_is_taken_up_by_every_stage_that_has_a_copy() -> None:
-    """A weight that one stage trained goes on in two copies, and comes back into one, within a rounding of its sums."""
+    """A shared parameter goes from one stage into two copies, and returns into one within the rounding of its
+    sums.
+    """
     task = tied()
     plans = [plan_of(task, split, microbatches=1) for split in ([5], [3, 2], [5])]
     whole, parts = Trainer(task, plans[0]), [Trainer(task, plan, seed=n) for n, plan in enumerate(plans)]
@@ -131,7 +133,7 @@ def test_a_shared_parameter_is_taken_up_by_every_stage_that_has_a_copy() -> None
     ],
 )
 def test_a_state_of_another_model_is_refused(changed: Any, message: str) -> None:
-    """The error names the tensor, and both shapes."""
+    """A state of another model is refused; the error names the tensor and both shapes."""
     task = normalised()
     trainer = Trainer(task, plan_of(task, [2, 3]))
     state = trainer.state
@@ -140,7 +142,7 @@ def test_a_state_of_another_model_is_refused(changed: Any, message: str) -> None
 
 
 def test_a_stage_takes_its_part_of_a_larger_state() -> None:
-    """A state has more names than a stage needs: a worker may be given all of it."""
+    """A stage takes its part of a larger state, so that a worker may get all of it."""
     task = normalised()
     whole: Plan = plan_of(task, [5])
     trained, parts = Trainer(task, whole), Trainer(task, plan_of(task, [2, 3]))

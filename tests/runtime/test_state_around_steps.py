@@ -1,4 +1,4 @@
-"""State that is away, where more happens than whole steps: skipped and failed ones, evaluations, checkpoints."""
+"""Offloaded state around skipped and failed steps, evaluations and checkpoints."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tiny import batch_of
 
 @EACH
 def test_a_step_that_is_skipped_leaves_everything_as_it_was(decisions: tuple[Decision, ...]) -> None:
-    """Gradients overflow in the first steps: nothing is updated, what was moved is back in its place, and training goes
-    on with the numbers of the plan that moves nothing.
+    """A step skipped for overflowing gradients updates nothing: moved state returns to its place, and
+    training continues with the numbers of a plan without moves.
     """
     task, plan = task_named("overflowing"), one_stage(*decisions, kind="overflowing")
     one, other = Trainer(task, plan), Trainer(task, replace(plan, decisions=()))
@@ -40,7 +40,7 @@ def test_a_step_that_is_skipped_leaves_everything_as_it_was(decisions: tuple[Dec
 def test_smaller_batches_accumulation_and_evaluation_work_while_state_is_away(
     decisions: tuple[Decision, ...],
 ) -> None:
-    """A batch that is no multiple of the plan's microbatches, several batches to an update, and evaluation."""
+    """Smaller batches, accumulation and evaluation work with offloaded state."""
     task, plan = task_named("adamw"), one_stage(*decisions, microbatches=3)
     one, other = Trainer(task, plan, accumulate=2), Trainer(task, replace(plan, decisions=()), accumulate=2)
     for size in (6, 4, 2, 6):
@@ -53,7 +53,7 @@ def test_smaller_batches_accumulation_and_evaluation_work_while_state_is_away(
 
 @EACH
 def test_a_state_is_loaded_where_it_belongs(decisions: tuple[Decision, ...]) -> None:
-    """A state that was trained under a plan that moves nothing goes on under one that does, and back."""
+    """State moves in both directions between plans with and without moved state."""
     task, plan = task_named("copies"), one_stage(*decisions, kind="copies")
     still = replace(plan, decisions=())
     whole, first, second, third = (Trainer(task, one) for one in (still, still, plan, still))
@@ -74,8 +74,8 @@ def test_a_state_is_loaded_where_it_belongs(decisions: tuple[Decision, ...]) -> 
 def test_training_goes_on_from_a_checkpoint_whatever_is_away(
     decisions: tuple[Decision, ...], tmp_path: Path
 ) -> None:
-    """What is away is saved and loaded as it is anywhere: training goes on under the same plan with the losses, the
-    state and the bytes of one that never stopped, and under a plan that moves nothing with the same losses.
+    """Training resumes from a checkpoint with offloaded state: under the same plan with equal losses, state
+    and bytes, and under a plan without moves with equal losses.
     """
     task, plan = task_named("scheduled"), one_stage(*decisions, kind="scheduled")
     whole, first = Trainer(task, plan), Trainer(task, plan)
@@ -96,8 +96,8 @@ def test_training_goes_on_from_a_checkpoint_whatever_is_away(
 @EACH
 @pytest.mark.parametrize("at", ["STEP", "RELOAD", "OFFLOAD", "WAIT"])
 def test_after_a_failed_step_everything_is_where_it_was(decisions: tuple[Decision, ...], at: str) -> None:
-    """A step fails at its last action of a kind, when some layers have been updated and some not: no slot is in use,
-    the device's memory is that from before, and the state can be read and loaded.
+    """After a step that fails at its last action of a kind, with some layers updated, no slot is in use, the
+    device's memory is as before, and the state can be read and loaded.
     """
     task, plan = task_named("adamw"), one_stage(*decisions)
     trainer, fresh = Trainer(task, plan), Trainer(task, plan)
@@ -134,5 +134,5 @@ def test_after_a_failed_step_everything_is_where_it_was(decisions: tuple[Decisio
 
 
 def words_of(action: Action) -> list[str]:
-    """The kind of an action, and WAIT for the joins of copies of state."""
+    """Return the kind of an action, and WAIT for the joins of state copies."""
     return ["WAIT"] if action.wait else [action.kind.value]
