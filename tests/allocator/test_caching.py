@@ -1,4 +1,4 @@
-"""The simulated caching allocator: against its rules said plainly, torch's own tests, and closed forms."""
+"""The simulated caching allocator: against its rules, plainly written, torch's tests, and closed forms."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def fresh(text: str, capacity: int = 1 << 60, taken: int = 0) -> Plain | Pages:
 
 
 def drawn_size(rng: Random) -> int:
-    """Sizes of every pool, often repeated, some on the edges of the rules."""
+    """Draw sizes of every pool, often repeated, some on the edges of the rules."""
     edges = [1, 512, 513, MIB, MIB + 1, 10 * MIB - 1, 10 * MIB, 19 * MIB, 20 * MIB, 21 * MIB]
     return rng.choice([rng.choice(edges), int(2 ** rng.uniform(6, 26)), rng.randint(1, 40) * 512 * KIB])
 
 
 def check_invariants(found: CachingAllocator, live: dict[int, Block]) -> None:
-    """Blocks tile their segments, no two free ones are neighbours, and sums are those that are kept."""
+    """Check that blocks tile their segments, free ones are never neighbours, and running sums are right."""
     segments = found.snapshot()
     for before, behind in itertools.pairwise(segments):
         assert before.address + before.nbytes <= behind.address
@@ -65,7 +65,9 @@ def check_invariants(found: CachingAllocator, live: dict[int, Block]) -> None:
 @pytest.mark.parametrize("text", CONFIGURATIONS)
 @pytest.mark.parametrize("seed", range(4))
 def test_it_does_what_its_rules_say(text: str, seed: int) -> None:
-    """After each of 400 allocations and frees on two streams all three numbers are those of the plain model."""
+    """After each of 400 allocations and frees on two streams all three numbers are those of
+    the plain model.
+    """
     rng, found, model = Random(seed), allocator(text), fresh(text)
     live: dict[int, Block] = {}
     for name in range(400):
@@ -94,7 +96,9 @@ def test_it_does_what_its_rules_say(text: str, seed: int) -> None:
 @pytest.mark.parametrize("text", ["", "expandable_segments:True"])
 @pytest.mark.parametrize("seed", range(4))
 def test_before_it_runs_out_of_memory_it_gives_back_its_cache(text: str, seed: int) -> None:
-    """Where the driver has little left, it reserves what the plain model does, which gives back once all has failed."""
+    """When the driver runs low, reserved bytes are those of the plain model, which empties its cache after a
+    failure.
+    """
     rng, capacity, taken = Random(seed), 500 * MIB, 402 * MIB
     found, model = allocator(text, capacity, taken=taken), fresh(text, capacity, taken)
     live: dict[int, Block] = {}
@@ -116,7 +120,7 @@ def test_before_it_runs_out_of_memory_it_gives_back_its_cache(text: str, seed: i
 
 
 def test_a_segment_grows_by_what_is_missing_up_to_the_end_of_memory() -> None:
-    """Of 40 MiB for the first tensor 10 are free, so that one page of 20 MiB is enough for 25, and 64 MiB for both."""
+    """The first tensor's 40 MiB leave 10 free: one page of 20 MiB is enough for 25, and 64 MiB for both."""
     found = allocator("expandable_segments:True", 64 * MIB)
     found.allocate(30 * MIB)
     found.allocate(25 * MIB)
@@ -125,7 +129,9 @@ def test_a_segment_grows_by_what_is_missing_up_to_the_end_of_memory() -> None:
 
 @given(st.integers(1, 1 << 34))
 def test_one_tensor_reserves_its_segment(nbytes: int) -> None:
-    """2 MiB up to 1 MiB, 20 MiB below 10 MiB, then multiples of 2 MiB; expandable, pages of 2 and of 20 MiB."""
+    """One tensor reserves 2 MiB up to 1 MiB, 20 MiB below 10 MiB, then multiples of 2 MiB; expandable, pages
+    of 2 and of 20 MiB.
+    """
     size = -(-nbytes // 512) * 512
     fixed, growing = allocator(), allocator("expandable_segments:True")
     fixed.allocate(nbytes)
@@ -139,7 +145,7 @@ def test_one_tensor_reserves_its_segment(nbytes: int) -> None:
 
 @pytest.mark.parametrize("text", CONFIGURATIONS)
 def test_all_that_was_freed_can_be_given_back(text: str) -> None:
-    """When no tensor is left, emptying the cache leaves nothing reserved, and no segment."""
+    """Emptying the cache without tensors leaves no reserved bytes and no segment."""
     rng, found = Random(0), allocator(text)
     blocks = [found.allocate(drawn_size(rng), rng.randint(0, 2)) for _ in range(200)]
     rng.shuffle(blocks)
@@ -191,7 +197,9 @@ def test_as_torch_caps_a_process() -> None:
 
 
 def test_as_torch_reuses_oversize_blocks() -> None:
-    """`test_max_split_expandable`, without its changes of settings: 120 MiB allowed, oversize blocks of 40 MiB."""
+    """`test_max_split_expandable`, without changes of settings: 120 MiB allowed, oversize
+    blocks of 40 MiB.
+    """
     found = allocator("max_split_size_mb:40", 120 * MIB)
     blocks = [found.allocate(40 * MIB) for _ in range(3)]
     with pytest.raises(OutOfMemory):
@@ -206,7 +214,7 @@ def test_as_torch_reuses_oversize_blocks() -> None:
 
 
 def test_as_torch_tells_segments_in_a_snapshot() -> None:
-    """`test_memory_snapshot`: a freed tensor leaves its segment, whole and free, beside a small one in use."""
+    """`test_memory_snapshot`: a freed tensor leaves its segment, whole and free, next to a small used one."""
     found = allocator()
     found.free(found.allocate(311 * 411 * 4))
     kept = found.allocate(77)
@@ -220,7 +228,9 @@ def test_as_torch_tells_segments_in_a_snapshot() -> None:
 
 
 def test_expandable_segments_tile_what_grows() -> None:
-    """The case that they were made for: sizes that grow a little leave slivers in fixed segments, none in one."""
+    """Slowly growing sizes, the purpose of expandable segments, leave slivers in fixed
+    segments, none in one.
+    """
     held = {}
     for text in ("", "expandable_segments:True"):
         found = allocator(text)
@@ -232,12 +242,13 @@ def test_expandable_segments_tile_what_grows() -> None:
     assert held["expandable_segments:True"] <= 50 * 29 * MIB + 20 * MIB < held[""]
 
 
-# ---------------------------------------------------------------- what was measured on GPUs
+# ---------------------------------------------------------------- measurements on GPUs
 
 
 def cycles(text: str, memory: int, taken: int) -> Iterator[tuple[float, float, float, int]]:
-    """MiB allocated, reserved and reserved at most, and retries, after every cycle of a published reproducer
-    (pytorch pull request 193400): beside 64 MiB, 91 and 45.5 MiB come and go, and 2 MiB stay.
+    """Return MiB allocated, reserved and reserved at most, and retries, after every cycle of a published
+    reproducer (pytorch pull request 193400): 64 MiB are allocated, 91 and 45.5 MiB come and go, and 2 MiB
+    stay.
     """
     found = allocator(text, memory * MIB, taken=taken * MIB)
     found.allocate(64 * MIB)
@@ -250,8 +261,8 @@ def cycles(text: str, memory: int, taken: int) -> Iterator[tuple[float, float, f
 
 
 def test_it_reserves_what_was_measured_under_both_options() -> None:
-    """On an RX 9070 XT of 16,304 MiB with torch 2.12 and 2.13, cycle by cycle, up to the first retry in cycle 115 and
-    what it leaves (pytorch 193400, ROCm 6603). What the context takes of the card, 300 MiB, is assumed.
+    """Cycles match an RX 9070 XT of 16,304 MiB with torch 2.12 and 2.13 up to the first retry in cycle 115
+    and its result (pytorch 193400, ROCm 6603). The context's 300 MiB are assumed.
     """
     told = list(islice(cycles("max_split_size_mb:128,expandable_segments:True", 16304, 300), 116))
     measured = {0: 220, 20: 2980, 40: 5760, 60: 8520, 80: 11300, 100: 14060}
@@ -262,14 +273,14 @@ def test_it_reserves_what_was_measured_under_both_options() -> None:
 
 
 def test_it_reserves_what_was_measured_on_a_larger_card() -> None:
-    """The same on an RX 7900 XT of 20 GiB, in cycles 140 and 144 (ROCm 6603)."""
+    """Cycles 140 and 144 match an RX 7900 XT of 20 GiB (ROCm 6603)."""
     told = list(islice(cycles("max_split_size_mb:128,expandable_segments:True", 20464, 200), 145))
     assert (told[140], told[144]) == ((346, 19600, 19600, 0), (354, 20160, 20160, 0))
 
 
 @pytest.mark.parametrize("text", ["max_split_size_mb:128", "expandable_segments:True"])
 def test_either_option_alone_keeps_to_what_was_measured(text: str) -> None:
-    """Below 500 MiB in all cycles (pytorch 193400)."""
+    """Either option alone stays below 500 MiB in all cycles (pytorch 193400)."""
     assert max(reserved for _, reserved, _, _ in islice(cycles(text, 16304, 300), 101)) < 500
 
 
@@ -277,7 +288,7 @@ def test_either_option_alone_keeps_to_what_was_measured(text: str) -> None:
 
 
 def test_an_empty_tensor_gets_no_block() -> None:
-    """As in torch, which returns a null pointer."""
+    """An empty tensor gets no block: torch returns a null pointer."""
     with pytest.raises(UsageError, match="at least one byte"):
         allocator().allocate(0)
 
@@ -291,6 +302,6 @@ def test_what_others_take_is_not_there() -> None:
 
 
 def test_a_fraction_needs_the_memory_that_it_is_of() -> None:
-    """Refused where the device's memory is not said."""
+    """A fraction is refused for a device of unknown memory."""
     with pytest.raises(UsageError, match="capacity"):
         allocator("per_process_memory_fraction:0.5")

@@ -1,4 +1,4 @@
-"""Replays of histories in the form in which torch records them, made with the plain allocator."""
+"""Replays of histories in torch's recorded form, made with the plain allocator."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def entry(action: str, addr: int, size: int, stream: int = 0) -> Entry:
 
 
 def base_of(number: int) -> int:
-    """Where the driver puts a segment."""
+    """Return the driver's address of a segment."""
     return 0x7F00_0000_0000 + number * (1 << 36)
 
 
 def grown(before: Plain | Pages, model: Plain | Pages) -> list[Entry]:
-    """What the model has taken from the driver or given back since `before`, as entries."""
+    """Return the segments taken from the driver or given back since `before`, as entries."""
     if isinstance(model, Plain):
         pairs = enumerate(zip([*before.segments, *[(0, False, 0)] * 9], model.segments, strict=False))
         return [
@@ -69,7 +69,7 @@ def address(model: Plain | Pages, name: int) -> int:
 
 
 def recorded(seed: int, model: Plain | Pages) -> list[Entry]:
-    """A history of 300 random events on two streams, with the cache emptied now and then."""
+    """Record a history of 300 random events on two streams, with the cache emptied now and then."""
     rng, entries, live = Random(seed), list[Entry](), {}
     for name in range(300):
         before = copy_of(model)
@@ -95,7 +95,7 @@ def recorded(seed: int, model: Plain | Pages) -> list[Entry]:
 @pytest.mark.parametrize("text", ["", "expandable_segments:True"])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_history_is_followed_block_by_block(text: str, seed: int) -> None:
-    """Every block is at its recorded address, and as much is reserved after every allocation."""
+    """Every block is at its recorded address, and reserved bytes match after every allocation."""
     history = recorded(seed, Pages() if text else Plain())
     found = replay(history, AllocatorSettings.parse(text))
     assert found.differences == ()
@@ -105,7 +105,9 @@ def test_a_history_is_followed_block_by_block(text: str, seed: int) -> None:
 
 
 def test_settings_that_were_others_show() -> None:
-    """A history with fixed segments, replayed with expandable ones, differs, and the first differences are told."""
+    """A history with fixed segments differs when replayed with expandable ones; the first differences are
+    reported.
+    """
     found = replay(recorded(0, Plain()), AllocatorSettings(expandable=True))
     assert 0 < len(found.differences) <= 10
     assert "differences:\nentry " in str(found)
@@ -123,7 +125,7 @@ def test_the_driver_decides_between_equal_blocks() -> None:
 
 
 def test_a_history_that_begins_in_the_middle_is_refused() -> None:
-    """What it frees without having allocated it is named, and how to record from the beginning."""
+    """A free without its allocation is named, with the way to record from the beginning."""
     with pytest.raises(
         UsageError, match="entry 0 frees 0x5, which the history does not allocate: record it from"
     ):

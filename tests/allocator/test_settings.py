@@ -1,4 +1,4 @@
-"""Allocator settings mean what torch makes of the same text."""
+"""Allocator settings, parsed as torch parses the same text."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ print(json.dumps(answers))
 
 @pytest.fixture(scope="module")
 def torch_says() -> dict[str, list[object] | None]:
-    """What torch keeps of each text; None where it refuses. It has no Python interface to it, so memory is read."""
+    """Return torch's parsed values of each text, or None if it refuses. Torch has no Python interface to
+    them, so memory is read.
+    """
     texts = ACCEPTED + REFUSED
     library = Path(torch.__file__).parent / "lib" / "libc10.so"
     if not library.exists() or not hasattr(ctypes.CDLL(str(library)), ENTRY):
@@ -108,7 +110,7 @@ def test_settings_are_those_that_torch_makes_of_the_text(
 
 @pytest.mark.parametrize("text", [*ACCEPTED, "per_process_memory_fraction:0.25", "large_segment_size_mb:11"])
 def test_settings_are_written_as_they_are_read(text: str) -> None:
-    """The text of any settings stands for them again; that of the usual ones is empty."""
+    """The text of any settings parses to the same settings; that of the defaults is empty."""
     found = AllocatorSettings.parse(text)
     assert AllocatorSettings.parse(str(found)) == found
     assert (str(found) == "") == (found == AllocatorSettings())
@@ -116,7 +118,7 @@ def test_settings_are_written_as_they_are_read(text: str) -> None:
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_what_torch_refuses_is_refused(torch_says: dict[str, list[object]], text: str) -> None:
-    """A value out of bounds or of another form raises, and says which key."""
+    """A value out of bounds or of another form raises an error with the key."""
     assert torch_says[text] is None
     with pytest.raises(UsageError, match=text.split(":", maxsplit=1)[0]):
         AllocatorSettings.parse(text)
@@ -137,14 +139,16 @@ def test_what_torch_refuses_is_refused(torch_says: dict[str, list[object]], text
     ],
 )
 def test_what_is_not_simulated_is_refused_by_name(text: str) -> None:
-    """An unknown key, another allocator, a fraction that is none: the message names the key or its value."""
+    """An unknown key, another allocator or an invalid fraction is refused; the message names the key or its
+    value.
+    """
     key, value = text.split(",", maxsplit=1)[0].split(":")
     with pytest.raises(UsageError, match=f"{key}|{value}"):
         AllocatorSettings.parse(text)
 
 
 def power2_div(size: int, steps: int) -> int:
-    """`size` rounded up as torch's own test of `roundup_power2_divisions` does it (test_cuda.py)."""
+    """Round `size` up as torch's test of `roundup_power2_divisions` does (test_cuda.py)."""
     power = 1
     while power < size:
         power *= 2
@@ -156,13 +160,13 @@ def power2_div(size: int, steps: int) -> int:
 
 @given(st.integers(MIB, 1 << 36), st.sampled_from([2, 4, 8]))
 def test_sizes_are_rounded_to_divisions_of_powers_of_two(nbytes: int, steps: int) -> None:
-    """As torch's own test reckons it."""
+    """Sizes are rounded to divisions of powers of two, as in torch's test."""
     settings = AllocatorSettings.parse(f"roundup_power2_divisions:{steps}")
     assert settings.rounded(nbytes) == power2_div(nbytes, steps)
 
 
 @given(st.integers(1, 1 << 36))
 def test_without_divisions_sizes_are_rounded_to_512_bytes(nbytes: int) -> None:
-    """The next multiple."""
+    """Without divisions sizes are rounded to the next multiple of 512 bytes."""
     assert 0 <= AllocatorSettings().rounded(nbytes) - nbytes < 512
     assert AllocatorSettings().rounded(nbytes) % 512 == 0

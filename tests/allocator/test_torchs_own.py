@@ -1,7 +1,7 @@
-"""The simulated caching allocator beside torch's own, whose library runs here over a driver without a GPU.
+"""The simulated caching allocator against torch's, whose library runs here over a driver without a GPU.
 
-`make allocator` builds it: libc10_cuda.so of torch's CUDA build, of which `own/driver.c` is the libcudart. Then every
-figure after every event is compared, and where every block lies.
+`make allocator` builds it: libc10_cuda.so of torch's CUDA build, with `own/driver.c` as its libcudart. Every
+figure after every event is compared, and the address of every block.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ Line = tuple[str, int, int, int]  # `a`, `f`, `e` or `s`; a name, bytes and a st
 
 
 def history(rng: Random, length: int, most: int) -> list[Line]:
-    """Allocations on two streams and frees, of `most` bytes together, emptied caches, and what there is in the end."""
+    """Draw allocations on two streams and frees, of `most` bytes together, emptied caches, and
+    a final state.
+    """
     edges = [1, 512, 513, MIB, MIB + 1, 10 * MIB - 1, 10 * MIB, 19 * MIB, 20 * MIB, 21 * MIB]
     living, found = dict[int, int](), list[Line]()
     for name in range(length):
@@ -56,7 +58,7 @@ def history(rng: Random, length: int, most: int) -> list[Line]:
 
 
 def torchs(lines: Sequence[Line], settings: str, memory: int) -> list[str]:
-    """What torch's allocator answers; what did not get its memory is not freed."""
+    """Return the answers of torch's allocator; failed allocations are not freed."""
     words = {"a": "a {} {} {}", "f": "f {}", "e": "e", "s": "s"}
     text = "\n".join(words[what].format(*rest) for what, *rest in lines)
     environment = os.environ | {
@@ -68,7 +70,7 @@ def torchs(lines: Sequence[Line], settings: str, memory: int) -> list[str]:
 
 
 def simulated(lines: Sequence[Line], settings: str, memory: int) -> list[str]:
-    """What the simulated one answers, in the same words."""
+    """Return the answers of the simulated allocator, in the same words."""
     own, blocks, answers = CachingAllocator(AllocatorSettings.parse(settings), memory), {}, list[str]()
     for what, name, size, stream in lines:
         told = ""
@@ -94,7 +96,7 @@ def simulated(lines: Sequence[Line], settings: str, memory: int) -> list[str]:
 
 
 def counted(answers: Sequence[str]) -> list[str]:
-    """The answers with segments numbered by their addresses."""
+    """Return the answers with segments numbered by their addresses."""
     found, segments = list[str](), list[str]()
     for line in answers:
         if line == ".":
@@ -111,8 +113,8 @@ def counted(answers: Sequence[str]) -> list[str]:
 @pytest.mark.parametrize("memory", [PLENTY, LITTLE], ids=["plenty", "little"])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_it_does_what_torchs_own_does(settings: str, memory: int) -> None:
-    """After every event of three random histories the numbers are torch's, with every block where torch has it; also
-    where the driver's memory ends, in the middle of a history or for one request.
+    """After every event of three random histories the numbers and every block's address are torch's, also
+    when the driver's memory ends mid-history or for one request.
     """
     for seed in range(3):
         lines = history(Random(f"{settings} {seed}"), 400, min(memory, 700 * MIB))

@@ -1,4 +1,4 @@
-"""What collectives send and take, against rings and trees that are followed message by message."""
+"""Bytes and time of collectives, against rings and trees followed message by message."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LINK = '[[links]]\nmembers = ["{members}"]\nbytes_per_second = "{rate}MB/s"\nlat
 def hosts(
     *counts: int, near: float = 1e-6, far: float = 1e-5, rates: tuple[int, int] = (100, 10), on: str
 ) -> Cluster:
-    """So many devices on each host: a fast switch inside, and a slow one between all."""
+    """Build hosts of `each` devices: a fast switch inside, and a slow one between all."""
     text, first = HEAD.format(backend=on) + HOST * len(counts), 0
     text += "".join(DEVICES.format(count=count, host=host) for host, count in enumerate(counts))
     for count in counts:
@@ -46,7 +46,9 @@ def hosts(
 
 
 class Message(NamedTuple):
-    """So many bytes from one member to another, when other messages, by their numbers, have arrived."""
+    """A message of some bytes from one member to another, sent after other messages, by their numbers, have
+    arrived.
+    """
 
     source: int
     target: int
@@ -55,8 +57,8 @@ class Message(NamedTuple):
 
 
 def followed(cluster: Cluster, messages: Sequence[Message], reached: float = 1.0) -> float:
-    """When the last message arrives: each takes the wires of its way one after the other, as packets do in a switch, on
-    each of them first come first served, and is then under way for the latency.
+    """Return the arrival of the last message: each takes the wires of its route in order, as packets do in a
+    switch, first come first served on each wire, and then travels for the latency.
     """
     missing, ready, behind = (
         [len(one.after) for one in messages],
@@ -89,7 +91,9 @@ def followed(cluster: Cluster, messages: Sequence[Message], reached: float = 1.0
 
 
 def around(members: Sequence[int], nbytes: int, turns: int, pieces: int) -> list[Message]:
-    """A ring: a part of each member in so many pieces, which goes to all others, and around once more for a sum."""
+    """Build a ring's messages: a part of each member in `pieces` pieces goes to all others, and around again
+    for a sum.
+    """
     found, count = list[Message](), len(members)
     for part, _ in product(range(count), range(pieces)):
         for step in range(turns * (count - 1)):
@@ -100,8 +104,8 @@ def around(members: Sequence[int], nbytes: int, turns: int, pieces: int) -> list
 
 
 def binary(count: int) -> dict[int, int]:
-    """What is above every place but the first in a tree in order: the middle of a part above the middles of its halves,
-    and where places end before the middle, the left half alone.
+    """Return the parent of every place but the first in an in-order tree: the middle of a part above the
+    middles of its halves; past the end of the places only the left half.
     """
     above = dict[int, int]()
 
@@ -119,7 +123,7 @@ def binary(count: int) -> dict[int, int]:
 
 
 def trees(counts: Sequence[int]) -> Iterator[dict[int, int]]:
-    """Two trees of devices that are numbered host by host: what is above each, but the root."""
+    """Build two trees of devices numbered host by host: the parent of each, except the root."""
     firsts, number = [sum(counts[:host]) for host in range(len(counts))], len(counts)
     inside = {one: one - 1 for one in range(sum(counts)) if one not in firsts}
     for host_at in (
@@ -130,8 +134,8 @@ def trees(counts: Sequence[int]) -> Iterator[dict[int, int]]:
 
 
 def up_and_down(every: Sequence[dict[int, int]], nbytes: int, pieces: int) -> list[Message]:
-    """Sums of so many pieces of a half up each tree, and down again. Every hop has room for one piece, as NCCL's have
-    for some: it begins when the one before has arrived.
+    """Build sums of `pieces` pieces of a half up each tree, and down again. Every hop has room for one piece,
+    as NCCL's have for some: it begins after the one before has arrived.
     """
     found, before = list[Message](), dict[tuple[int, int, int], int]()
     for _, (tree, above) in product(range(pieces), enumerate(every)):
@@ -164,7 +168,7 @@ def up_and_down(every: Sequence[dict[int, int]], nbytes: int, pieces: int) -> li
 
 @pytest.mark.parametrize("members", [[0, 1], [3, 1, 2], [0, 1, 2, 3, 4]])
 def test_a_ring_sends_what_its_rounds_send(members: list[int]) -> None:
-    """Every member has one part for each member, and hands one on in every round until all have all sums."""
+    """Every member has one part for each member, and passes one on in every round until all have all sums."""
     count, part = len(members), 60
     held = [
         [{(member, number)} for number in range(count)] for member in members
@@ -184,7 +188,7 @@ def test_a_ring_sends_what_its_rounds_send(members: list[int]) -> None:
 
 
 def test_a_sum_of_one_is_none() -> None:
-    """Nobody sends anything, whatever is asked for."""
+    """A group of one sends nothing, for any collective."""
     cluster = hosts(3, 2, on="cuda")
     one = [Collective("all_reduce", 100), Collective("all_gather", 100)]
     assert sum_for_all(cluster, [4], 100) == sum_for_owners(cluster, [4], [9]) == Exchange((), 0.0, {}, {})
@@ -192,7 +196,7 @@ def test_a_sum_of_one_is_none() -> None:
 
 
 def test_a_step_ends_with_the_sum_of_its_gradients() -> None:
-    """Layers take no time and messages none of their own: what is left is the ring, with the delay of each round."""
+    """With layers and messages of zero time the step is the ring, with the delay of each round."""
     rate, delay = 64.0, 0.5
     plan = gridded(3, samples=6, bytes_per_second=rate, latency_seconds=delay, seconds=0.0)
     gradients = sum(cost.gradient_bytes for cost in plan.measured(0).costs)
@@ -204,7 +208,9 @@ def test_a_step_ends_with_the_sum_of_its_gradients() -> None:
 @pytest.mark.parametrize("counts", [(4,), (2, 2), (3, 1, 2), (1, 1, 1)])
 @pytest.mark.parametrize("turns", [1, 2])
 def test_a_ring_takes_what_its_messages_take(counts: tuple[int, ...], turns: int) -> None:
-    """Within a host and over some, for sums and halves: delays alone to the bit, and bytes in many pieces nearly."""
+    """Rings take their messages' time within a host and over several, for sums and halves: delays exactly to
+    the bit, many pieces nearly.
+    """
     cluster, members, nbytes = hosts(*counts, on="cpu"), range(sum(counts)), 1_200_000 * sum(counts)
     each = [nbytes // len(members)] * len(members)
     for half in (sum_for_owners, brought_by_owners):
@@ -227,7 +233,9 @@ FIRST = {1: 2, 3: 2, 5: 6, 7: 6, 9: 10, 11: 10, 2: 4, 6: 4, 10: 12, 4: 8, 12: 8,
     ],
 )
 def test_trees_are_those_of_nccl(count: int, first: dict[int, int], second: dict[int, int]) -> None:
-    """As its source draws them: of 14 hosts the second is the mirror image, and of 13 it is shifted by one."""
+    """Trees follow NCCL's source: for 14 hosts the second is the mirror image, for 13 it is
+    shifted by one.
+    """
     assert [*trees([1] * count)] == [first, second]
     found = ways_of_sum(hosts(*[1] * count, on="cuda"), range(count), 2)[1]
     drawn = Counter(pair for tree in (first, second) for one in tree.items() for pair in (one, one[::-1]))
@@ -239,7 +247,9 @@ COUNTS = [(1, 1), (4, 4), (2, 1, 3), (2, 2, 2, 2), (1,) * 5, (2,) * 7, (1,) * 16
 
 @pytest.mark.parametrize("counts", COUNTS)
 def test_trees_take_what_their_messages_take(counts: tuple[int, ...]) -> None:
-    """Delays alone to the bit, and bytes in many pieces nearly; no host sends or receives more than twice the bytes."""
+    """Trees take their messages' time: delays exactly to the bit, many pieces nearly; no host sends or
+    receives more than twice the bytes.
+    """
     cluster, members, nbytes = hosts(*counts, on="cuda"), range(sum(counts)), 3_000_000
     ring, found = ways_of_sum(cluster, members, nbytes)
     every = [*trees(counts)]
@@ -258,7 +268,9 @@ def test_trees_take_what_their_messages_take(counts: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("each", [1, 4, 8])
 def test_delays_grow_as_nccl_reckons(each: int) -> None:
-    """Of so many devices on a power of two of hosts: of trees with the hosts' logarithm, of rings as the hosts."""
+    """On a power of two of hosts, delays of trees grow with the logarithm of hosts, those of
+    rings linearly.
+    """
     near, far = 1e-6, 1e-5
     for power in range(1, 7):
         ring, tree = ways_of_sum(hosts(*[each] * (1 << power), on="cuda"), range(each << power), 8)
@@ -273,7 +285,7 @@ def test_delays_grow_as_nccl_reckons(each: int) -> None:
 
 @pytest.mark.parametrize("on", ["emulated", "cpu", "cuda"])
 def test_nccl_takes_trees_over_hosts_where_they_are_faster(on: str) -> None:
-    """Few bytes over many hosts go up and down trees, many around a ring; gloo has a ring alone, and so has a host."""
+    """Few bytes over many hosts use trees, many use a ring; gloo and a single host have rings only."""
     several, members = hosts(*[4] * 8, on=on), range(32)
     few, many = sum_for_all(several, members, 1000), sum_for_all(several, members, 1 << 40)
     ways = ways_of_sum(several, members, 1000)
@@ -285,7 +297,9 @@ def test_nccl_takes_trees_over_hosts_where_they_are_faster(on: str) -> None:
 
 
 def test_between_two_hosts_trees_carry_less() -> None:
-    """A host sends all bytes once, in a ring nearly twice: also many bytes go that way, as NCCL has it."""
+    """A host sends all bytes once in trees, nearly twice in a ring: two hosts use trees for many bytes too,
+    as NCCL does.
+    """
     cluster = hosts(8, 8, on="cuda")
     ring, trees = ways_of_sum(cluster, range(16), 1 << 30)
     assert sum_for_all(cluster, range(16), 1 << 30) == trees
@@ -293,7 +307,7 @@ def test_between_two_hosts_trees_carry_less() -> None:
 
 
 def test_hosts_that_nothing_joins_are_no_tree() -> None:
-    """Of four hosts in a row of links the outer ones hand nothing to others than their neighbours."""
+    """In a row of four hosts the outer ones only reach their neighbours, so there are no trees."""
     text = (
         HEAD.format(backend="cuda")
         + HOST * 4
@@ -306,8 +320,8 @@ def test_hosts_that_nothing_joins_are_no_tree() -> None:
 
 @pytest.mark.parametrize("members", [2, 3])
 def test_a_ring_goes_both_ways_over_every_link(members: int) -> None:
-    """Each member sends and receives all the time, so that links whose directions hinder each other slow all of it; the
-    simulator says so too.
+    """Each member sends and receives all the time, so links with slower opposite directions slow the whole
+    ring, also in the simulator.
     """
     alone = gridded(members, samples=6, bytes_per_second=64.0, latency_seconds=0.5, seconds=0.0)
     uplinks = [Link.between(f"device{n}", "host0", bytes_per_second=64.0, duplex=0.5) for n in range(members)]
@@ -324,7 +338,9 @@ def test_a_ring_goes_both_ways_over_every_link(members: int) -> None:
 
 @pytest.mark.parametrize("counts", [(4, 4), (2, 1, 3), (2,) * 8])
 def test_a_group_takes_what_its_exchanges_take(counts: tuple[int, ...]) -> None:
-    """Sums for all, for owners, and what they bring, of few bytes and of many."""
+    """A group takes its exchanges' time, for few and many bytes: all-reduce, reduce-scatter
+    and all-gather.
+    """
     cluster, members = hosts(*counts, on="cuda"), range(sum(counts))
     group, taken = Group.of(cluster, members), set[int]()
     for nbytes in (len(members) * 10**power for power in range(1, 11)):

@@ -1,4 +1,4 @@
-"""What actions do to one microbatch in one stage, on stages small enough to count by hand."""
+"""Effects of actions on one microbatch in one stage, on stages small enough to count by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ RECEIVED, SENT, ANSWERED = "0RECV_F0 0WAIT_RECV_F0", "0SEND_F0 0WAIT_SEND_F0", "
 
 
 def chain() -> Measurement:
-    """Values of 10, 20 and 40 bytes; the second layer saves its input, the loss its own; a target of 3 bytes."""
+    """Build values of 10, 20 and 40 bytes; the second layer saves its input, the loss 4 bytes; a target of 3
+    bytes.
+    """
     first = layer(
         (value(10, requires_grad=False),), (value(20),), saved=(), parameter_bytes=7, scratch_bytes=5
     )
@@ -37,7 +39,7 @@ def chain() -> Measurement:
 def effects(
     model: Measurement, start: int, stop: int, text: str, *, is_first: bool = False
 ) -> dict[str, Effect]:
-    """What the actions in `text` do, by their text; those that do nothing are left out."""
+    """Return the effects of the actions in `text`, by their text; actions without an effect are left out."""
     flights, found = Flights(StageStorages(model, start, stop)), {}
     residency = flights.start
     for word in text.split():
@@ -50,12 +52,14 @@ def effects(
 def changes(
     model: Measurement, start: int, stop: int, text: str, *, is_first: bool = False
 ) -> dict[str, int]:
-    """The bytes that each of these actions leaves or frees."""
+    """Return the bytes that each of these actions leaves or frees."""
     return {word: e.after_bytes for word, e in effects(model, start, stop, text, is_first=is_first).items()}
 
 
 def test_a_forward_leaves_what_was_saved_and_the_outputs() -> None:
-    """Layer 0 turns 10 bytes into 20 with 5 of scratch; the inputs go, for nobody saved them; the send frees the 20."""
+    """Layer 0 turns 10 bytes into 20 with 5 of scratch; the unsaved inputs are freed; the send
+    frees the 20.
+    """
     found = effects(chain(), 0, 1, f"0LOAD0 0F0 {SENT}")
     assert found["0LOAD0"].after_bytes == 10
     assert found["0F0"][:2] == (25, 20 - 10)
@@ -78,7 +82,7 @@ def test_a_received_input_that_is_saved_stays_and_one_that_is_not_goes() -> None
 
 
 def test_gradients_are_born_in_the_first_backward_only() -> None:
-    """It leaves 7 bytes of parameter gradients; a later one leaves none."""
+    """The first backward leaves 7 bytes of parameter gradients; a later one leaves none."""
     text = f"0LOAD0 0F0 {SENT} {ANSWERED} 0B0"
     first, later = effects(chain(), 0, 1, text, is_first=True), effects(chain(), 0, 1, text)
     assert first["0RECV_B0"].after_bytes == 20
@@ -92,12 +96,14 @@ def test_gradients_are_born_in_the_first_backward_only() -> None:
     ["0F0 0B0", "0N0 0R0 0B0", "0F0[0:1] 0F0[1:2] 0B0", "0N0[0:1] 0F0[1:2] 0B0[1:2] 0R0[0:1] 0B0[0:1]"],
 )
 def test_a_microbatch_leaves_nothing_behind(text: str) -> None:
-    """All that came has gone when it is over, kept or recomputed, in one piece or in two."""
+    """A microbatch's tensors are all freed at its end, kept or recomputed, in one piece or in two."""
     assert sum(changes(chain(), 0, 2, f"0LOAD0 {text}").values()) == 0
 
 
 def test_a_forward_that_keeps_its_inputs_alone_holds_them() -> None:
-    """N of layer 1: its input of 20 and the target of 3 stay, nothing that it saves; R makes the 40, and saves them."""
+    """N of layer 1 keeps its input of 20 and the target of 3, without saved tensors; R makes the 40, and
+    saves them.
+    """
     found = effects(chain(), 1, 2, f"{RECEIVED} 0LOAD0 0N0 0R0 0B0")
     assert found["0N0"][:2] == (40 + 4, 0)
     assert found["0R0"].after_bytes == 40 - 3
@@ -105,7 +111,7 @@ def test_a_forward_that_keeps_its_inputs_alone_holds_them() -> None:
 
 
 def test_a_second_forward_works_on_copies_of_the_buffers() -> None:
-    """11 bytes of buffers are copied by R, and freed by the backward of the piece."""
+    """R copies 11 bytes of buffers, and the piece's backward frees them."""
     model = chain()
     buffered = replace(model, kinds=(model.kinds[0], replace(model.kinds[1], buffer_bytes=11)))
     text = f"{RECEIVED} 0LOAD0 0N0 0R0 0B0"
@@ -119,7 +125,9 @@ def test_a_second_forward_works_on_copies_of_the_buffers() -> None:
 
 
 def test_buffers_that_feed_back_are_copied_by_the_first_forward() -> None:
-    """Of 11 bytes of buffers 7 feed back: N copies these, R the other 4, and the backward frees all of them."""
+    """7 of 11 bytes of buffers feed back: N copies these, R the other 4, and the backward
+    frees all of them.
+    """
     model = chain()
     feeding = replace(model.kinds[1], buffer_bytes=11, fed_back=("average",), fed_back_bytes=7)
     text = f"{RECEIVED} 0LOAD0 0N0 0R0 0B0"
@@ -138,7 +146,7 @@ def test_buffers_that_feed_back_are_copied_by_the_first_forward() -> None:
 
 
 def test_inputs_that_a_run_works_on_in_place_are_copied_first() -> None:
-    """The first layer of the run overwrites its input of 20: N makes a copy, whose bytes are gone when it ends."""
+    """The first layer of the run overwrites its input of 20: N makes a copy, which is freed when it ends."""
     model = chain()
     inplace = replace(
         model.kinds[1], mutates_inputs=True, outputs=(value(20),), output_origins=(INPUT,), storages=(),
@@ -151,7 +159,9 @@ def test_inputs_that_a_run_works_on_in_place_are_copied_first() -> None:
 
 
 def test_the_output_of_a_run_may_be_there_twice() -> None:
-    """The layer behind a run has the first output of 20; R makes it again and drops it, and the kept input with it."""
+    """The layer after a run has the first output of 20; R makes it again and drops it, and the kept input
+    with it.
+    """
     found = effects(chain(), 0, 2, "0LOAD0 0N0[0:1] 0F0[1:2] 0R0[0:1] 0B0[1:2] 0B0[0:1]")
     assert found["0R0[0:1]"].peak_bytes == 25
     assert found["0R0[0:1]"].after_bytes == -10
@@ -159,7 +169,9 @@ def test_the_output_of_a_run_may_be_there_twice() -> None:
 
 
 def test_the_step_grows_by_optimizer_state_from_layer_to_layer() -> None:
-    """The first step's peak is above the state of the layers before; later ones hold the highest single update."""
+    """The first step's peak includes the state of earlier layers; later steps hold the highest
+    single update.
+    """
     rest = StageRest(StageStorages(chain(), 0, 2), 2)
     first, later = (rest.update(0, 2, first=first) for first in (True, False))
     assert (first.peak_bytes, later.peak_bytes, rest.state_bytes) == (3, 4, 2)
@@ -167,7 +179,7 @@ def test_the_step_grows_by_optimizer_state_from_layer_to_layer() -> None:
 
 
 def test_what_rests_on_a_stage() -> None:
-    """Parameters; on the last stage a loss for each microbatch; what two layers share counts once."""
+    """Parameters rest on a stage, shared ones once; on the last stage also a loss for each microbatch."""
     rest = StageRest(StageStorages(chain(), 0, 2), 2)
     assert (rest.parameter_bytes, rest.gradient_bytes, rest.loss_bytes) == (7 + 9, 7 + 9, 4 * 2)
     assert StageRest(StageStorages(chain(), 0, 1), 2).loss_bytes == 0
@@ -182,7 +194,7 @@ def test_what_rests_on_a_stage() -> None:
 def test_an_input_is_released_only_by_the_layer_that_saved_it_first(
     released: tuple[int, ...], peak: int
 ) -> None:
-    """Its last span has 20 bytes less where the saved input went before it; the other spans are lower."""
+    """The last span has 20 bytes less if the saved input was freed before it; the other spans are lower."""
     spans = (Span(peak_bytes=5), Span(peak_bytes=30, released=released))
     only = layer((value(20),), (value(1),), saved=(INPUT,), later=spans)
     model = measurement(
@@ -196,7 +208,9 @@ def test_an_input_is_released_only_by_the_layer_that_saved_it_first(
 
 
 def test_a_backward_is_never_below_where_it_begins() -> None:
-    """What exists when it begins counts as its peak, even if no kernel needs more: frozen layers have no spans."""
+    """The level at a backward's start counts as its peak, even if no kernel needs more: frozen layers have no
+    spans.
+    """
     frozen = layer((value(5, requires_grad=False),), (value(8, requires_grad=False),), saved=(OWN,), later=())
     model = measurement([frozen] * 2, layer((value(8),), (value(4),)))
     assert effects(model, 0, 1, f"0LOAD0 0F0 {SENT} {ANSWERED} 0B0")["0B0"].peak_bytes >= 0
@@ -204,8 +218,8 @@ def test_a_backward_is_never_below_where_it_begins() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_segments_add_up_to_the_stage(seed: int) -> None:
-    """Forward layer by layer leaves what the whole stage leaves, and never peaks above it; backward likewise, where
-    nothing lasts longer than its layer's.
+    """Forward layer by layer leaves the bytes of the whole stage and never peaks above it; likewise backward,
+    if no storage outlives its layer.
     """
     model = brief(hostile(Random(seed), 5, shared=0))
     whole = effects(model, 1, 4, f"{RECEIVED} 0F0 {SENT} {ANSWERED} 0B0")
@@ -219,7 +233,7 @@ def test_segments_add_up_to_the_stage(seed: int) -> None:
 
 
 def test_equal_microbatches_pass_through_the_same_residencies() -> None:
-    """A second microbatch meets the very residencies of the first, so that nothing is worked out again."""
+    """A second microbatch reuses the first one's cached residencies."""
     flights = Flights(StageStorages(chain(), 0, 2))
 
     def path(microbatch: int) -> list[int]:
@@ -234,7 +248,7 @@ def test_equal_microbatches_pass_through_the_same_residencies() -> None:
 
 
 def everything_held(storages: int) -> list[dict[int, int]]:
-    """What is held after every action of a stage of so many runs of a layer, of twenty storages each."""
+    """Return the levels after every action of a stage of `runs` runs of a layer, of twenty storages each."""
     own = tuple(Origin(kind="own", index=number) for number in range(20))
     one = layer((value(8),), (value(8),), origins=own[:1], storages=(8,) * 20, saved=(*own, INPUT))
     flights = Flights(
@@ -250,7 +264,7 @@ def everything_held(storages: int) -> list[dict[int, int]]:
 
 
 def test_what_is_held_is_known_after_every_action() -> None:
-    """The inputs and all that the layers forward so far have saved, as far as they have not been backward."""
+    """The level is the inputs plus the saved tensors of forwarded layers, minus those already backward."""
     held = everything_held(12)
     counts = [len(one) for one in held]
     forwards = [20 * n + 1 for n in range(1, 12)]
@@ -259,7 +273,7 @@ def test_what_is_held_is_known_after_every_action() -> None:
 
 
 def test_the_memory_of_a_flight_is_that_of_its_changes() -> None:
-    """Twice as many runs of layers take about twice the memory, not four times: all of it would be kept after each."""
+    """Twice the runs of layers take about twice the memory, not four times, as full snapshots would."""
 
     def taken(runs: int) -> int:
         own = tuple(Origin(kind="own", index=number) for number in range(40))
@@ -280,7 +294,7 @@ def test_the_memory_of_a_flight_is_that_of_its_changes() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_held_follows_from_what_was_done(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However a microbatch has come to the same passes, messages and moves, the same instances are there."""
+    """The same passes, messages and moves in any order leave the same instances."""
     rng, met = Random(seed), dict[object, dict[int, int]]()
     interned = Flights._interned
 
@@ -307,6 +321,6 @@ def test_what_is_held_follows_from_what_was_done(seed: int, monkeypatch: pytest.
     ],
 )
 def test_what_cannot_be_applied_is_refused(text: str, message: str) -> None:
-    """With the action and the reason."""
+    """An inapplicable action is refused, with the action and the reason."""
     with pytest.raises(UsageError, match=message):
         effects(chain(), 0, 2, text)

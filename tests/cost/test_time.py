@@ -1,4 +1,4 @@
-"""Seconds: measured ones where there are, else the roofline of each operation, by hand."""
+"""Seconds of layers: measured if available, else the roofline of each operation, by hand."""
 
 from __future__ import annotations
 
@@ -45,19 +45,23 @@ KIND = DeviceKind(
 def test_an_operation_is_the_longer_of_two_times_and_a_constant(
     alike: Alike, dtype: str, expected: float
 ) -> None:
-    """Computing at the part of the dtype's peak, or moving bytes at the part of the bandwidth; times their number."""
+    """Time is the longer of computing at the dtype's share of peak and moving bytes at a share of bandwidth,
+    times their number.
+    """
     assert seconds(Work.of([alike]), KIND, dtype) == pytest.approx(expected)
 
 
 def test_operations_add_up_one_by_one() -> None:
-    """One bound by computing and one bound by bytes take both times, of which a whole without operations has one."""
+    """A compute-bound and a bandwidth-bound operation take the sum of both times; a total without operations
+    takes a single roofline.
+    """
     work = Work.of([Alike(1, 2 * 10**12, 0), Alike(1, 0, 3 * 10**9)])
     assert seconds(work, KIND, "float16") == pytest.approx(2.001 + 3.001)
     assert seconds(replace(work, operations=()), KIND, "float16") == pytest.approx(3.001)
 
 
 def test_small_operations_reach_less() -> None:
-    """FLOP/s grow with the size of a product, up to the part that large ones reach."""
+    """FLOP/s grow with the size of a product, up to the efficiency of large ones."""
     reached = [
         size / seconds(Work.of([Alike(1, size, 0)]), KIND, "float16") for size in (10**8, 10**9, 10**12)
     ]
@@ -65,7 +69,7 @@ def test_small_operations_reach_less() -> None:
 
 
 def test_measured_seconds_are_taken_as_they_are() -> None:
-    """Whatever the operations; and no work takes no time."""
+    """Measured seconds override operations; zero work takes zero time."""
     work = replace(Work.of([Alike(1, 10**12, 0)]), seconds=0.25)
     assert seconds(work, KIND, "float16") == 0.25
     assert seconds(Work(flops=0, moved_bytes=0), KIND) == 0.0
@@ -73,7 +77,9 @@ def test_measured_seconds_are_taken_as_they_are() -> None:
 
 @pytest.mark.parametrize("figure", ["flops_reached", "bandwidth_reached", "operation_seconds"])
 def test_every_assumption_can_be_set(figure: str) -> None:
-    """Half the part, or twice the constant, makes work longer; another stage cost is kept for the other kind."""
+    """Half the efficiency, or twice the constant, makes work longer; each set of assumptions has a separate
+    cached stage cost.
+    """
     work = Work.of([Alike(1, 10**12, 0), Alike(1, 0, 10**9)])
     slower = {"flops_reached": {"float16": 0.125}, "bandwidth_reached": 0.25, "operation_seconds": 2e-3}[
         figure
@@ -87,7 +93,9 @@ def test_every_assumption_can_be_set(figure: str) -> None:
 
 
 def test_a_stage_adds_up_its_layers_and_the_last_one_the_loss() -> None:
-    """Forward, backward and update of the layers asked for; the loss is behind the model's last layer only."""
+    """A stage sums forward, backward and update of its layers; the loss follows only the
+    model's last layer.
+    """
     found = equal_profile(4, forward_seconds=1.0, backward_seconds=2.0, update_seconds=0.5).measurements[0]
     loss = replace(found.loss, forward=replace(found.loss.forward, seconds=16.0))
     found = replace(found, loss=loss)
@@ -102,7 +110,7 @@ def test_a_stage_adds_up_its_layers_and_the_last_one_the_loss() -> None:
 
 
 def linear(optimizer: OptimizerName, *, frozen: bool = False) -> LayerCost:
-    """A linear layer of 1,000,000 parameters."""
+    """Build a linear layer of 1,000,000 parameters."""
     module = nn.Sequential(nn.Linear(1000, 1000, bias=False), nn.Linear(1000, 1, bias=False))
     module[0].weight.requires_grad = not frozen
     return (
@@ -126,7 +134,9 @@ def linear(optimizer: OptimizerName, *, frozen: bool = False) -> LayerCost:
 
 @pytest.mark.parametrize(("optimizer", "moved"), [("adamw", 28), ("sgd", 20)])
 def test_an_update_on_a_host_moves_its_bytes_once(optimizer: OptimizerName, moved: int) -> None:
-    """AdamW reads four numbers a parameter and writes three, SGD with momentum three and two; frozen ones none."""
+    """AdamW reads four numbers a parameter and writes three, SGD with momentum three and two; frozen
+    parameters move none.
+    """
     host = Host(memory_bytes=1, memory_bandwidth=1e9)
     assert host_update_seconds(linear(optimizer), host) == pytest.approx(moved * 1e6 / 0.8e9, rel=1e-4)
     assert host_update_seconds(linear(optimizer, frozen=True), host) == 0.0

@@ -1,4 +1,4 @@
-"""Which copies of parameters to their home are none, because no update has changed what is copied."""
+"""Skipped copies of parameters to their home, unchanged since the last update."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ LAYERS = 6
 
 
 def offload(first: int, stage: int, kind: str = "parameters") -> Action:
-    """The copy of two layers' state, of which the first one names it here."""
+    """Build the copy of two layers' state, named after the first layer."""
     return Action(Kind.OFFLOAD, stage, subject=Subject(first, kind), place=HOST)
 
 
 def moved(action: Action) -> tuple[Subject, ...]:
-    """The states of both layers."""
+    """Return the states of both layers."""
     assert isinstance(action.subject, Subject)
     first, kind = action.subject
     return Subject(first, kind), Subject(first + 1, kind)
 
 
 def drawn(rng: Random) -> list[Action]:
-    """Copies and updates of runs of layers in any order, on two stages, of which some updates are at the host."""
+    """Draw copies and updates of runs of layers in any order, on two stages, some updates at the host."""
     found = list[Action]()
     for _ in range(rng.randint(2, 30)):
         stage, first = rng.randrange(2), rng.randrange(LAYERS // 2) * 2
@@ -43,7 +43,7 @@ def drawn(rng: Random) -> list[Action]:
 
 
 def plainly(actions: list[Action]) -> set[int]:
-    """Going back from every copy to the one before it of the same state: is a device's update met on the way?"""
+    """Walk from every copy to the one before it of the same state and look for a device's update."""
     found = set()
     for position, action in enumerate(actions):
         if action.kind is not Kind.OFFLOAD or moved(action)[0].what != "parameters":
@@ -62,7 +62,7 @@ def plainly(actions: list[Action]) -> set[int]:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_what_no_update_has_changed_is_not_copied(seed: int) -> None:
-    """Whatever runs of layers are updated and copied, in whatever order, on whichever stage."""
+    """Unchanged copies are skipped for any runs of layers, in any order, on any stage."""
     actions, program = drawn(Random(seed)), SimpleNamespace(moved=moved)
     found: Any = unchanged(program, actions)  # type: ignore[arg-type]
     assert found == plainly(actions)

@@ -1,4 +1,4 @@
-"""Planning and looking with a second process: the same answers, and most of the work is done there."""
+"""Planning and overviews with a second process: the same answers, with most of the work done there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has forks of this kind")
 
-# In a process of its own, because one that has run a backward leaves no fork any.
+# In a separate process, because one that has run a backward can no longer fork.
 _PROGRAM = """
 import os
 import pickle
@@ -83,14 +83,16 @@ with mock.patch("os.sched_getaffinity", lambda _: {0, 1}), tempfile.TemporaryDir
 
 
 def test_answers_are_those_of_one_process() -> None:
-    """A plan; one of a model that is another one at a size that is used; an overview; and a refusal."""
+    """A plan, a plan of a model that differs at a used size, an overview, and a refusal are those of one
+    process.
+    """
     here = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run(
         [sys.executable, "-c", _PROGRAM], env=here, capture_output=True, text=True, check=False, timeout=300
     )
     assert ran.returncode == 0, ran.stderr
     counts = {name: tuple(map(int, numbers)) for name, *numbers in map(str.split, ran.stdout.splitlines())}
-    # traces, surveys and dry runs in this process, and where it is the only one
+    # traces, surveys and dry runs in this process, with and without the second one
     assert counts["planned"] == (1, 1, 1, 3, 4, 1)
     assert counts["looked"] == (1, 3, 0, 4, 6, 0)
     assert counts["odd"] == (4, 5, 2, 4, 8, 2)

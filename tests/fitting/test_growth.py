@@ -1,4 +1,6 @@
-"""What the search finds, against plans of every value, the exhaustive planner, and dry runs of our own."""
+"""Answers of the growth search, against plans of every value, the exhaustive planner, and independent dry
+runs.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ PAIR = Demand(
 
 
 def wide(width: int) -> Task:
-    """A perceptron of five layers with hidden layers this wide; an odd width is refused."""
+    """Build a perceptron of five layers with hidden layers this wide; an odd width is refused."""
     if width % 2:
         raise UsageError(f"width={width} is odd: try {width + 1}")
     return task_of(
@@ -49,12 +51,12 @@ def wide(width: int) -> Task:
 
 
 def deep(layers: int) -> Task:
-    """A chain of equal layers."""
+    """Build a chain of equal layers."""
     return task_of(lambda: [nn.Linear(8, 8) for _ in range(layers)], outputs=8)
 
 
 class Swell(nn.Module):
-    """Takes so many times the bytes of its input, and no parameters."""
+    """A layer that takes `times` the bytes of its input, without parameters."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -65,17 +67,17 @@ class Swell(nn.Module):
 
 
 def swelling(width: int) -> Task:
-    """A chain whose middle is most of it."""
+    """Build a chain whose middle is most of its memory."""
     return task_of(lambda: [nn.Linear(8, 8), Swell(width), nn.Linear(8, 4)])
 
 
 def trained(layers: int) -> Task:
-    """The same with optimizer state."""
+    """Return the task with optimizer state."""
     return task_of(lambda: [nn.Linear(8, 8) for _ in range(layers)], outputs=8, optimizer=torch.optim.AdamW)
 
 
 def check_certified(fit: Fit, growth: Growth) -> None:
-    """The answer fits in a dry run, and the next one does not."""
+    """Check that the answer fits in a dry run, and the next value does not."""
     assert fit.beyond is not None
     for attempt, fits in ((fit.best, True), (fit.beyond, False)):
         trace = certify(growth.task(attempt.value), attempt.plan)
@@ -84,7 +86,7 @@ def check_certified(fit: Fit, growth: Growth) -> None:
 
 
 def test_the_neighbours_are_profiled_once() -> None:
-    """They are tried by plans that are soon made and by whole ones, of the same profiles."""
+    """Neighbours are tried by fast plans and by full ones, with the same profiles."""
     demand, made = (
         Demand(cluster=Cluster.emulated((2, 12 * KIB)), microbatch_size=2, microbatches=2, **ALONE),
         [],
@@ -111,7 +113,7 @@ def test_progress_says_what_is_tried_and_what_fits() -> None:
 
 
 def test_the_largest_setting_is_that_of_trying_all() -> None:
-    """The widths below the answer have plans that fit, the next one has none; odd ones are passed over."""
+    """Widths up to the answer have plans that fit, the next one has none; odd ones are skipped."""
     growth = setting("width", wide, PAIR, range(1, 1000))
     fit = find(growth)
     check_certified(fit, growth)
@@ -135,7 +137,9 @@ def test_the_largest_setting_is_that_of_trying_all() -> None:
 
 
 def test_joint_makes_larger_models_fit_than_splits_alone() -> None:
-    """It is asked unless another planner is; its answer is certified with all that it recomputes, moves and updates."""
+    """`joint` is the default planner; its answer is certified with all recomputation, offload and host
+    updates.
+    """
     demand = Demand(cluster=Cluster.emulated((2, 7 * KIB)), microbatch_size=2, microbatches=2, **ALONE)
     ours, alone = (
         setting("layers", trained, one, range(2, 60)) for one in (demand, replace(demand, planner="exact"))
@@ -149,7 +153,7 @@ def test_joint_makes_larger_models_fit_than_splits_alone() -> None:
 
 
 def test_alternatives_are_those_of_the_answer_alone() -> None:
-    """They are looked for once, however many values are tried, and are those of its plan."""
+    """Alternatives are searched once, for any number of tried values, and are those of the answer's plan."""
     demand = Demand(cluster=Cluster.emulated((2, 12 * KIB)), batch_size=4, **ALONE)
     growth = setting("layers", trained, demand, range(2, 20))
     with mock.patch.object(planner, "alternatives", wraps=planner.alternatives) as looked:
@@ -178,9 +182,8 @@ LEAN = Demand(cluster=Cluster.emulated((2, 7 * KIB)), microbatch_size=2, microba
     ids=lambda growth: growth.name,
 )
 def test_plans_that_are_soon_made_spare_searches(growth: Growth) -> None:
-    """Few values are searched. The answer is no worse than that of searching every value, whose search may end before
-    it finds what fits; it is the edge of what is soon found or goes beyond it, and all that is soon found fits in a
-    dry run.
+    """Few values are searched in full. The answer is at least that of searching every value, which may end
+    early; it is at or beyond the edge of the fast plans, and all fast plans fit in a dry run.
     """
     searched = list[int]()
 
@@ -200,7 +203,7 @@ def test_plans_that_are_soon_made_spare_searches(growth: Growth) -> None:
 
 
 def test_what_is_soon_found_is_the_answer_where_a_search_finds_nothing() -> None:
-    """As a search may that ends at its limit of work: the value fits, and its plan is the one that shows it."""
+    """If a search ends at its limit of work, the fast plan's value fits, and that plan is returned."""
     growth = setting("layers", trained, LEAN, range(2, 60))
     lacking = Cluster.emulated((2, 64))
 
@@ -216,8 +219,8 @@ def test_what_is_soon_found_is_the_answer_where_a_search_finds_nothing() -> None
 
 @pytest.mark.parametrize("planner", ["exact", "joint"])
 def test_no_plan_on_any_grid_makes_a_larger_model_fit(planner: str) -> None:
-    """Of all cuts, replicas, what these divide and whole stages that run again, none fits the next value; and the
-    answer, certified, is larger than that of one device for each stage. `joint` has more means.
+    """No choice of cuts, replicas, divided state and recomputed stages fits the next value; the certified
+    answer beats one device for each stage. `joint` has more techniques.
     """
     demand = replace(PAIR, microbatch_size=4, planner=planner, data=None)
     values = range(20, 2000, 20)
@@ -234,7 +237,9 @@ def test_no_plan_on_any_grid_makes_a_larger_model_fit(planner: str) -> None:
 
 
 def test_the_least_memory_is_that_of_all_sizes_of_microbatches() -> None:
-    """To the byte, where only the batch is said: a single microbatch adds no gradients up."""
+    """With only a batch given, the least memory is exact to the byte: a single microbatch accumulates no
+    gradients.
+    """
     demand = Demand(cluster=PAIR.cluster, batch_size=4, planner="exact", tensor=1)
     found = find(memory(trained(3), demand, range(1, 1 << 20)), certify=False)
     costs = profile(trained(3), microbatch_size=[1, 2, 4])
@@ -248,7 +253,7 @@ def test_the_least_memory_is_that_of_all_sizes_of_microbatches() -> None:
 
 
 def test_shards_make_a_wider_model_fit() -> None:
-    """With microbatches of one sample there are no replicas, and a layer is the least that a device holds."""
+    """Microbatches of one sample rule replicas out; without shards a device holds at least a whole layer."""
     demand = Demand(
         cluster=Cluster.emulated((2, 10 * KIB)), microbatch_size=1, microbatches=2, planner="exact"
     )
@@ -264,8 +269,8 @@ def test_shards_make_a_wider_model_fit() -> None:
 
 
 def test_less_memory_is_enough_with_sequence_parallelism() -> None:
-    """It is looked for where shards alone do not fit, whether their number is chosen or asked for, and the least memory
-    is the lowest peak of all plans with it.
+    """Sequence parallelism is tried when shards alone do not fit, with chosen or requested degree, and the
+    least memory is the lowest peak of all plans with it.
     """
     task = build(
         "gpt", layers=1, hidden=16, heads=2, vocabulary=16, sequence=64, dropout=0.0, optimizer="sgd"
@@ -287,7 +292,7 @@ def test_less_memory_is_enough_with_sequence_parallelism() -> None:
 
 
 def test_the_device_that_limits_may_be_any_replica() -> None:
-    """Replicas that divide state hold different layers of it: what the second has too much of is no fit."""
+    """Replicas that divide state hold different layers of it: an excess on the second is a refusal."""
     costs = profile(trained(3), microbatch_size=[2, 1])
     made = plan(costs, PAIR.cluster, batch_size=4, microbatch_size=2, stages=1, data=2, shard="optimizer")
     full = Attempt(value=1, plan=made, certified_bytes=(10 * KIB, 41 * KIB))
@@ -295,7 +300,9 @@ def test_the_device_that_limits_may_be_any_replica() -> None:
 
 
 def test_the_batch_is_said_in_one_way() -> None:
-    """By samples, by microbatches, or by neither; a batch that grows has no number of samples to begin with."""
+    """The batch is given by samples, by microbatches, or by neither; a growing batch has no initial number of
+    samples.
+    """
     pair = Demand(cluster=PAIR.cluster)
     said = [
         (pair, {"batch_size": 8}),
@@ -310,14 +317,14 @@ def test_the_batch_is_said_in_one_way() -> None:
 
 
 def test_a_host_that_lacks_memory_does_not_fit() -> None:
-    """The attempt says so in the words of the shortage, though every device has room."""
+    """An attempt reports the host's shortage, though every device has room."""
     fit = find(setting("layers", deep, PAIR, range(1, 9)), certify=False)
     short = replace(fit.best, shortage="host0 has 1 B")
     assert fit.best.fits and not short.fits and short.miss == "host0 has 1 B"
 
 
 def test_the_largest_microbatch() -> None:
-    """Samples grow, their number of microbatches stays, and the edge is certified."""
+    """Samples grow, the number of microbatches is constant, and the edge is certified."""
     growth = batch(wide(16), PAIR, range(1, 1 << 20))
     fit = find(growth)
     check_certified(fit, growth)
@@ -327,7 +334,7 @@ def test_the_largest_microbatch() -> None:
 
 
 def test_the_step_is_kept() -> None:
-    """With --step 3 from 3 nothing but multiples of 3 is tried."""
+    """With --step 3 from 3 only multiples of 3 are tried."""
     small = replace(PAIR, cluster=Cluster.emulated((2, 8 * KIB)))
     fit = find(setting("layers", deep, small, range(3, 1000, 3)))
     assert fit.beyond is not None and fit.beyond.value == fit.best.value + 3
@@ -335,7 +342,7 @@ def test_the_step_is_kept() -> None:
 
 
 def test_the_fewest_devices() -> None:
-    """No split over fewer devices fits, says the exhaustive planner; the training is the same for any number."""
+    """By the exhaustive planner no split over fewer devices fits; the training is the same for any number."""
     task, demand = (
         deep(9),
         Demand(cluster=Cluster.emulated((2, 4 * KIB)), microbatches=2, planner="exact", **ALONE),
@@ -351,7 +358,7 @@ def test_the_fewest_devices() -> None:
 
 
 def test_the_least_memory() -> None:
-    """To the byte it is the peak of the fullest device under the best split."""
+    """The least memory is the peak of the fullest device under the best split, to the byte."""
     growth = memory(wide(16), PAIR, range(1, 1 << 40))
     fit = find(growth)
     check_certified(fit, growth)
@@ -393,7 +400,9 @@ def test_recomputing_fits_more() -> None:
 
 
 def test_where_nothing_fits_the_refusal_has_device_stage_and_bytes() -> None:
-    """Where the first value is too large, or the last device too few, the refusal has device, stage and bytes."""
+    """If the first value is too large, or the last device too few, the refusal has device,
+    stage and bytes.
+    """
     small = Demand(cluster=Cluster.emulated((2, 128)), microbatches=2, planner="exact")
     with pytest.raises(InfeasibleError, match=r"^not even width=2 fits: device \d needs .* over its 128 B$"):
         find(setting("width", wide, small, range(1, 100)))
@@ -402,7 +411,9 @@ def test_where_nothing_fits_the_refusal_has_device_stage_and_bytes() -> None:
 
 
 def test_the_end_of_the_values_is_no_failure() -> None:
-    """Where the last value allowed still fits it is the answer, and nothing lies beyond; so with the first device."""
+    """If the last allowed value still fits it is the answer, without a next value; likewise with the first
+    device.
+    """
     fit = find(setting("width", wide, PAIR, range(2, 9)), certify=False)
     assert (fit.best.value, fit.beyond) == (8, None)
     fit = find(devices(wide(2), PAIR, range(1, 100)), certify=False)
@@ -410,7 +421,7 @@ def test_the_end_of_the_values_is_no_failure() -> None:
 
 
 def test_mistakes_are_told_and_not_searched_around() -> None:
-    """A schedule that is none, devices that differ and a model that refuses everything are usage errors."""
+    """An unknown schedule, unlike devices and a model that refuses everything are usage errors."""
     with pytest.raises(UsageError, match="schedule"):
         find(setting("width", wide, Demand(cluster=PAIR.cluster, schedule="zigzag"), range(2, 100)))
     mixed = Demand(cluster=Cluster.emulated((1, 4 * KIB), (1, 8 * KIB)))
@@ -423,7 +434,9 @@ def test_mistakes_are_told_and_not_searched_around() -> None:
 
 
 def test_a_dry_run_is_believed_before_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Were dry runs a quarter higher than plans, the answer would be smaller and still fit in its dry run."""
+    """If dry runs were a quarter higher than plans, the answer would be smaller and still fit
+    in its dry run.
+    """
 
     class Heavier(Trace):
         @property
@@ -446,7 +459,7 @@ def test_a_dry_run_is_believed_before_a_plan(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_shared_parameter_counts_once() -> None:
-    """A layer that is used twice is one layer's worth of parameters."""
+    """A layer that is used twice has one layer's parameters."""
 
     def twice(width: int) -> Task:
         def layers() -> list[nn.Module]:
@@ -461,7 +474,7 @@ def test_a_shared_parameter_counts_once() -> None:
 
 @pytest.mark.parametrize("count", [1, 4, 5])
 def test_a_disk_stays_where_devices_are_added(count: int) -> None:
-    """The disk keeps its link, and its rate is not that between devices."""
+    """The disk keeps its link, and its rate differs from that between devices."""
     whole = Cluster.preset("4x-rtx-4090")
     some, disk = with_devices(whole, count), Member(MemberKind.DISK, 0)
     assert some.route(Member.device(0), disk)[:2] == whole.route(Member.device(0), disk)[:2]
@@ -492,7 +505,7 @@ WRITTEN = Cluster.parse(
 
 @pytest.mark.parametrize("count", [1, 3, 5])
 def test_emulated_devices_that_are_written_by_hand_stay_what_they_are(count: int) -> None:
-    """With fewer or more of them, and with other memory, they have the kind, reserve, host and rates of their file."""
+    """Other numbers of devices, or other memory, keep the kind, reserve, host and rates of their file."""
     for some in (with_devices(WRITTEN, count), with_memory(WRITTEN, 1 << 20)):
         assert all(device.kind == WRITTEN.devices[0].kind for device in some.devices)
         assert {device.reserve_bytes for device in some.devices} == {16 * KIB}
@@ -503,7 +516,9 @@ def test_emulated_devices_that_are_written_by_hand_stay_what_they_are(count: int
 
 
 def test_the_least_memory_leaves_the_reserve_of_its_devices() -> None:
-    """It is as much more as they leave, and no smaller memory is tried; where none is larger, the reserve is named."""
+    """The least memory includes the reserve, and no smaller memory is tried; without a larger one, the
+    reserve is named.
+    """
 
     def least(reserve: int) -> int:
         demand = Demand(cluster=WRITTEN.reserving([reserve] * 4), microbatches=2, planner="exact", **ALONE)
@@ -515,7 +530,7 @@ def test_the_least_memory_leaves_the_reserve_of_its_devices() -> None:
 
 
 def test_emulated_devices_that_are_named_have_a_name_however_many_they_are() -> None:
-    """So that a plan of them can be asked for again by that name."""
+    """A plan of any number of named emulated devices can be requested again by that name."""
     assert with_devices(PAIR.cluster, 3) == Cluster.emulated((3, 40 * KIB))
     assert with_memory(PAIR.cluster, 1 << 20) == Cluster.emulated((2, 1 << 20))
 
@@ -523,7 +538,7 @@ def test_emulated_devices_that_are_named_have_a_name_however_many_they_are() -> 
 @pytest.mark.parametrize("name", ["dgx1-v100", "4x-titan-rtx", "emulated"])
 @pytest.mark.parametrize("count", [1, 3, 11])
 def test_any_number_of_devices_is_a_cluster(name: str, count: int) -> None:
-    """All are of the kind that there is, any two can talk, and those that were there keep their links."""
+    """All devices are of the existing kind, any two are linked, and existing links stay."""
     whole = PAIR.cluster if name == "emulated" else Cluster.preset(name)
     some = with_devices(whole, count)
     assert [(device.kind, device.memory_bytes) for device in some.devices] == [
@@ -541,7 +556,7 @@ def test_any_number_of_devices_is_a_cluster(name: str, count: int) -> None:
 
 
 def uneven(layers: int) -> Task:
-    """A chain of equal layers of which the eighth one is large, and the ninth one shares its weights with the first."""
+    """Build a chain of equal layers with a large eighth one; the ninth shares its weights with the first."""
 
     def chain() -> list[nn.Module]:
         made: list[nn.Module] = [nn.Linear(8, 8) for _ in range(layers)]
@@ -555,8 +570,8 @@ def uneven(layers: int) -> Task:
 def test_the_largest_number_of_layers_is_that_of_tracing_each(
     make: Callable[[int], Task], planner: str
 ) -> None:
-    """Written profiles change no answer, and the plan of the answer has the profile of a trace; also of a model that
-    seems to repeat itself as far as it was traced.
+    """Profiles by repetition do not change the answer, and its plan has the profile of a trace, also for a
+    model that only seems to repeat.
     """
     demand = Demand(
         cluster=Cluster.emulated((2, 20 * KIB)), microbatch_size=2, microbatches=2, planner=planner, **ALONE

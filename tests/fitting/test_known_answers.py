@@ -1,4 +1,4 @@
-"""Questions whose answers are known from practice, each beside its arithmetic. Every one takes a minute or two."""
+"""Questions with answers known from practice, each with its arithmetic. Each takes a minute or two."""
 
 from __future__ import annotations
 
@@ -42,13 +42,15 @@ NUMBERS = {
 
 
 def looked(name: str, settings: dict[str, object], sequence: int, cluster: str) -> Overview:
-    """The screen of `fit` under mixed precision: float32 parameters, gradients and AdamW, 16 bytes a number."""
+    """Return the screen of `fit` under mixed precision: float32 parameters, gradients and AdamW, 16 bytes a
+    number.
+    """
     task = replace(hf(name, **settings, sequence=sequence), precision="mixed-bfloat16")
     return pipefit.fit(task, cluster)
 
 
 def test_8b_fits_one_card_of_80_gib_by_offload() -> None:
-    """State is 16 bytes x 8.03e9 = 119.7 GiB, more than the card's 79: hosts have it. Nothing else fits."""
+    """State is 16 bytes x 8.03e9 = 119.7 GiB, more than the card's 79: only hosts can hold it."""
     found = looked("llama", LLAMA_8B, 4096, "1x-rtx-pro-6000")
     kept, recomputed, moved = found.here.largest
     assert found.precisions[0].state_bytes == 16 * NUMBERS["8B"]
@@ -56,7 +58,7 @@ def test_8b_fits_one_card_of_80_gib_by_offload() -> None:
 
 
 def test_8b_fits_eight_a100_fully_sharded() -> None:
-    """State is 119.7 / 8 = 15 GiB a card; what 4,096 tokens keep and their logits are some 39 GiB more."""
+    """State is 119.7 / 8 = 15 GiB a card; saved tensors and logits of 4,096 tokens are some 39 GiB more."""
     found = looked("llama", LLAMA_8B, 4096, "dgx-a100")
     zero = next(one for one in found.replicated if one.way == "ZeRO-3" and not one.recompute)
     assert found.fits and zero.samples_per_second is not None
@@ -65,11 +67,11 @@ def test_8b_fits_eight_a100_fully_sharded() -> None:
 
 @pytest.mark.parametrize(("devices", "sequence", "fits"), [(4, 8192, True), (2, 4096, True), (1, 4096, True)])
 def test_70b_on_h100(devices: int, sequence: int, fits: bool) -> None:
-    """On 32 of them state is 16 bytes x 70.55e9 / 32 = 32.9 GiB each, and with every block recomputed there are inputs
-    of 80 blocks, 80 x 8192 x 8192 x 2 bytes = 10 GiB, gathered halves of two blocks, 2 x 2 x 0.86e9 bytes = 3.2 GiB,
-    and logits with their gradients, some 14 GiB: 60 to 70 GiB. On 16 of them, with 4,096 tokens, state
-    is 65.7 GiB each, and inputs, gathered halves and logits need more than the remaining 12 GiB; on 8 state is 131 GiB
-    each: hosts must have a part of it.
+    """On 32 cards state is 16 bytes x 70.55e9 / 32 = 32.9 GiB each; with every block recomputed, inputs of 80
+    blocks are 80 x 8192 x 8192 x 2 bytes = 10 GiB, gathered halves of two blocks 2 x 2 x 0.86e9 bytes = 3.2
+    GiB, and logits with their gradients some 14 GiB: 60 to 70 GiB. On 16 cards, with 4,096 tokens, state is
+    65.7 GiB each, and inputs, gathered halves and logits need more than the remaining 12 GiB; on 8 cards
+    state is 131 GiB each: hosts must hold part of it.
     """
     cluster = f"{devices}xhgx-h100@50GB/s" if devices > 1 else "hgx-h100"
     found = looked("llama", LLAMA_70B, sequence, cluster)
@@ -84,7 +86,9 @@ def test_70b_on_h100(devices: int, sequence: int, fits: bool) -> None:
 
 
 def test_half_a_billion_at_32k_does_not_fit_24_gib_and_the_logits_are_why() -> None:
-    """32,768 x 151,936 logits in float32 are 18.5 GiB; the loss has them, their log-softmax and a gradient at once."""
+    """32,768 x 151,936 logits in float32 are 18.5 GiB; the loss has them, their log-softmax and a gradient at
+    once.
+    """
     found = looked("qwen2", QWEN_HALF_B, 32768, "1x-rtx-3090")
     text = " ".join(plain(describe_overview(found), 80).split())
     assert not found.fits and text.startswith("Does not fit") and "a chunked cross entropy" in text
@@ -97,7 +101,7 @@ INPUTS, LOGITS = 32 * 2048 * 4096 * 2, 2048 * 128256 * 4  # of all blocks in bfl
 
 
 def every_block_recomputed(found: Overview) -> int:
-    """The peak of one device that recomputes every block."""
+    """Return the peak of one device that recomputes every block."""
     cluster, profile = found.cluster, found.reaches[0].one.plan.profile
     made = planned(
         profile,
@@ -113,8 +117,9 @@ def every_block_recomputed(found: Overview) -> int:
 
 
 def test_lora_of_8b_fits_24_gib_recomputed() -> None:
-    """The frozen base takes 2 bytes x 8.03e9, the adapters 16 bytes x 41.9e6, together 15.6 GiB. With every block
-    recomputed there are also block inputs, 0.5 GiB, and logits, their log-softmax and its gradient, 2.9 GiB.
+    """The frozen base takes 2 bytes x 8.03e9, the adapters 16 bytes x 41.9e6, together 15.6 GiB. With every
+    block recomputed there are also block inputs, 0.5 GiB, and logits, their log-softmax and its gradient, 2.9
+    GiB.
     """
     found = pipefit.fit(low_rank.lora(), "1x-rtx-3090")
     state = 2 * NUMBERS["8B"] + 16 * ADAPTERS

@@ -1,4 +1,4 @@
-"""Does it fit, on one screen: every number is that of a plan that can be asked for alone."""
+"""The overview of `fit`, on one screen: every number is that of a separately requested plan."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ TASK = build("mlp", **WIDTHS, optimizer="adamw")
 
 @cache
 def seen(kib: int, devices: int = 2) -> Overview:
-    """An overview of a small perceptron on so many emulated devices."""
+    """Return an overview of a small perceptron on `devices` emulated devices."""
     return pipefit.fit(TASK, f"emulated:{devices}x{kib}KiB", microbatches=2, target="cuda")
 
 
 def lowest_peak(devices: int, size: int) -> int:
-    """The lowest peak of all splits, by `plan`."""
+    """Return the lowest peak of all splits, by `plan`."""
     made = plan(
         profile(TASK, microbatch_size=size, target="cuda"),
         Cluster.emulated((devices, 1 << 30)),
@@ -51,7 +51,9 @@ def lowest_peak(devices: int, size: int) -> int:
 
 @pytest.mark.parametrize("kib", [96, pytest.param(160, marks=pytest.mark.gallery)])
 def test_the_largest_microbatch_of_which_all_is_kept_fits_and_its_double_does_not(kib: int) -> None:
-    """Held against plans for the lowest peak; on one device and on two."""
+    """The largest microbatch without recomputation fits by its plan for the lowest peak, and its double does
+    not, on one device and on two.
+    """
     for row in seen(kib).reaches:
         kept, budget = row.largest[0], kib * KIB
         size = 0 if kept is None else kept.value
@@ -61,7 +63,9 @@ def test_the_largest_microbatch_of_which_all_is_kept_fits_and_its_double_does_no
 
 
 def test_what_more_may_be_done_for_is_never_smaller() -> None:
-    """Recomputing allows at least what keeping does, moving at least what recomputing does; all of them fit."""
+    """Recomputation allows at least the keeping size, offload at least that of recomputation; all of them
+    fit.
+    """
     for row in seen(96).reaches:
         sizes = [0 if one is None else one.value for one in row.largest]
         assert sizes == sorted(sizes)
@@ -69,13 +73,13 @@ def test_what_more_may_be_done_for_is_never_smaller() -> None:
 
 
 def test_counts_of_devices_are_1_2_4_8() -> None:
-    """As far as the model has blocks."""
+    """Counts of devices are 1, 2, 4 and 8, up to the model's number of blocks."""
     assert [row.devices for row in seen(96).reaches] == [1, 2, 4, 7]
 
 
 @pytest.mark.gallery
 def test_the_clusters_own_count_of_devices_is_among_them() -> None:
-    """Three devices, where there are three."""
+    """A cluster of three devices includes a count of three."""
     assert [row.devices for row in seen(96, 3).reaches] == [1, 2, 3, 4, 7]
     assert seen(96, 3).here.devices == 3
 
@@ -90,8 +94,8 @@ def _look_at_little(monkeypatch: pytest.MonkeyPatch, **settings: object) -> None
 def test_of_devices_that_differ_the_largest_are_used_first(
     cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One device is the largest, and no more are looked at than there are; the peak is the lowest share of budgets that
-    a plan has, and the device that limits has its number in the cluster.
+    """Among unlike devices one is the largest, and counts stop at the cluster's; the peak is a plan's lowest
+    share of budgets, and the limiting device has its number in the cluster.
     """
     _look_at_little(monkeypatch)
     found = pipefit.fit(TASK, cluster, microbatches=2, target="cuda")
@@ -113,14 +117,14 @@ def test_of_devices_that_differ_the_largest_are_used_first(
 def test_a_sample_that_one_device_holds_fits_though_not_on_all_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A second device of a kibibyte has no room for any stage."""
+    """A second device of a kibibyte holds no stage, yet a sample fits on one device."""
     _look_at_little(monkeypatch)
     found = pipefit.fit(TASK, "emulated:1x1KiB+1x96KiB", microbatches=2, target="cuda")
     assert found.fits and found.here.devices == 1 and str(found).startswith("Fits: mlp of")
 
 
 def test_recomputing_all_blocks_is_among_what_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the search finds nothing, as one that ends at its limit of work may, that plan is still looked at."""
+    """If the search ends at its limit of work without a plan, recomputing all blocks is still tried."""
     _look_at_little(monkeypatch, _COUNTS=(1,), PLANNERS=PLANNERS | {"joint": PLANNERS["uniform"]})
     task = build("gpt-stdlib", layers=4, hidden=64, heads=4, sequence=128)
     costs = profile(task, microbatch_size=1, target="cuda")
@@ -133,7 +137,9 @@ def test_recomputing_all_blocks_is_among_what_is_recomputed(monkeypatch: pytest.
 
 
 def test_state_is_what_the_optimizer_has_by_its_own_arithmetic() -> None:
-    """AdamW: four times the parameters, half of that in bfloat16; its counts of steps stay on the host of a GPU."""
+    """AdamW's state is four times the parameters, half of that in bfloat16; its step counts stay on the host
+    of a GPU.
+    """
     model = TASK.build()
     numbers = sum(parameter.numel() for parameter in model.parameters())
     rows = {row.precision: row for row in seen(96).precisions}
@@ -143,7 +149,7 @@ def test_state_is_what_the_optimizer_has_by_its_own_arithmetic() -> None:
 
 
 def test_devices_beyond_the_models_stages_are_for_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven blocks are on seven devices at most; the batch to plan next is one for all devices."""
+    """Seven blocks use seven devices at most; the next batch to plan is one for all devices."""
     for name, value in (("_COUNTS", (1,)), ("_SIZES", (1,)), ("_PRECISIONS", ())):
         monkeypatch.setattr(f"pipefit.largest.overview.{name}", value)
     found = pipefit.fit(TASK, "emulated:9x96KiB", target="cuda")
@@ -155,7 +161,7 @@ def test_devices_beyond_the_models_stages_are_for_replicas(monkeypatch: pytest.M
 
 
 def test_models_of_many_layers_have_all_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer microbatches are looked at, and the same precisions, with the same bytes."""
+    """Models of many layers try fewer microbatches, in the same precisions, with the same bytes."""
     monkeypatch.setattr("pipefit.largest.overview._MANY_LAYERS", 3)
     found = pipefit.fit(TASK, "emulated:2x96KiB", microbatches=2, target="cuda")
     assert found.precisions == seen(96).precisions and len(found.precisions) == 4
@@ -163,7 +169,7 @@ def test_models_of_many_layers_have_all_precisions(monkeypatch: pytest.MonkeyPat
 
 
 def test_replicas_need_what_plans_of_them_need() -> None:
-    """Of every way to divide state the peak of the plan by hand, or a bound of it."""
+    """For every division of state the peak is that of the plan by hand, or a bound of it."""
     found, cluster = seen(96), Cluster.emulated((2, 1 << 30))
     costs = [profile(TASK, microbatch_size=size, target="cuda") for size in (2, 1)]
     both = replace(costs[0], measurements=tuple(one for made in costs for one in made.measurements))
@@ -188,7 +194,7 @@ def test_replicas_need_what_plans_of_them_need() -> None:
 
 
 def test_does_not_fit_is_said_with_its_proof_alone() -> None:
-    """A kibibyte holds no layer; where nothing is proven, what was tried is said."""
+    """A kibibyte holds no layer; without a proof, the refusal lists the attempts."""
     assert str(seen(1)).startswith("Does not fit: mlp of") and "It cannot fit: " in str(seen(1))
     found = replace(seen(1), impossible="")
     text = " ".join(plain(describe_overview(found, "zoo:mlp"), 80).split())
@@ -199,7 +205,7 @@ def test_does_not_fit_is_said_with_its_proof_alone() -> None:
 
 
 def test_the_screen_says_yes_or_no_first_and_ends_with_a_command() -> None:
-    """No line is longer than 80 columns, and the command that it ends with is one that plans."""
+    """Lines are at most 80 columns, and the final command makes a plan."""
     text = plain(describe_overview(seen(88), "zoo:mlp --cluster emulated:2x88KiB"), 80)
     assert text.startswith("Fits: mlp of") and "tight" not in text  # emulated devices are exact
     assert max(map(len, text.splitlines())) <= 80
@@ -207,7 +213,9 @@ def test_the_screen_says_yes_or_no_first_and_ends_with_a_command() -> None:
 
 
 def test_little_room_on_gpus_is_tight() -> None:
-    """In the first words, where one sample leaves little: what nobody counts may not find room. Larger ones may."""
+    """The first words say tight when one sample leaves little for uncounted memory; larger devices may not be
+    tight.
+    """
     need = seen(88).here.one.need_bytes
     for memory_bytes, words in ((need + 1, "Fits, tightly: mlp of"), (88 * KIB, "Fits: mlp of")):
         cluster = replace(Cluster.emulated((2, memory_bytes)), backend="cuda").reserving([0, 0])
@@ -218,7 +226,7 @@ def test_little_room_on_gpus_is_tight() -> None:
 
 
 def test_a_function_of_python_answers_as_the_command_does() -> None:
-    """Printed it is the screen, with the next call in the place of the command; it is a plain function."""
+    """The function returns data and prints as the screen, with the next call in place of the command."""
     found = seen(88)
     assert str(found).startswith("Fits: mlp of") and max(map(len, str(found).splitlines())) <= 80
     size = found.here.fastest.plan.training.batch_size if found.here.fastest else 0
@@ -235,7 +243,7 @@ def test_a_function_of_python_answers_as_the_command_does() -> None:
 
 
 def test_wrong_arguments_in_python_are_named() -> None:
-    """What is no task, no cluster or no training is refused by the argument's name, with what would do."""
+    """An invalid task, cluster or training is refused by the argument's name, with valid ones."""
     calls: list[tuple[Callable[[], object], str]] = [
         (lambda: pipefit.fit("emulated:2x1MiB", TASK), "model must be a Task, not 'emulated.*pipefit.Task"),  # type: ignore[arg-type]
         (lambda: pipefit.fit(TASK, 4), "cluster must be a Cluster, not 4.*4x-titan-rtx"),  # type: ignore[arg-type]
@@ -248,7 +256,9 @@ def test_wrong_arguments_in_python_are_named() -> None:
 
 
 def test_fit_without_grow_prints_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the settings of the model; --json has the same numbers; where nothing fits both are followed by code 3."""
+    """The screen has the model's settings and --json the same numbers; without a fit both exit
+    with code 3.
+    """
     line = ["fit", "zoo:mlp", "--set", "widths=(64,32,16)", "--set", "inputs=20", "--microbatches", "2", "-c"]
     assert main([*line, "emulated:2x160KiB"]) == 0
     text = capsys.readouterr().out
@@ -266,14 +276,14 @@ def test_fit_without_grow_prints_the_screen(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize("option", ["--from 2", "--plot a.html", "-b 2", "-o p.json", "--recompute always"])
 def test_options_of_a_search_need_grow(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What would have no effect is refused by name."""
+    """Options without an effect are refused by name."""
     assert main(["fit", "zoo:mlp", "-c", "emulated:2x1MiB", *option.split()]) == 2
     assert "goes with --grow" in capsys.readouterr().err
 
 
 @pytest.mark.gallery
 def test_gpt2_on_a_preset_takes_seconds() -> None:
-    """Under 20 s on two cores that others use, of which importing torch is no part."""
+    """GPT-2 takes under 20 s on two busy cores, without importing torch."""
     began = time.process_time()
     found = pipefit.fit(build("gpt"), Cluster.preset("4x-titan-rtx"))
     assert time.process_time() - began < 20

@@ -1,4 +1,4 @@
-"""Plans for GPUs are held against what their processes take."""
+"""Plans for GPUs, checked against their processes' memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SOME = Overheads(context_bytes=40 * MIB, communicator_bytes=3 * MIB, cublas_work
 
 
 def stack() -> Task:
-    """Eight equal layers of 4 MiB of parameters."""
+    """Build eight equal layers of 4 MiB of parameters."""
     return task_of(
         lambda: [layer for _ in range(8) for layer in (nn.Linear(1000, 1000), nn.GELU())],
         inputs=1000,
@@ -44,12 +44,12 @@ def stack() -> Task:
 
 @cache
 def costs() -> ModelProfile:
-    """What the layers of `stack` cost on a GPU."""
+    """Return the costs of the layers of `stack` on a GPU."""
     return profile(stack(), microbatch_size=500, target="cuda")
 
 
 def counted_wrongly(by: int) -> ModelProfile:
-    """A profile on the CPU by which gradients of each layer take some bytes more than they do."""
+    """Build a profile on the CPU that counts gradients of each layer some bytes too large."""
     made = profile(stack(), microbatch_size=20)
     (measured,) = made.measurements
     kinds = [
@@ -59,8 +59,8 @@ def counted_wrongly(by: int) -> ModelProfile:
 
 
 def test_a_plan_that_a_dry_run_refuses_is_planned_again() -> None:
-    """Gradients that are not as large as planned cannot be moved: the plan that is given out moves none, and says why.
-    Where nothing else is found, the refusal is the answer.
+    """Gradients smaller than planned cannot be moved: the final plan moves none, and says why. Without
+    another plan the refusal is the answer.
     """
     wrong, ample, tight = (
         counted_wrongly(by=4),
@@ -92,7 +92,7 @@ def test_a_plan_that_a_dry_run_refuses_is_planned_again() -> None:
 
 
 def test_a_plan_whose_dry_run_needs_more_leaves_as_much_room() -> None:
-    """Where a profile counts too little, it is planned again with as many bytes less as the dry run needs more."""
+    """If a profile counts too little, it is planned again with the dry run's excess reserved."""
     made, asked = (
         plan(profile(stack(), microbatch_size=20), Cluster.emulated((1, 70 * MIB)), batch_size=40),
         list[int](),
@@ -111,7 +111,7 @@ def test_a_plan_whose_dry_run_needs_more_leaves_as_much_room() -> None:
 
 
 def gpus(*memory: int, overheads: Overheads = NOTHING) -> Cluster:
-    """GPUs with so many bytes each, of which a process takes no others than its segments unless said otherwise."""
+    """Build GPUs with these bytes each, whose processes take only their segments by default."""
     kind = DeviceKind(name="gpu", flops={"float32": 1e13}, memory_bandwidth=1e12, overheads=overheads)
     devices = tuple(Device(kind=kind, memory_bytes=nbytes) for nbytes in memory)
     members = *(f"device{number}" for number in range(len(devices))), "host0"
@@ -122,12 +122,12 @@ def gpus(*memory: int, overheads: Overheads = NOTHING) -> Cluster:
 
 
 def planned(microbatches: int = 3, planner: str = "exact") -> Callable[[Cluster], Plan]:
-    """Plans for `stack`."""
+    """Build plans for `stack`."""
     return partial(plan, costs(), batch_size=500 * microbatches, microbatches=microbatches, planner=planner)
 
 
 def plan_reserving(task: Task, cluster: Cluster, make: Callable[[Cluster], Plan]) -> Plan:
-    """The plan where all that is proposed is settled."""
+    """Return the plan after every proposal is settled."""
 
     def propose(within: Cluster) -> Proposal:
         made = make(within)
@@ -137,13 +137,15 @@ def plan_reserving(task: Task, cluster: Cluster, make: Callable[[Cluster], Plan]
 
 
 def processes(made: Plan) -> list[int]:
-    """What a dry run of the plan says that each device's process takes."""
+    """Return each device's process memory in a dry run of the plan."""
     trace = certify(stack(), made, allocator=AllocatorSettings())
     return [device.allocator.process_bytes if device.allocator else 0 for device in trace.devices]
 
 
 def test_what_fits_by_requested_bytes_alone_is_refused() -> None:
-    """One device with a byte less than its process takes, but more than its tensors do: refused, with the numbers."""
+    """A device with a byte less than its process needs, but more than its tensors, is refused with the
+    numbers.
+    """
     make = planned(1)
     (needed,) = processes(make(gpus(1 << 32)))
     assert processes(plan_reserving(stack(), gpus(needed), make)) == [needed]
@@ -156,7 +158,9 @@ def test_what_fits_by_requested_bytes_alone_is_refused() -> None:
 
 
 def test_a_task_is_held_against_its_process_from_python() -> None:
-    """`pipefit.plan` of a task for GPUs refuses what has no room, unless told not to look; of a profile it cannot."""
+    """`pipefit.plan` of a task for GPUs refuses a process without room, unless the check is off; of a profile
+    it cannot.
+    """
     asked = {"batch_size": 500, "microbatch_size": 500, "planner": "exact", "stages": 1}
     (needed,) = processes(pipefit.plan(stack(), gpus(1 << 32), certify=False, **asked))
     assert pipefit.plan(stack(), gpus(needed), **asked).prediction.processes[0].process_bytes == needed
@@ -171,7 +175,9 @@ def test_a_task_is_held_against_its_process_from_python() -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_where_another_plan_fits_that_one_is_found(schedule: str) -> None:
-    """A device with room for the tensors of the best split alone gets fewer layers, where others have room for more."""
+    """A device with room only for the tensors of the best split gets fewer layers, if others have room for
+    more.
+    """
     make = partial(planned(planner="joint"), schedule=schedule)
     peak, ample = make(gpus(1 << 32, 1 << 32)).prediction.peak_bytes[0], 1 << 30
     cluster = gpus(peak, ample)
@@ -188,7 +194,7 @@ def test_where_another_plan_fits_that_one_is_found(schedule: str) -> None:
 
 
 def test_what_fits_at_once_is_the_planner_s_own_plan() -> None:
-    """It is run dry once, and tells what the processes of that dry run take."""
+    """A plan that fits at once is run dry once, and reports that dry run's processes."""
     cluster = gpus(1 << 30, 1 << 30, overheads=SOME)
     make = planned()
     with mock.patch.object(task_plans, "certify", wraps=certify) as dry:
@@ -201,7 +207,9 @@ def test_what_fits_at_once_is_the_planner_s_own_plan() -> None:
 
 
 def test_a_worker_between_two_others_takes_what_is_reserved_for_it() -> None:
-    """Context, five communicators and two workspaces; workers at the ends have less, and one alone no communicators."""
+    """The reserve is context, five communicators and two workspaces; end workers have less, and a lone one no
+    communicators.
+    """
     cluster = gpus(*[1 << 32] * 3, overheads=SOME)
     trace = certify(stack(), planned()(cluster), allocator=AllocatorSettings())
     taken = [
@@ -215,7 +223,7 @@ def test_a_worker_between_two_others_takes_what_is_reserved_for_it() -> None:
 
 
 def test_a_dry_run_is_told() -> None:
-    """Of many devices it takes as long as the search, which is over then."""
+    """A dry run of many devices is reported after the search, with its time."""
     heard = list[str]()
     made = planned(1)(gpus(1 << 32))
     proposal = Proposal(made, lambda: Answer(made))
@@ -226,7 +234,7 @@ def test_a_dry_run_is_told() -> None:
 
 
 def test_a_planner_that_repeats_its_plan_is_asked_a_few_times() -> None:
-    """A planner that makes the same plan again and again is asked a few times, and its plan refused."""
+    """A planner that repeats its plan is called a few times, and the plan refused."""
     make = planned(1)
     made = make(gpus(1 << 32))
     small = gpus(processes(made)[0] - 1)
@@ -242,7 +250,7 @@ def test_a_planner_that_repeats_its_plan_is_asked_a_few_times() -> None:
 
 
 def test_what_moves_on_from_device_to_device_is_asked_of_all_alike() -> None:
-    """A planner that fills another device each time is asked a third time with as much left of all of them."""
+    """If the excess moves from device to device, the third call reserves it on all of them."""
     plans, asked = [planned()(gpus(1 << 32, 1 << 32)) for _ in range(3)], list[tuple[int, ...]]()
     needed = max(processes(plans[0]))
 
@@ -257,7 +265,7 @@ def test_what_moves_on_from_device_to_device_is_asked_of_all_alike() -> None:
 
 
 def test_a_plan_is_not_found_again_where_its_tensors_had_room_to_spare() -> None:
-    """The process lacks a byte and its tensors 20 MiB less than they might take: the next plan has to take less."""
+    """The process lacks a byte while its tensors have a slack of 20 MiB: the next plan has to take less."""
     fits = planned(1)(gpus(1 << 32))
     least, asked = fits.prediction.peak_bytes[0], list[int]()
 
@@ -271,14 +279,14 @@ def test_a_plan_is_not_found_again_where_its_tensors_had_room_to_spare() -> None
 
 
 def test_a_reserve_that_leaves_nothing_is_refused() -> None:
-    """Where a process lacks as much as its device has, there is nothing to plan for."""
+    """A process that lacks its whole device is refused before planning."""
     make = planned(1)
     with pytest.raises(InfeasibleError, match="That leaves nothing to tensors"):
         plan_reserving(stack(), gpus(MIB), lambda tiny: replace(make(gpus(1 << 32)), cluster=tiny))
 
 
 def test_what_is_settled_is_run_dry() -> None:
-    """Where the model does otherwise than a proposal says, the plan that comes of it is, and it alone is told."""
+    """If a proposal changes in settling, only the resulting plan is run dry and reported."""
     make = planned()
     first, second = make(gpus(1 << 30, 1 << 30)), make(gpus(1 << 31, 1 << 31))
     proposal = Proposal(first, lambda: Answer(second))

@@ -1,4 +1,4 @@
-"""The search alone, on statements that are known everywhere."""
+"""The search alone, on known predicates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RANGES = st.builds(
 
 @given(numbers=RANGES, limit=st.integers(0, 3000), refused=st.sets(st.integers(1, 3000)))
 def test_the_edge_is_that_of_looking_at_every_number(numbers: range, limit: int, refused: set[int]) -> None:
-    """The last number that holds and the first that fails, as a walk over all numbers that are not refused has them."""
+    """The last number that holds and the first that fails are those of a walk over all accepted numbers."""
     gaps = refused if len(refused) < PATIENCE else set()
     accepted = [number for number in numbers if number not in gaps]
     found = edge(lambda number: None if number in gaps else number <= limit, numbers)
@@ -27,7 +27,7 @@ def test_the_edge_is_that_of_looking_at_every_number(numbers: range, limit: int,
 
 @given(numbers=RANGES, limit=st.integers(0, 3000), heads=st.integers(1, 16))
 def test_refusals_at_every_turn_change_nothing(numbers: range, limit: int, heads: int) -> None:
-    """Where only multiples are accepted, as hidden sizes among heads, the edge lies between two multiples."""
+    """If only multiples are accepted, as hidden sizes among heads, the edge lies between two multiples."""
     accepted = [number for number in numbers if number % heads == 0]
     found = edge(lambda number: number <= limit if number % heads == 0 else None, numbers)
     assert found.holds == max((number for number in accepted if number <= limit), default=None)
@@ -41,7 +41,7 @@ def test_refusals_at_every_turn_change_nothing(numbers: range, limit: int, heads
     guesses=st.lists(st.integers(-9, 4000)),
 )
 def test_guesses_change_no_answer(numbers: range, limit: int, heads: int, guesses: list[int]) -> None:
-    """Wrong or right, in the range or beyond it; and they cost a few judgements at most."""
+    """Guesses, wrong or right, in the range or beyond, change no answer and cost a few judgements at most."""
     accepted, judged, left = [number for number in numbers if number % heads == 0], set[int](), iter(guesses)
 
     def judge(number: int) -> bool | None:
@@ -57,7 +57,7 @@ def test_guesses_change_no_answer(numbers: range, limit: int, heads: int, guesse
 
 @given(limit=st.integers(1, 1 << 20), wrong=st.integers(-1, 1))
 def test_a_good_guess_spares_the_search_for_the_edge(limit: int, wrong: int) -> None:
-    """A guess that is one off leaves a few to judge, each no more than sixteen times as far as one that is true."""
+    """A guess that is one off leaves a few numbers to judge, each at most sixteen times the last true one."""
     judged: set[int] = set()
 
     def judge(number: int) -> bool:
@@ -70,7 +70,7 @@ def test_a_good_guess_spares_the_search_for_the_edge(limit: int, wrong: int) -> 
 
 
 def test_a_wild_guess_is_followed_in_steps() -> None:
-    """Numbers far beyond the edge may take very long to judge: none is more than sixteen times what holds."""
+    """Numbers far beyond the edge may be slow to judge: each is at most sixteen times the last that holds."""
     judged = list[int]()
 
     def judge(number: int) -> bool:
@@ -82,7 +82,7 @@ def test_a_wild_guess_is_followed_in_steps() -> None:
 
 
 def test_a_guess_beyond_what_is_refused_hides_nothing() -> None:
-    """Where all is refused that a guess leads to, the numbers before it are looked at all the same."""
+    """If all numbers near a guess are refused, the numbers before it are still judged."""
     assert edge(lambda number: number <= 40 if number <= 60 else None, range(1, 1 << 20), lambda _: 900) == (
         40,
         41,
@@ -91,7 +91,7 @@ def test_a_guess_beyond_what_is_refused_hides_nothing() -> None:
 
 @given(limit=st.integers(1, 1 << 20))
 def test_few_are_judged(limit: int) -> None:
-    """However far the end is, about twice the logarithm of the answer, each number counted once."""
+    """A search takes about twice the logarithm of the answer, each number counted once."""
     judged: set[int] = set()
 
     def judge(number: int) -> bool:
@@ -105,12 +105,12 @@ def test_few_are_judged(limit: int) -> None:
 
 
 def test_a_model_that_refuses_everything_is_left_in_peace() -> None:
-    """After so many refusals in a row nothing more is asked, and there is no edge."""
+    """After a run of refusals the search stops, without an edge."""
     asked: list[int] = []
     assert edge(asked.append, range(1, 1 << 40)) == (None, None)  # what append returns is a refusal
     assert len(asked) == PATIENCE
 
 
 def test_nothing_but_divisors() -> None:
-    """Where the accepted numbers end, as the divisors of a hidden size do, the last of them is the answer."""
+    """If the accepted numbers end, as the divisors of a hidden size do, the last of them is the answer."""
     assert edge(lambda number: True if 24 % number == 0 else None, range(1, 1 << 20)) == (24, None)

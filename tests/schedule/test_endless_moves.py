@@ -1,4 +1,6 @@
-"""What moves under endless schedules: steps against drawings, and against the same stream cut elsewhere."""
+"""Offload and recomputation under asynchronous schedules: steps against drawings, and against the same stream
+cut elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ EARLY = Decision(stage=0, subject=Run(start=0, stop=1), what=What.RECOMPUTE, ahe
 
 
 def plan_of(stages: int, microbatches: int, *decisions: Decision, schedule: str = "pipedream") -> Plan:
-    """Two layers on each of so many devices."""
+    """Build a plan with two layers on each of `devices` devices."""
     profile = equal_profile(2 * stages)
     return make_plan(
         profile, [2] * stages, microbatches=microbatches, schedule=schedule, decisions=tuple(decisions)
@@ -38,7 +40,7 @@ def plan_of(stages: int, microbatches: int, *decisions: Decision, schedule: str 
 
 
 def one_layer_each(stages: int, microbatches: int, *decisions: Decision, schedule: str = "pipedream") -> Plan:
-    """One layer on each of so many devices."""
+    """Build a plan with one layer on each of `devices` devices."""
     profile = equal_profile(stages)
     return make_plan(
         profile, [1] * stages, microbatches=microbatches, schedule=schedule, decisions=tuple(decisions)
@@ -46,12 +48,12 @@ def one_layer_each(stages: int, microbatches: int, *decisions: Decision, schedul
 
 
 def first_device(program: Program) -> list[str]:
-    """What device 0 does, is left by the step before, and leaves to the next."""
+    """Return the actions of device 0, with joins left by the step before and left for the next."""
     return [" ".join(map(str, own[0])) for own in (program.actions, program.carried_in, program.carried_out)]
 
 
 def test_a_copy_of_one_step_is_joined_in_the_next() -> None:
-    """Two stages, a microbatch a step: two units behind its forward is the next step's."""
+    """Two stages, a microbatch a step: a copy is joined two units after its forward, in the next step."""
     plan = plan_of(2, 1, TENSOR)
     actions, carried_in, carried_out = first_device(step_programs(plan)[-1])
     assert (carried_in, carried_out) == ("0OFFLOAD-1[0.0]@host", "0OFFLOAD0[0.0]@host")
@@ -68,7 +70,9 @@ def test_a_copy_of_one_step_is_joined_in_the_next() -> None:
 
 
 def test_weights_leave_when_updates_use_a_copy() -> None:
-    """Three stages: behind the copy, until the backward of the microbatch that went through them."""
+    """Three stages: weights leave after the update's copy, until the backward of the microbatch that used
+    them.
+    """
     plan = one_layer_each(3, 2, replace(WEIGHTS, behind=2))
     update = "0STASH{0} 0OFFLOAD{1}[0.versions]@host 0STEP{0} 0WAIT_STASH{0}"
     actions, carried_in, carried_out = first_device(step_programs(plan)[-1])
@@ -87,7 +91,7 @@ def test_weights_leave_when_updates_use_a_copy() -> None:
 
 
 def test_weights_that_several_microbatches_need_leave_between_them() -> None:
-    """Until the first update all go through the first weights, which come back for each of them."""
+    """Until the first update all microbatches use the first weights, which are reloaded for each backward."""
     found = one_program(one_layer_each(3, 6, WEIGHTS), [6]).actions[0]
     order = [
         str(a)
@@ -102,7 +106,7 @@ def test_weights_that_several_microbatches_need_leave_between_them() -> None:
 
 
 def optimizer(start: int, stop: int, what: What = What.OFFLOAD, **when: int) -> Decision:
-    """About the optimizer state of layers of the first stage."""
+    """Build a decision about the optimizer state of layers of the first stage."""
     return Decision(
         stage=0, subject=State(start=start, stop=stop, kind="optimizer"), what=what, place=HOST, **when
     )
@@ -129,8 +133,8 @@ STATES = {  # decisions, and the update of microbatch -1 with them, without the 
 
 @pytest.mark.parametrize("name", STATES)
 def test_an_update_moves_what_it_needs_between_the_copy_of_the_weights_and_its_use(name: str) -> None:
-    """Two stages: behind every backward under PipeDream, in a drain too, and once a step under its two-version form,
-    where forwards go on with older weights.
+    """Two stages: state moves after every backward under PipeDream, also in a drain, and once a step with two
+    versions, while forwards use older weights.
     """
     decisions, update = STATES[name]
     one = first_device(step_programs(plan_of(2, 1, *decisions))[-1])
@@ -154,8 +158,8 @@ GRADIENTS = [
 
 
 def test_gradients_are_away_between_backwards_across_the_end_of_a_step() -> None:
-    """Two stages under two versions: from a backward to the next one, of a later step or of a drain, and not behind the
-    update, which ends them. They come in for it with the piece of the last backward.
+    """Two stages with two versions: gradients are offloaded from a backward to the next one, of a later step
+    or a drain, and end with the update. They are reloaded for it with the piece of the last backward.
     """
     plan = plan_of(2, 2, *GRADIENTS, schedule="pipedream-2bw")
     actions, carried_in, carried_out = (text.replace(".gradients]@host", "]") for text in steady(plan))
@@ -174,8 +178,8 @@ def test_gradients_are_away_between_backwards_across_the_end_of_a_step() -> None
 
 
 def test_gradients_are_away_from_their_backward_to_their_update() -> None:
-    """Under PipeDream those of the last layers leave while earlier ones go backward, and all come back run by run, in a
-    drain too.
+    """Under PipeDream gradients of the last layers leave while earlier layers run backward, and all return
+    run by run, also in a drain.
     """
     plan = plan_of(2, 1, *(replace(one, ahead=0, behind=0) for one in GRADIENTS))
     drawn = "0B-1[1:2] 0OFFLOAD[1] 0WAIT_OFFLOAD[1] {0}0B-1[0:1] {1}0RELOAD[1] 0WAIT_RELOAD[1] 0STEP-1[1:2]"
@@ -193,8 +197,8 @@ BOTH = [
 
 
 def in_and_out(text: str) -> str:
-    """A device's actions in short: `in` and `out` for a RELOAD and an OFFLOAD with their joins behind them at once,
-    `w` for the newest weights and `v` for versions, and without stage and messages.
+    """Abbreviate a device's actions, without stage and messages: `in` and `out` for a RELOAD and an OFFLOAD
+    with their joins right after them, `w` for the newest weights and `v` for versions.
     """
     words = [word.removeprefix("0") for word in text.replace("@host", "").split() if "SEND" not in word]
     found = " ".join(word for word in words if "RECV" not in word and word[:4] != "LOAD")
@@ -205,8 +209,8 @@ def in_and_out(text: str) -> str:
 
 
 def test_all_weights_are_away_but_for_the_run_that_is_in_use() -> None:
-    """Two stages under PipeDream: the newest weights come in for a forward, and for the copy that an update works on;
-    older ones, for the backward. A drain, which has nothing in flight to copy weights for, updates in place.
+    """Two stages under PipeDream: the newest weights are reloaded for a forward and for the update's copy,
+    older ones for the backward. A drain, without forwards in flight, updates in place.
     """
     plan = plan_of(2, 1, *BOTH)
     assert in_and_out(steady(plan)[0]) == (
@@ -220,9 +224,9 @@ def test_all_weights_are_away_but_for_the_run_that_is_in_use() -> None:
 
 
 def test_of_two_versions_each_comes_in_where_it_is_used() -> None:
-    """Two stages: forwards go through the newest weights until these are copied for the update. From then on they are
-    an older version, which leaves too, and nobody needs the updated ones until the next step. The second step has one
-    version until it updates.
+    """Two stages: forwards use the newest weights until the update copies these. They then become an older
+    version, which is offloaded too; the updated weights are unused until the next step. The second step has
+    one version until it updates.
     """
     plan = plan_of(2, 2, *BOTH, schedule="pipedream-2bw")
     forwards = "in[0]w F0[0:1] out[0]w in[1]w F0[1:2] {0}"
@@ -242,8 +246,8 @@ def test_of_two_versions_each_comes_in_where_it_is_used() -> None:
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_of_weights_two_layers_stay_however_many_versions_there_are(schedule: str, stages: int) -> None:
-    """At the peak of a first stage of four equal layers whose parameters outweigh all else, one layer's weights and
-    their copy are left of all versions; of gradients and optimizer state, which is twice as large, all, or one layer's.
+    """A first stage of four equal, parameter-heavy layers keeps at its peak one layer's weights and their
+    copy; gradients and optimizer state (twice as large) are kept in full, or for one layer.
     """
     number = 1_000_000
     plan = make_plan(
@@ -264,12 +268,12 @@ def test_of_weights_two_layers_stay_however_many_versions_there_are(schedule: st
 
 
 def steady(plan: Plan) -> list[str]:
-    """What device 0 does in every step of a full pipeline."""
+    """Return the actions of device 0 in every step of a full pipeline."""
     return first_device(step_programs(plan)[-1])
 
 
 def test_a_recomputation_may_be_early_across_the_end_of_a_step() -> None:
-    """Two units ahead of the backward is in the step before; a drain does not run it again."""
+    """Two units before the backward lie in the step before; a drain does not recompute again."""
     plan = plan_of(2, 1, EARLY)
     assert first_device(step_programs(plan)[-1])[0] == (
         "0LOAD0 0N0[0:1] 0RECV_B-1 0F0[1:2] 0SEND_F0 0R0[0:1] 0WAIT_RECV_B-1 0B-1[1:2] 0WAIT_SEND_F0 0B-1[0:1] "
@@ -284,9 +288,9 @@ def test_a_recomputation_may_be_early_across_the_end_of_a_step() -> None:
 @pytest.mark.parametrize("schedule", ENDLESS)
 @pytest.mark.parametrize("seed", range(25))
 def test_what_is_done_does_not_depend_on_where_steps_end(schedule: str, seed: int) -> None:
-    """Whatever is decided: the same microbatches in other steps give the same actions in the same order, but for the
-    starts of receives, which begin with a step, and of parameters, which are away where one ends; under two versions,
-    but for updates, which are made once a step, and what moves around them.
+    """With any decisions, the same microbatches in other steps give the same actions in the same order.
+    Exceptions are starts of receives and of parameters that are offloaded at a step's end, and, with two
+    versions, updates and the moves around them.
     """
     rng = Random(seed)
     stages = rng.randint(1, 4)
@@ -310,14 +314,14 @@ def test_what_is_done_does_not_depend_on_where_steps_end(schedule: str, seed: in
 
 
 def is_told(program: Program, action: Action) -> bool:
-    """Whether the place of an action does not depend on steps, within which parameters come and go."""
+    """Return whether the position of an action is independent of steps that reload and offload parameters."""
     if action.moves_state and program.moved(action)[0].what == "parameters":
         return False
     return action.wait or action.kind not in RECEIVES
 
 
 def is_told_without_updates(program: Program, action: Action) -> bool:
-    """The same where updates depend on them, and versions with these."""
+    """Return whether the position is independent of steps that also bound updates and versions."""
     of_weights = action.kind in COPIES and program.moved(action)[0].what == "versions"
     return (
         is_told(program, action) and action.kind not in UPDATES and not action.moves_state and not of_weights
@@ -328,19 +332,19 @@ def is_told_without_updates(program: Program, action: Action) -> bool:
 
 
 def state(kind: StateKind, start: int = 0, stop: int = 2, stage: int = 0) -> Decision:
-    """A state of a stage's layers is offloaded."""
+    """Offload a state of a stage's layers."""
     return replace(WEIGHTS, stage=stage, subject=State(start=start, stop=stop, kind=kind))
 
 
 def sharing(plan: Plan) -> Plan:
-    """The first two layers share a trained parameter."""
+    """Build layers; the first two share a trained parameter."""
     tied = SharedParameter(name="tied", users=(0, 1), nbytes=8, gradient_bytes=8, state_bytes=0)
     measurement = replace(plan.profile.measurements[0], shared=(tied,))
     return replace(plan, profile=replace(plan.profile, measurements=(measurement,)))
 
 
 def half_frozen() -> ModelProfile:
-    """Three layers, of which the second has a parameter that is not trained."""
+    """Build three layers; the second has a frozen parameter."""
     trained, frozen = (
         make_layer(),
         Parameter(name="frozen", shape=(1,), dtype="float32", nbytes=4, trainable=False),
@@ -369,14 +373,14 @@ def half_frozen() -> ModelProfile:
     ],
 )
 def test_state_that_cannot_move_is_refused(plan: Plan, message: str) -> None:
-    """By name, with the reason and what to do instead."""
+    """The state is named, with the reason and an alternative."""
     with pytest.raises(UsageError, match=rf"stage \d: offload .*{message}"):
         lower(plan)
 
 
 def test_shares_are_the_same_in_every_step() -> None:
-    """A share of every three of four microbatches is refused with those that divide them; and a step behind a smaller
-    batch, which would begin inside a share, is refused until what is in flight has ended.
+    """A share of three out of four microbatches is refused with shares that divide them. A step after a
+    smaller batch, which would begin inside a share, is refused until the microbatches in flight have ended.
     """
     third = replace(EARLY, microbatches=Microbatches(1, 3))
     with pytest.raises(
@@ -394,7 +398,7 @@ def test_shares_are_the_same_in_every_step() -> None:
 
 
 def test_a_bundle_of_weights_is_text_that_parses() -> None:
-    """A program that moves weights of several layers is the one that its text says."""
+    """A program that offloads weights of several layers survives the way to text and back."""
     program = lower(plan_of(3, 2, state("versions")), entered=6)
     assert "bundle 0: 0.versions 1.versions" in str(program)
     assert parse_program(str(program), placement=program.placement, microbatches=2) == program

@@ -1,4 +1,4 @@
-"""When parameters that replicas divide are gathered and freed: programs drawn by hand, bytes and seconds."""
+"""Gathers and frees of divided parameters: programs drawn by hand, bytes and seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from profiles_in_slices import gridded
 
 
 def one_stage(*, buckets: int, microbatches: int = 1, bytes_per_second: float = 1e30, data: int = 2) -> Plan:
-    """A stage of four equal layers on some replicas: forwards of a second, backwards of two, parameters of 32 bytes."""
+    """Build a stage of four equal layers on some replicas: forwards of a second, backwards of two, parameters
+    of 32 bytes.
+    """
     plan = gridded(
         data,
         1,
@@ -34,12 +36,14 @@ def one_stage(*, buckets: int, microbatches: int = 1, bytes_per_second: float = 
 
 
 def drawn(plan: Plan) -> str:
-    """What a device computes and gathers."""
+    """Return the passes and gathers of a device."""
     return " ".join(str(a) for a in lower(plan).actions[0] if "LOAD" not in str(a) and "REDUCE" not in str(a))
 
 
 def test_a_bucket_is_gathered_while_the_pass_before_is_computed() -> None:
-    """It is freed behind its pass, but for the last forward, whose backward comes next; owners update."""
+    """A bucket is freed after its pass, except after the last forward, which the backward follows; owners
+    update.
+    """
     assert drawn(one_stage(buckets=4)) == (
         "0UNSHARD[0:1] 0UNSHARD[1:2] 0WAIT_UNSHARD[0:1] 0F0[0:1] 0RESHARD[0:1] "
         "0UNSHARD[2:3] 0WAIT_UNSHARD[1:2] 0F0[1:2] 0RESHARD[1:2] "
@@ -50,7 +54,7 @@ def test_a_bucket_is_gathered_while_the_pass_before_is_computed() -> None:
 
 
 def test_a_shared_parameter_comes_with_the_bucket_of_its_first_user() -> None:
-    """That is there for the passes through the last user too, and away in between."""
+    """A shared parameter is gathered for the passes through its last user too, and freed in between."""
     plan = gridded(2, *[1] * 5, microbatches=1, schedule="gpipe", samples=12)
     name = plan.measurement.costs[0].parameters[0].name
     tied = SharedParameter(name=name, users=(0, 5), nbytes=32, gradient_bytes=32, state_bytes=0)
@@ -68,14 +72,16 @@ def test_a_shared_parameter_comes_with_the_bucket_of_its_first_user() -> None:
 
 
 def test_with_one_bucket_all_parameters_stay_until_the_update() -> None:
-    """Nothing is computed while they would be away."""
+    """With one bucket nothing is computed between passes, so all parameters stay until the update."""
     assert drawn(one_stage(buckets=1, microbatches=2)) == (
         "0UNSHARD[0:4] 0WAIT_UNSHARD[0:4] 0F0 0F1 0B0 0B1 0RESHARD[0:4] 0STEP"
     )
 
 
 def test_parameters_stay_where_nothing_would_be_computed_without_them() -> None:
-    """Of two buckets one is used as the other's next pass would bring it: they stay but for the turn."""
+    """One of two buckets is used when the other's next pass would gather it: both stay, except
+    at the turn.
+    """
     assert drawn(one_stage(buckets=2, microbatches=2)) == (
         "0UNSHARD[0:2] 0UNSHARD[2:4] 0WAIT_UNSHARD[0:2] 0F0[0:2] 0WAIT_UNSHARD[2:4] 0F0[2:4] 0F1[0:2] 0RESHARD[0:2] "
         "0F1[2:4] 0UNSHARD[0:2] 0B0[2:4] 0WAIT_UNSHARD[0:2] 0B0[0:2] 0B1[2:4] 0RESHARD[2:4] 0B1[0:2] 0RESHARD[0:2] "
@@ -84,7 +90,7 @@ def test_parameters_stay_where_nothing_would_be_computed_without_them() -> None:
 
 
 def test_an_evaluation_gathers_all() -> None:
-    """Its forwards are not cut."""
+    """An evaluation gathers all parameters and does not cut its forwards."""
     actions = lower_evaluation(one_stage(buckets=4), microbatches=1).actions[0]
     words = [str(action) for action in actions]
     assert [word.split("[")[0] for word in words if "SHARD" in word] == (
@@ -95,7 +101,7 @@ def test_an_evaluation_gathers_all() -> None:
 
 @pytest.mark.parametrize(("buckets", "others"), [(1, 3), (2, 3), (4, 2)])
 def test_a_replica_has_its_own_layer_and_those_of_two_buckets(buckets: int, others: int) -> None:
-    """Four replicas own a layer of 32 bytes each; between steps there is no other."""
+    """Four replicas own a layer of 32 bytes each, the only one they keep between steps."""
     trace = simulate(one_stage(buckets=buckets, data=4, microbatches=3))
     found = [sample.by_category[Category.PARAMETERS] for sample in trace.devices[0].memory]
     assert max(found) == 32 + others * 32
@@ -103,7 +109,9 @@ def test_a_replica_has_its_own_layer_and_those_of_two_buckets(buckets: int, othe
 
 
 def test_gathers_are_hidden_behind_passes() -> None:
-    """A layer's 32 bytes take half a second: all are hidden but the first, and the last sum of gradients."""
+    """A layer's 32 bytes take half a second: all gathers are hidden except the first, and the last sum of
+    gradients.
+    """
     plan = one_stage(buckets=4, bytes_per_second=64)
     assert simulate(plan).step_seconds[0] == pytest.approx(12 + 0.5 + 0.5)
 
@@ -125,7 +133,7 @@ def test_gathers_are_hidden_behind_passes() -> None:
     ],
 )
 def test_programs_that_gather_wrongly_are_refused(old: str, new: str, message: str) -> None:
-    """By the ledger, before anything runs."""
+    """Wrong gathers are refused by the ledger, before anything runs."""
     plan = one_stage(buckets=4, microbatches=2, data=4)
     program = lower(plan)
     text = str(program).replace(old, new)

@@ -1,4 +1,4 @@
-"""Lowered programs against lists drawn by hand: who recomputes, who sends when, whose gradients are summed."""
+"""Lowered programs against lists drawn by hand: recomputation, order of sends, and sums of gradients."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ DRAWN = {
 def chain_plan(
     schedule: str, microbatches: int, edges: tuple[int, ...], recompute: Recompute = "never"
 ) -> Plan:
-    """A plan for plain layers, stage s on device s."""
+    """Build a plan for plain layers, stage s on device s."""
     return plan_of(plain(Random(0), edges[-1]), training(schedule, microbatches), edges, recompute=recompute)
 
 
 def computed(plan: Plan, device: int) -> str:
-    """What a device computes but for its update, without stages' numbers."""
+    """Return the passes of a device without its update and without stage numbers."""
     actions = [a for a in lower(plan).actions[device] if a.kind in COMPUTE and a.kind is not Kind.STEP]
     return " ".join(str(action)[1:] for action in actions)
 
 
 @pytest.mark.parametrize(("schedule", "recompute"), DRAWN)
 def test_forwards_run_again_just_before_their_backward(schedule: str, recompute: Recompute) -> None:
-    """Two stages and three microbatches, of which all, some or none are recomputed."""
+    """Two stages and three microbatches recompute all, some or no forwards, each just before its backward."""
     plan = chain_plan(schedule, 3, (0, 1, 2), recompute)
     assert (computed(plan, 0), computed(plan, 1)) == DRAWN[schedule, recompute]
 
@@ -61,8 +61,8 @@ ONE_EARLIER = (
 def test_a_run_inside_a_stage_goes_forward_again_as_early_as_it_is_told(
     ahead: int, drawn: tuple[str, ...]
 ) -> None:
-    """Forward and backward in three pieces, the second forward of the middle one before its backward or one action of
-    the stage earlier, but never before the first.
+    """Forward and backward run in three pieces; the middle one is recomputed before its backward or one
+    action of the stage earlier, but never before the first pass.
     """
     decision = Decision(stage=0, subject=Run(start=1, stop=2), what=What.RECOMPUTE, ahead=ahead)
     plan = replace(chain_plan("gpipe", 2, (0, 3)), decisions=(decision,))
@@ -95,8 +95,8 @@ def test_an_early_recomputation_changes_no_message() -> None:
 @pytest.mark.parametrize("order", [(0, 0), (0, 0, 0), (0, 1, 0, 1)])
 @pytest.mark.parametrize("schedule", ["gpipe", "torchgpipe"])
 def test_stages_of_a_device_may_be_recomputed_early(schedule: str, order: tuple[int, ...]) -> None:
-    """However early which stage is recomputed, no device waits at a send for a receive of its own that comes later, nor
-    do two devices for each other: no such program can be made.
+    """Recomputing any stage ahead never deadlocks a device at a send before its later receive, or two devices
+    with each other; such programs cannot be made.
     """
     plan = plan_of(plain(Random(0), len(order)), training(schedule, 3), range(len(order) + 1), order=order)
     for aheads in product((None, 0, 1, 2), repeat=len(order)):
@@ -108,20 +108,22 @@ def test_stages_of_a_device_may_be_recomputed_early(schedule: str, order: tuple[
 
 
 def recomputed(stage: int, *, ahead: int) -> Decision:
-    """A stage of one layer goes forward twice."""
+    """Return whether a stage of one layer runs two forwards."""
     return Decision(stage=stage, subject=Run(start=stage, stop=stage + 1), what=What.RECOMPUTE, ahead=ahead)
 
 
 def test_what_a_backward_answers_is_joined_before_it() -> None:
-    """The last but one stage of 1F1B sends, and goes backward at once: its gradients prove that the send arrived."""
+    """The last but one stage of 1F1B sends, and runs a backward at once: its gradients prove that the send
+    arrived.
+    """
     first = lower(chain_plan("1f1b", 1, (0, 1, 2))).actions[0]
     assert " ".join(map(str, first)) == "0RECV_B0 0LOAD0 0F0 0SEND_F0 0WAIT_RECV_B0 0WAIT_SEND_F0 0B0 0STEP"
 
 
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 def test_gradients_are_summed_where_several_stages_have_a_parameter(clip_norm: float | None) -> None:
-    """Of three shared parameters one is on the first stage alone, and one is not trained. The other one's gradients are
-    summed on the stages that have it; then all stages agree on a norm, where there is one.
+    """One of three shared parameters is on the first stage alone, one is frozen. The third's gradients are
+    summed over its stages; then, with clipping, all stages agree on a norm.
     """
     shared = tuple(
         SharedParameter(

@@ -1,4 +1,4 @@
-"""Endless schedules against drawings, closed forms, and a count of weight versions that is kept by hand."""
+"""Asynchronous schedules against drawings, closed forms, and an independent count of weight versions."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from pipefit.simulator import Simulation
 from pipelines import equal_profile, make_plan
 from sampled import sampled
 
-# Stage by stage: the first step of four microbatches, one in the middle, and the drain. A bar is an update of a copy,
-# a dot one in place.
+# Stage by stage: the first step of four microbatches, one in the middle, and the drain. A bar is an update of
+# a copy, a dot one in place.
 PIPEDREAM_FIRST = """
 F0 F1 F2 F3 B0|
 F0 F1 F2 B0| F3 B1|
@@ -39,7 +39,7 @@ B-2. B-1.
 B-1.
 
 """
-# Of two versions: a bar is an update of a copy, an arrow the moment from which forwards use it.
+# With two versions: a bar is an update of a copy, an arrow the moment from which forwards use it.
 TWO_FIRST = """
 F0 F1 F2 B0
 F0 F1 B0 F2 B1
@@ -58,12 +58,12 @@ B-1.
 
 
 def plan_of(schedule: str, stages: int, microbatches: int) -> Plan:
-    """One layer on each of so many devices."""
+    """Build a plan with one layer on each of `devices` devices."""
     return make_plan(equal_profile(stages), [1] * stages, microbatches=microbatches, schedule=schedule)
 
 
 def drawn(program: Program) -> str:
-    """What every stage computes, as it is drawn above."""
+    """Draw the passes of every stage in the notation above."""
     return "\n" + "\n".join(" ".join(_drawn(actions)) for actions in program.actions) + "\n"
 
 
@@ -104,7 +104,7 @@ def test_the_parts_of_an_endless_schedule_are_as_drawn(
 
 
 def test_a_step_of_one_microbatch_is_the_program_written_by_hand() -> None:
-    """A stage's sends of the step before are joined behind this step's first computation."""
+    """A stage's sends of the step before are joined after this step's first pass."""
     plan = plan_of("pipedream", 2, 1)
     body = """
         device 0: 0RECV_B-1 0LOAD0 0F0 0SEND_F0 0WAIT_RECV_B-1 0B-1 0WAIT_SEND_F0 0STASH-1 0STEP-1 0WAIT_STASH-1
@@ -118,7 +118,7 @@ def test_a_step_of_one_microbatch_is_the_program_written_by_hand() -> None:
 
 
 def sizes_of(schedule: str, stages: int) -> list[tuple[int, ...]]:
-    """Steps of all sorts: of one microbatch, of many, and of smaller batches between them."""
+    """Draw steps of any size: of one microbatch, of many, and of smaller batches between them."""
     if schedule == "pipedream":
         return [(1,) * 3 * stages, (stages,) * 3, (2 * stages + 1, 1, 2, 7), (3, 3)]
     return [(stages,) * 4, (stages + 2, stages, 2 * stages, stages + 1)]
@@ -127,9 +127,9 @@ def sizes_of(schedule: str, stages: int) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("schedule", ENDLESS)
 @pytest.mark.parametrize("stages", sampled(range(1, 9), often=(1, 2, 3, 5, 8)))
 def test_steps_and_drains_of_an_endless_schedule_fit_together(schedule: str, stages: int) -> None:
-    """Whatever the sizes of steps, and whenever the pipeline is drained: one step joins what the one before has
-    started, every message has its partner, no device waits without end, every microbatch goes forward and backward
-    through the same weights, and in the end all stages have learnt from all.
+    """Steps of any size fit together, with drains at any time: each step joins the starts of the one before,
+    every message has its partner, no device deadlocks, forward and backward of a microbatch use the same
+    weights, and in the end all stages have learnt from all microbatches.
     """
     for sizes in sizes_of(schedule, stages):
         plan = plan_of(schedule, stages, max(sizes))
@@ -144,7 +144,7 @@ def test_steps_and_drains_of_an_endless_schedule_fit_together(schedule: str, sta
 
 
 class Weights:
-    """The versions of one stage's weights, each a set of the microbatches whose gradients are in it."""
+    """The versions of one stage's weights, each the set of microbatches whose gradients it contains."""
 
     def __init__(self) -> None:
         self.newest: list[int] = []
@@ -178,7 +178,7 @@ class Weights:
 
 
 def followed(program: Program) -> list[Weights]:
-    """The weights of every stage after a program."""
+    """Return the weights of every stage after a program."""
     found = [Weights() for _ in program.actions]
     for weights, actions in zip(found, program.actions, strict=True):
         for action in actions:
@@ -189,8 +189,8 @@ def followed(program: Program) -> list[Weights]:
 @pytest.mark.parametrize("stages", range(1, 9))
 @pytest.mark.parametrize("microbatches", [1, 2, 5, 8])
 def test_pipedream_holds_a_version_for_every_microbatch_in_flight(stages: int, microbatches: int) -> None:
-    """Stage s has P-s microbatches in flight and as many versions; microbatch k goes through weights that have learnt
-    from all but the P-s-1 before it, forward and backward; and after a drain all have learnt from all.
+    """Stage s has P-s microbatches in flight and P-s versions; microbatch k uses weights that have learnt
+    from all but the P-s-1 before it, forward and backward; after a drain all stages have learnt from all.
     """
     plan = plan_of("pipedream", stages, microbatches)
     sizes = (microbatches,) * (3 * stages // microbatches + 2)
@@ -204,7 +204,7 @@ def test_pipedream_holds_a_version_for_every_microbatch_in_flight(stages: int, m
 @pytest.mark.parametrize("stages", range(1, 9))
 @pytest.mark.parametrize("more", [0, 1, 5])
 def test_two_buffered_holds_two_versions(stages: int, more: int) -> None:
-    """On every stage, and all stages agree: the microbatches of step b have learnt from the first b-1 steps."""
+    """On every stage microbatches of step b use weights that have learnt from the first b-1 steps."""
     count, steps = stages + more, 5
     plan = plan_of("pipedream-2bw", stages, count)
     for stage, weights in enumerate(followed(one_program(plan, (count,) * steps, drained=True))):
@@ -236,7 +236,7 @@ def test_two_buffered_needs_a_microbatch_for_every_stage() -> None:
 
 
 def shared(plan: Plan) -> Plan:
-    """A parameter of the first layer is the last layer's too."""
+    """Build layers; the first and the last share a parameter."""
     tied = SharedParameter(name="tied", users=(0, 2), nbytes=8, gradient_bytes=8, state_bytes=0)
     measurement = replace(plan.profile.measurements[0], shared=(tied,))
     return replace(plan, profile=replace(plan.profile, measurements=(measurement,)))
@@ -244,7 +244,9 @@ def shared(plan: Plan) -> Plan:
 
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_what_stages_would_have_to_agree_on_is_refused(schedule: str) -> None:
-    """A common norm and a loss scale, where the training is born; the synchronous schedules take them."""
+    """A common norm and a loss scale are refused when the training is constructed; the synchronous schedules
+    take them.
+    """
     plan = plan_of(schedule, 3, 4)
     with pytest.raises(UsageError, match=r"cannot be clipped to a common norm, .* or use schedule 1f1b"):
         replace(plan.training, clip_norm=1.0)
@@ -255,7 +257,7 @@ def test_what_stages_would_have_to_agree_on_is_refused(schedule: str) -> None:
 
 
 def test_versions_are_asked_for_where_there_are_some() -> None:
-    """A synchronous schedule has one version of the weights, and says whose option this is."""
+    """A synchronous schedule has one weight version; the error names the schedules with the option."""
     with pytest.raises(
         UsageError, match=r"1f1b has no versions of weights .* belong to pipedream and pipedream-2bw"
     ):
@@ -267,14 +269,14 @@ def test_versions_are_asked_for_where_there_are_some() -> None:
 
 
 def test_a_training_knows_which_schedules_are_endless() -> None:
-    """The names that it knows are those that are lowered to programs without end."""
+    """The schedules that a training treats as asynchronous are those lowered to programs without a flush."""
     assert {name for name in (*SCHEDULES, *ENDLESS) if plan_of(name, 1, 1).training.endless} == set(ENDLESS)
 
 
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_what_has_no_meaning_without_a_flush_is_refused(schedule: str) -> None:
-    """Shared parameters on several stages, several stages on a device, and gradients that wait for another batch: each
-    is named, with the ways out.
+    """Shared parameters on several stages, several stages on a device, and accumulated batches are each
+    named, with alternatives.
     """
     plan = plan_of(schedule, 3, 4)
     for refused, message in (
@@ -294,7 +296,9 @@ def test_what_has_no_meaning_without_a_flush_is_refused(schedule: str) -> None:
 
 
 def test_a_copy_of_weights_takes_as_long_as_its_bytes_need_to_be_read_and_written() -> None:
-    """On the first of two stages there is a copy for every microbatch; on the last, which updates in place, none."""
+    """The first of two stages copies weights for every microbatch; the last, which updates in place, never
+    does.
+    """
     plan = make_plan(equal_profile(2, parameter_bytes=10**9), [1, 1], microbatches=3, schedule="pipedream")
     simulation = Simulation(plan)
     copies = [

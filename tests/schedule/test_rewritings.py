@@ -28,17 +28,17 @@ from pipelines import equal_profile, make_plan
 
 
 def order(text: str) -> Order:
-    """Actions in a row."""
+    """Join actions in a row."""
     return list(map(parse_action, text.split()))
 
 
 def words(actions: Order) -> str:
-    """The text of actions in a row."""
+    """Return the text of actions in a row."""
     return " ".join(map(str, actions))
 
 
 def run(start: int, stop: int, *, stage: int = 0, ahead: int = 0, which: tuple[int, ...] = ()) -> Decision:
-    """Layers `start` to `stop - 1` are recomputed; of which microbatches: taken, every, first."""
+    """Recompute layers `start` to `stop - 1` for microbatches given by taken, every, first."""
     subject = Run(start=start, stop=stop)
     return Decision(
         stage=stage, subject=subject, what=What.RECOMPUTE, microbatches=Microbatches(*which), ahead=ahead
@@ -46,13 +46,13 @@ def run(start: int, stop: int, *, stage: int = 0, ahead: int = 0, which: tuple[i
 
 
 def move(*tensors: tuple[int, int], stage: int = 0, place: str = "host", **when: int) -> Decision:
-    """Saved tensors that are offloaded together."""
+    """Build saved tensors that are offloaded together."""
     subject = SavedTensors(tensors=tensors)
     return Decision(stage=stage, subject=subject, what=What.OFFLOAD, place=parse_place(place), **when)
 
 
 def one_stage(*decisions: Decision, layers: int = 9, microbatches: int = 1) -> Plan:
-    """One stage of equal layers under GPipe."""
+    """Build one stage of equal layers under GPipe."""
     profile = equal_profile(layers)
     return make_plan(profile, [layers], microbatches=microbatches, schedule="gpipe", decisions=decisions)
 
@@ -72,7 +72,9 @@ def one_stage(*decisions: Decision, layers: int = 9, microbatches: int = 1) -> P
     ],
 )
 def test_runs_that_are_recomputed_cut_forwards_and_backwards(decisions: list[Decision], drawn: str) -> None:
-    """A run keeps its inputs alone and goes forward again just before its backward; what is around it is one piece."""
+    """A recomputed run keeps only its inputs and is recomputed just before its backward; the layers around it
+    form one piece each.
+    """
     plan = one_stage(*decisions)
     (found,) = recomputed([order("0F0 0B0")], plan)
     assert words(found) == drawn
@@ -87,14 +89,18 @@ def test_runs_that_are_recomputed_cut_forwards_and_backwards(decisions: list[Dec
     ],
 )
 def test_a_recomputation_may_be_early(ahead: int, drawn: str) -> None:
-    """Ahead 1 stands before the compute action that is one before the backward, but never before its own forward."""
+    """With ahead 1, the recomputation is one compute action before the backward, but never before its
+    forward.
+    """
     plan = one_stage(run(0, 1, ahead=ahead), layers=2, microbatches=2)
     (found,) = recomputed([order("0F0 0F1 0B0 0B1")], plan)
     assert words(found) == drawn
 
 
 def test_a_share_of_the_microbatches_is_recomputed() -> None:
-    """Of every three from number 1 on two: 1, 2, not 3, and 4; numbers before the first one count on backwards."""
+    """Two of every three microbatches from number 1 on: 1, 2, not 3, and 4; numbers before the first count
+    backwards.
+    """
     which = Microbatches(2, 3, 1)
     assert [number for number in range(-3, 6) if number in which] == [-2, -1, 1, 2, 4, 5]
     plan = one_stage(run(0, 2, which=(2, 3, 1)), layers=2, microbatches=4)
@@ -118,7 +124,7 @@ def test_a_share_of_the_microbatches_is_recomputed() -> None:
 def test_a_word_says_which_microbatches_are_kept(
     recompute: Recompute, schedule: str, kept: list[int]
 ) -> None:
-    """`except_one` keeps the microbatch that goes backward first: there keeping costs least."""
+    """`except_one` keeps the microbatch with the first backward, which costs least to keep."""
     again = recomputed_microbatches(recompute, schedule, 4) or ()
     assert [number for number in range(4) if number not in again] == kept
     plan = make_plan(equal_profile(2), [1, 1], schedule=schedule, recompute=recompute)
@@ -127,12 +133,12 @@ def test_a_word_says_which_microbatches_are_kept(
 
 @pytest.mark.parametrize("recompute", ["never", "except_last", "except_one"])
 def test_one_microbatch_is_kept_unless_all_are_recomputed(recompute: Recompute) -> None:
-    """Where there is one microbatch it is the last, and the one that goes backward first: nothing is recomputed."""
+    """A single microbatch is both the last and the first to run backward: nothing is recomputed."""
     assert recomputed_microbatches(recompute, "gpipe", 1) is None
 
 
 def test_an_unknown_word_for_recomputing_is_refused() -> None:
-    """With the words that there are."""
+    """An unknown word is refused with the valid ones."""
     with pytest.raises(
         UsageError, match="recompute is one of never, always, stages, except_last, except_one, not 'INVALID'"
     ):
@@ -140,14 +146,14 @@ def test_an_unknown_word_for_recomputing_is_refused() -> None:
 
 
 def test_a_layer_is_recomputed_by_one_decision() -> None:
-    """Runs may meet, but two that recompute a layer for one microbatch are refused; for others they are not."""
+    """Adjacent runs are allowed; two runs that recompute a layer for the same microbatch are refused."""
     with pytest.raises(UsageError, match="layer 2 is recomputed already for microbatch 0"):
         lower(one_stage(run(0, 3), run(2, 5), microbatches=2))
     lower(one_stage(run(0, 3, which=(1, 2, 0)), run(2, 5, which=(1, 2, 1)), microbatches=2))
 
 
 def sharing() -> ModelProfile:
-    """Four layers, of which the first and the last share a parameter."""
+    """Build four layers; the first and the last share a parameter."""
     one = layer((value(8),), (value(8),), parameter_bytes=4)
     model = measurement([one] * 4, layer((value(8), value(1, requires_grad=False)), (value(4),)))
     shared = SharedParameter(name="layer0.w", users=(0, 3), nbytes=4, gradient_bytes=4, state_bytes=0)
@@ -155,7 +161,7 @@ def sharing() -> ModelProfile:
 
 
 def test_pieces_may_share_a_parameter() -> None:
-    """Its later users run by themselves too: their gradients wait."""
+    """Later users of a shared parameter form separate pieces: their gradients wait."""
     plan = make_plan(sharing(), [4], microbatches=1, decisions=(run(0, 1), run(2, 4)))
     assert words([action for action in lower(plan).actions[0] if "LOAD" not in str(action)]) == (
         "0N0[0:1] 0F0[1:2] 0N0[2:4] 0R0[2:4] 0B0[2:4] 0B0[1:2] 0R0[0:1] 0B0[0:1] 0STEP"
@@ -163,7 +169,7 @@ def test_pieces_may_share_a_parameter() -> None:
 
 
 def test_two_stages_of_a_device_that_share_a_parameter_are_refused() -> None:
-    """Each would have a copy of its own; the same stages on devices of their own sum their gradients."""
+    """Each of the two stages would have a separate copy; on different devices they sum their gradients."""
     plan = make_plan(sharing(), [1, 1, 1, 1], schedule="gpipe")
     assert "0REDUCE[0.shared]" in words(list(lower(plan).actions[0]))
     with pytest.raises(UsageError, match=r"stages 0 and 3 of device 0 share parameter 'layer0.w'"):
@@ -187,7 +193,7 @@ def test_communication_stands_around_pieces() -> None:
 
 
 def test_stages_of_one_device_send_to_each_other() -> None:
-    """Two stages of a device are joined like any two: a send and a receive on the same device."""
+    """Two stages of a device are connected like any two: a send and a receive on the same device."""
     plan = make_plan(equal_profile(2), [1, 1], devices=1, microbatches=1, schedule="gpipe")
     (rank,) = computes(plan, schedule_named("gpipe"), 1)
     assert words(rank) == "0F0 1F0 1B0 0B0"
@@ -235,7 +241,7 @@ def test_stages_of_one_device_send_to_each_other() -> None:
 def test_copies_leave_behind_their_forward_and_come_back_ahead_of_their_backward(
     when: dict[str, int], drawn: str
 ) -> None:
-    """So many compute actions hide each way."""
+    """`count` compute actions hide each direction of a copy."""
     plan = one_stage(move((0, 0), **when), layers=1, microbatches=3)
     before = order("0LOAD0 0F0 0LOAD1 0F1 0LOAD2 0F2 0B0 0B1 0B2")
     assert words(copied(before, plan, ())) == drawn
@@ -245,7 +251,7 @@ def test_copies_leave_behind_their_forward_and_come_back_ahead_of_their_backward
     ("behind", "ahead", "moved"), [(1, 1, 1), (1, 2, 0), (2, 1, 0), (0, 2, 1), (2, 0, 1)]
 )
 def test_where_there_is_no_time_between_the_ways_nothing_moves(behind: int, ahead: int, moved: int) -> None:
-    """The way out must have ended before the way back begins: three compute actions from forward to backward have room
+    """The offload must end before the reload begins: three compute actions from forward to backward have room
     for two.
     """
     plan = one_stage(move((0, 0), behind=behind, ahead=ahead), layers=1, microbatches=1)
@@ -254,8 +260,8 @@ def test_where_there_is_no_time_between_the_ways_nothing_moves(behind: int, ahea
 
 
 def test_a_copy_waits_for_the_send_and_fills_the_wait_for_the_receive() -> None:
-    """An OFFLOAD starts behind the SEND of the same forward and is joined behind its WAIT; a RELOAD that is ahead
-    stands before the receives that its compute action waits for.
+    """An OFFLOAD starts after the SEND of the same forward and is joined after its WAIT; a RELOAD ahead is
+    before the receives of its compute action.
     """
     decision = move((0, 0), behind=1, ahead=1)
     plan = make_plan(equal_profile(4), [1] * 4, microbatches=4, decisions=(decision,))
@@ -267,7 +273,9 @@ def test_a_copy_waits_for_the_send_and_fills_the_wait_for_the_receive() -> None:
 
 
 def test_tensors_of_one_decision_move_as_a_bundle() -> None:
-    """A decision that moves several is one action; equal sets are one bundle, and a single tensor needs none."""
+    """A decision that moves several tensors is one action; equal sets are one bundle, and a single tensor
+    needs none.
+    """
     plan = make_plan(
         equal_profile(4),
         [2, 2],
@@ -303,6 +311,6 @@ def test_what_the_backward_needs_first_decides_when_a_bundle_is_back() -> None:
     ],
 )
 def test_what_cannot_be_moved_is_refused(decisions: tuple[Decision, ...], message: str) -> None:
-    """What is recomputed is not there to move, what is not kept neither."""
+    """Recomputed tensors and tensors that are not saved cannot be moved."""
     with pytest.raises(UsageError, match=message):
         lower(one_stage(*decisions, microbatches=4))

@@ -1,4 +1,4 @@
-"""The room that arenas take: on disks with their buffers, in pinned memory, and on members that have too little."""
+"""Room for arenas: on disks with their buffers, in pinned memory, and on members with too little."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOST, DISK = Member.host(0), Member(MemberKind.DISK, 0)
 
 
 def made(backend: str = "emulated", **host: int) -> Plan:
-    """Two stages on the first two of three devices; their host has a disk."""
+    """Build two stages on the first two of three devices; their host has a disk."""
     cluster = replace(make_cluster(3, memory_bytes=100), hosts=(Host(**{"memory_bytes": 1 << 40, **host}),))
     plan = make_plan(equal_profile(2), [1, 1], microbatches=1, cluster=replace(cluster, backend=backend))
     assert len(plan.stages) == 2
@@ -28,7 +28,7 @@ def made(backend: str = "emulated", **host: int) -> Plan:
 
 @given(st.integers(1, 3000), st.integers(1, 60))
 def test_pinned_sizes_hold_all_slots_in_powers_of_two(slot_bytes: int, slots: int) -> None:
-    """Pieces are powers of two, hold every slot in one piece each, and are together less than twice the slots."""
+    """Pieces are powers of two, each holds whole slots, and their sum is less than twice the slots."""
     sizes = pinned_sizes(slot_bytes, slots)
     assert all(size & (size - 1) == 0 for size in sizes)
     assert sum(size // slot_bytes for size in sizes) >= slots
@@ -39,7 +39,7 @@ def test_pinned_sizes_hold_all_slots_in_powers_of_two(slot_bytes: int, slots: in
 @pytest.mark.parametrize("slot_bytes", [1, 3, 5, 7, 8, 12])
 @pytest.mark.parametrize("slots", range(1, 9))
 def test_no_other_powers_of_two_are_fewer_bytes(slot_bytes: int, slots: int) -> None:
-    """All ways to choose so many powers of two or fewer, none of them smaller than a slot."""
+    """No other choice of that many powers of two or fewer, each at least a slot, has fewer bytes."""
     powers = [1 << n for n in range(8) if 1 << n >= slot_bytes]
     fewest = min(
         sum(sizes)
@@ -64,8 +64,8 @@ def test_members_set_aside_what_they_lend_to_whom() -> None:
 
 
 def test_buffers_before_a_disk_are_bounded() -> None:
-    """Slots of 16 MiB pass through four buffers of 4 MiB, however many slots there are; smaller ones through four as
-    large as the largest slot. Every device has its own.
+    """Slots of 16 MiB pass through four buffers of 4 MiB, for any number of slots; smaller ones through four
+    of the largest slot's size. Every device has separate buffers.
     """
     for slots in (1, 9):
         needed = room_needed(
@@ -84,7 +84,7 @@ def test_buffers_before_a_disk_are_bounded() -> None:
     ],
 )
 def test_a_member_with_a_byte_too_little_is_named(arena: Arena, room: dict[str, int]) -> None:
-    """With as much as it needs it passes. One slot of a byte more is refused, with the excess and for whom it is."""
+    """Exactly enough memory passes. A byte less is refused, with the excess and the borrower."""
     plan, more = made(disk_bytes=room.pop("disk_bytes", 1), **room), arena._replace(slots=1, slot_bytes=1)
     check_room(plan, [arena])
     with pytest.raises(
@@ -94,5 +94,5 @@ def test_a_member_with_a_byte_too_little_is_named(arena: Arena, room: dict[str, 
 
 
 def test_a_device_with_a_stage_counts_what_it_lends_with_all_else() -> None:
-    """It is no business of this check."""
+    """A device with a stage counts its loans with all else, outside this check."""
     check_room(made(), [Arena(Member.device(1), 0, 1, 1 << 50)])

@@ -62,7 +62,7 @@ device 1: 1RECV_F0 1RECV_F1 1WAIT_RECV_F0 1LOAD0 1F0 1WAIT_RECV_F1 1LOAD1 1F1 \
 
 
 def table(schedule: str, stages: int, microbatches: int) -> str:
-    """A schedule drawn as text, a row for each stage."""
+    """Parse a schedule drawn as text, a row for each stage."""
     rows = [one_each(schedule, stage, stages, microbatches) for stage in range(stages)]
     return (
         "\n"
@@ -72,7 +72,7 @@ def table(schedule: str, stages: int, microbatches: int) -> str:
 
 
 def one_each(schedule: str, stage: int, stages: int, microbatches: int) -> list[Compute]:
-    """What a stage with a device of its own computes."""
+    """Return the passes of a stage with a device to itself."""
     return list(SCHEDULES[schedule](stage, stages, 1, microbatches))
 
 
@@ -98,7 +98,7 @@ def test_a_schedule_is_the_table_drawn_by_hand(
     [("gpipe", GPIPE_2_RANKS_2_CHUNKS_3), ("torchgpipe", TORCHGPIPE_2_RANKS_2_CHUNKS_3)],
 )
 def test_a_schedule_of_two_stages_on_each_rank_is_the_table_drawn_by_hand(schedule: str, drawn: str) -> None:
-    """As many microbatches as there are ranks go round the ranks together; backwards go round the other way."""
+    """Groups of one microbatch per rank go round the ranks; backwards go round the other way."""
     rows = [SCHEDULES[schedule](rank, 2, 2, 3) for rank in range(2)]
     lines = [" ".join(f"{stage}{kind.value}{microbatch}" for kind, stage, microbatch in row) for row in rows]
     assert "\n" + "\n".join(lines) + "\n" == drawn
@@ -106,7 +106,7 @@ def test_a_schedule_of_two_stages_on_each_rank_is_the_table_drawn_by_hand(schedu
 
 @pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b"])
 def test_1f1b_refuses_several_stages_on_a_rank(schedule: str) -> None:
-    """Its order is for one stage on each device; the error says what to do."""
+    """1F1B orders one stage on each device; the error says what to do."""
     plan = make_plan(equal_profile(4), [1] * 4, devices=2, schedule=schedule)
     with pytest.raises(
         UsageError,
@@ -117,7 +117,7 @@ def test_1f1b_refuses_several_stages_on_a_rank(schedule: str) -> None:
 
 @pytest.mark.parametrize("order", [(0, 0, 1, 1), (0, 1, 1, 0), (0, 1, 0)])
 def test_stages_that_do_not_go_round_the_ranks_are_refused(order: tuple[int, ...]) -> None:
-    """A schedule takes stages that go round the devices in turn, as often on each; the error shows who holds what."""
+    """Stages must go round the devices in turn, equally often on each; the error shows the placement."""
     plan = make_plan(equal_profile(len(order)), [1] * len(order), schedule="gpipe")
     plan = replace(
         plan, stages=tuple(replace(s, grid=Grid.of(d)) for s, d in zip(plan.stages, order, strict=True))
@@ -134,8 +134,8 @@ def test_stages_that_do_not_go_round_the_ranks_are_refused(order: tuple[int, ...
 def test_every_microbatch_goes_forward_once_and_backward_once(
     schedule: str, stages: int, microbatches: int
 ) -> None:
-    """A stage's 2M compute actions hold each microbatch's forward before its backward; forwards from the first on, and
-    backwards too, but under torchgpipe.
+    """A stage's 2M compute actions hold each microbatch's forward before its backward, both in order of
+    microbatches, except torchgpipe's backwards.
     """
     for stage in range(stages):
         order, numbers = one_each(schedule, stage, stages, microbatches), list(range(microbatches))
@@ -155,7 +155,7 @@ def test_every_microbatch_goes_forward_once_and_backward_once(
 def test_several_stages_on_a_rank_compute_each_microbatch_once(
     schedule: str, chunks: int, ranks: int, microbatches: int
 ) -> None:
-    """Every stage of a rank has M forwards and M backwards; and devices never wait for each other in a circle."""
+    """Every stage of a rank has M forwards and M backwards; devices never deadlock."""
     split = [1] * (ranks * chunks)
     plan = make_plan(
         equal_profile(len(split)), split, devices=ranks, microbatches=microbatches, schedule=schedule
@@ -170,7 +170,7 @@ def test_several_stages_on_a_rank_compute_each_microbatch_once(
 @pytest.mark.parametrize("stages", range(1, 9))
 @pytest.mark.parametrize("microbatches", [1, 2, 5, 8, 16])
 def test_microbatches_in_flight_follow_the_closed_forms(stages: int, microbatches: int) -> None:
-    """Stage s holds M microbatches at most under GPipe, min(M, P-s) under 1F1B, min(M, 2(P-s)-1) if it is eager."""
+    """Stage s holds at most M microbatches under GPipe, min(M, P-s) under 1F1B, min(M, 2(P-s)-1) if eager."""
     for stage in range(stages):
         assert most_in_flight("gpipe", stage, stages, microbatches) == microbatches
         assert most_in_flight("torchgpipe", stage, stages, microbatches) == microbatches
@@ -181,7 +181,7 @@ def test_microbatches_in_flight_follow_the_closed_forms(stages: int, microbatche
 
 
 def test_a_longer_warm_up_hides_messages() -> None:
-    """Where a message takes as long as a forward, the eager order has a shorter step."""
+    """If a message takes as long as a forward, the eager order has a shorter step."""
     slow = make_cluster(4, latency_seconds=1.0)
     seconds = {
         schedule: Simulation(
@@ -193,7 +193,7 @@ def test_a_longer_warm_up_hides_messages() -> None:
 
 
 def most_in_flight(schedule: str, stage: int, stages: int, microbatches: int) -> int:
-    """The most microbatches whose backward is still to come."""
+    """Return the most microbatches with a pending backward."""
     held = [0]
     for kind, _, _ in one_each(schedule, stage, stages, microbatches):
         held.append(held[-1] + (1 if kind is Kind.FORWARD else -1))
@@ -209,7 +209,7 @@ def test_an_unknown_schedule_is_refused_with_the_choices() -> None:
 
 
 def test_a_lowered_gpipe_is_the_program_written_by_hand() -> None:
-    """Receives are posted one compute action ahead, sends joined one behind, data loaded at both ends."""
+    """Receives are posted one compute action ahead, sends joined one later, data loaded at both ends."""
     plan = make_plan(equal_profile(2), [1, 1], microbatches=2, schedule="gpipe")
     assert lower(plan) == parse_program(
         GPIPE_PROGRAM,
@@ -219,7 +219,7 @@ def test_a_lowered_gpipe_is_the_program_written_by_hand() -> None:
 
 
 def test_a_lowered_1f1b_sends_and_receives_in_both_directions() -> None:
-    """A middle stage under 1F1B overlaps both directions with its computing."""
+    """A middle stage under 1F1B overlaps both directions with computing."""
     plan = make_plan(equal_profile(3), [1, 1, 1], microbatches=2)
     assert " ".join(map(str, lower(plan).actions[1])) == (
         "1RECV_F0 1RECV_F1 1WAIT_RECV_F0 1F0 1SEND_F0 1RECV_B0 1WAIT_RECV_F1 1F1 1WAIT_SEND_F0 1SEND_F1 "
@@ -230,7 +230,7 @@ def test_a_lowered_1f1b_sends_and_receives_in_both_directions() -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages", sampled(range(1, 9), often=(1, 2, 3, 5, 8)))
 def test_a_lowered_program_never_deadlocks(schedule: str, stages: int) -> None:
-    """For up to 8 stages and 16 microbatches, every device comes to the end of two steps."""
+    """For up to 8 stages and 16 microbatches, every device completes two steps."""
     for microbatches in range(1, 17):
         plan = make_plan(equal_profile(stages), [1] * stages, microbatches=microbatches, schedule=schedule)
         assert min(Simulation(plan, steps=2).step_seconds) > 0.0

@@ -19,14 +19,14 @@ from shards import sharded
 
 
 def lines(plan: Plan) -> list[str]:
-    """A line for each device."""
+    """Return a line for each device."""
     program = lower(plan)
     assert parse_program(str(program), placement=program.placement, microbatches=1) == program
     return [" ".join(map(str, actions)) for actions in program.actions]
 
 
 def test_one_device_sends_to_every_shard_and_hears_from_one() -> None:
-    """Both shards need the whole inputs; their gradients are equal, so that one of them sends."""
+    """Both shards need the whole inputs; their gradients are equal, so one of them sends."""
     assert lines(sharded((1, 1), (1, 2))) == [
         (
             "0RECV_B0{0:4}@device1 0LOAD0 0F0 0SEND_F0{0:4}@device1 0SEND_F0{0:4}@device2 "
@@ -38,7 +38,7 @@ def test_one_device_sends_to_every_shard_and_hears_from_one() -> None:
 
 
 def test_equal_degrees_exchange_shard_by_shard() -> None:
-    """Every shard sends to one, and hears from it."""
+    """Every shard sends to one shard, and receives from it."""
     found = lines(sharded((1, 2), (1, 2)))
     for shard in (0, 1):
         assert f"0SEND_F0{{0:4}}@device{shard + 2} 0WAIT_RECV_B0{{0:4}}@device{shard + 2}" in found[shard]
@@ -46,7 +46,9 @@ def test_equal_degrees_exchange_shard_by_shard() -> None:
 
 
 def test_gradients_are_summed_over_devices_with_the_same_shard() -> None:
-    """Two replicas of two shards each: devices 0 and 2, and 1 and 3. A single replica sums nothing."""
+    """Two replicas of two shards each sum over devices 0 and 2, and 1 and 3. A single replica
+    sums nothing.
+    """
     found = lines(sharded((2, 2), (1, 2)))
     assert all("0REDUCE@device0*1+device2*1 " in found[device] for device in (0, 2))
     assert all("0REDUCE@device1*1+device3*1 " in found[device] for device in (1, 3))
@@ -54,7 +56,7 @@ def test_gradients_are_summed_over_devices_with_the_same_shard() -> None:
 
 
 def test_a_shared_parameter_is_summed_shard_by_shard() -> None:
-    """Over all devices of both stages that have the same part of it."""
+    """A shared parameter is summed over all devices of both stages with the same part of it."""
     found = lines(sharded((1, 2), (1, 2), shared=(tied(),)))
     for device, line in enumerate(found):
         own, other = device % 2, device % 2 + 2
@@ -63,7 +65,9 @@ def test_a_shared_parameter_is_summed_shard_by_shard() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_every_device_receives_its_rows_once_and_nobody_sends_for_another(seed: int) -> None:
-    """Of random degrees: each row of a slice arrives once, and the shards of a sender share the receivers evenly."""
+    """For random degrees each row of a local batch arrives once, and the shards of a sender share the
+    receivers evenly.
+    """
     rng = Random(seed)
     degrees = [(rng.choice([1, 2, 3]), rng.choice([1, 2, 4])) for _ in range(rng.randint(2, 4))]
     plan = sharded(*degrees, samples=12, schedule=rng.choice(["gpipe", "1f1b"]))
@@ -89,12 +93,14 @@ def test_every_device_receives_its_rows_once_and_nobody_sends_for_another(seed: 
 
 
 def tied(form: str = "") -> SharedParameter:
-    """A parameter of two layers."""
+    """Build two layers with one parameter."""
     return SharedParameter(name="w", users=(0, 1), nbytes=4, gradient_bytes=4, state_bytes=0, form=form)
 
 
 def test_a_parameter_shared_by_stages_with_other_parts_is_refused() -> None:
-    """Of another number of shards, or divided otherwise because their slices are of other sizes."""
+    """Stages with other numbers of shards, or divided otherwise because of other local batch sizes, cannot
+    share a parameter.
+    """
     refused = r"stage 0 has 2 tensor shards in . replicas?, and shares parameter 'w' with stage 1 in 1 replica, which "
     with pytest.raises(
         UsageError, match=f"{refused}has 1 shard: give both as many shards, or put all layers"
@@ -110,7 +116,7 @@ def test_a_parameter_shared_by_stages_with_other_parts_is_refused() -> None:
 
 
 def test_stages_of_one_rank_are_divided_alike() -> None:
-    """Two stages on the same devices are both divided, or neither is."""
+    """Two stages on the same devices are both divided, or neither."""
     plan = sharded((1, 2), (2, 1), schedule="gpipe")
     stages = (plan.stages[0], Stage(start=1, stop=2, grid=Grid(devices=(0, 1), data=2)))
     with pytest.raises(
@@ -120,7 +126,9 @@ def test_stages_of_one_rank_are_divided_alike() -> None:
 
 
 def test_owners_bring_parameters_to_equal_shards() -> None:
-    """Where replicas divide the optimizer state, sums and what owners bring stay among devices with the same shard."""
+    """If replicas divide the optimizer state, sums and updated parameters stay among devices with the same
+    shard.
+    """
     plan = sharded((2, 2))
     grid = replace(plan.stages[0].grid, shard="optimizer")
     found = lines(replace(plan, stages=(replace(plan.stages[0], grid=grid),)))

@@ -23,19 +23,19 @@ from profiles_in_slices import gridded, resized
 
 
 def divided(schedule: str, shard: Sharding, versions: Versions = "weights") -> Plan:
-    """Two stages, the first of which has two replicas that divide something."""
+    """Build two stages; the first has two replicas that divide some state."""
     plan = gridded(2, 1, microbatches=2, schedule=schedule)
     first = replace(plan.stages[0], grid=replace(plan.stages[0].grid, shard=shard))
     return replace(plan, stages=(first, plan.stages[1]), training=replace(plan.training, versions=versions))
 
 
 def drawn(text: str) -> list[str]:
-    """A line for each device, as a program prints them."""
+    """Return a line for each device, as a program prints them."""
     return [" ".join(line.split()) for line in re.split(r"\n\s*(?=device )", text) if line.strip()]
 
 
 def test_neighbours_of_different_degree_exchange_just_their_rows() -> None:
-    """Three replicas send to two: the one in the middle has rows for both, and gets gradients from both."""
+    """Three replicas send to two: the middle one has rows for both, and gets gradients from both."""
     assert str(lower(gridded(3, 2, samples=6))).splitlines() == drawn(
         """
         device 0: 0RECV_B0{0:2}@device3 0LOAD0{0:2} 0F0 0SEND_F0{0:2}@device3
@@ -56,7 +56,7 @@ def test_neighbours_of_different_degree_exchange_just_their_rows() -> None:
 
 
 def test_one_device_names_the_many_and_the_many_name_their_rows() -> None:
-    """Two replicas send to one device, which says from whom each part is; an evaluation does the same."""
+    """Two replicas send to one device, which names the sender of each part; an evaluation does the same."""
     assert str(lower_evaluation(gridded(2, 1), microbatches=1)).splitlines() == drawn(
         """
         device 0: 0LOAD0{0:2} 0N0 0SEND_F0{0:2} 0WAIT_SEND_F0{0:2}
@@ -68,7 +68,7 @@ def test_one_device_names_the_many_and_the_many_name_their_rows() -> None:
 
 
 def test_shards_share_the_receivers_and_each_gets_its_rows_once() -> None:
-    """Two shards send to three, and back to two of them the third need not; sums are among equal shards."""
+    """Two shards send to three, and back to two; the third need not; sums are among equal shards."""
     plan = gridded(2, 2)
     grids = Grid(devices=(0, 1, 2, 3), data=2, tensor=2), Grid(devices=(4, 5, 6), tensor=3)
     of_ranks = tuple(replace(m, tensor=n) for n in (2, 3) for m in plan.profile.measurements)
@@ -98,13 +98,15 @@ def test_shards_share_the_receivers_and_each_gets_its_rows_once() -> None:
 
 
 def test_equal_degrees_exchange_one_to_one() -> None:
-    """Every replica sends all that it has to its partner."""
+    """Every replica sends all its rows to its partner."""
     messages = [a for a in lower(gridded(2, 2)).actions[1] if a.part and not a.wait]
     assert list(map(str, messages)) == ["0RECV_B0{2:4}@device3", "0LOAD0{2:4}", "0SEND_F0{2:4}@device3"]
 
 
 def test_gradients_of_a_shared_parameter_are_added_up_over_all_replicas_at_once() -> None:
-    """A stage's own sum leaves them out (`runtime.comm.collectives`); the shared one has the devices of both stages."""
+    """A stage's sum leaves shared parameters out (`runtime.comm.collectives`); their sum covers the devices
+    of both stages.
+    """
     tied = SharedParameter(name="w", users=(0, 1), nbytes=4, gradient_bytes=4, state_bytes=0)
     program = lower(gridded(2, 1, shared=(tied,), clip_norm=1.0))
     ends = [" ".join(str(action) for action in actions[-8:]) for actions in program.actions]
@@ -115,7 +117,7 @@ def test_gradients_of_a_shared_parameter_are_added_up_over_all_replicas_at_once(
 
 
 def test_a_smaller_last_microbatch_is_divided_too() -> None:
-    """Two rows instead of four: one each. Only the last one is smaller."""
+    """A last microbatch of two rows instead of four gives one to each replica."""
     program = lower(gridded(2, 1, microbatches=3), microbatches=2, last=2)
     loads = [str(a) for actions in program.actions for a in actions if "LOAD" in a.kind]
     assert loads == ["0LOAD0{0:2}", "0LOAD1{0:1}", "0LOAD0{2:4}", "0LOAD1{1:2}", "1LOAD0", "1LOAD1"]
@@ -123,7 +125,7 @@ def test_a_smaller_last_microbatch_is_divided_too() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_random_degrees_make_programs_that_end(seed: int) -> None:
-    """A program that would hang under NCCL's rules, or mix messages up, cannot be made."""
+    """Random degrees never make a program that hangs under NCCL's rules or mixes messages up."""
     rng = Random(seed)
     degrees = [rng.choice([1, 2, 3, 4, 6]) for _ in range(rng.randint(1, 5))]
     schedule = rng.choice(["gpipe", "1f1b", "eager-1f1b", "torchgpipe"])
@@ -134,8 +136,8 @@ def test_random_degrees_make_programs_that_end(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_steps_of_random_degrees_without_end_fit_together(schedule: str, seed: int) -> None:
-    """What one step starts the next one joins, and what is in flight of a smaller microbatch has its rows in all steps:
-    of every microbatch each stage receives and sends as many as it computes, whenever the pipeline is drained.
+    """Each step joins the starts of the one before, and a smaller microbatch in flight has its rows in all
+    steps: each stage receives and sends the rows of every microbatch it computes, with drains at any time.
     """
     rng = Random(seed)
     degrees = [rng.choice([1, 2, 3, 4, 6]) for _ in range(rng.randint(2, 4))]
@@ -190,13 +192,13 @@ def test_steps_of_random_degrees_without_end_fit_together(schedule: str, seed: i
     ],
 )
 def test_what_replicas_cannot_do_is_refused(plan: Plan, last: int | None, message: str) -> None:
-    """The error names the stage, and what would work."""
+    """The error names the stage and an alternative."""
     with pytest.raises(UsageError, match=message):
         lower(plan, last=last)
 
 
 def test_replicas_that_no_plan_can_have_are_refused() -> None:
-    """A microbatch that they do not divide, and slices of a size that was not profiled."""
+    """A microbatch that replicas do not divide, and local batches of unprofiled sizes, are refused."""
     plan = make_plan(equal_profile(2), [1, 1], cluster=make_cluster(6))
     stages = (
         Stage(start=0, stop=1, grid=Grid(devices=(0, 1, 2), data=3)),
@@ -215,7 +217,7 @@ def test_replicas_that_no_plan_can_have_are_refused() -> None:
 
 
 def test_a_batch_that_is_named_instead_works() -> None:
-    """Of degrees that differ from stage to stage all divide the microbatches of it, as many as before."""
+    """The suggested batch works: all degrees divide its microbatches, in the same number as before."""
     plan = gridded(3, 2, samples=6)
     one, sizes = plan.profile.measurements[0], (1, 2, 3, 4, 6)
     profile = replace(plan.profile, measurements=tuple(resized(one, size) for size in sizes))
@@ -236,7 +238,9 @@ def test_a_batch_that_is_named_instead_works() -> None:
 
 
 def test_degrees_that_are_no_grid_are_refused() -> None:
-    """Numbers below one, also where they multiply to the number of devices, and too few or many devices."""
+    """Degrees below one, even if they multiply to the number of devices, and too few or many devices are
+    refused.
+    """
     with pytest.raises(UsageError, match="a grid has 1 replica or more of 1 shard or more, not -1 of -1"):
         Grid(devices=(0,), data=-1, tensor=-1)
     with pytest.raises(UsageError, match="a grid has 1 replica or more of 1 shard or more, not 0 of 1"):
@@ -246,7 +250,7 @@ def test_degrees_that_are_no_grid_are_refused() -> None:
 
 
 def test_a_buffer_that_is_computed_with_and_changed_is_refused() -> None:
-    """It would become another in every replica, and nobody could say which is the model's."""
+    """Such a buffer would differ in every replica, with no single value for the model."""
     plan = gridded(2, 1)
     fed = tuple(
         replace(made, kinds=tuple(replace(kind, fed_back=("u",)) for kind in made.kinds))

@@ -1,4 +1,4 @@
-"""Parameters and gradients that are away while nothing uses them, drawn by hand."""
+"""Parameters and gradients offloaded between uses, drawn by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOST = parse_place("host")
 
 
 def move(kind: StateKind, start: int, stop: int, **when: int) -> Decision:
-    """A decision to move a state of some layers of the only stage."""
+    """Build a decision to move a state of some layers of the only stage."""
     subject = State(start=start, stop=stop, kind=kind)
     return Decision(stage=0, subject=subject, what=What.OFFLOAD, place=HOST, **when)
 
@@ -27,7 +27,7 @@ def move(kind: StateKind, start: int, stop: int, **when: int) -> Decision:
 def one_stage(
     *decisions: Decision, layers: int = 3, microbatches: int = 2, clip_norm: float | None = None
 ) -> Plan:
-    """Layers on one device under GPipe."""
+    """Build layers on one device under GPipe."""
     plan = make_plan(
         equal_profile(layers), [layers], microbatches=microbatches, schedule="gpipe", decisions=decisions
     )
@@ -35,8 +35,8 @@ def one_stage(
 
 
 def words(plan: Plan, *, update: bool = True) -> str:
-    """What the device does, in short: `in` and `out` for a RELOAD and an OFFLOAD with their joins behind them at once,
-    and without stage, place and loads.
+    """Abbreviate a device's actions, without stage, place and loads: `in` and `out` for a RELOAD and an
+    OFFLOAD with their joins right after them.
     """
     text = " ".join(
         word for word in str(lower(plan, update=update)).splitlines()[0].split()[2:] if "LOAD" not in word[:5]
@@ -88,13 +88,15 @@ def words(plan: Plan, *, update: bool = True) -> str:
     ids=["parameters", "parameters ahead", "gradients", "gradients at once"],
 )
 def test_a_state_is_there_where_it_is_used(decisions: list[Decision], drawn: str) -> None:
-    """Forwards and backwards are cut at its edges; between two uses it is away if something is computed meanwhile."""
+    """Forwards and backwards are cut at a state's edges; it is offloaded between two uses if something is
+    computed meanwhile.
+    """
     assert words(one_stage(*decisions)) == drawn
 
 
 def test_gradients_are_all_back_before_the_stages_agree() -> None:
-    """Clipping takes the norm of all of them, and they stay until the update. Those of layer 1 would only have left
-    when they are needed, so they stay all the time.
+    """Clipping takes the norm of all gradients, so they stay until the update. Layer 1's gradients would
+    leave only when they are needed, so they always stay.
     """
     found = words(one_stage(move("gradients", 1, 2), move("gradients", 2, 3), microbatches=1, clip_norm=1.0))
     assert found.endswith(
@@ -103,13 +105,13 @@ def test_gradients_are_all_back_before_the_stages_agree() -> None:
 
 
 def test_without_an_update_gradients_stay_for_the_next_batch() -> None:
-    """They are back on the device behind the last backward of their layers."""
+    """Without an update gradients return to the device after the last backward of their layers."""
     found = words(one_stage(move("gradients", 1, 2)), update=False)
     assert found.endswith("B1[2:3] in[1] B1[1:2] B1[0:1]")
 
 
 def test_what_is_recomputed_needs_its_parameters_again() -> None:
-    """They come in for the first forward, and stay from the second one to the backward."""
+    """Parameters are reloaded for the first forward, and stay from the recomputed forward to the backward."""
     again = Decision(stage=0, subject=Run(start=1, stop=2), what=What.RECOMPUTE)
     found = words(one_stage(again, move("parameters", 1, 2), microbatches=1))
     assert found == (
@@ -119,7 +121,9 @@ def test_what_is_recomputed_needs_its_parameters_again() -> None:
 
 
 def test_an_evaluation_has_all_parameters() -> None:
-    """They come in before its first forward and are freed behind its last one; gradients are none."""
+    """Parameters are reloaded before an evaluation's first forward and freed after its last one; it has no
+    gradients.
+    """
     plan = one_stage(move("parameters", 0, 2), move("parameters", 2, 3), move("gradients", 0, 3))
     text = str(lower_evaluation(plan, microbatches=1)).splitlines()[0]
     assert text == (
@@ -154,21 +158,21 @@ UPDATE = Decision(stage=0, subject=State(start=0, stop=2, kind="optimizer"), wha
     ],
 )
 def test_what_contradicts_itself_is_refused(decisions: list[Decision], message: str) -> None:
-    """The decision is named, and what it contradicts."""
+    """The error names the decision and its contradiction."""
     with pytest.raises(UsageError, match=message):
         lower(one_stage(*decisions))
 
 
 @pytest.mark.parametrize("kind", ["gradients", "parameters"])
 def test_layers_beside_those_that_the_host_updates_move(kind: StateKind) -> None:
-    """Before the first of them, or behind the last."""
+    """Layers before the first or after the last layer updated on the host may be moved."""
     lower(one_stage(move(kind, 2, 3), UPDATE))
     lower(one_stage(move(kind, 0, 1), replace(UPDATE, subject=State(start=1, stop=3, kind="optimizer"))))
 
 
 @pytest.mark.parametrize("gradient_bytes", [0, 4])
 def test_a_shared_parameter_moves_with_all_of_its_layers(gradient_bytes: int) -> None:
-    """A parameter that a layer outside the run uses too, trained or frozen, is named."""
+    """A parameter used by a layer outside the run, trained or frozen, is named."""
     profile = chain_profile([make_layer() for _ in range(3)])
     shared = SharedParameter(
         name="tied", users=(0, 2), nbytes=4, gradient_bytes=gradient_bytes, state_bytes=0
@@ -183,8 +187,8 @@ def test_a_shared_parameter_moves_with_all_of_its_layers(gradient_bytes: int) ->
 
 
 def test_gradients_leave_once_the_backwards_of_all_their_layers_have_borne_them() -> None:
-    """A part of their layers goes forward again within the first backward of a step: until its own backward there is
-    nothing that could leave.
+    """Some of the layers are recomputed within the first backward of a step: until their backward there are
+    no gradients to offload.
     """
     again = Decision(stage=0, subject=Run(start=0, stop=1), what=What.RECOMPUTE)
     plan = one_stage(again, move("gradients", 0, 2, behind=0))

@@ -19,8 +19,8 @@ LATENCY = 1e-5
 
 
 def star(lanes: list[int]) -> Cluster:
-    """Device 0 with a link of so many lanes to each other device; one more device and the host are reached by no link
-    of its own.
+    """Build device 0 with a link of given lanes to each other device, plus a device and a host without direct
+    links.
     """
     links = [
         Link.between("device0", f"device{n}", bytes_per_second=1e9, lanes=count, latency_seconds=LATENCY)
@@ -39,7 +39,7 @@ def test_a_dgx1_stripes_by_lanes() -> None:
 
 
 def test_symmetric_links_get_equal_blocks() -> None:
-    """Behind a switch every peer takes as much as any other."""
+    """Behind a switch every peer takes an equal block."""
     dgx2 = Cluster.preset("dgx2-a100")
     assert striped(dgx2, 2) == parse_place("+".join(f"device{n}*1" for n in (0, 1, 3, 4, 5, 6, 7)))
 
@@ -47,7 +47,7 @@ def test_symmetric_links_get_equal_blocks() -> None:
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 1000))
 def test_all_blocks_end_at_once_and_no_others_end_earlier(lanes: list[int], units: int) -> None:
-    """A tensor of u units a lane takes u units' time on every link; dealt out in any other way over the same links, it
+    """A tensor of u units a lane takes u units' time on every link; any other division over the same links
     takes longer.
     """
     nbytes = units * sum(lanes) * ALIGNMENT
@@ -63,8 +63,8 @@ def test_all_blocks_end_at_once_and_no_others_end_earlier(lanes: list[int], unit
 
 @given(st.lists(st.floats(1e9, 6e11), min_size=1, max_size=7))
 def test_blocks_on_links_of_any_rates_end_within_a_per_cent(rates: list[float]) -> None:
-    """Shares are whole numbers of parts: where rates are not, the last block ends at most 1 % behind the bound, at
-    which all links are busy to the end.
+    """Shares are whole numbers of parts: for non-integer rates, the last block ends at most 1 % after the
+    bound, with all links busy to the end.
     """
     links = [
         Link.between("device0", f"device{n}", bytes_per_second=rate) for n, rate in enumerate(rates, start=1)
@@ -76,7 +76,7 @@ def test_blocks_on_links_of_any_rates_end_within_a_per_cent(rates: list[float]) 
 
 
 def test_only_peers_that_a_direct_link_reaches_are_striped_over() -> None:
-    """A peer by way of the host, the device itself and an empty choice are refused, with those that can be named."""
+    """A peer without a direct link, the device itself and an empty choice are refused, with valid peers."""
     cluster = star([2, 1])
     for peers, named in (([1, 3], "3"), ([0], "0"), ([], "no peers")):
         with pytest.raises(

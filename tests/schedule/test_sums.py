@@ -1,4 +1,4 @@
-"""When sums of gradients begin: programs drawn by hand, and how long they take beside backwards."""
+"""Starts of gradient sums: programs drawn by hand, and their time alongside backwards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def one_stage(
     bytes_per_second: float = 1e30,
     data: int = 2,
 ) -> Plan:
-    """A stage of four equal layers on some replicas: forwards of a second, backwards of two, gradients of 32 bytes."""
+    """Build a stage of four equal layers on some replicas: forwards of a second, backwards of two, gradients
+    of 32 bytes.
+    """
     plan = gridded(
         data,
         1,
@@ -47,14 +49,14 @@ def one_stage(
 
 
 def drawn(plan: Plan, *, update: bool = True) -> str:
-    """What a device computes and sums."""
+    """Return the passes and sums of a device."""
     return " ".join(
         str(action) for action in lower(plan, update=update).actions[0] if "LOAD" not in str(action)
     )
 
 
 def test_the_last_microbatch_goes_backward_in_buckets() -> None:
-    """Each sum begins behind the backward of its layers; all are joined before the update."""
+    """Each sum starts after the backward of its layers; all are joined before the update."""
     assert drawn(one_stage(buckets=1, microbatches=2)) == "0F0 0F1 0B0 0B1 0REDUCE 0WAIT_REDUCE 0STEP"
     assert drawn(one_stage(buckets=2, microbatches=2)) == (
         "0F0 0F1[0:2] 0F1[2:4] 0B0 0B1[2:4] 0REDUCE[2:4] 0B1[0:2] 0REDUCE[0:2] "
@@ -63,20 +65,20 @@ def test_the_last_microbatch_goes_backward_in_buckets() -> None:
 
 
 def test_nothing_is_summed_before_the_last_batch_of_an_update() -> None:
-    """Gradients of batches that are added up stay as they are, and nothing is cut for them."""
+    """Accumulated batches keep their gradients unsummed, without cuts."""
     assert drawn(one_stage(buckets=2), update=False) == "0F0 0B0"
 
 
 def test_owners_bring_updated_parameters_to_all() -> None:
-    """Where the optimizer state is divided, behind the update."""
+    """With divided optimizer state, owners bring parameters after the update."""
     assert drawn(one_stage(buckets=1, shard="optimizer")) == (
         "0F0 0B0 0REDUCE 0WAIT_REDUCE 0STEP 0UNSHARD 0WAIT_UNSHARD"
     )
 
 
 def test_gradients_that_owners_keep_are_summed_for_every_microbatch() -> None:
-    """A sum is joined behind the next backward, or before it where that adds to the same gradients; the last ones
-    behind all else, before the update.
+    """A sum is joined after the next backward, or before it if that adds to the same gradients; the last ones
+    at the end, before the update.
     """
     assert drawn(one_stage(buckets=1, shard="gradients", microbatches=2)) == (
         "0F0 0F1 0B0 0REDUCE0 0WAIT_REDUCE0 0B1 0REDUCE1 0WAIT_REDUCE1 0STEP 0UNSHARD 0WAIT_UNSHARD"
@@ -119,8 +121,8 @@ WITHOUT_END: list[
 def test_every_update_without_end_has_sums_of_its_own(
     schedule: str, buckets: int, shard: Sharding, step: str, drain: str
 ) -> None:
-    """Begun behind the last backward before the update, joined by it; what is summed for every microbatch may be
-    joined in the next step.
+    """Sums start after the last backward before the update, which joins them; sums for every microbatch may
+    be joined in the next step.
     """
     plan = gridded(2, 1, 1, 1, 1, microbatches=2 if "2bw" in schedule else 1, schedule=schedule)
     grid = Grid(devices=(0, 1), data=2, shard=shard, buckets=buckets)
@@ -132,7 +134,7 @@ def test_every_update_without_end_has_sums_of_its_own(
 
 @pytest.mark.parametrize("buckets", [1, 2, 4])
 def test_owners_alone_keep_gradients(buckets: int) -> None:
-    """Besides those of its own two layers a replica has the others of two buckets at most: 32 bytes for each layer."""
+    """A replica has the gradients of its two layers and of at most two buckets: 32 bytes for each layer."""
     trace = simulate(one_stage(buckets=buckets, shard="gradients", microbatches=3))
     most = max(sample.by_category.get(Category.GRADIENTS, 0) for sample in trace.devices[0].memory)
     last = next(sample for sample in trace.devices[0].memory if sample.action == "0STEP")
@@ -141,7 +143,7 @@ def test_owners_alone_keep_gradients(buckets: int) -> None:
 
 
 def test_gradients_of_parameters_that_stages_share_are_not_divided() -> None:
-    """The sentence names the parameter and what could be divided."""
+    """The sentence names the parameter and state that could be divided."""
     tied = SharedParameter(name="w", users=(0, 1), nbytes=4, gradient_bytes=4, state_bytes=0)
     plan = gridded(2, 1, shared=(tied,))
     grid = replace(plan.stages[0].grid, shard="gradients")
@@ -153,14 +155,18 @@ def test_gradients_of_parameters_that_stages_share_are_not_divided() -> None:
 
 @pytest.mark.parametrize("buckets", [1, 2, 4])
 def test_all_but_the_last_sum_is_hidden_behind_backwards(buckets: int) -> None:
-    """Two replicas exchange 32 bytes for a layer, in the two seconds of a backward: the last bucket alone is seen."""
+    """Two replicas exchange 32 bytes for a layer, in the two seconds of a backward: only the last bucket is
+    exposed.
+    """
     found = simulate(one_stage(buckets=buckets, bytes_per_second=16))
     assert found.step_seconds[0] == pytest.approx(4 * 1 + 4 * 2 + 4 * 2 / buckets)
 
 
 @pytest.mark.parametrize("data", [2, 4])
 def test_sums_for_owners_and_their_parameters_take_as_long_as_sums_for_all(data: int) -> None:
-    """The two halves of a ring: each carries what all but one of the equal shares have."""
+    """A reduce-scatter and an all-gather are the two halves of a ring: each carries all but one of the equal
+    shares.
+    """
     whole, divided = (
         simulate(one_stage(buckets=1, shard=shard, bytes_per_second=16, data=data)).step_seconds[0]
         for shard in ("none", "optimizer")
@@ -170,7 +176,9 @@ def test_sums_for_owners_and_their_parameters_take_as_long_as_sums_for_all(data:
 
 
 def test_a_shared_parameter_counts_in_the_bucket_of_its_first_user() -> None:
-    """Its gradient is summed there, when those of all users have been added up."""
+    """A shared parameter's gradient is summed with its first user, after those of all users
+    are accumulated.
+    """
     plan = one_stage(buckets=2)
     name = plan.measurement.costs[0].parameters[0].name
     tied = SharedParameter(name=name, users=(0, 3), nbytes=32, gradient_bytes=32, state_bytes=0)
@@ -183,7 +191,7 @@ def test_a_shared_parameter_counts_in_the_bucket_of_its_first_user() -> None:
 
 
 def test_recomputed_runs_stay_together() -> None:
-    """A cut goes to the nearest layer that divides none; without any there is one bucket."""
+    """A cut moves to the nearest layer outside recomputed runs; without one there is a single bucket."""
     plan = one_stage(buckets=2)
     assert bucket_edges(plan, 0) == [2]
     run = Decision(stage=0, subject=Run(start=0, stop=3), what=What.RECOMPUTE, microbatches=Microbatches())
@@ -198,7 +206,7 @@ def test_recomputed_runs_stay_together() -> None:
 
 @pytest.mark.parametrize("buckets", [2, 3, 5, 8, 40])
 def test_a_cut_is_at_the_layer_nearest_to_an_equal_part(buckets: int) -> None:
-    """By trying all layers for every part; layers may have nothing, or almost all."""
+    """Cuts equal those of trying all layers for every part; layers may have no bytes, or almost all."""
     rng = Random(buckets)
     for _ in range(30):
         plan = uneven([rng.choice((0, 1, 3, 7, 50)) for _ in range(6)], buckets)
@@ -209,13 +217,13 @@ def test_a_cut_is_at_the_layer_nearest_to_an_equal_part(buckets: int) -> None:
 
 
 def test_more_buckets_than_layers_are_as_many_as_layers() -> None:
-    """However many a plan asks for."""
+    """More buckets than layers become one per layer."""
     for buckets in (10**9, 10**30):
         assert bucket_edges(uneven([1, 50, 0, 1, 1, 0], buckets), 0) == [1, 2, 4]
 
 
 def uneven(sizes: list[int], buckets: int) -> Plan:
-    """A stage of layers that have gradients of so many bytes, on two replicas."""
+    """Build a stage of layers with these bytes of gradients, on two replicas."""
     plan = gridded(2, *(1 for _ in sizes[1:]), samples=2)
     grid = Grid(devices=(0, 1), data=2, buckets=buckets)
     made = tuple(
@@ -231,14 +239,14 @@ def uneven(sizes: list[int], buckets: int) -> Plan:
 
 
 def test_no_bucket_is_refused() -> None:
-    """A sentence with the number."""
+    """Zero buckets are refused with the number."""
     with pytest.raises(UsageError, match="gradients are summed in 1 bucket or more, not 0"):
         Grid(devices=(0, 1), data=2, buckets=0)
 
 
 @pytest.mark.parametrize("asked", [{"shard": "optimizer"}, {"buckets": 3}])
 def test_a_single_replica_has_nobody_to_divide_or_sum_with(asked: Any) -> None:
-    """It is refused with what was asked for, tensor shards or not."""
+    """Division without replicas is refused with the requested state, with or without tensor shards."""
     what = "shard='optimizer'" if "shard" in asked else "buckets=3"
     for grid in ({"devices": (0,)}, {"devices": (0, 1), "tensor": 2}):
         with pytest.raises(

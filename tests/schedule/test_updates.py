@@ -1,4 +1,4 @@
-"""The end of a step where the optimizer's state is moved or layers are updated on the host, drawn by hand."""
+"""The end of a step with offloaded optimizer state or layers updated on the host, drawn by hand."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from pipelines import equal_profile, make_plan
 def about(
     start: int, stop: int, what: What = What.OFFLOAD, kind: StateKind = "optimizer", **when: int
 ) -> Decision:
-    """A decision about a state of some layers of the only stage."""
+    """Build a decision about a state of some layers of the only stage."""
     subject = State(start=start, stop=stop, kind=kind)
     return Decision(stage=0, subject=subject, what=what, place=parse_place("host"), **when)
 
 
 def ending(plan: Plan) -> str:
-    """What the only device does behind its last backward, without the place."""
+    """Return the only device's actions after its last backward, without the place."""
     words = str(lower(plan)).splitlines()[0].split()
     return " ".join(words[words.index("0B0") + 1 :]).replace("@host", "").replace(".optimizer", "")
 
 
 def one_stage(*decisions: Decision, layers: int = 4) -> Plan:
-    """Layers on one device, one microbatch, and decisions."""
+    """Build layers on one device, one microbatch, and decisions."""
     return make_plan(equal_profile(layers), [layers], microbatches=1, decisions=decisions)
 
 
@@ -69,7 +69,7 @@ def one_stage(*decisions: Decision, layers: int = 4) -> Plan:
     ids=["none", "whole", "one", "double-buffered", "behind", "all at once"],
 )
 def test_state_comes_before_its_update_and_leaves_behind_it(decisions: list[Decision], drawn: str) -> None:
-    """Run after run, in the order of layers; so many updates hide each way."""
+    """State moves run after run, in layer order; `count` updates hide each direction."""
     found = ending(one_stage(*decisions))
     assert sorted(found.split()) == sorted(drawn.split())
     assert found == drawn
@@ -101,14 +101,14 @@ UPDATE = What.UPDATE
     ids=["whole", "some"],
 )
 def test_gradients_go_to_the_host_and_parameters_come_back(decisions: list[Decision], drawn: str) -> None:
-    """A run is updated while the gradients of the next one go, and the parameters of the one before come; the device
-    updates its own layers while the host works on the last run.
+    """A run is updated while gradients of the next one leave and parameters of the one before return; the
+    device updates its layers while the host works on the last run.
     """
     assert ending(one_stage(*decisions)) == drawn
 
 
 def test_the_text_of_a_program_says_which_states_are_moved() -> None:
-    """What is moved together is a bundle, and the text of the program is read back as it was."""
+    """States moved together are a bundle, and the program's text parses to the same program."""
     program = lower(one_stage(about(0, 2, UPDATE), about(2, 4)))
     bundles = [" ".join(map(str, bundle)) for bundle in program.bundles]
     assert bundles == ["0.gradients 1.gradients", "0.parameters 1.parameters", "2.optimizer 3.optimizer"]
@@ -125,7 +125,7 @@ def test_updates_wait_for_what_all_stages_agree_on() -> None:
 
 
 def test_without_an_update_nothing_of_the_optimizer_moves() -> None:
-    """A batch that only adds to the gradients."""
+    """A batch that only accumulates gradients leaves the optimizer state in place."""
     program = lower(one_stage(about(0, 2), about(2, 4, UPDATE)), update=False)
     assert not any(action.moves_state for action in program.actions[0])
 
@@ -139,6 +139,6 @@ def test_without_an_update_nothing_of_the_optimizer_moves() -> None:
     ],
 )
 def test_what_cannot_be_carried_out_is_refused(decisions: list[Decision], words: str) -> None:
-    """By the decision's own words."""
+    """The error quotes the decision."""
     with pytest.raises(UsageError, match=rf"stage 0: .* on host: {words}|stage 0: .* to host: {words}"):
         lower(one_stage(*decisions))

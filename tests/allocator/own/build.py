@@ -25,7 +25,7 @@ WANTED = (
 
 
 def main(folder: Path) -> None:
-    """Fetch what is not there, and compile."""
+    """Download missing packages, and compile."""
     fetched(folder, lambda name: name.startswith(WANTED))
     cuda, torch, library = folder / "nvidia/cu13/include", folder / "torch", folder / "libcudart.so.13"
     run(
