@@ -1,8 +1,9 @@
-"""On a CUDA device: what is certified without one is what its allocator reports. Skipped where there is none.
+"""Certified memory and the allocator's on a CUDA device. Skipped without one.
 
-Two differences are not ours. Libraries (cuBLAS, cuDNN) keep workspaces inside the caching allocator, from their first
-call on: a small step on the same device comes first, and what is left after it is subtracted. And the allocator rounds
-every block up to 512 bytes: hence models whose tensors are large beside that, and one per cent.
+Two differences are not pipefit's. Libraries (cuBLAS, cuDNN) keep workspaces inside the caching allocator from
+their first call on: a small step on the same device comes first, and its remaining memory is subtracted. And
+the allocator rounds every block up to 512 bytes: hence models with much larger tensors, and a tolerance of
+one per cent.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SIZE, MICROBATCHES = 8, 2
 
 @pytest.fixture
 def device() -> Iterator[torch.device]:
-    """The first GPU, with the memory of earlier tests given back."""
+    """Return the first GPU, after freeing the memory of earlier tests."""
     gc.collect()
     torch.cuda.empty_cache()
     yield torch.device("cuda", 0)
@@ -53,14 +54,14 @@ def device() -> Iterator[torch.device]:
 
 
 def on_gpu(task: Task) -> Plan:
-    """All layers on the one GPU."""
+    """Place all layers on the one GPU."""
     layers = len(list(task.build().children()))
     plan = plan_of(task, [layers], size=SIZE, microbatches=MICROBATCHES, memory_bytes=1 << 34)
     return replace(plan, cluster=replace(plan.cluster, backend="cuda"))
 
 
 def warmed(task: Task, plan: Plan, device: torch.device) -> int:
-    """Requested bytes that libraries keep once they have run: what a whole training leaves behind."""
+    """Return the requested bytes that libraries keep once they have run: the remainder of a whole training."""
     first = Trainer(task, plan)
     first.step(batch_of(task, plan))
     del first
@@ -71,7 +72,7 @@ def warmed(task: Task, plan: Plan, device: torch.device) -> int:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_certified_peaks_are_the_allocators(name: str, device: torch.device) -> None:
-    """In the first step and in a steady one, requested bytes peak within one per cent of what was certified."""
+    """In the first step and in a steady one, requested bytes peak within one per cent of the certificate."""
     task = build(name, **MODELS[name])
     plan = on_gpu(task)
     predicted = elsewhere(certify, task, plan, target="cuda")
@@ -87,7 +88,7 @@ def test_certified_peaks_are_the_allocators(name: str, device: torch.device) -> 
 
 @pytest.mark.parametrize("stage", range(3))
 def test_a_stage_alone_needs_what_was_certified(stage: int, device: torch.device) -> None:
-    """One stage of three, trained by itself on the GPU, peaks within one per cent of its peak in the dry run."""
+    """One stage of three, trained alone on the GPU, peaks within one per cent of its peak in the dry run."""
     task = build("gpt", **MODELS["gpt"])
     plan = plan_of(
         task, [2, 3, 2], size=SIZE, microbatches=MICROBATCHES, schedule="gpipe", memory_bytes=1 << 34
@@ -100,7 +101,9 @@ def test_a_stage_alone_needs_what_was_certified(stage: int, device: torch.device
 
 
 def test_the_meter_reads_the_allocator(device: torch.device) -> None:
-    """Samples of a run add up to the allocator's peak of each action; parameters and optimizer state are known."""
+    """The meter's samples add up to the allocator's peak of each action; parameters and optimizer state are
+    known.
+    """
     task = build("gpt", **MODELS["gpt"])
     plan = on_gpu(task)
     trainer = Trainer(task, plan)
@@ -115,7 +118,7 @@ def test_the_meter_reads_the_allocator(device: torch.device) -> None:
 
 
 def test_an_actions_peak_starts_anew(device: torch.device) -> None:
-    """`CudaMeter` reports the highest level of its own action, not that of one before."""
+    """`CudaMeter` reports the highest level of its current action, not of an earlier one."""
     meter = CudaMeter(device)
     meter.begin("large")
     large = torch.empty(1 << 22, device=device)
@@ -130,7 +133,9 @@ def test_an_actions_peak_starts_anew(device: torch.device) -> None:
 
 
 def test_the_figures_are_ordered(device: torch.device) -> None:
-    """Requested bytes are among the allocated ones, those among the reserved, those among what the process takes."""
+    """Requested bytes are at most allocated, allocated at most reserved, and reserved at most the process's
+    bytes.
+    """
     torch.cuda.reset_peak_memory_stats(device)
     kept = torch.empty(1 << 20, device=device)
     figures = memory_figures(device)
@@ -142,7 +147,9 @@ def test_the_figures_are_ordered(device: torch.device) -> None:
 
 
 def test_a_gpu_is_held_to_the_memory_of_the_plans_device(device: torch.device) -> None:
-    """What no device of the plan has room for fails at an action; without a cap the GPU's own memory counts."""
+    """A GPU is limited to the plan's device: an action beyond its memory fails; without a cap the GPU's
+    memory counts.
+    """
     task = build("gpt", **MODELS["gpt"])
     plan = on_gpu(task)
     try:
@@ -160,7 +167,7 @@ def test_a_gpu_is_held_to_the_memory_of_the_plans_device(device: torch.device) -
 
 
 def test_times_of_a_trace_are_the_gpus(device: torch.device) -> None:
-    """What a step computes on one GPU takes most of the step, which the host's launches do not."""
+    """The trace's computation on one GPU takes most of the step; the host's launches do not."""
     task = build("gpt", **MODELS["gpt"])
     plan = on_gpu(task)
     trainer = Trainer(task, plan)
@@ -178,7 +185,7 @@ def test_times_of_a_trace_are_the_gpus(device: torch.device) -> None:
 
 
 def test_stages_share_a_gpu() -> None:
-    """Three workers on the one GPU, with messages by way of the host, have the losses of one process."""
+    """Three workers on the one GPU, with messages through the host, have the losses of one process."""
     task = build("gpt", **MODELS["gpt"], dropout=0.0)
     plan = plan_of(task, [2, 3, 2], size=SIZE, microbatches=MICROBATCHES, memory_bytes=1 << 34)
     plan = replace(plan, cluster=replace(plan.cluster, backend="cuda"))
@@ -189,13 +196,13 @@ def test_stages_share_a_gpu() -> None:
 
 
 def plan_on_cpu(plan: Plan) -> Plan:
-    """The same plan for workers of the CPU."""
+    """Return the same plan for workers of the CPU."""
     return replace(plan, cluster=replace(plan.cluster, backend="cpu"))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_are_those_of_the_cpu(name: str, device: torch.device) -> None:
-    """Without dropout a step on the GPU has the loss that it has on the CPU, to the precision of their kernels."""
+    """Without dropout, a step's loss on the GPU equals the CPU's to the precision of their kernels."""
     task = build(name, **MODELS[name], dropout=0.0)
     plan = on_gpu(task)
     here = replace(plan, cluster=replace(plan.cluster, backend="cpu"))
@@ -228,7 +235,9 @@ assert found.peak.requested_bytes == torch.cuda.memory_stats()["requested_bytes.
 
 @pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
 def test_the_simulated_allocator_does_what_the_gpus_does(settings: str) -> None:
-    """Its own history of three steps, replayed in a process of its own: every block where it was, three equal peaks."""
+    """The simulated allocator replays the GPU's history of three steps from a separate process: every block
+    at its place, three equal peaks.
+    """
     script = f"SETTINGS = {settings!r}\n{RECORDED}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

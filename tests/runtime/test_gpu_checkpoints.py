@@ -1,4 +1,4 @@
-"""On a CUDA device: training that goes on from a checkpoint, there and on the CPU. Skipped without one."""
+"""Training resumed from a checkpoint, on a CUDA device and on the CPU. Skipped without one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 class Scaled(nn.Module):
-    """A product whose scale is a parameter that is one number."""
+    """A product with a scalar parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,30 +44,32 @@ class Scaled(nn.Module):
 
 
 def task_with(optimizer: str) -> Task:
-    """A task with draws."""
+    """Return a task with random draws."""
     return task_of(lambda: [Scaled(), nn.Dropout(0.3), nn.Linear(8, 4)], optimizer=OPTIMIZERS[optimizer])
 
 
 def found(optimizer: str) -> ModelProfile:
-    """What its layers cost on a GPU."""
+    """Return its layers' profile on a GPU."""
     return profile(task_with(optimizer), microbatch_size=2, target="cuda")
 
 
 def trained_by(optimizer: str) -> tuple[Task, Plan]:
-    """A task, and its plan for one GPU."""
+    """Return a task that trains with this optimizer, and its plan for one GPU."""
     task = task_with(optimizer)
     plan = plan_of(task, [3], profiled=elsewhere(found, optimizer))
     return task, replace(plan, cluster=replace(plan.cluster, backend="cuda"))
 
 
 def devices(trainer: Trainer) -> dict[str, str]:
-    """Where every tensor of the optimizer lies."""
+    """Return the device of every tensor of the optimizer."""
     return {name: tensor.device.type for name, tensor in trainer.state_dict(optimizer=True).items()}
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_training_goes_on_as_if_it_had_not_stopped(optimizer: str, tmp_path: Path) -> None:
-    """Bit by bit, and with whatever the optimizer keeps where it was; and the CPU can go on from it, and back."""
+    """Training resumes bit by bit, with the optimizer's tensors on their devices; the CPU can resume from it,
+    and back.
+    """
     task, plan = trained_by(optimizer)
     before = Trainer(task, plan, cap=False)
     for step in range(2):
@@ -96,7 +98,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(optimizer: str, tmp_path: Pat
 
 
 def test_weights_alone_come_from_a_checkpoint_of_a_gpu(tmp_path: Path) -> None:
-    """Parameters and buffers, on the device."""
+    """Loading weights alone from a GPU's checkpoint gives parameters and buffers on the device."""
     task, plan = trained_by("fused")
     before = Trainer(task, plan, cap=False)
     before.step(batch_of(task, plan))

@@ -1,4 +1,6 @@
-"""On a CUDA device: tensors moved to pinned memory, and to another process of the same GPU. Skipped without one."""
+"""Tensors offloaded from a CUDA device to pinned memory, and to another process of the same GPU. Skipped
+without one.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ STEPS = 3
 
 @pytest.fixture(autouse=True)
 def memory_given_back() -> Iterator[None]:
-    """The memory of earlier tests is free."""
+    """Free the memory of earlier tests."""
     for moment in range(2):
         gc.collect()
         torch.cuda.empty_cache()
@@ -46,12 +48,14 @@ def memory_given_back() -> Iterator[None]:
 
 
 def gpt() -> Task:
-    """A small GPT, whose layers keep megabytes."""
+    """Return a small GPT, whose layers keep megabytes."""
     return build("gpt", layers=4, hidden=256, heads=8, vocabulary=5000, sequence=256)
 
 
 def moving_to(place: str) -> tuple[Plan, Plan]:
-    """All layers on the one GPU of two, and the same with every other storage that the stage keeps moved away."""
+    """Return plans with all layers on one GPU of two: without moves, and with every other saved storage moved
+    away.
+    """
     task = gpt()
     layers = len(list(task.build().children()))
     found = elsewhere(profile, task, microbatch_size=8, target="cuda")
@@ -67,7 +71,7 @@ def moving_to(place: str) -> tuple[Plan, Plan]:
 
 
 def trained(plan: Plan) -> tuple[list[float], int]:
-    """The losses, and the allocator's peak in the last step beside what was there before."""
+    """Return the losses, and the allocator's peak in the last step above its starting level."""
     task = gpt()
     base = int(torch.cuda.memory_stats(DEVICE).get("requested_bytes.all.current", 0))
     trainer = Trainer(task, plan)
@@ -78,14 +82,16 @@ def trained(plan: Plan) -> tuple[list[float], int]:
 
 
 def warm() -> None:
-    """Let libraries take the memory that they keep."""
+    """Let libraries allocate their lasting workspaces."""
     trained(moving_to("host")[0])
     gc.collect()
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_what_is_moved_to_the_host_comes_back(place: str) -> None:
-    """Losses are bitwise those of the plan that moves nothing; the allocator's peaks are those certified to 1 %."""
+    """With offload to the host, losses are bitwise those of the plan without moves; the allocator's peaks are
+    within 1 % of the certificate.
+    """
     warm()
     still, moved = moving_to(place)
     (expected, high), (losses, low) = trained(still), trained(moved)
@@ -99,8 +105,8 @@ def test_what_is_moved_to_the_host_comes_back(place: str) -> None:
 
 
 def test_what_is_moved_to_another_process_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same over memory that a second process of this GPU lends: it was written there, and nothing of it is counted
-    here.
+    """Offload into memory lent by a second process of this GPU gives the same: data is written there, and not
+    counted here.
     """
     warm()
     still, moved = moving_to("device1*2+host*1")
@@ -127,7 +133,9 @@ def test_what_is_moved_to_another_process_comes_back(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("nbytes", [1, 1000, (1 << 24) + 3])
 def test_bytes_make_the_round_trip(nbytes: int) -> None:
-    """Odd sizes too; memory that is freed at the join and given to others meanwhile does not spoil them."""
+    """Copies of odd sizes make the round trip; freed memory that is reused before the return does not corrupt
+    them.
+    """
     arena, cluster = Arena(Member.host(0), 0, 2, nbytes), moving_to("host")[0].cluster
     slot, other = CudaMemory(cluster, [arena], lambda number: DEVICE, CudaDriver()).own(arena)
     copier, tensor = OnStreams.of(DEVICE), torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=DEVICE)

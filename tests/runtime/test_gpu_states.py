@@ -1,4 +1,4 @@
-"""On a CUDA device: state that moves away, and layers that the host updates. Skipped without one."""
+"""Offloaded state and host updates on a CUDA device. Skipped without one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ UPDATED = away(0, 0, 2, What.UPDATE), away(0, 3, 4, What.UPDATE)
 
 @pytest.fixture(autouse=True)
 def memory_given_back() -> Iterator[None]:
-    """The memory of earlier tests is free."""
+    """Free the memory of earlier tests."""
     for moment in range(2):
         gc.collect()
         torch.cuda.empty_cache()
@@ -58,7 +58,7 @@ def memory_given_back() -> Iterator[None]:
 
 
 def on_gpus(task: Task, split: list[int], *decisions: Decision) -> Plan:
-    """Stages with these decisions on GPUs that reach each other and the host."""
+    """Return stages with these decisions on GPUs that reach each other and the host."""
     found = elsewhere(profile, task, microbatch_size=8, target="cuda")
     plan = plan_of(task, split, size=8, microbatches=4, memory_bytes=1 << 34, profiled=found)
     devices = plan.cluster.devices * (2 if len(split) == 1 else 1)
@@ -68,7 +68,9 @@ def on_gpus(task: Task, split: list[int], *decisions: Decision) -> Plan:
 
 
 def trained(plan: Plan, steps: int = STEPS) -> tuple[list[float], dict[str, Tensor], int]:
-    """The losses, the state on the host, and the allocator's peak in the last step beside what was there before."""
+    """Return the losses, the state on the host, and the allocator's peak in the last step above its starting
+    level.
+    """
     gc.collect()
     base = int(torch.cuda.memory_stats(DEVICE).get("requested_bytes.all.current", 0))
     trainer = Trainer(make(), plan)
@@ -80,12 +82,12 @@ def trained(plan: Plan, steps: int = STEPS) -> tuple[list[float], dict[str, Tens
 
 @pytest.mark.parametrize("name", MOVED)
 def test_state_that_is_moved_comes_back(name: str) -> None:
-    """Losses and parameters are bitwise those of the plan that moves nothing; the allocator's peaks are those certified
-    to 1 %, and lower.
+    """With offloaded state, losses and parameters are bitwise those of the plan without moves; the
+    allocator's peaks are lower, and within 1 % of the certificate.
     """
     still = on_gpus(make(), [len(list(make().build().children()))])
     moved = replace(still, decisions=MOVED[name])
-    trained(still, 1)  # libraries take the memory that they keep
+    trained(still, 1)  # libraries allocate their lasting workspaces
     (losses, state, high), (others, other, low) = trained(still), trained(moved)
     assert losses == others
     assert all(torch.equal(state[name], tensor) for name, tensor in other.items())
@@ -98,7 +100,9 @@ def test_state_that_is_moved_comes_back(name: str) -> None:
 
 
 def test_layers_that_the_host_updates_train_nearly_the_same() -> None:
-    """The first loss is equal, the later ones nearly so; what the host updates takes no memory of the GPU."""
+    """With layers updated on the host, the first loss is equal and later ones nearly; their state takes no
+    GPU memory.
+    """
     still = on_gpus(make(), [len(list(make().build().children()))])
     plan = replace(still, decisions=UPDATED)
     trained(still, 1)
@@ -112,8 +116,8 @@ def test_layers_that_the_host_updates_train_nearly_the_same() -> None:
 
 
 def test_two_processes_move_state_on_one_gpu() -> None:
-    """Two workers on the one GPU, whose state goes to the host and to each other, have the losses of a plan that moves
-    nothing, and nearly so where the host updates their layers.
+    """Two workers on the one GPU that offload state to the host and to each other have the losses of a plan
+    without moves, or nearly so for layers updated on the host.
     """
     layers = len(list(make().build().children()))
     still = on_gpus(make(), [layers // 2, layers - layers // 2])

@@ -1,4 +1,4 @@
-"""Gradients that are handed on expanded, or as parts of larger ones: the layer before may copy them first."""
+"""Gradients that are expanded, or parts of larger ones, which the previous layer may copy first."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Pair(nn.Module):
 
 
 def joined(join: Callable[[Parts], Tensor]) -> list[nn.Module]:
-    """A pair that becomes one."""
+    """Return a pair joined into one tensor."""
     return [Pair(), Apply(join), nn.Flatten(), nn.Linear(2 * WIDTH, 4)]
 
 
 def ending(*layers: nn.Module) -> list[nn.Module]:
-    """A linear layer and what the loss takes."""
+    """Return a linear layer and the loss's input."""
     return [nn.Linear(WIDTH, WIDTH), *layers]
 
 
@@ -82,8 +82,9 @@ CASES: dict[str, tuple[Layers, Callable[[Tensor, Tensor], Tensor]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_that_are_not_dense_change_no_peak_unforeseen(name: str) -> None:
-    """On one stage, and with the last layer on another, from which a dense gradient comes: simulator, dry run and meter
-    equal the allocator in every step. The simulator may be higher where the gradient passes a view on its way.
+    """Non-dense gradients change no peak unexpectedly, on one stage or with the last layer on another, which
+    sends a dense gradient: simulator, dry run and meter equal the allocator in every step. The simulator may
+    be higher if the gradient passes a view on its way.
     """
     layers, loss = CASES[name]
     task = task_of(layers, inputs=WIDTH, outputs=8 if name == "averaged" else 4, loss=loss)
@@ -92,7 +93,7 @@ def test_gradients_that_are_not_dense_change_no_peak_unforeseen(name: str) -> No
     for split in ([count], [count - 1, 1]):
         found = step_peaks(task, plan_of(task, split, size=SIZE, profiled=profiled))
         assert found.dry == found.metered == found.allocated, split
-        if name == "sum behind a view" and len(split) > 1:  # where the view hands on a dense gradient instead
+        if name == "sum behind a view" and len(split) > 1:  # if the view hands on a dense gradient instead
             pairs = zip(found.simulated, found.allocated, strict=True)
             assert all(told >= seen for both in pairs for told, seen in zip(*both, strict=True))
         else:
@@ -122,14 +123,16 @@ class Last(nn.Module):
 
 
 def assert_never_too_low(task: Task, splits: Sequence[Sequence[int]]) -> None:
-    """By each of these splits, no action needs more than was simulated."""
+    """Check that no action needs more than simulated, by each of these splits."""
     profiled = profile(task, microbatch_size=SIZE, threads=torch.get_num_threads())
     for split in splits:
         assert too_low(task, plan_of(task, split, size=SIZE, profiled=profiled)) == [], split
 
 
 def test_gradients_that_are_parts_of_one_may_come_each_alone() -> None:
-    """Values pass a layer, and their gradients are parts of one; where a stage ends behind it, each comes alone."""
+    """Gradients that are parts of one tensor arrive separately if a stage ends after the layer that values
+    pass.
+    """
     task = task_of(
         lambda: [nn.Linear(WIDTH, WIDTH), Triple(), Last(), Apply(joined_rows), nn.Linear(3 * WIDTH, 4)],
         inputs=WIDTH,
@@ -146,7 +149,9 @@ def turned(x: Tensor) -> Tensor:
 
 
 def test_gradients_may_lie_otherwise_because_of_where_a_stage_ends() -> None:
-    """A gradient is transposed twice on its way to a linear layer, or once where a stage ends between."""
+    """A gradient's layout may depend on the split: it is transposed twice on its way to a linear layer, or
+    once if a stage ends between.
+    """
     functions = [turned, torch.neg, turned]
     rows = task_of(lambda: [nn.Linear(8, 8), *map(Apply, functions), nn.Linear(8, 8)])
     task = replace(rows, batch=lambda size: (torch.randn(size, 8, 8), torch.randn(size, 8, 8)))

@@ -30,7 +30,9 @@ GPU = torch.device("cuda", 0)
 
 
 def test_backwards_on_a_gpu_are_refused_after_fake_ones() -> None:
-    """Torch's engine would fail by an assertion that says nothing of the cause; the CPU's backwards are as ever."""
+    """A GPU backward after fake GPUs is refused, since torch's engine would fail with an obscure assertion;
+    CPU backwards still run.
+    """
     with FakeTarget("cuda"):
         pass
     check_backwards([torch.device("cpu")])
@@ -39,7 +41,7 @@ def test_backwards_on_a_gpu_are_refused_after_fake_ones() -> None:
 
 
 def on_hosts(*hosts: int, order: tuple[int, ...]) -> Plan:
-    """A layer on each of these devices of GPUs, which sit in such hosts."""
+    """Return a plan with a layer on each of these GPU devices, which sit in such hosts."""
     plan = plan_of(task_of(lambda: [nn.Linear(8, 8) for _ in hosts], outputs=8), [1] * len(hosts))
     devices = tuple(
         replace(device, host=host) for device, host in zip(plan.cluster.devices, hosts, strict=True)
@@ -55,7 +57,9 @@ def on_hosts(*hosts: int, order: tuple[int, ...]) -> Plan:
 
 @contextmanager
 def started(rank: int, world: int, local: int | None = None, shown: int = 8) -> Iterator[None]:
-    """A worker that torchrun has started, with `local` workers on each machine, or another launcher that tells none."""
+    """Set the environment of a worker started by torchrun with `local` workers per machine, or by a launcher
+    without local ranks.
+    """
     told = {"RANK": str(rank), "WORLD_SIZE": str(world)}
     if local:
         told |= {"LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local)}
@@ -68,7 +72,7 @@ def started(rank: int, world: int, local: int | None = None, shown: int = 8) -> 
 
 
 def found(plan: Plan, local: int | None = None, shown: int = 8) -> list[int]:
-    """The numbers of the GPUs on which the workers of a plan compute, each on its machine."""
+    """Return the number of each worker's GPU on its machine."""
     numbers = []
     for rank in range(len(plan.ranks)):
         with started(rank, len(plan.ranks), local, shown):
@@ -78,14 +82,16 @@ def found(plan: Plan, local: int | None = None, shown: int = 8) -> list[int]:
 
 
 def test_every_worker_is_on_the_gpu_of_its_stage() -> None:
-    """Whatever the order of stages on devices, and whatever number torchrun gives a worker on its machine."""
+    """Every worker computes on the GPU of its stage, for any order of stages on devices and any local rank."""
     plan = on_hosts(0, 0, 0, 0, order=(2, 0, 3, 1))
     assert found(plan, local=4) == [2, 0, 3, 1]
     assert found(plan) == [2, 0, 3, 1]
 
 
 def test_a_gpu_is_counted_on_its_host() -> None:
-    """Devices 2 and 3 are the first two of the second machine; on one machine with all of them they are not."""
+    """A GPU's number counts on its host: devices 2 and 3 are the second machine's first two, unless one
+    machine has all.
+    """
     plan = on_hosts(0, 0, 1, 1, order=(3, 2, 0, 1))
     assert plan.workers == (0, 1, 3, 2)
     assert found(plan, local=2) == [0, 1, 1, 0]
@@ -94,7 +100,7 @@ def test_a_gpu_is_counted_on_its_host() -> None:
 
 
 def test_workers_on_the_wrong_machine_are_told() -> None:
-    """Two on each of two machines, where the plan has three of four on one host."""
+    """Two workers on each of two machines are refused if the plan has three of four on one host."""
     with pytest.raises(UsageError) as caught:
         found(on_hosts(0, 0, 0, 1, order=(0, 1, 2, 3)), local=2)
     assert "workers [0, 1] were started on one machine, but the plan has workers [0, 1, 2] on host 0" in str(
@@ -103,14 +109,16 @@ def test_workers_on_the_wrong_machine_are_told() -> None:
 
 
 def test_workers_are_started_host_by_host() -> None:
-    """As launchers start them: a host's workers in a row, though stages go from one host to another and back."""
+    """Launchers start a host's workers in a row, even if stages go from one host to another and back."""
     plan = on_hosts(0, 1, 1, 0, order=(1, 0, 2, 3))
     assert plan.workers == (0, 3, 1, 2)
     assert found(plan, local=2) == [0, 1, 0, 1]
 
 
 def test_a_single_gpu_is_taken_where_the_launcher_shows_no_other() -> None:
-    """As SLURM may show one to every worker; torchrun says how many workers see the same one, which is refused."""
+    """A worker that sees a single GPU uses it, as under SLURM; torchrun's local world size shows a shared
+    GPU, which is refused.
+    """
     plan = on_hosts(0, 0, order=(1, 0))
     assert found(plan, shown=1) == [0, 0]
     with pytest.raises(UsageError, match="needs GPU 1 of this machine, which shows 1"):
@@ -118,7 +126,9 @@ def test_a_single_gpu_is_taken_where_the_launcher_shows_no_other() -> None:
 
 
 def test_all_devices_may_share_one_gpu() -> None:
-    """Every worker is on the first GPU then, whatever the plan, and talks over gloo, which NCCL would refuse."""
+    """All devices may share one GPU: every worker uses the first GPU under any plan, over gloo, since NCCL
+    refuses this.
+    """
     plan = on_hosts(0, 0, 1, order=(2, 0, 1))
     with started(0, 3, 3, shown=1), mock.patch.object(torch.cuda, "is_available", return_value=True):
         assert [Hardware(plan, shared=True).device(number).index for number in plan.workers] == [0, 0, 0]
@@ -129,7 +139,7 @@ def test_all_devices_may_share_one_gpu() -> None:
 
 @pytest.mark.parametrize(("device", "kind"), [("cuda", HostBuffers), ("cpu", Network)])
 def test_who_shares_a_gpu_talks_by_way_of_the_host(device: str, kind: type) -> None:
-    """The network below takes tensors on the host; workers of the CPU share nothing, and talk as ever."""
+    """Workers that share a GPU send tensors through the host's network; CPU workers are unaffected."""
     plan, made = on_hosts(0, 0, order=(0, 1)), mock.create_autospec(Network)
     with mock.patch.object(joining, "connect", return_value=made) as connected:
         transport = joining.transport_of(Hardware(plan, shared=True), lower(plan), torch.device(device), 1.0)
@@ -138,7 +148,7 @@ def test_who_shares_a_gpu_talks_by_way_of_the_host(device: str, kind: type) -> N
 
 
 def test_an_evaluation_runs_no_backward() -> None:
-    """So it may be on a GPU after fake ones, where a step is refused."""
+    """An evaluation runs on a GPU after fake ones, since it has no backward; a step is refused."""
     task = task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 4)])
     trainer = trainer_of(task, [1, 1])
     batch = batch_of(task, trainer.plan)
@@ -149,14 +159,14 @@ def test_an_evaluation_runs_no_backward() -> None:
 
 
 def test_without_fake_gpus_backwards_may_run_on_real_ones() -> None:
-    """Where no target has been used, autograd follows the GPU's streams."""
+    """If no target has been used, backwards run on GPUs, and autograd follows their streams."""
     with mock.patch("pipefit.fake_cuda.target.privateuse1_name", return_value="privateuseone"):
         check_backwards([GPU])
 
 
 @pytest.mark.parametrize("devices", [1, 3])
 def test_an_allocator_may_reserve_what_a_certificate_leaves_it(devices: int) -> None:
-    """All of the device's memory but the context and the communicators that the certificate counts."""
+    """An allocator may reserve a device's memory except for the certificate's context and communicators."""
     task = task_of(lambda: [nn.Linear(8, 8) for _ in range(3)], outputs=8)
     plan = plan_of(task, [3] if devices == 1 else [1, 1, 1], memory_bytes=1 << 34)
     plan = replace(plan, cluster=replace(plan.cluster, backend="cuda"))

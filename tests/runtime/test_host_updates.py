@@ -1,4 +1,4 @@
-"""Updates on the host beside the device: how long they take, and that neither is in the other's way."""
+"""Updates on the host in parallel with the device: their duration, and no interference."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from tiny import batch_of, plan_of, task_of
 
 
 def task() -> Task:
-    """Three layers under AdamW."""
+    """Return three layers under AdamW."""
     return task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)], optimizer=torch.optim.AdamW)
 
 
 def updated(start: int, stop: int) -> Decision:
-    """The host updates layers of the first stage."""
+    """Return the plan with layers of the first stage updated on the host."""
     subject = State(start=start, stop=stop, kind="optimizer")
     return Decision(stage=0, subject=subject, what=What.UPDATE, place=parse_place("host"))
 
 
 def slow_host(seconds: float) -> Plan:
-    """All layers on one device, whose host takes so long to update the last two."""
+    """Return all layers on one device, with a host that takes this long to update the last two."""
     plan = plan_of(task(), [3], devices=2)
     costs = plan.measurement.costs[1:3]
     moved = sum(2 * (cost.trained_bytes + cost.state_bytes) + cost.gradient_bytes for cost in costs)
@@ -42,19 +42,19 @@ def slow_host(seconds: float) -> Plan:
 
 
 def with_host(plan: Plan, memory_bandwidth: float) -> Plan:
-    """The plan on a host with such a memory."""
+    """Return the plan on a host with such a memory."""
     host = Host(memory_bytes=1 << 30, memory_bandwidth=memory_bandwidth)
     return replace(plan, cluster=replace(plan.cluster, hosts=(host,)))
 
 
 def update_seconds(trace: Trace) -> float:
-    """From the begin of the only update on the host to the end of its join."""
+    """Return the seconds from the start of the only host update to the end of its join."""
     begin, end = (e for e in trace.devices[0].events if "STEP" in e.action and "@" in e.action)
     return end.end_seconds - begin.start_seconds
 
 
 def test_an_update_on_the_host_takes_the_time_of_its_memory() -> None:
-    """Beside an emulated device it ends no earlier than what it reads and writes would take, as the simulator says."""
+    """A host update of an emulated device takes at least the simulator's time to read and write its memory."""
     plan = slow_host(0.3)
     trainer = Trainer(task(), plan)
     trainer.step(batch_of(task(), plan))
@@ -64,7 +64,7 @@ def test_an_update_on_the_host_takes_the_time_of_its_memory() -> None:
 
 
 def test_devices_that_take_turns_do_not_wait_for_the_host() -> None:
-    """In one process they take no time for what runs beside them, as with copies."""
+    """Devices that take turns in one process do not wait for the host's updates, nor for copies."""
     plan = with_host(replace(plan_of(task(), [2, 1]), decisions=(updated(0, 1),)), 1.0)
     trainer = Trainer(task(), plan)
     trainer.step(batch_of(task(), plan))
@@ -72,7 +72,7 @@ def test_devices_that_take_turns_do_not_wait_for_the_host() -> None:
 
 
 def test_a_failed_step_does_not_wait_for_the_host() -> None:
-    """An update that would take an hour keeps no time once its step has failed."""
+    """A failed step ends at once, without waiting for an hour-long host update."""
     plan = slow_host(3600.0)
     trainer = Trainer(task(), plan)
     runner = trainer.runners[0]
@@ -89,7 +89,7 @@ def test_a_failed_step_does_not_wait_for_the_host() -> None:
 
 
 class Growing(dict[Any, Any]):
-    """A state to which somebody adds whenever it is gone through."""
+    """A state dictionary that grows during each iteration."""
 
     def items(self) -> Any:
         return self._growing()
@@ -101,7 +101,9 @@ class Growing(dict[Any, Any]):
 
 
 def test_what_a_host_adds_to_the_state_meanwhile_is_in_nobodys_way() -> None:
-    """The first update of a layer on the host makes state for it, while the device looks for that of its own layers."""
+    """The first host update of a layer adds state while the device looks up its layers' state, without
+    interference.
+    """
     plan = replace(plan_of(task(), [3], devices=2), decisions=(updated(1, 3),))
     trainer = Trainer(task(), plan)
     trainer.step(batch_of(task(), plan))

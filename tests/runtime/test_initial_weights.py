@@ -1,4 +1,6 @@
-"""What workers start from: weights of plain training under the same seed, without a copy of the model in each."""
+"""Initial weights of workers: those of plain training under the same seed, without a copy of the model in
+each.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ SEED = 5
 
 
 def plan_of(task: Task, workers: int) -> Plan:
-    """Layers as evenly as they can be, in two microbatches of two samples."""
+    """Return layers split as evenly as possible, in two microbatches of two samples."""
     profile = pipefit.profile(task, microbatch_size=2)
     layers = len(profile.layers)
     stages = tuple(
@@ -42,17 +44,19 @@ def plan_of(task: Task, workers: int) -> Plan:
 
 @pytest.mark.parametrize("build", [first_weights.by_hand, first_weights.Stack])
 def test_only_the_first_worker_holds_the_whole_model(build: type, tmp_path: Path) -> None:
-    """Of 128 MiB in eight layers, three of four workers never have more than half in the memory of their start."""
+    """Only the first worker holds the whole model: of 128 MiB in eight layers, the other three never exceed
+    half at their start.
+    """
     task = partial(first_weights.watched, build, str(tmp_path))
     pipefit.train(task, plan_of(task(), 4), steps=1, numbers=False)
     grown = [int((tmp_path / str(rank)).read_text()) for rank in range(4)]
     whole = 8 * first_weights.WIDE**2 * 4
     assert grown[0] > whole
-    assert max(grown[1:]) < grown[0] - whole / 2  # what tracing takes is the same in all
+    assert max(grown[1:]) < grown[0] - whole / 2  # tracing costs the same in all
 
 
 def test_replicas_that_divide_parameters_hold_their_own(tmp_path: Path) -> None:
-    """Four replicas of all eight layers: the same, as each owns two of them."""
+    """Each of four replicas that shard all eight layers only holds its two layers at the start."""
     task = partial(first_weights.watched, first_weights.by_hand, str(tmp_path))
     profile = pipefit.profile(task(), microbatch_size=(4, 1))
     grid = Grid(devices=tuple(range(4)), data=4, shard="parameters", buckets=4)
@@ -71,7 +75,9 @@ def test_replicas_that_divide_parameters_hold_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", first_weights.BUILDERS)
 def test_the_first_weights_are_those_of_plain_training(name: str, tmp_path: Path) -> None:
-    """Parameters and buffers after a step that changes none, and the loss, which depends on all other tensors too."""
+    """Initial parameters and buffers are plain training's after a step that changes none, and so is the loss,
+    which depends on all other tensors.
+    """
     task = partial(first_weights.odd, name)
     losses, _ = pipefit.train(
         task, plan_of(task(), 3), steps=1, seed=SEED, numbers=False, saving=Saving(directory=str(tmp_path))
@@ -86,14 +92,12 @@ def test_the_first_weights_are_those_of_plain_training(name: str, tmp_path: Path
     found = load_state_dict(tmp_path)
     assert found.keys() == initial.keys()
     for key, tensor in initial.items():
-        if not key.endswith(
-            ("running_mean", "running_var", "num_batches_tracked")
-        ):  # which the step has changed
+        if not key.endswith(("running_mean", "running_var", "num_batches_tracked")):  # changed by the step
             assert torch.equal(found[key], tensor), key
 
 
 def test_a_buffer_in_a_weight_follows_it() -> None:
-    """Parameters that share memory with another tensor do so in every worker, as two updates show."""
+    """A buffer that shares memory with a parameter does so in every worker, as two updates show."""
     losses, _ = pipefit.train(
         first_weights.aliased, plan_of(first_weights.aliased(), 2), steps=2, numbers=False
     )
@@ -122,8 +126,9 @@ GRIDS: dict[str, tuple[Callable[[], list[nn.Module]], tuple[Grid, ...]]] = {
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("seeded", [False, True])
 def test_a_module_that_exists_is_that_of_the_first_worker(grid: str, seeded: bool) -> None:
-    """The function that returns it is called after the training's seed. Where the weights in workers differ all the
-    same, all take up the first one's, as replicas, shards and shared weights must: the losses are plain training's.
+    """An existing module is the first worker's: the function that returns it is called after seeding. If its
+    weights differ between workers, all load the first one's, as replicas, shards and shared weights require:
+    the losses are plain training's.
     """
     layers, grids = GRIDS[grid]
     torch.manual_seed(0 if seeded else SEED)

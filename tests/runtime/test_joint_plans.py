@@ -1,4 +1,4 @@
-"""Plans of the joint planner, trained on emulated devices that are too small for every split as it is."""
+"""Plans of the joint planner, trained on emulated devices that are too small for every plain split."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", sampled(MODELS, often=["gpt"]))
 def test_a_joint_plan_trains_where_no_split_fits(name: str) -> None:
-    """With three quarters of what the leanest split needs: the allocator's peaks are the plan's, below the cap."""
+    """With three quarters of the leanest split's memory, a joint plan trains: the allocator's peaks are the
+    plan's, below the cap.
+    """
     task = build(name, **MODELS[name])
     costs = profile(task, microbatch_size=4)
     roomy = plan(costs, Cluster.emulated((2, 1 << 40)), batch_size=24, objective="peak")

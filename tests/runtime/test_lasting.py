@@ -1,4 +1,6 @@
-"""Tensors that custom functions keep on their contexts live until the backward of a whole piece ends; peaks know."""
+"""Tensors that custom functions keep on their contexts until a whole segment's backward ends; peaks include
+them.
+"""
 
 from __future__ import annotations
 
@@ -25,30 +27,30 @@ class KeepsInput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Of any shape."""
+        """Compute values of any shape."""
         ctx.x = x
         return x * torch.sigmoid(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """Of the input's shape."""
+        """Compute the gradient, of the input's shape."""
         gate = torch.sigmoid(ctx.x)
         return gradient * (gate + ctx.x * gate * (1 - gate))
 
 
 class KeepsOwn(torch.autograd.Function):
-    """Keeps its input as autograd does, and in a dictionary of its own a tensor that it has made."""
+    """A function that saves its input through autograd, and a new tensor in a separate dictionary."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Of any shape."""
+        """Compute values of any shape."""
         ctx.save_for_backward(x)
         ctx.kept = {"signs": x.sign().repeat(2, 1)}
         return x.abs()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """Of the input's shape."""
+        """Compute the gradient, of the input's shape."""
         (x,) = ctx.saved_tensors
         return gradient * ctx.kept["signs"][: len(x)]
 
@@ -62,13 +64,13 @@ class Layer(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH) if linear else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, width)."""
+        """Compute values of shape (batch, width)."""
         out: Tensor = self.function.apply(self.linear(x))
         return out
 
 
 class Traced(nn.Module):
-    """The same as no chain: custom functions stay whole in traces."""
+    """The same layers outside a chain: custom functions stay whole in traces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +78,7 @@ class Traced(nn.Module):
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, width)."""
+        """Compute values of shape (batch, width)."""
         for part in self.parts:
             x = part(x)
         out: Tensor = self.head(x)
@@ -84,13 +86,13 @@ class Traced(nn.Module):
 
 
 def by_hand(function: type[torch.autograd.Function], *, linear: bool) -> nn.Module:
-    """A chain of six such layers, with a linear one between any two and at the end."""
+    """Return a chain of six such layers, with a linear one between any two and at the end."""
     parts = (part for _ in range(3) for part in (nn.Linear(WIDTH, WIDTH), Layer(function, linear=linear)))
     return chain([*parts, nn.Linear(WIDTH, WIDTH)])
 
 
 def batch(size: int) -> tuple[Tensor, Tensor]:
-    """Made-up values and targets."""
+    """Return made-up values and targets."""
     return torch.randn(size, WIDTH), torch.randn(size, WIDTH)
 
 
@@ -107,14 +109,16 @@ def batch(size: int) -> tuple[Tensor, Tensor]:
     ids=["own value", "input", "own tensor", "input and own tensor", "traced"],
 )
 def test_peaks_count_what_lasts(module: Any, seed: int) -> None:
-    """Simulator, dry run and allocator agree to the byte, under any plan."""
+    """Peaks count tensors on contexts: simulator, dry run and allocator agree to the byte, under any plan."""
     task = Task(module, batch=batch, loss=F.mse_loss, name="lasting")
     for account in accounts(plan_for(task, Random(seed))):
         assert account.simulated_bytes == account.dry_run_bytes == account.oracle_bytes, str(account.case)
 
 
 def test_what_lasts_is_there_when_the_last_gradients_are_made() -> None:
-    """Eight layers in one stage, whose gradients are as large as what is kept: the peak is at the backward's end."""
+    """Tensors on contexts live until the last gradients: eight layers in one stage, whose gradients are as
+    large as the kept tensors, peak at the backward's end.
+    """
 
     def wide() -> nn.Module:
         parts = (
@@ -133,7 +137,7 @@ def test_what_lasts_is_there_when_the_last_gradients_are_made() -> None:
 
 @pytest.mark.parametrize("kept", [KeepsInput, KeepsOwn])
 def test_what_lasts_is_named(kept: type[torch.autograd.Function]) -> None:
-    """A profile says which function keeps it."""
+    """A profile names the function that keeps a tensor on its context."""
     costs = profile(Task(lambda: by_hand(kept, linear=True), batch=batch, loss=F.mse_loss), microbatch_size=8)
     lasting = [
         tensor.operation for cost in costs.measurements[0].costs for tensor in cost.saved if tensor.lasting

@@ -1,4 +1,4 @@
-"""Whatever happens to a worker, `train` names the one that failed first, in time, and leaves nothing behind."""
+"""Failures of workers: `train` names the one that failed first, in time, without leftovers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ START_SECONDS = 300  # for a loaded machine; a worker needs about four
 
 
 def plan_of(layers: int = 3, memory: str = "1MiB", microbatches: int = 4) -> Plan:
-    """A plan of two stages: the last layer, the one with the accident, is in stage 1."""
+    """Return a plan of two stages; the last layer, which fails, is in stage 1."""
     profile = pipefit.profile(accidents.make(layers=layers), microbatch_size=2)
     cluster = pipefit.load_cluster(f"emulated:2x{memory}")
     return pipefit.plan(
@@ -58,13 +58,13 @@ def plan_of(layers: int = 3, memory: str = "1MiB", microbatches: int = 4) -> Pla
 
 @pytest.fixture(autouse=True)
 def _sleep_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a loaded machine nobody is silent for long but who has an accident."""
+    """Count `sleep` as progress: on a loaded machine only a failing worker is silent for long."""
     asleep.counted(monkeypatch, tmp_path / "asleep")
 
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """After every test no worker lives, not even as a zombie, as soon as the fork server has looked."""
+    """Check after every test that workers are gone, even as zombies, as soon as the fork server has checked."""
     before = set(children())
     yield
     assert mp.active_children() == []
@@ -75,8 +75,8 @@ def nothing_left() -> Iterator[None]:
 
 
 def children(of: str = "") -> list[str]:
-    """Command lines of this process's child processes, and of those that the fork server has for it; but not of
-    multiprocessing's own two helpers and what removes their folder, which stay.
+    """Return the command lines of this process's and its fork server's children, except multiprocessing's two
+    helpers and their folder's remover, which stay.
     """
     found, parent = [], of or str(os.getpid())
     for number in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
@@ -89,7 +89,7 @@ def children(of: str = "") -> list[str]:
 
 
 def fork_servers() -> list[int]:
-    """The fork servers of this process that run."""
+    """Return the running fork servers of this process."""
     listed = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     commands = {number: Path(f"/proc/{number}/cmdline").read_bytes() for number in listed}
     return [int(number) for number, command in commands.items() if b"multiprocessing.forkserver" in command]
@@ -108,9 +108,10 @@ ACCIDENTS = [
 def test_the_worker_that_failed_first_is_named_and_never_its_neighbour(
     accident: str, sentence: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A worker that is killed, exits, raises what no pipe can carry, or hangs is named with where it was, in time.
+    """A worker that is killed, exits, raises an unpicklable error or hangs is named with its position, in
+    time.
 
-    The worker before it, which waits for it, is not. Stdout stays ours and stderr holds no traceback.
+    The previous worker, which waits for it, is not. Stdout stays ours and stderr holds no traceback.
     """
     plan, began = plan_of(), time.monotonic()
     with pytest.raises(WorkerFailed) as caught:
@@ -124,7 +125,7 @@ def test_the_worker_that_failed_first_is_named_and_never_its_neighbour(
 
 
 def test_a_fork_that_goes_on_training_is_ended_by_name() -> None:
-    """A module that forks its worker, and lets both go on, is told before they get in each other's way."""
+    """A module that forks its worker and lets both train on is reported before they interfere."""
     with pytest.raises(UsageError, match=r"^device 1 was forked by a module .* goes on training"):
         pipefit.train(partial(accidents.make, "forks"), plan_of(), steps=20)
 
@@ -167,7 +168,7 @@ REPORTS: list[tuple[str, Callable[[], Task], dict[str, Any], type[PipefitError],
 def test_a_worker_that_reports_is_heard(
     name: str, task: Callable[[], Task], planned: dict[str, Any], kind: type[PipefitError], sentence: str
 ) -> None:
-    """What a worker knows of its failure arrives as an error of that type, in one line."""
+    """A worker's failure report arrives as an error of that type, in one line."""
     with pytest.raises(kind) as caught:
         pipefit.train(task, plan_of(**planned), steps=1)
     assert sentence in str(caught.value)
@@ -175,13 +176,15 @@ def test_a_worker_that_reports_is_heard(
 
 
 def test_a_worker_that_never_starts_is_named() -> None:
-    """Within `start_seconds`, and although the other waits for it at the meeting."""
+    """A worker that never starts is named within `start_seconds`, although the other waits for it at the
+    rendezvous.
+    """
     with pytest.raises(WorkerFailed, match=r"worker 1 .* hangs while it started: no sign of life for 3 s"):
         pipefit.train(accidents.make_slowly, plan_of(), steps=1, start_seconds=3)
 
 
 def test_waiting_for_a_slow_worker_is_no_failure() -> None:
-    """A worker may wait for others longer than `timeout_seconds`, as long as each of their actions takes less."""
+    """A worker may wait for others longer than `timeout_seconds` if each of their actions takes less."""
     losses, _ = pipefit.train(
         partial(accidents.make_late, "slow"), plan_of(microbatches=1), steps=1, timeout_seconds=2
     )
@@ -189,14 +192,16 @@ def test_waiting_for_a_slow_worker_is_no_failure() -> None:
 
 
 def test_a_worker_that_waits_is_not_the_one_that_hangs() -> None:
-    """Although it has been silent for longer: it waits since the step began, for a worker that hangs since later."""
+    """A waiting worker is not the hanging one, although it is silent for longer: it waits since the step
+    began, for a worker that hangs since later.
+    """
     with pytest.raises(WorkerFailed, match=r"^worker 0 \(device 0, .* hangs at 0F0: no sign of life for 2 s"):
         pipefit.train(partial(accidents.make_late, "hangs"), plan_of(), steps=1, timeout_seconds=2)
 
 
 def test_a_program_that_was_stopped_blames_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-Z stops it together with its workers, for as long as one likes, and `on_step` may take as long: here time
-    passes before every look at them.
+    """A program stopped by Ctrl-Z blames no worker: its workers stop with it for any time, and `on_step` may
+    take as long; here time passes before every check.
     """
     away = itertools.count(0, 1000)
     monkeypatch.setattr(launch, "Watch", partial(Watch, clock=lambda: time.monotonic() + next(away)))
@@ -205,7 +210,7 @@ def test_a_program_that_was_stopped_blames_no_worker(monkeypatch: pytest.MonkeyP
 
 
 def test_a_second_interrupt_waits_until_all_is_cleared_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C pressed again, while the workers are being stopped, leaves no worker and no file behind."""
+    """A second Ctrl-C while the workers are being stopped leaves neither a worker nor a file."""
 
     def stop(report: StepReport) -> None:
         raise KeyboardInterrupt
@@ -221,7 +226,9 @@ def test_a_second_interrupt_waits_until_all_is_cleared_away(monkeypatch: pytest.
 
 
 def test_workers_that_cannot_be_started_are_a_failure_by_name() -> None:
-    """Without a file descriptor to spare, the message says why, and what to raise. With some, the next run trains."""
+    """Workers that cannot start for lack of file descriptors are a failure with the reason and the limit to
+    raise. With some descriptors, the next run trains.
+    """
     plan, processes = plan_of(), resource.getrlimit(resource.RLIMIT_NOFILE)
     ensure_running()
     fewest = len(os.listdir("/proc/self/fd"))
@@ -239,7 +246,9 @@ def test_workers_that_cannot_be_started_are_a_failure_by_name() -> None:
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
 def test_where_processes_may_share_nothing_the_places_are_named(number: int) -> None:
-    """As in a container whose /dev/shm is read-only: more memory or fewer devices would be of no use."""
+    """Without shared memory, as in a container with a read-only /dev/shm, the error names the places, since
+    more memory or fewer devices would not help.
+    """
     failing = mock.patch.object(launch, "Heartbeat", side_effect=OSError(number, os.strerror(number)))
     with (
         failing,
@@ -249,7 +258,7 @@ def test_where_processes_may_share_nothing_the_places_are_named(number: int) -> 
 
 
 def test_a_fork_server_that_is_killed_at_a_request_is_replaced() -> None:
-    """As a system without memory kills it: the training that asked it for a worker starts another and goes on."""
+    """A fork server that the system kills during a request is replaced, and the training continues."""
     plan = plan_of()
     pipefit.train(accidents.make, plan, steps=1)
     (server,) = fork_servers()
@@ -262,7 +271,9 @@ def test_a_fork_server_that_is_killed_at_a_request_is_replaced() -> None:
 
 @pytest.mark.parametrize("dies", [True, False])
 def test_without_the_fork_server_a_worker_ends_as_it_ends(dies: bool) -> None:
-    """A system without memory may kill both: the worker's signal is told all the same, and one that lives trains on."""
+    """If the system kills the fork server too, a worker's signal is still reported, and a living worker
+    trains on.
+    """
 
     def kill(report: StepReport) -> None:
         if report.step == 1:
@@ -285,7 +296,9 @@ def test_without_the_fork_server_a_worker_ends_as_it_ends(dies: bool) -> None:
 
 
 def test_orphans_stay_with_this_process_only_while_it_trains() -> None:
-    """What the caller's own programs leave is nothing that it wants to wait for."""
+    """Orphaned processes are adopted by this process only while it trains; the caller's other programs are
+    not.
+    """
     before = adopt_orphans(False)
     inside = []
     pipefit.train(accidents.make, plan_of(), steps=1, on_step=lambda _: inside.append(adopt_orphans(True)))
@@ -295,7 +308,9 @@ def test_orphans_stay_with_this_process_only_while_it_trains() -> None:
 def test_too_few_processes_and_threads_are_told_before_a_worker_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With the limit, once: workers and libraries that find none left would end in many ways."""
+    """Too few processes and threads are reported once, with the limit, before a worker starts: workers and
+    libraries would fail in many ways.
+    """
     started = []
 
     def start_thread(function: Callable[[], None], arguments: tuple[()]) -> int:
@@ -317,7 +332,9 @@ def test_too_few_processes_and_threads_are_told_before_a_worker_starts(
 def test_a_limit_that_workers_meet_as_they_start_is_named_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """Where the training may start again too: it would end in the same words each time."""
+    """A limit that workers meet at their start is named once, even if training may restart, since it would
+    fail again.
+    """
     monkeypatch.setattr(processes, "_soft", {"RLIMIT_NOFILE": 7}.get)
     number = next(n for n, what in enumerate(raising.HAPPENS) if "Too many open files" in what)
     task = partial(raising.make, "factory", number)
@@ -333,7 +350,9 @@ def test_a_limit_that_workers_meet_as_they_start_is_named_once(
 
 
 def asks_for_huge_pages() -> bool:
-    """Whether the system gives huge pages to those who ask, and no others, and malloc is glibc's, which can ask."""
+    """Check that the system gives huge pages on request only, and that malloc is glibc's, which can request
+    them.
+    """
     way, (library, version) = Path("/sys/kernel/mm/transparent_hugepage/enabled"), platform.libc_ver()
     known = library == "glibc" and tuple(map(int, version.split("."))) >= (2, 35)
     return known and way.exists() and "[madvise]" in way.read_text()
@@ -341,7 +360,9 @@ def asks_for_huge_pages() -> bool:
 
 @pytest.mark.skipif(not asks_for_huge_pages(), reason="nobody can ask for huge pages here")
 def test_workers_ask_for_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So says the system of the memory in which the tensors of one lie, and this process's environment is as before."""
+    """Workers request huge pages: the system reports them for tensor memory, and this process's environment
+    is unchanged.
+    """
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.perturb=0")
     before = dict(os.environ)
     ours, theirs = forks().Pipe(duplex=False)
@@ -358,12 +379,14 @@ def test_workers_ask_for_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
      ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0")],
 )  # fmt: skip
 def test_what_malloc_is_told_stays_and_has_the_last_word(given: str, told: str) -> None:
-    """Whoever has told glibc something about huge pages has decided; other words are kept beside ours."""
+    """A user's huge-page setting in glibc's tunables wins; other tunables are kept next to pipefit's."""
     assert tunables(given) == told
 
 
 def test_a_working_directory_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes cannot start there, and the message says so instead of speaking of limits."""
+    """A deleted working directory, in which processes cannot start, is named in the message instead of
+    limits.
+    """
     plan, gone = plan_of(), tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
@@ -375,7 +398,7 @@ def test_a_working_directory_that_is_gone_is_named(tmp_path: Path, monkeypatch: 
 
 
 def test_a_long_path_of_temporary_files_is_no_obstacle(tmp_path: Path) -> None:
-    """A cluster's TMPDIR may be longer than the path of a socket can be; the program that was given it trains."""
+    """A TMPDIR longer than a socket's path may be does not prevent training."""
     script, folder = tmp_path / "script.py", tmp_path / ("long" * 30)
     folder.mkdir()
     call = WORK.replace("steps=100000", "steps=1")
@@ -394,8 +417,8 @@ def test_a_long_path_of_temporary_files_is_no_obstacle(tmp_path: Path) -> None:
 def test_workers_have_the_surroundings_of_the_moment(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The environment and the standard error that the parent has now, not those of an earlier training; whatever a
-    model prints goes to that standard error.
+    """Workers have the parent's current environment and standard error, not those of an earlier training; a
+    model's prints go to that standard error.
     """
     plan = plan_of()
     for word in ("first", "second"):
@@ -406,7 +429,7 @@ def test_workers_have_the_surroundings_of_the_moment(
 
 
 def test_stopping_leaves_nothing_behind() -> None:
-    """An exception of the caller's own, Ctrl-C above all, passes through, and the workers are gone."""
+    """A caller's exception, such as Ctrl-C, passes through, and the workers are gone."""
 
     def stop(report: StepReport) -> None:
         raise KeyboardInterrupt
@@ -416,7 +439,9 @@ def test_stopping_leaves_nothing_behind() -> None:
 
 
 def test_what_cannot_start_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A task that cannot be pickled, a task instead of a function, and impossible numbers cost no worker."""
+    """A task that cannot be pickled, a task instead of a function, and impossible numbers are refused before
+    a worker starts.
+    """
     plan = plan_of()
 
     def never(*_: Any) -> None:
@@ -437,7 +462,9 @@ def test_what_cannot_start_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_is_in_no_file_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script from standard input, and a task that was written at a prompt, which no worker could read."""
+    """A script from standard input, and a task defined at a prompt, are refused at once, since workers cannot
+    read them.
+    """
     main = sys.modules["__main__"]
     monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("a worker was started"))
     monkeypatch.setattr(main, "__spec__", None)
@@ -457,7 +484,9 @@ def test_what_is_in_no_file_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_process_that_may_start_none_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of multiprocessing.Pool, whose assertion would say it of children and name no way out."""
+    """A daemonic process of multiprocessing.Pool, which may not start children, is refused with a remedy
+    instead of an assertion.
+    """
     monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("a worker was started"))
     monkeypatch.setitem(mp.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match=r"daemonic process.*ProcessPoolExecutor"):
@@ -465,7 +494,7 @@ def test_a_process_that_may_start_none_says_so(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_as_many_workers_as_stages() -> None:
-    """A trainer in a group of another size says how many it wants."""
+    """A trainer in a group of another size reports the required number of workers."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(UsageError, match="2 devices, and the launcher started 1 worker:"):
@@ -490,7 +519,9 @@ WORK = (
 
 
 def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
-    """multiprocessing's riddle about bootstrapping is answered in the last line."""
+    """A script without a main guard is explained in the last line, after multiprocessing's message about
+    bootstrapping.
+    """
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(tests=ROOT / "tests", call=WORK))
     run = subprocess.run(
@@ -502,7 +533,9 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
 def test_torchrun_gives_the_losses_of_one_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same script, alone and under torchrun with a worker for each of three stages, prints the same losses."""
+    """The same script, alone and under torchrun with a worker for each of three stages, prints the same
+    losses.
+    """
     script = [str(ROOT / "examples" / "train_loop.py"), "--steps", "3"]
     monkeypatch.setattr(sys, "argv", script)
     runpy.run_path(script[0], run_name="__main__")
@@ -516,6 +549,6 @@ def test_torchrun_gives_the_losses_of_one_process(
 
 
 def environment() -> dict[str, str]:
-    """For a script of its own, which may not find an installed pipefit."""
+    """Return the environment of a script that may not find an installed pipefit."""
     path = {"PYTHONPATH": str(ROOT / "src"), "TMPDIR": tempfile.gettempdir()}
     return {**os.environ, **path, "OMP_NUM_THREADS": "1"}

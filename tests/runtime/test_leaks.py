@@ -1,4 +1,4 @@
-"""However training with moves under way ends, nothing is left of it: no process, no memory, no file and no folder."""
+"""Endings of training during offload: no process, memory, file or folder is left."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ THEIRS = ("pipefit-", "torchinductor_")  # the sockets' until this process ends;
 
 @cache
 def plan() -> Plan:
-    """Two workers that lend to each other and move to the host, one of which also recomputes."""
+    """Return two workers that lend to each other and move to the host; one also recomputes."""
     still = plan_of(make_chain(), [3, 3], microbatches=3, schedule="gpipe")
     link = Link.between("device0", "device1", "host0", bytes_per_second=512 / COPY)
     moves = [(0, ((1, 0),), "device1*1+host*1"), (1, ((4, 0),), "device0")]
@@ -55,15 +55,15 @@ def plan() -> Plan:
 
 
 def points(device: int) -> list[Action]:
-    """Every action of a device for the middle microbatch, and for none."""
+    """Return every action of a device for the middle microbatch, and for none."""
     return [action for action in lower(plan()).actions[device] if action.microbatch in (None, 1)]
 
 
-# -------------------------------------------------------------------- what is left
+# -------------------------------------------------------------------- leftovers
 
 
 def descendants(of: int) -> list[int]:
-    """The processes that one has started, and theirs."""
+    """Return a process's descendants."""
     try:
         own = Path(f"/proc/{of}/task/{of}/children").read_text().split()
     except OSError:  # it has ended
@@ -72,7 +72,7 @@ def descendants(of: int) -> list[int]:
 
 
 def helpers() -> set[int]:
-    """multiprocessing's own two processes and the one that removes their folder, which stay."""
+    """Return multiprocessing's two processes and their folder's remover, which stay."""
     words = (b"multiprocessing.forkserver import main", b"resource_tracker", b"rmtree(sys.argv[1]")
     return {
         n
@@ -82,7 +82,7 @@ def helpers() -> set[int]:
 
 
 def nameless(process: int) -> list[str]:
-    """The files in memory of pipefit that a process has open or mapped."""
+    """Return pipefit's memory files that a process has open or mapped."""
     found = [
         line for line in Path(f"/proc/{process}/maps").read_text().splitlines() if "memfd:pipefit" in line
     ]
@@ -95,7 +95,7 @@ def nameless(process: int) -> list[str]:
 
 
 def left(folder: Path, shared: set[str]) -> list[str]:
-    """What is left: processes, files in memory, shared memory with a name, files and folders."""
+    """Return the leftovers: processes, memory files, named shared memory, files and folders."""
     mine = [os.getpid(), *helpers()]
     found = [f"process {number}" for number in descendants(os.getpid()) if number not in mine]
     found += [name for process in mine for name in nameless(process)]
@@ -105,7 +105,7 @@ def left(folder: Path, shared: set[str]) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """After every test."""
+    """Check for leftovers after every test."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     shared = set(os.listdir("/dev/shm"))
@@ -114,7 +114,9 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 
 def assert_nothing_left(folder: Path, shared: set[str]) -> None:
-    """Processes at once, and all else soon, because other programs have shared memory too."""
+    """Check that processes are gone at once, and all else soon, because other programs have shared memory
+    too.
+    """
     assert mp.active_children() == []
     until = time.monotonic() + SECONDS
     while found := left(folder, shared):
@@ -122,19 +124,19 @@ def assert_nothing_left(folder: Path, shared: set[str]) -> None:
         time.sleep(0.05)
 
 
-# -------------------------------------------------------------------- ends
+# -------------------------------------------------------------------- endings
 
 
 @pytest.fixture(autouse=True)
 def interruptible() -> Iterator[None]:
-    """Ctrl-C has its usual effect; a shell starts programs in the background so that they ignore it."""
+    """Restore Ctrl-C's usual effect, which a shell turns off for programs in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def train_to_the_end(how: str, device: int, action: str) -> None:
-    """Train until it ends there, as it should."""
+    """Train until the expected end."""
     error = KeyboardInterrupt if how == "interrupted" else WorkerFailed
     with pytest.raises(error) as caught:
         pipefit.train(partial(make_ending, how, device, action), plan(), steps=1000)
@@ -146,7 +148,7 @@ def train_to_the_end(how: str, device: int, action: str) -> None:
     ("how", "kind"), [("killed", Kind.RELOAD), ("raises", Kind.BACKWARD), ("interrupted", Kind.OFFLOAD)]
 )
 def test_whoever_ends_leaves_nothing(how: str, kind: Kind) -> None:
-    """A worker that is killed or raises, or Ctrl-C, while copies to the host and to each other are under way."""
+    """A killed or failing worker, or Ctrl-C, during copies to the host and to each other leaves nothing."""
     train_to_the_end(how, 0, str(next(action for action in points(0) if action.kind is kind)))
 
 
@@ -155,7 +157,7 @@ def test_whoever_ends_leaves_nothing(how: str, kind: Kind) -> None:
 @pytest.mark.parametrize("device", [0, 1])
 @pytest.mark.parametrize("how", HOW)
 def test_at_whatever_action_it_ends_nothing_is_left(how: str, device: int, tmp_path: Path) -> None:
-    """Every action of a microbatch, and of a step, on every device."""
+    """An end at any action of a microbatch or a step, on any device, leaves nothing."""
     shared = set(os.listdir("/dev/shm"))
     for action in points(device):
         train_to_the_end(how, device, str(action))
@@ -176,8 +178,8 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("word", [pytest.param("ready", marks=pytest.mark.gallery), "going"])
 def test_a_parent_that_is_killed_leaves_nothing(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While what forks its workers still imports torch, and in the middle of a step: all processes follow it, and the
-    last one removes what it can no longer remove.
+    """A killed parent leaves nothing, while its fork server still imports torch or in the middle of a step:
+    all processes follow it, and the last one cleans up.
     """
     monkeypatch.setattr(tempfile, "tempdir", None)
     folder = Path(tempfile.mkdtemp(dir="/tmp", prefix="left-"))  # a short path, for sockets
@@ -210,7 +212,7 @@ def test_a_parent_that_is_killed_leaves_nothing(word: str, monkeypatch: pytest.M
 
 
 def alive(number: int) -> bool:
-    """Whether that process runs; one that ended and that nobody has asked about does not."""
+    """Check that this process runs; a zombie does not."""
     try:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

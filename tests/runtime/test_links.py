@@ -1,4 +1,4 @@
-"""Links that training waits for: what a supervisor concludes from the actions that workers are at."""
+"""Links that training waits for, as a supervisor concludes from the workers' actions."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pipefit.runtime.launch.launch import Position, waited_for
 from pipefit.schema.plan import Plan
 from pipelines import equal_profile, make_plan
 
-NEVER = 1 << 20  # behind all actions of a step
+NEVER = 1 << 20  # after all actions of a step
 
 
 def positions(
     plan: Plan, at: Mapping[int, str | int], steps: Mapping[int, int] | None = None
 ) -> dict[int, Position]:
-    """Where workers are: each at an action, or at a number that is none; all in step 3 unless told."""
+    """Return the positions of workers: each at an action, or at a number without one; in step 3 by default."""
     found = {}
     for device, own in enumerate(lower(plan).actions):
         where = at[device]
@@ -29,7 +29,7 @@ def positions(
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    """Three stages."""
+    """Return three stages."""
     return make_plan(equal_profile(6), (2, 2, 2))
 
 
@@ -49,19 +49,23 @@ def plan() -> Plan:
 def test_a_link_is_waited_for_where_both_ends_have_begun(
     at: dict[int, str | int], ends: object, plan: Plan
 ) -> None:
-    """Only then: a worker that computes, or has not come so far, is another case."""
+    """A link is waited for only if both ends have begun the transfer: a worker that computes, or has not
+    reached it, is another case.
+    """
     assert waited_for(plan, 1, positions(plan, at)) == ends
 
 
 def test_another_step_counts_by_its_number(plan: Plan) -> None:
-    """Who is a step ahead has begun everything of this one, and who is behind nothing."""
+    """A worker a step ahead has begun every action of this one, and a worker a step late none."""
     at: dict[int, str | int] = {0: "0F0", 1: "1WAIT_RECV_F1", 2: NEVER}
     assert waited_for(plan, 1, positions(plan, at, {0: 4})) == (0,)
     assert waited_for(plan, 1, positions(plan, at | {0: NEVER}, {0: 2})) == ()
 
 
 def test_a_sum_is_waited_for_where_all_have_begun_it(plan: Plan) -> None:
-    """Of three workers that agree on a norm, the one that has not come to it is not the link's fault."""
+    """A sum is waited for if all workers have begun it: of three that clip by a norm, a late one is not the
+    link's fault.
+    """
     clipped = replace(plan, training=replace(plan.training, clip_norm=1.0))
     waits: dict[int, str | int] = {stage: f"{stage}WAIT_AGREE" for stage in range(3)}
     assert waited_for(clipped, 1, positions(clipped, waits)) == (0, 2)

@@ -1,4 +1,6 @@
-"""The lives of storages, of which a dry run tells what a GPU reserves; and for which microbatches they are repeated."""
+"""Lifetimes of storages, from which a dry run predicts a GPU's reserved memory, and their repetition over
+microbatches.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +38,15 @@ DEFAULT = AllocatorSettings()
 
 @pytest.fixture(scope="module")
 def found() -> ModelProfile:
-    """What the layers of `wide` cost on a GPU."""
+    """Return the profile of `wide` on a GPU."""
     return wide_profile()
 
 
-# ---------------------------------------------------------------- the lives of storages
+# ---------------------------------------------------------------- lifetimes of storages
 
 
 def step_of(parameters: list[Tensor], data: Tensor) -> None:
-    """A step of plain training whose kernels take nothing for themselves."""
+    """Run a step of plain training whose kernels take no temporary memory."""
     for parameter in parameters:
         parameter.grad = None
     hidden = torch.tanh(data * parameters[0])
@@ -57,14 +59,16 @@ def step_of(parameters: list[Tensor], data: Tensor) -> None:
 
 
 def test_births_and_deaths_are_those_of_the_allocator() -> None:
-    """On the CPU, where its events are seen: the same sizes in the same order, forward, backward and update."""
+    """Births and deaths are those of the allocator's events on the CPU: the same sizes in the same order,
+    forward, backward and update.
+    """
     parameters = [torch.randn(1, 300, requires_grad=True), torch.randn(50, 300, requires_grad=True)]
     data = torch.randn(50, 300)
     meter = LivesMeter(0, kernels=None, swept={}, place=torch.device("cpu"), workspace_bytes=0)
     gc.collect()
     meter.begin("before")
     with meter:
-        step_of(parameters, data)  # what is made once is made
+        step_of(parameters, data)  # one-time allocations are made
     meter.end(0, 0.0)
     meter.changes()
     meter.take()
@@ -91,7 +95,7 @@ def test_births_and_deaths_are_those_of_the_allocator() -> None:
 
 @contextmanager
 def captured() -> Iterator[list[Any]]:
-    """The events of every device of the dry run inside, in its order."""
+    """Return the events of every device of the dry run inside, in its order."""
     seen: list[Any] = []
     original = reserved.allocator_peaks
 
@@ -104,7 +108,7 @@ def captured() -> Iterator[list[Any]]:
 
 
 def highest(events: Any) -> int:
-    """The highest sum of what lives."""
+    """Return the highest sum of living storages."""
     level, most, living = 0, 0, {}
     for name, nbytes in events:
         level += nbytes or -living.pop(name)
@@ -127,8 +131,8 @@ def test_what_lives_is_what_the_meter_counts(found: ModelProfile, seed: int) -> 
 
 
 def test_what_is_on_the_host_has_no_block() -> None:
-    """Adam counts its steps there: at its peak, an update, the device has parameters, gradients, two moments, temporary
-    memory as for the parameters of a layer, and the loss.
+    """Adam's step counts on the host have no block: at its peak, an update, the device has parameters,
+    gradients, two moments, temporary memory equal to a layer's parameters, and the loss.
     """
     task = task_of(
         lambda: [nn.Linear(600, 600) for _ in range(3)], inputs=600, outputs=600, optimizer=torch.optim.Adam
@@ -147,7 +151,9 @@ def test_what_is_on_the_host_has_no_block() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_folded_microbatches_reserve_what_all_do(found: ModelProfile, seed: int) -> None:
-    """Any split, schedule and recomputation: all three numbers of three steps are equal, and nothing is run twice."""
+    """Folded microbatches reserve all three numbers of three steps of a full run, under any split, schedule
+    and recomputation, without a second run.
+    """
     plan = on_gpus(random_plan(found, Random(seed), microbatches=5))
     with mock.patch.object(rehearsal.Rehearsal, "_whole") as again:
         folded = certify(wide(), plan, steps=3, allocator=DEFAULT)
@@ -157,8 +163,8 @@ def test_folded_microbatches_reserve_what_all_do(found: ModelProfile, seed: int)
 
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_moved_away_loses_its_block(found: ModelProfile, seed: int) -> None:
-    """With random moves of saved tensors, folded microbatches reserve what all do, and the meter's peak is met: what a
-    device lends to others is a tensor there, from the first to the last.
+    """Offloaded tensors lose their block: with random moves, folded microbatches reserve the same as all and
+    reach the meter's peak; lent memory is a tensor on its lender, from the first to the last.
     """
     plan = moving(random_plan(found, Random(seed), microbatches=5), Random(seed))
     with captured() as events:
@@ -170,7 +176,9 @@ def test_what_is_moved_away_loses_its_block(found: ModelProfile, seed: int) -> N
 
 
 def test_one_dry_run_tells_of_several_allocators(found: ModelProfile) -> None:
-    """What each reserves is what a dry run with it alone says, and they differ; the model is run once."""
+    """One dry run reports several allocators' reserved memory: each number is that of a run with it alone,
+    and they differ; the model is run once.
+    """
     plan = on_gpus(random_plan(found, Random(1), microbatches=5))
     settings = [DEFAULT, AllocatorSettings(expandable=True)]
     with mock.patch.object(
@@ -183,7 +191,7 @@ def test_one_dry_run_tells_of_several_allocators(found: ModelProfile) -> None:
 
 
 def test_of_equal_layers_all_are_run() -> None:
-    """A stack that dry runs fold to four layers reserves what all of its layers do."""
+    """A stack that dry runs fold to four layers reserves the same as all of its layers."""
     task = task_of(
         lambda: [nn.Linear(640, 640) for _ in range(9)], inputs=640, outputs=640, optimizer=torch.optim.Adam
     )
@@ -194,19 +202,21 @@ def test_of_equal_layers_all_are_run() -> None:
 
 
 def program_of(found: ModelProfile) -> Program:
-    """Three microbatches, of which the second stands for the third."""
+    """Return a program of three microbatches, the second of which stands for the third."""
     return lower(plan_of(wide(), [6], size=700, microbatches=3, schedule="gpipe", profiled=found))
 
 
 def seen_in(program: Program, lives: dict[str, tuple[tuple[int, int], ...]]) -> Any:
-    """Lives in the actions that are run, by the actions' texts."""
+    """Return lifetimes in the executed actions, by the actions' texts."""
     ran = Folding.of(program).first
     actions = [a for a in program.actions[0] if a.microbatch is None or a.microbatch in ran]
     return (), [lives.get(str(action), ()) for action in actions]
 
 
 def test_lives_are_repeated_under_other_names(found: ModelProfile) -> None:
-    """What microbatch 1 allocates and frees microbatch 2 does too, and what lasts till the update dies there twice."""
+    """Lifetimes repeat under other names: microbatch 2 frees the counterparts of microbatch 1's storages, and
+    those that last until the update die there twice.
+    """
     program = program_of(found)
     assert Folding.of(program).like[0, 2] == 1
     lives = LivesOf(Folding.of(program))
@@ -221,12 +231,12 @@ def test_lives_are_repeated_under_other_names(found: ModelProfile) -> None:
 @pytest.mark.parametrize(
     "in_run",
     [
-        {"0F0": ((1, 100),), "0B1": ((1, 0),)},  # what microbatch 0 left dies twice
-        {"0F1": ((1, 100),)},  # what microbatch 1 leaves stays twice
+        {"0F0": ((1, 100),), "0B1": ((1, 0),)},  # the storage left by microbatch 0 dies twice
+        {"0F1": ((1, 100),)},  # the storage left by microbatch 1 stays twice
     ],
 )
 def test_a_repetition_that_cannot_be_is_noticed(found: ModelProfile, in_run: Any) -> None:
-    """Where a microbatch frees what is another's, or leaves something behind, it cannot stand for others."""
+    """A microbatch that frees another's storage, or leaves a storage, cannot stand for others."""
     program = program_of(found)
     lives = LivesOf(Folding.of(program))
     lives.step(0, program.actions[0], seen_in(program, in_run))
@@ -234,7 +244,7 @@ def test_a_repetition_that_cannot_be_is_noticed(found: ModelProfile, in_run: Any
 
 
 def test_microbatches_that_differ_are_all_run(found: ModelProfile) -> None:
-    """A dry run whose repetitions turn out to be wrong is made again with every microbatch."""
+    """A dry run with a wrong repetition is run again with every microbatch."""
     plan = plan_of(wide(), [6], size=700, microbatches=3, profiled=found)
     whole, original = rehearsal.Rehearsal._whole, LivesOf.step
 

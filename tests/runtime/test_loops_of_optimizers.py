@@ -1,4 +1,4 @@
-"""Optimizers that people write: a loop over parameters, whose variables hold what was made for the last one."""
+"""Hand-written optimizers: loops over parameters, whose variables hold tensors of the previous one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiny import plan_of, task_of
 
 
 class Orthogonal(Optimizer):
-    """Muon as on a page: momentum, of whose matrices the nearest orthogonal ones are taken."""
+    """Muon in its textbook form: momentum, with matrices replaced by the nearest orthogonal ones."""
 
     def __init__(self, groups: Any, lr: float = 1e-3) -> None:
         super().__init__(groups, {"lr": lr})
@@ -37,7 +37,7 @@ class Orthogonal(Optimizer):
 
 
 def made(*widths: int) -> Task:
-    """Linear layers of these widths, one after the other."""
+    """Return a chain of linear layers of these widths."""
     pairs = list(pairwise(widths))
     return task_of(
         lambda: [nn.Linear(*pair) for pair in pairs],
@@ -58,7 +58,9 @@ WIDTHS = {
 @pytest.mark.parametrize("split", [[3], [1, 2]])
 @pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
 def test_no_peak_is_predicted_too_low(widths: Sequence[int], split: list[int]) -> None:
-    """What is held of one layer counts while the next is updated; the dry run and the allocator agree to the byte."""
+    """Tensors held from one layer count during the next layer's update; the dry run and the allocator agree
+    to the byte.
+    """
     task = made(*widths)
     plan = plan_of(task, split)
     assert not too_low(task, plan)
@@ -67,7 +69,7 @@ def test_no_peak_is_predicted_too_low(widths: Sequence[int], split: list[int]) -
 
 
 def test_bounds_are_no_higher_than_what_is_held() -> None:
-    """A peak that is predicted too high is so by less than the largest layer leaves behind; at the end it is exact."""
+    """A predicted peak is too high by less than the largest layer's leftovers, and exact at the end."""
     task = made(48, 48, 48, 48)
     plan = plan_of(task, [3])
     found, left = step_peaks(task, plan), max(cost.update_left_bytes for cost in plan.measurement.kinds)

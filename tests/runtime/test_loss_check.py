@@ -1,4 +1,4 @@
-"""A loss that is no mean over samples is told before it is trained in microbatches."""
+"""Reports of a loss that is not a mean over samples, before training in microbatches."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ROWS = torch.arange(1.0, 7.0)[:, None] / 10
 
 
 def rows(size: int) -> tuple[Tensor, Tensor]:
-    """The same samples in every microbatch."""
+    """Return the same samples in every microbatch."""
     return ROWS[:size].clone(), 2 * ROWS[:size]
 
 
 def of_loss(loss: Any) -> Task:
-    """A chain by hand: its layers return what comes into them, until it is trained."""
+    """Return an explicit chain of layers that return their inputs until they are trained."""
     layers = [nn.Linear(1, 1, bias=False) for _ in range(2)]
     for layer in layers:
         nn.init.ones_(layer.weight)
@@ -33,7 +33,7 @@ def of_loss(loss: Any) -> Task:
 
 
 class Pairs(nn.Module):
-    """Each image has one right text, and those of the other samples are wrong ones (CLIP)."""
+    """A loss in which each image has one right text, and the other samples' texts are wrong ones (CLIP)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,18 +46,20 @@ class Pairs(nn.Module):
 
 
 def told(task: Task, **options: Any) -> str:
-    """What the certificate says of the numbers of a chain by hand."""
+    """Return the certificate's message on the numbers of an explicit chain."""
     return str(certify_numbers(task, plan_of(task, [1, 1], **options))).partition("; but ")[2]
 
 
 def words_that_count(outputs: Tensor, targets: Tensor) -> Tensor:
-    """A mean over those samples that are above a limit: of `rows`, the same number in every microbatch."""
+    """Compute a mean over the samples above a limit; with `rows`, their number is the same in every
+    microbatch.
+    """
     counts = (targets > 0.3).float()
     return (outputs * counts).sum() / counts.sum()
 
 
 def test_a_sum_is_told() -> None:
-    """Two samples add up to 0.1 + 0.2 less what is wanted, twice that; four to twice as much."""
+    """A sum is reported: two samples add up to 0.1 + 0.2 less the target, twice the mean; four to twice that."""
     task = of_loss(lambda outputs, targets: (targets - outputs).sum())
     sentence = told(task)
     assert "two of 2 have 0.3 on average, and their 4 samples together 0.6" in sentence
@@ -65,7 +67,9 @@ def test_a_sum_is_told() -> None:
 
 
 def test_negatives_among_the_samples_are_told() -> None:
-    """Of a traced model, by a trainer and by a certificate, where there are several microbatches."""
+    """Negatives from the same batch are reported for a traced model, by a trainer and by a certificate, if
+    there are several microbatches.
+    """
 
     def batch(size: int) -> Any:
         return {"image": torch.randn(size, 4), "text": torch.randn(size, 5)}, None
@@ -87,7 +91,7 @@ def test_negatives_among_the_samples_are_told() -> None:
     ("loss", "options"),
     [
         (F.mse_loss, {}),
-        (words_that_count, {}),  # as many in each microbatch
+        (words_that_count, {}),  # the same number in each microbatch
         (lambda outputs, targets: (targets - outputs).sum(), {"microbatches": 1}),
         (
             lambda outputs, targets: (targets - outputs).sum(),
@@ -98,12 +102,14 @@ def test_negatives_among_the_samples_are_told() -> None:
     ],
 )
 def test_nothing_is_said_without_a_difference(loss: Any, options: dict[str, Any]) -> None:
-    """Of a mean over samples, of one microbatch, of updates for each of them, and where it cannot be known."""
+    """A mean over samples, one microbatch, an update for each microbatch, and an undecidable loss give no
+    report.
+    """
     assert told(of_loss(loss), **options) == ""
 
 
 def test_a_weighted_mean_is_told() -> None:
-    """Samples count by their weights, which add up to another number in each microbatch."""
+    """A weighted mean is reported, since the weights' sum differs between microbatches."""
     task = replace(
         of_loss(lambda outputs, weights: (outputs * weights).sum() / weights.sum()),
         batch=lambda size: (torch.randn(size, 1), torch.rand(size, 1)),

@@ -1,4 +1,4 @@
-"""Losses that change what they hold, such as a centre: trained as plainly, or refused by name."""
+"""Losses that change their state, such as a centre: trained as plainly, or refused by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Centred(nn.Module):
         self.register_buffer("centre", torch.ones(4))
 
     def follow(self, outputs: Tensor) -> None:
-        """In place."""
+        """Move the centre in place."""
         self.centre.lerp_(outputs.detach().mean(0), 0.5)
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -41,18 +41,18 @@ class Centred(nn.Module):
 
 
 class Replacing(Centred):
-    """The centre becomes another tensor, as in DINO."""
+    """A loss that replaces its centre by another tensor, as in DINO."""
 
     def follow(self, outputs: Tensor) -> None:
-        """Out of place."""
+        """Move the centre out of place."""
         self.centre = 0.5 * self.centre + 0.5 * outputs.detach().mean(0)
 
 
 class Scaled(Centred):
-    """The centre is a factor, and saved; autograd does not see that it changes."""
+    """A loss whose centre is a saved factor; autograd does not see its changes."""
 
     def follow(self, outputs: Tensor) -> None:
-        """Behind its back."""
+        """Move the centre without autograd's knowledge."""
         self.centre.data.lerp_(outputs.detach().mean(0), 0.5)
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class Scaled(Centred):
 
 
 def closed() -> Callable[[Any, Any], Tensor]:
-    """A function with a centre around it."""
+    """Return a function with a centre in its closure."""
     centre = torch.ones(4)
 
     def distance(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def closed() -> Callable[[Any, Any], Tensor]:
 
 
 def following() -> Callable[[Any, Any], Tensor]:
-    """Another tensor takes the centre's place."""
+    """Replace the centre by another tensor."""
     kept = {"centre": torch.ones(4)}
 
     def distance(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def following() -> Callable[[Any, Any], Tensor]:
 
 
 class Warming(nn.Module):
-    """Weighs more from call to call."""
+    """A loss whose weight rises from call to call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Warming(nn.Module):
 
 
 def noting() -> Callable[[Any, Any], Tensor]:
-    """Keeps what nobody computes with."""
+    """Return a loss that records values without computing with them."""
     kept = {"last": torch.zeros(())}
 
     def distance(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def noting() -> Callable[[Any, Any], Tensor]:
 
 
 def task(loss: Callable[[], Callable[[Any, Any], Any]]) -> Task:
-    """Two layers, and a loss of its own."""
+    """Return two layers with this loss."""
     return task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 4)], loss=loss())
 
 
@@ -131,7 +131,9 @@ LOSSES = {
 
 @pytest.mark.parametrize("loss", [*LOSSES, noting])
 def test_the_centre_follows_as_plainly(loss: Callable[[], Any]) -> None:
-    """Over two steps of three microbatches in flight, after a dry run, which leaves the loss as it is."""
+    """The centre follows plain training over two steps of three microbatches in flight, after a dry run,
+    which leaves the loss unchanged.
+    """
     plan = planned(loss, schedule="gpipe")
     trained = task(loss)
     certify(trained, plan)
@@ -157,7 +159,7 @@ def test_the_centre_follows_as_plainly(loss: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_it_is_neither_recomputed_nor_in_replicas(loss: Callable[[], Any]) -> None:
-    """Named where a plan asks for it, and left alone where a planner chooses."""
+    """A loss with state is refused by name for recomputation and replicas, and planners leave it alone."""
     what = LOSSES[loss]
     with pytest.raises(UsageError, match=f"cannot recompute the loss, which changes {what}"):
         lower(planned(loss, recompute="always"))
@@ -174,13 +176,13 @@ def test_it_is_neither_recomputed_nor_in_replicas(loss: Callable[[], Any]) -> No
 
 
 def test_what_nobody_computes_with_may_change() -> None:
-    """Recomputed, and in replicas."""
+    """State that does not enter the computation may change, recomputed and in replicas."""
     lower(planned(noting, recompute="always"))
     assert plan_of_profile(profiled(noting), Cluster.emulated((2, 1 << 30)), batch_size=16, data=2)
 
 
 def test_a_change_that_autograd_does_not_see_is_refused() -> None:
-    """Where the loss has saved it."""
+    """A change that autograd does not see is refused if the loss has saved the tensor."""
     with pytest.raises(
         UsageError, match="the loss of tiny cannot be planned: it changes 'centre', which it saves"
     ):

@@ -1,4 +1,4 @@
-"""Workers on several machines: a plan whose replicas, shards and stages are across them trains as one device does."""
+"""Training on several machines: replicas, shards and stages across them train as on one device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def meeting(kind: str) -> Callable[[int], list[str]]:
-    """The words by which the agents of two machines find each other: those for the machine of a number."""
+    """Return torchrun's rendezvous arguments for the machine of each number."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -41,7 +41,7 @@ def meeting(kind: str) -> Callable[[int], list[str]]:
 
 
 def started(folder: Path, kind: str, *, restarts: int = 0) -> list[tuple[int, str, str]]:
-    """What torchrun of each of two machines gives, and prints to stdout and stderr."""
+    """Run torchrun on each of two machines; return exit codes, stdout and stderr."""
     words = meeting(kind)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PIPEFIT_TOKEN": "of both"}
     environment["PYTHONPATH"] = os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))
@@ -75,7 +75,7 @@ def started(folder: Path, kind: str, *, restarts: int = 0) -> list[tuple[int, st
 
 
 def losses_of(printed: str) -> dict[int, float]:
-    """The losses that the first worker has printed, by step; of a step that was trained twice it printed one."""
+    """Return the first worker's printed losses by step; a step trained twice is printed once."""
     found = dict[int, float]()
     for step, loss in re.findall(r"^(\d+) (\S+)$", printed, re.MULTILINE):
         assert found.setdefault(int(step), float(loss)) == float(loss)
@@ -86,7 +86,9 @@ def losses_of(printed: str) -> dict[int, float]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("kind", "restarts"), [("numbered", 0), ("meeting", 1)])
 def test_two_machines_train_as_one_device(kind: str, restarts: int, tmp_path: Path) -> None:
-    """Losses, and the parameters in the checkpoint; also where a worker is killed, and all go on from a checkpoint."""
+    """Two machines have one device's losses and checkpoint parameters, also after a killed worker and a
+    restart from a checkpoint.
+    """
     save(plan_across(), tmp_path / PLAN)
     if restarts:
         (tmp_path / "3").write_text("3")
@@ -101,7 +103,9 @@ def test_two_machines_train_as_one_device(kind: str, restarts: int, tmp_path: Pa
 @pytest.mark.gallery
 @pytest.mark.timeout(300)
 def test_a_worker_that_is_killed_is_told_on_every_machine(tmp_path: Path) -> None:
-    """Its own machine's torchrun tells the signal, the other's workers which device is gone; nobody hangs."""
+    """A killed worker is reported on every machine: the signal by its torchrun, the missing device by the
+    other's workers; all end.
+    """
     save(plan_across(), tmp_path / PLAN)
     (tmp_path / "3").write_text("2")
     first, second = started(tmp_path, "numbered")
@@ -111,7 +115,9 @@ def test_a_worker_that_is_killed_is_told_on_every_machine(tmp_path: Path) -> Non
 
 
 def test_tensor_groups_name_hosts_in_their_order() -> None:
-    """As process groups do, in the order of workers: another one is refused with the order that works."""
+    """Tensor-parallel groups name hosts in the order of workers, as process groups do; another order is
+    refused with the right one.
+    """
     plan = plan_across()
     first, second = plan.stages
     assert groups_in_order(plan) == ((0, 2),)
@@ -123,7 +129,7 @@ def test_tensor_groups_name_hosts_in_their_order() -> None:
 
 
 def test_memory_of_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process there may have the number of one here, and a file of the same number that is something else."""
+    """Memory of another machine is refused, since its process and file numbers may also exist here."""
     lender = lending.HostMemory(Cluster.emulated((2, 1 << 20)), ())
     arena = Arena(Member.device(1), 0, 3, 4096)
     told, mapped = lender.lend(arena)

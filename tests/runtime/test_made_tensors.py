@@ -1,4 +1,6 @@
-"""What an optimizer makes as it is made counts on its device, in its state or not; and what it reads is no memory."""
+"""Tensors that an optimizer makes at construction count on its device, in its state or not; values that it
+reads do not.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from tiny import batch_of, plan_of, task_of
 
 
 class Lookahead(torch.optim.SGD):
-    """Goes half of the way back to slow weights after every step (Zhang et al., 2019)."""
+    """Lookahead: after every step, weights go half of the way back to slow weights (Zhang et al., 2019)."""
 
     def __init__(self, params: Iterable[Any], lr: float) -> None:
         super().__init__(params, lr=lr)
@@ -36,12 +38,14 @@ class Lookahead(torch.optim.SGD):
 
 
 def layers() -> list[nn.Module]:
-    """Two layers that are trained, of 32 and 64 weights."""
+    """Return two trained layers, of 32 and 64 weights."""
     return [nn.Linear(8, 4, bias=False), nn.Tanh(), nn.Linear(4, 16, bias=False)]
 
 
 def test_what_an_optimizer_makes_at_once_is_counted() -> None:
-    """Simulator, dry run and meter count slow weights from the beginning: 4 bytes a weight, beside what SGD takes."""
+    """Simulator, dry run and meter count slow weights from the beginning: 4 bytes a weight, in addition to
+    SGD's memory.
+    """
     task = task_of(layers, outputs=16, optimizer=partial(Lookahead, lr=0.1))
     plan = plan_of(task, [2, 1])
     trainer = Trainer(task, plan)
@@ -60,7 +64,7 @@ def test_what_an_optimizer_makes_at_once_is_counted() -> None:
 
 
 class Clipped(torch.optim.SGD):
-    """Makes gradients smaller whose norm is large, in new memory."""
+    """An optimizer that scales gradients of a large norm down, in new memory."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for parameter in (p for group in self.param_groups for p in group["params"]):
@@ -73,7 +77,9 @@ class Clipped(torch.optim.SGD):
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.ASGD])
 @pytest.mark.filterwarnings("error::pipefit.errors.PipefitWarning")
 def test_numbers_that_an_update_reads_are_no_memory(kind: type[torch.optim.Optimizer]) -> None:
-    """Counts of steps, rates and norms: nothing is said of them, and the bytes are those of training."""
+    """Step counts, rates and norms that an update reads take no memory and give no warning; bytes are those
+    of training.
+    """
     task = task_of(layers, outputs=16, optimizer=partial(kind, lr=0.1))
     plan = plan_of(task, [2, 1])
     trainer = Trainer(task, plan)
@@ -84,7 +90,9 @@ def test_numbers_that_an_update_reads_are_no_memory(kind: type[torch.optim.Optim
 
 
 def test_an_update_whose_memory_depends_on_what_it_reads_is_named() -> None:
-    """One that clips by the norm of a gradient needs memory only for a large one."""
+    """An update whose memory depends on values is named: clipping by a gradient's norm allocates only for a
+    large one.
+    """
     task = task_of(layers, outputs=16, optimizer=partial(Clipped, lr=0.1))
     found = profile(task, microbatch_size=2)
     assert [kernel.operation for kernel in found.kernels.unknown] == ["aten._local_scalar_dense.default"]

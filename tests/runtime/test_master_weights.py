@@ -1,4 +1,4 @@
-"""Half-precision parameters with float32 copies, against a loop that keeps the copies by hand."""
+"""Half-precision parameters with float32 master copies, against a loop with explicit copies."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def network() -> nn.Sequential:
-    """Linear layers without randomness."""
+    """Return linear layers without randomness."""
     torch.manual_seed(3)
     return nn.Sequential(
         nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 4)
@@ -54,19 +54,19 @@ class Head(nn.Module):
         self.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rows of logits."""
+        """Compute rows of logits."""
         return F.linear(x, self.weight)
 
 
 def tied() -> nn.Sequential:
-    """An embedding whose weight is the head's too."""
+    """Return an embedding whose weight is the head's too."""
     torch.manual_seed(3)
     embedding = nn.Embedding(20, 8)
     return nn.Sequential(embedding, nn.Linear(8, 8), nn.Tanh(), Head(embedding.weight))
 
 
 def partly_frozen() -> nn.Sequential:
-    """Some layers do not learn at all, one of them not its weight."""
+    """Return layers, one of them frozen and one with a frozen weight."""
     module = network()
     module[0].requires_grad_(False)
     module[2].weight.requires_grad_(False)
@@ -74,39 +74,39 @@ def partly_frozen() -> nn.Sequential:
 
 
 def rows(size: int) -> Batch:
-    """Made-up regression data."""
+    """Return made-up regression data."""
     return torch.randn(size, 12), torch.randn(size, 4)
 
 
 def words(size: int) -> Batch:
-    """Made-up tokens."""
+    """Return made-up tokens."""
     return torch.randint(0, 20, (size,)), torch.randint(0, 20, (size,))
 
 
 def squares(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The mean of squares in float32."""
+    """Return the mean of squares in float32."""
     return F.mse_loss(outputs.float(), targets.float())
 
 
 def tiny_squares(outputs: Tensor, targets: Tensor) -> Tensor:
-    """A loss whose gradients are below what float16 can hold, unless they are scaled."""
+    """Return a loss whose gradients underflow in float16 unless they are scaled."""
     return squares(outputs, targets) * 1e-5
 
 
 def half_squares(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The mean of squares in half precision."""
+    """Return the mean of squares in half precision."""
     return F.mse_loss(outputs, targets)
 
 
 def entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy in float32."""
+    """Return the cross entropy in float32."""
     return F.cross_entropy(outputs.float(), targets)
 
 
 def task_of(
     precision: str = "master-bfloat16", module: Callable[[], nn.Module] = network, **settings: Any
 ) -> Task:
-    """A task that trains `module` with master weights, by AdamW unless told otherwise."""
+    """Return a task that trains `module` with master weights, by AdamW by default."""
     usual = {"batch": rows, "loss": squares, "optimizer": ADAMW}
     return Task(module, precision=precision, **(usual | settings))
 
@@ -114,7 +114,7 @@ def task_of(
 def plan_of(
     task: Task, split: Sequence[int], *, clip_norm: float | None = None, microbatches: int = 2
 ) -> Plan:
-    """Stage s holds `split[s]` layers on device s."""
+    """Return a plan whose stage s holds `split[s]` layers on device s."""
     costs = profile(task, microbatch_size=SAMPLES // microbatches)
     edges = [0, *accumulate(split)]
     return Plan(
@@ -131,7 +131,7 @@ def plan_of(
 
 
 def batches(task: Task, steps: int = 3) -> list[Batch]:
-    """The batches of all steps."""
+    """Return the batches of all steps."""
     found = []
     for step in range(steps):
         torch.manual_seed(100 + step)
@@ -140,7 +140,7 @@ def batches(task: Task, steps: int = 3) -> list[Batch]:
 
 
 def differences(trainer: Trainer, hand: ByHand) -> list[str]:
-    """What is not the same bit by bit: parameters, float32 copies."""
+    """Return the names that are not bitwise equal: parameters, float32 copies."""
     state, theirs = trainer.state, hand.module.state_dict()
     assert state.tensors.keys() == theirs.keys()
     found = [name for name, tensor in theirs.items() if not torch.equal(state.tensors[name], tensor)]
@@ -173,12 +173,12 @@ def test_numbers_are_those_of_copies_kept_by_hand(
 
 
 def to_zero(size: int) -> Batch:
-    """Rows, and zeros to make of them."""
+    """Return rows with zeros as targets."""
     return torch.randn(size, 12), torch.zeros(size, 12)
 
 
 def test_updates_too_small_for_half_precision_add_up() -> None:
-    """Steps of a thousandth of a parameter move it with master weights, and leave it where it is without."""
+    """Steps of a thousandth of a parameter move it with master weights, and leave it unchanged without."""
     moved = {}
     for precision in ("bfloat16", "master-bfloat16"):
         optimizer = partial(torch.optim.Adam, lr=1e-3)
@@ -193,7 +193,7 @@ def test_updates_too_small_for_half_precision_add_up() -> None:
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("split", [(6,), (2, 2, 2)])
 def test_clipping_is_done_in_single_precision(precision: str, split: tuple[int, ...]) -> None:
-    """The norm is that of the gradients in float32, and so are the products with the clipping factor: bitwise."""
+    """Clipping is in float32, bitwise: the norm of gradients, and their products with the clipping factor."""
     task, reports = task_of(precision, optimizer=MOMENTUM), list[StepReport]()
     trainer = Trainer(task, plan_of(task, split, clip_norm=0.05), callbacks=[reports.append])
     hand = ByHand(network(), DTYPES[precision], squares, MOMENTUM, clip_norm=0.05)
@@ -206,8 +206,8 @@ def test_clipping_is_done_in_single_precision(precision: str, split: tuple[int, 
 
 @pytest.mark.parametrize("clip_norm", [None, 1e-6])
 def test_small_gradients_survive_in_float16_by_the_loss_scale(clip_norm: float | None) -> None:
-    """Gradients are divided by the loss scale in float32, where float16 would round them to zero; an overflow in one
-    stage skips the update of all, and leaves parameters and copies alone.
+    """Gradients are divided by the loss scale in float32, since float16 would round them to zero; an overflow
+    in one stage skips the update of all, and leaves parameters and copies alone.
     """
     task, reports = task_of("master-float16", loss=tiny_squares, optimizer=MOMENTUM), list[StepReport]()
     trainer = Trainer(task, plan_of(task, (2, 2, 2), clip_norm=clip_norm), callbacks=[reports.append])
@@ -223,7 +223,9 @@ def test_small_gradients_survive_in_float16_by_the_loss_scale(clip_norm: float |
 
 
 def test_a_loss_scale_that_half_precision_cannot_hold_is_halved() -> None:
-    """A loss in float16 starts its backward from infinity under the first scale: that step is skipped, the next not."""
+    """A first loss scale beyond float16 starts the backward from infinity: that step is skipped and the scale
+    halved, the next step runs.
+    """
     task, reports = task_of("master-float16", loss=half_squares), list[StepReport]()
     trainer = Trainer(task, plan_of(task, (3, 3), microbatches=1), callbacks=[reports.append])
     for batch in batches(task):
@@ -234,7 +236,7 @@ def test_a_loss_scale_that_half_precision_cannot_hold_is_halved() -> None:
 
 @pytest.mark.parametrize("split", [(4,), (2, 2), (1, 2, 1)])
 def test_weights_tied_across_stages_have_one_value(split: tuple[int, ...]) -> None:
-    """Every stage has a copy of a shared parameter and all stay equal; one microbatch, so that sums have one order."""
+    """Every stage's copy of a shared parameter stays equal; one microbatch, so that sums have one order."""
     task = task_of(module=tied, batch=words, loss=entropy)
     trainer = Trainer(task, plan_of(task, split, microbatches=1, clip_norm=1.0))
     hand = ByHand(tied(), torch.bfloat16, entropy, ADAMW, microbatches=1, clip_norm=1.0)
@@ -248,7 +250,7 @@ def test_weights_tied_across_stages_have_one_value(split: tuple[int, ...]) -> No
 
 
 def test_frozen_parameters_have_no_copy() -> None:
-    """What does not learn stays as it is, in half precision alone."""
+    """Frozen parameters stay unchanged in half precision, without a float32 copy."""
     task = task_of(module=partly_frozen)
     trainer = Trainer(task, plan_of(task, (1, 3, 2)))
     hand = ByHand(partly_frozen(), torch.bfloat16, squares, ADAMW)
@@ -260,7 +262,9 @@ def test_frozen_parameters_have_no_copy() -> None:
 
 
 def test_groups_and_schedulers_reach_the_copies() -> None:
-    """Options of parameter groups, by their original names, and a rate that halves after every update."""
+    """Options of parameter groups, by their original names, and a rate that halves after every update apply
+    to the copies.
+    """
 
     def options(name: str, parameter: Tensor) -> dict[str, Any]:
         return {"weight_decay": 0.5} if name.endswith("weight") and parameter.ndim > 1 else {}
@@ -282,7 +286,7 @@ def test_groups_and_schedulers_reach_the_copies() -> None:
 
 
 def test_gradients_accumulate_in_half_precision() -> None:
-    """With accumulate=2 every second batch updates; the copies wait."""
+    """With accumulate=2 gradients accumulate in half precision, and every second batch updates the copies."""
     task = task_of()
     trainer = Trainer(task, plan_of(task, (3, 3)), accumulate=2)
     before = {name: copy.clone() for name, copy in trainer.state.master_weights.items()}
@@ -298,7 +302,9 @@ def test_gradients_accumulate_in_half_precision() -> None:
 
 @pytest.mark.parametrize("split", [(6,), (3, 3)])
 def test_another_plan_goes_on_exactly(split: tuple[int, ...]) -> None:
-    """What three stages have trained, another plan takes up: parameters, copies and the optimizer's state, bitwise."""
+    """A plan of another split resumes from three stages' state exactly: parameters, copies and optimizer
+    state.
+    """
     task = task_of()
     hand, given = ByHand(network(), torch.bfloat16, squares, ADAMW), batches(task, steps=4)
     first, second = Trainer(task, plan_of(task, (1, 3, 2))), Trainer(task, plan_of(task, split), seed=5)
@@ -313,7 +319,7 @@ def test_another_plan_goes_on_exactly(split: tuple[int, ...]) -> None:
 
 
 def test_a_plan_of_single_precision_starts_from_the_copies() -> None:
-    """A state with master weights gives float32 parameters the exact values, not the rounded ones; and back."""
+    """A float32 plan starts from the copies' exact values, not the rounded ones; and back."""
     task = task_of()
     single = replace(task, precision="float32")
     trained, taken = Trainer(task, plan_of(task, (3, 3))), Trainer(single, plan_of(single, (6,)))
@@ -331,7 +337,9 @@ def test_a_plan_of_single_precision_starts_from_the_copies() -> None:
 
 
 def test_an_optimizer_of_other_parameters_is_refused() -> None:
-    """An optimizer made over the module's own parameters would leave the copies behind; the sentence says so."""
+    """An optimizer over the module's parameters, which would not update the copies, is refused with the
+    reason.
+    """
     module = network()
     task = task_of(module=module, optimizer=lambda groups: ADAMW(module.parameters()))
     with pytest.raises(UsageError, match="other parameters than the groups that it is given"):
@@ -339,7 +347,7 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
 
 
 def test_an_optimizer_that_joins_the_groups_is_stepped_layer_by_layer() -> None:
-    """One group for all parameters trains the same numbers."""
+    """An optimizer with one group for all parameters is stepped layer by layer, with the same numbers."""
 
     def joined(groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
         return ADAMW([parameter for group in groups for parameter in group["params"]])
@@ -353,7 +361,7 @@ def test_an_optimizer_that_joins_the_groups_is_stepped_layer_by_layer() -> None:
 
 
 def test_an_update_that_fails_leaves_no_gradients_behind() -> None:
-    """After an error inside the optimizer the copies have no float32 gradients, and all groups are there again."""
+    """After an error inside the optimizer the copies have no float32 gradients, and all groups are restored."""
 
     class Failing(torch.optim.SGD):
         works = True

@@ -1,4 +1,4 @@
-"""What master weights take: 16 bytes a parameter under AdamW, in every account of memory alike."""
+"""Memory of master weights: 16 bytes a parameter under AdamW, equal in every account."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Scale(nn.Module):
-    """Multiplies every feature by a weight for each place, and adds another."""
+    """A layer that multiplies every feature by a weight for each place, and adds another."""
 
     def __init__(self, places: int) -> None:
         super().__init__()
@@ -51,12 +51,12 @@ class Scale(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the shape of `x`."""
+        """Return a result of the shape of `x`."""
         return x * self.weight[: x.shape[0]] + self.shift[: x.shape[0]]
 
 
 class Frozen(Scale):
-    """A layer that does not learn its weight."""
+    """A layer with a frozen weight."""
 
     def __init__(self, places: int) -> None:
         super().__init__(places)
@@ -64,52 +64,52 @@ class Frozen(Scale):
 
 
 def network() -> nn.Sequential:
-    """An embedding and layers of different sizes."""
+    """Return an embedding and layers of different sizes."""
     return nn.Sequential(nn.Embedding(50, WIDTH), Scale(64), nn.Tanh(), Frozen(32), Scale(16))
 
 
 class Head(nn.Module):
-    """Multiplies by the weight of an embedding."""
+    """A product with the weight of an embedding."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the shape of `x`."""
+        """Return a result of the shape of `x`."""
         return x * self.weight[: x.shape[0]]
 
 
 def tied() -> nn.Sequential:
-    """An embedding whose weight the last layer uses too."""
+    """Return an embedding whose weight the last layer uses too."""
     embedding = nn.Embedding(50, WIDTH)
     return nn.Sequential(embedding, Scale(64), Head(embedding.weight))
 
 
 def parameters(module: nn.Module, trainable: bool) -> list[int]:
-    """The numbers of elements of the parameters that learn, or of those that do not."""
+    """Return the number of trained elements, or of frozen ones."""
     return [parameter.numel() for parameter in module.parameters() if parameter.requires_grad is trainable]
 
 
 def words(size: int) -> tuple[Tensor, Tensor]:
-    """Made-up tokens and values."""
+    """Return made-up tokens and values."""
     return torch.randint(0, 50, (size,)), torch.randn(size, WIDTH) * 1e-3
 
 
 def product(outputs: Tensor, targets: Tensor) -> Tensor:
-    """A loss without dimensions that no kernel needs memory for."""
+    """Return a scalar loss whose kernels need no temporary memory."""
     return torch.dot(outputs.flatten(), targets.flatten())
 
 
 def task_of(precision: Any, optimizer: str = "adamw", **settings: Any) -> Task:
-    """A task of `network` with master weights."""
+    """Return a task of `network` with master weights."""
     return Task(
         network, batch=words, loss=product, optimizer=OPTIMIZERS[optimizer], precision=precision, **settings
     )
 
 
 def plan_of(found: ModelProfile, split: Sequence[int], *, microbatches: int = 2, **training: Any) -> Plan:
-    """Stage s holds `split[s]` layers on device s."""
+    """Return a plan whose stage s holds `split[s]` layers on device s."""
     size, edges = found.measurements[0].microbatch_size, [0, *itertools.accumulate(split)]
     precision = found.assumptions.precision
     return Plan(
@@ -125,12 +125,12 @@ def plan_of(found: ModelProfile, split: Sequence[int], *, microbatches: int = 2,
 
 
 def held(sample: MemorySample) -> dict[Category, int]:
-    """Bytes by category at the highest moment of an action."""
+    """Return the bytes by category at the highest moment of an action."""
     return dict(zip(CATEGORIES, sample.bytes, strict=True))
 
 
 def trained(task: Task, plan: Plan) -> Trainer:
-    """A trainer that has made the steps."""
+    """Return a trainer that has made the steps."""
     trainer = Trainer(task, plan)
     for _ in range(STEPS):
         trainer.step(task.batch(plan.training.batch_size))
@@ -141,7 +141,7 @@ AGREEING = dict.fromkeys(("simulated", "dry run", "measured"), True)
 
 
 def accounts(task: Task, plan: Plan) -> dict[str, list[list[int]]]:
-    """The peaks of every device in every step: as simulated, by the dry run, and as a real run's meter counts them."""
+    """Return the peaks of every device in every step: simulated, in the dry run, and by a real run's meter."""
     traces = (simulate(plan, steps=STEPS), certify(task, plan, steps=STEPS), trained(task, plan).trace)
     return {
         trace.source: [
@@ -154,8 +154,8 @@ def accounts(task: Task, plan: Plan) -> dict[str, list[list[int]]]:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_sixteen_bytes_a_parameter(precision: str) -> None:
-    """At the update two bytes a parameter, two for its gradient, four for the copy and eight for AdamW's moments; AdamW
-    counts its steps in four bytes a tensor. Where a parameter is frozen, its own two bytes alone.
+    """An update holds two bytes a parameter, two for its gradient, four for the copy and eight for AdamW's
+    moments; AdamW's step counts take four bytes a tensor. A frozen parameter only takes its two bytes.
     """
     task, trainable, frozen = task_of(precision), parameters(network(), True), parameters(network(), False)
     plan = plan_of(profile(task, microbatch_size=4), (5,))
@@ -168,8 +168,8 @@ def test_sixteen_bytes_a_parameter(precision: str) -> None:
 
 
 def test_gradients_in_single_precision_are_one_layers_at_a_time() -> None:
-    """Under SGD, which takes no memory of its own, an update takes four bytes for each parameter of the largest layer,
-    though its parameters are in two groups.
+    """Under SGD without state, an update takes four bytes for each parameter of the largest layer, even if
+    its parameters are in two groups.
     """
     options = lambda name, parameter: {"weight_decay": 0.0} if name.endswith("shift") else {}  # noqa: E731
     task = task_of("master-bfloat16", "sgd", groups=options)
@@ -181,7 +181,7 @@ def test_gradients_in_single_precision_are_one_layers_at_a_time() -> None:
 
 
 def test_the_profile_knows_the_copies() -> None:
-    """A layer's state is there before the first step as far as it is copies, and all trained parameters have one."""
+    """A layer's copies exist before the first step, for all trained parameters, and the profile counts them."""
     (found,) = profile(task_of("master-bfloat16"), microbatch_size=4).measurements
     for cost, layer in zip(found.costs, network(), strict=True):
         sizes = parameters(layer, True)
@@ -198,7 +198,9 @@ def test_the_profile_knows_the_copies() -> None:
 def test_all_accounts_agree_where_stages_do(
     precision: str, clip_norm: float | None, split: tuple[int, ...]
 ) -> None:
-    """What stages exchange to skip an update, or to clip by a common norm, leaves nothing behind on a device."""
+    """Exchanges between stages, to skip an update or clip by a common norm, leave no memory on a device, in
+    all accounts.
+    """
     task = task_of(precision)
     plan = plan_of(profile(task, microbatch_size=4), split, clip_norm=clip_norm)
     measured = measured_peaks(task, plan, steps=STEPS)
@@ -217,8 +219,8 @@ def test_all_accounts_agree_where_stages_do(
     ],
 )
 def test_all_accounts_agree(optimizer: str, split: tuple[int, ...]) -> None:
-    """Simulator, dry run, the meter of a real run and the allocator's own events, for the first step and a later one:
-    the same peak of every device, to the byte.
+    """Simulator, dry run, a real run's meter and the allocator's events have the same peak of every device,
+    to the byte, in the first step and a later one.
     """
     task = task_of("master-bfloat16", optimizer)
     plan = plan_of(profile(task, microbatch_size=4), split)
@@ -228,7 +230,9 @@ def test_all_accounts_agree(optimizer: str, split: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("precision", sampled(PRECISIONS, often=["master-bfloat16"]))
 def test_all_accounts_agree_on_a_transformer(precision: Any) -> None:
-    """With matrix products, attention and norms, whose kernels take memory of their own in half precision."""
+    """All accounts agree on a transformer, whose matrix products, attention and norms take temporary memory
+    in half precision.
+    """
     gpt = build("gpt", layers=1, hidden=32, heads=4, vocabulary=64, sequence=16, optimizer="adamw")
     task = replace(gpt, precision=precision)
     found = profile(task, microbatch_size=2)
@@ -238,7 +242,9 @@ def test_all_accounts_agree_on_a_transformer(precision: Any) -> None:
 
 
 def test_simulator_and_dry_run_agree_on_the_kernels_of_cuda() -> None:
-    """There optimizers update all tensors of a layer at once and take memory for all of them."""
+    """Simulator and dry run agree on CUDA's kernels; its optimizers update all tensors of a layer at once and
+    allocate for all.
+    """
     task = task_of("master-bfloat16")
     plan = plan_of(profile(task, microbatch_size=4, target="cuda"), (2, 3))
     traces = (simulate(plan, steps=STEPS), certify(task, plan, steps=STEPS))
@@ -250,7 +256,9 @@ def test_simulator_and_dry_run_agree_on_the_kernels_of_cuda() -> None:
 
 @pytest.mark.parametrize("split", [(3,), (2, 1)])
 def test_all_accounts_agree_on_shared_parameters(split: tuple[int, ...]) -> None:
-    """A parameter that two layers of a stage share has one copy; on two stages each has its own."""
+    """All accounts agree on shared parameters: two layers of one stage share one copy; each of two stages has
+    a copy.
+    """
     task = Task(tied, batch=words, loss=product, precision="master-bfloat16")
     plan = plan_of(profile(task, microbatch_size=4), split)
     measured = measured_peaks(task, plan, steps=STEPS)

@@ -1,4 +1,4 @@
-"""What a trace of training tells of GPUs, without one: their meter over tensors of the CPU, with made-up figures."""
+"""Traces of training on GPUs, without one: their meter over CPU tensors, with made-up figures."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TASK = task_of(
 
 
 def trained(plan: Plan, **patched: Any) -> Trace:
-    """The trace of three steps."""
+    """Return the trace of three steps."""
     with mock.patch.multiple(torch.cuda, **patched) if patched else nullcontext():
         one = Trainer(TASK, plan)
         for step in range(3):
@@ -51,8 +51,8 @@ def trained(plan: Plan, **patched: Any) -> Trace:
 
 @pytest.mark.parametrize("case", ["pipedream", "state", "plain"])
 def test_a_gpu_holds_what_an_emulated_device_holds(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters, versions and optimizer state are those that an emulated device counts, at most and at least: weights
-    that nobody needs any more, and state that is away, are not there. The trace has the allocator's peaks.
+    """A GPU's parameters, versions and optimizer state are those of an emulated device, at most and at least:
+    unneeded weights and offloaded state are not counted. The trace has the allocator's peaks.
     """
     schedule = "pipedream" if case == "pipedream" else "1f1b"
     plan = plan_of(TASK, [4, 4], microbatches=4, schedule=schedule)

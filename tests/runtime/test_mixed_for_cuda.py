@@ -1,4 +1,6 @@
-"""Mixed precision with CUDA's kernels, without a GPU: simulator and dry run agree to the byte, in both of two steps."""
+"""Mixed precision with CUDA's kernels, without a GPU: simulator and dry run agree to the byte in both of two
+steps.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ PRECISIONS: tuple[Precision, ...] = ("mixed-bfloat16", "mixed-float16")
 
 
 def images() -> nn.Module:
-    """Convolutions with every kind of norm, some of it in place, and a head."""
+    """Return convolutions with every kind of norm, some of it in place, and a head."""
     return nn.Sequential(
         nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(inplace=True)),
         nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU(), nn.MaxPool2d(2)),
@@ -70,7 +72,7 @@ def planned(task: Task, precision: Precision, recompute: Any) -> tuple[Task, Pla
 
 
 def peaks(trace: Trace) -> list[list[int]]:
-    """The highest bytes of every device in every step."""
+    """Return the highest bytes of every device in every step."""
     return [
         [max(sample.total_bytes for sample in device.memory if sample.step == step) for step in range(2)]
         for device in trace.devices
@@ -84,14 +86,18 @@ EVERY = [(name, precision) for name in MODELS for precision in PRECISIONS]
     ("name", "precision"), sampled(EVERY, often=[("cnn", PRECISIONS[0]), ("gpt", PRECISIONS[1])])
 )
 def test_simulator_and_dry_run_are_equal(name: str, precision: Precision) -> None:
-    """From profile to plan, certificate and simulation, with nothing recomputed and with everything."""
+    """Simulator and dry run are equal from profile to plan, certificate and simulation, without recomputation
+    and with all layers recomputed.
+    """
     for recompute in ("never", "always"):
         task, found = planned(MODELS[name](), precision, recompute)
         assert peaks(simulate(found, steps=2)) == peaks(certify(task, found, steps=2))
 
 
 def test_boundaries_have_the_types_that_travel() -> None:
-    """What a layer norm hands on is float32 on CUDA, also under autocast; what a linear layer hands on is not."""
+    """Boundaries have CUDA's dtypes: under autocast a layer norm returns float32, and a linear layer does
+    not.
+    """
     parts = [nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4)]
     task = Task(
         lambda: nn.Sequential(*parts),
@@ -106,7 +112,7 @@ def test_boundaries_have_the_types_that_travel() -> None:
 
 
 class Normed(nn.Module):
-    """Linear layers and norms by turns, to be traced."""
+    """Alternating linear layers and norms, for tracing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +126,7 @@ class Normed(nn.Module):
 
 @pytest.mark.parametrize("module", [Normed, lambda: nn.Sequential(*Normed().parts)])
 def test_smaller_microbatches_have_the_types_of_the_plan(module: Callable[[], nn.Module]) -> None:
-    """The last batch of an epoch, and an evaluation, cross between GPUs in the types of the profile."""
+    """The last batch of an epoch, and an evaluation, cross between GPUs in the profile's dtypes."""
     task = Task(
         module,
         batch=lambda size: (torch.randn(size, 8), torch.randn(size, 8)),

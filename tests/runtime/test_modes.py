@@ -1,4 +1,4 @@
-"""Models that read other buffers in evaluation than in training: what an evaluation of a traced one gives."""
+"""Evaluation of traced models that read other buffers in evaluation than in training."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Centred(nn.Linear):
-    """A linear layer of what is left beside a mean, if it is given one."""
+    """A linear layer of the deviation from a mean, if it is given one."""
 
     def forward(self, x: Tensor, mean: Tensor | None = None) -> Tensor:
         return super().forward(x if mean is None else x - mean)
 
 
 class Counting(nn.Module):
-    """Counts steps behind its last layer, and reads the mean of its features in evaluation alone, `early` or late."""
+    """A model that counts steps after its last layer, and reads its features' mean in evaluation only,
+    `early` or late.
+    """
 
     def __init__(self, early: bool) -> None:
         super().__init__()
@@ -54,7 +56,7 @@ def batch(size: int) -> tuple[Tensor, Tensor]:
 
 
 def evaluated(early: bool, cuts: list[int]) -> tuple[float, float, Any]:
-    """The loss of a batch in evaluation after a step, of a trainer and of a plain loop; and the trainer."""
+    """Return the evaluation loss of a batch after a step, of a trainer and of a plain loop; and the trainer."""
     torch.manual_seed(1)
     plain = Counting(early)
     task = Task(
@@ -84,20 +86,22 @@ def evaluated(early: bool, cuts: list[int]) -> tuple[float, float, Any]:
 
 @pytest.mark.parametrize("cuts", [[], [4], [2, 6]])
 def test_buffers_that_only_training_reads_are_left_out_of_an_evaluation(cuts: list[int]) -> None:
-    """Whichever layer would have them by their names, in whichever stage: the loss is that of the plain module."""
+    """Evaluation leaves out training-only buffers, whichever layer or stage would hold them: the loss is the
+    plain module's.
+    """
     found, wanted, trainer = evaluated(False, cuts)
     assert found == pytest.approx(wanted, rel=1e-6)
     assert trainer.state_dict()["steps"] == 2
 
 
 def test_a_buffer_that_another_layer_of_the_stage_has_in_training_is_read() -> None:
-    """The statistics are those of training, though another layer reads them in evaluation."""
+    """An evaluation reads the training statistics, though another layer of the stage holds them in training."""
     found, wanted, _ = evaluated(True, [])
     assert found == pytest.approx(wanted, rel=1e-6)
 
 
 def test_a_buffer_of_another_stage_is_refused() -> None:
-    """The first stage has not what the last one learns."""
+    """A buffer of another stage is refused: the first stage does not have the last one's statistics."""
     with pytest.raises(
         UsageError, match=r"needs mean in this mode, which its stage does not have in training"
     ):

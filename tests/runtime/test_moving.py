@@ -1,4 +1,4 @@
-"""Saved tensors that are moved away and back: the numbers of plain training, the bytes of the simulator."""
+"""Offload of saved tensors: the numbers of plain training, the bytes of the simulator."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ STEPS = 3
 
 
 class Halves(nn.Module):
-    """Two views of one storage, of which both are saved, and joined again."""
+    """Two views of one storage, both saved, and joined again."""
 
     def forward(self, x: Tensor) -> Tensor:
         one, other = torch.sigmoid(x).chunk(2, dim=1)
@@ -52,7 +52,7 @@ class Halves(nn.Module):
 
 
 class Twice(nn.Module):
-    """Uses one value in two ways, so that two operations and the next layer may save it."""
+    """A layer that uses one value in two ways, so that two operations and the next layer may save it."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.exp(-x * x)
@@ -60,7 +60,7 @@ class Twice(nn.Module):
 
 
 class Tripled(nn.Module):
-    """Multiplies by a number."""
+    """A product with a number."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * 3.0
@@ -91,18 +91,18 @@ SPLITS = {"elementwise": [4, 3], "views": [3, 4, 3]}
 
 
 def task_named(name: str) -> Task:
-    """The task of a chain, under an optimizer with state."""
+    """Return the task of a chain, under an optimizer with state."""
     return task_of(CHAINS[name], optimizer=torch.optim.AdamW)
 
 
 @functools.cache
 def found(name: str) -> ModelProfile:
-    """What it costs."""
+    """Return its profile."""
     return profile(task_named(name), microbatch_size=2, threads=torch.get_num_threads())
 
 
 def trained(task: Task, plan: Plan, steps: int = STEPS) -> tuple[list[float], dict[str, Tensor], Trace]:
-    """The losses of some steps, the state at the end, and the trace."""
+    """Return the losses of some steps, the state at the end, and the trace."""
     trainer = Trainer(task, plan)
     losses = [trainer.step(batch_of(task, plan, step)) for step in range(steps)]
     assert all(not runner.mover.borrowed.in_use for runner in trainer.runners)
@@ -110,7 +110,7 @@ def trained(task: Task, plan: Plan, steps: int = STEPS) -> tuple[list[float], di
 
 
 def assert_as_foretold(name: str, seed: int) -> None:
-    """A random plan of a chain, with random moves, trains the numbers and takes the bytes that it should."""
+    """Check the numbers and bytes of a random plan of a chain with random moves."""
     rng = Random(f"{name} {seed}")
     task, still = task_named(name), random_plan(found(name), rng, microbatches=rng.randint(2, 5))
     still = replace(still, cluster=with_disk(still.cluster))
@@ -126,8 +126,8 @@ def assert_as_foretold(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_whatever_is_moved_numbers_and_bytes_are_those_foretold(name: str) -> None:
-    """Losses, parameters and buffers are bitwise those of the plan that moves nothing; every sample that is measured is
-    that of the dry run, folded or not; the peak of every step is the simulator's.
+    """Losses, parameters and buffers are bitwise those of the plan without moves; every measured sample is
+    the dry run's, folded or not; the peak of every step is the simulator's.
     """
     assert_as_foretold(name, 0)
 
@@ -136,15 +136,16 @@ def test_whatever_is_moved_numbers_and_bytes_are_those_foretold(name: str) -> No
 @pytest.mark.parametrize("seed", range(1, 13))
 @pytest.mark.parametrize("name", CHAINS)
 def test_more_plans_that_move_are_as_foretold(name: str, seed: int) -> None:
-    """The same of many plans."""
+    """Many more random plans with moves have exact numbers and bytes."""
     assert_as_foretold(name, seed)
 
 
 @pytest.mark.parametrize("name", ["elementwise", "views"])
 def test_the_allocator_sees_what_leaves_and_comes_back(name: str) -> None:
-    """The allocator's own events have the peaks of the dry run, less what a device lends, which is no tensor's memory.
+    """The allocator's events have the dry run's peaks, except for memory lent by a device, which is not a
+    tensor's.
 
-    Of chains without random draws, the losses are those of plain training.
+    For chains without random draws, the losses are those of plain training.
     """
     rng = Random(name)
     task, still = (
@@ -160,14 +161,14 @@ def test_the_allocator_sees_what_leaves_and_comes_back(name: str) -> None:
     assert trained(task, plan, 2)[0] == alone(task, plan, 2)[0]
 
 
-# -------------------------------------------------------------------- what is refused, and what is left behind
+# -------------------------------------------------------------------- refusals and leftovers
 
 
 Moved = tuple[int, tuple[tuple[int, int], ...], str]  # stage, tensors, place
 
 
 def halves(*moves: Moved, microbatches: int = 4, cluster: Cluster | None = None) -> Plan:
-    """Two stages of `make_chain` under GPipe, with these moves."""
+    """Return two stages of `make_chain` under GPipe, with these moves."""
     plan = plan_of(make_chain(), [3, 3], microbatches=microbatches, schedule="gpipe")
     decisions = tuple(
         Decision(
@@ -179,17 +180,19 @@ def halves(*moves: Moved, microbatches: int = 4, cluster: Cluster | None = None)
 
 
 def on_hosts(*hosts: Host) -> Cluster:
-    """Two devices on the first of these hosts."""
+    """Return the plan on two devices of the first of these hosts."""
     return replace(Cluster.emulated((2, 1 << 30)), hosts=hosts)
 
 
-SIGMOID = ((1, 0),)  # what layer 1 returns and saves: 2 samples of 64 numbers
+SIGMOID = ((1, 0),)  # layer 1's output, which it saves: 2 samples of 64 numbers
 EVERYONE = pytest.mark.parametrize("run", [Trainer, certify])
 
 
 @EVERYONE
 def test_a_host_without_room_is_refused(run: Callable[[Task, Plan], object]) -> None:
-    """Four microbatches of 512 bytes do not fit into 2,047: refused before anything runs, with the excess."""
+    """A host without room is refused: four microbatches of 512 bytes exceed 2,047, before training begins,
+    with the excess.
+    """
     for room in (2047, 2048):
         plan = halves((0, SIGMOID, "host"), cluster=on_hosts(Host(memory_bytes=room)))
         if room == 2048:
@@ -201,7 +204,7 @@ def test_a_host_without_room_is_refused(run: Callable[[Task, Plan], object]) -> 
 
 
 def test_a_lender_pays_for_what_it_lends() -> None:
-    """The arena counts on its lender from the start, under its cap: one byte less and training does not begin."""
+    """A lender's arena counts from the start, under its cap: with one byte less training does not begin."""
     task, plan = make_chain(), halves((0, SIGMOID, "device1"))
     lent = [s.by_category.get(Category.LENT, 0) for s in trained(task, plan)[2].devices[1].memory]
     assert set(lent) == {4 * 512}
@@ -218,7 +221,9 @@ def test_a_lender_pays_for_what_it_lends() -> None:
 
 
 def test_a_device_without_a_stage_lends_what_it_has() -> None:
-    """Its trace is the simulator's: one sample, of what it lends; with less memory than that it is refused."""
+    """A device without a stage has the simulator's trace: one sample, of the lent bytes; less memory is
+    refused.
+    """
     cluster = Cluster.emulated((2, 1 << 20), (1, 2048))
     task, plan = make_chain(), halves((0, SIGMOID, "device2"), cluster=cluster)
     assert samples(trained(task, plan)[2])[2] == samples(certify(task, plan))[2] == samples(simulate(plan))[2]
@@ -242,7 +247,9 @@ def test_a_device_without_a_stage_lends_what_it_has() -> None:
 def test_places_that_cannot_be_reached_are_named(
     run: Callable[[Task, Plan], object], place: str, words: str
 ) -> None:
-    """Members of another host, a disk that no link reaches and the device itself are refused before anything runs."""
+    """Unreachable places (members of another host, an unlinked disk, the device itself) are refused before
+    training.
+    """
     cluster = on_hosts(*(Host(memory_bytes=1 << 30, disk_bytes=1 << 30) for _ in range(2)))
     cluster = replace(cluster, devices=(*cluster.devices, replace(cluster.devices[0], host=1)))
     with pytest.raises(UsageError, match=words):
@@ -250,14 +257,16 @@ def test_places_that_cannot_be_reached_are_named(
 
 
 def test_the_memory_of_a_parameter_is_no_saved_tensor() -> None:
-    """A layer's saved weight has a number, but cannot be named by a decision; the stage is said to keep none such."""
+    """A saved weight has a number, but a decision cannot name it; the error says that the stage keeps no such
+    tensor.
+    """
     weight = next(t.index for t in halves().measurement.costs[2].saved if t.origin.kind == "parameter")
     with pytest.raises(UsageError, match=f"saved tensor 2.{weight} cannot be moved"):
         Trainer(make_chain(), halves((0, ((2, weight),), "host")))
 
 
 def test_a_number_that_an_operation_keeps_is_no_saved_tensor() -> None:
-    """The 3.0 of a product is in no hook of autograd's: the profile marks it, and lowering refuses to move it."""
+    """The 3.0 of a product is not in autograd's hooks: the profile marks it, and lowering refuses to move it."""
     task = task_of(lambda: [nn.Linear(8, 8), Tripled(), nn.Linear(8, 4)])
     plan = plan_of(task, [3], microbatches=2, schedule="gpipe")
     (number,) = [tensor for tensor in plan.measurement.costs[1].saved if tensor.hidden]
@@ -268,7 +277,9 @@ def test_a_number_that_an_operation_keeps_is_no_saved_tensor() -> None:
 
 
 def test_one_storage_is_not_moved_by_two_names() -> None:
-    """What one layer returns and the next one saves is one storage: in two decisions, the second is refused."""
+    """A storage that one layer returns and the next one saves cannot be moved by two decisions: the second is
+    refused.
+    """
     saved = next(t.index for t in halves().measurement.costs[2].saved if t.origin.kind == "input")
     task, plan = make_chain(), halves((0, SIGMOID, "host"), (0, ((2, saved),), "host"))
     with pytest.raises(UsageError, match=f"moves the storage of saved tensor 2.{saved} a second time"):
@@ -276,7 +287,9 @@ def test_one_storage_is_not_moved_by_two_names() -> None:
 
 
 def test_a_value_that_two_layers_hold_is_copied_once() -> None:
-    """The sigmoid's result, which the next layer saves too, leaves once: so many bytes are reserved and freed."""
+    """The sigmoid's result, which the next layer saves too, is copied once: one copy's bytes are reserved and
+    freed.
+    """
     task, plan = make_chain(), halves((0, SIGMOID, "host"))
     assert len(StageStorages.of(plan, 0).savers(Subject(1, 0))) == 2
     assert [(str(a.lender), a.slots, a.slot_bytes) for a in arenas_of(plan, lower(plan))] == [
@@ -293,7 +306,9 @@ def test_a_value_that_two_layers_hold_is_copied_once() -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_what_a_second_forward_starts_from_is_back_before_it(ahead: int) -> None:
-    """A value that one layer saves and the next one, recomputed, only reads: it is away between the two forwards."""
+    """A value saved by one layer, and read by the next one's recomputation, is back before it, and away
+    between the two forwards.
+    """
     task = task_of(
         lambda: [nn.Linear(8, 8), nn.Sigmoid(), nn.ReLU(), nn.Linear(8, 4)], optimizer=torch.optim.AdamW
     )
@@ -313,7 +328,9 @@ def test_what_a_second_forward_starts_from_is_back_before_it(ahead: int) -> None
 
 
 def test_a_smaller_last_batch_moves_less() -> None:
-    """A batch that is no multiple of the plan's microbatches trains the same numbers with and without moves."""
+    """A batch that is not a multiple of the plan's microbatches trains the same numbers with and without
+    moves.
+    """
     task, plan = make_chain(), halves((0, SIGMOID, "host*1+device1*2"), microbatches=3)
     moving_one, still = Trainer(task, plan), Trainer(task, replace(plan, decisions=()))
     for size in (6, 5, 3, 1, 6):
@@ -328,7 +345,7 @@ def test_a_smaller_last_batch_moves_less() -> None:
 
 
 def test_a_sample_alone_that_keeps_other_tensors_is_told() -> None:
-    """Attention over one sample makes no copy of what it transposes, so that its saved tensors are others."""
+    """A single sample with other saved tensors is reported: attention over it does not copy its transposes."""
     task = task_of(lambda: [nn.Linear(8, 16), Attention(16), nn.Linear(16, 4)])
     still, refused = plan_of(task, [2, 1], devices=2), list[str]()
     tensors = [name for name in movable(still, 0) if name[0] == 1]
@@ -350,8 +367,8 @@ def test_a_sample_alone_that_keeps_other_tensors_is_told() -> None:
 
 @pytest.mark.parametrize("bundle", [1, 2])
 def test_equal_layers_around_what_moves_are_folded(bundle: int) -> None:
-    """Of 24 equal layers in two stages, one of which moves what two of its layers keep, others stand for each other,
-    and every sample is that of a dry run of all layers.
+    """Equal layers around moves are folded: of 24 in two stages, with two layers' saved tensors moved, some
+    stand for others, and every sample is that of a full dry run.
     """
     task = task_of(lambda: [nn.Linear(8, 8) for _ in range(24)], outputs=8)
     plan = plan_of(task, [12, 12], microbatches=3)
@@ -370,7 +387,7 @@ def test_equal_layers_around_what_moves_are_folded(bundle: int) -> None:
 
 @pytest.mark.parametrize("changed", [{"shape": (2, 63)}, {"dtype": "float64"}])
 def test_a_tensor_that_is_not_the_profiled_one_is_refused(changed: dict[str, Any]) -> None:
-    """What a layer keeps under a number must look as it did when it was profiled."""
+    """A saved tensor must match the profiled one of its number; another is refused."""
     task, plan = make_chain(), halves((0, SIGMOID, "host"))
     trainer = Trainer(task, plan)
     storages = trainer.runners[0].mover.stages[0]
@@ -384,7 +401,9 @@ def test_a_tensor_that_is_not_the_profiled_one_is_refused(changed: dict[str, Any
 
 
 def test_a_tensor_that_was_changed_in_place_is_found_out() -> None:
-    """Watched layers check, as autograd itself does, that what they saved is what comes back."""
+    """Watched layers check, as autograd does, that a saved tensor returns unchanged; an in-place change is
+    detected.
+    """
     found = Luggage({3: {0}})
     x = torch.randn(4, requires_grad=True)
     with found.watching(3):
@@ -395,7 +414,9 @@ def test_a_tensor_that_was_changed_in_place_is_found_out() -> None:
 
 
 def test_after_a_failed_step_no_slot_is_in_use() -> None:
-    """What was away is given up with the step, and the next step trains the numbers of a trainer that never failed."""
+    """A failed step drops its offloaded tensors, and the next step trains the numbers of a trainer without
+    failures.
+    """
     task, plan = make_chain(), halves((0, SIGMOID, "host"), (1, ((4, 0),), "device0"), microbatches=3)
     broken, sound = Trainer(task, plan), Trainer(task, plan)
     layer = broken.runners[1].stages[1].layers[0].module

@@ -1,4 +1,6 @@
-"""Saved tensors moved by worker processes: over shared memory, beside computing, and nothing left however they end."""
+"""Saved tensors offloaded by worker processes: over shared memory, during computation, without leftovers
+after any end.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,13 @@ from samples import samples
 from tiny import plan_of
 
 SLOW = 0.05  # seconds of a copy
-SIGMOID = ((1, 0),)  # what layer 1 returns and saves
+SIGMOID = ((1, 0),)  # layer 1's output, which it saves
 
 
 def moved(plan: Plan, *places: str, behind: int = 1, ahead: int = 0) -> Plan:
-    """The plan with the sigmoid's result of stage 0 moved to the first place, the tanh's of stage 1 to the second."""
+    """Return the plan with the sigmoid's result of stage 0 moved to the first place, the tanh's of stage 1 to
+    the second.
+    """
     decisions = tuple(
         Decision(
             stage=stage,
@@ -47,7 +51,7 @@ def moved(plan: Plan, *places: str, behind: int = 1, ahead: int = 0) -> Plan:
 
 
 def segments(process: int | None = None) -> list[str]:
-    """The arenas that this process has mapped, or one of those that it has started, or one of theirs."""
+    """Return the arenas that this process or its descendants have mapped."""
     number = process or os.getpid()
     try:
         found = [
@@ -60,7 +64,7 @@ def segments(process: int | None = None) -> list[str]:
 
 
 def test_workers_move_what_one_process_moves() -> None:
-    """With a peer, the host and shares of both, losses and every sample of memory are those of one process and of the
+    """With a peer, the host and shares of both, losses and memory samples are those of one process and of the
     dry run; a device without a worker lends too.
     """
     still = plan_of(make_chain(), [3, 3], microbatches=4, schedule="gpipe", devices=2)
@@ -82,7 +86,7 @@ def test_workers_move_what_one_process_moves() -> None:
 
 @pytest.mark.parametrize("accident", ["killed", "raises"])
 def test_a_worker_that_dies_leaves_no_shared_memory(accident: str) -> None:
-    """Lender and borrower of each other, one of them killed or failing in the middle of a step: no segment remains."""
+    """Two workers that lend to each other leave no segment if one is killed or fails in the middle of a step."""
     plan = moved(plan_of(make_chain(), [3, 3], microbatches=4, schedule="gpipe"), "device1", "device0")
     with pytest.raises(WorkerFailed, match="worker 1"):
         pipefit.train(partial(make_chain, accident), plan, steps=2)
@@ -93,7 +97,7 @@ def test_a_worker_that_dies_leaves_no_shared_memory(accident: str) -> None:
 def test_a_worker_that_copies_for_too_long_is_the_one_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits for its own copy, not for others: it is named, not the neighbour that waits for it; in time."""
+    """A worker that waits too long for its copy is named as hanging, in time; its waiting neighbour is not."""
     plan = moved(plan_of(make_chain(), [3, 3], microbatches=2, schedule="gpipe"), "host", "host", behind=0)
     link = Link.between("device0", "device1", "host0", bytes_per_second=1.0)
     plan = replace(plan, cluster=replace(plan.cluster, links=(link,)), decisions=plan.decisions[1:])
@@ -104,7 +108,7 @@ def test_a_worker_that_copies_for_too_long_is_the_one_that_hangs(
 
 
 def test_a_host_without_room_is_refused_before_a_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error comes from the launching process."""
+    """A host without room is refused by the launching process, before a worker starts."""
 
     def never(*_: Any) -> None:
         raise AssertionError("a worker was started")
@@ -119,8 +123,9 @@ def test_a_host_without_room_is_refused_before_a_worker_starts(monkeypatch: pyte
 
 @pytest.mark.parametrize("split", [[4], [3, 1]])
 def test_copies_take_the_time_of_their_link_beside_computing(split: list[int]) -> None:
-    """Over a slow link no copy ends before its seconds are over; a device stands still for less of them where they run
-    beside computing. The simulator, given the same link, says which is faster. So with one worker, and with two.
+    """Over a slow link a copy takes at least its seconds; a device idles for less of them if copies run
+    during computation. The simulator, given the same link, predicts the faster plan, with one worker and with
+    two.
     """
     still = plan_of(make_wide(), split, microbatches=4, schedule="gpipe")
     size = next(t for t in still.measurement.costs[1].saved if t.index == 0).nbytes
@@ -135,13 +140,13 @@ def test_copies_take_the_time_of_their_link_beside_computing(split: list[int]) -
 
 
 def spans(trace: Trace) -> list[float]:
-    """Seconds from the start to the end of every copy of device 0."""
+    """Return the seconds from the start to the end of every copy of device 0."""
     copies = [e for e in trace.devices[0].events if e.stream is Stream.COPY]
     ends = {(e.step, e.action.replace("WAIT_", "")): e.end_seconds for e in copies if "WAIT" in e.action}
     return [ends[e.step, e.action] - e.start_seconds for e in copies if "WAIT" not in e.action]
 
 
 def waited(trace: Trace) -> float:
-    """Seconds that device 0 stood still for copies, in the second step."""
+    """Return the seconds that device 0 waited for copies in the second step."""
     copies = (e for e in trace.devices[0].events if e.stream is Stream.COPY and e.step == 1)
     return sum(e.end_seconds - e.start_seconds for e in copies)
