@@ -158,7 +158,9 @@ def test_a_gradient_that_is_there_stays() -> None:
 
 
 def test_where_no_value_decides_it_is_refused() -> None:
-    """A flag set by a script that cuts the loss off from its inputs is refused with the shape and the remedy."""
+    """A script's flag that removes the loss's dependence on a value is refused, with the value's shape and
+    the remedy.
+    """
     both = [True]
 
     def loss(outputs: tuple[Tensor, Tensor], targets: Targets) -> Tensor:
@@ -174,7 +176,7 @@ def test_where_no_value_decides_it_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
 def test_numbers_that_operations_make_are_gradients(dtype: str) -> None:
-    """NaN gradients count too. In sums over replicas' local batches, missing gradients are zeros."""
+    """NaN gradients count too. If only some replicas sent gradients, the parts of the others are zeros."""
     value = Value(shape=(4, 3), dtype=dtype, nbytes=0, requires_grad=True)
     known = profile(task_of(chosen), microbatch_size=SIZE)
     nan = torch.zeros(4, 3, dtype=getattr(torch, dtype)) / torch.zeros(4, 3, dtype=getattr(torch, dtype))

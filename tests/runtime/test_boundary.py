@@ -15,7 +15,7 @@ ANCHOR = torch.empty(0, requires_grad=True)
 
 
 class Inspect(torch.autograd.Function):
-    """An identity whose backward passes the incoming gradient's storage to a function."""
+    """An identity whose backward calls a function after its gradient's storage is handed over."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, look: Callable[[], None]) -> Tensor:
@@ -136,7 +136,7 @@ def test_an_unused_input_gets_no_gradient() -> None:
 
 
 def test_without_anything_to_learn_the_backward_does_nothing() -> None:
-    """A segment without trainable values has no root; its backward only drops incoming gradients."""
+    """A segment without trainable values is built without a root; its backward only drops incoming gradients."""
     graph = GraphEnds()
     leave(graph, (torch.randn(2) * 2,))
     assert graph.root is None

@@ -206,7 +206,7 @@ def test_a_search_for_anomalies_changes_nothing(make: Callable[[], Task]) -> Non
 
 @pytest.mark.parametrize("part", ["weight", "running_mean"])
 def test_a_module_made_in_inference_mode_is_refused(part: str) -> None:
-    """A module made in inference mode is refused before a worker trains, with the name of its first frozen
+    """A module made in inference mode is refused before a worker trains, with the name of its first such
     parameter or buffer.
     """
     task, module = by_hand(), nn.Sequential(*layers())
@@ -388,7 +388,7 @@ def test_a_module_is_timed_in_its_own_mode(training: bool) -> None:
 
 @pytest.mark.parametrize("seed", [1.0, True, "0", 1 << 64, -(1 << 64)])
 def test_a_seed_that_torch_cannot_take_is_refused(seed: Any) -> None:
-    """Every seed argument is a whole number of 64 bits; torch's other errors are refused by name."""
+    """A seed that is not a whole number of 64 bits is refused by name."""
     task = by_hand()
     plan = plan_of(task, [4])
     for call in (partial(Trainer, task, plan), partial(train, by_hand, plan, steps=1)):

@@ -194,7 +194,7 @@ FRONTS = {"scaled": partial(nn.Embedding, 64, 64, max_norm=1), "mean": Centred}
 
 @pytest.mark.parametrize("name", FRONTS)
 def test_planners_choose_no_replicas_of_it(name: str) -> None:
-    """Planners choose replicas for plain layers, but place a layer that changes its weights once."""
+    """Planners choose replicas for plain layers, but hold a layer that changes its weights once."""
 
     def build() -> nn.Module:
         return nn.Sequential(FRONTS[name](), *(nn.Linear(64, 64) for _ in range(3)), nn.Linear(64, 4))
@@ -208,7 +208,9 @@ def test_planners_choose_no_replicas_of_it(name: str) -> None:
 
 
 def test_planners_leave_it_on_its_device() -> None:
-    """Planners that update blocks on the host only offload this layer's optimizer state; its parameters stay."""
+    """If the host updates blocks, only this layer's optimizer state is offloaded; its parameters stay on the
+    device.
+    """
     usual, other = Menu(0, 1, (Recipe(),), ()), Menu(1, 2, (Recipe(),), ())
     choice = StageChoice.keep(2)._replace(states=2, updates=1)
 

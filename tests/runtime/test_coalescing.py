@@ -25,7 +25,7 @@ class OnGpu:
 
 
 def begun_of(tensors: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Record the calls of a process group and its waits."""
+    """Return a process group's calls, and the works to wait for."""
     seen = list[Any]()
 
     def called(what: Any) -> Any:

@@ -99,7 +99,7 @@ def test_a_certificate_leaves_an_existing_module_as_it_was(precision: Any) -> No
 
 @pytest.mark.parametrize("name", ["mlp", "unet"])
 def test_a_chain_by_hand_can_be_certified_too(name: str) -> None:
-    """An explicit chain, which has no trace to check, can be certified too."""
+    """An explicit chain can be certified too, without a trace."""
     task = build(name, **SMALL[name])
     assert not certify_numbers(task, planned(task)).differences
 
@@ -144,7 +144,9 @@ def test_a_trainer_refuses_a_chain_that_forgets_before_it_trains(devices: int) -
 
 
 class GrowingForFew(forgetful.Layered):
-    """A layer that multiplies by the length of a list; only local batches in training make the list longer."""
+    """A layer that multiplies by the length of a list, which grows only with a replica's local batch of two
+    samples.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -367,7 +369,7 @@ def test_a_worker_that_does_not_compare_tells_its_parent() -> None:
 
 
 def test_the_memory_that_is_asked_for_is_three_times_the_module_and_its_activations() -> None:
-    """The memory limit is three times the module and its activations, for a chain of two linear layers."""
+    """The estimated memory is three times the module plus its activations, for a chain of two linear layers."""
     task = task_of(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)))
     found = host_bytes(planned(task).measurement)
     module, outputs = 4 * (6 * 6 + 6 + 3 * 6 + 3), 4 * 2 * (6 + 3)

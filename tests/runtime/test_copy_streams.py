@@ -40,7 +40,7 @@ class Moment:
     seconds: float
 
     def synchronize(self) -> None:
-        """Wait for the event; the host takes no time."""
+        """Wait for the event, without time passing."""
 
 
 @dataclass(eq=False)
@@ -57,7 +57,7 @@ class Timeline:
         self.seconds = max(self.seconds, event.seconds)
 
     def synchronize(self) -> None:
-        """Wait for the stream; the host takes no time."""
+        """Wait for the stream, without time passing."""
 
 
 @dataclass

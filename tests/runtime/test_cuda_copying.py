@@ -267,8 +267,8 @@ def test_slots_lie_apart_in_their_pieces() -> None:
 
 
 def test_memory_that_cannot_be_pinned_is_out_of_memory() -> None:
-    """A failed pinned allocation is an out-of-memory error with torch's message, the host, the borrower and
-    the size.
+    """A failed pinned allocation is an out-of-memory error with torch's message, the lender, the size and the
+    borrower.
     """
 
     def pinned(nbytes: int) -> Tensor:

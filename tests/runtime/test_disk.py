@@ -139,7 +139,7 @@ def test_a_file_has_its_blocks_from_the_start_and_no_name(tmp_path: Path) -> Non
 def test_a_disk_that_fails_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outward: bool, words: str
 ) -> None:
-    """A disk's error is raised with its folder in the thread that waits for the copy."""
+    """A disk's error is raised in the thread that waits for the copy, with the system's message."""
 
     def fail(*_: Any) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -361,7 +361,7 @@ def test_a_device_never_has_room_for_what_others_own(precision: Any, monkeypatch
     usual, moved = Trainer(task, plan), list[int]()
 
     def moving(modules: Sequence[nn.Module], device: torch.device, *, absent: frozenset[int]) -> None:
-        """Return the module as moved to another device."""
+        """Move modules as to another device."""
         for parameter in (one for module in modules for one in module.parameters() if id(one) in absent):
             parameter.data = without_memory(torch.empty_like(parameter.data))
             moved.append(id(parameter))

@@ -43,7 +43,7 @@ from sampled import sampled
 
 @pytest.fixture(autouse=True)
 def _sleep_is_counted(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count `sleep` as progress: on a loaded machine only a faulty worker is silent for long."""
+    """Count only the time in which workers sleep: slow workers on a loaded machine are not faulty."""
     counted(monkeypatch, tmp_path_factory.mktemp("faults") / "asleep")
 
 

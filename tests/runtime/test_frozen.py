@@ -167,7 +167,7 @@ def test_frozen_parameters_change_no_number(name: str, recompute: Recompute) -> 
 
 
 def assert_untrained(trainer: Trainer) -> None:
-    """Check that frozen parameters have no gradient and are unknown to their stage's optimizer."""
+    """Check that frozen parameters are without gradients and unknown to their stage's optimizer."""
     stages = [stage for runner in trainer.runners for stage in runner.stages.values()]
     still = [(stage, p) for stage in stages for p in stage.parameters if not p.requires_grad]
     assert still

@@ -100,8 +100,8 @@ def test_state_that_is_moved_comes_back(name: str) -> None:
 
 
 def test_layers_that_the_host_updates_train_nearly_the_same() -> None:
-    """With layers updated on the host, the first loss is equal and later ones nearly; their state takes no
-    GPU memory.
+    """With layers updated on the host, the first loss is equal and later ones nearly; their state stays off
+    the GPU.
     """
     still = on_gpus(make(), [len(list(make().build().children()))])
     plan = replace(still, decisions=UPDATED)

@@ -148,7 +148,7 @@ def test_who_shares_a_gpu_talks_by_way_of_the_host(device: str, kind: type) -> N
 
 
 def test_an_evaluation_runs_no_backward() -> None:
-    """An evaluation runs on a GPU after fake ones, since it has no backward; a step is refused."""
+    """An evaluation, which lacks a backward, runs on a GPU after fake ones; a step is refused."""
     task = task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 4)])
     trainer = trainer_of(task, [1, 1])
     batch = batch_of(task, trainer.plan)

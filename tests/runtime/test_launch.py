@@ -58,7 +58,7 @@ def plan_of(layers: int = 3, memory: str = "1MiB", microbatches: int = 4) -> Pla
 
 @pytest.fixture(autouse=True)
 def _sleep_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count `sleep` as progress: on a loaded machine only a failing worker is silent for long."""
+    """Count only the time in which workers sleep: slow workers on a loaded machine have not failed."""
     asleep.counted(monkeypatch, tmp_path / "asleep")
 
 
@@ -296,8 +296,8 @@ def test_without_the_fork_server_a_worker_ends_as_it_ends(dies: bool) -> None:
 
 
 def test_orphans_stay_with_this_process_only_while_it_trains() -> None:
-    """Orphaned processes are adopted by this process only while it trains; the caller's other programs are
-    not.
+    """This process adopts orphans only while it trains, so that it never waits for those of the caller's
+    programs.
     """
     before = adopt_orphans(False)
     inside = []

@@ -46,7 +46,7 @@ def found() -> ModelProfile:
 
 
 def step_of(parameters: list[Tensor], data: Tensor) -> None:
-    """Run a step of plain training whose kernels take no temporary memory."""
+    """Run a step of plain training whose kernels need no temporary memory."""
     for parameter in parameters:
         parameter.grad = None
     hidden = torch.tanh(data * parameters[0])
@@ -202,7 +202,7 @@ def test_of_equal_layers_all_are_run() -> None:
 
 
 def program_of(found: ModelProfile) -> Program:
-    """Return a program of three microbatches, the second of which stands for the third."""
+    """Return a program of three microbatches; the second stands for the third."""
     return lower(plan_of(wide(), [6], size=700, microbatches=3, schedule="gpipe", profiled=found))
 
 
@@ -214,8 +214,8 @@ def seen_in(program: Program, lives: dict[str, tuple[tuple[int, int], ...]]) -> 
 
 
 def test_lives_are_repeated_under_other_names(found: ModelProfile) -> None:
-    """Lifetimes repeat under other names: microbatch 2 frees the counterparts of microbatch 1's storages, and
-    those that last until the update die there twice.
+    """Microbatch 2 repeats microbatch 1's births and deaths under other names; storages that last until the
+    update die there twice.
     """
     program = program_of(found)
     assert Folding.of(program).like[0, 2] == 1

@@ -69,7 +69,9 @@ def test_no_peak_is_predicted_too_low(widths: Sequence[int], split: list[int]) -
 
 
 def test_bounds_are_no_higher_than_what_is_held() -> None:
-    """A predicted peak is too high by less than the largest layer's leftovers, and exact at the end."""
+    """A predicted peak exceeds the dry run's by less than the largest layer's leftovers; in later steps it is
+    exact.
+    """
     task = made(48, 48, 48, 48)
     plan = plan_of(task, [3])
     found, left = step_peaks(task, plan), max(cost.update_left_bytes for cost in plan.measurement.kinds)

@@ -59,7 +59,9 @@ def words_that_count(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def test_a_sum_is_told() -> None:
-    """A sum is reported: two samples add up to 0.1 + 0.2 less the target, twice the mean; four to twice that."""
+    """A sum is reported: two microbatches of two samples have 0.3 on average, and their four samples together
+    0.6.
+    """
     task = of_loss(lambda outputs, targets: (targets - outputs).sum())
     sentence = told(task)
     assert "two of 2 have 0.3 on average, and their 4 samples together 0.6" in sentence

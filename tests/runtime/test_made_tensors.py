@@ -77,7 +77,7 @@ class Clipped(torch.optim.SGD):
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.ASGD])
 @pytest.mark.filterwarnings("error::pipefit.errors.PipefitWarning")
 def test_numbers_that_an_update_reads_are_no_memory(kind: type[torch.optim.Optimizer]) -> None:
-    """Step counts, rates and norms that an update reads take no memory and give no warning; bytes are those
+    """Step counts, rates and norms that an update reads need no memory and give no warning; bytes are those
     of training.
     """
     task = task_of(layers, outputs=16, optimizer=partial(kind, lr=0.1))
