@@ -42,7 +42,7 @@ def slow_host(seconds: float) -> Plan:
 
 
 def with_host(plan: Plan, memory_bandwidth: float) -> Plan:
-    """Return the plan on a host with such a memory."""
+    """Return the plan on a host with this memory bandwidth."""
     host = Host(memory_bytes=1 << 30, memory_bandwidth=memory_bandwidth)
     return replace(plan, cluster=replace(plan.cluster, hosts=(host,)))
 

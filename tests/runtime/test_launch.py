@@ -271,8 +271,8 @@ def test_a_fork_server_that_is_killed_at_a_request_is_replaced() -> None:
 
 @pytest.mark.parametrize("dies", [True, False])
 def test_without_the_fork_server_a_worker_ends_as_it_ends(dies: bool) -> None:
-    """If the system kills the fork server too, a worker's signal is still reported, and a living worker
-    trains on.
+    """If the system kills the fork server too, a killed worker's signal is still reported, and a living
+    worker trains on.
     """
 
     def kill(report: StepReport) -> None:
