@@ -1,4 +1,4 @@
-"""Damaged and hostile checkpoints: one sentence each, which names the file, and never another exception."""
+"""Damaged and hostile checkpoints: each raises one sentence with the file's name, and no other exception."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ SHARD = "worker-00001.safetensors"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A whole checkpoint, and one before it."""
+    """Return a whole checkpoint with a previous one."""
     write(tmp_path, 4)
     return write(tmp_path, 8)
 
 
 def read_all(folder: Path) -> None:
-    """Everything that a reader may do with a checkpoint."""
+    """Call every reading operation of a checkpoint."""
     found = find(folder)
     found.verify()
     found.read(found.manifest.tensors)
@@ -80,7 +80,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_shard_is_named_and_the_checkpoint_before_is_offered(folder: Path, damage: str) -> None:
-    """Whatever is wrong with a shard, the sentence names it and what to load instead."""
+    """A damaged shard is named, with the previous checkpoint to load instead."""
     do, words = DAMAGES[damage]
     do(folder / SHARD)
     with pytest.raises(FileError, match=words) as caught:
@@ -91,7 +91,7 @@ def test_a_damaged_shard_is_named_and_the_checkpoint_before_is_offered(folder: P
 
 
 def test_the_checkpoint_before_is_that_of_the_step_before(folder: Path) -> None:
-    """By numbers: a hundred million steps have one more digit than those before, and come first by letters."""
+    """The previous checkpoint is found by number, not by letters: step 100,000,000 has one digit more."""
     folder.with_name("step-00000004").rename(folder.with_name("step-99999999"))
     newest = folder.rename(folder.with_name("step-100000000"))
     (newest / SHARD).unlink()
@@ -101,7 +101,7 @@ def test_the_checkpoint_before_is_that_of_the_step_before(folder: Path) -> None:
 
 @pytest.mark.parametrize("damage", [damage for damage, (_, words) in DAMAGES.items() if "SHA" not in words])
 def test_headers_show_all_but_other_bits(folder: Path, damage: str) -> None:
-    """What is not a matter of the tensors' bytes is found without reading them, and the sentence is the same."""
+    """All damage except changed bits of tensors is found from headers, with the same message."""
     do, words = DAMAGES[damage]
     do(folder / SHARD)
     with pytest.raises(FileError, match=words) as caught:
@@ -111,8 +111,8 @@ def test_headers_show_all_but_other_bits(folder: Path, damage: str) -> None:
 
 
 def test_headers_are_read_and_not_more(folder: Path) -> None:
-    """A whole checkpoint passes; so does one with another bit in a tensor, which its hash shows; a tensor that the
-    manifest gives another shape does not.
+    """A check of headers reads nothing else: it accepts a whole checkpoint and one with a flipped tensor bit,
+    which only the hash shows, and refuses a tensor with another shape in the manifest.
     """
     found = find(folder)
     found.check_headers()
@@ -172,7 +172,7 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_manifest_that_lies_is_refused(folder: Path, lie: str) -> None:
-    """What a manifest says is checked against its types, against itself and against the shards."""
+    """A manifest is checked against its types, itself and the shards."""
     tell, words = LIES[lie]
     path = folder / "manifest.json"
     document = json.loads(path.read_text())
@@ -199,14 +199,16 @@ HEADER = b'{"pipefit": "checkpoint", "version": 2, "sha256": "%s"}'
     ],
 )  # fmt: skip
 def test_a_manifest_that_is_no_document_is_refused(folder: Path, content: bytes) -> None:
-    """Empty, cut off, no object, no text, nested too deeply, without a version, or with a digest that can be none."""
+    """An invalid manifest is refused: empty, truncated, not an object, not text, nested too deeply, without a
+    version, or with an impossible digest.
+    """
     (folder / "manifest.json").write_bytes(content)
     with pytest.raises(FileError):
         read_all(folder)
 
 
 def refusal(folder: Path) -> str | None:
-    """What is said of a checkpoint; None if it can be read."""
+    """Return the error message of a checkpoint; None if it can be read."""
     try:
         read_all(folder)
     except FileError as error:
@@ -215,7 +217,7 @@ def refusal(folder: Path) -> str | None:
 
 
 def test_any_bit_that_flips_is_refused(folder: Path) -> None:
-    """A hundred flipped bits, each alone, anywhere in the checkpoint: refused, unless it leaves all that is said."""
+    """Any of a hundred flipped bits in a checkpoint is refused, unless it leaves the contents unchanged."""
     random, files = Random(0), sorted(folder.iterdir())
     before = find(folder).manifest
     for _ in range(100):
@@ -234,7 +236,7 @@ def test_any_bit_that_flips_is_refused(folder: Path) -> None:
 
 
 def test_a_shard_that_is_no_safetensors_file_is_refused(folder: Path) -> None:
-    """A stranger may give a file of anything the right size and hash: its parser says no."""
+    """A shard that is not a safetensors file is refused by the parser, even with the right size and hash."""
     huge, pickled = (1 << 62).to_bytes(8, "little") + b"{}", b"\x80\x04cos\nsystem\n"
     for content in (b"\xff" * 200, huge, b"\2\0\0\0\0\0\0\0[]", pickled):
         (folder / SHARD).write_bytes(content)
@@ -247,7 +249,7 @@ def test_a_shard_that_is_no_safetensors_file_is_refused(folder: Path) -> None:
 
 
 def test_a_shard_is_written_anew_or_not_at_all(tmp_path: Path) -> None:
-    """A shard never goes into a file that is there, as through a link."""
+    """A shard is never written into an existing file, for example through a link."""
     (tmp_path / SHARD).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(FileExistsError):
         write_shard(tmp_path / SHARD, {})

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: whole or not there, the newest found, old ones removed, strangers' files left alone."""
+"""Folders of checkpoints: whole or absent, the newest found, old ones removed, foreign files left alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pipefit.errors import FileError, PipefitWarning, UnreadableCheckpoint
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
-    """The manifest comes back as it was, and so does every tensor, bit by bit, from the shard that holds it."""
+    """The manifest and every tensor are read as they were written, bit by bit, each tensor from its shard."""
     folder = write(tmp_path, 5)
     found = find(folder)
     expected = [
@@ -40,7 +40,9 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 
 
 def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
-    """One that is being written, or that has lost its manifest, does not count; a folder may also name one itself."""
+    """The newest whole checkpoint is found, without partial ones and those without a manifest; the path may
+    also name one directly.
+    """
     old, new = write(tmp_path, 5), write(tmp_path, 12)
     folders.begin(tmp_path, 30, OWNER)
     (tmp_path / "step-00000040").mkdir()
@@ -54,14 +56,14 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "nowhere", "a file", "\0", "x" * 300, "x/" * 3000])
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
-    """An empty folder, none, a file or a name that cannot be: one sentence."""
+    """A folder without a checkpoint (empty, absent, a file, an invalid name) is refused in one sentence."""
     (tmp_path / "a file").touch()
     with pytest.raises(FileError, match=r"there is no whole checkpoint in|cannot be read"):
         find(tmp_path / name)
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
-    """Whole checkpoints of ours beyond `keep` go; half ones, strangers' folders and their files stay."""
+    """`keep` removes older whole checkpoints of ours; partial ones, foreign folders and their files stay."""
     for step in (5, 6, 7, 8):
         write(tmp_path, step)
     (tmp_path / "step-00000006" / "notes.txt").write_text("mine")
@@ -76,7 +78,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 
 
 def test_links_are_not_followed_when_removing(tmp_path: Path) -> None:
-    """A link with the name of an old checkpoint, or of a half one, is left alone, and so is what it leads to."""
+    """A link with the name of an old or partial checkpoint is left alone, and so is its target."""
     elsewhere = write(tmp_path / "elsewhere", 1)
     here = tmp_path / "here"
     write(here, 8)
@@ -91,14 +93,14 @@ def test_links_are_not_followed_when_removing(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
-    """The same step again is refused before anything is written."""
+    """A second checkpoint of a step is refused before anything is written."""
     write(tmp_path, 5)
     with pytest.raises(FileError, match="step-00000005 is there already: remove it"):
         folders.begin(tmp_path, 5, OWNER)
 
 
 def test_what_a_broken_save_left_is_cleared_by_the_next(tmp_path: Path) -> None:
-    """Half checkpoints of ours are removed as the next one begins."""
+    """Partial checkpoints of ours are removed when the next save begins."""
     partial = folders.begin(tmp_path, 5, OWNER)
     folders.write_part(partial, 0, part_of(partial, 0))
     folders.begin(tmp_path, 6, OWNER)
@@ -106,7 +108,7 @@ def test_what_a_broken_save_left_is_cleared_by_the_next(tmp_path: Path) -> None:
 
 
 def test_only_shards_that_are_needed_are_read(tmp_path: Path) -> None:
-    """A worker that needs tensors of one shard does not look at another, which may be gone."""
+    """Only the needed shards are read: others may be missing."""
     folder = write(tmp_path, 5)
     (folder / "worker-00001.safetensors").unlink()
     found = find(folder)
@@ -116,7 +118,7 @@ def test_only_shards_that_are_needed_are_read(tmp_path: Path) -> None:
         found.read(found.manifest.tensors)
 
 
-# -------------------------------------------------------------------- what is passed over, and whose it is
+# -------------------------------------------------------------------- skipped checkpoints and their owners
 
 
 def flip(path: Path) -> None:
@@ -141,7 +143,7 @@ def put_file(folder: Path) -> None:
 
 
 def of(training: str, run: str) -> Callable[[Path], None]:
-    """Makes a checkpoint one of another training."""
+    """Return a function that makes a checkpoint one of another training."""
 
     def put(folder: Path) -> None:
         manifest = find(folder).manifest
@@ -180,7 +182,9 @@ PASSED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("damage", PASSED)
 def test_a_newest_that_cannot_be_read_is_passed_over_and_told(damage: str, tmp_path: Path) -> None:
-    """One sentence: which, why, and what is taken instead; and its tensors are those of the one before."""
+    """An unreadable newest checkpoint is skipped with one sentence: its name, the reason and its replacement,
+    the previous one.
+    """
     write(tmp_path, 4)
     expected = load_state_dict(tmp_path)
     do, words = PASSED[damage]
@@ -197,7 +201,7 @@ def test_a_newest_that_cannot_be_read_is_passed_over_and_told(damage: str, tmp_p
 
 
 def test_where_nothing_is_left_the_newest_is_named(tmp_path: Path) -> None:
-    """With what is wrong with it."""
+    """If no checkpoint is readable, the error names the newest with its damage."""
     for step in (4, 8):
         (write(tmp_path, step) / "worker-00001.safetensors").unlink()
     with pytest.raises(
@@ -207,7 +211,7 @@ def test_where_nothing_is_left_the_newest_is_named(tmp_path: Path) -> None:
 
 
 def test_what_is_older_than_what_is_taken_is_nobodys_business(tmp_path: Path) -> None:
-    """It is not looked at."""
+    """Checkpoints older than the chosen one are not read."""
     (write(tmp_path, 4) / MANIFEST).unlink()
     new = write(tmp_path, 8)
     with warnings.catch_warnings():
@@ -216,7 +220,7 @@ def test_what_is_older_than_what_is_taken_is_nobodys_business(tmp_path: Path) ->
 
 
 def test_a_checkpoint_under_another_steps_name_is_refused(tmp_path: Path) -> None:
-    """Renamed or copied, it would be gone on from as what it is not; the sentence says what it is."""
+    """A checkpoint renamed or copied to another step's name is refused, with its true step."""
     folder = write(tmp_path, 6).rename(tmp_path / "step-00000003")
     with pytest.raises(
         FileError, match=r"step-00000003 holds the checkpoint of step 6: .* name back, step-00000006"
@@ -229,7 +233,7 @@ def test_a_checkpoint_under_another_steps_name_is_refused(tmp_path: Path) -> Non
 
 
 def test_a_step_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
-    """Named itself neither; a link of another name is whoever's who names it."""
+    """A link named as a step is not followed, even if it is the given path; a link of another name is."""
     folder = write(tmp_path / "elsewhere", 8)
     (tmp_path / "step-00000008").symlink_to(folder)
     with pytest.raises(FileError, match="step-00000008 is a symbolic link, and links are not followed"):
@@ -239,7 +243,7 @@ def test_a_step_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_what_was_hashed_is_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another file that takes a shard's name in between changes nothing."""
+    """The bytes read are those that were hashed, even if another file takes the shard's name in between."""
     folder = write(tmp_path, 4)
     checkpoint, usual = find(folder), shards._check_bytes
     expected = {key: tensor.clone() for key, tensor in checkpoint.read(checkpoint.manifest.tensors).items()}
@@ -257,7 +261,9 @@ def test_what_was_hashed_is_what_is_read(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_only_checkpoints_of_one_training_are_candidates(tmp_path: Path) -> None:
-    """Of the one that has saved the newest; and of one run alone, where it starts again."""
+    """Only checkpoints of the training that saved the newest one are candidates, and only those of one run in
+    its restarts.
+    """
     for step, training, run in ((2, "a", "1"), (4, "b", "2"), (6, "a", "1"), (8, "a", "3")):
         of(training, run)(write(tmp_path / "all", step))
         (tmp_path / "all" / f"step-{step:08d}").rename(tmp_path / f"step-{step:08d}")
@@ -283,7 +289,7 @@ def test_only_checkpoints_of_one_training_are_candidates(tmp_path: Path) -> None
 def test_a_training_saves_behind_its_own_steps_alone(
     training: str, run: str, refused: bool, tmp_path: Path
 ) -> None:
-    """Those of its run, or, from before it began, of its training."""
+    """A training saves only after steps of its run, or after older steps of its training."""
     of(training, run)(write(tmp_path, 4))
     for first in (0, 4):
         if refused and (first < 4 or training != OWNER.training):
@@ -297,7 +303,7 @@ def test_a_training_saves_behind_its_own_steps_alone(
 
 
 def test_checkpoints_of_others_are_not_removed(tmp_path: Path) -> None:
-    """Whoever has put them there."""
+    """Foreign checkpoints are not removed."""
     for step, training in ((2, "another"), (4, OWNER.training), (6, OWNER.training)):
         write(tmp_path / "one", step).rename(tmp_path / f"step-{step:08d}")
         of(training, "run")(tmp_path / f"step-{step:08d}")
@@ -306,7 +312,7 @@ def test_checkpoints_of_others_are_not_removed(tmp_path: Path) -> None:
 
 
 def test_what_was_passed_over_is_set_aside_and_not_lost(tmp_path: Path) -> None:
-    """Under a name that is no checkpoint's; what is elsewhere stays."""
+    """A skipped checkpoint is renamed and kept, and checkpoints elsewhere stay."""
     before, damaged = write(tmp_path, 4), write(tmp_path, 8)
     elsewhere = write(tmp_path / "other", 8)
     for _ in range(2):
@@ -323,7 +329,9 @@ def test_what_was_passed_over_is_set_aside_and_not_lost(tmp_path: Path) -> None:
 def test_what_may_be_whole_is_not_passed_over(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that may not read it, or that has too many files open, does not go back to an older one."""
+    """A checkpoint that may be whole is not skipped, if the process lacks the permission or has too many open
+    files.
+    """
     write(tmp_path, 4)
     write(tmp_path, 8)
     usual = os.open
@@ -341,7 +349,7 @@ def test_what_may_be_whole_is_not_passed_over(
 
 
 def test_a_later_version_is_not_passed_over(tmp_path: Path) -> None:
-    """It is whole: another pipefit reads it."""
+    """A checkpoint of a later version is not skipped, because another pipefit can read it."""
     write(tmp_path, 4)
     path = write(tmp_path, 8) / MANIFEST
     path.write_text(path.read_text().replace('"version": 2', '"version": 3', 1))

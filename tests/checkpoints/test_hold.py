@@ -1,4 +1,4 @@
-"""The right to save to a folder: one training has it as long as it lives; others are told who that is."""
+"""Holds of folders: one live training may save to a folder; the others' errors name it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OTHER = replace(OWNER, training="c" * 32, run="d" * 32, pid=8)
 
 @contextmanager
 def another(folder: Path) -> Iterator[tuple[int, Owner]]:
-    """Another process that holds a folder, and its owner; it ends with the block."""
+    """Start another process that holds a folder until the end of the block; yield it and its owner."""
     told, tell = os.pipe()
     end, ends = os.pipe()
     pid = os.fork()
@@ -49,7 +49,9 @@ def another(folder: Path) -> Iterator[tuple[int, Owner]]:
 
 
 def test_a_folder_that_is_held_is_refused_by_name(tmp_path: Path) -> None:
-    """With the training, its plan, its process, its host and when it started; and the folder is free when it ends."""
+    """A held folder is refused with the holder's training, plan, process, host and start time, and is free
+    after its end.
+    """
     with another(tmp_path) as (process, owner):
         said = rf"^another training, {owner.training[:8]} \(a plan of theirs\), process {process} on .+, started "
         said += (
@@ -63,7 +65,7 @@ def test_a_folder_that_is_held_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_holder_that_is_killed_holds_nothing(tmp_path: Path) -> None:
-    """What it leaves is taken over, with another name in it."""
+    """A killed holder holds nothing: its lock file is taken over with the new holder's name."""
     with another(tmp_path) as (process, _):
         os.kill(process, signal.SIGKILL)
     assert (tmp_path / LOCK).exists()
@@ -74,7 +76,7 @@ def test_a_holder_that_is_killed_holds_nothing(tmp_path: Path) -> None:
 
 
 def test_a_holder_that_stands_still_holds_on(tmp_path: Path) -> None:
-    """Stopped by Ctrl-Z, it goes on to save later."""
+    """A holder stopped by Ctrl-Z keeps its folder, so that it can save later."""
     with another(tmp_path) as (process, _):
         os.kill(process, signal.SIGSTOP)
         with pytest.raises(FileError, match="another training"):
@@ -83,7 +85,9 @@ def test_a_holder_that_stands_still_holds_on(tmp_path: Path) -> None:
 
 
 def test_a_fork_of_a_holder_holds_nothing(tmp_path: Path) -> None:
-    """One that outlives it, as a data loader may, keeps nobody from the folder; one that ends leaves it held."""
+    """A holder's fork, as of a data loader, holds nothing: it may outlive the holder, and its end leaves the
+    folder held.
+    """
     hold = Hold(tmp_path, OWNER)
     if not os.fork():
         os._exit(0 if hold.released else 1)
@@ -106,7 +110,7 @@ def test_a_fork_of_a_holder_holds_nothing(tmp_path: Path) -> None:
 
 
 def test_an_object_that_is_not_used_keeps_nobody_of_its_process_out(tmp_path: Path) -> None:
-    """A later training takes the folder over; while the first one writes, it is refused."""
+    """An unused holder does not block a later training of the same process; one that is writing does."""
     first = Hold(tmp_path, OWNER)
     first.busy = True
     with pytest.raises(FileError, match="process 7 on here"):
@@ -124,7 +128,7 @@ def test_an_object_that_is_not_used_keeps_nobody_of_its_process_out(tmp_path: Pa
     "put", [os.mkfifo, lambda path: path.symlink_to("/dev/null"), Path.mkdir], ids=["pipe", "link", "folder"]
 )
 def test_what_is_no_file_is_not_locked(put: Any, tmp_path: Path) -> None:
-    """Nothing waits on a pipe, and nothing is written through a link."""
+    """A pipe or a link in place of the lock file is refused, without a wait or a write."""
     put(tmp_path / LOCK)
     with pytest.raises(FileError, match=r"training.lock.* (cannot be opened|is not a regular file)"):
         Hold(tmp_path, OWNER)
@@ -134,7 +138,7 @@ def test_what_is_no_file_is_not_locked(put: Any, tmp_path: Path) -> None:
     "content", [b"", b"{", b"[]", b'{"run": 1}', b"\xff", b"[" * 100_000, b"{}" * 40_000]
 )
 def test_a_file_that_names_nobody_is_taken_over(content: bytes, tmp_path: Path) -> None:
-    """Whatever somebody has written there: it is the lock that counts."""
+    """A lock file with any text, but without a lock, is taken over."""
     (tmp_path / LOCK).write_bytes(content)
     hold = Hold(tmp_path, OWNER)
     hold.check()
@@ -146,8 +150,10 @@ def no_locks(file: int, how: int) -> None:
 
 
 def test_without_locks_the_name_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a file system that has none: a process of this host that is gone holds nothing; one that is there does, and
-    so does one of another host, of which nobody can say; the sentence tells what to remove.
+    """On a file system without locks, the name in the file counts.
+
+    A process of this host that has ended holds nothing; a live one does, and so does one of another host,
+    which cannot be checked. The error names the file to remove.
     """
     monkeypatch.setattr(fcntl, "flock", no_locks)
     here = new_owner("a plan")
@@ -165,7 +171,7 @@ def test_without_locks_the_name_counts(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_locks_that_another_host_does_not_see_are_found_at_the_next_check(tmp_path: Path) -> None:
-    """Where locks stay on one machine, the later training writes its name into the file."""
+    """If locks do not reach another host, the later training's name is found at the next check."""
     hold = Hold(tmp_path, OWNER)
     (tmp_path / LOCK).write_text(json.dumps(asdict(OTHER)))
     with pytest.raises(FileError, match="process 8 on here"):
@@ -179,7 +185,7 @@ def test_locks_that_another_host_does_not_see_are_found_at_the_next_check(tmp_pa
 def test_a_holder_that_ends_as_another_opens_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file is removed between opening and locking: the lock on what is no longer there counts for nothing."""
+    """A lock on a file that its holder has removed between opening and locking does not count."""
     first, usual = Hold(tmp_path, OWNER), holds._opened
 
     def opened(path: Path) -> int:
@@ -195,7 +201,7 @@ def test_a_holder_that_ends_as_another_opens_its_file(
 
 
 def test_the_start_of_a_process_is_known() -> None:
-    """To the second; that of no process is not."""
+    """The start time of a process is known to the second; that of an ended process is unknown."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         started = process_start(process.pid)
         assert started is not None
@@ -205,7 +211,9 @@ def test_the_start_of_a_process_is_known() -> None:
 
 
 def test_workers_that_torchrun_starts_again_are_of_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one machine by the process that starts them, whatever name the job has, and of several by that name."""
+    """Restarted torchrun workers belong to one run: by their parent process on one machine, by the job's name
+    on several.
+    """
     runs = [new_owner("").run for _ in range(2)]
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     alone: list[Owner] = [new_owner("") for _ in range(2)]

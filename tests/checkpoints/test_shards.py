@@ -1,4 +1,4 @@
-"""Shards: what we write is what the safetensors package reads, and the other way round."""
+"""Shards: pipefit and the safetensors package read each other's files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipefit.checkpoints.shards import read_shard, write_shard
 
 
 def tensors() -> dict[str, Tensor]:
-    """Tensors of every dtype, of none and many elements, some of them views."""
+    """Return tensors of every dtype, with zero and many elements, some of them views."""
     torch.manual_seed(0)
     found = {name: (torch.randn(3, 5) * 20).to(getattr(torch, name)) for name in DTYPES}
     base = torch.randn(6, 7)
@@ -30,13 +30,13 @@ def tensors() -> dict[str, Tensor]:
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Equal bit by bit, which also compares what is not a number."""
+    """Return whether tensors are equal bit by bit, NaNs included."""
     bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*bits)
 
 
 def test_the_package_reads_what_we_write(tmp_path: Path) -> None:
-    """Names, dtypes, shapes and bits; the size and the hash are those of the file."""
+    """The safetensors package reads our names, dtypes, shapes and bits; size and hash are the file's."""
     written, progress = tensors(), list[int]()
     shard = write_shard(tmp_path / "worker-00000.safetensors", written, progress.append)
     found = safetensors.torch.load_file(tmp_path / "worker-00000.safetensors")
@@ -48,14 +48,14 @@ def test_the_package_reads_what_we_write(tmp_path: Path) -> None:
 
 
 def test_what_was_written_can_still_be_moved_away(tmp_path: Path) -> None:
-    """A storage of which somebody has an array would have to keep its memory."""
+    """A written tensor can still be offloaded, because no numpy array keeps its memory."""
     tensor = torch.randn(4)
     write_shard(tmp_path / "worker-00000.safetensors", {"a": tensor, "b": tensor[1:]})
     assert tensor.untyped_storage().resizable()
 
 
 def test_a_shard_is_read_slice_by_slice(tmp_path: Path) -> None:
-    """Only the tensors that are wanted are returned, as they were."""
+    """A shard is read slice by slice: only the requested tensors are returned, unchanged."""
     shard = write_shard(tmp_path / "worker-00000.safetensors", tensors())
     wanted = [
         StoredTensor(name=name, kind="model", shard=0, dtype=name, shape=(3, 5))
@@ -68,7 +68,7 @@ def test_a_shard_is_read_slice_by_slice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_a_worker_without_tensors_has_a_shard_too(tmp_path: Path, count: int) -> None:
-    """A stage of layers without any state is saved like others."""
+    """A worker without tensors saves an empty shard."""
     written = dict(list(tensors().items())[:count])
     write_shard(tmp_path / "worker-00000.safetensors", written)
     assert safetensors.torch.load_file(tmp_path / "worker-00000.safetensors").keys() == written.keys()

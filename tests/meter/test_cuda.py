@@ -1,4 +1,4 @@
-"""The meter of a GPU, by figures as torch's allocator gives them: none of them is here."""
+"""The meter of a GPU, with simulated figures of torch's allocator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FIGURES = ("requested_bytes", "allocated_bytes", "reserved_bytes")
 
 
 class Allocator:
-    """What torch tells of one GPU's allocator, in the form of torch 2.13; its peaks restart when they are reset."""
+    """Statistics of one GPU's allocator in the form of torch 2.13; a reset restarts its peaks."""
 
     def __init__(self) -> None:
         self.now = dict(zip(FIGURES, (600, 900, 2048), strict=True))
@@ -24,24 +24,26 @@ class Allocator:
         self.retries = 0
 
     def reach(self, requested: int, *, end: int | None = None) -> None:
-        """So many bytes of tensors at the peak, and at the end; blocks and segments are each a half larger."""
+        """Set the tensors' bytes at the peak and at the end, with blocks of 1.5 and segments of twice as
+        many.
+        """
         for factor, what in enumerate(FIGURES, start=2):
             self.peak[what] = max(self.peak[what], requested * factor // 2)
             self.now[what] = (requested if end is None else end) * factor // 2
 
     def nested(self, device: torch.device) -> dict[str, object]:
-        """All figures, as `torch.cuda.memory_stats_as_nested_dict` gives them."""
+        """Return all figures, as `torch.cuda.memory_stats_as_nested_dict` does."""
         figures = {what: {"all": {"current": self.now[what], "peak": self.peak[what]}} for what in FIGURES}
         return {**figures, "num_alloc_retries": self.retries}
 
     def reset(self, device: torch.device) -> None:
-        """Peaks are what there is now."""
+        """Set peaks to current levels."""
         self.peak = dict(self.now)
 
 
 @pytest.fixture(autouse=True)
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
-    """An allocator in the place of torch's, and a GPU's memory."""
+    """Replace torch's allocator and a GPU's memory."""
     made = Allocator()
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", made.nested)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7000, 10_000))
@@ -51,14 +53,14 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
 
 
 def sample_of(meter: CudaMeter, allocator: Allocator, requested: int) -> MemorySample:
-    """The sample of an action at whose peak tensors take so much."""
+    """Return the sample of an action whose tensors peak at `requested` bytes."""
     meter.begin("0F0")
     allocator.reach(requested)
     return meter.end(0, 0.0)
 
 
 def test_a_sample_has_requested_bytes(allocator: Allocator) -> None:
-    """What tensors ask for, which plans predict, and not the rounded blocks that hold them."""
+    """A sample has requested bytes, which plans predict, and not rounded blocks."""
     meter = CudaMeter(GPU)
     meter.reserve(100)
     meter.begin("0F0")
@@ -70,7 +72,7 @@ def test_a_sample_has_requested_bytes(allocator: Allocator) -> None:
 
 
 def test_the_figures_are_never_mixed() -> None:
-    """Each is the peak of its own count, and the process has what is not free."""
+    """Each figure is the peak of its own count, and the process's figure is the memory that is not free."""
     assert memory_figures(GPU) == {
         "requested": 700,
         "allocated": 1024,
@@ -82,7 +84,7 @@ def test_the_figures_are_never_mixed() -> None:
 def test_peaks_of_all_actions_outlast_those_of_each(
     allocator: Allocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every action begins with torch's peaks anew, so that the meter keeps the highest of each figure for the trace."""
+    """The meter keeps the highest of each figure for the trace, because every action resets torch's peaks."""
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     meter = CudaMeter(GPU)
     samples = [sample_of(meter, allocator, requested) for requested in (5000, 1000)]
@@ -102,8 +104,8 @@ def test_peaks_of_all_actions_outlast_those_of_each(
     "category", [Category.PARAMETERS, Category.OPTIMIZER, Category.VERSIONS], ids=lambda one: one.value
 )
 def test_what_has_left_the_device_is_not_counted(category: Category, allocator: Allocator) -> None:
-    """A parameter or a state that was moved away, and weights that nobody needs any more: at a peak without them they
-    are not among the bytes, and a trace, which refuses fewer bytes than none, can be made.
+    """Tensors that have left the device do not count: offloaded parameters or state, and old weights, are
+    subtracted at a peak without them, so that no sample is negative.
     """
     meter = CudaMeter(HERE)
     stays, moves, goes = (torch.zeros(100) for _ in range(3))
@@ -128,7 +130,9 @@ def test_what_has_left_the_device_is_not_counted(category: Category, allocator: 
 
 
 def test_what_leaves_or_arrives_in_an_action_was_there_at_its_peak(allocator: Allocator) -> None:
-    """The join of a copy away frees what it counts, and an update creates what it counts: never more than the peak."""
+    """Tensors that leave or arrive in an action count up to its peak: the join of an offload frees them, an
+    update creates them.
+    """
     meter, state = CudaMeter(HERE), torch.zeros(100)
     meter.tag([state], Category.OPTIMIZER)
     meter.begin("0WAIT_OFFLOAD0")
@@ -144,7 +148,7 @@ def test_what_leaves_or_arrives_in_an_action_was_there_at_its_peak(allocator: Al
 
 
 def test_new_weights_take_the_place_of_old_ones(allocator: Allocator) -> None:
-    """A storage that was a parameter is a version from a STASH on: it is counted once, as what it was called last."""
+    """A parameter's storage is a weight version after a STASH: it counts once, in its last category."""
     meter, old, new = CudaMeter(HERE), torch.zeros(100), torch.zeros(100)
     meter.tag([old], Category.PARAMETERS)
     meter.tag([old], Category.VERSIONS)
@@ -154,7 +158,9 @@ def test_new_weights_take_the_place_of_old_ones(allocator: Allocator) -> None:
 
 
 def test_without_torchs_allocator_tensors_that_are_known_count(allocator: Allocator) -> None:
-    """`PYTORCH_NO_CUDA_MEMORY_CACHING` leaves all figures at zero: training goes on, and no sample is below zero."""
+    """With `PYTORCH_NO_CUDA_MEMORY_CACHING`, all figures are zero: known tensors count, training runs, and no
+    sample is negative.
+    """
     allocator.peak = allocator.now = dict.fromkeys(FIGURES, 0)
     meter, weight = CudaMeter(HERE), torch.zeros(100)
     meter.tag([weight], Category.PARAMETERS)
@@ -163,7 +169,7 @@ def test_without_torchs_allocator_tensors_that_are_known_count(allocator: Alloca
 
 
 def test_tensors_of_the_host_are_not_the_devices(allocator: Allocator) -> None:
-    """Adam's counters stay there."""
+    """Host tensors, as Adam's counters, do not count on the device."""
     meter = CudaMeter(GPU)
     meter.tag([torch.zeros(100)], Category.OPTIMIZER)
     assert Category.OPTIMIZER not in sample_of(meter, allocator, 1000).by_category
@@ -171,12 +177,12 @@ def test_tensors_of_the_host_are_not_the_devices(allocator: Allocator) -> None:
 
 @pytest.mark.parametrize(("cap_bytes", "fraction"), [(2500, 0.25), (20_000, 1.0), (-1, 0.0)])
 def test_a_cap_is_a_share_of_the_gpus_memory(cap_bytes: int, fraction: float) -> None:
-    """Torch takes it as a fraction of what the GPU has, which a plan for a larger GPU does not exceed."""
+    """A cap is set as a fraction of the GPU's memory, at most 1 for a plan for a larger GPU."""
     CudaMeter(GPU, cap_bytes=cap_bytes)
     torch.cuda.set_per_process_memory_fraction.assert_called_once_with(fraction, GPU)
 
 
 def test_without_a_cap_the_limit_of_the_process_stays() -> None:
-    """Nothing is asked of the allocator, so that what the user has set holds."""
+    """Without a cap, the allocator's limit is not touched, so that the user's setting holds."""
     CudaMeter(GPU)
     torch.cuda.set_per_process_memory_fraction.assert_not_called()

@@ -1,4 +1,4 @@
-"""What kernels take: measured once, kept on disk and in the profile, named where it cannot be known."""
+"""Workspaces of kernels: measured once, stored on disk and in the profile, reported if unknown."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ aten = torch.ops.aten
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache for this test alone."""
+    """Set an empty cache for this test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "pipefit" / "kernels"
 
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The operations that are measured from now on."""
+    """Return a list that collects the measured operations."""
     operations: list[str] = []
     measured = kernels_module.measured
 
@@ -57,24 +57,26 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def met(kernels: Kernels, func: object, *args: object) -> Kernel:
-    """The kernel of one call."""
+    """Return the kernel of one call."""
     with torch.no_grad():
         kernels.of(func, args, {}, func(*args))  # type: ignore[operator]
     return kernels.memory.kernels[-1]
 
 
 def text(func: object, *args: object) -> str:
-    """The text of one call."""
+    """Return the text of one call."""
     key = key_of(func, args, {}, "")
     assert key is not None
     return text_of(func, key)
 
 
-# ---------------------------------------------------------------- what tells operations apart
+# ---------------------------------------------------------------- identity of operations
 
 
 def test_an_operation_says_its_dtypes_shapes_and_strides() -> None:
-    """Strides are told where a tensor is not contiguous, a gradient where one is needed and recorded."""
+    """An operation's text has its dtypes, shapes, strides of tensors that are not contiguous, and recorded
+    gradients.
+    """
     x, weight = torch.rand(4, 8), torch.rand(2, 8, dtype=torch.float64, requires_grad=True)
     assert text(aten.mm.default, x, weight.t()) == (
         "aten.mm.default(float32[4x8], float64[8x2 by 1,8] with gradient)"
@@ -84,7 +86,9 @@ def test_an_operation_says_its_dtypes_shapes_and_strides() -> None:
 
 
 def test_numbers_count_by_kind_and_sizes_by_value() -> None:
-    """A learning rate that falls makes no new operation; a scale, a dimension, zero, one and a boolean do."""
+    """Numbers count by kind, so that a falling learning rate makes no new operation; scales, dimensions,
+    zero, one and booleans count by value.
+    """
     x, image = torch.rand(4), torch.rand(1, 1, 4, 4)
     assert text(aten.mul.Tensor, x, 0.3) == text(aten.mul.Tensor, x, 0.4)
     apart = [text(aten.mul.Tensor, x, number) for number in (0.3, 0.0, 1.0, 1, True, 2)]
@@ -97,7 +101,7 @@ def test_numbers_count_by_kind_and_sizes_by_value() -> None:
 
 
 def test_settings_of_the_process_tell_operations_apart() -> None:
-    """Deterministic algorithms are other kernels: they are looked up, and measured, by themselves."""
+    """Process settings distinguish operations: deterministic algorithms are measured separately."""
     kernels = Kernels(1)
     met(kernels, aten.sort.default, torch.rand(10))
     torch.use_deterministic_algorithms(True)
@@ -111,11 +115,13 @@ def test_settings_of_the_process_tell_operations_apart() -> None:
     assert len(kernels.memory.kernels) == 2
 
 
-# ---------------------------------------------------------------- measuring
+# ---------------------------------------------------------------- measurements
 
 
 def test_measuring_disturbs_nobody() -> None:
-    """Random state, gradient mode, threads, fake tensors, a meter and a running profiler are as they were."""
+    """A measurement leaves random state, gradient mode, threads, fake tensors, a meter and a running profiler
+    unchanged.
+    """
     x = torch.rand(50)
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     meter = Meter(0)
@@ -137,7 +143,7 @@ def test_measuring_disturbs_nobody() -> None:
 
 
 def test_views_and_new_tensors_need_no_measuring(counted: list[str]) -> None:
-    """What can take nothing of its own on any machine is not run."""
+    """Views and new tensors, which need no workspace on any machine, are not run."""
     meter = Meter(0, kernels=Kernels(1))
     meter.begin("views")
     with meter:
@@ -148,7 +154,9 @@ def test_views_and_new_tensors_need_no_measuring(counted: list[str]) -> None:
 
 
 def test_what_is_too_large_or_too_slow_is_named_and_not_run() -> None:
-    """More than 1 GiB, or more floating-point operations than are spent: unknown, with its shapes and the reason."""
+    """Kernels that need more than 1 GiB, or too many floating-point operations, are not run: they are
+    unknown, with shapes and reason.
+    """
     with FakeTarget("cpu"):
         large, slow, known = torch.empty(1 << 14, 1 << 14), torch.empty(1 << 13, 1 << 13), Kernels(1)
         assert "2.00 GiB" in met(known, aten.relu.default, large).reason
@@ -160,7 +168,9 @@ def test_what_is_too_large_or_too_slow_is_named_and_not_run() -> None:
 
 
 def test_recurrent_layers_that_are_too_slow_are_named_and_not_run() -> None:
-    """An LSTM of few bytes and many steps takes minutes: its forward and backward are unknown, and not run."""
+    """A recurrent layer with few bytes and many steps, which would take minutes, is unknown and not run,
+    forward and backward.
+    """
     kernels = Kernels(1)
     meter = Meter(0, kernels=kernels)
     meter.begin("recurrent")
@@ -176,7 +186,7 @@ def test_recurrent_layers_that_are_too_slow_are_named_and_not_run() -> None:
 
 
 def test_measuring_keeps_no_arguments_alive() -> None:
-    """Whether or not an operation can be measured, its arguments and results die with their last reference."""
+    """A measurement, failed or not, keeps no arguments or results alive."""
     gc.collect()
     gc.disable()
     try:
@@ -201,12 +211,14 @@ def test_measuring_keeps_no_arguments_alive() -> None:
 
 @torch.library.custom_op("pipefit_tests::doubled", mutates_args=())
 def doubled(x: Tensor) -> Tensor:
-    """An operation that does not come with torch."""
+    """Double a tensor, as an operation outside torch."""
     return x * 2
 
 
 def test_what_cannot_be_made_up_is_named() -> None:
-    """Masks as indices, results of unknown size, sparse arguments, invalid data and foreign operations are unknown."""
+    """Operations without possible inputs are unknown: masks as indices, results of unknown size, sparse
+    arguments, invalid data and foreign operations.
+    """
     x, mask, bags = torch.rand(4, 4), torch.rand(4, 4) > 0.5, torch.zeros(4, dtype=torch.long)
     calls = {
         "depends on the values": [
@@ -238,7 +250,9 @@ def test_indices_and_masks_that_change_nothing_are_known() -> None:
 
 
 def test_fake_results_lie_as_the_kernels_do() -> None:
-    """A reduced loss keeps its unreduced storage, an LSTM its workspace, a layer norm's gradient its order."""
+    """Fake results have the kernels' layouts: a reduced loss keeps its unreduced storage, an LSTM its
+    workspace, a layer norm's gradient its order.
+    """
     given = KernelMemory(
         kernels=(
             Kernel(
@@ -266,7 +280,9 @@ def test_fake_results_lie_as_the_kernels_do() -> None:
 
 
 def test_fake_results_have_the_kernels_dtype() -> None:
-    """Statistics of a layer norm whose weights are wider than its input; and its backward is measured from them."""
+    """Fake results have the kernels' dtypes: layer-norm statistics with weights wider than the input, and the
+    backward measured from them.
+    """
     meter = Meter(0, kernels=Kernels(1))
     meter.begin("layer norm")
     with FakeTarget("cpu"), meter:
@@ -277,11 +293,11 @@ def test_fake_results_have_the_kernels_dtype() -> None:
     assert meter.kernels is not None and not meter.kernels.memory.unknown
 
 
-# ---------------------------------------------------------------- the cache, and what a profile gives
+# ---------------------------------------------------------------- cache and profile
 
 
 def test_each_operation_is_measured_once(cache: Path, counted: list[str]) -> None:
-    """Another process, or another run, finds it in the cache."""
+    """Each operation is measured once: another process or run finds it in the cache."""
     first = Kernels(1)
     kernel = met(first, aten.sort.default, torch.rand(10))
     met(first, aten.sort.default, torch.rand(10))
@@ -297,7 +313,7 @@ def test_each_operation_is_measured_once(cache: Path, counted: list[str]) -> Non
     "content", ["", "{", "null\nnull", '{"pipefit": "kernels"}\n{"kernels": 3}', "\0\xff"]
 )
 def test_a_broken_cache_is_replaced(cache: Path, counted: list[str], content: str) -> None:
-    """What cannot be read counts as empty, and the next measurement makes a good file of it."""
+    """An unreadable cache counts as empty, and the next measurement replaces it."""
     path = Cache(this_machine(1)).path
     path.parent.mkdir(parents=True)
     path.write_bytes(content.encode("latin-1"))
@@ -309,7 +325,7 @@ def test_a_broken_cache_is_replaced(cache: Path, counted: list[str], content: st
 
 
 def test_another_machines_file_is_not_believed(cache: Path) -> None:
-    """The file says whose it is; under another name it counts as empty."""
+    """Another machine's file, even under this one's name, counts as empty."""
     machine = this_machine(1)
     theirs, ours = Cache(replace(machine, cpu="another")), Cache(machine)
     theirs.add([Kernel(operation="x", peak_bytes=1)])
@@ -319,7 +335,9 @@ def test_another_machines_file_is_not_believed(cache: Path) -> None:
 
 
 def test_a_user_without_a_home_has_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container whose user has no entry: nothing is kept, nothing fails, and no folder appears here."""
+    """A user without a home, as in some containers, has no cache: nothing is stored, nothing fails, and no
+    folder appears in the working directory.
+    """
 
     def unknown(user: int) -> None:
         raise KeyError(f"getpwuid(): uid not found: {user}")
@@ -334,7 +352,7 @@ def test_a_user_without_a_home_has_no_cache(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_pipe_in_place_of_the_cache_is_not_waited_for(cache: Path) -> None:
-    """A named pipe that nobody reads holds up whoever opens it to write; here it counts as no cache."""
+    """A named pipe in place of the cache, which would block a writer, counts as no cache."""
     cache.mkdir(parents=True)
     os.mkfifo(Cache(this_machine(1)).path)
     Cache(this_machine(1)).add([Kernel(operation="one", peak_bytes=1)])
@@ -343,7 +361,7 @@ def test_a_pipe_in_place_of_the_cache_is_not_waited_for(cache: Path) -> None:
 
 @pytest.mark.parametrize("there", [b"", b"of somebody else", None])
 def test_a_link_in_place_of_the_cache_is_replaced(there: bytes | None, cache: Path, tmp_path: Path) -> None:
-    """What it leads to is neither read, nor written, nor made; the link gives way to a file."""
+    """A link in place of the cache is replaced by a file; its target is neither read, written nor created."""
     cache.mkdir(parents=True)
     path, elsewhere = Cache(this_machine(1)).path, tmp_path / "elsewhere"
     if there is not None:
@@ -356,7 +374,7 @@ def test_a_link_in_place_of_the_cache_is_replaced(there: bytes | None, cache: Pa
 
 
 def test_a_link_to_another_cache_is_not_followed(cache: Path, tmp_path: Path) -> None:
-    """Although every line in it is as it was written."""
+    """A link to another cache is not followed, even if every line there is intact."""
     Cache(this_machine(1)).add([Kernel(operation="one", peak_bytes=1)])
     path = Cache(this_machine(1)).path
     path.rename(tmp_path / "moved")
@@ -371,7 +389,7 @@ def test_a_link_to_another_cache_is_not_followed(cache: Path, tmp_path: Path) ->
 def test_a_cache_that_cannot_be_written_is_done_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file where the folder should be stops nothing."""
+    """A file in place of the cache folder stops nothing."""
     (tmp_path / "pipefit").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kernels = Kernels(1)
@@ -385,7 +403,7 @@ def _write(number: int) -> None:
 
 
 def test_workers_that_write_at_once_lose_nothing(cache: Path) -> None:
-    """Whoever begins the file, and however the writes of three fall, all that they add is in it."""
+    """Concurrent writes of three workers lose no lines, in any order and with any first writer."""
     context = mp.get_context("fork")
     workers = [context.Process(target=_write, args=(number,)) for number in range(3)]
     for worker in workers:
@@ -400,7 +418,7 @@ def test_workers_that_write_at_once_lose_nothing(cache: Path) -> None:
 
 
 def test_only_what_was_added_is_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of any size costs nothing to look at again: each line of the file is parsed once in a process."""
+    """A second read of the cache parses only added lines: a process parses each line once."""
     parsed: list[int] = []
 
     def counting(of: type[KernelMemory]) -> Any:
@@ -429,7 +447,9 @@ def test_only_what_was_added_is_read(cache: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_line_that_is_not_as_it_was_written_is_not_believed(
     cache: Path, damage: Callable[[bytes], bytes]
 ) -> None:
-    """A bit that a disk has turned would be another peak, in silence; the file is replaced by what is measured next."""
+    """A line with a flipped bit is not used, because its peak would be wrong; the next measurement replaces
+    the file.
+    """
     ours = Cache(this_machine(1))
     ours.add([Kernel(operation="x", peak_bytes=1)])
     ours.path.write_bytes(damage(ours.path.read_bytes()))
@@ -441,7 +461,7 @@ def test_a_line_that_is_not_as_it_was_written_is_not_believed(
 
 
 def test_a_damaged_line_makes_the_file_count_as_empty(cache: Path) -> None:
-    """What a write that broke off has left is not believed; the file is replaced by what is measured next."""
+    """A line of an interrupted write makes the file count as empty; the next measurement replaces it."""
     ours = Cache(this_machine(1))
     ours.add([Kernel(operation="x", peak_bytes=1)])
     with ours.path.open("a") as file:
@@ -454,7 +474,7 @@ def test_a_damaged_line_makes_the_file_count_as_empty(cache: Path) -> None:
 
 
 def test_a_profile_is_believed_before_this_machine(counted: list[str]) -> None:
-    """What the profile says of an operation is what its figures were made with."""
+    """A profile's kernels take precedence over this machine's, because its figures were made with them."""
     operation = "aten.sort.default(float32[10])"
     given = KernelMemory(kernels=(Kernel(operation=operation, peak_bytes=123456),))
     assert met(Kernels(1, given), aten.sort.default, torch.rand(10)).peak_bytes == 123456
@@ -462,7 +482,9 @@ def test_a_profile_is_believed_before_this_machine(counted: list[str]) -> None:
 
 
 def test_unknown_operations_are_told_once() -> None:
-    """A warning names the first, says how many others there are, and why; also if a profile has named them before."""
+    """Unknown operations are reported once: a warning names the first, the number of others and the reason,
+    also if a profile has named them before.
+    """
     x = torch.rand(3)
     first = Kernels(1)
     named = met(first, aten.nonzero.default, x)
@@ -482,7 +504,9 @@ def test_unknown_operations_are_told_once() -> None:
 
 
 def test_the_machine_is_told_by_more_than_its_name() -> None:
-    """What the environment lets kernels use, and the number of threads, make another machine."""
+    """A machine is identified by its name, the instruction sets that the environment allows, and the number
+    of threads.
+    """
     machine._capability.cache_clear()
     before = this_machine(1)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""The meter: which bytes count, from when to when, in which category, and the cap."""
+"""The meter: counted bytes, their lifetimes and categories, and the cap."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from pipefit.schema.trace import Category
 
 
 def metered(*, kernels: bool = False, cap_bytes: int | None = None) -> Meter:
-    """A meter at the beginning of an action, with what this machine's kernels take or without."""
+    """Return a meter at the beginning of an action, with or without this machine's kernels."""
     meter = Meter(3, kernels=Kernels(1) if kernels else None, cap_bytes=cap_bytes)
     meter.begin("2F0")
     return meter
 
 
 def test_a_tensor_counts_from_birth_to_death() -> None:
-    """Bytes of a new tensor are counted until its last reference goes."""
+    """A new tensor's bytes count until its last reference is gone."""
     with metered() as meter:
         x = torch.empty(10, 10)
         assert meter.total == 400
@@ -38,7 +38,7 @@ def test_a_tensor_counts_from_birth_to_death() -> None:
 
 
 def test_a_storage_lives_as_long_as_its_last_view() -> None:
-    """Views add nothing; the storage is counted, whole, until the last of them is gone."""
+    """Views add nothing; the whole storage counts until the last of them is gone."""
     with metered() as meter:
         x = torch.empty(10, 10)
         views = [x[0], x.t(), x.view(-1)[5:6], x.detach(), x.expand(3, 10, 10), *x.split(2)]
@@ -67,7 +67,7 @@ def test_a_storage_lives_as_long_as_its_last_view() -> None:
     ],
 )
 def test_somebody_elses_tensor_is_not_counted(look: Callable[[Tensor], object]) -> None:
-    """Looking at a tensor from elsewhere, or writing into it, does not make it this device's."""
+    """A tensor from elsewhere does not count on this device when it is read or written."""
     x = torch.ones(10, 10)
     with metered() as meter:
         kept = look(x)
@@ -76,7 +76,7 @@ def test_somebody_elses_tensor_is_not_counted(look: Callable[[Tensor], object]) 
 
 
 def test_every_result_of_an_operation_counts() -> None:
-    """Results in tuples and lists count, an output written into is not counted twice."""
+    """Results in tuples and lists count; an output argument does not count twice."""
     with metered() as meter:
         x = torch.empty(8, 4)
         values, indices = x.topk(2)
@@ -89,14 +89,14 @@ def test_every_result_of_an_operation_counts() -> None:
 
 
 def test_a_tensor_made_from_numbers_counts() -> None:
-    """`torch.tensor` of Python numbers is a new tensor."""
+    """`torch.tensor` of Python numbers counts as a new tensor."""
     with metered() as meter:
         x = torch.tensor([1.0, 2.0, 3.0])
         assert meter.total == x.nbytes == 12
 
 
 def test_a_resized_tensor_counts_what_it_holds_now() -> None:
-    """A storage that grows in place counts with its new size, and dies with it."""
+    """A storage that grows in place counts with its new size until it dies."""
     with metered() as meter:
         x = torch.empty(10)
         x.resize_(100)
@@ -106,7 +106,7 @@ def test_a_resized_tensor_counts_what_it_holds_now() -> None:
 
 
 def test_a_tensor_that_autograd_saved_counts_until_the_backward() -> None:
-    """What the graph holds is held: the output of exp lives on in its node, and dies when the backward has used it."""
+    """A tensor saved by autograd counts until the backward: the output of exp lives on in its node."""
     x = torch.ones(100, requires_grad=True)
     with metered() as meter:
         y = x.exp().sum()
@@ -132,7 +132,9 @@ def test_the_number_in_a_product_is_kept_for_the_backward() -> None:
 
 
 def test_a_product_without_a_graph_leaves_kept_numbers_alone() -> None:
-    """One like it, for which no graph is recorded, is no backward: the number of the first stays until its own."""
+    """A product without a graph does not count as the backward of an equal one: the saved number stays until
+    its own backward.
+    """
     x = torch.ones(2, requires_grad=True)
     with metered() as meter:
         y = (x * 3.0).sum()
@@ -149,7 +151,7 @@ def test_a_product_without_a_graph_leaves_kept_numbers_alone() -> None:
 
 
 def test_a_forgotten_graph_keeps_no_numbers() -> None:
-    """Without a backward, `forget_graphs` lets go of the numbers that graphs kept."""
+    """Without a backward, `forget_graphs` frees the numbers that graphs saved."""
     x = torch.ones(100, requires_grad=True)
     with metered() as meter:
         y = [x * 3.0, x / 7.0]
@@ -159,7 +161,9 @@ def test_a_forgotten_graph_keeps_no_numbers() -> None:
 
 
 def test_the_peak_is_of_the_action() -> None:
-    """An action's peak is its highest level, also where that is gone at its end; the next one starts where it ended."""
+    """An action's peak is its highest level, even if it is gone at the end; the next action starts at the
+    end's level.
+    """
     with metered() as meter:
         x = torch.empty(100)
         y = torch.empty(1000)
@@ -171,7 +175,9 @@ def test_the_peak_is_of_the_action() -> None:
 
 
 def test_what_a_kernel_takes_inside_counts_for_the_peak_alone() -> None:
-    """A kernel known to take 2000 bytes, 1200 of them results, has 800 of workspace, which are gone after it."""
+    """A workspace counts for the peak alone: a kernel of 2000 bytes, 1200 of them results, has 800 bytes of
+    workspace, freed after it.
+    """
     x = torch.rand(100)
     operation = "aten.sort.default(float32[100])"
     for given, inside in (
@@ -190,7 +196,7 @@ def test_what_a_kernel_takes_inside_counts_for_the_peak_alone() -> None:
 
 
 def test_what_is_left_takes_the_actions_category() -> None:
-    """What an action leaves is of its category; what was tagged keeps its tag; the parts of the peak add up."""
+    """Tensors left by an action are in its category, tagged ones in their own; the peak's parts add up."""
     with metered() as meter:
         left, tagged = torch.empty(10), torch.empty(20)
         meter.tag([tagged, None], Category.BOUNDARY)
@@ -204,7 +210,7 @@ def test_what_is_left_takes_the_actions_category() -> None:
 
 
 def test_a_tag_makes_an_older_tensor_count() -> None:
-    """Parameters exist before the meter does: a tag counts them, once, however often it is repeated."""
+    """A tag counts tensors older than the meter, such as parameters, once, even if repeated."""
     x = torch.empty(10)
     meter = metered()
     meter.tag([x, x.view(2, 5)], Category.PARAMETERS)
@@ -217,7 +223,9 @@ def test_a_tag_makes_an_older_tensor_count() -> None:
 
 
 def test_the_cap_is_the_last_byte_that_fits() -> None:
-    """A level equal to the cap passes, one byte more raises as CUDA does, naming device, action, excess, holders."""
+    """A level equal to the cap passes; one byte more raises as CUDA does, with device, action, excess and
+    holders.
+    """
     with metered(cap_bytes=4096) as meter:
         parameters = torch.empty(512)
         meter.tag([parameters], Category.PARAMETERS)
@@ -232,7 +240,7 @@ def test_the_cap_is_the_last_byte_that_fits() -> None:
 
 
 def test_a_kernels_inside_can_pass_the_cap() -> None:
-    """Memory that is given back within an operation counts against the cap like any other."""
+    """A workspace freed within its operation counts against the cap."""
     x = torch.rand(100)
     known = KernelMemory(kernels=(Kernel(operation="aten.sort.default(float32[100])", peak_bytes=2000),))
     for cap, fits in ((1999, False), (2000, True)):
@@ -243,7 +251,7 @@ def test_a_kernels_inside_can_pass_the_cap() -> None:
 
 
 def test_a_refused_tensor_does_not_stay() -> None:
-    """After the cap was passed, the level is what it was: the tensor that did not fit is gone."""
+    """A tensor above the cap does not stay: the level is as before."""
     with metered(cap_bytes=1000) as meter:
         x = torch.empty(100)
         try:

@@ -1,4 +1,4 @@
-"""What operations take: the meter, over real tensors and over fake ones, against the allocator's own events."""
+"""Memory of operations: the meter, over real and fake tensors, against the allocator's events."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sampled import sampled
 
 
 class Marks(TorchDispatchMode):
-    """Gives every operator call a range of its own in the profile."""
+    """A mode that gives every operator call its own range in the profile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,9 +38,9 @@ class Marks(TorchDispatchMode):
 
 
 def allocated(run: Run) -> tuple[int, list[tuple[str, int]]]:
-    """By the allocator's events: the highest level of `run` as a whole, and what each operator call took at most.
+    """Return the highest level of `run` and of each operator call, by the allocator's events.
 
-    Two runs, because under a dispatch mode the number in `x.add_(1.0)` is made a tensor twice.
+    It takes two runs, because under a dispatch mode the number in `x.add_(1.0)` is made a tensor twice.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as whole:
         run()
@@ -60,7 +60,7 @@ def allocated(run: Run) -> tuple[int, list[tuple[str, int]]]:
 
 
 def changes(recorded: profile) -> list[tuple[int, int]]:
-    """When the allocator gave or took how many bytes, in order."""
+    """Return the allocated and freed bytes in the order of the allocator's events."""
     events = recorded.profiler.kineto_results.events()
     return sorted(
         ((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"), key=lambda event: event[0]
@@ -68,17 +68,17 @@ def changes(recorded: profile) -> list[tuple[int, int]]:
 
 
 def highest(changes: Iterable[tuple[int, int]]) -> int:
-    """The highest level above the first."""
+    """Return the highest level above the first."""
     return max(0, *accumulate((nbytes for _, nbytes in changes), initial=0))
 
 
 def takers(operations: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Those that took anything. `torch.tensor` makes its result before it is announced, by `lift_fresh`."""
+    """Return the operations that allocate; `torch.tensor` makes its result before `lift_fresh`."""
     return [(name, nbytes) for name, nbytes in operations if nbytes > 0 and name != "aten.lift_fresh.default"]
 
 
 class Spied(Meter):
-    """A meter that notes what every operator call takes at most: results and what is inside."""
+    """A meter that records the peak of every operator call: results and workspace."""
 
     def __init__(self, kernels: Kernels) -> None:
         super().__init__(0, kernels=kernels)
@@ -93,7 +93,7 @@ class Spied(Meter):
 
 
 def metered(run: Run) -> tuple[int, list[tuple[str, int]]]:
-    """By the meter: the highest level of `run` as a whole, and what each operator call took at most."""
+    """Return the highest level of `run` and of each operator call, by the meter."""
     kernels = Kernels(torch.get_num_threads())
     meter, spied = Meter(0, kernels=kernels), Spied(kernels)
     meter.begin("run")
@@ -106,7 +106,7 @@ def metered(run: Run) -> tuple[int, list[tuple[str, int]]]:
     return meter.end(0, 0.0).total_bytes, takers(spied.taken)
 
 
-# Families of which some operations take more on two threads than on one
+# Families with some operations that need more memory on two threads than on one
 BY_THREADS = (
     *("product", "convolution", "normalisation: layer norm", "normalisation: batch norm channels last"),
     *("attention: fused", "attention: module", "other: large sum"),
@@ -119,7 +119,9 @@ CASES = [(name, 1) for name in OPERATIONS] + [
 
 @pytest.mark.parametrize(("name", "number"), CASES)
 def test_every_operation_takes_what_the_allocator_saw(name: str, number: int) -> None:
-    """Call by call and as a whole, over real and over fake tensors, equal to the byte, on one thread and on two."""
+    """The meter equals the allocator to the byte, call by call and in total, over real and fake tensors, on
+    one thread and on two.
+    """
     run = OPERATIONS[name]
     with threads_of(number):
         run()  # what a kernel keeps for the rest of the process is nobody's
@@ -130,7 +132,9 @@ def test_every_operation_takes_what_the_allocator_saw(name: str, number: int) ->
 
 
 def test_an_operation_that_is_not_measured_is_named() -> None:
-    """Bags of which the largest numbers are taken allocate by the values of their indices: the meter says so."""
+    """An operation that is not measured is reported: embedding bags with max allocate by the values of their
+    indices.
+    """
     kernels = Kernels(torch.get_num_threads())
     with FakeTarget("cpu"), Meter(0, kernels=kernels):
         embedding_bag("max")()
@@ -150,7 +154,9 @@ print(json.dumps([torch.backends.cpu.get_cpu_capability(), compared(OF_A_LIBRARY
 
 
 def compared(families: tuple[str, ...]) -> dict[str, bool]:
-    """For every operation of these families whether meters, over real and over fake tensors, equal the allocator."""
+    """Return, for every operation of these families, whether the meter over real and fake tensors equals the
+    allocator.
+    """
     found = {}
     for name in filter(lambda name: name.startswith(families), OPERATIONS):
         run = OPERATIONS[name]
@@ -164,7 +170,9 @@ def compared(families: tuple[str, ...]) -> dict[str, bool]:
 
 @pytest.mark.parametrize("number", sampled([1, 2], often=[1]))
 def test_kernels_of_a_common_laptop_take_what_the_allocator_saw(number: int) -> None:
-    """Where libraries may use no more than AVX2: products, convolutions, batch norm, attention and recurrent layers."""
+    """The meter equals the allocator on kernels limited to AVX2: products, convolutions, batch norm,
+    attention and recurrent layers.
+    """
     folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     done = subprocess.run(
         [sys.executable, "-c", COMPARED.format(folders=folders, threads=number)],

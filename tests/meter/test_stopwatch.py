@@ -1,4 +1,4 @@
-"""Seconds of a GPU that lags behind the host, by events as torch has them: none of it is here."""
+"""Seconds of a GPU that lags behind the host, by simulated torch events."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ GPU = torch.device("cuda", 0)
 
 @dataclass
 class Twin:
-    """A GPU that does what it is given one after the other, and a host that only launches, in a hundredth of a second.
+    """A GPU that runs its kernels one after the other, and a host that launches each in a hundredth of a
+    second.
 
-    `busy` is when the GPU ends what it has, `seen` up to when the host has waited for it.
+    `busy` is the end of the GPU's queue, `seen` the time up to which the host has waited for it.
     """
 
     host: float = 50.0
@@ -28,37 +29,37 @@ class Twin:
     waits: list[float] = field(default_factory=list)
 
     def launch(self, seconds: float) -> None:
-        """The host launches a kernel of so many seconds."""
+        """Launch a kernel of `seconds` seconds on the host."""
         self.host += 0.01
         self.busy = max(self.busy, self.host) + seconds
 
     def clock(self) -> float:
-        """The host's seconds."""
+        """Return the host's seconds."""
         return self.host
 
 
 @dataclass
 class TwinEvent:
-    """An event of a `Twin`, which tells no times before the GPU has come to it, as torch's raises then."""
+    """An event of a `Twin`, which raises before the GPU has reached it, as torch's does."""
 
     gpu: Twin
     at: float = float("nan")
 
     def record(self, stream: object) -> None:
-        """Queued behind what the GPU has."""
+        """Record after the GPU's queue."""
         self.at = max(self.gpu.busy, self.gpu.host)
 
     def query(self) -> bool:
-        """Whether the GPU is past it."""
+        """Return whether the GPU has passed the event."""
         return self.gpu.host >= self.at
 
     def synchronize(self) -> None:
-        """The host waits."""
+        """Let the host wait."""
         self.gpu.waits.append(self.at)
         self.gpu.host = max(self.gpu.host, self.at)
 
     def elapsed_time(self, end: TwinEvent) -> float:
-        """Milliseconds, of 32 bits."""
+        """Return 32-bit milliseconds."""
         assert self.query()
         assert end.query()
         return torch.tensor((end.at - self.at) * 1e3, dtype=torch.float32).item()
@@ -66,18 +67,18 @@ class TwinEvent:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Twin:
-    """A GPU whose streams are all one."""
+    """Return a GPU with one stream."""
     monkeypatch.setattr(torch.cuda, "current_stream", mock.Mock())
     return Twin()
 
 
 def stopwatch(gpu: Twin) -> Any:
-    """A stopwatch of a twin."""
+    """Return a stopwatch of a twin."""
     return Stopwatch(GPU, gpu.clock, lambda: TwinEvent(gpu))  # type: ignore[arg-type,return-value]
 
 
 def test_times_are_when_the_gpu_computed(gpu: Twin) -> None:
-    """Three kernels of a second each, launched at once, are told one after the other, in the host's seconds."""
+    """Three kernels of a second each, launched at once, have consecutive times in the host's seconds."""
     watch = stopwatch(gpu)
     marks = [watch.mark()]
     for _ in range(3):
@@ -88,7 +89,7 @@ def test_times_are_when_the_gpu_computed(gpu: Twin) -> None:
 
 
 def test_times_stay_exact_over_days(gpu: Twin) -> None:
-    """A microsecond is told after a week, though events count in milliseconds of 32 bits."""
+    """A microsecond is exact after a week, though events count 32-bit milliseconds."""
     watch = stopwatch(gpu)
     for _ in range(7 * 24):
         watch.mark()
@@ -101,7 +102,7 @@ def test_times_stay_exact_over_days(gpu: Twin) -> None:
 
 
 def recorded(record: Record, gpu: Twin, seconds: float) -> None:
-    """An action that launches a kernel, as a runner records it."""
+    """Record an action that launches a kernel, as a runner does."""
     began, mark = gpu.clock(), record.mark()
     gpu.launch(seconds)
     sample = MemorySample(step=record.steps, action="0F0", seconds=began, bytes=(0,) * 10)  # type: ignore[arg-type]
@@ -112,7 +113,9 @@ def recorded(record: Record, gpu: Twin, seconds: float) -> None:
 
 
 def test_a_record_waits_for_no_gpu_within_a_step(gpu: Twin) -> None:
-    """Marks make nobody wait; times are read when the GPU has come to the last, all of a step at once."""
+    """A record within a step does not wait for the GPU: the times of a step are read together after its last
+    mark.
+    """
     record = Record(stopwatch(gpu))
     for _ in range(2):
         recorded(record, gpu, 1.0)
@@ -129,7 +132,7 @@ def test_a_record_waits_for_no_gpu_within_a_step(gpu: Twin) -> None:
 
 
 def test_a_trace_has_the_times_of_all_steps(gpu: Twin) -> None:
-    """A trace waits for the GPU; what was dropped of the steps in between does not mix up the others."""
+    """A trace waits for the GPU and has the times of all steps; skipped times shift no others."""
     record = Record(stopwatch(gpu))
     for _ in range(300):
         recorded(record, gpu, 1.0)

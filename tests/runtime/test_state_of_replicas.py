@@ -1,4 +1,4 @@
-"""State of replicas that is moved away, or updated on their hosts: the numbers and bytes of replicas that keep it."""
+"""State of replicas, offloaded or updated on their hosts: the numbers and bytes of replicas that keep it."""
 
 from __future__ import annotations
 
@@ -43,12 +43,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def profiled() -> ModelProfile:
-    """The profile at the sizes of all slices."""
+    """Return the profile at the sizes of all local batches."""
     return profile(replicated("dropped"), microbatch_size=(12, 6, 4))
 
 
 def moving(plan: Plan, rng: Random) -> Plan:
-    """The plan with states of random runs of layers away, or updated on the host, as far as replicas can do it."""
+    """Return the plan with states of random runs of layers offloaded, or updated on the host, as far as
+    replicas support it.
+    """
     decisions = [one for number in range(len(plan.stages)) for one in _of_stage(plan, number, rng)]
     return replace(plan, decisions=tuple(decisions))
 
@@ -67,7 +69,7 @@ def _of_stage(plan: Plan, number: int, rng: Random) -> Iterator[Decision]:
 
 
 def random_plan(found: ModelProfile, shard: Sharding, seed: int) -> Plan:
-    """Two stages of replicas, of which the first divides so much, that keep all state."""
+    """Draw two stages of replicas that keep all state; the first has a given ZeRO level."""
     rng = Random(f"{shard} {seed}")
     return sliced_plan(
         found,
@@ -82,7 +84,7 @@ def random_plan(found: ModelProfile, shard: Sharding, seed: int) -> Plan:
 
 
 def assert_as_foretold(found: ModelProfile, shard: Sharding, seed: int) -> None:
-    """A random plan trains the numbers of one that moves nothing, and takes the bytes that everybody says."""
+    """Assert that a random plan trains the numbers of one without moves, with the predicted bytes."""
     task, still = replicated("dropped"), random_plan(found, shard, seed)
     plan = moving(still, Random(seed))
     kept, moved = Trainer(task, still), Trainer(task, plan)
@@ -96,8 +98,8 @@ def assert_as_foretold(found: ModelProfile, shard: Sharding, seed: int) -> None:
 
 @pytest.mark.parametrize("shard", ALL)
 def test_numbers_and_bytes_are_those_foretold(shard: Sharding, profiled: ModelProfile) -> None:
-    """Losses, parameters and optimizer state are bitwise those of replicas that keep all; simulator, dry run, meter and
-    the allocator have the same peaks in every step.
+    """Losses, parameters and optimizer state equal replicas without moves bit by bit; simulator, dry run,
+    meter and allocator have the same peaks in every step.
     """
     assert_as_foretold(profiled, shard, 0)
 
@@ -106,12 +108,14 @@ def test_numbers_and_bytes_are_those_foretold(shard: Sharding, profiled: ModelPr
 @pytest.mark.parametrize("seed", range(1, 21))
 @pytest.mark.parametrize("shard", ALL)
 def test_more_plans_are_as_foretold(shard: Sharding, seed: int, profiled: ModelProfile) -> None:
-    """The same of many plans."""
+    """Numbers and bytes of many random plans are as predicted."""
     assert_as_foretold(profiled, shard, seed)
 
 
 def test_copies_of_half_precision_parameters_move_too() -> None:
-    """Float32 copies are optimizer state: of owners, away or on the host, where a step that overflows updates none."""
+    """Owners' float32 copies of half-precision parameters move as optimizer state, offloaded or on the host,
+    and a step that overflows updates none.
+    """
     task = precise("master-float16")
     still = sliced_plan(profile(task, microbatch_size=(4, 2)), [0, 5], [2], shard=("gradients",))
     plan = replace(still, decisions=(away(0, 0, 3, What.UPDATE), away(0, 3, 5)))
@@ -125,7 +129,9 @@ def test_copies_of_half_precision_parameters_move_too() -> None:
 
 
 def test_workers_move_their_state_as_one_process_does(profiled: ModelProfile) -> None:
-    """Two workers that divide parameters, which are away or updated on the host: losses and bytes of one process."""
+    """Two workers with divided parameters, offloaded or updated on the host, have the losses and bytes of one
+    process.
+    """
     still = sliced_plan(profiled, [0, 6], [2], shard=("parameters",), buckets=(3,))
     decisions = away(0, 0, 4, What.UPDATE), away(0, 4, 6), away(0, 4, 6, kind="parameters", ahead=1)
     plan = replace(still, decisions=decisions)
@@ -136,7 +142,7 @@ def test_workers_move_their_state_as_one_process_does(profiled: ModelProfile) ->
 
 
 def test_training_goes_on_from_what_was_away(profiled: ModelProfile, tmp_path: Path) -> None:
-    """A checkpoint has what replicas keep away, once, and plain replicas take it up; and the other way round."""
+    """A checkpoint stores offloaded state of replicas once; plain replicas resume from it, and vice versa."""
     task, still = (
         replicated("dropped"),
         sliced_plan(profiled, [0, 6], [2], shard=("parameters",), buckets=(2,)),
@@ -150,7 +156,7 @@ def test_training_goes_on_from_what_was_away(profiled: ModelProfile, tmp_path: P
 
 @pytest.mark.parametrize(("shard", "times"), [("none", 2), ("optimizer", 1), ("gradients", 1)])
 def test_hosts_keep_what_replicas_own(shard: Sharding, times: int, profiled: ModelProfile) -> None:
-    """The state of every layer is at the host as often as replicas have it."""
+    """The host keeps the state of every layer once for each replica that has it."""
     plan = replace(
         sliced_plan(profiled, [0, 6], [2], shard=(shard,)), decisions=(away(0, 0, 3), away(0, 3, 6))
     )
@@ -160,7 +166,7 @@ def test_hosts_keep_what_replicas_own(shard: Sharding, times: int, profiled: Mod
 
 
 def test_an_owner_alone_takes_the_time_of_its_layers_on_the_host(profiled: ModelProfile) -> None:
-    """What owners have updated on a host takes, all together, what one device without replicas has it do."""
+    """Host updates of all owners together take the time of one device without replicas."""
     found = []
     for degree, shard in ((1, "none"), (2, "gradients")):
         plan = sliced_plan(profiled, [0, 6], [degree], shard=(shard,))
@@ -193,14 +199,16 @@ def test_an_owner_alone_takes_the_time_of_its_layers_on_the_host(profiled: Model
 def test_what_not_every_replica_has_a_part_of_stays(
     shard: Sharding, decision: Decision, message: str, profiled: ModelProfile
 ) -> None:
-    """The error says what to divide too."""
+    """State that some replicas lack a part of cannot be offloaded; the error names the state to divide."""
     plan = sliced_plan(profiled, [0, 6], [2], shard=(shard,))
     with pytest.raises(UsageError, match=message):
         lower(replace(plan, decisions=(decision,)))
 
 
 def test_an_owner_keeps_parameters_until_it_has_sent_them(profiled: ModelProfile) -> None:
-    """From an UNSHARD to its join nothing of them leaves, though the device computes other layers meanwhile."""
+    """From an UNSHARD to its join an owner keeps its parameters, though the device computes other layers
+    meanwhile.
+    """
     still = sliced_plan(profiled, [0, 6], [2], microbatches=3, shard=("parameters",), buckets=(3,))
     plan = replace(
         still, decisions=tuple(away(0, n, n + 1, kind="parameters", behind=0) for n in (0, 3, 4, 5))

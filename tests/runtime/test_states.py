@@ -1,4 +1,4 @@
-"""State that is moved away and back, and updates on the host: the numbers and bytes of plans that move nothing."""
+"""State offload and updates on the host: the numbers and predicted bytes of plans without moves."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from tiny import plan_of, task_of
 
 
 def without_agreements(trace: Trace) -> Trace:
-    """The trace without what stages exchange before an update: few bytes, which the simulator leaves out, and whether
-    gradients overflow is a question that a dry run does not ask.
+    """Return the trace without the exchanges before an update.
+
+    They are few bytes, which the simulator leaves out, and the check for overflows is not part of a dry run.
     """
     devices = (
         replace(device, memory=tuple(sample for sample in device.memory if "AGREE" not in sample.action))
@@ -38,7 +39,7 @@ def without_agreements(trace: Trace) -> Trace:
 
 
 def assert_as_foretold(kind: str, seed: int) -> None:
-    """A random plan whose state is moved at random trains the numbers and takes the bytes that it should."""
+    """Assert that a random plan with random state moves trains the expected numbers in the expected bytes."""
     rng = Random(f"{kind} {seed}")
     task, still = (
         task_named(kind),
@@ -58,8 +59,9 @@ def assert_as_foretold(kind: str, seed: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_state_is_moved_numbers_and_bytes_are_those_foretold(kind: str) -> None:
-    """Losses, parameters, buffers and optimizer state are bitwise those of the plan that moves nothing; every sample
-    that is measured is that of the dry run, folded or not; the peak of every step is the simulator's.
+    """Losses, parameters, buffers and optimizer state equal a plan without moves bit by bit.
+
+    Every measured sample equals the dry run's, folded or not; the peak of every step is the simulator's.
     """
     assert_as_foretold(kind, 0)
 
@@ -68,13 +70,13 @@ def test_whatever_state_is_moved_numbers_and_bytes_are_those_foretold(kind: str)
 @pytest.mark.parametrize("seed", range(1, 21))
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_plans_that_move_state_are_as_foretold(kind: str, seed: int) -> None:
-    """The same of many plans."""
+    """Numbers and bytes of many random plans with moved state are as predicted."""
     assert_as_foretold(kind, seed)
 
 
 @EACH
 def test_the_allocator_sees_what_state_leaves_and_comes_back(decisions: tuple[Decision, ...]) -> None:
-    """The allocator's own events have the peaks of the dry run: what is away takes nothing on the device."""
+    """The allocator's events have the peaks of the dry run: offloaded state takes no device memory."""
     task, plan = task_named("adamw"), one_stage(*decisions)
     dry, still = certify(task, plan), certify(task, replace(plan, decisions=()))
     assert measured_peaks(task, plan) == [[dry.devices[0].step_peak_bytes(step) for step in range(2)]]
@@ -82,8 +84,9 @@ def test_the_allocator_sees_what_state_leaves_and_comes_back(decisions: tuple[De
 
 
 def test_a_host_pays_for_state_gradients_parameters_and_the_update_itself() -> None:
-    """What a host keeps of two updated layers is counted in bytes of AdamW: per number of theirs four for the gradient,
-    four for the parameter and eight of state, the counters, and what the largest update takes. A byte less is refused.
+    """A host holds, for two layers updated with AdamW, four bytes a number for the gradient, four for the
+    parameter and eight of state, the counters, and the memory of the largest update. One byte less is
+    refused.
     """
     task, plan = task_named("adamw"), one_stage(away(0, 7, 9, What.UPDATE))
     costs = plan.measurement.costs[7:9]
@@ -114,7 +117,7 @@ def test_homes_are_as_large_as_the_state(place: str) -> None:
 
 
 def test_equal_layers_that_move_nothing_are_still_folded() -> None:
-    """Around two of 24 equal layers whose optimizer state is away, others stand for each other."""
+    """Of 24 equal layers, two with offloaded optimizer state, the others are still folded."""
     task = task_of(lambda: [nn.Linear(8, 8) for _ in range(24)], outputs=8, optimizer=torch.optim.AdamW)
     still = plan_of(task, [12, 12], microbatches=3)
     decisions = away(1, 17, 19), away(1, 23, 24, What.UPDATE)
@@ -123,8 +126,8 @@ def test_equal_layers_that_move_nothing_are_still_folded() -> None:
 
 
 def test_workers_move_state_and_update_on_the_host_as_one_process_does() -> None:
-    """Two workers whose state goes to the host and to each other, and which the host updates: losses and every sample
-    are those of one process.
+    """Two workers that move state to the host and to each other, and update on the host, have the losses and
+    samples of one process.
     """
     task, still = make_chain(), plan_of(make_chain(), [3, 3], microbatches=2)
     decisions = (

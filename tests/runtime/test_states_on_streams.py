@@ -1,4 +1,4 @@
-"""State that GPUs move away, and updates on the host beside them: on streams that lag behind the host as far as events
+"""State offload on GPU streams, with updates on the host: the streams lag behind the host as far as events
 allow (`lagging_gpu`).
 """
 
@@ -41,7 +41,7 @@ from tiny import batch_of, plan_of, task_of
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    """Trainers of plans with decisions copy as its GPUs do. In the end nobody has been too early anywhere."""
+    """Let trainers of plans with decisions copy as on GPUs, and assert that nothing ran too early."""
     made, plain = Machine(0), Lending.within
 
     def within(hardware: Hardware, program: Program) -> Lending:
@@ -53,7 +53,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 
 def assert_as_plain(machine: Machine, kind: str, seed: int) -> None:
-    """A random plan whose state is moved at random has the losses and the state of one that moves nothing."""
+    """Assert that a random plan with random state moves has the losses and state of one without moves."""
     rng, task = Random(f"{kind} {seed}"), task_named(kind)
     machine.rng.seed(seed)
     still = clipping(random_plan(found(kind), rng, microbatches=rng.randint(1, 4)), kind)
@@ -70,8 +70,8 @@ def assert_as_plain(machine: Machine, kind: str, seed: int) -> None:
 def test_whatever_the_streams_do_first_state_that_moves_is_that_of_plain_training(
     machine: Machine, kind: str
 ) -> None:
-    """Losses, parameters, buffers and optimizer state of random plans are bitwise those of plans that move nothing,
-    also when they are read while the device is far behind.
+    """Losses, parameters, buffers and optimizer state of random plans equal plans without moves bit by bit,
+    also if read while the device lags far behind.
     """
     for seed in range(2):
         assert_as_plain(machine, kind, seed)
@@ -81,7 +81,7 @@ def test_whatever_the_streams_do_first_state_that_moves_is_that_of_plain_trainin
 @pytest.mark.parametrize("seed", range(2, 40))
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_plans_on_streams_are_plain_training(machine: Machine, kind: str, seed: int) -> None:
-    """The same of many plans."""
+    """Many random plans on streams have the state of plain training."""
     assert_as_plain(machine, kind, seed)
 
 
@@ -89,8 +89,8 @@ def test_more_plans_on_streams_are_plain_training(machine: Machine, kind: str, s
 def test_endless_schedules_on_streams_train_what_threads_do(
     monkeypatch: pytest.MonkeyPatch, machine: Machine, schedule: str
 ) -> None:
-    """State, versions and saved tensors move and the host updates layers while microbatches are in flight: losses and
-    state are those of copies that the host waits for.
+    """Under asynchronous schedules, losses and state equal those of copies that the host waits for: state,
+    versions and saved tensors move and the host updates layers while microbatches are in flight.
     """
     task, plan = make_chain(), mixed(schedule)
     one = Trainer(task, plan)
@@ -107,17 +107,17 @@ def test_endless_schedules_on_streams_train_what_threads_do(
 def test_a_state_that_is_loaded_replaces_what_is_under_way(
     machine: Machine, decisions: tuple[Decision, ...]
 ) -> None:
-    """Another state is loaded behind a step whose copies the host has not waited for: training goes on from it."""
+    """A state loaded after a step with unfinished copies replaces it, and training continues from it."""
     assert_loads(machine, "copies", decisions)
 
 
 def test_a_state_is_loaded_behind_what_comes_back_from_an_update(machine: Machine) -> None:
-    """Where nothing but updated parameters moves, nobody else waits for the copies that still read their homes."""
+    """A loaded state waits for copies that still read their homes, also if only updated parameters move."""
     assert_loads(machine, "adamw", UPDATED[:2])
 
 
 def assert_loads(machine: Machine, kind: str, decisions: tuple[Decision, ...]) -> None:
-    """After two steps the first state is loaded, and trained on as under a plan that moves nothing."""
+    """Load the first state after two steps; training must continue as under a plan without moves."""
     task, plan = task_named(kind), one_stage(*decisions, kind=kind)
     one, other = Trainer(task, plan), Trainer(task, replace(plan, decisions=()))
     first = cloned(other.state)
@@ -131,7 +131,7 @@ def assert_loads(machine: Machine, kind: str, decisions: tuple[Decision, ...]) -
 
 
 def cloned(state: StageState) -> StageState:
-    """A state that training does not change."""
+    """Return a copy of a state that training does not change."""
     kept = {name: {key: t.clone() for key, t in of.items()} for name, of in state.optimizer.items()}
     masters = {name: tensor.clone() for name, tensor in state.master_weights.items()}
     return StageState({name: tensor.clone() for name, tensor in state.tensors.items()}, kept, masters)
@@ -142,7 +142,9 @@ def cloned(state: StageState) -> StageState:
 def test_a_failed_step_leaves_nothing_under_way(
     machine: Machine, decisions: tuple[Decision, ...], at: str
 ) -> None:
-    """A step fails at its last action of a kind: a state can be loaded, and training goes on from it."""
+    """After a step that fails at its last action of a kind, a state can be loaded, and training continues
+    from it.
+    """
     task, plan = task_named("adamw"), one_stage(*decisions)
     machine.rng.seed(at)
     one, other = Trainer(task, plan), Trainer(task, replace(plan, decisions=()))
@@ -170,15 +172,15 @@ def test_a_failed_step_leaves_nothing_under_way(
 
 
 def _word(action: Action) -> str:
-    """The kind of an action, and WAIT for the joins of copies."""
+    """Return the kind of an action, and WAIT for the joins of copies."""
     return "WAIT" if action.wait else action.kind.value
 
 
 def test_an_update_waits_for_its_gradients_and_nobody_for_the_update(
     monkeypatch: pytest.MonkeyPatch, machine: Machine
 ) -> None:
-    """The thread of the host's updates waits for their gradients, which arrive only when the device has come to the
-    update's join: by then whoever launches is there.
+    """Host updates wait for their gradients, which arrive when the device reaches the update's join; no
+    launch waits for a host update.
     """
     task, plan = task_named("adamw"), one_stage(*UPDATED)
     trainer, arrived, waited = Trainer(task, plan), threading.Event(), list[bool]()
@@ -201,11 +203,11 @@ def test_an_update_waits_for_its_gradients_and_nobody_for_the_update(
     assert waited == [True] * 2
 
 
-# -------------------------------------------------------------------- what stays on the host
+# -------------------------------------------------------------------- state that stays on the host
 
 
 def test_what_an_optimizer_keeps_on_the_host_stays_there() -> None:
-    """State that is on another device than its parameter, as counters beside parameters of a GPU are, is not moved."""
+    """State on another device than its parameter, as host counters of GPU parameters, is not moved."""
     task = task_of(lambda: [nn.Linear(8, 4)], optimizer=torch.optim.AdamW)
     (stage,) = Trainer(task, plan_of(task, [1])).stages
     updates = Updates(task, stage.layers, 0, None, {})
@@ -220,7 +222,7 @@ def test_what_an_optimizer_keeps_on_the_host_stays_there() -> None:
 
 @pytest.mark.parametrize("place", ["host", "device1"])
 def test_a_plan_for_gpus_leaves_counters_where_they_are(place: str) -> None:
-    """On emulated devices an optimizer's counters lie beside its moments; a plan for GPUs moves the moments alone."""
+    """A plan for GPUs moves moments and not counters; emulated devices keep counters next to the moments."""
     task = task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 4)], optimizer=torch.optim.AdamW)
     plan = plan_of(task, [2], devices=2, profiled=profile(task, microbatch_size=2, target="cuda"))
     away = Decision(
@@ -233,7 +235,7 @@ def test_a_plan_for_gpus_leaves_counters_where_they_are(place: str) -> None:
 
 @pytest.mark.parametrize("option", ["fused", "capturable"])
 def test_an_optimizer_for_gpus_alone_is_refused_where_the_host_updates(option: str) -> None:
-    """Its steps could not be carried out there: the refusal says what to change."""
+    """A GPU-only optimizer is refused for host updates; the error names the fix."""
 
     class Made(torch.optim.SGD):
         def __init__(self, groups: Any) -> None:
@@ -246,14 +248,14 @@ def test_an_optimizer_for_gpus_alone_is_refused_where_the_host_updates(option: s
 
 
 def test_gpus_may_move_state() -> None:
-    """Plans for GPUs that move it, or update on the host, pass the checks before a launch."""
+    """Plans for GPUs that move state, or update on the host, pass the checks before a launch."""
     plan = one_stage(away(0, 0, 1), away(0, 5, 6, What.UPDATE), away(0, 7, 8, kind="parameters"))
     check_lending(replace(plan, cluster=replace(plan.cluster, backend="cuda")), lower(plan))
 
 
 def test_only_what_is_copied_has_slots() -> None:
-    """An update on the host allocates its own state there: slots, which are pinned for GPUs, are for gradients and
-    parameters alone.
+    """Slots, pinned for GPUs, hold only gradients and parameters: a host update allocates its own state on
+    the host.
     """
     plan = one_stage(away(0, 7, 9, What.UPDATE))
     lent = Lending.within(Hardware(plan), lower(plan)).arenas
@@ -264,7 +266,7 @@ def test_only_what_is_copied_has_slots() -> None:
 
 
 class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts how often a number is read from a tensor."""
+    """A mode that counts reads of numbers from tensors."""
 
     count = 0
 
@@ -277,7 +279,7 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_the_host_reads_what_the_stages_agreed_on_once(
     monkeypatch: pytest.MonkeyPatch, master_weights: bool
 ) -> None:
-    """Overflow, norm and clipping factor come in one piece, since a GPU is waited for at each read."""
+    """The host reads overflow, norm and clipping factor as one tensor: each read waits for the GPU."""
     lists, tolist = [], Tensor.tolist
     monkeypatch.setattr(Tensor, "tolist", lambda tensor: lists.append(1) or tolist(tensor))
     parameter = nn.Parameter(torch.ones(3))
@@ -293,11 +295,11 @@ def test_the_host_reads_what_the_stages_agreed_on_once(
     assert factor == pytest.approx(1.0 / norm)
 
 
-# -------------------------------------------------------------------- the kernels of an update
+# -------------------------------------------------------------------- kernels of an update
 
 
 def one_update(device: str, dtype: torch.dtype, seed: int, **options: Any) -> tuple[Tensor, Tensor]:
-    """Parameters before and after the eleventh update of AdamW: the state before it is that of float32 on the CPU."""
+    """Return parameters before and after the eleventh update of AdamW, with state from float32 on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     parameter = nn.Parameter(torch.randn(4096, generator=generator))
     adamw = torch.optim.AdamW([parameter], lr=1e-2, weight_decay=0.1)
@@ -318,14 +320,16 @@ def one_update(device: str, dtype: torch.dtype, seed: int, **options: Any) -> tu
 
 
 def tolerance(before: Tensor) -> Tensor:
-    """What docs/training.md says that two updates of such parameters differ by at most."""
+    """Return the largest difference of two such updates that docs/training.md allows."""
     longest = (1 - 0.9) / math.sqrt((1 - 0.999) * (1 - 0.9**2 / 0.999))
     return 2.0**-22 * before.abs() + 2.0**-19 * longest * 1e-2
 
 
 @pytest.mark.parametrize("foreach", [False, True])
 def test_an_update_on_the_cpu_is_within_half_the_tolerance_of_exact_numbers(foreach: bool) -> None:
-    """The bound between two kernels is twice that of one against float64, for gradients of many sizes."""
+    """An update on the CPU is within half the tolerance of float64, so that two kernels are within the
+    tolerance, for gradients of many sizes.
+    """
     for seed in range(5):
         before, exact = one_update("cpu", torch.float64, seed)
         _, found = one_update("cpu", torch.float32, seed, foreach=foreach)
@@ -336,7 +340,7 @@ def test_an_update_on_the_cpu_is_within_half_the_tolerance_of_exact_numbers(fore
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("foreach", [False, True])
 def test_an_update_on_a_gpu_is_within_the_tolerance_of_that_on_the_cpu(foreach: bool) -> None:
-    """Parameters that both have updated from the same numbers differ by no more than the documentation says."""
+    """Updates of the same parameters on GPU and CPU differ by at most the documented tolerance."""
     for seed in range(5):
         before, here = one_update("cpu", torch.float32, seed)
         _, there = one_update("cuda", torch.float32, seed, foreach=foreach)

@@ -1,4 +1,4 @@
-"""Strangers that connect to workers and send garbage are dropped, and training goes on with the numbers that it had."""
+"""Foreign connections that send garbage to workers: they are dropped, and the numbers do not change."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STEPS = 6
 
 
 def ports(process: int) -> list[tuple[str, int]]:
-    """The address and port of every TCP socket at which a process listens."""
+    """Return the address and port of every TCP socket at which a process listens."""
     inodes = set[str]()
     for file in Path(f"/proc/{process}/fd").iterdir():
         try:
@@ -49,7 +49,9 @@ def ports(process: int) -> list[tuple[str, int]]:
 
 
 def disturb(address: tuple[str, int]) -> list[socket.socket]:
-    """Strangers at one port: one that says nothing, some with garbage of several lengths, one that leaves at once."""
+    """Open foreign connections to one port: a silent one, some with garbage of several lengths, and one that
+    closes at once.
+    """
     stayed = []
     for nbytes in (0, 1, 8, 64, 1 << 16):
         stranger = socket.create_connection(address, timeout=60)
@@ -63,7 +65,7 @@ def disturb(address: tuple[str, int]) -> list[socket.socket]:
 
 @pytest.mark.parametrize("tokens", [("ours", "ours"), ("ours", "")])
 def test_workers_know_each_other_by_a_token(tokens: tuple[str, str], tmp_path: Path) -> None:
-    """Who connects as a worker and does not know it is refused by name, by whoever does."""
+    """A connection to a worker without the token is refused by name, on either side."""
     context, pipes = forks(), []
     for rank, token in enumerate(tokens):
         ours, theirs = context.Pipe(duplex=False)
@@ -78,7 +80,7 @@ def test_workers_know_each_other_by_a_token(tokens: tuple[str, str], tmp_path: P
 
 
 def test_every_start_has_a_token_of_its_own() -> None:
-    """Of 16 random bytes."""
+    """Every start has a new token of 16 random bytes."""
     plan = plan_for("dropout", "1f1b", (2, 2, 2))
     tokens = {
         _Supervisor(plan, Orders(steps=1, seed=0, numbers=False), 1, 1, None, None).token for _ in range(9)
@@ -88,8 +90,8 @@ def test_every_start_has_a_token_of_its_own() -> None:
 
 
 def impersonate(process: int, met: dict[tuple[str, int], list[socket.socket]], how: str, flags: Path) -> None:
-    """Connect to every new port of a process as gloo's workers do, with small numbers, and send bytes of no meaning, or
-    say nothing, or leave at once. Then it goes on.
+    """Connect to every new port of a process as gloo's workers do, with small numbers; send random bytes,
+    nothing, or close at once, then continue the process.
     """
     for address in ports(process):
         if address not in met:
@@ -105,7 +107,9 @@ def impersonate(process: int, met: dict[tuple[str, int], list[socket.socket]], h
 
 
 def posing(folder: Path, starts: int, how: str) -> tuple[list[float], list[str]]:
-    """The losses of a training, of whose first `starts` a stranger takes a worker's place; what it has told."""
+    """Return losses and messages of a training with an impostor in a worker's place in the first `starts`
+    starts.
+    """
     met: dict[tuple[str, int], list[socket.socket]] = {}
     over = threading.Event()
     for number, worker in itertools.product(range(starts), range(2)):
@@ -140,7 +144,9 @@ WAYS = [
 
 @pytest.mark.parametrize("how", WAYS)
 def test_a_stranger_that_takes_a_place_is_dropped_and_training_goes_on(how: str, tmp_path: Path) -> None:
-    """Whoever takes a worker's place while they connect, whatever it does there: the workers connect anew."""
+    """An impostor that takes a worker's place during setup is dropped, in any behaviour, and the workers
+    connect again.
+    """
     losses, told = posing(tmp_path, 1, how)
     assert losses == undisturbed(3)
     (said,) = told
@@ -152,7 +158,7 @@ def test_a_stranger_that_takes_a_place_is_dropped_and_training_goes_on(how: str,
 
 @pytest.mark.gallery
 def test_a_stranger_that_comes_again_and_again_ends_the_training(tmp_path: Path) -> None:
-    """After five starts, and says why."""
+    """An impostor at every start ends the training after five starts, with the reason."""
     with pytest.raises(PeerLost, match=r"^worker [01] \(device [01], "):
         posing(tmp_path, 9, "leaves")
     assert len(list(tmp_path.glob("*-pipefit-worker-*"))) == 8
@@ -162,7 +168,9 @@ def test_a_stranger_that_comes_again_and_again_ends_the_training(tmp_path: Path)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_under_torchrun_a_stranger_costs_one_of_its_restarts(restarts: int, tmp_path: Path) -> None:
-    """It ends that start, with a word; with `--max-restarts` training goes on with the losses of an undisturbed one."""
+    """Under torchrun, an impostor ends one start with a message; with `--max-restarts`, training continues
+    with the losses of an undisturbed one.
+    """
     script = [str(ROOT / "examples" / "restarting_loop.py"), "--steps", "4", "--every", "2"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", TOKEN: secrets.token_hex(16)}
@@ -203,7 +211,9 @@ def test_under_torchrun_a_stranger_costs_one_of_its_restarts(restarts: int, tmp_
 
 
 def test_strangers_are_dropped_and_training_goes_on() -> None:
-    """At every port of every worker, between two steps; workers listen on the loopback interface alone."""
+    """Foreign connections at every port of every worker between two steps are dropped; workers listen on the
+    loopback interface alone.
+    """
     task, plan = partial(patient, 0.2), plan_for("dropout", "1f1b", (2, 2, 2))
     expected, _ = pipefit.train(task, plan, steps=STEPS, seed=SEED, numbers=False)
     strangers, addresses = list[socket.socket](), list[tuple[str, int]]()

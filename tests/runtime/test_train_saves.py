@@ -1,4 +1,4 @@
-"""Training by workers that saves: what a break costs, whatever breaks, and that nothing of it changes the numbers."""
+"""Training by workers with saves: the cost of failures, and unchanged numbers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ from resuming import (
 
 
 def trained(directory: Path | None, split: tuple[int, ...] = (3, 3), **options: Any) -> list[float]:
-    """The losses of six steps of the task with dropout, or of those after a checkpoint; saved after every second."""
+    """Return the losses of six steps of the task with dropout, or of the steps after a checkpoint; save after
+    every second step.
+    """
     schedule, task = options.pop("schedule", "1f1b"), options.pop("task", partial(named, "dropout"))
     failure = options.pop("on_failure", "warn")
     saving = (
@@ -54,7 +56,7 @@ def trained(directory: Path | None, split: tuple[int, ...] = (3, 3), **options: 
 
 @functools.cache
 def expected(schedule: str = "1f1b", directory: Path | None = None, *, steps: int = 6) -> list[float]:
-    """The losses of so many steps in one process; with a directory, it saves after every second too."""
+    """Return the losses of `steps` steps in one process; with a directory, save after every second step."""
     trainer, losses = (
         Trainer(named("dropout"), plan_for("dropout", schedule, (3, 3)), seed=SEED),
         list[float](),
@@ -72,10 +74,11 @@ def steps_in(directory: Path) -> list[int]:
 
 
 def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(tmp_path: Path) -> None:
-    """The error tells how far it came and what is saved; the training goes on from there on more workers, under
-    another schedule, with the losses of a training that nothing has broken.
+    """A killed worker costs the steps since the last checkpoint.
 
-    Step 6 was being saved then: that checkpoint is whole or not there, and the one of step 4 is whole.
+    The error names the last step and the saved one; training resumes on more workers under another schedule,
+    with the losses of an undisturbed training. The checkpoint of step 6, in progress then, is whole or
+    absent, and the one of step 4 is whole.
     """
     with pytest.raises(WorkerFailed, match="killed by signal 9") as caught:
         trained(tmp_path, task=partial(killed, 1, 7), steps=8)
@@ -88,7 +91,9 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(tmp_path: Pat
 
 
 def test_a_pipeline_that_never_flushes_drains_to_save(tmp_path: Path) -> None:
-    """A break between two saves changes nothing: the oracle saves at the same steps and is not broken."""
+    """An asynchronous pipeline drains to save: a failure between two saves changes no loss of an undisturbed
+    run with the same saves.
+    """
     trained(tmp_path / "broken", schedule="pipedream", steps=4)
     rest = trained(tmp_path / "broken", schedule="pipedream", resume=tmp_path / "broken")
     assert rest == expected("pipedream", tmp_path / "unbroken")[4:]
@@ -96,8 +101,10 @@ def test_a_pipeline_that_never_flushes_drains_to_save(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("worker", [0, 1])
 def test_a_worker_that_cannot_write_costs_the_checkpoints_alone(tmp_path: Path, worker: int) -> None:
-    """The training goes on, each failure is told once, and no half of a checkpoint stays; but a training that was to
-    leave a checkpoint does not end as if it had: the last failure is what it ends with, and its losses come along.
+    """A worker that cannot write loses checkpoints but not the training.
+
+    Each failure is reported once, and no partial checkpoint remains. A training that should leave a
+    checkpoint ends with the last failure, and its losses are part of the error.
     """
     saves: list[Saved] = []
     with (
@@ -120,7 +127,7 @@ def test_a_worker_that_cannot_write_costs_the_checkpoints_alone(tmp_path: Path, 
 
 
 def test_a_failure_of_all_workers_is_told_once(tmp_path: Path) -> None:
-    """A disk that is full is so for every worker: one sentence for each checkpoint, and none of them twice."""
+    """A failure of all workers, such as a full disk, is reported in one sentence for each checkpoint."""
     with (
         pytest.warns(PipefitWarning) as warned,
         pytest.raises(NotSaved, match="checkpoint 6 cannot be saved"),
@@ -134,7 +141,9 @@ def test_a_failure_of_all_workers_is_told_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("worker", "error"), [(0, TypeError("no shard")), (1, KeyboardInterrupt())])
 def test_a_save_fails_whatever_the_writing_raises(worker: int, error: BaseException, tmp_path: Path) -> None:
-    """The other worker waits for no part that will not come, and the training does not end as if it were saved."""
+    """Any exception of the writer fails the save: the other worker does not wait for the missing part, and
+    the training does not end as saved.
+    """
     with (
         pytest.warns(PipefitWarning, match=f"checkpoint 2 cannot be saved .*: {type(error).__name__}"),
         pytest.raises(
@@ -146,14 +155,14 @@ def test_a_save_fails_whatever_the_writing_raises(worker: int, error: BaseExcept
 
 
 def test_a_checkpoint_that_is_lost_on_the_way_is_a_warning(tmp_path: Path) -> None:
-    """Where later ones are whole, the last one too, nothing is missing in the end."""
+    """A lost checkpoint is only a warning if later ones, including the last, are whole."""
     with pytest.warns(PipefitWarning, match="checkpoint 4 cannot be saved .*the last whole one is 2"):
         assert trained(tmp_path, task=partial(full_for_a_while, 4)) == expected()
     assert steps_in(tmp_path) == [2, 6]
 
 
 def test_a_worker_that_cannot_write_may_stop_the_training(tmp_path: Path) -> None:
-    """With `on_failure="stop"` the failure is what the training ends with."""
+    """With `on_failure="stop"`, a worker that cannot write ends the training with that failure."""
     with pytest.raises(
         FileError, match=r"checkpoint 2 cannot be saved .*; steps done: [2-5], last saved: none"
     ):
@@ -161,14 +170,16 @@ def test_a_worker_that_cannot_write_may_stop_the_training(tmp_path: Path) -> Non
 
 
 def test_a_worker_without_parameters_saves_with_the_others(tmp_path: Path) -> None:
-    """The stage in the middle has a Tanh alone: its shard is empty, and training and saves go on."""
+    """A worker without parameters (a Tanh alone) saves an empty shard, and training continues."""
     assert trained(tmp_path, (1, 1, 4), steps=4) == expected()[:4]
     assert steps_in(tmp_path) == [2, 4]
     assert trained(tmp_path, resume=tmp_path) == expected()[4:]
 
 
 def test_a_worker_without_room_for_copies_makes_all_write_at_once(tmp_path: Path) -> None:
-    """Whether training goes on meanwhile is decided together: none goes on while another stands still."""
+    """If one worker lacks room for copies, all workers write in the foreground, so that none waits for
+    another.
+    """
     saves: list[Saved] = []
     with pytest.warns(PipefitWarning, match="training stands still") as told:
         assert trained(tmp_path, task=partial(crowded, 1), on_saved=saves.append) == expected()
@@ -179,7 +190,7 @@ def test_a_worker_without_room_for_copies_makes_all_write_at_once(tmp_path: Path
 
 
 def test_what_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    """A scheduler with a set in it is named at once, not after the steps up to the first save."""
+    """A scheduler with a set in it, which no checkpoint can hold, is refused before the first step."""
     steps: list[int] = []
     with pytest.raises(UsageError, match="the scheduler Remembered's history is a set"):
         trained(tmp_path, task=remembered, on_step=lambda report: steps.append(report.step))
@@ -187,7 +198,9 @@ def test_what_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: 
 
 
 def test_a_folder_that_cannot_hold_checkpoints_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    """A file, a folder in one, and a device: each is named before a worker starts, though failed saves only warn."""
+    """A folder that cannot hold checkpoints (a file, a folder inside one, a device) is refused by name before
+    a worker starts, though failed saves only warn.
+    """
     (tmp_path / "file").touch()
     for place in (tmp_path / "file", tmp_path / "file" / "runs", Path("/dev/null")):
         with pytest.raises(FileError, match=r"cannot hold checkpoints: .* is no folder; name another"):
@@ -198,7 +211,9 @@ def test_a_folder_that_cannot_hold_checkpoints_is_refused_before_the_first_step(
 
 @pytest.mark.parametrize("folder", ["/proc/runs", "/proc/new/runs"])
 def test_a_folder_in_which_nothing_can_be_made_is_refused(folder: str) -> None:
-    """Before the first step, and whatever rights say: root has all of them, and /proc takes no files."""
+    """A folder that accepts no files is refused before the first step, whatever its permissions: root has all
+    of them, and /proc accepts no files.
+    """
     with pytest.raises(FileError, match=r"nothing can be written to /proc \(.+\); name another folder"):
         Saving(directory=folder).check(plan_for("dropout", "1f1b", (3, 3)))
 
@@ -214,7 +229,9 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 def test_what_cannot_go_on_is_refused_before_or_by_the_workers(tmp_path: Path) -> None:
-    """A folder of another training, no steps left, another seed, both or no starts, another task: one sentence each."""
+    """A folder of another training, no steps left, another seed, both or no starts, and another task are
+    refused in one sentence each, by the parent or by the workers.
+    """
     trained(tmp_path, steps=4)
     for options, error, words in REFUSED:
         given = {**options, "resume": tmp_path} if options.get("resume") is True else options
@@ -224,7 +241,9 @@ def test_what_cannot_go_on_is_refused_before_or_by_the_workers(tmp_path: Path) -
 
 
 def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    """Half of a checkpoint is never taken for a whole one, and the next save clears it away."""
+    """A process killed during a write leaves the previous checkpoint: a partial one is never loaded, and the
+    next save removes it.
+    """
     process = forks().Process(target=killed_while_it_writes, args=(tmp_path,))
     start(process)
     process.join()
@@ -240,7 +259,9 @@ def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_the_parent_knows_at_which_action_a_worker_is(schedule: str) -> None:
-    """In the first step since the pipeline was empty, in later ones, and where it is emptied: also after a save."""
+    """The parent knows the action of a worker: in the first step of a pipeline, in later ones and in a drain,
+    also after a save.
+    """
     plan = plan_for("dropout", schedule, (2, 2, 2))
     orders = Orders(steps=9, seed=0, numbers=False)
     supervisor = launch._Supervisor(plan, orders, 60.0, 60.0, None, None)

@@ -1,4 +1,4 @@
-"""What people expect of a training loop, each against a plain loop over the same microbatches."""
+"""Features of a training loop, each against a plain loop over the same microbatches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def network() -> nn.Sequential:
-    """Linear layers, a batch norm, no randomness."""
+    """Build linear layers and a batch norm, without dropout."""
     torch.manual_seed(3)
     return nn.Sequential(
         nn.Linear(12, 16), nn.Tanh(), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)
@@ -41,19 +41,19 @@ def network() -> nn.Sequential:
 
 
 def batch(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Made-up regression data."""
+    """Return random regression data."""
     return torch.randn(samples, 12), torch.randn(samples, 4)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    """The optimizer of every test."""
+    """Return the optimizer of every test."""
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def make(
     split: tuple[int, ...] = (2, 2, 2), clip_norm: float | None = None, **settings: Any
 ) -> tuple[Task, Plan]:
-    """A task and a plan for batches of eight in two microbatches."""
+    """Return a task and a plan for batches of eight in two microbatches."""
     task = Task(network, batch=batch, loss=F.mse_loss, optimizer=sgd, **settings)
     costs = profile(task, microbatch_size=MICROBATCH)
     edges = [sum(split[:k]) for k in range(len(split) + 1)]
@@ -67,7 +67,7 @@ def make(
 
 
 class Plain:
-    """The plain loop: torch's own pieces, in the order of torch's documentation."""
+    """The plain loop: torch's own classes, in the order of torch's documentation."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Plain:
         self.skipped = False
 
     def backward(self, given: tuple[torch.Tensor, torch.Tensor], share: float = 1.0) -> float:
-        """Forward and backward of all microbatches; the mean loss."""
+        """Run forward and backward of all microbatches; return the mean loss."""
         total, samples = 0.0, len(given[0])
         for x, y in zip(given[0].split(MICROBATCH), given[1].split(MICROBATCH), strict=True):
             with torch.autocast("cpu", self.autocast or torch.bfloat16, enabled=self.autocast is not None):
@@ -104,13 +104,13 @@ class Plain:
 
 
 def data(seed: int, samples: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    """Batch number `seed`."""
+    """Return batch number `seed`."""
     torch.manual_seed(seed)
     return batch(samples)
 
 
 def same_state(trainer: Trainer, plain: Plain, tolerance: float = 0.0) -> bool:
-    """Parameters and buffers equal those of the plain module, under its names."""
+    """Assert that parameters and buffers equal the plain module's, under its names."""
     ours, theirs = trainer.state_dict(), plain.module.state_dict()
     return ours.keys() == theirs.keys() and all(
         torch.allclose(ours[name], tensor, rtol=0, atol=tolerance) for name, tensor in theirs.items()
@@ -118,7 +118,7 @@ def same_state(trainer: Trainer, plain: Plain, tolerance: float = 0.0) -> bool:
 
 
 def test_a_trainer_is_a_line() -> None:
-    """Of what plan, and after how many steps; so that a notebook's cell that ends with it says something."""
+    """A trainer's repr is one line with its plan and its number of steps, for the end of a notebook cell."""
     task, plan = make()
     trainer = Trainer(task, plan)
     whole = "<Trainer: model: 6 layers in 3 stages on emulated:3x1GiB: 3 x emulated-cpu 1.00 GiB, after "
@@ -141,7 +141,7 @@ def test_a_smaller_last_batch_counts_every_sample_once() -> None:
 
 @pytest.mark.parametrize("split", [(6,), (1, 5), (2, 2, 2)])
 def test_gradients_are_clipped_by_their_global_norm(split: tuple[int, ...]) -> None:
-    """Clipping sees the gradients of all stages, whatever the split."""
+    """Gradients are clipped by the global norm over all stages, under any split."""
     task, plan = make(split, clip_norm=0.05)
     reports: list[StepReport] = []
     trainer, plain = Trainer(task, plan, callbacks=[reports.append]), Plain(clip_norm=0.05)
@@ -154,7 +154,7 @@ def test_gradients_are_clipped_by_their_global_norm(split: tuple[int, ...]) -> N
 
 
 def test_the_split_cannot_change_the_norm() -> None:
-    """The norm is summed in the order of parameter names: bitwise the same for every split."""
+    """The norm is summed in the order of parameter names: equal bit by bit for every split."""
     norms = set()
     for split in ((6,), (1, 5), (3, 3), (1, 2, 3)):
         reports: list[StepReport] = []
@@ -168,8 +168,8 @@ def test_the_split_cannot_change_the_norm() -> None:
     ("precision", "dtype"), [("mixed-bfloat16", torch.bfloat16), ("mixed-float16", torch.float16)]
 )
 def test_mixed_precision_is_that_of_torch_amp(precision: str, dtype: torch.dtype) -> None:
-    """The same losses and the same decisions to skip as torch.autocast and GradScaler; an overflow in one stage skips
-    the step in all.
+    """Mixed precision has the losses and skipped steps of torch.autocast and GradScaler; an overflow in one
+    stage skips the step in all.
     """
     task, plan = make(precision=precision)
     reports: list[StepReport] = []
@@ -186,7 +186,9 @@ def test_mixed_precision_is_that_of_torch_amp(precision: str, dtype: torch.dtype
 
 
 def test_parameter_groups_and_schedulers() -> None:
-    """Weight decay for matrices only, and a rate that halves after every update."""
+    """Parameter groups and schedulers work: weight decay for matrices only, and a rate that halves after
+    every update.
+    """
 
     def options(name: str, parameter: nn.Parameter) -> dict[str, Any]:
         return {"weight_decay": 0.1} if name.endswith("weight") and parameter.ndim > 1 else {}
@@ -224,7 +226,9 @@ def test_parameter_groups_and_schedulers() -> None:
     ],
 )
 def test_schedulers_that_cannot_be_stepped_are_refused(scheduler: Any, words: str) -> None:
-    """As the trainer is made, by name and with what works, instead of behind the first update."""
+    """A scheduler that cannot be stepped is refused by name and with a fix in the trainer's constructor, not
+    after the first update.
+    """
     with pytest.raises(UsageError, match=rf"the scheduler of .*{words}"):
         Trainer(*make(scheduler=scheduler))
 
@@ -241,7 +245,9 @@ def test_gradients_accumulate_over_batches() -> None:
 
 
 def test_evaluation_changes_nothing() -> None:
-    """The loss of a batch of any size in evaluation mode; parameters, statistics and modes stay as they were."""
+    """Evaluation returns the loss of a batch of any size in evaluation mode; parameters, statistics and modes
+    do not change.
+    """
     task, plan = make()
     trainer, plain = Trainer(task, plan), Plain()
     trainer.step(data(0))
@@ -258,7 +264,7 @@ def test_evaluation_changes_nothing() -> None:
 
 
 def test_a_part_kept_in_evaluation_stays_there() -> None:
-    """A batch norm that its owner froze keeps its statistics through training."""
+    """A batch norm in evaluation mode keeps its mode and statistics through training."""
 
     def frozen() -> nn.Sequential:
         module = network()
@@ -280,7 +286,7 @@ def test_a_part_kept_in_evaluation_stays_there() -> None:
 
 
 def test_stages_run_on_the_devices_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one process, GPU number `n` runs the stages that the plan puts on device `n`, whatever their order."""
+    """In one process, GPU number `n` runs the stages that the plan puts on device `n`, in any order."""
     asked: list[int] = []
 
     def note(_: Hardware, number: int) -> torch.device:
@@ -297,7 +303,7 @@ def test_stages_run_on_the_devices_of_the_plan(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_metrics_go_to_a_file_line_by_line(tmp_path: Path) -> None:
-    """Every step is one JSON object with loss, speed and each device's memory."""
+    """Metrics are one JSON object a step with loss, speed and each device's memory."""
     task, plan = make()
     trainer = Trainer(task, plan, callbacks=[JsonLines(tmp_path / "metrics.jsonl")])
     losses = [trainer.step(data(step)) for step in range(3)]
@@ -325,14 +331,14 @@ def test_the_state_loads_into_the_original_module() -> None:
     ],
 )
 def test_batches_that_cannot_be(given: tuple[torch.Tensor, torch.Tensor], words: str) -> None:
-    """Too many samples, none, or different numbers: one sentence."""
+    """Batches with too many samples, none, or different numbers are refused in one sentence."""
     task, plan = make()
     with pytest.raises(UsageError, match=words):
         Trainer(task, plan).step(given)
 
 
 def test_tensorboard_gets_losses_and_memory(tmp_path: Path) -> None:
-    """With the extra installed, every number of a report becomes a scalar."""
+    """With the extra installed, every number of a report becomes a scalar in TensorBoard."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     from pipefit.runtime.callbacks import TensorBoard
 

@@ -1,4 +1,4 @@
-"""Transfers: what a device has under way, and what may not leave it."""
+"""Transfers: messages of a device under way, and tensors that must not be sent."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ WRONG: list[tuple[Callable[[Tensor, Tensor], list[Tensor]], str]] = [
 def test_what_is_sent_is_what_the_receiver_allocates(
     change: Callable[[Tensor, Tensor], list[Tensor]], sentence: str
 ) -> None:
-    """Tensors of other shapes, dtypes or number than the plan's never leave; the error names action and both sides."""
+    """Tensors with other shapes, dtypes or number than planned are never sent; the error names the action and
+    both sides.
+    """
     transport = InProcess()
     transfers = Transfers(transport)
     transfers.hand_over(SEND, change(torch.zeros(2, 3), torch.tensor(1)))
@@ -49,7 +51,7 @@ def test_what_is_sent_is_what_the_receiver_allocates(
 
 
 def test_what_is_planned_arrives() -> None:
-    """Tensors as planned are sent, and joining hands them on."""
+    """Tensors as planned are sent, and the join returns them."""
     transport = InProcess()
     sender, receiver = Transfers(transport), Transfers(transport)
     sent, buffers = [torch.ones(2, 3), torch.tensor(7)], [torch.empty(2, 3), torch.tensor(0)]
@@ -64,9 +66,10 @@ def test_what_is_planned_arrives() -> None:
 
 
 def test_rows_are_held_until_the_last_of_them_has_gone() -> None:
-    """Three replicas' rows go to two: all parts come out of one tensor and into one, which joins with the last part.
+    """Rows are held until the last of them is sent: three replicas' rows go to two, and each tensor joins
+    with its last part.
 
-    A table without samples goes once to each receiver.
+    A table without samples is sent once to each receiver.
     """
     transport = InProcess()
     sender, receivers = Transfers(transport), [Transfers(transport), Transfers(transport)]

@@ -1,4 +1,4 @@
-"""Transports: the message inside one process, the channels between processes, and what a lost peer looks like."""
+"""Transports: messages inside one process, channels between processes, and errors for lost peers."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ INSIDE = MESSAGE._replace(target=0)
 
 
 def message(text: str) -> Message:
-    """The message of an action, where stage n is on device n."""
+    """Return the message of an action, with stage n on device n."""
     action = parse_action(text)
     return message_of(action.stage, action, ((0,), (1,), (2,)))
 
 
 @pytest.mark.parametrize("sender_first", [True, False])
 def test_a_message_arrives_when_both_ends_have_started(sender_first: bool) -> None:
-    """Whoever starts first waits; with the other one the buffers hold what was sent, and both ends may join."""
+    """A message arrives when both ends have started, in any order; then both ends may join."""
     transport, sent, buffer = InProcess(), torch.arange(4.0), torch.zeros(4)
     ends = [(SEND, [sent], MESSAGE), (RECEIVE, [buffer], MESSAGE)]
     first = transport.start(*ends[not sender_first])
@@ -49,7 +49,7 @@ def test_a_message_arrives_when_both_ends_have_started(sender_first: bool) -> No
 
 
 def test_a_delivered_message_is_a_copy() -> None:
-    """Sender and receiver share no memory, and the transport holds neither's tensors after delivery."""
+    """A delivered message is a copy: both ends share no memory, and the transport keeps no tensor."""
     transport, sent, buffer = InProcess(), torch.zeros(4), torch.ones(4)
     handle = transport.start(SEND, [sent], MESSAGE)
     transport.start(RECEIVE, [buffer], MESSAGE)
@@ -59,7 +59,7 @@ def test_a_delivered_message_is_a_copy() -> None:
 
 
 def test_messages_do_not_mix() -> None:
-    """Every microbatch, direction and stage has a message of its own; a message may hold several tensors, or none."""
+    """Every microbatch, direction and stage has its own message, with several tensors or none."""
     transport = InProcess()
     buffers = {}
     for text in ("1RECV_F0", "1RECV_F1", "0RECV_B0", "2RECV_F0"):
@@ -80,7 +80,7 @@ def test_messages_do_not_mix() -> None:
 
 
 def test_an_abandoned_message_is_never_delivered() -> None:
-    """After a failed step what was under way is forgotten: the next step's message gets its own content."""
+    """Messages of a failed step are dropped: the next step's messages get their own content."""
     transport = InProcess()
     transport.start(SEND, [torch.zeros(4)], MESSAGE)
     transport.abandon()
@@ -92,7 +92,7 @@ def test_an_abandoned_message_is_never_delivered() -> None:
 
 
 class Broken:
-    """A transfer whose other end is gone."""
+    """A transfer whose peer is gone."""
 
     def wait(self, *timeout: timedelta) -> None:
         patience = f"{timeout[0].total_seconds():g} s" if timeout else "no time of ours"
@@ -100,7 +100,7 @@ class Broken:
 
 
 class Late:
-    """A transfer that fails for a reason."""
+    """A transfer that fails with a given error."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -110,7 +110,7 @@ class Late:
 
 
 def network(timeout: timedelta | None = timedelta(seconds=2)) -> Network:
-    """A network of two devices with a short patience."""
+    """Return a network of two devices with a short timeout."""
     here: Any = "a process group"
     placement, workers = ((0,), (1,), (0,)), {0: 0, 1: 1}
     return Network(
@@ -119,7 +119,7 @@ def network(timeout: timedelta | None = timedelta(seconds=2)) -> Network:
 
 
 def test_messages_inside_a_device_do_not_leave_it() -> None:
-    """Between two stages of one worker's device there is no communicator: both ends meet in its memory."""
+    """Two stages on one worker's device exchange messages in memory, without a communicator."""
     here = Network(timeout=None, device=0, placement=((0,), (0,)), workers={0: 0}, channels={})
     sent, buffer = torch.arange(4.0), torch.zeros(4)
     handles = [here.start(SEND, [sent], INSIDE), here.start(RECEIVE, [buffer], INSIDE)]
@@ -129,28 +129,32 @@ def test_messages_inside_a_device_do_not_leave_it() -> None:
 
 
 def test_a_transfer_that_fails_is_a_lost_peer() -> None:
-    """The error names the action and the reason, in one line; the one who says so is a victim."""
+    """A failed transfer is a lost peer: the error names the action and the reason in one line, and its sender
+    counts as a victim.
+    """
     said = r"0SEND_F3 failed: .* gone or hangs \(Connection closed by peer after 2 s long trace\)"
     with pytest.raises(PeerLost, match=said):
         network().join(SEND, [Broken()])  # type: ignore[list-item]
 
 
 def test_a_join_on_a_gpu_gives_no_timeout() -> None:
-    """With one, NCCL would make the process wait; without, only the device does."""
+    """A join on a GPU passes no timeout, because NCCL would then block the process, not only the device."""
     with pytest.raises(PeerLost, match="after no time of ours"):
         network(timeout=None).join(SEND, [Broken()])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(("reason", "remedy"), [("Timed out waiting 2000ms", True), ("Broken pipe", False)])
 def test_a_timeout_says_how_to_wait_longer(reason: str, remedy: bool) -> None:
-    """A peer that did not answer in time may only be slow; one whose connection broke is not."""
+    """A timeout's error says how to wait longer, because the peer may only be slow; a broken connection's
+    does not.
+    """
     with pytest.raises(PeerLost, match="gone or hangs") as caught:
         network().join(SEND, [Late(reason)])  # type: ignore[list-item]
     assert str(caught.value).endswith("raise timeout_seconds") == remedy
 
 
 def test_a_transfer_that_cannot_start_is_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A send that is refused at once names the device that is gone."""
+    """A send that fails to start names the device that is gone."""
 
     def refuse(tensor: Tensor, rank: int, group: object) -> None:
         raise RuntimeError("Broken pipe")
@@ -161,7 +165,7 @@ def test_a_transfer_that_cannot_start_is_a_lost_peer(monkeypatch: pytest.MonkeyP
 
 
 def test_one_queue_for_all_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the backend is NCCL, CUDA_DEVICE_MAX_CONNECTIONS=1 is refused by name before any worker connects."""
+    """With NCCL, CUDA_DEVICE_MAX_CONNECTIONS=1 is refused by name before any worker connects."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     plan = make_plan(equal_profile(2), [1, 1])
     with pytest.raises(
@@ -172,11 +176,12 @@ def test_one_queue_for_all_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("by_way_of_the_host", [False, True])
 def test_channels_cross_and_keep_their_order(by_way_of_the_host: bool, tmp_path: Path) -> None:
-    """Three workers start 20 messages in every direction before they join one: each receive gets its own, in order.
+    """Three workers start 20 messages in every direction before they join one: each receive gets its own, in
+    order.
 
-    Devices are not numbered as the stages are, messages hold two tensors, and an agreement is under way meanwhile. By
-    way of the host, what is sent may change at once, and nothing is received before it is joined. What has been joined
-    holds no memory, though gloo's own threads let go of it a little later.
+    Devices are not numbered as the stages are, messages hold two tensors, and an all-reduce is under way
+    meanwhile. In host memory, sent tensors may change at once, and nothing is received before its join.
+    Joined messages hold no memory, though gloo's own threads release it a little later.
     """
     stages = tuple(Stage(start=n, stop=n + 1, grid=Grid.of(device)) for n, device in enumerate((2, 0, 1)))
     training = Training(batch_size=4, microbatches=4, clip_norm=1.0)
@@ -206,7 +211,7 @@ def test_channels_cross_and_keep_their_order(by_way_of_the_host: bool, tmp_path:
 
 
 def test_sums_inside_one_process_cross_gpus() -> None:
-    """Each member's tensors are on a device of its own, and torch adds tensors of one device only."""
+    """All-reduces inside one process cross GPUs, though torch adds only tensors of one device."""
     first, second = (mock.create_autospec(Tensor, device=torch.device("cuda", number)) for number in range(2))
     transport = InProcess()
     transport.collect(parse_action("0REDUCE"), [first], (0, 1), 0)

@@ -1,4 +1,4 @@
-"""What a layer changes, or its backward reads, where autograd does not look: trained as plainly, or refused by name."""
+"""Changes and reads of tensors that autograd does not track: trained as plainly, or refused by name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def mean(x: Tensor) -> Tensor:
 
 
 class ByData(Average):
-    """Multiplies by an average that it has changed by `.data`."""
+    """A layer that multiplies by an average after it changes the average through `.data`."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
@@ -36,7 +36,7 @@ class ByData(Average):
 
 
 class Afterwards(Average):
-    """Changes it when it has been saved, which plain autograd would refuse of any change that it sees."""
+    """A layer that changes the average after it was saved, which plain autograd would refuse if detected."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
@@ -46,7 +46,7 @@ class Afterwards(Average):
 
 
 class Preserved(Average):
-    """Hides the change by a tool of torch's own."""
+    """A layer that hides the change with torch's own context manager."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
@@ -56,7 +56,7 @@ class Preserved(Average):
 
 
 class OtherData(Average):
-    """Puts another tensor's numbers behind the average."""
+    """A layer that replaces the average's storage."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
@@ -65,7 +65,7 @@ class OtherData(Average):
 
 
 class Shrinking(Average):
-    """Changes a weight, which is saved for the gradient of what comes in."""
+    """A layer that changes a weight which is saved for the gradient of the input."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.linear.weight.data.mul_(0.9)
@@ -74,7 +74,7 @@ class Shrinking(Average):
 
 
 class InAList(Average):
-    """An average that is a plain attribute."""
+    """A layer with an average in a plain attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class InAList(Average):
 
 
 class Toggling(nn.Module):
-    """A batch norm that takes turns: it computes with statistics in one microbatch, and changes them in the next."""
+    """A batch norm that alternates: it uses the statistics in one microbatch and changes them in the next."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Toggling(nn.Module):
 
 
 class BothModes(nn.Module):
-    """A batch norm in training, and another use of its statistics, which are saved."""
+    """A batch norm in training, with another use of its saved statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class BothModes(nn.Module):
 
 
 class OnTheContext(torch.autograd.Function):
-    """Multiplies by what it keeps as an attribute."""
+    """A function that multiplies by a tensor kept as an attribute of its context."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: Any) -> Tensor:
@@ -126,7 +126,7 @@ class OnTheContext(torch.autograd.Function):
 
 
 class Saving(torch.autograd.Function):
-    """The same as autograd wants it."""
+    """A function that saves the tensor with `save_for_backward`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
@@ -139,10 +139,10 @@ class Saving(torch.autograd.Function):
 
 
 class Keeping(Average):
-    """Multiplies by its average through a function that keeps it."""
+    """A layer that multiplies by its average through a function that keeps it."""
 
     def multiplied(self, x: Tensor) -> Tensor:
-        """As an attribute."""
+        """Pass the average as an attribute."""
         found: Tensor = OnTheContext.apply(x, self.average)
         return found
 
@@ -153,19 +153,19 @@ class Keeping(Average):
 
 
 class KeepingItself(Keeping):
-    """The function keeps the whole module."""
+    """A layer whose function keeps the whole module."""
 
     def multiplied(self, x: Tensor) -> Tensor:
-        """As an attribute."""
+        """Pass the module as an attribute."""
         found: Tensor = OnTheContext.apply(x, self)
         return found
 
 
 class Hooked(Keeping):
-    """A hook multiplies the gradient."""
+    """A layer with a hook that multiplies the gradient."""
 
     def multiplied(self, x: Tensor) -> Tensor:
-        """In the backward alone."""
+        """Multiply in the backward alone."""
         x = x * 1.0
         if x.requires_grad:
             x.register_hook(lambda gradient: gradient * self.average)
@@ -173,25 +173,25 @@ class Hooked(Keeping):
 
 
 class KeptWell(Keeping):
-    """Keeps a clone."""
+    """A layer whose function keeps a clone."""
 
     def multiplied(self, x: Tensor) -> Tensor:
-        """As an attribute."""
+        """Pass the clone as an attribute."""
         found: Tensor = OnTheContext.apply(x, self.average.clone())
         return found
 
 
 class SavedWell(Keeping):
-    """Lets autograd save it."""
+    """A layer that lets autograd save the average."""
 
     def multiplied(self, x: Tensor) -> Tensor:
-        """And check it."""
+        """Multiply, so that autograd checks the average."""
         found: Tensor = Saving.apply(x, self.average)
         return found
 
 
 class Following(Average):
-    """Its backward changes the average with which its forward computes."""
+    """A layer whose backward changes the average that its forward reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class Following(Average):
 
 
 class Noting(Average):
-    """Its backward changes what its forward does not read."""
+    """A layer whose backward changes a tensor that its forward does not read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class Noting(Average):
 
 
 class Input(Average):
-    """Changes what it is given."""
+    """A layer that changes its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         x.data.mul_(0.5)
@@ -223,7 +223,7 @@ class Input(Average):
 
 
 class ClonedInput(Average):
-    """Changes a clone of it."""
+    """A layer that changes a clone of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone()
@@ -233,7 +233,7 @@ class ClonedInput(Average):
 
 
 class Cloning(Average):
-    """Changes it by `.data`, and computes with a clone."""
+    """A layer that changes its average through `.data`, and computes with a clone."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
@@ -242,7 +242,7 @@ class Cloning(Average):
 
 
 def plainly(task: Task, plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
-    """A loop without pipefit, in which each microbatch goes backward before the next goes forward."""
+    """Train without pipefit, with the backward of each microbatch before the next forward."""
     torch.manual_seed(0)
     module = task.build()
     optimizer, losses, count = task.optimizer(module.parameters()), [], plan.training.microbatches
@@ -264,7 +264,7 @@ def profiled(build: Callable[[], nn.Module], by_hand: bool = True) -> ModelProfi
 
 
 def planned(build: Callable[[], nn.Module], by_hand: bool = True, **training: Any) -> tuple[Task, Plan]:
-    """All in one stage: under GPipe with three microbatches in flight, unless told otherwise."""
+    """Train all layers in one stage, by default under GPipe with three microbatches in flight."""
     training = {"microbatches": MICROBATCHES, "schedule": "gpipe"} | training
     found = profiled(build, by_hand)
     task = task_with(build, by_hand=by_hand)
@@ -272,7 +272,7 @@ def planned(build: Callable[[], nn.Module], by_hand: bool = True, **training: An
 
 
 def check(task: Task, plan: Plan) -> None:
-    """Losses and weights are those of the plain loop, to the bit."""
+    """Assert that losses and weights equal the plain loop's bit by bit."""
     losses, state = plainly(task, plan)
     trainer = Trainer(task, plan)
     assert [trainer.step(batch_of(task, plan, step)) for step in range(STEPS)] == losses
@@ -285,7 +285,9 @@ UNSEEN = [ByData, Afterwards, Preserved, OtherData, Shrinking, InAList, Toggling
 
 @pytest.mark.parametrize("build", UNSEEN)
 def test_several_in_flight_are_refused(build: type[nn.Module]) -> None:
-    """Their backward would compute with the numbers of another microbatch; it is refused by name."""
+    """With several microbatches in flight, such a layer is refused by name, because backwards would use
+    another microbatch's numbers.
+    """
     task, plan = planned(build)
     with pytest.raises(UsageError, match=r"microbatch 0 cannot go backward .*changed in place since"):
         Trainer(task, plan).step(batch_of(task, plan))
@@ -293,13 +295,17 @@ def test_several_in_flight_are_refused(build: type[nn.Module]) -> None:
 
 @pytest.mark.parametrize("build", UNSEEN)
 def test_one_in_flight_trains_as_plainly(build: type[nn.Module]) -> None:
-    """As the last stage under 1F1B has."""
+    """With one microbatch in flight, as in the last stage under 1F1B, such a layer trains as in plain
+    training.
+    """
     check(*planned(build, schedule="1f1b"))
 
 
 @pytest.mark.parametrize("build", [ByData, Afterwards, OtherData])
 def test_recomputed_it_trains_as_plainly(build: type[nn.Module]) -> None:
-    """With several in flight: each has a copy of its own."""
+    """A recomputed layer trains as in plain training with several microbatches in flight, because each has
+    its own copy.
+    """
     check(*planned(build, recompute="always"))
 
 
@@ -309,12 +315,12 @@ def norm() -> nn.Module:
 
 @pytest.mark.parametrize("build", [Cloning, KeptWell, ClonedInput, Noting, norm])
 def test_the_way_out_is_one(build: Callable[[], nn.Module]) -> None:
-    """What computes with clones trains as plainly, and so does what only looks like one of these."""
+    """The proposed fix, a clone, trains as in plain training, and so do layers that only look similar."""
     check(*planned(build))
 
 
 def test_what_autograd_saves_is_its_own_to_refuse() -> None:
-    """By name as it goes backward, and not where it is recomputed."""
+    """A change that autograd detects is refused by name in the backward, unless the layer is recomputed."""
     task, plan = planned(SavedWell)
     with pytest.raises(UsageError, match="changed in place since"):
         Trainer(task, plan).step(batch_of(task, plan))
@@ -333,6 +339,6 @@ def test_what_autograd_saves_is_its_own_to_refuse() -> None:
     ],
 )
 def test_what_nobody_would_check_is_refused(build: type[nn.Module], by_hand: bool, why: str) -> None:
-    """While it is profiled, with the layer and the tensor."""
+    """A change that nothing could detect later is refused by the profiler, with the layer and the tensor."""
     with pytest.raises(UsageError, match=f"layer .*{why}"):
         profiled(build, by_hand)

@@ -1,4 +1,4 @@
-"""Values that are computed from parameters, and on which the loss does not depend: they get no gradient anywhere."""
+"""Values computed from parameters without an influence on the loss: they get no gradient."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DECAYING = partial(torch.optim.SGD, lr=0.1, weight_decay=0.5)
 
 
 class Beside(nn.Module):
-    """Returns a value, and one more from another weight."""
+    """A layer that returns a value, and a second one from another weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Beside(nn.Module):
 
 
 class First(nn.Module):
-    """A layer for the first value; the others pass."""
+    """A layer that processes the first value and passes on the others."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class First(nn.Module):
 
 
 class Sometimes(nn.Module):
-    """Uses the second value where a script says so, after the profile."""
+    """A layer that uses the second value if a script says so, after the profile."""
 
     uses = False
 
@@ -62,18 +62,20 @@ def first_alone(outputs: Any, target: Tensor) -> Tensor:
 
 
 def beside() -> list[nn.Module]:
-    """Two values through three layers, and a weight that only the second depends on."""
+    """Build three layers with two values, and a weight that only the second value depends on."""
     return [nn.Linear(WIDTH, WIDTH), Beside(), First(nn.Tanh()), First(nn.Linear(WIDTH, 4))]
 
 
 def task() -> Task:
-    """It is trained by an optimizer that changes every weight that has a gradient, be it zero."""
+    """Return a task whose optimizer changes every weight that has a gradient, even a zero one."""
     return task_of(beside, inputs=WIDTH, loss=first_alone, optimizer=DECAYING)
 
 
 @pytest.mark.parametrize("split", [[4], [2, 2], [3, 1]])
 def test_they_need_what_was_foretold(split: list[int]) -> None:
-    """Wherever stages end, simulator, dry run and meter equal the allocator in every step."""
+    """Unused values need the predicted memory: for any split, simulator, dry run and meter equal the
+    allocator in every step.
+    """
     found = profile(task(), microbatch_size=SIZE, threads=torch.get_num_threads())
     plan = plan_of(task(), split, size=SIZE, profiled=found)
     peaks = step_peaks(task(), plan)
@@ -90,7 +92,9 @@ def test_they_need_what_was_foretold(split: list[int]) -> None:
 
 @pytest.mark.parametrize("split", [[4], [2, 2], [1, 3]])
 def test_weights_behind_them_alone_stay(split: list[int]) -> None:
-    """Weights after two steps are plain training's, which does not update what has no gradient."""
+    """Weights used only by unused values do not change: after two steps they equal plain training, which
+    skips weights without a gradient.
+    """
     trainer = trainer_of(task(), split, size=SIZE)
     for step in range(2):
         trainer.step(batch_of(task(), trainer.plan, step))
@@ -100,7 +104,7 @@ def test_weights_behind_them_alone_stay(split: list[int]) -> None:
 
 
 class Doubled(torch.autograd.Function):
-    """Would be given zeros where nothing arrives."""
+    """A function whose backward would get zeros for absent gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -113,7 +117,7 @@ class Doubled(torch.autograd.Function):
 
 
 class Added(torch.autograd.Function):
-    """Adds the gradient of a loss of its own, as some mixtures of experts balance their load."""
+    """A function that adds the gradient of its own loss, as some mixtures of experts balance their load."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -125,7 +129,7 @@ class Added(torch.autograd.Function):
 
 
 class Through(Beside):
-    """With a custom function before both values, or behind the second."""
+    """A layer with a custom function before both values, or after the second."""
 
     def __init__(self, function: Any, *, before: bool) -> None:
         super().__init__()
@@ -138,7 +142,7 @@ class Through(Beside):
 
 @pytest.mark.parametrize(("function", "before"), [(Doubled, False), (Added, False), (Added, True)])
 def test_custom_functions_behind_them_are_not_called(function: Any, before: bool) -> None:
-    """Where a stage ends behind a custom function, its author's backward is called if plain training calls it."""
+    """A custom function at the end of a stage has its backward called only if plain training calls it."""
 
     def layers() -> list[nn.Module]:
         parts = nn.Linear(WIDTH, WIDTH), Through(function, before=before)
@@ -157,7 +161,7 @@ def test_custom_functions_behind_them_are_not_called(function: Any, before: bool
 
 
 class Two(nn.Module):
-    """A value and one beside it, from weights that ranks can divide."""
+    """A layer that returns two values, from weights that ranks can divide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +174,7 @@ class Two(nn.Module):
 
 
 def test_weights_that_ranks_divide_stay_behind_them() -> None:
-    """Ranks of a tensor group have no gradient either for a weight on whose value the loss does not depend."""
+    """Tensor-parallel ranks, too, have no gradient for a weight whose value does not influence the loss."""
     two = replace(task_of(list, inputs=WIDTH, loss=first_alone, optimizer=DECAYING), module=Two)
     found = profile(two, microbatch_size=SIZE, tensor=2)
     cut = found.layers.index("last")
@@ -187,7 +191,7 @@ def test_weights_that_ranks_divide_stay_behind_them() -> None:
 
 
 def test_a_gradient_that_nobody_expects_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer that takes a branch at run time which its profile did not, and so uses such a value, is refused there."""
+    """A layer that uses such a value in training but not in its profile is refused at run time."""
     layers = [Beside, Sometimes, partial(nn.Linear, WIDTH, 4)]
     odd = task_of(lambda: [make() for make in layers], inputs=WIDTH)
     trainer = trainer_of(odd, [1, 2], size=SIZE)

@@ -1,4 +1,4 @@
-"""Values that a layer by hand hands on as they are not usually laid out: transposed, as slices, expanded."""
+"""Values between layers with unusual layouts: transposed, sliced, expanded."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Apply(nn.Module):
 
 
 def normalised(x: Tensor) -> Tensor:
-    """Batch norm, of which the CPU's kernel returns contiguous values, and torch's rule for fake tensors others."""
+    """Build a batch norm: the CPU kernel returns contiguous values, unlike torch's rule for fake tensors."""
     return F.batch_norm(x, None, None, training=True)
 
 
 def convolved(x: Tensor) -> Tensor:
-    """A convolution, whose kernel takes other memory where strides say that channels are last."""
+    """Build a convolution, whose kernel needs other memory if strides are channels-last."""
     return F.conv2d(x, x.new_ones(8, 1, 3, 3), padding=1)
 
 
@@ -57,12 +57,12 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 
 def task_with(name: str) -> Task:
-    """A task with a value of that layout between its second layer and its third."""
+    """Return a task with a value of that layout between its second and third layer."""
     return task_of_layers(*LAYOUTS[name])
 
 
 def task_of_layers(before: Callable[[Tensor], Tensor], behind: Callable[[Tensor], Tensor]) -> Task:
-    """A task of a linear layer, these two, and another linear one."""
+    """Return a task with these two layers between two linear layers."""
     ends = [nn.Linear(WIDTH, WIDTH), Apply(before), Apply(behind), nn.Linear(WIDTH, WIDTH)]
     batches = replace(
         task_of(list),
@@ -73,7 +73,9 @@ def task_of_layers(before: Callable[[Tensor], Tensor], behind: Callable[[Tensor]
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_peaks_are_exact_wherever_a_stage_ends(name: str) -> None:
-    """In one stage, and with such a value or its gradient sent: simulator, dry run and meter equal the allocator."""
+    """Peaks are exact in one stage and with such a value, or its gradient, sent: simulator, dry run and meter
+    equal the allocator.
+    """
     found = profile(task_with(name), microbatch_size=SIZE, threads=torch.get_num_threads())
     for split in ([4], [2, 2], [1, 3]):
         peaks = step_peaks(task_with(name), plan_of(task_with(name), split, size=SIZE, profiled=found))
@@ -84,7 +86,7 @@ def test_peaks_are_exact_wherever_a_stage_ends(name: str) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("split", [[4], [2, 2]])
 def test_numbers_are_plain_trainings(name: str, split: list[int]) -> None:
-    """Loss and weights after a step are those of plain training, but for the order in which a kernel sums."""
+    """Loss and weights after a step equal plain training, up to the order in which a kernel sums."""
     torch.manual_seed(0)
     task = task_with(name)
     trainer = trainer_of(task, split, size=SIZE)
@@ -97,7 +99,9 @@ def test_numbers_are_plain_trainings(name: str, split: list[int]) -> None:
 
 
 def test_a_layer_may_view_what_a_kernel_made_contiguous() -> None:
-    """A view that torch's rule for fake tensors would not allow is followed, and no peak is above the simulator's."""
+    """A view of a contiguous kernel result, which torch's rule for fake tensors would not allow, is
+    supported, and no peak exceeds the simulator's.
+    """
     task = task_of_layers(lambda x: x.transpose(1, 2), lambda x: normalised(x).view(-1, ROWS, WIDTH))
     found = profile(task, microbatch_size=SIZE, threads=torch.get_num_threads())
     assert not too_low(task, plan_of(task, [2, 2], size=SIZE, profiled=found))

@@ -1,4 +1,4 @@
-"""Layers that work in place on what the layer before returned as a view."""
+"""In-place layers on views returned by the layer before."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def linear() -> nn.Module:
 
 
 def rows_of() -> nn.Module:
-    """The opposite of flattening."""
+    """Undo a flattening."""
     return nn.Unflatten(1, (ROWS, WIDTH))
 
 
 def rows(layers: Layers) -> Task:
-    """A task of these layers on values of three dimensions, of which a linear layer returns a view."""
+    """Return a task of these layers on three-dimensional values; a linear layer returns a view of them."""
 
     def batch(size: int) -> tuple[Tensor, Tensor]:
         return torch.randn(size, ROWS, WIDTH), torch.randn(size, ROWS, WIDTH)
@@ -76,7 +76,7 @@ def test_they_need_what_was_foretold(name: str) -> None:
 
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_they_change_no_number(name: str) -> None:
-    """Loss and weights after a step are those of plain training, bit by bit."""
+    """Loss and weights after a step equal plain training bit by bit."""
     task = rows(IN_PLACE[name])
     trainer = trainer_of(task, [len(IN_PLACE[name]())], size=SIZE)
     loss = trainer.step(batch_of(task, trainer.plan))
@@ -87,18 +87,18 @@ def test_they_change_no_number(name: str) -> None:
 
 
 def views() -> list[nn.Module]:
-    """A value and a view of it, of which the next layer changes one."""
+    """Return a value and a view of it; the next layer changes one of them."""
     changing = Apply(lambda pair: pair[0].relu_() + pair[1])
     return [linear(), Apply(lambda x: (x, x.view(x.shape))), changing, linear()]
 
 
 def passed_on() -> list[nn.Module]:
-    """The same with a layer between, which passes both on."""
+    """Return both with a layer between that passes them on."""
     return [*views()[:2], Apply(lambda pair: (pair[1], pair[0])), *views()[2:]]
 
 
 def a_parameter() -> list[nn.Module]:
-    """A parameter as a value, which the next layer changes."""
+    """Return a parameter as a value, which the next layer changes."""
     held = Apply(lambda x, held: (x, held[None]), uses_held=True)
     return [linear(), held, Apply(lambda pair: pair[0] + pair[1].detach().relu_()), linear()]
 
@@ -115,6 +115,8 @@ def a_parameter() -> list[nn.Module]:
     ],
 )
 def test_what_shares_memory_with_others_is_not_changed_in_place(layers: Layers, words: str) -> None:
-    """Where a stage ends before such a layer, the others would not change with it: it is refused with a way out."""
+    """At the end of a stage, an in-place change of shared memory is refused with a fix, because the other
+    tensors would not change with it.
+    """
     with pytest.raises(UsageError, match=rf"{words}.*return a clone\(\)"):
         profile(rows(layers), microbatch_size=SIZE)

@@ -1,4 +1,4 @@
-"""Half-precision copies of weights: a stage has one of each, and computes what plain autocast computes."""
+"""Half-precision copies of weights: one for each stage, with the numbers of plain autocast."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Twice(nn.Module):
-    """Multiplies by its weight twice, adds its table outside of a product, and has a weight that is not trained."""
+    """A layer that multiplies by its weight twice, adds its table directly, and has a frozen weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Twice(nn.Module):
 
 
 class Again(nn.Module):
-    """Multiplies by another layer's weight."""
+    """A layer that multiplies by another layer's weight."""
 
     def __init__(self, other: nn.Linear) -> None:
         super().__init__()
@@ -70,13 +70,13 @@ class Again(nn.Module):
 
 
 def layers(middle: Callable[[], nn.Module] = Twice) -> list[nn.Module]:
-    """Products, a norm, and something between."""
+    """Build products, a norm, and activations between them."""
     ends = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
     return [ends[0], nn.LayerNorm(WIDTH), middle(), nn.Linear(WIDTH, WIDTH), nn.GELU(), ends[1]]
 
 
 def tied() -> list[nn.Module]:
-    """The third layer multiplies by the first one's weight."""
+    """Build layers whose third multiplies by the first one's weight."""
     found = layers()
     assert isinstance(found[0], nn.Linear)
     return [*found[:2], Again(found[0]), *found[3:]]
@@ -87,7 +87,7 @@ def squared(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def mixed(made: Callable[[], Sequence[nn.Module]] = layers) -> Task:
-    """A task under autocast."""
+    """Return a task under autocast."""
     adam = partial(torch.optim.AdamW, lr=0.01)
     return replace(task_of(made, loss=squared, optimizer=adam), precision="mixed-bfloat16")
 
@@ -98,12 +98,12 @@ def profiled(made: Callable[[], Sequence[nn.Module]] = layers, sizes: tuple[int,
 
 
 def trained_layers() -> list[nn.Module]:
-    """The same with all weights trained, as versions have to be."""
+    """Build the same layers with all weights trainable, as versions require."""
     return layers(lambda: nn.Linear(WIDTH, WIDTH))
 
 
 def unlike(made: Callable[[], Sequence[nn.Module]], sizes: tuple[int, ...] = (2,)) -> ModelProfile:
-    """The profile in which every forward has copies of its own, as autocast makes them by itself."""
+    """Return the profile with separate copies in every forward, as autocast makes them without pipefit."""
     with mock.patch(SEPARATE, return_value=[]):
         return profile(mixed(made), microbatch_size=sizes)
 
@@ -111,7 +111,7 @@ def unlike(made: Callable[[], Sequence[nn.Module]], sizes: tuple[int, ...] = (2,
 def planned(
     schedule: str = "1f1b", *decisions: Decision, of: ModelProfile | None = None, **settings: Any
 ) -> Plan:
-    """Two stages; six microbatches."""
+    """Return a plan with two stages and six microbatches."""
     found = plan_of(mixed(), [3, 3], microbatches=6, schedule=schedule, profiled=of or profiled(), **settings)
     return replace(found, decisions=decisions)
 
@@ -121,7 +121,7 @@ def recomputed(stage: int, start: int, stop: int) -> Decision:
 
 
 def parameters(task: Task, plan: Plan, steps: int = 3) -> dict[str, Tensor]:
-    """All parameters after some steps."""
+    """Return all parameters after some steps."""
     trainer = Trainer(task, plan)
     for step in range(steps):
         trainer.step(batch_of(task, plan, step))
@@ -135,7 +135,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def test_which_weights_have_copies() -> None:
-    """Those that autocast casts and keeps: no norm's, no table's, none that is not trained."""
+    """Weights that autocast casts and keeps have copies; norms, tables and frozen weights have none."""
     found = [
         {p.name: p.copy_bytes for p in cost.parameters if p.copy_bytes}
         for cost in profiled().measurements[0].costs
@@ -153,7 +153,9 @@ def test_which_weights_have_copies() -> None:
 
 @pytest.mark.parametrize("decisions", [(), (recomputed(0, 0, 2), recomputed(1, 3, 5))])
 def test_numbers_are_those_of_plain_autocast(decisions: tuple[Decision, ...]) -> None:
-    """Parameters after three steps of AdamW, bit by bit, with nothing recomputed and with runs of layers."""
+    """Parameters after three steps of AdamW equal plain autocast bit by bit, without recomputation and with
+    recomputed runs.
+    """
     task, plan = mixed(), planned("1f1b", *decisions)
     torch.manual_seed(0)
     plain = task.build()
@@ -170,7 +172,9 @@ def test_numbers_are_those_of_plain_autocast(decisions: tuple[Decision, ...]) ->
 
 
 def test_an_evaluation_uses_the_copies_of_the_weights_as_they_are() -> None:
-    """Its loss is plain autocast's, behind a step and behind a change of a weight by hand."""
+    """An evaluation uses the current weights: its loss is plain autocast's, after a step and after a manual
+    change of a weight.
+    """
     task, plan = mixed(), planned()
     trainer, plain = Trainer(task, plan), task.build()
     for step in range(2):
@@ -186,19 +190,23 @@ def test_an_evaluation_uses_the_copies_of_the_weights_as_they_are() -> None:
 
 @pytest.mark.parametrize("schedule", ["pipedream", pytest.param("pipedream-2bw", marks=pytest.mark.gallery)])
 def test_every_version_has_copies_of_its_own(schedule: str) -> None:
-    """Parameters are bit by bit those of forwards with separate copies, though updates come in between."""
+    """Every version has its own copies: parameters equal those of forwards with separate copies bit by bit,
+    despite updates in between.
+    """
     once, each = (planned(schedule, of=of) for of in (profiled(trained_layers), unlike(trained_layers)))
     trained = [parameters(mixed(trained_layers), plan) for plan in (once, each)]
     assert same(*trained)
 
 
 def in_stages(task: Task, found: ModelProfile) -> Plan:
-    """Four stages of a block each, the first with the embedding, in eight microbatches."""
+    """Return four stages of one block each, the first with the embedding, and eight microbatches."""
     return plan_of(task, [2, 1, 1, len(found.layers) - 4], size=1, microbatches=8, profiled=found)
 
 
 def test_a_gpt_has_copies_once_and_not_for_each_microbatch_in_flight() -> None:
-    """With four in flight a device needs less by the copies of three microbatches; those of biases were never kept."""
+    """A GPT with four microbatches in flight saves the copies of three of them; copies of biases were never
+    kept.
+    """
     task = replace(
         build("gpt", layers=4, hidden=32, heads=4, vocabulary=32, sequence=8), precision="mixed-bfloat16"
     )
@@ -219,7 +227,7 @@ def test_a_gpt_has_copies_once_and_not_for_each_microbatch_in_flight() -> None:
 
 
 def checked(task: Task, plan: Plan, *, steps: int = 2) -> None:
-    """Peaks of all devices in every step: simulated, run dry, metered in training, by the allocator's own account."""
+    """Assert equal peaks of all devices in every step: simulator, dry run, meter and allocator."""
     found = step_peaks(task, plan, steps=steps)
     assert found.simulated == found.dry == found.metered == found.allocated
 
@@ -231,7 +239,7 @@ def test_peaks_with_runs_recomputed_and_parameters_away() -> None:
 
 
 def test_layers_share_the_copy_of_a_weight_that_they_share() -> None:
-    """Two layers of a stage that multiply by one weight have one copy of it; on two stages each has one."""
+    """Two layers of a stage with one weight share one copy of it; on two stages each has one."""
     task, found = mixed(tied), profiled(tied)
     checked(task, plan_of(task, [1, 5], microbatches=3, profiled=found))
     together = plan_of(task, [3, 3], microbatches=3, profiled=found)
@@ -242,7 +250,7 @@ def test_layers_share_the_copy_of_a_weight_that_they_share() -> None:
 
 
 def test_copies_are_used_whatever_other_threads_do_in_between() -> None:
-    """A forward that waits for another thread goes on with its copies, though that one's autocast has ended."""
+    """A forward that waits for another thread keeps its copies, though that thread's autocast has ended."""
     weight, x = nn.Parameter(torch.randn(4, 4)), torch.randn(2, 4)
     copy, saved = WeightCopy.of(weight, torch.bfloat16), list[Tensor]()
 
@@ -262,21 +270,21 @@ def test_copies_are_used_whatever_other_threads_do_in_between() -> None:
 
 @pytest.mark.parametrize("schedule", ["pipedream", pytest.param("pipedream-2bw", marks=pytest.mark.gallery)])
 def test_peaks_of_versions(schedule: str) -> None:
-    """A version of the weights has its copies; they leave the device with it."""
+    """A weight version has its own copies, which leave the device with it."""
     versions = moved(0, State(start=0, stop=2, kind="versions"), "host", ahead=1)
     plan = planned(schedule, versions, of=profiled(trained_layers))
     checked(mixed(trained_layers), plan, steps=3)
 
 
 class Averaged(nn.Linear):
-    """Reads its weight outside of the product too."""
+    """A layer that reads its weight outside the product too."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (1 + self.weight.detach().mean())
 
 
 class Cleared(nn.Linear):
-    """Has its weight cast anew."""
+    """A layer that has its weight cast again."""
 
     def forward(self, x: Tensor) -> Tensor:
         torch.clear_autocast_cache()
@@ -284,7 +292,7 @@ class Cleared(nn.Linear):
 
 
 class Product(torch.autograd.Function):
-    """A product whose backward multiplies by the weight in float32, which autograd does not keep."""
+    """A product whose backward multiplies by the float32 weight, which autograd does not keep."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -300,7 +308,7 @@ class Product(torch.autograd.Function):
 
 
 class Backward(nn.Linear):
-    """Reads its weight outside of the product in its backward alone."""
+    """A layer that reads its weight outside the product in its backward alone."""
 
     def forward(self, x: Tensor) -> Tensor:
         product: Tensor = Product.apply(x, self.weight)
@@ -308,24 +316,26 @@ class Backward(nn.Linear):
 
 
 def read_otherwise() -> list[nn.Module]:
-    """Weights that are read through their copies alone, and some that are not."""
+    """Build layers with weights that are read only through their copies, and some that are not."""
     middle: list[nn.Module] = [made(WIDTH, WIDTH) for made in (Averaged, Cleared, Backward)]
     return [nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), *middle, nn.Linear(WIDTH, 4)]
 
 
 def shared_and_read() -> list[nn.Module]:
-    """The third layer multiplies by the first one's weight, which the first reads otherwise too."""
+    """Build layers whose third multiplies by the first one's weight, which the first also reads directly."""
     first = Averaged(WIDTH, WIDTH)
     return [first, nn.LayerNorm(WIDTH), Again(first), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 4)]
 
 
 def cast_only(found: ModelProfile) -> list[list[str]]:
-    """Of every layer the parameters that it reads through their copies alone."""
+    """Return, for each layer, the parameters that it reads only through their copies."""
     return [[one.name for one in cost.parameters if one.cast_only] for cost in found.measurements[0].costs]
 
 
 def test_which_weights_are_read_through_their_copies_alone() -> None:
-    """Those of products; none that is also read as it is, or cast again, in the forward or in the backward."""
+    """Weights of products are read only through their copies, unless the forward or the backward also reads
+    or casts them directly.
+    """
     linear = ["weight", "bias"]
     assert cast_only(profiled()) == [linear, [], ["weight"], linear, [], linear]
     assert cast_only(profiled(read_otherwise)) == [linear, [], ["bias"], [], [], linear]
@@ -342,7 +352,7 @@ def test_which_weights_are_read_through_their_copies_alone() -> None:
 def of_replicas(
     made: Callable[[], Sequence[nn.Module]], data: int, what: Sharding, *decisions: Decision
 ) -> Plan:
-    """One stage of replicas that divide something, in two microbatches and three buckets."""
+    """Return a plan with one stage of replicas at a ZeRO level, two microbatches and three buckets."""
     found = profiled(made, (4, 4 // data))
     plan = sliced_plan(found, [0, 6], [data], shard=(what,), buckets=(3,))
     how = Training(batch_size=8, microbatches=2, precision=found.assumptions.precision)
@@ -357,8 +367,10 @@ OFTEN = [(trained_layers, 4), (tied, 2), (read_otherwise, 4), (shared_and_read, 
 def test_divided_parameters_have_copies_while_they_are_gathered(
     made: Callable[[], Sequence[nn.Module]], data: int
 ) -> None:
-    """Peaks, and numbers bit by bit as of replicas that keep all parameters; passes are cut in buckets. Four replicas
-    are put together from two.
+    """Divided parameters have copies while they are gathered: peaks are exact, and numbers equal replicas
+    with all parameters bit by bit.
+
+    Passes are split into buckets. Four replicas are composed of two.
     """
     kept, divided = (of_replicas(made, data, what) for what in ("none", "parameters"))
     found = step_peaks(mixed(made), divided)
@@ -374,8 +386,8 @@ def test_divided_parameters_have_copies_while_they_are_gathered(
 
 
 def test_others_have_the_copy_alone() -> None:
-    """By the layers: between steps an owner has float32, and nobody a copy; what travels is half as much where a layer
-    is nothing but a product.
+    """Non-owners have the copy alone, layer by layer: between steps an owner has float32 and no replica a
+    copy; all-gathers take half the bytes in layers that are only products.
     """
     plan = of_replicas(trained_layers, 4, "parameters")
     costs, layer = Costs.of(plan), WIDTH * WIDTH + WIDTH
@@ -394,7 +406,7 @@ def test_others_have_the_copy_alone() -> None:
 
 
 def test_divided_parameters_on_the_host_are_cast_when_they_are_back() -> None:
-    """A layer whose float32 weights are on its owner's host between passes."""
+    """Float32 weights on the owner's host between passes are cast after their reload."""
     away = moved(0, State(start=0, stop=1, kind="parameters"), "host", behind=0)
     kept, divided = of_replicas(trained_layers, 2, "none"), of_replicas(trained_layers, 2, "parameters", away)
     checked(mixed(trained_layers), divided)
@@ -402,7 +414,7 @@ def test_divided_parameters_on_the_host_are_cast_when_they_are_back() -> None:
 
 
 class Apart(nn.Linear):
-    """Multiplies in training, and reads its weight as it is in evaluation."""
+    """A layer that multiplies in training, and reads its weight directly in evaluation."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if self.training else super().forward(x) + self.weight.sum()
@@ -413,7 +425,9 @@ def apart() -> list[nn.Module]:
 
 
 def test_evaluation_that_reads_what_is_not_there_is_refused() -> None:
-    """A replica that has a weight in half precision alone names the layer; whole replicas evaluate it."""
+    """An evaluation that reads a float32 weight is refused, with the layer, on a replica with the
+    half-precision weight alone; whole replicas evaluate it.
+    """
     found = profiled(apart, (4, 2))
     whole, divided = (sliced_plan(found, [0, 3], [2], shard=(what,)) for what in ("none", "parameters"))
     batch = batch_of(mixed(apart), whole, 0)
@@ -427,7 +441,7 @@ def test_evaluation_that_reads_what_is_not_there_is_refused() -> None:
 
 
 def test_what_fills_a_replica_tells_what_is_gathered() -> None:
-    """Layer by layer as its peak begins, as much as the ledger has there."""
+    """The report of a replica's peak gives the gathered bytes of each layer, as in the ledger."""
     plan = of_replicas(read_otherwise, 2, "parameters")
     for device, trace in enumerate(simulate(plan).devices):
         found = contents(plan, device)
@@ -439,7 +453,9 @@ def test_what_fills_a_replica_tells_what_is_gathered() -> None:
 
 
 def test_prints_tell_copies_in_a_line_of_their_own() -> None:
-    """Of a profile those of all layers, of a plan those of each stage."""
+    """Copies have a line of their own in prints: those of all layers for a profile, those of each stage for a
+    plan.
+    """
     own = [2 * (WIDTH * WIDTH + WIDTH) + 2 * WIDTH * WIDTH, 2 * (WIDTH * WIDTH + WIDTH) + 2 * (WIDTH * 4 + 4)]
     told = [block for block in describe_profile(profiled()) if isinstance(block, str)]
     assert f"half-precision copies of weights, among the parameters: {sum(own)} B" in told

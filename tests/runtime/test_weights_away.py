@@ -1,4 +1,4 @@
-"""Programs that need weights which are away, or move weights that are in use: refused by simulation and training."""
+"""Programs that need offloaded weights, or move weights in use: refused by simulation and training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Rearrange = Callable[[list[Action]], list[Action]]
 
 
 def weights_away(schedule: str = "pipedream") -> Plan:
-    """Three stages, of which the first moves the older weights of its only layer, as soon as that is possible."""
+    """Return three stages; the first offloads the older weights of its only layer as early as possible."""
     plan = plan_of(make_chain(), [1, 2, 3], microbatches=4, schedule=schedule)
     subject = State(start=0, stop=1, kind="versions")
     moves = Decision(stage=0, subject=subject, what=What.OFFLOAD, place=parse_place("host"), behind=0)
@@ -34,12 +34,12 @@ def weights_away(schedule: str = "pipedream") -> Plan:
 
 
 def word(text: str, microbatch: int) -> Action:
-    """A copy of the first layer's weights."""
+    """Return a copy action for the first layer's weights."""
     return parse_action(f"0{text}{microbatch}[0.versions]@host")
 
 
 def behind(action: str, *moved: Action) -> Rearrange:
-    """These actions stand behind `action`, wherever they stood."""
+    """Return a rearrangement that puts these actions after `action`."""
 
     def rearranged(actions: list[Action]) -> list[Action]:
         rest = [one for one in actions if one not in moved]
@@ -50,19 +50,21 @@ def behind(action: str, *moved: Action) -> Rearrange:
 
 
 def by_another_name(actions: list[Action]) -> list[Action]:
-    """The first weights, which microbatches 1 and 2 need, leave and return by the name of 2 before 1 goes backward."""
+    """Offload and reload the first weights, which microbatches 1 and 2 need, under microbatch 2, before the
+    backward of 1.
+    """
     own = word("OFFLOAD", 1), word("WAIT_OFFLOAD", 1), word("RELOAD", 1), word("WAIT_RELOAD", 1)
     return [one._replace(microbatch=2) if one in own[:2] else one for one in actions if one not in own[2:]]
 
 
 def programs(plan: Plan, rearrange: Rearrange, number: int) -> list[Program]:
-    """The first steps, of which the last has the first device's actions rearranged."""
+    """Return the first steps, with the first device's actions of the last step rearranged."""
     *first, last = [lower(plan, entered=4 * step) for step in range(number)]
     return [*first, replace(last, actions=(tuple(rearrange(list(last.actions[0]))), *last.actions[1:]))]
 
 
 def read(plan: Plan, steps: Sequence[Program]) -> None:
-    """By the ledger of the first device."""
+    """Run the ledger of the first device."""
     stage, kind = plan.stages[0], plan.cluster.devices[0].kind
     ledger = Ledger(0, {0: Costs.of(plan).stage(stage.start, stage.stop, kind)}, steps[0])
     for program in steps:
@@ -70,7 +72,7 @@ def read(plan: Plan, steps: Sequence[Program]) -> None:
 
 
 def run(plan: Plan, steps: Sequence[Program]) -> None:
-    """By all devices in this process."""
+    """Run all devices in this process."""
     trainer = Trainer(make_chain(), plan)
     for program in steps:
         torch.manual_seed(0)
@@ -114,7 +116,7 @@ CASES: dict[str, tuple[Rearrange, int, str, str]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_weights_that_are_not_there_or_still_in_use_are_told(name: str) -> None:
-    """By the ledger and by the runtime, each at the action that is wrong."""
+    """Weights that are absent or in use are reported by ledger and runtime, each at the faulty action."""
     rearrange, number, simulated, trained = CASES[name]
     plan = weights_away()
     steps = programs(plan, rearrange, number)
@@ -125,7 +127,9 @@ def test_weights_that_are_not_there_or_still_in_use_are_told(name: str) -> None:
 
 
 def newest_away() -> Plan:
-    """Three stages, of which the first moves the newest weights of its first layer, and those of the two behind it."""
+    """Return three stages; the first offloads the newest weights of its first layer and of the two layers
+    after it.
+    """
     plan = plan_of(make_chain(), [3, 2, 1], microbatches=4, schedule="pipedream")
     subjects = (State(start=start, stop=stop, kind="parameters") for start, stop in ((0, 1), (1, 3)))
     host = parse_place("host")
@@ -135,7 +139,7 @@ def newest_away() -> Plan:
 
 
 def copied_again(actions: list[Action]) -> list[Action]:
-    """The copy of the second layer's weights is one of the first layer's."""
+    """Replace the copy of the second layer's weights by one of the first layer's."""
     one, other = parse_action("0STASH0[1:3]"), parse_action("0STASH1[0:1]")
     instead = {one: other, one.join: other.join}
     return [instead.get(action, action) for action in actions]
@@ -167,7 +171,9 @@ COPIES: dict[str, tuple[Rearrange, str, str]] = {
 
 @pytest.mark.parametrize("name", COPIES)
 def test_weights_that_are_copied_run_by_run_are_copied_before_they_change(name: str) -> None:
-    """By the ledger and by the runtime: nothing else can be updated, or used by forwards."""
+    """Weights copied run by run must be copied before their update or use in a forward; ledger and runtime
+    refuse anything else.
+    """
     rearrange, simulated, trained = COPIES[name]
     plan = newest_away()
     steps = programs(plan, rearrange, 1)
@@ -178,7 +184,7 @@ def test_weights_that_are_copied_run_by_run_are_copied_before_they_change(name: 
 
 
 def test_a_schedule_with_an_end_has_no_versions_to_move() -> None:
-    """A program by hand that moves some is refused."""
+    """A program for a synchronous schedule that moves versions is refused."""
     plan = weights_away("1f1b")
     copies = tuple(word(text, 0) for text in ("OFFLOAD", "WAIT_OFFLOAD", "RELOAD", "WAIT_RELOAD"))
     (program,) = programs(plan, behind("0F0", *copies), 1)
@@ -194,7 +200,7 @@ def test_a_schedule_with_an_end_has_no_versions_to_move() -> None:
 
 
 def test_weights_in_common_memory_stay() -> None:
-    """A parameter that is a part of a larger tensor is named, since its memory is not its own."""
+    """A parameter that is a part of a larger tensor cannot be offloaded and is refused by name."""
     plan, task = weights_away(), make_chain()
 
     def build() -> torch.nn.Module:

@@ -1,6 +1,4 @@
-"""The task's own module is whole after every step, under every kind of plan: it can be used as if it were trained in
-place.
-"""
+"""The task's module after steps under every kind of plan: complete, as if it were trained in place."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ WIDTH, SIZE = 16, 4
 
 
 def module() -> nn.Sequential:
-    """Two blocks that tensor shards can divide, with a buffer."""
+    """Build two blocks that tensor shards can divide, with a buffer."""
     torch.manual_seed(0)
     layers = (nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH), nn.LayerNorm(WIDTH))
     return nn.Sequential(
@@ -36,19 +34,19 @@ def module() -> nn.Sequential:
 
 
 def task_of(own: nn.Module, **settings: Any) -> Task:
-    """A task that trains this module."""
+    """Return a task that trains this module."""
     chosen: dict[str, Any] = {"optimizer": partial(torch.optim.AdamW, lr=0.01)} | settings
     return Task(own, batch=batch, loss=F.mse_loss, name="whole", **chosen)
 
 
 def batch(size: int) -> tuple[Tensor, Tensor]:
-    """Random ones."""
+    """Return a random batch."""
     return torch.randn(size, WIDTH), torch.randn(size, 4)
 
 
 @cache
 def profiled(precision: Any = None) -> ModelProfile:
-    """Whole layers, and layers divided between two ranks."""
+    """Return a profile of whole layers, and of layers divided between two ranks."""
     return profile(
         task_of(module(), precision=precision),
         microbatch_size=(SIZE, SIZE // 2),
@@ -59,7 +57,7 @@ def profiled(precision: Any = None) -> ModelProfile:
 def plan_of(
     *grids: dict[str, Any], decisions: tuple[Decision, ...] = (), precision: Any = None, **how: Any
 ) -> Plan:
-    """One stage or two, each on as many devices as its grid asks for."""
+    """Return a plan with one or two stages, each on the devices of its grid."""
     found, first, stages = profiled(precision), 0, []
     layers = len(found.layers)
     edges = (0, layers) if len(grids) == 1 else (0, layers // 2, layers)
@@ -74,7 +72,7 @@ def plan_of(
 
 
 def away(kind: Any, what: What = What.OFFLOAD) -> Decision:
-    """All of a stage's state of a kind is on the host."""
+    """Move all of a stage's state of a kind to the host."""
     return Decision(stage=0, subject=State(start=0, stop=2, kind=kind), what=what, place=parse_place("host"))
 
 
@@ -106,7 +104,7 @@ PLANS: dict[str, Callable[[], Plan]] = {
 
 
 def used(own: nn.Module, like: nn.Module, folder: Path, *, tolerance: float) -> None:
-    """Use a module in every way that reads its parameters; numbers are those of another one."""
+    """Assert that a module equals another one in every operation that reads its parameters."""
     given = torch.ones(3, WIDTH, dtype=next(like.parameters()).dtype)
     torch.save(own.state_dict(), folder / "weights.pt")
     loaded = module().to(given.dtype)
@@ -119,7 +117,9 @@ def used(own: nn.Module, like: nn.Module, folder: Path, *, tolerance: float) -> 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_module_is_whole_after_every_step(name: str, tmp_path: Path) -> None:
-    """After steps, evaluations and saves it has the numbers of training in place; peaks stay those of the dry run."""
+    """After steps, evaluations and saves the module has the numbers of training in place; peaks equal the dry
+    run's.
+    """
     plan = PLANS[name]()
     precision: Any = plan.training.precision if plan.training.precision != "float32" else None
     own, plain = module(), module()
@@ -153,7 +153,7 @@ def test_the_module_is_whole_after_every_step(name: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["stages", "zero 3", "shards", "parameters away"])
 def test_changes_of_the_module_are_trained_on(name: str) -> None:
-    """What its owner does to it between steps counts, as in training in place, also past autograd."""
+    """Changes of the module between steps take effect, as in training in place, also without autograd."""
     own, plain = module(), module()
     trainer, beside = Trainer(task_of(own), PLANS[name]()), Trainer(task_of(plain), plan_of({}))
     torch.manual_seed(1)
@@ -168,7 +168,7 @@ def test_changes_of_the_module_are_trained_on(name: str) -> None:
 
 
 def _nothing(own: nn.Module) -> None:
-    """Leave it."""
+    """Leave the module unchanged."""
 
 
 def _clamped(own: nn.Module) -> None:
@@ -183,7 +183,9 @@ def _loaded(own: nn.Module) -> None:
 
 @pytest.mark.parametrize("name", ["zero 3", "shards", "parameters away"])
 def test_what_is_loaded_is_in_the_module(name: str, tmp_path: Path) -> None:
-    """A checkpoint or state that the trainer takes up, and the state of before where a step has failed."""
+    """The module has the state of a loaded checkpoint or state dict, and after a failed step the state before
+    it.
+    """
     own = module()
     trainer = Trainer(task_of(own), PLANS[name]())
     trainer.step(batch(2 * SIZE))
@@ -198,7 +200,7 @@ def test_what_is_loaded_is_in_the_module(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("degrees", [{"data": 2, "shard": "parameters"}, {"data": 1, "tensor": 2}])
 def test_a_model_of_hugging_face_is_saved_and_generates(degrees: dict[str, Any], tmp_path: Path) -> None:
-    """Whatever its stages keep, it does what the model does that was trained whole."""
+    """A Hugging Face model is saved and generates as a model trained as a whole, whatever its stages keep."""
     transformers = pytest.importorskip("transformers")
     tokens = torch.randint(64, (2 * SIZE, 16), generator=torch.Generator().manual_seed(1))
 

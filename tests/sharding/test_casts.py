@@ -1,4 +1,4 @@
-"""Casts that change nothing, in several blocks of a chain that ranks divide."""
+"""Casts without effect in several blocks of a divided chain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipefit.tensor_parallel.stage import shard_chain
 
 
 class Scaled(nn.Module):
-    """Multiplies by a table that others have too, and puts it on the device where it is."""
+    """A layer that multiplies by a shared table, moved to the input's device."""
 
     def __init__(self, table: Tensor) -> None:
         super().__init__()
@@ -23,7 +23,9 @@ class Scaled(nn.Module):
 
 
 def test_a_cast_that_changes_nothing_is_no_value_between_blocks() -> None:
-    """It returns its operand, so that a trace has one name for it in all blocks; every block takes its own table."""
+    """A cast without effect returns its operand, so that a trace has one name for it in all blocks; every
+    block uses its own table.
+    """
     table = torch.ones(8)
     module = nn.Sequential(Scaled(table), Scaled(table))
     task = Task(module, batch=lambda n: (torch.randn(n, 8), torch.randn(n, 8)), loss=nn.functional.mse_loss)

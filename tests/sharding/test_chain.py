@@ -1,4 +1,4 @@
-"""A rank's chain: numbers, and what crosses between blocks, are those of the whole chain, whatever is divided."""
+"""A tensor-parallel rank's chain: numbers, and values between blocks, equal the whole chain's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Values = tuple[Tensor, ...]
 
 
 class Apart(nn.Module):
-    """A layer that hands on a transposed value, a slice of it and its input, in a list."""
+    """A layer that returns a list of a transposed value, a part of it, and its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Apart(nn.Module):
 
 
 class Together(nn.Module):
-    """A layer that uses two of what `Apart` hands on, changes one of them in place, and hands on its own weight."""
+    """A layer that uses two of the values of `Apart`, changes one in place, and returns its own weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Last(nn.Module):
 
 
 def by_hand() -> Task:
-    """A chain by hand whose layers hand on odd things."""
+    """Return a task with a chain of layers that return unusual values."""
     model = nn.Sequential(nn.Linear(8, 8), Apart(), Together(), Last())
     return Task(
         model,
@@ -76,7 +76,7 @@ def by_hand() -> Task:
 
 
 def in_place() -> Task:
-    """A chain by hand in which whole layers work in place on what the layers before hand on."""
+    """Return a task with a chain of whole layers that change the values of the layers before in place."""
     model = nn.Sequential(
         *(
             nn.Linear(8, 32),
@@ -109,7 +109,7 @@ MODELS: dict[str, Callable[[], Task]] = {
 
 
 def captured(case: Case) -> tuple[Chain, Values, Values]:
-    """A chain of the case's module, and its flat inputs and targets."""
+    """Return a chain of the case's module, and its flat inputs and targets."""
     task = Task(copy.deepcopy(case.module), batch=case.task.batch, loss=case.task.loss, name=case.task.name)
     with InDouble():
         chain = capture(task, case.inputs, case.targets)
@@ -119,23 +119,25 @@ def captured(case: Case) -> tuple[Chain, Values, Values]:
 def divided(
     chain: Chain, ranks: int, values: Values, targets: Values, like: ShardedChain | None = None
 ) -> ShardedChain:
-    """The chain divided wherever it can be, in double precision."""
+    """Return the chain, divided as far as possible, in double precision."""
     with InDouble():
         return shard_chain(chain, ranks, values, targets, prices=CHEAP, like=like)
 
 
 def leaves(values: Values) -> Values:
-    """Copies of values, which need a gradient where these do."""
+    """Return copies of values that need a gradient if the originals do."""
     return tuple(v.detach().clone().requires_grad_(v.requires_grad) for v in values)
 
 
 def arrived(received: Values) -> Values:
-    """What a stage computes with of the leaves that it has received: no leaves, which may be changed in place."""
+    """Return copies of received leaves, which a stage may change in place."""
     return tuple(v.clone() for v in received)
 
 
 def settled(chain: Chain, values: Values) -> Chain:
-    """The chain with how values cross, as a profile finds it by running every layer once."""
+    """Return the chain with the layouts of values between layers, as a profile finds them by running every
+    layer once.
+    """
     layers: list[ChainLayer] = []
     packing, orders = chain.layers[0].packing, ()
     for number, before in enumerate(chain.layers):
@@ -149,7 +151,7 @@ def settled(chain: Chain, values: Values) -> Chain:
 
 
 class Crossed(NamedTuple):
-    """What crosses between blocks: shapes, strides and types of values, and which of them need a gradient."""
+    """Values between blocks: their shapes, strides, dtypes, and whether they need a gradient."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -158,9 +160,10 @@ class Crossed(NamedTuple):
 
 
 def stages(chains: Sequence[Chain], values: Values, targets: Values) -> tuple[float, list[list[Crossed]]]:
-    """The loss through a stage for each block, taken from one chain after the other, and what crosses.
+    """Return the loss through one stage a block, taken from the chains in turn, and the values between
+    blocks.
 
-    Stages receive leaves of their own, as if each were on another device, and gradients are handed back by hand.
+    Stages receive their own leaves, as on separate devices, and gradients are passed back explicitly.
     """
     edges = [0, *blocks_begin(chains[0]), len(chains[0].layers)]
     sent: list[Values] = []
@@ -185,7 +188,7 @@ def stages(chains: Sequence[Chain], values: Values, targets: Values) -> tuple[fl
 
 
 def gradients(chain: Chain) -> dict[str, Tensor]:
-    """The gradients of all parameters, by their names in the model."""
+    """Return the gradients of all parameters by their names in the model."""
     named = (
         (layer.originals.get(n), p) for layer in chain.layers for n, p in layer.module.named_parameters()
     )
@@ -195,7 +198,7 @@ def gradients(chain: Chain) -> dict[str, Tensor]:
 @pytest.mark.parametrize("ranks", sampled([2, 4], often=[4]))
 @pytest.mark.parametrize("model", MODELS)
 def test_stages_of_ranks_are_those_of_the_whole(model: str, ranks: int) -> None:
-    """Stages that end with every block exchange what those of the whole chain do, and have its loss and gradients."""
+    """Stages of ranks, one a block, exchange the values of the whole chain, with its loss and gradients."""
     case = Case.of(MODELS[model]())
     whole, values, targets = captured(case)
     whole = settled(whole, values)
@@ -226,7 +229,7 @@ def test_stages_of_ranks_are_those_of_the_whole(model: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("model", ["gpt", "unet", "by hand"])
 def test_stages_of_other_degrees_go_together(model: str) -> None:
-    """Stages that are divided and stages that are not give the whole chain's loss."""
+    """Divided stages next to whole ones have the whole chain's loss."""
     case = Case.of(MODELS[model]())
     chain, values, targets = captured(case)
     whole = settled(chain, values)
@@ -244,7 +247,9 @@ def test_stages_of_other_degrees_go_together(model: str) -> None:
 
 
 def test_chains_for_other_numbers_of_samples_divide_parameters_alike() -> None:
-    """For one sample other forms are cheapest than for many: a chain like another has the parameters of that one."""
+    """A chain for one sample, where other forms are cheapest, divides parameters as the chain for many
+    samples does.
+    """
     case = Case.of(build("gpt", layers=1, hidden=16, heads=2, vocabulary=11, sequence=8))
     chain, values, targets = captured(case)
     many = tuple(v.repeat(64, 1) for v in values), tuple(t.repeat(64, *[1] * (t.ndim - 1)) for t in targets)
@@ -258,14 +263,14 @@ def test_chains_for_other_numbers_of_samples_divide_parameters_alike() -> None:
 
 
 def test_chains_that_are_divided_alike_have_one_digest() -> None:
-    """Ranks that plan by themselves see by the digest whether they agree."""
+    """Equally divided chains have equal digests, so that ranks that plan separately can compare plans."""
     chain, values, targets = captured(Case.of(MODELS["mlp"]()))
     one, other = (shard_chain(chain, 2, values, targets, prices=CHEAP) for _ in range(2))
     assert one.digest == other.digest != shard_chain(chain, 2, values, targets, prices=DEAR).digest
 
 
 def test_collectives_are_said_for_their_layers() -> None:
-    """Of every layer and direction, what is said is what happens when that layer runs alone."""
+    """The collectives reported for a layer and direction are those of the layer's separate run."""
     chain, values, targets = captured(Case.of(MODELS["gpt"]()))
     sharded = divided(chain, 2, values, targets)
     said = Counter((each.kind, each.phase, each.layer, each.nbytes) for each in sharded.collectives)

@@ -1,4 +1,4 @@
-"""The group inside one process, against what collectives mean; processes of their own, against it."""
+"""Collectives inside one process, against their definitions, and between processes, against the former."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from sharding_workers import all_collectives, both, talk, through_seams
 
 
 def test_ranks_in_lockstep_sum_gather_exchange_and_broadcast() -> None:
-    """Every rank gets the sum, all tensors in order, what each has for it, and the source's."""
+    """In lockstep, every rank gets the sum, all tensors in order, the tensors sent to it, and the source's
+    tensor.
+    """
     for rank, found in enumerate(in_lockstep(3, all_collectives)):
         assert found.pop("exchange") == [10.0 + rank, 20.0 + rank, 30.0 + rank]
         assert found == {"sum": [6.0, 0.0], "all": [1.0, 0.0, 2.0, 0.0, 3.0, 0.0], "source": [3.0, 0.0]}
@@ -22,7 +24,7 @@ def test_ranks_in_lockstep_sum_gather_exchange_and_broadcast() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_gradients_through_all_seams_are_those_of_the_whole(ranks: int) -> None:
-    """A network whose weights and results ranks share has the gradients that one rank alone computes."""
+    """A network with divided weights and results has the gradients that one rank computes."""
     (alone,) = in_lockstep(1, through_seams)
     assert len(alone) == 12 + 32 + 32
     for found in in_lockstep(ranks, through_seams):
@@ -30,7 +32,7 @@ def test_gradients_through_all_seams_are_those_of_the_whole(ranks: int) -> None:
 
 
 def test_every_rank_draws_what_the_caller_would_draw() -> None:
-    """The ranks' generators start equal and are not disturbed by each other, wherever they wait."""
+    """The ranks' random generators start equal and stay independent when ranks wait for each other."""
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
@@ -44,7 +46,7 @@ def test_every_rank_draws_what_the_caller_would_draw() -> None:
 
 
 def test_a_rank_that_fails_ends_the_others() -> None:
-    """What it raised is raised to the caller; nobody waits for ever."""
+    """A failing rank's exception reaches the caller, and no other rank waits forever."""
 
     def run(group: LockstepCollectives) -> None:
         if group.rank == 1:
@@ -56,7 +58,7 @@ def test_a_rank_that_fails_ends_the_others() -> None:
 
 
 def test_backwards_meet_too() -> None:
-    """Collectives may stand in a backward."""
+    """Collectives work in a backward."""
 
     class Sum(torch.autograd.Function):
         @staticmethod
@@ -78,7 +80,7 @@ def test_backwards_meet_too() -> None:
 
 
 def test_a_rank_alone_has_tensors_of_the_right_shapes() -> None:
-    """A rank without peers gets as many tensors, in memory of their own, as with them."""
+    """A rank without peers gets as many tensors, of equal shapes and with their own memory, as with peers."""
     group, tensor = Alone(rank=1, size=3), torch.ones(2, 2)
     parts = group.all_gather(tensor)
     assert [part.shape for part in parts] == [(2, 2)] * 3
@@ -89,9 +91,11 @@ def test_a_rank_alone_has_tensors_of_the_right_shapes() -> None:
 
 
 def test_processes_compute_what_ranks_in_lockstep_do(tmp_path: Path) -> None:
-    """Over gloo two processes get the same from every collective, and the same gradients through all seams.
+    """Two processes over gloo get the results of lockstep ranks from every collective, and the same
+    gradients.
 
-    What a collective has read or made is gone with its tensors, though gloo's own threads let go of it a little later.
+    Inputs and results of a collective are freed with their tensors, though gloo's own threads release them a
+    little later.
     """
     context = forks()
     pipes, processes = [], []

@@ -1,4 +1,4 @@
-"""Blocks that ranks divide are compared with whole ones: what breaks the rewriting of a graph is found, and named."""
+"""Comparison of divided blocks with whole ones: errors in the rewriting of a graph are found and named."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GPT = {"layers": 3, "hidden": 16, "heads": 2, "vocabulary": 11, "sequence": 12, 
 
 
 class Mixing(nn.Module):
-    """Products with a wide value between them, which is gathered, and sliced again; and a view changed in place."""
+    """Products around a wide value, which is gathered and split again, and a view changed in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Mixing(nn.Module):
 
 
 class Traced(nn.Module):
-    """A module that is no `nn.Sequential`."""
+    """A module that is not an `nn.Sequential`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -53,14 +53,14 @@ class Traced(nn.Module):
 
 
 def by_hand() -> Task:
-    """Layers by hand, two of them equal."""
+    """Return a task with a chain of layers, two of them equal."""
     model = nn.Sequential(nn.Linear(8, 8), Mixing(), nn.ReLU(inplace=True), Mixing(), nn.Linear(8, 8))
     batch: Any = lambda n: (torch.randn(n, 8), torch.randn(n, 8))  # noqa: E731
     return Task(model, batch=batch, loss=nn.MSELoss(), optimizer=torch.optim.SGD, name="hand")
 
 
 def divided(task: Task, ranks: int = 2, size: int = 2) -> tuple[ShardedChain, Any, Any]:
-    """A chain, divided wherever it can be, with its inputs and targets."""
+    """Return a chain, divided as far as possible, with its inputs and targets."""
     module = task.build()
     chain: Chain = capture(
         Task(module, batch=task.batch, loss=task.loss, name=task.name), *sample(task, size)
@@ -71,12 +71,14 @@ def divided(task: Task, ranks: int = 2, size: int = 2) -> tuple[ShardedChain, An
 
 
 def compare(task: Task, ranks: int = 2, **options: Any) -> Compared:
-    """A comparison with room for all."""
+    """Compare without a memory limit."""
     return compare_blocks(*divided(task, ranks), **{"free_bytes": 1 << 33, **options})
 
 
 def test_equal_blocks_are_compared_once_and_nothing_else_changes() -> None:
-    """In double precision, though the model has single; weights, gradients and the caller's draws stay."""
+    """Equal blocks are compared once, in double precision for a single-precision model too; weights,
+    gradients and the caller's random state stay unchanged.
+    """
     sharded, values, targets = divided(by_hand(), 4)
     before = [p.clone() for layer in sharded.chain.layers for p in layer.module.parameters()]
     state = torch.get_rng_state()
@@ -119,7 +121,7 @@ def bias_twice(broken: pytest.MonkeyPatch) -> None:
 
 
 def unseen_change(broken: pytest.MonkeyPatch) -> None:
-    """A change in place of a view is made anew, and what the view is a part of does not show it."""
+    """Replace an in-place change of a view by a new value, which the view's base does not show."""
     broken.setattr(tracing, "groups", lambda graph: {node: node for node in graph.nodes})
 
 
@@ -127,7 +129,9 @@ def unseen_change(broken: pytest.MonkeyPatch) -> None:
     "fault", [no_sum_backward, no_sum_forward, wrong_slice, wrong_order, bias_twice, unseen_change]
 )
 def test_a_rewriting_that_is_broken_is_refused(fault: Broken, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layer, by how much, and what to do; without the fault it agrees."""
+    """A faulty rewriting is refused with the layer, the difference and a fix; without the fault the
+    comparison passes.
+    """
     assert not compare(by_hand()).left_out
     fault(monkeypatch)
     said = (
@@ -142,7 +146,9 @@ def test_a_rewriting_that_is_broken_is_refused(fault: Broken, monkeypatch: pytes
 
 @pytest.mark.parametrize("hidden", [16, 240])
 def test_short_sequences_show_it_too(hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of traced layers, whose code has other lengths; dropout is off there. A width may be some times the length."""
+    """Short sequences reveal a fault in traced layers, which contain other lengths, without dropout; a width
+    may be a multiple of the length.
+    """
     inner = build("gpt", **GPT | {"layers": 1, "sequence": 20, "hidden": hidden})
     task = Task(
         Traced(inner.build()), batch=inner.batch, loss=inner.loss, name="traced", optimizer=torch.optim.SGD
@@ -177,21 +183,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("longest", [100.0, 0.0])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_of_transformers_agree_in_full_and_cut_short(family: str, longest: float) -> None:
-    """Masks, tables of positions, pairs of positions and experts of tokens have other sizes then."""
+    """Families of transformers pass in full and shortened, with masks, position tables, pairs of positions
+    and expert tokens of other sizes.
+    """
     pytest.importorskip("transformers")
     found = compare(hf(family, **FAMILIES[family]), longest=longest)
     assert found.blocks > 2 and not found.left_out and found.apart < 1e-9
 
 
 def test_layers_by_hand_take_shorter_batches_as_they_are() -> None:
-    """Their ranks' layers are traced for a length; dropout is off there."""
+    """The layers of an untraced chain take shorter batches; the layers of its ranks are traced for a length,
+    without dropout.
+    """
     found = compare(build("gpt", **GPT), longest=0.0)
     assert found.blocks == 4 and not found.left_out and found.apart < 1e-9
 
 
 @torch.library.custom_op("pipefit_tests::single", mutates_args=())
 def single(x: Tensor) -> Tensor:
-    """A kernel without double precision."""
+    """Compute with a kernel without double precision."""
     if x.dtype is torch.float64:
         raise RuntimeError("no double here")
     return x.clone()
@@ -202,7 +212,7 @@ single.register_autograd(lambda ctx, gradient: gradient)
 
 
 class Narrow(nn.Module):
-    """A layer that is divided, with such a kernel; by another it cannot run at all."""
+    """A divided layer with such a kernel, which fails in other dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,14 +223,16 @@ class Narrow(nn.Module):
 
 
 def test_what_has_no_double_precision_is_compared_in_its_own() -> None:
-    """With what rounding may do there."""
+    """A layer without double precision is compared in its own dtype, within its rounding."""
     model = nn.Sequential(Narrow(), nn.Linear(8, 8))
     found = compare(Task(model, batch=by_hand().batch, loss=nn.MSELoss(), optimizer=torch.optim.SGD))
     assert found.blocks == 2 and not found.left_out and 0 < found.apart < 1e-4
 
 
 def test_what_is_left_out_says_why() -> None:
-    """Too little memory; or too long, where no batch can be cut."""
+    """Skipped comparisons name the reason: too little memory, or too much time with a batch that cannot be
+    shortened.
+    """
     assert (
         "layer 0 takes 2.25 KiB of the host, which has 10 B to spare"
         in compare(by_hand(), free_bytes=10).left_out

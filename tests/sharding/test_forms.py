@@ -1,4 +1,4 @@
-"""Forms: parts and wholes, and what a split becomes in another shape, against the owner of every element."""
+"""Forms: parts, wholes and reshaped splits, against the owner of every element."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipefit.tensor_parallel.rules.reshaping import through_reshape
 
 @st.composite
 def splits(draw: st.DrawFn) -> tuple[list[int], Split, int]:
-    """A shape, a split of one of its dimensions, and the ranks that share it."""
+    """Draw a shape, a split of one of its dimensions, and the number of ranks."""
     ranks, dim = draw(st.integers(2, 4)), draw(st.integers(0, 2))
     blocks = tuple(ranks * size for size in draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
     repeats, padded = draw(st.integers(1, 3)), draw(st.booleans())
@@ -29,7 +29,7 @@ def splits(draw: st.DrawFn) -> tuple[list[int], Split, int]:
 
 
 def owners(shape: list[int], split: Split, ranks: int) -> Tensor:
-    """The rank that has each element, counted element by element."""
+    """Return the owner of each element, counted element by element."""
     size = shape[split.dim]
     found = []
     row = size // split.repeats
@@ -42,7 +42,7 @@ def owners(shape: list[int], split: Split, ranks: int) -> Tensor:
 
 @given(splits())
 def test_a_rank_has_the_elements_that_are_its_own_in_order(case: tuple[list[int], Split, int]) -> None:
-    """What a rank takes are the elements that it owns, in the order of the whole, and zeros behind them."""
+    """A rank's part has the elements that it owns, in the order of the whole, padded with zeros."""
     shape, split, ranks = case
     whole, owner = torch.arange(1, math.prod(shape) + 1).reshape(shape), owners(*case)
     for rank in range(ranks):
@@ -53,7 +53,7 @@ def test_a_rank_has_the_elements_that_are_its_own_in_order(case: tuple[list[int]
 
 @given(splits())
 def test_the_parts_of_all_ranks_make_the_whole(case: tuple[list[int], Split, int]) -> None:
-    """Taken apart and joined, a tensor is what it was, whether as a value or as a parameter's shards."""
+    """The joined parts of all ranks equal the tensor, as a value and as a parameter's shards."""
     shape, split, ranks = case
     whole = torch.randn(shape)
     parts = [take(whole, split, rank, ranks) for rank in range(ranks)]
@@ -66,7 +66,7 @@ def test_the_parts_of_all_ranks_make_the_whole(case: tuple[list[int], Split, int
 
 @given(splits())
 def test_a_part_has_memory_of_its_own(case: tuple[list[int], Split, int]) -> None:
-    """The storage of a part is as large as the part, not as the whole."""
+    """A part's storage is as large as the part, not as the whole."""
     shape, split, ranks = case
     part = take(torch.randn(shape), split, 0, ranks)
     assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
@@ -74,7 +74,7 @@ def test_a_part_has_memory_of_its_own(case: tuple[list[int], Split, int]) -> Non
 
 @st.composite
 def reshapes(draw: st.DrawFn) -> tuple[list[int], list[int]]:
-    """Two shapes of the same elements, with groups of dimensions in common and ones in between."""
+    """Draw two shapes of the same elements, with common groups of dimensions and ones between them."""
     before, after = [], []
     for _ in range(draw(st.integers(1, 3))):
         factors = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=3))
@@ -91,7 +91,9 @@ def reshapes(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 def test_a_split_seen_through_a_reshape_divides_the_same_elements(
     shapes: tuple[list[int], list[int]], data: st.DataObject
 ) -> None:
-    """Every element has the same owner in both shapes, and a part of the one, reshaped, is that of the other."""
+    """A split seen through a reshape keeps every element's owner, and a reshaped part equals the part of the
+    reshaped tensor.
+    """
     before, after = shapes
     ranks = data.draw(st.integers(2, 3))
     split = Split(data.draw(st.integers(0, len(before) - 1)), data.draw(st.integers(1, 3)))
@@ -124,7 +126,7 @@ def test_a_split_seen_through_a_reshape_divides_the_same_elements(
 def test_reshapes_of_heads_and_fused_projections_keep_what_is_divided(
     before: list[int], after: list[int], split: Split, found: Split | None
 ) -> None:
-    """What models do to heads and fused projections."""
+    """Reshapes of heads and fused projections, as in models, keep their split."""
     assert through_reshape(before, after, split, 2) == found
 
 

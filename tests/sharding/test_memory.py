@@ -1,4 +1,4 @@
-"""What a rank holds, from one process without values: parameters, and what a forward saves, against a closed form."""
+"""Memory of a rank in one process with fake tensors: parameters and activations, against closed forms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCH, SEQUENCE, HIDDEN, HEADS, FLOAT = 2, 16, 64, 8, 4
 
 
 def block(ranks: int, rank: int, **options: Any) -> RankStage:
-    """One rank's part of a block of GPT, on fake tensors."""
+    """Return one rank's part of a GPT block on fake tensors."""
     task = build("gpt", layers=1, hidden=HIDDEN, heads=HEADS, vocabulary=32, sequence=SEQUENCE, dropout=0.0)
     inputs, targets = task.batch(BATCH)
     chain = capture(Task(task.build(), batch=task.batch, loss=task.loss), inputs, targets)
@@ -28,7 +28,7 @@ def block(ranks: int, rank: int, **options: Any) -> RankStage:
 
 
 def saved_bytes(stage: RankStage) -> int:
-    """Bytes of the storages that autograd keeps, without parameters."""
+    """Return the bytes of the storages that autograd keeps, without parameters."""
     own = {p.untyped_storage()._cdata for layer in stage.layers for p in layer.module.parameters()}
     kept: dict[int, Tensor] = {}
 
@@ -45,7 +45,9 @@ def saved_bytes(stage: RankStage) -> int:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_block_of_gpt_keeps_its_share(ranks: int) -> None:
-    """Two norms keep inputs and outputs whole; queries, keys, values, attention, and both sides of GELU are divided."""
+    """A GPT block keeps inputs and outputs of two norms whole; queries, keys, values, attention, and both
+    sides of GELU are divided.
+    """
     with FakeTensorMode(allow_non_fake_inputs=True):
         found = [saved_bytes(block(ranks, rank)) for rank in (0, ranks - 1)]
     tokens = BATCH * SEQUENCE
@@ -56,7 +58,7 @@ def test_a_block_of_gpt_keeps_its_share(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_by_positions_a_block_keeps_two_values_whole(ranks: int) -> None:
-    """By sequence parallelism a rank keeps whole only what goes into attention and into the MLP."""
+    """With sequence parallelism, a rank keeps only the inputs of attention and MLP whole."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         found = saved_bytes(block(ranks, 0, sequences=True, prices=Prices(stored=10.0)))
     tokens = BATCH * SEQUENCE
@@ -66,7 +68,7 @@ def test_by_positions_a_block_keeps_two_values_whole(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_rank_has_its_share_of_the_weights(ranks: int) -> None:
-    """All matrices and the biases before a division are divided; norms and the biases behind a sum are whole."""
+    """All matrices and the biases before a split are divided; norms and the biases after a sum are whole."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         held = sum(p.nbytes for layer in block(ranks, 0).layers for p in layer.module.parameters())
     divided = 12 * HIDDEN**2 + 3 * HIDDEN + 4 * HIDDEN

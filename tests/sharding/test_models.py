@@ -1,4 +1,4 @@
-"""Whole models, with their loss: every rank has the loss, the gradients and the buffers of the module itself."""
+"""Whole models with their loss: every rank has the loss, gradients and buffers of the module."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ GALLERY: dict[str, Callable[[], Task]] = {
     "name", [*ORDINARY, *(pytest.param(name, marks=pytest.mark.gallery) for name in GALLERY)]
 )
 def test_ranks_compute_what_the_module_does(name: str, ranks: int) -> None:
-    """Loss, all gradients and buffers, in double precision; with two ranks nearly all parameters are divided."""
+    """Loss, all gradients and buffers equal the module's in double precision; with two ranks nearly all
+    parameters are divided.
+    """
     case = Case.of({**ORDINARY, **GALLERY}[name]())
     stage, found = case.by_ranks(ranks)
     plain = case.plain()
@@ -63,8 +65,8 @@ def test_ranks_compute_what_the_module_does(name: str, ranks: int) -> None:
     "name", ["gpt", "hf:llama", *(pytest.param(f"hf:{name}", marks=pytest.mark.gallery) for name in FLOWS)]
 )
 def test_positions_are_divided_where_little_is_to_be_kept(name: str) -> None:
-    """By sequence parallelism norms and what is around them are divided too, whatever operations norms are made of, and
-    no number changes.
+    """If memory is expensive, sequence parallelism divides norms and their surroundings too, in any
+    implementation of a norm, and changes no number.
     """
     case = Case.of({**ORDINARY, **GALLERY}[name]())
     stage, found = case.by_ranks(2, Prices(stored=10.0), sequences=True)
@@ -84,8 +86,8 @@ def test_positions_are_divided_where_little_is_to_be_kept(name: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kernel", ["grouped_mm", "batched_mm"])
 def test_experts_are_divided(kernel: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mixtral, by either of the products that transformers has for all experts at once; in double precision only its
-    own grouped product can be used, which is what a trace holds.
+    """Mixtral is divided with either of transformers' products of all experts; only its own grouped product,
+    which a trace records, supports double precision.
     """
     pytest.importorskip("transformers")
     monkeypatch.setattr("transformers.integrations.moe._can_use_grouped_mm", lambda *_: False)

@@ -1,4 +1,4 @@
-"""Every family of operators: what ranks compute with parts is what the module computes, and it is divided."""
+"""Families of operators: ranks are divided and compute the numbers of the module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH, LENGTH = 8, 6
 
 
 class Of(nn.Module):
-    """A function between two linear layers, with the parameters given."""
+    """A function between two linear layers, with the given parameters."""
 
     def __init__(
         self, run: Callable[..., Tensor], *, inner: int = WIDTH, outer: int = WIDTH, **parts: nn.Module
@@ -32,39 +32,39 @@ class Of(nn.Module):
 
 
 def sequences(size: int) -> tuple[Tensor, Tensor]:
-    """Rows of numbers, and what is to be made of them."""
+    """Return random sequences and their targets."""
     return torch.randn(size, LENGTH, WIDTH), torch.randn(size, LENGTH, WIDTH)
 
 
 def task(
     *layers: nn.Module, batch: Callable[[int], tuple[Tensor, Tensor]] = sequences, loss=F.mse_loss
 ) -> Task:
-    """Layers as a chain."""
+    """Return a task with layers as a chain."""
     return Task(nn.Sequential(*layers), batch=batch, loss=loss)
 
 
 def of(run: Callable[..., Tensor], **options: object) -> Task:
-    """A function in the middle of a network."""
+    """Return a task with a function in the middle of a network."""
     return task(Of(run, **options))
 
 
 def heads(x: Tensor, count: int = 4) -> Tensor:
-    """(batch, length, features) by heads."""
+    """Reshape (batch, length, features) into heads."""
     return x.unflatten(-1, (count, -1)).transpose(1, 2)
 
 
 def merged(x: Tensor) -> Tensor:
-    """The way back."""
+    """Merge heads back."""
     return x.transpose(1, 2).flatten(2)
 
 
 def attend(x: Tensor, **options: object) -> Tensor:
-    """Attention of a fused projection, cut into three equal blocks."""
+    """Compute attention of a fused projection, cut into three equal blocks."""
     return merged(F.scaled_dot_product_attention(*map(heads, x.chunk(3, -1)), **options))
 
 
 def grouped(x: Tensor, *, fused: bool) -> Tensor:
-    """Four heads of queries and two of keys, in one projection of unequal blocks."""
+    """Compute attention of four query heads and two key heads, in one projection of unequal blocks."""
     q, k, v = x.split((8, 4, 4), -1)
     k, v = heads(k, 2), heads(v, 2)
     if not fused:
@@ -73,27 +73,27 @@ def grouped(x: Tensor, *, fused: bool) -> Tensor:
 
 
 def one_head(x: Tensor) -> Tensor:
-    """Four heads of queries share one of keys, written with slices."""
+    """Compute attention of four query heads and one shared key head, with slices."""
     q, k, v = x[..., :8], x[..., 8:10], x[..., 10:]
     k, v = (heads(y, 1).expand(-1, 4, -1, -1) for y in (k, v))
     return merged(F.scaled_dot_product_attention(heads(q), k, v))
 
 
 def by_hand(x: Tensor) -> Tensor:
-    """Attention of plain products, scores and masks."""
+    """Compute attention with plain products, scores and masks."""
     q, k, v = map(heads, x.chunk(3, -1))
     scores = (q @ k.mT / 3).masked_fill(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), float("-inf"))
     return merged(F.dropout(scores.softmax(-1), 0.2) @ v)
 
 
 def merged_with_batch(x: Tensor) -> Tensor:
-    """Heads behind the batch, as torch's own modules have them."""
+    """Compute attention with heads after the batch dimension, as torch's own modules do."""
     q, k, v = (heads(y).reshape(-1, LENGTH, 2) for y in x.chunk(3, -1))
     return merged(torch.bmm(torch.bmm(q, k.mT).softmax(-1), v).view(-1, 4, LENGTH, 2))
 
 
 def turned(x: Tensor) -> Tensor:
-    """Rotary positions: halves of every head change places."""
+    """Apply rotary positions, which swap the halves of every head."""
     q = heads(x)
     a, b = q[..., :1], q[..., 1:]
     angles = torch.arange(LENGTH)[:, None].double()
@@ -101,24 +101,24 @@ def turned(x: Tensor) -> Tensor:
 
 
 def in_place(x: Tensor) -> Tensor:
-    """Changes in place that nobody else sees."""
+    """Change values in place without other readers."""
     return x.mul_(2).add_(1).relu_()
 
 
 def filled(x: Tensor) -> Tensor:
-    """A copy into a new value, whose gradient goes to what is copied."""
+    """Copy into a new value, whose gradient goes to the source of the copy."""
     return torch.zeros_like(x).copy_(x).mul_(2).sin()
 
 
 def seen_elsewhere(x: Tensor) -> Tensor:
-    """A change in place of a view, which the whole shows."""
+    """Change a view in place; its base shows the change."""
     y = x * 2
     y[:, 1:].mul_(3)
     return y
 
 
 def changed_without_gradient(x: Tensor) -> Tensor:
-    """A change in place that the gradient does not see."""
+    """Change a value in place without autograd."""
     y = x * 2
     with torch.no_grad():
         y.mul_(3)
@@ -126,7 +126,7 @@ def changed_without_gradient(x: Tensor) -> Tensor:
 
 
 class Remembering(nn.Module):
-    """A part of a buffer is changed in every forward, after the whole was used."""
+    """A layer that changes a part of a buffer in every forward, after a use of the whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Remembering(nn.Module):
 
 
 def without_gradient(x: Tensor) -> Tensor:
-    """A value that is used with and without a gradient."""
+    """Use a value with and without a gradient."""
     with torch.no_grad():
         scale = x.abs().amax(1, keepdim=True)
     return x / scale
@@ -179,7 +179,7 @@ DIVIDED = {
 
 
 def check(task: Task, ranks: int = 2, prices: Prices = CHEAP) -> ShardedStage:
-    """The stage, whose ranks compute what the module does."""
+    """Return the stage, after a check that its ranks compute the numbers of the module."""
     case = Case.of(task)
     stage, found = case.by_ranks(ranks, prices)
     plain = case.plain()
@@ -189,14 +189,14 @@ def check(task: Task, ranks: int = 2, prices: Prices = CHEAP) -> ShardedStage:
 
 
 def test_one_head_of_keys_for_all_queries() -> None:
-    """Queries are divided by heads, the keys and values that they share are put together."""
+    """Query heads are divided, and the keys and values that they share are gathered."""
     stage = check(of(one_head, inner=12), prices=Prices(stored=20.0))
     attention = next(node for node in stage.choice.ways if "attention" in node.name)
     assert stage.choice.home[attention] == Split(1)
 
 
 class Summed(nn.Module):
-    """Experts of two weights, in Einstein sums, all of which every word goes through."""
+    """Experts with two weights in Einstein sums; every token goes through all of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class Summed(nn.Module):
 
 
 def test_einstein_sums_are_divided_by_letters() -> None:
-    """Along a letter of both weights, so that one sum is sent."""
+    """Einstein sums are divided along a letter of both weights, with one all-reduce."""
     stage = check(task(Summed()))
     assert stage.shares.of_bytes == stage.shares.of_flops == 1
     assert [each.kind for each in stage.collectives] == ["all_reduce"]
@@ -216,7 +216,9 @@ def test_einstein_sums_are_divided_by_letters() -> None:
 
 @pytest.mark.parametrize("name", DIVIDED)
 def test_what_is_between_two_linear_layers_is_divided(name: str) -> None:
-    """Numbers are those of the module, each rank has its part of both weights, and one sum each way is sent."""
+    """Functions between two linear layers are divided: each rank has a part of both weights, numbers equal
+    the module's, and each direction has one all-reduce.
+    """
     stage = check(DIVIDED[name])
     assert stage.shares.divided_bytes >= 0.9 * stage.shares.parameter_bytes
     assert stage.shares.of_flops == 1
@@ -224,34 +226,36 @@ def test_what_is_between_two_linear_layers_is_divided(name: str) -> None:
 
 
 def test_what_is_changed_in_place_and_seen_elsewhere_is_whole() -> None:
-    """A view that is written into stays with the value that it shows, which is replicated."""
+    """A view that is changed in place stays with its base, which is replicated."""
     stage = check(of(seen_elsewhere))
     assert {each.reason for each in stage.shares.whole} == {"it shares memory with what is changed in place"}
 
 
 def test_a_copy_into_a_new_value_is_whole() -> None:
-    """torch has a derivative of the copy in place alone, so that no new value is made instead."""
+    """A copy into a new value stays in place and whole: torch differentiates only the in-place copy."""
     check(of(filled))
 
 
 def test_a_change_in_place_without_a_gradient_leaves_the_gradient() -> None:
-    """The value is not made anew under `no_grad`, where it would lose the way back."""
+    """An in-place change under `no_grad` is not replaced by a new value, which would lose the gradient."""
     check(of(changed_without_gradient))
 
 
 def test_a_buffer_of_which_a_part_is_changed_is_one_on_every_rank() -> None:
-    """It is never changed in a copy that has another form."""
+    """A partly changed buffer is one buffer on every rank: a copy in another form never changes instead."""
     check(task(nn.Linear(WIDTH, WIDTH), Remembering(), nn.Linear(WIDTH, WIDTH)))
 
 
 def test_an_unknown_operator_is_whole() -> None:
-    """A Fourier transform has no rule: numbers stay right, and the report names it."""
+    """An operator without a rule, a Fourier transform, is replicated: numbers stay right, and the report
+    names it.
+    """
     stage = check(of(lambda x: torch.fft.fft(x, dim=1).abs()))
     assert stage.shares.divided_bytes > 0  # what is before and behind it is divided all the same
 
 
 class Reversed(torch.autograd.Function):
-    """Nothing forwards; backwards the gradient has the other sign."""
+    """A function with the identity as forward and a negated gradient."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
@@ -263,7 +267,7 @@ class Reversed(torch.autograd.Function):
 
 
 class Adversary(nn.Module):
-    """Not a chain: the model is traced before its stage is."""
+    """A model that is not a chain, so that it is traced twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,12 +278,12 @@ class Adversary(nn.Module):
 
 
 def test_a_custom_function_keeps_its_backward() -> None:
-    """It is replicated, with the gradient that its author wrote, in a layer that was itself made by tracing."""
+    """A custom function in a traced layer is replicated and keeps its own backward."""
     check(Task(Adversary(), batch=sequences, loss=F.mse_loss))
 
 
 class Words(nn.Module):
-    """An embedding and a head; `tied` they have one weight."""
+    """An embedding and a head, with one weight if `tied`."""
 
     def __init__(self, words: int, *, tied: bool, padding: int | None = None) -> None:
         super().__init__()
@@ -295,7 +299,7 @@ class Words(nn.Module):
 
 
 def words(count: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Tokens, and targets of which some do not count."""
+    """Return tokens, and targets with some ignored."""
 
     def batch(size: int) -> tuple[Tensor, Tensor]:
         targets = torch.randint(count, (size * LENGTH,))
@@ -307,7 +311,9 @@ def words(count: int) -> Callable[[int], tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("count", "ranks"), [(96, 2), (97, 2), (97, 3), (97, 4)])
 def test_a_vocabulary_is_divided_from_the_embedding_to_the_loss(count: int, ranks: int, tied: bool) -> None:
-    """Also where the ranks do not divide it, and with a token of padding; logits are never gathered."""
+    """A vocabulary is divided from the embedding to the loss, even if its size is not a multiple of the
+    ranks, and with a padding token; logits are never gathered.
+    """
     model = Words(count, tied=tied, padding=1)
     stage = check(Task(model, batch=words(count), loss=F.cross_entropy), ranks)
     last = stage.shards(ranks - 1)["head.weight"]
@@ -320,13 +326,13 @@ def test_a_vocabulary_is_divided_from_the_embedding_to_the_loss(count: int, rank
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_the_loss_of_a_divided_vocabulary(reduction: str, smoothing: float) -> None:
-    """Label smoothing and both sums, in a padded vocabulary."""
+    """The loss of a divided, padded vocabulary supports label smoothing and both reductions."""
     loss = nn.CrossEntropyLoss(reduction=reduction, label_smoothing=smoothing)
     check(Task(Words(13, tied=False), batch=words(13), loss=loss), 3)
 
 
 def test_a_loss_with_weights_of_classes_is_whole() -> None:
-    """What the vocabulary-parallel loss does not know is replicated."""
+    """A loss with class weights, which the vocabulary-parallel loss does not support, is replicated."""
     weights = torch.linspace(0.5, 2, 12).double()
     check(
         Task(Words(12, tied=False), batch=words(12), loss=lambda x, y: F.cross_entropy(x, y, weight=weights))
@@ -334,12 +340,12 @@ def test_a_loss_with_weights_of_classes_is_whole() -> None:
 
 
 def images(size: int) -> tuple[Tensor, Tensor]:
-    """Small images and their classes."""
+    """Return small images and their classes."""
     return torch.randn(size, 3, 8, 8), torch.randint(4, (size,))
 
 
 class Residual(nn.Module):
-    """Convolutions with batch norm around a sum in place."""
+    """Convolutions with batch norm around an in-place sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -365,7 +371,9 @@ CONVOLUTIONS = {
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolutions_are_divided_by_channels(name: str) -> None:
-    """With norms over channels, whose buffers are divided too, pooling and a head of one linear layer."""
+    """Convolutions are divided by channels, with norms over channels and their buffers, pooling and a linear
+    head.
+    """
     layers = (*CONVOLUTIONS[name], nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.LazyLinear(4))
     model = nn.Sequential(*layers)
     model(images(2)[0])
@@ -375,7 +383,7 @@ def test_convolutions_are_divided_by_channels(name: str) -> None:
 
 
 def test_a_frozen_weight_is_divided_and_gets_no_gradient() -> None:
-    """An adapter beside a frozen layer: both are divided, only the adapter is trained."""
+    """A frozen weight next to an adapter is divided and gets no gradient; only the adapter is trained."""
     model = Of(F.gelu, inner=12, outer=12)
     model.up.requires_grad_(False)
     stage = check(task(nn.Linear(WIDTH, WIDTH), model))

@@ -1,4 +1,4 @@
-"""The search for forms, against all choices of strategies, priced one by one."""
+"""The search for forms, against the costs of all combinations of strategies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH = 8
 
 
 class Gated(nn.Module):
-    """Two projections of one value, of which the second has a residual."""
+    """Two projections of one value; the second has a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Heads(nn.Module):
 
 
 def staged(module: nn.Module, tokens: int) -> TracedStage:
-    """A module as a stage."""
+    """Trace a module as a stage."""
     values = (torch.randn(2, tokens, WIDTH),)
     chain = capture(
         Task(nn.Sequential(module), batch=lambda size: (values[0], values[0]), loss=F.mse_loss), *values
@@ -65,8 +65,10 @@ def staged(module: nn.Module, tokens: int) -> TracedStage:
 
 
 def price(stage: TracedStage, ways: dict[fx.Node, Strategy], costs: Costs) -> float:
-    """What one choice costs: every value is had in a form once, from its replicated form if that is had, and kept once
-    whole and once in each split.
+    """Return the cost of one combination of strategies.
+
+    Every value is converted into a form once, from its replicated form if available, and kept once whole and
+    once in each split.
     """
     kept = set()
 
@@ -101,7 +103,7 @@ def price(stage: TracedStage, ways: dict[fx.Node, Strategy], costs: Costs) -> fl
 @pytest.mark.parametrize("tokens", [2, 64])
 @pytest.mark.parametrize("module", [Gated, Tied, Heads])
 def test_no_choice_is_cheaper(module: type[nn.Module], tokens: int, stored: float) -> None:
-    """Of all strategies of all operations together the search finds the cheapest, and says what it costs."""
+    """The search finds the cheapest of all combinations of strategies, and its cost."""
     stage, prices = staged(module(), tokens), Prices(stored=stored)
     trained = _trained(stage)
     costs = Costs(ranks=2, prices=prices, trained=trained)
@@ -115,7 +117,7 @@ def test_no_choice_is_cheaper(module: type[nn.Module], tokens: int, stored: floa
 
 
 def test_what_is_dear_to_store_is_divided_and_what_is_dear_to_send_is_whole() -> None:
-    """The price of a stored byte turns the search from no communication to the least memory."""
+    """A higher price of a stored byte turns the search from no communication to the least memory."""
     forms = []
     for stored in (0.0, 100.0):
         found = choose(staged(Gated(), 64), 2, Prices(stored=stored, flops=math.inf))

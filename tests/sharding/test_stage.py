@@ -1,4 +1,4 @@
-"""What a rank gets: layers like the whole ones, the collectives that were said, and its part of all state."""
+"""A tensor-parallel rank's stage: its layers, the reported collectives, and its part of all state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOKENS = torch.arange(32).reshape(4, 8) % 11
 
 
 def layers(words: int = 11) -> nn.Sequential:
-    """A small chain, of which two layers are tied."""
+    """Build a small chain with two tied layers."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Embedding(words, 16),
@@ -49,12 +49,12 @@ def layers(words: int = 11) -> nn.Sequential:
 
 
 def task() -> Task:
-    """The chain on tokens."""
+    """Return the task of the chain on tokens."""
     return Task(layers(), batch=lambda size: (TOKENS[:size], TOKENS[:size].flatten()), loss=F.cross_entropy)
 
 
 def whole(ranks: int = 2, prices: Prices = CHEAP) -> ShardedStage:
-    """All layers and the loss."""
+    """Return the stage of all layers and the loss."""
     chain = capture(task(), TOKENS, TOKENS.flatten())
     given: dict[str, Any] = {
         "chain": chain,
@@ -66,7 +66,7 @@ def whole(ranks: int = 2, prices: Prices = CHEAP) -> ShardedStage:
 
 
 def test_layers_are_as_many_as_before_and_keep_their_names() -> None:
-    """Each rank has every layer, with its names, and with parameters of the shapes that their shards say."""
+    """Each rank has every layer under its name, with parameters of their shards' shapes."""
     stage, chain = whole(), capture(task(), TOKENS, TOKENS.flatten())
     rank = stage.rank(Alone(rank=1, size=2))
     assert [layer.name for layer in rank.layers] == [layer.name for layer in chain.layers]
@@ -78,14 +78,16 @@ def test_layers_are_as_many_as_before_and_keep_their_names() -> None:
 
 
 def test_tied_layers_share_one_part() -> None:
-    """A parameter that two layers have is one parameter on a rank too."""
+    """A parameter of two layers is one parameter on a rank too."""
     rank = whole().rank(Alone(rank=0, size=2))
     assert rank.layers[0].module.get_parameter("weight") is rank.layers[4].module.get_parameter("weight")
 
 
 @pytest.mark.parametrize("model", [Named, lambda: nn.Sequential(nn.Linear(8, 8), Named(), nn.Linear(8, 8))])
 def test_parts_of_a_model_may_have_any_names(model: Callable[[], nn.Module]) -> None:
-    """A rank has all of them beside what is its own, and computes what the module does."""
+    """A model's layers may have any names: a rank has all of them in addition to its own, and computes the
+    numbers of the module.
+    """
     torch.manual_seed(0)
     module, x = model().double(), torch.randn(4, 8).double()
     chain = capture(Task(module, batch=lambda size: (x[:size], x[:size]), loss=F.mse_loss), x, x)
@@ -96,7 +98,7 @@ def test_parts_of_a_model_may_have_any_names(model: Callable[[], nn.Module]) -> 
 
 
 def test_what_a_layer_has_beside_a_model_s_own_is_named_apart() -> None:
-    """So that no part of a model has its name."""
+    """Attributes that a layer adds to a model's own avoid the names of the model."""
     (layer, *_), every = whole().rank(Alone(rank=0, size=2)).layers, nn.Module()
     assert isinstance(layer.module, GraphLayer)
     own = {*dir(layer.module)} - {*dir(every)} - {name for name, _ in layer.module.named_parameters()}
@@ -104,7 +106,7 @@ def test_what_a_layer_has_beside_a_model_s_own_is_named_apart() -> None:
 
 
 def test_every_rank_has_the_values_between_stages_whole() -> None:
-    """Without a loss the stage returns what the layers return, on every rank."""
+    """A stage without a loss returns the layers' whole values on every rank."""
     chain = capture(task(), TOKENS, TOKENS.flatten())
     stage = shard_stage(chain.layers[:5], 2, (TOKENS,), is_first=True, prices=CHEAP)
     expected = layers()[:5](TOKENS)
@@ -114,7 +116,7 @@ def test_every_rank_has_the_values_between_stages_whole() -> None:
 
 @pytest.mark.parametrize("stored", [0.001, 1.0, 50.0])
 def test_the_collectives_that_are_said_are_those_that_happen(stored: float) -> None:
-    """Kind, phase and bytes of every collective of a forward and a backward, whatever is divided."""
+    """The reported collectives of forward and backward occur, with kind, phase and bytes, in any split."""
     chain = capture(task(), TOKENS, TOKENS.flatten())
     stage = shard_stage(chain.layers, 2, (TOKENS,), is_first=True, prices=Prices(stored=stored))
     said = Counter((each.kind, each.phase, 0, each.nbytes) for each in stage.collectives)
@@ -122,7 +124,9 @@ def test_the_collectives_that_are_said_are_those_that_happen(stored: float) -> N
 
 
 def test_collectives_of_positions_that_are_said_are_those_that_happen() -> None:
-    """The same of a block of GPT, whose sums are dealt out in both directions."""
+    """The reported collectives of a GPT block with sequence parallelism occur: reduce-scatters and
+    all-gathers in both directions.
+    """
     gpt = build("gpt", layers=1, hidden=16, heads=2, vocabulary=11, sequence=8, dropout=0.0)
     chain = capture(gpt, TOKENS, TOKENS)
     stage = shard_stage(chain.layers, 2, (TOKENS,), is_first=True, sequences=True, prices=Prices(stored=2.0))
@@ -135,7 +139,7 @@ def test_collectives_of_positions_that_are_said_are_those_that_happen() -> None:
 
 
 def heard(stage: ShardedStage) -> list[Counter[tuple[str, str, int, int]]]:
-    """The collectives of every rank."""
+    """Return the collectives of every rank."""
 
     def run(group: LockstepCollectives) -> Counter[tuple[str, str, int, int]]:
         listening = Listening(group)
@@ -148,12 +152,14 @@ def heard(stage: ShardedStage) -> list[Counter[tuple[str, str, int, int]]]:
 
 
 def test_two_plans_of_one_stage_are_equal_and_of_another_are_not() -> None:
-    """Ranks that plan by themselves can see by the digest that they have chosen alike."""
+    """Two plans of one stage have equal digests, and plans of another stage differ, so that ranks that plan
+    separately can verify their agreement.
+    """
     assert whole().digest == whole().digest != whole(3).digest
 
 
 def test_training_by_ranks_is_training_of_the_whole() -> None:
-    """Three steps of Adam on the parts, put together, give the parameters and the state of Adam on the whole."""
+    """Three steps of Adam on the parts, joined, give the parameters and state of Adam on the whole."""
     stage, steps = whole(), 3
     model = layers()
     adam = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -190,14 +196,14 @@ def test_training_by_ranks_is_training_of_the_whole() -> None:
 
 
 def test_state_that_cannot_be_divided_is_refused() -> None:
-    """What an optimizer keeps by rows of a matrix, as Adafactor does, has no part for a rank."""
+    """Optimizer state by rows of a matrix, as Adafactor's, cannot be divided and is refused."""
     shard = Shard(name="weight", dim=0, ranges=((0, 2),), global_shape=(4, 3))
     with pytest.raises(UsageError, match="row_var of weight"):
         shard.local_state({"row_var": torch.ones(4, 1)})
 
 
 def test_the_report_says_what_is_divided_and_what_is_not() -> None:
-    """Shares of bytes and operations; what is whole has its reason."""
+    """The report has the divided shares of bytes and operations, and a reason for each whole value."""
     odd = Task(layers(), batch=lambda size: (TOKENS, TOKENS), loss=None)
     chain = capture(odd, TOKENS)
     shares = shard_stage(chain.layers, 5, (TOKENS,), prices=CHEAP).shares
@@ -212,13 +218,13 @@ def test_the_report_says_what_is_divided_and_what_is_not() -> None:
 
 @pytest.mark.parametrize("ranks", [0, 1])
 def test_a_group_of_one_is_refused(ranks: int) -> None:
-    """There is nothing to share."""
+    """A group of one rank is refused."""
     with pytest.raises(UsageError, match="at least 2 ranks"):
         whole(ranks)
 
 
 def test_a_divided_parameter_with_hooks_is_refused() -> None:
-    """A hook would see a part of the gradient."""
+    """A divided parameter with a hook is refused, because the hook would see a part of the gradient."""
     model = layers()
     model[3].weight.register_hook(lambda gradient: gradient)
     chain = capture(Task(model, batch=task().batch, loss=F.cross_entropy), TOKENS, TOKENS.flatten())
@@ -231,7 +237,9 @@ def test_a_divided_parameter_with_hooks_is_refused() -> None:
     "model", [lambda: build("gpt", layers=1, hidden=16, heads=2, vocabulary=11, sequence=8)]
 )
 def test_mixed_precision_casts_as_the_whole_does(model: Callable[[], Task]) -> None:
-    """Under autocast the loss differs by the rounding of bfloat16 alone, and values have its types."""
+    """Under autocast the loss differs by the rounding of bfloat16 alone, and values have the dtypes of the
+    whole.
+    """
     plain = model()
     mixed = Task(plain.build(), batch=plain.batch, loss=plain.loss, precision="mixed-bfloat16")
     inputs, targets = plain.batch(2)
@@ -258,7 +266,7 @@ def test_mixed_precision_casts_as_the_whole_does(model: Callable[[], Task]) -> N
 
 
 class Cast(nn.Module):
-    """A linear layer under an autocast of its own, and one outside of it."""
+    """A linear layer inside its own autocast, and one outside it."""
 
     def __init__(self, *, enabled: bool = True) -> None:
         super().__init__()
@@ -271,7 +279,9 @@ class Cast(nn.Module):
 
 
 def test_an_autocast_inside_a_model_is_entered_by_every_rank() -> None:
-    """What runs under it is cast as in the module: a divided product has the very results, and not those without."""
+    """Every rank enters an autocast inside a model: a divided product has exactly the module's results, which
+    differ from those without autocast.
+    """
     torch.manual_seed(0)
     model, without, x = Cast(), Cast(enabled=False), torch.randn(4, 16)
     without.load_state_dict(model.state_dict())
