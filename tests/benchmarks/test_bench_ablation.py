@@ -1,4 +1,4 @@
-"""What the ablation of the joint planner compares, and its rows about activations at the host."""
+"""The ablation of the joint planner: compared variants, and its rows about activations at the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def row(way: str, speed: float, model: str) -> Row:
 
 
 def test_every_way_leaves_out_one_thing() -> None:
-    """Of what may be used, but for the first, which has all of it, and the one that has nothing."""
+    """Each variant allows all techniques but one, except the first, with all, and the last, with none."""
     all_of_it = WAYS["all"].means
     for name, (planner, means) in WAYS.items():
         fields = ("recompute", "host", "peers", "mapping", "striping", "ahead")
@@ -26,7 +26,7 @@ def test_every_way_leaves_out_one_thing() -> None:
 
 
 def test_the_table_has_a_column_for_each_model() -> None:
-    """And a row for each way; what was not made is empty."""
+    """The table has a row for each variant too; missing results are empty."""
     rows = [row("all", 2.0, "one"), row("no host", 1.5, "one"), row("all", 4.0, "other")]
     lines = bench_ablation.table(rows).splitlines()
     assert lines[0] == "| allowed | one | other |"
@@ -34,7 +34,9 @@ def test_the_table_has_a_column_for_each_model() -> None:
 
 
 def test_the_longest_lived_half_is_more_than_half_of_the_activations() -> None:
-    """With more stages there is less left of them, at no cost while copies are shorter than passes."""
+    """With more stages the offloaded half leaves fewer activations, at no cost while copies are shorter than
+    passes.
+    """
     left = []
     for stages in (8, 16):
         found = re.fullmatch(

@@ -1,6 +1,6 @@
-"""The benchmark of AmoebaNet at the paper's scale, smaller: what it compares, and how its rows hang together.
+"""The AmoebaNet benchmark in small: its comparisons, and the consistency of its rows.
 
-Mostly on perceptrons, which are profiled and dry-run in no time.
+Mostly on perceptrons, which are profiled and dry-run quickly.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FRONT_HEAVY = TorchgpipeSplits((0, 8, 9, 10, 11), (0, 3, 6, 9, 11))  # in place 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Perceptrons(Job):
-    """The same job with perceptrons of uneven widths, of which `filters` is the unit."""
+    """The same job with perceptrons of uneven widths in units of `filters`."""
 
     def task(self, filters: int) -> Task:
         return build("mlp", widths=(filters, 8 * filters, filters, 2 * filters, 4 * filters), inputs=64)
@@ -75,13 +75,13 @@ costs = cache(JOB.profile)
 
 @cache
 def found(recompute: Recompute) -> Comparison:
-    """One comparison, for all tests."""
+    """Run one comparison, for all tests."""
     return compare(JOB, 40, recompute, splitters(lambda _: FRONT_HEAVY), costs, once=("time",))
 
 
 @pytest.mark.parametrize("recompute", OFTEN)
 def test_ours_is_the_emptiest_and_the_largest(recompute: Recompute) -> None:
-    """No partitioner has a lower peak at one F, nor a larger F, than ours; all are there, ours first."""
+    """No partitioner has a lower peak at one F, nor a larger F, than ours; all are listed, ours first."""
     balance, largest, _ = found(recompute)
     names = sorted([OURS, ADDITIVE, "bisection", *BASELINES])
     assert sorted(row.partitioner for row in balance) == sorted(row.partitioner for row in largest) == names
@@ -93,14 +93,14 @@ def test_ours_is_the_emptiest_and_the_largest(recompute: Recompute) -> None:
 
 @pytest.mark.parametrize("recompute", OFTEN)
 def test_the_edges_are_certified(recompute: Recompute) -> None:
-    """Every largest F fits in its dry run and the next one does not; the plans had said so, to the byte."""
+    """Every largest F fits in its dry run and the next one does not, as their plans predict, to the byte."""
     for row in found(recompute).largest:
         assert row.need_bytes <= ROOM < row.next_need_bytes
         assert (row.certified, row.off_plan_bytes) == (True, 0)
 
 
 def test_parameters_are_those_of_the_module() -> None:
-    """Parameters are counted on the model itself, and the ratio is of them."""
+    """Parameters are counted on the model, and so is their ratio."""
     rows = {row.partitioner: row for row in found("except_last").largest}
     counted = {
         name: sum(p.numel() for p in JOB.task(rows[name].filters).build().parameters())
@@ -111,7 +111,7 @@ def test_parameters_are_those_of_the_module() -> None:
 
 
 def test_without_dry_runs_the_plans_are_believed() -> None:
-    """The same F and bytes for every partitioner, which nothing certifies and nobody timed."""
+    """Without dry runs every partitioner has the same F and bytes, uncertified and untimed."""
     believed = compare(
         JOB, 40, "except_last", splitters(lambda _: FRONT_HEAVY), costs, once=("time",), certify=False
     )
@@ -123,7 +123,7 @@ def test_without_dry_runs_the_plans_are_believed() -> None:
 
 
 def test_measurings_are_read_from_an_earlier_run(tmp_path: Path) -> None:
-    """By F and samples, in their order."""
+    """Measurements are read by F and samples, in their order."""
     times = [[3, 1, 2], [4, 1, 2]]
     earlier = {
         "filters": 544,
@@ -136,14 +136,16 @@ def test_measurings_are_read_from_an_earlier_run(tmp_path: Path) -> None:
 
 @pytest.mark.gallery
 def test_recomputing_makes_room() -> None:
-    """A larger F fits under every kind of recomputation than without."""
+    """With any recomputation a larger F fits than without."""
     largest = {recompute: found(recompute).largest[0].filters for recompute in SCHEDULES}
     assert all(largest["never"] < largest[recompute] for recompute in set(SCHEDULES) - {"never"})
 
 
 @pytest.mark.parametrize(("recompute", "kept"), [("except_last", JOB.microbatches - 1), ("except_one", 0)])
 def test_the_kept_microbatch_is_the_one_whose_backward_comes_first(recompute: Recompute, kept: int) -> None:
-    """It alone goes forward once; under torchgpipe's order that is the last one, under ours the first."""
+    """Only the kept microbatch runs one forward; under torchgpipe's order it is the last one, under ours the
+    first.
+    """
     program = lower(plan_at(JOB.setting(costs(40), 40, recompute), (0, 3, 6, 9, 11)))
     for actions in program.actions:
         assert {action.microbatch for action in actions if action.kind is Kind.FORWARD} == {kept}
@@ -151,7 +153,9 @@ def test_the_kept_microbatch_is_the_one_whose_backward_comes_first(recompute: Re
 
 
 def test_what_is_asked_once_is_used_at_every_size() -> None:
-    """torchgpipe's split of one F is that of the largest F, too; so is that of a partitioner that is asked once."""
+    """torchgpipe's split at one F serves its largest F too; so does the split of a partitioner
+    called once.
+    """
     balance = {row.partitioner: row for row in found("except_last").balance}
     largest = {row.partitioner: row for row in found("except_last").largest}
     assert balance[TORCHGPIPE].split == largest[TORCHGPIPE].split == (8, 1, 1, 1)
@@ -174,7 +178,7 @@ def test_a_single_measuring_is_split_by_torchgpipe() -> None:
 
 @pytest.mark.parametrize("recompute", OFTEN)
 def test_ratios_are_to_torchgpipe_and_to_the_best_baseline(recompute: Recompute) -> None:
-    """The best baseline is no further behind ours than torchgpipe is, and is not before it."""
+    """The best baseline's F lies between torchgpipe's and ours."""
     of = summarised(found(recompute))
     assert 1 <= of["parameters_to_best_baseline"] <= of["parameters_to_torchgpipe"]
     assert of["peak_to_torchgpipe"] <= of["peak_to_best_baseline"] <= 1
@@ -192,7 +196,7 @@ MINIATURE = replace(papers_job(), layers=3, image_size=64, microbatch_size=2)
 
 
 def test_the_model_of_the_job_has_average_pools() -> None:
-    """And nine layers, between which a split may lie."""
+    """The model has average pools and nine layers to split between."""
     chain = MINIATURE.task(32).build()
     assert len(list(chain.children())) == 9
     assert not any("MaxPool2d((3" in str(module) for module in chain.modules())
@@ -210,7 +214,7 @@ def test_the_job_itself_in_miniature() -> None:
 @pytest.mark.gallery
 @pytest.mark.timeout(3600)
 def test_the_largest_models_of_the_paper_are_certified() -> None:
-    """Under torchgpipe's default, ours and equal numbers of layers: dry runs have the bytes of the plans."""
+    """Under torchgpipe's default, ours and equal numbers of layers, dry runs have the bytes of the plans."""
     job, every = papers_job(), splitters(lambda _: pytest.fail("nothing is timed"))
     chosen = {OURS: every[OURS], "uniform": every["uniform"], TORCHGPIPE: fixed((0, 18, 26, 34, 42))}
     rows = compare(job, FILTERS, "except_last", chosen, cache(job.profile)).largest

@@ -1,4 +1,4 @@
-"""The benchmark of checkpoints: both systems save the same tensors, and nothing stands beside them on the disk."""
+"""The benchmark of checkpoints: both systems save the same tensors, without temporary files on the disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench_checkpoints import make_trainer, measure
 
 @pytest.mark.gallery
 def test_both_systems_are_measured(tmp_path: Path) -> None:
-    """A tiny model: seconds of each, and bytes on the disk that are the tensors' and a header's."""
+    """A tiny model has seconds for each system, and the bytes of tensors plus a header on disk."""
     trainer = make_trainer(16, 1)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:

@@ -1,4 +1,4 @@
-"""The benchmark of stages on several workers: how it paces messages and sums."""
+"""The benchmark of stages on several workers: its pacing of messages and sums."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECONDS_OF = {"predicted_seconds": 1.0, "seconds": 1.0, "error": 0.0}
 
 
 def test_a_link_carries_one_transfer_after_the_other_and_two_links_carry_two() -> None:
-    """Each begins, for torch, when it would be there; links to other devices are free meanwhile."""
+    """Each transfer begins, for torch, at its arrival time; links to other devices stay free meanwhile."""
     wires, there, began = Wires(), list[tuple[str, float]](), time.monotonic()
 
     def begin(name: str) -> list[Any]:
@@ -44,7 +44,7 @@ def test_a_link_carries_one_transfer_after_the_other_and_two_links_carry_two() -
 
 
 def test_rows_that_are_kept_tell_of_their_own_run(tmp_path: Path) -> None:
-    """A run of some models takes the place of their rows alone; others go on saying how they were measured."""
+    """A run of some models replaces only their rows; others keep their measurement's description."""
     file = tmp_path / "measured.json"
 
     def run(day: str, *models: str) -> None:
@@ -70,7 +70,7 @@ def test_rows_that_are_kept_tell_of_their_own_run(tmp_path: Path) -> None:
 
 
 def test_what_fails_is_told_where_it_is_waited_for() -> None:
-    """Of a peer that is gone, in torch's words."""
+    """A peer's failure is reported at the wait, in torch's words."""
 
     def begin() -> list[Any]:
         raise RuntimeError("connection closed by peer")
@@ -81,7 +81,9 @@ def test_what_fails_is_told_where_it_is_waited_for() -> None:
 
 
 def test_sends_and_sums_take_what_their_link_takes_and_receives_nothing() -> None:
-    """Bytes over the rate; of a sum over three, twice two thirds of them, and a latency for each of four rounds."""
+    """A send takes its bytes over the rate; a sum over three takes twice two thirds of the bytes, plus four
+    latencies.
+    """
 
     class Network:
         device = 0

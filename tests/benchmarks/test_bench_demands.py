@@ -1,4 +1,6 @@
-"""What the smallest members of both families need beside the MPress paper, and the arithmetic of the comparison."""
+"""Memory of the smallest models of both families, against the MPress paper, and the
+comparison's arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,16 @@ from bench_demands import BERT, GPT, Demand, rows, split_of, within
 
 
 def test_gpt_under_dapple_needs_what_the_paper_says() -> None:
-    """GPT-5.3B on 8 equal devices: total, fullest and emptiest within 10 per cent of Table II."""
+    """GPT-5.3B on 8 equal devices: total, fullest and emptiest are within 10 per cent of Table II."""
     (row,) = rows(GPT, "5.3B")
     assert within(row), row.over
     assert row.split == (4, 3, 3, 3, 3, 4, 4, 4)
 
 
 def test_bert_under_pipedream_needs_what_the_paper_says() -> None:
-    """Bert-0.35B with versions of the weights: total, fullest and emptiest within 10 per cent of Table II.
+    """Bert-0.35B with weight versions: total, fullest and emptiest are within 10 per cent of Table II.
 
-    With all of a version kept, gradients and optimizer state included, total and fullest would be above that.
+    With full versions, gradients and optimizer state included, total and fullest would be above that.
     """
     weights, everything = rows(BERT, "0.35B")
     assert weights.over is not None and everything.over is not None
@@ -30,14 +32,14 @@ def test_bert_under_pipedream_needs_what_the_paper_says() -> None:
 
 @pytest.mark.gallery
 def test_plain_operations_would_need_more_than_the_paper_says() -> None:
-    """A Bert whose GELU and layer norm are unfused is over a quarter above every column."""
+    """A Bert with unfused GELU and layer norm is over a quarter above every column."""
     weights, _ = rows(BERT, "0.35B", unfused=True)
     assert weights.over is not None
     assert all(0.25 < over < 0.35 for over in asdict(weights.over).values())
 
 
 def test_blocks_are_spread_evenly() -> None:
-    """The head counts as a block of GPT; longer stages are the latest but the last, or those asked for."""
+    """The head counts as a block of GPT; longer stages are the latest but the last, or the requested ones."""
     assert split_of(GPT, 28) == (4, 3, 3, 3, 3, 4, 4, 4)
     assert split_of(GPT, 128) == (16, 16, 16, 16, 16, 16, 16, 16)
     assert split_of(GPT, 28, longer=(0, 2)) == (5, 3, 4, 3, 3, 3, 3, 4)
@@ -50,7 +52,7 @@ def test_blocks_are_spread_evenly() -> None:
 
 
 def test_demands_are_compared_column_by_column() -> None:
-    """In units of 1e9 bytes, with a context on every device, as shares of what was published."""
+    """Memory is in units of 1e9 bytes, with a context on every device, as shares of the published values."""
     found = Demand.of([2_600_000_000, 600_000_000, 1_600_000_000])
     assert found == Demand(total=6.0, fullest=3.0, emptiest=1.0)
     assert found.over(Demand(total=5.0, fullest=4.0, emptiest=1.0)) == Demand(

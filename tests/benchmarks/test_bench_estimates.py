@@ -1,4 +1,4 @@
-"""The benchmark beside accelerate's estimate: its own measure, and the table of the page."""
+"""The comparison with accelerate's estimate: a measure of real memory, and the page's table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipefit.profiler import profile
 
 
 class Loss(nn.Module):
-    """A layer of 1 MiB that returns an object with a loss, as models of transformers do."""
+    """A layer of 1 MiB that returns an object with a loss, as transformers models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,14 +29,16 @@ class Loss(nn.Module):
 
 
 def test_a_plain_loop_holds_parameters_gradients_adams_two_and_what_an_update_computes() -> None:
-    """Six times the parameters, as an update has two results of their size; a batch of one is hardly anything."""
+    """A plain loop holds six times the parameters, as an update has two results of their size; a batch of one
+    adds little.
+    """
     task = Task(Loss, batch=lambda size: ({"values": torch.zeros(size, 512)}, None), loss=None)
     assert 6 << 20 <= trained(task, 1) <= 6.1 * (1 << 20)
 
 
 def test_gpt2_takes_what_is_predicted_once_its_cache_is_off() -> None:
-    """And the labels and loss that a loop holds besides; with the cache, each layer's values no longer hold its keys
-    and queries: two thirds of what the three share, less.
+    """GPT-2's bytes are as predicted, plus the loop's labels and loss; with the cache, each layer's values no
+    longer hold its keys and queries: two thirds of their shared storage, less.
     """
     pytest.importorskip("transformers")
     layers, width, tokens = 2, 64, 256
@@ -56,7 +58,7 @@ def test_gpt2_takes_what_is_predicted_once_its_cache_is_off() -> None:
 
 
 def test_the_page_has_the_table_of_the_figures() -> None:
-    """Made of the JSON beside the benchmark, and of nothing else."""
+    """The table is made only from the JSON next to the benchmark."""
     saved = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "estimates.json").read_text())
     rows = [Row(**one) for one in saved["rows"]]
     assert len({row.model for row in rows}) >= 5

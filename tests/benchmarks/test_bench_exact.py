@@ -1,4 +1,4 @@
-"""The exact solver of `benchmarks/bench_exact.py`, against every plan there is."""
+"""The exact solver of `benchmarks/bench_exact.py`, against every plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipefit.simulator import Simulation
 
 @pytest.mark.parametrize("seed", [1, 4])
 def test_the_optimum_is_that_of_all_plans_by_simulation(seed: int) -> None:
-    """Four layers on two devices: all cuts, and all runs that may be recomputed."""
+    """The optimum is that of all plans for four layers on two devices: all cuts, all recomputed runs."""
     chain, on, how = case(seed, 4, 2)
     found = solve(chain, on, how)
     assert found is not None

@@ -1,4 +1,4 @@
-"""How the benchmark of plans that are trained paces computing, chooses caps, and tells what came of it."""
+"""The benchmark of trained plans: pacing of computation, choice of caps, and reports."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def result(*plans: Trained) -> Result:
 
 
 def test_a_microbatch_takes_a_quarter_of_a_second(asked: Question) -> None:
-    """Forward and backward through all layers; and what they keep takes as long to the host and back."""
+    """Forward and backward of all layers take a quarter of a second; so do their saved tensors to the host
+    and back.
+    """
     kind = asked.cluster.devices[0].kind
     passes = sum(s.forward + s.backward for s in layer_seconds(asked.measurement, kind))
     kept = sum(sum(cost.storages) for cost in asked.measurement.costs)
@@ -47,7 +49,7 @@ def test_a_microbatch_takes_a_quarter_of_a_second(asked: Question) -> None:
 
 
 def test_no_split_fits_below_the_cap(asked: Question, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planner that is proven to find the lowest peak finds none, where that of `joint` fits."""
+    """Under the cap the planner of proven lowest peaks finds no split, but `joint` has a plan."""
     monkeypatch.setattr(bench, "PARTS", (0.7,))
     monkeypatch.setattr(bench, "WAYS", {"joint": bench.WAYS["joint"]})
     lowest = solved(asked, PLANNERS["exact"], name="exact").prediction
@@ -60,7 +62,9 @@ def test_no_split_fits_below_the_cap(asked: Question, monkeypatch: pytest.Monkey
 
 
 def test_a_pass_takes_what_its_layers_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of its layers, with the loss where the stage has it, and an update of its run; a host's takes nothing."""
+    """A pass takes its layers' seconds, with the loss on its stage, and an update those of its run; a host
+    update none.
+    """
 
     class Runner:
         last, start, stop = True, 1, 3
@@ -98,7 +102,7 @@ def test_a_pass_takes_what_its_layers_say(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_pairs_are_in_order_if_the_faster_is_predicted_to_be() -> None:
-    """Of three plans two are predicted 2 % apart, which is no more than noise."""
+    """Two of three plans are predicted 2 % apart, within the noise."""
     one = result(trained("joint", 1.0, 1.0), trained("mpress", 1.02, 0.9), trained("recompute", 2.0, 3.0))
     assert list(bench.ordered(one)) == [True, True]
     other = result(trained("joint", 1.0, 1.1), trained("recompute", 2.0, 1.0))
@@ -109,7 +113,7 @@ def test_pairs_are_in_order_if_the_faster_is_predicted_to_be() -> None:
 
 
 def test_peaks_are_those_certified_and_below_the_cap() -> None:
-    """A byte more than certified is told, and so is one above the cap."""
+    """A byte above the certified peak is reported, and so is one above the cap."""
     assert result(trained("joint", 1.0, 1.0)).as_certified
     assert not result(trained("joint", 1.0, 1.0, peak=89)).as_certified
     assert not result(trained("joint", 1.0, 1.0, peak=91, certified=91)).as_certified
@@ -117,7 +121,7 @@ def test_peaks_are_those_certified_and_below_the_cap() -> None:
 
 
 def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
-    """So that a run goes on where it was."""
+    """Results are read as written, so that a run can resume."""
     one = result(trained("joint", 1.0, 1.0), trained("recompute", 2.0, 3.0))
     bench.written(tmp_path / "real.json", [one])
     assert bench.read(tmp_path / "real.json") == {"one": one}

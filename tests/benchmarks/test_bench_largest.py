@@ -1,6 +1,6 @@
-"""The benchmark of what truly trains, smaller: plans are right about what fits, and ours trains the most.
+"""The benchmark of real training, in small: plans predict correctly, and ours trains the largest model.
 
-Mostly on perceptrons, which train in no time.
+Mostly on perceptrons, which train quickly.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FRONT_HEAVY = TorchgpipeSplits((0, 8, 9, 10, 11), (0, 3, 6, 9, 11))  # in place 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Perceptrons(Job):
-    """The same job with perceptrons of uneven widths, of which `filters` is the unit."""
+    """The same job with perceptrons of uneven widths in units of `filters`."""
 
     def task(self, filters: int) -> Task:
         return build("mlp", widths=(filters, 8 * filters, filters, 2 * filters, 4 * filters), inputs=64)
@@ -62,7 +62,7 @@ RUNS = Runs(JOB)
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Profiles assume one thread: the temporary memory of kernels depends on it."""
+    """Use one thread, as profiles assume: the temporary memory of kernels depends on it."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -71,13 +71,13 @@ def one_thread() -> Iterator[None]:
 
 @cache
 def found(recompute: Recompute) -> list[Largest]:
-    """One comparison, for all tests."""
+    """Run one comparison, for all tests."""
     return compare(JOB, splitters(lambda _: FRONT_HEAVY), recompute, RUNS)
 
 
 @pytest.mark.parametrize("recompute", OFTEN)
 def test_ours_trains_the_largest(recompute: Recompute) -> None:
-    """Under no partitioner does a larger F train than under ours; all are there, ours first."""
+    """Under no partitioner does a larger F train than under ours; all are listed, ours first."""
     rows = found(recompute)
     assert sorted(row.partitioner for row in rows) == sorted([OURS, ADDITIVE, "bisection", *BASELINES])
     assert rows[0].partitioner == OURS
@@ -90,8 +90,8 @@ def test_ours_trains_the_largest(recompute: Recompute) -> None:
 
 @pytest.mark.parametrize("recompute", OFTEN)
 def test_a_plan_fits_if_and_only_if_it_trains(recompute: Recompute) -> None:
-    """Of all plans that the searches tried, those said to fit trained, with the very peaks of their plans and of the
-    dry run; the others ran out of memory.
+    """Every tried plan that was said to fit trained, with exactly the peaks of plan and dry run; the others
+    ran out of memory.
     """
     rows = found(recompute)
     runs = [made for made in RUNS.made.values() if made.recompute == recompute]
@@ -102,7 +102,7 @@ def test_a_plan_fits_if_and_only_if_it_trains(recompute: Recompute) -> None:
 
 
 def test_the_allocator_agrees() -> None:
-    """By the allocator's own account the largest F of ours needs no more than there is, and the next one more."""
+    """By the allocator's account our largest F needs at most the available memory, and the next one more."""
     best = found("except_last")[0].filters
     for filters, fits in ((best, True), (best + JOB.values.step, False)):
         given = JOB.setting(RUNS.costs(filters), filters, "except_last")
@@ -113,7 +113,9 @@ def test_the_allocator_agrees() -> None:
 
 @pytest.mark.gallery
 def test_to_the_byte() -> None:
-    """AmoebaNet trains on devices of just the bytes that plan and dry run name, and with one byte less it does not."""
+    """AmoebaNet trains on devices with exactly the bytes of plan and dry run; with one byte
+    less it does not.
+    """
     job = replace(small_job(), layers=3, image_size=64)
     costs, edges = job.profile(16), (0, 3, 5, 7, 9)
     given = job.setting(costs, 16, "except_last")
@@ -140,8 +142,8 @@ def test_torchgpipe_times_every_model_once() -> None:
 
 
 def test_wrong_plans_are_counted() -> None:
-    """A plan that was said to fit and ran out of memory, and one that trained in spite of its plan, are told apart from
-    those that were right; errors are of the peaks of what trained.
+    """A plan said to fit that ran out of memory, and one that trained against its prediction, are counted
+    apart from the right ones; errors are of the peaks of trained plans.
     """
 
     def made(planned: int, fits: bool, trained: int | None) -> Run:
@@ -172,7 +174,7 @@ def test_wrong_plans_are_counted() -> None:
 
 
 def test_ratios_are_to_torchgpipe_and_to_the_best_baseline() -> None:
-    """The best baseline is no further behind ours than torchgpipe is, and is not before it."""
+    """The best baseline's F lies between torchgpipe's and ours."""
     rows = found("except_last")
     of = ratios(rows)
     assert 1 <= of["to_best_baseline"] <= of["to_torchgpipe"]
@@ -188,7 +190,9 @@ def test_ratios_are_to_torchgpipe_and_to_the_best_baseline() -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("recompute", ["except_last", "except_one"])
 def test_convolutions_fit_if_and_only_if_they_train(recompute: Recompute) -> None:
-    """The benchmark's own model and devices, with ours and equal numbers of layers."""
+    """The benchmark's original model and devices train exactly if they fit, with ours and equal numbers of
+    layers.
+    """
     every = splitters(lambda _: pytest.fail("nothing is timed"))
     runs = Runs(small_job())
     rows = compare(runs.job, {name: every[name] for name in (OURS, "uniform")}, recompute, runs)

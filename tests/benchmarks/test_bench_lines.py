@@ -11,7 +11,7 @@ from slice_sizes import sized
 
 
 def test_of_values_that_grow_with_the_samples_a_line_is_exact() -> None:
-    """Peaks that are at the same place at all sizes lie on one; sizes that lines go through are left out."""
+    """Peaks at the same action for all sizes lie on one line; sizes that define the line are left out."""
     costs = sized(plain(Random(1), 4), 64, 32, 8, 2)
     found = list(errors(costs))
     assert [one.samples for one in found] == [64, 8]
@@ -19,7 +19,7 @@ def test_of_values_that_grow_with_the_samples_a_line_is_exact() -> None:
 
 
 def test_a_run_above_the_line_is_an_error_below_zero() -> None:
-    """Layers that save twice as much at one size: there the line says too little, and nowhere else another thing."""
+    """Layers that save twice the bytes at one size exceed the line there, and only there."""
     costs = sized(plain(Random(1), 4), 64, 32, 8, 2)
     before = {one.samples: one for one in errors(costs)}
     at = next(number for number, one in enumerate(costs.measurements) if one.microbatch_size == 8)

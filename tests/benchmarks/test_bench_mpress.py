@@ -1,4 +1,4 @@
-"""What the benchmark of MPress's machines and models asks, how it goes on after a break, and what its tables say."""
+"""The benchmark of MPress's machines and models: its questions, resumption, and tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipefit.simulator import Simulation
 
 
 def row(way: str, speed: float | None, *, short: int = 0, model: str = "bert-1.67B", **more: object) -> Row:
-    """A row of a batch of 100 samples."""
+    """Build a row of a batch of 100 samples."""
     seconds = None if speed is None else 100 / speed
     return Row(
         machine="dgx1-v100", model=model, microbatches=32, way=way, planning_seconds=1.6, step_seconds=seconds,
@@ -24,7 +24,7 @@ def row(way: str, speed: float | None, *, short: int = 0, model: str = "bert-1.6
 
 @pytest.fixture
 def asked_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int, str]]:
-    """The questions that planners are asked, which answer at once."""
+    """Record the planners' questions, answered immediately."""
     found: list[tuple[str, str, int, str]] = []
 
     def answered(asked: Asked, name: str, way: object) -> Row:
@@ -40,7 +40,9 @@ def asked_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int, str]]
 
 
 def test_a_run_goes_on_where_it_was(asked_of: list[object], tmp_path: Path) -> None:
-    """Every row once, and again only where that is asked for; all of them are in the JSON, in the same order."""
+    """Every row is computed once, and again only on request; all of them are in the JSON, in
+    the same order.
+    """
     arguments = ["--json", str(tmp_path / "rows.json"), "--only", "dgx1-v100", "bert-0.35B"]
     bench_mpress.main([*arguments, "--ways", "joint"])
     bench_mpress.main(arguments)
@@ -53,7 +55,9 @@ def test_a_run_goes_on_where_it_was(asked_of: list[object], tmp_path: Path) -> N
 
 
 def test_words_choose_questions() -> None:
-    """Of machines, models and microbatches; without any, five Berts and five GPTs of three counts on both machines."""
+    """Words select machines, models and microbatches; by default five Berts and five GPTs of three counts on
+    both machines.
+    """
     assert len([*bench_mpress.questions(())]) == 2 * (5 + 5 * 3)
     chosen = [*bench_mpress.questions(["gpt-10.3B", "M=16", "M=64"])]
     assert {(asked.machine, asked.microbatches) for asked in chosen} == {
@@ -63,7 +67,9 @@ def test_words_choose_questions() -> None:
 
 
 def test_speeds_are_those_of_the_third_step() -> None:
-    """Of the plan that the planner makes, on devices with the reserve less; an endless schedule's first is another."""
+    """Speeds are those of the planner's plan, on devices minus the reserve; an asynchronous schedule's first
+    step differs.
+    """
     asked = Asked(machine="dgx1-v100", job=BERT, size="0.35B", microbatches=4)
     made = bench_mpress.answered(asked, "none", WAYS["none"])
     question = asked.question(Means())
@@ -75,7 +81,7 @@ def test_speeds_are_those_of_the_third_step() -> None:
 
 
 def test_what_a_device_lacks_stands_where_a_speed_would() -> None:
-    """A plan that does not fit has no speed, and takes no part in a ratio."""
+    """A plan that does not fit has missing bytes instead of a speed, and is left out of ratios."""
     short, fast = row("mpress", 9.0, short=3 << 29), row("joint", 12.0, bound=5.0)
     assert bench_mpress.cell(short) == "short 1.5 GiB" and bench_mpress.cell(fast) == "12.00"
     assert bench_mpress.cell(row("joint", None)) == "refused"
@@ -87,7 +93,7 @@ def test_what_a_device_lacks_stands_where_a_speed_would() -> None:
 
 
 def test_the_pattern_is_told_in_numbers() -> None:
-    """Ratios where something had to be done, the largest models, and the mean gain."""
+    """The pattern lists ratios of rows that needed techniques, the largest models, and the mean gain."""
     ways = {"none": 3 << 30, "balanced": 0, "recompute": 0, "host": 0, "peers": 1, "mpress": 0, "joint": 0}
     speeds = {
         "none": 10.0,
@@ -113,7 +119,7 @@ def test_the_pattern_is_told_in_numbers() -> None:
 
 
 def test_techniques_are_told_by_stage() -> None:
-    """In GiB, those that free the most first, under four words."""
+    """Techniques are listed in GiB, largest first, under four words."""
     freed = tuple(
         Freed(stage=stage, what=bench_mpress.technique(what), layers=1, freed_bytes=size << 30, added_seconds=0.0)
         for stage, what, size in (

@@ -1,4 +1,4 @@
-"""What is told of a dry run with the allocator: the device whose process is nearest to its memory."""
+"""Reports of a dry run with the allocator: the device whose process is nearest to its memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MIB = 1 << 20
 
 
 def device(number: int, reserved: int, memory: int) -> DeviceTrace:
-    """A device of so many MiB, whose allocator reserves so many."""
+    """Build a device of given MiB, with these MiB reserved by its allocator."""
     own = AllocatorPeaks(
         settings="", requested_bytes=reserved // 2 * MIB, allocated_bytes=reserved * MIB, reserved_bytes=reserved * MIB,
         context_bytes=10 * MIB, fits=reserved + 10 <= memory,
@@ -19,7 +19,9 @@ def device(number: int, reserved: int, memory: int) -> DeviceTrace:
 
 
 def test_the_fullest_process_is_told() -> None:
-    """By its part of the memory, not by its bytes; and how many have too little, context included."""
+    """The fullest process is chosen by share of memory, not by bytes; devices with too little, context
+    included, are counted.
+    """
     asked = next(questions(["gpt-5.3B"]))
     row = row_of(asked, "joint", "fixed", [device(0, 400, 1000), device(1, 95, 100), device(2, 92, 100)], 1.0)
     assert (row.device, row.process_bytes, row.memory_bytes) == (1, 105 * MIB, 100 * MIB)

@@ -1,4 +1,4 @@
-"""The benchmark of copies beside computing: what it trains, and how it compares two orders."""
+"""The benchmark of copies alongside computing: its plans, and its comparison of two orders."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pipefit.simulator import simulate
 
 @pytest.fixture(scope="module")
 def still() -> Plan:
-    """The plan without decisions; its layers hardly sleep."""
+    """Train the plan without decisions; its layers hardly sleep."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "PAUSE", 1e-4)
         return plans.make_plan("sleeping")
 
 
 def rows(figures: list[tuple[float, float]]) -> list[Row]:
-    """Plans that were predicted and measured so."""
+    """Build rows of plans with these predictions and measurements."""
     return [
         Row(
             name=str(number), schedule="gpipe", microbatches=1, decisions=(), predicted_seconds=predicted,
@@ -44,29 +44,29 @@ FIGURES = st.lists(
 
 @given(FIGURES)
 def test_the_agreement_of_all_pairs_is_kendalls_tau(figures: list[tuple[float, float]]) -> None:
-    """Without ties, as scipy computes it."""
+    """Without ties the agreement is Kendall's tau, as scipy computes it."""
     found = agreement(rows(figures), 0.0)
     assert found.tau == pytest.approx(kendalltau(*zip(*figures, strict=True)).statistic)
     assert found.pairs == len(figures) * (len(figures) - 1) // 2
 
 
 def test_pairs_within_the_noise_do_not_count() -> None:
-    """Of three plans the first two are predicted 2 % apart, and measured the other way round."""
+    """The first two of three plans are predicted 2 % apart, and measured in the other order."""
     found = agreement(rows([(1.0, 1.1), (1.02, 1.0), (2.0, 3.0)]), 0.03)
     assert (found.pairs, found.in_order) == (2, 2)
     assert agreement(rows([(1.0, 1.1), (1.02, 1.0), (2.0, 3.0)]), 0.01).in_order == 2
 
 
 def test_unsteady_plans_raise_the_noise(still: Plan) -> None:
-    """A plan whose quartiles are a tenth of its median apart: pairs count from a fifth on."""
+    """Quartiles a tenth of the median apart raise the noise: pairs count from a fifth on."""
     unsteady = row("unsteady", still, [0.95, 0.95, 1.0, 1.05, 1.05])
     assert unsteady.spread == pytest.approx(0.1)
     assert agreement([unsteady, unsteady], 0.03).noise == pytest.approx(0.2)
 
 
 def test_named_plans_free_the_same_storages(still: Plan) -> None:
-    """Each moves or recomputes for every microbatch on both devices; beside computing is predicted to cost less than at
-    once, wherever a copy takes as long as a forward.
+    """Each named plan offloads or recomputes for every microbatch on both devices; alongside computing is
+    predicted to cost less than at once, if a copy takes as long as a forward.
     """
     named = dict(plans.named_plans(still))
     for name, plan in named.items():
@@ -79,7 +79,7 @@ def test_named_plans_free_the_same_storages(still: Plan) -> None:
 
 
 def test_random_plans_are_of_all_kinds(still: Plan) -> None:
-    """Every schedule, and decisions of both kinds; the same plans every time."""
+    """Random plans have every schedule, decisions of both kinds, and are deterministic."""
     made = [plan for _, plan in plans.random_plans(still, 24)]
     assert {plan.training.schedule for plan in made} == set(plans.SCHEDULES)
     assert len({decision.what for plan in made for decision in plan.decisions}) == 2

@@ -1,4 +1,4 @@
-"""The benchmark of profiling, smaller: runs as counted by the formulas, and errors on the right side."""
+"""The benchmark of profiling, in small: the formulas' numbers of runs, and errors of the right sign."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ SMALL = {"layers": 4, "hidden": 32, "heads": 2, "sequence": 16, "vocabulary": 10
 
 @pytest.mark.parametrize("recompute", sampled(["never", "always"], often=["never"]))
 def test_the_fake_profile_takes_no_run_and_is_exact(recompute: str) -> None:
-    """A GPT of few layers on three devices: our predictor is right in every split, and trimmed runs are fewer."""
+    """For a GPT of few layers on three devices our predictor is right in every split, and trimmed runs are
+    fewer.
+    """
     given = setting("gpt", SMALL, 3, recompute)
     fake, incremental, trimmed = rows("gpt", given, 15)
     layers = len(given.profile.layers)

@@ -16,7 +16,7 @@ from pipefit.profiler import profile as profiled
 
 
 def test_a_row_has_what_the_plan_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of a call in a process, and the table that is written of it."""
+    """A row has the figures of a call in a process, and so does the written table."""
     monkeypatch.setattr(bench_scale, "build", lambda *_, **settings: settings["layers"])
     monkeypatch.setattr(bench_scale, "profile", lambda layers, **_: profile(plain(Random(0), layers + 3)))
     row = called(4, 2)
@@ -29,7 +29,7 @@ def test_a_row_has_what_the_plan_says(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_layers_that_differ_are_of_as_many_kinds() -> None:
-    """Each has work and a peak of its own, at every size, and what it keeps is that of before."""
+    """Each layer has different work and peak, at every size; saved bytes are unchanged."""
     same = profiled(
         models.build("gpt", layers=4, hidden=8, heads=1, sequence=4), microbatch_size=[1, 2], target="cuda"
     )

@@ -1,4 +1,4 @@
-"""The searches of the benchmark on small questions: the relations that its table shows at full size."""
+"""The benchmark of searches on small questions: the relations of its table at full size."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ KINDS = ("random", "skewed", "alike", "heavy")
 
 @pytest.fixture(autouse=True)
 def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One run of each search, and a dozen evaluations in place of 75."""
+    """Use one run of each search, and a dozen evaluations in place of 75."""
     monkeypatch.setattr(bench_search, "REPEATS", 1)
     monkeypatch.setattr(sys.modules[bayesian.__module__], "EVALUATIONS", 12)
 
 
 def rows(case: Case, *skip: str) -> dict[str, Row]:
-    """By search."""
+    """Return the rows by search."""
     return {row.search: row for row in compared(case, skip)}
 
 
@@ -44,7 +44,9 @@ def rows(case: Case, *skip: str) -> dict[str, Row]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", seeds(2, of=4))
 def test_exact_has_the_peaks_of_brute_force_and_none_has_less(kind: str, schedule: str, seed: int) -> None:
-    """On every kind of chain: `exact` and `best_split` find what trying all splits finds, bisection no less."""
+    """On every kind of chain `exact` and `best_split` find the optimum of all splits, bisection at least that
+    peak.
+    """
     found = rows(chain_case(kind, 11, 4, seed, schedule=schedule), "bayesian")
     best = found["exhaustive"]
     assert best.looked_at == comb(10, 3)
@@ -58,7 +60,7 @@ def test_exact_has_the_peaks_of_brute_force_and_none_has_less(kind: str, schedul
 
 @pytest.mark.parametrize("search", SEARCHES)
 def test_every_search_places_every_layer(search: str) -> None:
-    """Stages from the first layer to the last, none empty, one for each device."""
+    """Every search has stages from the first layer to the last, none empty, one for each device."""
     if search == "bayesian":
         pytest.importorskip("skopt")
     edges = searched(chain_case("random", 12, 4, 0), search).edges
@@ -68,7 +70,7 @@ def test_every_search_places_every_layer(search: str) -> None:
 
 @pytest.mark.parametrize("kind", sampled(KINDS, often=("random", "heavy")))
 def test_bayesian_optimisation_has_no_less_than_exact(kind: str) -> None:
-    """A dozen evaluations, on every kind of chain."""
+    """A dozen evaluations never beat exact, on every kind of chain."""
     pytest.importorskip("skopt")
     found = rows(chain_case(kind, 16, 4, 0))["bayesian"]
     assert found.over_optimum is not None and found.over_optimum >= 1
@@ -76,14 +78,18 @@ def test_bayesian_optimisation_has_no_less_than_exact(kind: str) -> None:
 
 
 def test_greedy_filling_misses_the_optimum_where_layers_differ_by_orders_of_magnitude() -> None:
-    """Of a few skewed chains in at least one, which `exact` solves as brute force does."""
+    """Greedy filling misses the optimum in at least one skewed chain, which `exact` solves as brute force
+    does.
+    """
     found = [rows(chain_case("skewed", 20, 4, seed), "bayesian", "best_split") for seed in range(4, 8)]
     assert all(row["exact"].peak_bytes == row["exhaustive"].peak_bytes for row in found)
     assert any(row["bisection"].peak_bytes > row["exhaustive"].peak_bytes for row in found)
 
 
 def test_what_is_not_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too many splits for brute force, with their number; left out by wish; not installed."""
+    """A skipped search has a reason: too many splits for brute force, with their number; excluded by option;
+    not installed.
+    """
     monkeypatch.setattr(bench_search, "find_spec", lambda name: None)
     found = rows(chain_case("alike", 64, 8, 0), "best_split")
     assert {search: row.why_not for search, row in found.items()} == {
@@ -98,7 +104,7 @@ def test_what_is_not_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_seconds_are_the_least_of_several_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the search and of the whole call, each on its own."""
+    """Seconds of the search and of the whole call are separate minima."""
     answers = [Answer((0, 2), 3.0, 6.0, 5), Answer((0, 2), 1.0, 9.0, 5), Answer((0, 2), 2.0, 7.0, 5)]
     waiting = iter(answers)
     monkeypatch.setattr(bench_search, "REPEATS", 3)
@@ -107,7 +113,7 @@ def test_seconds_are_the_least_of_several_runs(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_summary_is_the_slowest_and_the_farthest_from_the_optimum() -> None:
-    """By hand, of three cases; sizes are kept apart."""
+    """The summary of three cases matches one by hand; sizes are kept apart."""
 
     def row(layers: int, seconds: float, over: float) -> Row:
         case = {"model": "m", "schedule": "1f1b", "layers": layers, "devices": 4, "search": "bisection"}
@@ -124,7 +130,7 @@ def test_the_summary_is_the_slowest_and_the_farthest_from_the_optimum() -> None:
 
 
 def test_every_size_has_chains_of_every_kind() -> None:
-    """And the layers and devices that it says."""
+    """Every size has chains of every kind, with its layers and devices."""
     layers, devices = SIZES[2]
     found = list(cases(layers, devices))
     assert {case.name.split()[0] for case in found} == set(KINDS)

@@ -1,4 +1,4 @@
-"""The programs whose simulation is timed: they are what the table calls them."""
+"""The timed programs, checked against their names in the table."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ MICROBATCHES = 3
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Plan, Program]]:
-    """All programs, of fewer microbatches."""
+    """Build all programs with fewer microbatches."""
     monkeypatch.setattr(bench, "MICROBATCHES", MICROBATCHES)
     monkeypatch.setattr(bench, "FEWER_MICROBATCHES", MICROBATCHES)
     return {name: (plan, program) for name, plan, program in bench.programs()}
 
 
 def every(program: Program, kind: Kind) -> list[Action]:
-    """The actions of a kind, without joins."""
+    """Return the actions of a kind, without joins."""
     return [
         action for actions in program.actions for action in actions if action.kind is kind and not action.wait
     ]
 
 
 def test_in_every_stage_two_runs_go_forward_twice(few: dict[str, tuple[Plan, Program]]) -> None:
-    """Three layers each, once for every microbatch, and nowhere overlapping; all other layers go once."""
+    """Two runs of three layers are recomputed once for every microbatch, without overlap; all other layers
+    never.
+    """
     plan, program = few["runs recomputed"]
     twice = [action.layers for action in every(program, Kind.RECOMPUTE) if action.microbatch == 0]
     assert [stop - start for start, stop in twice if (start, stop)] == [3] * (2 * bench.STAGES)
@@ -46,7 +48,9 @@ def test_in_every_stage_two_runs_go_forward_twice(few: dict[str, tuple[Plan, Pro
 
 
 def test_in_every_stage_four_bundles_move(few: dict[str, tuple[Plan, Program]]) -> None:
-    """Away and back, three storages at a time; under 1F1B the last stage has no time for it and keeps them."""
+    """Bundles of three storages are offloaded and reloaded; under 1F1B the last stage lacks the time and
+    keeps them.
+    """
     _, program = few["4 bundles a stage"]
     for kind in (Kind.OFFLOAD, Kind.RELOAD):
         moves = every(program, kind)
@@ -56,7 +60,9 @@ def test_in_every_stage_four_bundles_move(few: dict[str, tuple[Plan, Program]]) 
 
 
 def test_every_program_is_simulated_and_described(few: dict[str, tuple[Plan, Program]]) -> None:
-    """Readings of each, per action: of what was written by hand those that do not lower a plan."""
+    """Each program is lowered, simulated and described, with time per action; hand-written ones skip
+    lowering.
+    """
     for name, (plan, program) in few.items():
         rows = list(bench.measure(name, plan, program, 1))
         by_hand = name == "offload in every layer"
@@ -68,7 +74,7 @@ def test_every_program_is_simulated_and_described(few: dict[str, tuple[Plan, Pro
 
 
 def test_two_versions_take_turns() -> None:
-    """The same checkout beside itself: every reading of both programs, in seconds of each, and their ratio."""
+    """One checkout is compared with itself: every reading of both programs, in seconds, and their ratio."""
     rows = least_seconds(Path(__file__).parents[2], 1)
     assert [(row.program, row.reading) for row in rows] == [*product(PROGRAMS, READINGS)]
     assert all(row.ratio == row.seconds / row.others_seconds > 0 for row in rows)

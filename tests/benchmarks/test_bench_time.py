@@ -1,4 +1,6 @@
-"""Estimated seconds beside published throughput: a sample of the benchmark's rows, and all of them in the gallery."""
+"""Estimated seconds against published throughput: a sample of the benchmark's rows, and all of them in the
+gallery.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ WITHIN = 0.25
 
 
 def test_bert_on_a_v100_and_an_a100() -> None:
-    """BERT large in float32 on the one, in half precision on the other: within a quarter of what NVIDIA measured."""
+    """BERT large in float32 on a V100 and in half precision on an A100 is within a quarter of NVIDIA's
+    measurement.
+    """
     for case in (TRAINING[0], TRAINING[6]):
         assert abs(throughput(case).over) < WITHIN, case
 
@@ -29,19 +33,21 @@ def test_bert_on_a_v100_and_an_a100() -> None:
 @pytest.mark.gallery
 @pytest.mark.parametrize("case", TRAINING, ids=lambda case: case.what)
 def test_estimates_are_within_a_quarter_of_published_throughput(case: Published) -> None:
-    """Every row: BERT and GPT on a V100 and an A100, within a quarter of what was published."""
+    """Every row, BERT and GPT on a V100 and an A100, is within a quarter of the published throughput."""
     assert abs(throughput(case).over) < WITHIN
 
 
 @pytest.mark.gallery
 @pytest.mark.parametrize("case", FUSED, ids=lambda case: case.what)
 def test_joined_kernels_are_faster_than_estimates_of_plain_operations(case: Published) -> None:
-    """Where a program joins operations, the estimate is lower than what was published."""
+    """For programs with fused operations, the estimate is lower than the published throughput."""
     assert throughput(case).over < 0
 
 
 def test_offloading_a_block_is_free_from_the_published_length_on() -> None:
-    """Of 4096 tokens k is PipeOffload's within a tenth, and above 1: throughput is lost, about as much as theirs."""
+    """At 4096 tokens k is within a tenth of PipeOffload's, and above 1: the loss of throughput is close to
+    theirs.
+    """
     found = offload(*OFFLOAD[0])
     assert found.estimated_k == pytest.approx(found.k, rel=0.1)
     assert found.estimated_lost == pytest.approx(found.lost, abs=0.08)
@@ -54,7 +60,9 @@ def test_offloading_a_block_is_free_from_the_published_length_on() -> None:
 @pytest.mark.gallery
 @pytest.mark.parametrize("case", OFFLOAD)
 def test_every_length_of_pipeoffloads_table(case: tuple[int, float, float]) -> None:
-    """k within a tenth, on the same side of 1, and the loss of throughput within eight points."""
+    """k is within a tenth for every length, on the same side of 1, and the loss of throughput within eight
+    points.
+    """
     found = offload(*case)
     assert found.estimated_k == pytest.approx(found.k, rel=0.1)
     assert (found.estimated_k > 1) == (found.k > 1)
@@ -63,14 +71,18 @@ def test_every_length_of_pipeoffloads_table(case: tuple[int, float, float]) -> N
 
 @pytest.mark.parametrize("case", SWAPPED)
 def test_round_trips_of_mpress(case: tuple[int, int, int]) -> None:
-    """To the host within two per cent, over four lanes of NVLink within the rounding of a millisecond and a half."""
+    """Round trips to the host are within two per cent, over four lanes of NVLink within the rounding of a
+    millisecond and a half.
+    """
     found = swap(*case)
     assert found.estimated_host_ms == pytest.approx(found.host_ms, rel=0.02)
     assert found.estimated_peers_ms == pytest.approx(found.peers_ms, abs=1.5)
 
 
 def test_operations_are_counted_as_megatron_does() -> None:
-    """By hand: four times a forward of 24 b s h^2 + 4 b s^2 h a layer and 2 b s h V for the head, thrice that last."""
+    """Operations match Megatron's count by hand: four times a forward of 24 b s h^2 + 4 b s^2 h a layer and 2
+    b s h V for the head, thrice that last.
+    """
     b, s, h, layers, vocabulary = 2, 64, 32, 3, 100
     forward = layers * (24 * b * s * h**2 + 4 * b * s**2 * h)
     by_hand = 4 * forward + 3 * 2 * b * s * h * vocabulary
@@ -80,7 +92,7 @@ def test_operations_are_counted_as_megatron_does() -> None:
 
 
 def test_the_kinds_are_those_of_the_presets() -> None:
-    """Three numbers were chosen by published figures: those of the V100 and the A100."""
+    """Three numbers were fitted to published figures: those of the V100 and the A100."""
     assert kind_of("dgx1-v100").flops_reached == {"float32": 0.72, "float16": 0.5}
     assert (
         kind_of("dgx2-a100").flops_reached

@@ -1,4 +1,4 @@
-"""The benchmark of all splits of VGG-11, on a small VGG: its truth, its scores and what it claims."""
+"""The benchmark of all splits of VGG-11, on a small VGG: its truth, its scores and its claims."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BY_TIME = (0, 3, 8, 13, 30)  # in place of what is measured, at the size of the 
 
 
 def small_chain() -> nn.Sequential:
-    """VGG-11's kinds of layers in its order, nine of them."""
+    """Build VGG-11's kinds of layers in its order, nine layers."""
     return nn.Sequential(
         OrderedDict(
             conv1=nn.Conv2d(3, 8, kernel_size=3, padding=1),
@@ -44,19 +44,19 @@ def small_chain() -> nn.Sequential:
 
 
 def small_vgg() -> Task:
-    """The zoo's task with fewer layers."""
+    """Build the zoo's task with fewer layers."""
     return replace(vgg11(num_classes=10, image_size=32), module=small_chain)
 
 
 @cache
 def setting(recompute: Recompute) -> Setting:
-    """Three microbatches of two samples on four devices: 56 splits."""
+    """Use three microbatches of two samples on four devices: 56 splits."""
     return bench.setting_of(small_vgg(), Cluster.emulated((4, 1 << 40)), recompute, (3, 2))
 
 
 @cache
 def truth(recompute: Recompute) -> dict[bench.Edges, bench.Peaks]:
-    """The composed peaks of all splits."""
+    """Return the composed peaks of all splits."""
     return bench.composed(
         setting(recompute), bench.runs_of(setting(recompute), bench.covering(setting(recompute)))
     )
@@ -64,20 +64,22 @@ def truth(recompute: Recompute) -> dict[bench.Edges, bench.Peaks]:
 
 @cache
 def comparison(recompute: Recompute) -> bench.Comparison:
-    """What the benchmark finds, one more split given."""
+    """Return the benchmark's comparison, with one more split."""
     timed = torchgpipe_splits(small_vgg(), samples=2, devices=4, seconds=0.01)
     return bench.compare(setting(recompute), timed, others={"given": (0, 1, 2, 3, 9)}, whole=3, seed=0)
 
 
 @cache
 def real(recompute: Recompute) -> bench.RealRuns:
-    """Three splits trained."""
+    """Train three splits for real."""
     return bench.real_runs(setting(recompute), 3, seed=1)
 
 
 @pytest.mark.parametrize("recompute", OFTEN)
 def test_composed_peaks_are_those_of_whole_dry_runs(recompute: Recompute) -> None:
-    """Of every fourth split, on every device, to the byte; and fewer splits were run than there are."""
+    """Composed peaks of every fourth split are exact on every device; fewer splits were run
+    than there are.
+    """
     true, own = truth(recompute), setting(recompute)
     assert len(bench.covering(own)) < len(true) == len(bench.all_splits(own)) == 56
     assert [true[edges] for edges in [*true][::4]] == [bench.dry_run(own, edges) for edges in [*true][::4]]
@@ -85,20 +87,24 @@ def test_composed_peaks_are_those_of_whole_dry_runs(recompute: Recompute) -> Non
 
 @pytest.mark.parametrize("recompute", OFTEN)
 def test_composed_peaks_are_those_of_real_training(recompute: Recompute) -> None:
-    """On every device, by the allocator's own events, in splits drawn at random."""
+    """In random splits composed peaks match the allocator's events on every device."""
     for edges in Random(0).sample([*truth(recompute)], 2):
         assert truth(recompute)[edges] == bench.allocated(setting(recompute), edges)
 
 
 @pytest.mark.parametrize("recompute", OFTEN)
 def test_simulated_peaks_compose_to_those_of_dry_runs(recompute: Recompute) -> None:
-    """Of every split, on every device, to the byte: the quick truth is the slow one."""
+    """Simulated peaks compose to the dry runs' for every split and device, to the byte: the quick truth is
+    the slow one.
+    """
     own = setting(recompute)
     assert bench.composed(own, bench.runs_of(own, bench.covering(own), truth="simulator")) == truth(recompute)
 
 
 def test_every_place_of_any_split_is_in_a_split_that_is_run() -> None:
-    """The first stage, the last one and those between have programs of their own; all their layers are covered."""
+    """The first stage, the last one and those between have separate programs; all their layers
+    are covered.
+    """
     own = setting("never")
     assert bench.roles(own) == (0, 1, 1, 3)
     needed, run = (
@@ -110,7 +116,7 @@ def test_every_place_of_any_split_is_in_a_split_that_is_run() -> None:
 
 @pytest.mark.parametrize("recompute", OFTEN)
 def test_our_predictor_is_exact_and_chooses_the_best_split(recompute: Recompute) -> None:
-    """All peaks of all splits to the byte, so its split has the lowest peak there is."""
+    """Our predictor is exact for all splits, so its split has the lowest peak of all."""
     found = comparison(recompute)
     assert found.composed_equal == found.run_wholly == 3
     assert found.errors["ours"].largest == 0 and found.errors["ours"].share_equal == 1
@@ -120,7 +126,9 @@ def test_our_predictor_is_exact_and_chooses_the_best_split(recompute: Recompute)
 
 @pytest.mark.parametrize("recompute", OFTEN)
 def test_no_other_split_is_better(recompute: Recompute) -> None:
-    """The additive predictor is off somewhere; neither its split nor any partitioner's has a lower peak than ours."""
+    """The additive predictor errs somewhere; neither its split nor any partitioner's has a lower peak than
+    ours.
+    """
     found = comparison(recompute)
     ours, splits = found.chosen["ours"], found.partitioners
     assert found.errors["additive"].largest > 0
@@ -131,7 +139,9 @@ def test_no_other_split_is_better(recompute: Recompute) -> None:
 
 @pytest.mark.parametrize("recompute", OFTEN)
 def test_real_runs_agree_with_dry_run_and_simulator(recompute: Recompute) -> None:
-    """On every device, to the byte; the additive predictor, from real incremental runs, does not."""
+    """Real runs match dry run and simulator on every device, to the byte; the additive predictor, from real
+    incremental runs, does not.
+    """
     found = real(recompute).errors
     assert found["dry run"].share_equal == found["ours"].share_equal == 1
     assert found["dry run"].largest == found["ours"].largest == 0
@@ -146,14 +156,14 @@ def test_incremental_runs_are_the_same_dry_or_real() -> None:
 
 
 def test_errors_are_of_the_fullest_device() -> None:
-    """By hand: one of two right on every device; the other said 90 for 100, on another device."""
+    """One of two splits is right on every device; the other has 90 for 100, on another device."""
     found = bench.errors([(50, 20), (10, 90)], [(50, 20), (100, 10)])
     assert found.largest == pytest.approx(0.1) and found.percentile_90 == pytest.approx(0.09)
     assert (found.share_under_14_percent, found.share_under_1_percent, found.share_equal) == (1, 0.5, 0.5)
 
 
 def test_rank_counts_lower_peaks() -> None:
-    """By hand: equals share a rank, and the next is behind both."""
+    """Equals share a rank, and the next comes after both."""
     true = {(0, 1, 4): (3, 7), (0, 2, 4): (7, 1), (0, 3, 4): (14, 2)}
     assert [bench.standing(edges, true).rank for edges in true] == [1, 1, 3]
     worst = bench.standing((0, 3, 4), true)
@@ -161,7 +171,7 @@ def test_rank_counts_lower_peaks() -> None:
 
 
 def test_the_report_names_every_partitioner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In the printed tables and in the JSON, beside the machine."""
+    """The printed tables and the JSON name every partitioner and the machine."""
     found = comparison("except_last")
     bench.show_comparison(found)
     bench.show_real(real("except_last"))
@@ -178,8 +188,8 @@ def test_the_report_names_every_partitioner(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("recompute", ["except_last", "except_one"])
 def test_all_splits_at_the_size_of_the_paper(recompute: Recompute) -> None:
-    """Every peak of every split to the byte, so that the best one is chosen; the additive predictor is within the 14 %
-    that its paper found.
+    """All splits at the paper's size are exact, so the best one is chosen; the additive predictor is within
+    its paper's 14 %.
     """
     size = bench.MICROBATCHES, bench.MICROBATCH
     paper = bench.setting_of(vgg11(), Cluster.preset("4x-titan-rtx"), recompute, size)

@@ -1,4 +1,6 @@
-"""The script for the first hour on a GPU, in its dry mode: every part runs on a CPU, and its claims hold there."""
+"""The script for the first hour on a GPU, in its dry mode: every part runs on a CPU, and its claims hold
+there.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ CLAIMED = [name for name in PARTS if name not in ("constants", "seconds")]  # th
 
 
 def check(name: str) -> None:
-    """The rows of a part are measured, and what is claimed of bytes holds to the byte."""
+    """Check that a part measures its rows and its claims about bytes hold to the byte."""
     rows = list(run_part(name, Cpu(), "dry"))
     assert rows
     assert all(row.holds is not False for row in rows)
@@ -38,7 +40,7 @@ def check(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["constants", "peaks-gpt"])
 def test_a_part_runs_dry(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a process takes, which is not measured on a CPU, and the peaks of a GPT in float32."""
+    """Process memory, unmeasured on a CPU, and the peaks of a GPT in float32 run dry."""
     monkeypatch.setattr(parts, "PRECISIONS", ("float32",))
     check(name)
 
@@ -46,13 +48,17 @@ def test_a_part_runs_dry(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gallery
 @pytest.mark.parametrize("name", PARTS)
 def test_every_part_runs_dry(name: str) -> None:
-    """All models and precisions, layers, histories, limits, seconds, and the collection of the tests for GPUs."""
+    """All models and precisions, layers, histories, limits, seconds, and the collection of the tests for GPUs
+    run dry.
+    """
     check(name)
 
 
 @pytest.mark.parametrize("name", sampled(["peaks-gpt", "largest", "seconds"], often=["peaks-gpt", "seconds"]))
 def test_nothing_is_expected_after_a_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that has run a backward would lose its GPU by profiling or certifying for CUDA."""
+    """After a backward in the same process, profiling or certifying for CUDA would lose the GPU, so nothing
+    is expected.
+    """
     monkeypatch.setattr(parts, "MODELS", {"gpt": parts.MODELS["gpt"], "bert": parts.MODELS["bert"]})
     called = []
     for word in ("profile", "certify", "Trainer"):
@@ -66,7 +72,7 @@ def test_nothing_is_expected_after_a_training(name: str, monkeypatch: pytest.Mon
 
 
 def test_what_is_measured_on_a_gpu_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what torch has, whichever build it is: a figure without its GPU would be lost."""
+    """The GPU is named by torch, for any build: a figure without its GPU would be lost."""
     properties = SimpleNamespace(name="some GPU", total_memory=1 << 34, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
@@ -75,7 +81,7 @@ def test_what_is_measured_on_a_gpu_has_a_name(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_part_that_fails_leaves_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that it has measured before."""
+    """A failed part keeps its measured rows."""
 
     def failing(machine: object, scale: str) -> Iterator[Row]:
         yield Row(what="a", expected=1, found=1)
@@ -89,7 +95,7 @@ def test_a_part_that_fails_leaves_its_rows(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_claim_that_does_not_hold_is_shown() -> None:
-    """By its word, beside both figures; what is not measured here holds neither way."""
+    """A false claim is shown as such, with both figures; unmeasured claims are undecided."""
     assert shown(Row(what="a", expected=1 << 20, found=1 << 21, within=0.1)).endswith(
         "1.00 MiB        2.00 MiB  DIFFERS"
     )
@@ -99,7 +105,7 @@ def test_a_claim_that_does_not_hold_is_shown() -> None:
 
 @pytest.mark.gallery
 def test_parts_run_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The JSON has the machine and the rows of each; the exit code is 0 where all is as expected."""
+    """The JSON has the machine and the rows of each part; the exit code is 0 if all is as expected."""
     monkeypatch.setenv("PYTHONPATH", str(HERE.parents[1] / "src"))
     path = tmp_path / "hour.json"
     assert main(["--dry", "--only", "constants", "largest", "--json", str(path)]) == 0
@@ -112,11 +118,11 @@ def test_parts_run_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest
 def test_no_part_takes_ten_minutes_and_all_no_more_than_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where every part would take for ever, and says so: what has not begun is named, on paper and in the JSON."""
+    """Endless parts are ended and reported: parts that have not begun are named, on paper and in the JSON."""
     clock, limits = [1e6], list[float]()
 
     class Endless(subprocess.Popen[bytes]):
-        """A process that never ends by itself."""
+        """A process that never ends."""
 
         def __init__(self, line: list[str], **_: object) -> None:
             super().__init__([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
@@ -143,7 +149,7 @@ def test_no_part_takes_ten_minutes_and_all_no_more_than_is_said(
 
 
 def test_what_is_ended_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what it has started ends with it, so that nothing of it is left on the GPU."""
+    """An ended part keeps its rows and ends its child processes, so that the GPU is free."""
     row = {"what": "a", "expected": 1, "found": 1, "holds": True}
     script, child = tmp_path / "part.py", tmp_path / "child"
     script.write_text(
@@ -178,7 +184,7 @@ def test_what_is_ended_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_every_test_for_a_gpu_belongs_to_a_part() -> None:
-    """Each file in one of its own, none twice; without those of the emulation."""
+    """Each test file runs in one part, none twice, without those of the emulation."""
     named = {file.name for file in parts.marked()}
     assert {"test_gpu.py", "test_gpu_moving.py", "test_target.py"} <= named
     assert not any("emulated" in name or "nccl" in name for name in named)

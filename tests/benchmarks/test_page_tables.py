@@ -1,4 +1,4 @@
-"""Tables of benchmarks in the docs: where they are put, and that they are those of the JSON."""
+"""Tables of benchmarks in the docs: their position, and their equality with the JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from page_tables import PAGE, with_tables
 
 
 def test_a_page_gets_the_tables_where_their_titles_are() -> None:
-    """What was there goes, and what stands around stays; a page without a place is refused."""
+    """Old tables are replaced and the text around them stays; a page without a place is refused."""
     page = "before\n<!-- speeds -->\nold\n<!-- end of speeds -->\nbehind\n"
     new = "before\n<!-- speeds -->\n\n| a |\n\n<!-- end of speeds -->\nbehind\n"
     assert with_tables(page, {"speeds": "| a |"}) == new
@@ -21,7 +21,7 @@ def test_a_page_gets_the_tables_where_their_titles_are() -> None:
 
 
 def test_the_docs_have_the_tables_of_the_json() -> None:
-    """Word for word, so that page and JSON are of one run."""
+    """The docs match the tables word for word, so that page and JSON are of one run."""
     ablated = [*bench_mpress.read(bench_ablation.RESULTS).values()]
     found = (
         bench_mpress.tables([*bench_mpress.read(bench_mpress.RESULTS).values()])

@@ -213,8 +213,8 @@ def test_the_screen_says_yes_or_no_first_and_ends_with_a_command() -> None:
 
 
 def test_little_room_on_gpus_is_tight() -> None:
-    """The first words say tight when one sample leaves little for uncounted memory; larger devices may not be
-    tight.
+    """If a GPU has little room beyond one sample, the first words are
+    `Fits, tightly`: uncounted memory may not fit.
     """
     need = seen(88).here.one.need_bytes
     for memory_bytes, words in ((need + 1, "Fits, tightly: mlp of"), (88 * KIB, "Fits: mlp of")):

@@ -1,4 +1,4 @@
-"""The gallery: small models of all kinds, by families, and how each is trained without pipefit."""
+"""The gallery: small models of all kinds, by families, with plain training loops that do not use pipefit."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ SAMPLE = (  # for every run of the tests: one of each family
     "resnet", "masked", "keywords", "two towers", "graph convolutions", "adversaries", "diagonal", "soft experts",
     "segments", "domains", "probe", "time major", "centring", "hf:vit",
 )  # fmt: skip
-# Of these, every run compares the bytes as well; the others take longer
+# Every run compares the bytes of these as well; the others take longer
 COMPARED = ("keywords", "two towers", "graph convolutions", "domains", "probe", "time major", "centring")
 CHAINS = ("strided", "skips", "time major", "encoder")  # of layers that no zoo has, for tests of other things
 
 
 @cache
 def task(name: str) -> Task:
-    """The task of training the model of that name."""
+    """Return the task of training the model with this name."""
     return MODELS[name].task()

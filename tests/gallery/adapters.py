@@ -1,4 +1,4 @@
-"""Large models of which little is trained."""
+"""Large models with few trained parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WORDS, LENGTH, WIDTH = 30, 8, 12
 
 
 class LowRank(nn.Linear):
-    """A frozen linear layer, and a product of two small matrices that trains (Hu et al., 2022)."""
+    """A frozen linear layer plus a product of two small trained matrices (Hu et al., 2022)."""
 
     def __init__(self, inward: int, outward: int) -> None:
         super().__init__(inward, outward)
@@ -67,7 +67,7 @@ class LowRankBlock(Block):
 
 
 def only(model: nn.Module, *words: str) -> nn.Module:
-    """`model`, of which nothing trains but the parameters with one of these words in their names."""
+    """Freeze `model` except for parameters with one of these words in their names."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(word in name for word in words))
     return model
@@ -88,7 +88,7 @@ class Prefixed(Base):
 
 
 class Adapted(Block):
-    """A block and behind it a narrow layer that trains (Houlsby et al., 2019)."""
+    """A block followed by a narrow trained layer (Houlsby et al., 2019)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Scaled(Block):
 
 
 class Probed(nn.Module):
-    """A frozen network in evaluation mode, whose batch norm keeps its statistics, and a head that trains."""
+    """A frozen network in evaluation mode, whose batch norm keeps its statistics, and a trained head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,12 +145,12 @@ class Probed(nn.Module):
 
 
 def words(size: int) -> tuple[Tensor, Tensor]:
-    """Words in and out."""
+    """Draw words in and out."""
     return torch.randint(WORDS, (size, LENGTH)), torch.randint(WORDS, (size, LENGTH))
 
 
 def next_words(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of every word."""
+    """Compute the cross entropy of every word."""
     return F.cross_entropy(outputs.mT, targets)
 
 

@@ -1,4 +1,4 @@
-"""Models that find things in images: heads on several scales, losses of several parts."""
+"""Models that detect objects in images: heads on several scales, losses of several parts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gallery.model import ADAM, COPIED, SENT, SHARED, TIED, Model
 
 
 def conv(inward: int, outward: int, stride: int = 1) -> nn.Sequential:
-    """A convolution with its norm and activation."""
+    """Build a convolution with its norm and activation."""
     return nn.Sequential(
         nn.Conv2d(inward, outward, 3, stride, 1, bias=False),
         nn.BatchNorm2d(outward),
@@ -38,7 +38,7 @@ class Boxes(nn.Module):
 
 
 def box_targets(size: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """A class and a box for each of 84 places."""
+    """Draw a class and a box for each of 84 places."""
     return torch.randn(size, 3, 16, 16), {
         "kinds": torch.randint(4, (size, 84)),
         "places": torch.randn(size, 4, 84),
@@ -46,7 +46,7 @@ def box_targets(size: int) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def box_loss(outputs: dict[str, Tensor], targets: dict[str, Tensor]) -> Tensor:
-    """Boxes count where there is something; of nothing, the hardest places count."""
+    """Compute a loss of boxes at objects and of the hardest empty places."""
     there = targets["kinds"] > 0
     losses = F.cross_entropy(outputs["kinds"], targets["kinds"], reduction="none")
     hard = losses.masked_fill(there, 0.0).topk(20, 1).values
@@ -55,7 +55,7 @@ def box_loss(outputs: dict[str, Tensor], targets: dict[str, Tensor]) -> Tensor:
 
 
 class Pyramid(nn.Module):
-    """Coarse features are added to fine ones; one head for all scales (Lin et al., 2017)."""
+    """A pyramid that adds coarse features to fine ones; one head for all scales (Lin et al., 2017)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,13 +83,13 @@ class Pyramid(nn.Module):
 
 
 def focal(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy that counts little where the answer is sure."""
+    """Compute a cross entropy that down-weights confident answers."""
     losses = F.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
     return (losses * (1 - torch.exp(-losses)).square()).sum() / targets.sum().clamp(min=1)
 
 
 class Grid(nn.Module):
-    """Boxes in the cells of a grid, whose places are a buffer (Redmon et al., 2016)."""
+    """Boxes in the cells of a grid, with positions in a buffer (Redmon et al., 2016)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Grid(nn.Module):
 
 
 def overlap_loss(outputs: tuple[Tensor, Tensor, Tensor], targets: dict[str, Tensor]) -> Tensor:
-    """How little boxes overlap, whether there is one, and of which kind."""
+    """Compute the loss of box overlap, objectness and class."""
     boxes, sure, kinds = outputs
     wanted = targets["boxes"]
     inner = (
@@ -127,7 +127,7 @@ def overlap_loss(outputs: tuple[Tensor, Tensor, Tensor], targets: dict[str, Tens
 
 
 def grid_targets(size: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Two boxes in each of four cells."""
+    """Draw two boxes in each of four cells."""
     corner = torch.rand(size, 2, 2, 2, 2)
     boxes = torch.cat([corner, corner + 0.5 + torch.rand(size, 2, 2, 2, 2)], -1)
     there, kinds = torch.rand(size, 2, 2, 2).round(), torch.randint(5, (size, 2, 2, 2))
@@ -135,7 +135,7 @@ def grid_targets(size: int) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 class Queries(nn.Module):
-    """Learned questions to an image; a loss behind every layer (Carion et al., 2020)."""
+    """Learned queries to an image, with a loss after every layer (Carion et al., 2020)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Queries(nn.Module):
 
 
 def every_layer(outputs: list[dict[str, Tensor]], targets: dict[str, Tensor]) -> Tensor:
-    """The losses of all layers, with questions and answers in a given order."""
+    """Compute the losses of all layers, with queries and answers matched in a given order."""
     return sum(
         F.cross_entropy(found["kinds"].flatten(0, 1), targets["kinds"].flatten())
         + F.l1_loss(found["boxes"], targets["boxes"])
@@ -169,7 +169,7 @@ def every_layer(outputs: list[dict[str, Tensor]], targets: dict[str, Tensor]) ->
 
 
 class Centres(nn.Module):
-    """A heat map of centres, and sizes that are read at the true ones (Zhou et al., 2019)."""
+    """A heat map of centres, and sizes read at the true ones (Zhou et al., 2019)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class Centres(nn.Module):
 
 
 class Segments(nn.Module):
-    """Convolutions with holes side by side, and an enlarged answer (Chen et al., 2017)."""
+    """Parallel dilated convolutions, and an upsampled answer (Chen et al., 2017)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,9 @@ class Segments(nn.Module):
 
 
 class Regions(nn.Module):
-    """Cuts given regions out of the features, a class and a mask for each (He et al., 2017)."""
+    """A network that crops given regions from the features, with a class and a mask for each (He et al.,
+    2017).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +222,7 @@ class Regions(nn.Module):
 
 
 class Hourglass(nn.Module):
-    """Down and up again with a skip at every size, twice in a row (Newell et al., 2016)."""
+    """Two encoder-decoders in a row with a skip at every size (Newell et al., 2016)."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -245,7 +247,7 @@ class Points(nn.Module):
 
 
 def region_batch(size: int) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor]]:
-    """Three regions of each image."""
+    """Draw three regions of each image."""
     moves = torch.eye(2, 3) * 0.5 + 0.2 * torch.randn(size, 3, 2, 3)
     return (torch.randn(size, 3, 16, 16), moves), {
         "kinds": torch.randint(4, (size, 3)), "masks": torch.rand(size, 3, 1, 8, 8).round(),

@@ -1,4 +1,4 @@
-"""Mixtures of experts: all experts compute, or a fixed number of places is given to each, so that shapes are known."""
+"""Mixtures of experts: all experts compute, or each has a fixed capacity, so that shapes are static."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ WIDTH, EXPERTS, LENGTH = 8, 4, 6
 
 
 def expert() -> nn.Sequential:
-    """A small MLP."""
+    """Build a small MLP."""
     return nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH))
 
 
 class Soft(nn.Module):
-    """Every expert computes for every word, weighted by a softmax (Jacobs et al., 1991)."""
+    """A mixture of every expert for every word, weighted by a softmax (Jacobs et al., 1991)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,10 +31,10 @@ class Soft(nn.Module):
 
 
 class TopTwo(nn.Module):
-    """The two best experts of each word count, weights of all experts in one tensor; noise while training
-    (Shazeer et al., 2017).
+    """A layer of each word's two best experts, all experts' weights in one tensor, noise in training (Shazeer
+    et al., 2017).
 
-    Passes on, beside the words, how unevenly the experts are used.
+    Returns the words and the imbalance of the experts.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,9 @@ class Routed(nn.Module):
 
 
 class Capacity(nn.Module):
-    """One expert for each word, with room for so many words that the rest pass by (Fedus et al., 2022)."""
+    """One expert for each word, with limited capacity; words beyond it skip the layer (Fedus
+    et al., 2022).
+    """
 
     def __init__(self, room: int = 4) -> None:
         super().__init__()
@@ -89,7 +91,7 @@ class Capacity(nn.Module):
 
 
 class Chosen(nn.Module):
-    """Experts choose their words (Zhou et al., 2022); one expert is shared by all words."""
+    """Experts that choose their words (Zhou et al., 2022); one expert is shared by all words."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,17 +108,17 @@ class Chosen(nn.Module):
 
 
 def chain_of(layer: type[nn.Module]) -> nn.Module:
-    """Words in and out around three such layers."""
+    """Build words in and out around three such layers."""
     return nn.Sequential(nn.Embedding(30, WIDTH), *(layer() for _ in range(3)), nn.Linear(WIDTH, 30))
 
 
 def words(size: int) -> tuple[Tensor, Tensor]:
-    """Words in and out."""
+    """Draw words in and out."""
     return torch.randint(30, (size, LENGTH)), torch.randint(30, (size, LENGTH))
 
 
 def next_words(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of every word."""
+    """Compute the cross entropy of every word."""
     return F.cross_entropy(outputs.mT, targets)
 
 

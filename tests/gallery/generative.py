@@ -1,4 +1,4 @@
-"""Models that make things."""
+"""Generative models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gallery.model import ADAM, SHARED, TIED, Model
 
 
 class Variational(nn.Module):
-    """Codes are drawn around what the encoder says; the loss is inside (Kingma and Welling, 2014)."""
+    """An autoencoder with sampled codes and its loss inside (Kingma and Welling, 2014)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Variational(nn.Module):
 
 
 class Codebook(nn.Module):
-    """The nearest of 16 codes; gradients go straight through (van den Oord et al., 2017)."""
+    """The nearest of 16 codes, with straight-through gradients (van den Oord et al., 2017)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,9 +63,10 @@ class Quantising(nn.Module):
 
 
 class Adversaries(nn.Module):
-    """A generator and a critic with a loss each: the critic does not see where its sample is from (Goodfellow, 2014).
+    """A generator and a critic with a loss each; the critic does not see the origin of its sample
+    (Goodfellow, 2014).
 
-    The generator's loss goes through the critic's weights as they are, without gradients for them.
+    The generator's loss goes through the critic's current weights, without gradients for them.
     """
 
     def __init__(self) -> None:
@@ -86,7 +87,7 @@ class Adversaries(nn.Module):
 
 
 class Timed(nn.Module):
-    """A residual block that is told the time (Ho et al., 2020)."""
+    """A residual block conditioned on time (Ho et al., 2020)."""
 
     def __init__(self, inward: int, outward: int) -> None:
         super().__init__()
@@ -104,7 +105,7 @@ class Timed(nn.Module):
 
 
 class PixelAttention(nn.Module):
-    """Attention over all pixels, heads of one."""
+    """Attention over all pixels, with one head."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -121,7 +122,7 @@ class PixelAttention(nn.Module):
 
 
 class Diffusion(nn.Module):
-    """Guesses the noise in an image at some time: long skips, the time goes to every block."""
+    """A predictor of the noise in an image at some time: long skips, with time as an input of every block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +150,7 @@ class Diffusion(nn.Module):
 
 
 class Coupling(nn.Module):
-    """One half moves and stretches the other; passes on how much it stretched (Dinh et al., 2017)."""
+    """A coupling layer: one half shifts and scales the other; returns the log scale (Dinh et al., 2017)."""
 
     def __init__(self, flipped: bool) -> None:
         super().__init__()
@@ -165,13 +166,13 @@ class Coupling(nn.Module):
 
 
 def likelihood(outputs: tuple[Tensor, Tensor], targets: None) -> Tensor:
-    """How unlikely the data is under a normal distribution, pulled back."""
+    """Compute the negative log-likelihood of the data under a normal distribution, pulled back."""
     x, stretched = outputs
     return (0.5 * x.square().sum(1) - stretched).mean()
 
 
 class MaskedConvolution(nn.Conv2d):
-    """A convolution that sees only pixels before its own (van den Oord et al., 2016)."""
+    """A convolution over earlier pixels only (van den Oord et al., 2016)."""
 
     def __init__(self, inward: int, outward: int, *, own: bool) -> None:
         super().__init__(inward, outward, 3, padding=1)
@@ -185,7 +186,7 @@ class MaskedConvolution(nn.Conv2d):
 
 
 def pixels() -> nn.Module:
-    """A chain of masked convolutions."""
+    """Build a chain of masked convolutions."""
     inner = [part for _ in range(3) for part in (MaskedConvolution(8, 8, own=True), nn.ReLU(inplace=True))]
     return nn.Sequential(
         MaskedConvolution(1, 8, own=False), nn.ReLU(inplace=True), *inner, nn.Conv2d(8, 4, 1)
@@ -193,7 +194,9 @@ def pixels() -> nn.Module:
 
 
 class AdaptiveBlock(nn.Module):
-    """Norms without weights, shifted and scaled by a condition that starts at zero (Peebles and Xie, 2023)."""
+    """Norms without weights, shifted and scaled by a condition that starts at zero (Peebles
+    and Xie, 2023).
+    """
 
     def __init__(self, width: int = 12) -> None:
         super().__init__()
@@ -211,7 +214,9 @@ class AdaptiveBlock(nn.Module):
 
 
 class FlowMatching(nn.Module):
-    """Guesses the way from noise to an image, given a class that is sometimes withheld (Lipman et al., 2023)."""
+    """A predictor of the velocity from noise to an image, given a class that is sometimes dropped (Lipman et
+    al., 2023).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +236,9 @@ class FlowMatching(nn.Module):
 
 
 class MaskedImages(nn.Module):
-    """Encodes a quarter of the patches, in an order drawn in the forward, and decodes all (He et al., 2022)."""
+    """An autoencoder that encodes a quarter of the patches, in an order drawn in the forward, and decodes all
+    (He et al., 2022).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,13 +263,13 @@ class MaskedImages(nn.Module):
 
 
 def hidden_pixels(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
-    """Errors where the image was hidden."""
+    """Compute the errors on the hidden patches."""
     off = (outputs[0] - targets).square().mean(-1)
     return (off * outputs[1]).sum() / outputs[1].sum()
 
 
 class Flowing(nn.Module):
-    """One field, followed by four steps of Runge and Kutta (Chen et al., 2018)."""
+    """One vector field, integrated by four Runge-Kutta steps (Chen et al., 2018)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,12 +290,12 @@ class Flowing(nn.Module):
 
 
 def patches(size: int) -> Tensor:
-    """Sixteen patches of an image."""
+    """Cut an image into sixteen patches."""
     return torch.randn(size, 16, 12)
 
 
 def with_itself(make: Any) -> Any:
-    """Batches whose targets are the inputs."""
+    """Draw batches with their inputs as targets."""
 
     def batch(size: int) -> tuple[Tensor, Tensor]:
         made = make(size)

@@ -14,23 +14,23 @@ NODES, EDGES, WIDTH = 8, 16, 12
 
 
 def graphs(size: int) -> tuple[Tensor, Tensor]:
-    """Nodes with features, and edges from one node to another."""
+    """Draw nodes with features, and edges from one node to another."""
     return torch.randn(size, NODES, 6), torch.randint(NODES, (size, EDGES, 2))
 
 
 def picked(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of nodes, by their numbers."""
+    """Return rows of nodes, by their numbers."""
     return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
 
 
 def gathered(x: Tensor, index: Tensor) -> Tensor:
-    """Sums of what edges bring to their nodes."""
+    """Return sums of edge values at their target nodes."""
     zeros = x.new_zeros(len(x), NODES, x.shape[-1])
     return zeros.scatter_add(1, index[..., None].expand_as(x), x)
 
 
 class Convolution(nn.Module):
-    """Nodes take what their neighbours have, by degrees (Kipf and Welling, 2017)."""
+    """A graph convolution normalised by degrees (Kipf and Welling, 2017)."""
 
     def __init__(self, inward: int, outward: int) -> None:
         super().__init__()
@@ -46,14 +46,14 @@ class Convolution(nn.Module):
 
 
 class Nodes(nn.Module):
-    """The nodes alone."""
+    """A layer that returns only the nodes."""
 
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         return pair[0].mean(1)
 
 
 def convolutions() -> nn.Module:
-    """A chain of convolutions, along which the edges go."""
+    """Build a chain of convolutions that passes the edges along."""
     layers = (Convolution(6, WIDTH), Convolution(WIDTH, WIDTH), Convolution(WIDTH, WIDTH))
     return nn.Sequential(*layers, Nodes(), nn.Linear(WIDTH, 3))
 
@@ -110,7 +110,7 @@ class Messages(nn.Module):
 
 
 class Neighbours(nn.Module):
-    """The mean and the maximum of four neighbours, normed to length one (Hamilton et al., 2017)."""
+    """The mean and the maximum of four neighbours, normalised to length one (Hamilton et al., 2017)."""
 
     def __init__(self, inward: int) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Sampled(nn.Module):
 
 
 class Isomorphism(nn.Module):
-    """Sums over a dense matrix of neighbours; every layer adds to the answer (Xu et al., 2019)."""
+    """Sums over a dense adjacency matrix; every layer adds to the answer (Xu et al., 2019)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Isomorphism(nn.Module):
 
 
 class Continuous(nn.Module):
-    """Filters made of distances between atoms (Schuett et al., 2017)."""
+    """Filters computed from distances between atoms (Schuett et al., 2017)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class Continuous(nn.Module):
 
 
 class Equivariant(nn.Module):
-    """Features and places change together (Satorras et al., 2021)."""
+    """Joint updates of features and positions (Satorras et al., 2021)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class Molecule(nn.Module):
 
 
 class PathAttention(nn.Module):
-    """Attention with a bias for how far nodes are from each other (Ying et al., 2021)."""
+    """Attention with a bias for the distance of nodes (Ying et al., 2021)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class PathAttention(nn.Module):
 
 
 def path_loss(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
-    """Cross entropy, and how even the last weights are."""
+    """Compute the cross entropy, and the evenness of the last weights."""
     return (
         F.cross_entropy(outputs[0], targets)
         + 0.1 * (outputs[1] * outputs[1].clamp(min=1e-9).log()).sum(-1).mean()
@@ -236,7 +236,7 @@ def path_loss(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
 
 
 class Knowledge(nn.Module):
-    """Heads moved by relations come near to tails, and not to others (Bordes et al., 2013)."""
+    """Heads translated by relations, near to true tails and far from others (Bordes et al., 2013)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ class Knowledge(nn.Module):
 
 
 def classes(size: int, *shape: int) -> Tensor:
-    """One of three, for each."""
+    """Draw one of three classes for each."""
     return torch.randint(3, (size, *shape))
 
 

@@ -12,17 +12,19 @@ WORDS, LENGTH = 40, 10
 
 
 def tokens(size: int, length: int = LENGTH) -> Tensor:
-    """Random words."""
+    """Draw random words."""
     return torch.randint(WORDS, (size, length))
 
 
 def next_words(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of every word."""
+    """Compute the cross entropy of every word."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class RotaryBlock(nn.Module):
-    """RMS norms, rotary positions, one head of keys for two of queries, a gated MLP (Touvron et al., 2023)."""
+    """A block of RMS norms, rotary positions, one key head for two query heads, a gated MLP (Touvron et al.,
+    2023).
+    """
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -46,7 +48,7 @@ class RotaryBlock(nn.Module):
 
 
 def rotated(x: Tensor, turn: Tensor) -> Tensor:
-    """Pairs of numbers, turned."""
+    """Rotate pairs of numbers."""
     a, b = x[..., ::2], x[..., 1::2]
     return torch.stack([a * turn.cos() - b * turn.sin(), a * turn.sin() + b * turn.cos()], -1).flatten(-2)
 
@@ -68,7 +70,7 @@ class Rotary(nn.Module):
 
 
 class SlopedAttention(nn.Module):
-    """Scores fall with distance, in each head at another slope (Press et al., 2022)."""
+    """Attention whose scores fall with distance, with another slope in each head (Press et al., 2022)."""
 
     def __init__(self, width: int = 16, heads: int = 2) -> None:
         super().__init__()
@@ -86,14 +88,14 @@ class SlopedAttention(nn.Module):
 
 
 def sloped() -> nn.Module:
-    """A chain of such attentions."""
+    """Build a chain of such attentions."""
     return nn.Sequential(
         nn.Embedding(WORDS, 16), *(SlopedAttention() for _ in range(4)), nn.Linear(16, WORDS)
     )
 
 
 class RelativeAttention(nn.Module):
-    """Attention from one sequence to another, with a bias that the caller makes (Raffel et al., 2020)."""
+    """Attention from one sequence to another, with a bias from the caller (Raffel et al., 2020)."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -109,7 +111,9 @@ class RelativeAttention(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """One table of position biases for all layers of a side; the encoder's result goes to every decoder layer."""
+    """One table of position biases for all layers of a side; every decoder layer gets the
+    encoder's result.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +137,9 @@ class EncoderDecoder(nn.Module):
 
 
 class CharacterConvolutions(nn.Module):
-    """Convolutions of several widths over letters, the two highest values of each (Kim, 2014; Kalchbrenner, 2014)."""
+    """Convolutions of several widths over letters, the two highest values of each (Kim, 2014; Kalchbrenner,
+    2014).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +154,7 @@ class CharacterConvolutions(nn.Module):
 
 
 class Tagger(nn.Module):
-    """A bidirectional LSTM whose tags are scored as a path; the loss sums over all paths (Huang et al., 2015)."""
+    """A bidirectional LSTM with tags scored as a path; the loss sums over all paths (Huang et al., 2015)."""
 
     def __init__(self, tags: int = 5) -> None:
         super().__init__()
@@ -172,7 +178,7 @@ class Tagger(nn.Module):
 
 
 class BagOfWords(nn.Module):
-    """A mean over the words, a second bag weighted by how much each word matters (Joulin et al., 2017)."""
+    """A mean over the words, and a second bag weighted by the importance of words (Joulin et al., 2017)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,14 +210,14 @@ class LinearAttention(nn.Module):
 
 
 def linear_attention() -> nn.Module:
-    """A chain of such attentions."""
+    """Build a chain of such attentions."""
     return nn.Sequential(
         nn.Embedding(WORDS, 16), *(LinearAttention() for _ in range(3)), nn.Linear(16, WORDS)
     )
 
 
 class MaskedWords(nn.Module):
-    """Guesses hidden words; most positions do not count in the loss. A mask of padding, or none."""
+    """A predictor of hidden words; most positions are outside the loss. An optional padding mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +246,7 @@ class MaskedWords(nn.Module):
 
 
 def hidden_words(size: int) -> tuple[dict[str, Tensor | None], None]:
-    """Every third word is to be guessed."""
+    """Draw texts with every third word hidden."""
     labels = tokens(size).where(torch.arange(LENGTH) % 3 == 0, -100)
     return {
         "words": tokens(size),
@@ -251,7 +257,7 @@ def hidden_words(size: int) -> tuple[dict[str, Tensor | None], None]:
 
 
 def same_words(size: int) -> tuple[Tensor, Tensor]:
-    """Words in and out."""
+    """Draw words in and out."""
     return tokens(size), tokens(size)
 
 

@@ -28,7 +28,9 @@ class Block(nn.Module):
 
 
 class Masked(nn.Module):
-    """Takes a dictionary with a padding mask; returns one, its loss outside. `tied` reuses the embedding at the end."""
+    """A model from a dictionary with a padding mask to a dictionary, its loss outside. `tied` reuses the
+    embedding at the end.
+    """
 
     def __init__(self, *, tied: bool = False, blocks: int = 3, width: int = 16, words: int = 40) -> None:
         super().__init__()
@@ -49,19 +51,19 @@ class Masked(nn.Module):
 
 
 def padded(size: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Words of which the last ones may be padding."""
+    """Draw words, the last ones possibly padding."""
     tokens = torch.randint(40, (size, 8))
     mask = (torch.arange(8) < torch.randint(4, 9, (size, 1))).long()
     return {"tokens": tokens, "mask": mask, "scale": 2.0}, {"next": tokens.roll(-1, 1)}
 
 
 def token_loss(outputs: dict[str, Any], targets: dict[str, Tensor]) -> Tensor:
-    """Cross entropy of every word."""
+    """Compute the cross entropy of every word."""
     return F.cross_entropy(outputs["logits"].flatten(0, 1), targets["next"].flatten())
 
 
 def partly_frozen() -> nn.Module:
-    """The embedding and the first block do not train."""
+    """Freeze the embedding and the first block."""
     model = Masked()
     for part in (model.embed, model.blocks[0]):
         part.requires_grad_(False)
@@ -69,7 +71,7 @@ def partly_frozen() -> nn.Module:
 
 
 def encoder() -> nn.Module:
-    """torch's encoder layers in a chain."""
+    """Build torch's encoder layers in a chain."""
     return nn.Sequential(
         nn.Linear(16, 32),
         nn.TransformerEncoderLayer(32, 4, 64, batch_first=True),

@@ -1,4 +1,4 @@
-"""What a model of the gallery is: a module, its batches, its loss, and one sentence on what is special about it."""
+"""A model of the gallery: a module, its batches, its loss, and one sentence on its speciality."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from pipefit.capture import Task
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
 
-# Why numbers may be rounded otherwise than in plain training
+# The reason for numbers rounded otherwise than in plain training
 TIED = "gradients of a parameter with users on several stages are summed in another order"
 SENT = (
     "values and gradients between layers are contiguous, and kernels sum in another order where they are not"
 )
-# Why the simulator's peaks may be too high
+# The reason for simulated peaks that are too high
 SHARED = "simulator too high: a shared parameter with two users on one stage"
-# Why those of the dry run and of emulated devices may be above the allocator's
+# The reason for peaks of dry run and emulated devices above the allocator's
 COPIED = "under a meter, backward of indexing and of several uses takes one copy more"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A small model, and what is known to differ when it is trained by a plan.
+    """A small model, and the known differences when a plan trains it.
 
-    Numbers are equal bit by bit, or `rounded` is the reason for a tolerance. All peaks are equal, or a reason is named
-    for which some are not: the simulator's may be `above` the dry run's, and those of the dry run and the meter are
-    above the allocator's where they are `metered`. The simulator's are never below.
+    Numbers are equal bit by bit, or `rounded` is the reason for a tolerance. All peaks are equal, or a reason
+    for unequal ones is named: the simulator's may be `above` the dry run's, and those of the dry run and the
+    meter are above the allocator's if they are `metered`. The simulator's are never below.
     """
 
     name: str
@@ -49,9 +49,9 @@ class Model:
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """The reasons for what differs."""
+        """Return the reasons for differences."""
         return tuple(filter(None, (self.rounded, self.above, self.metered)))
 
     def task(self) -> Task:
-        """The task of training it."""
+        """Return the task of training the model."""
         return Task(self.module, batch=self.batch, loss=self.loss, optimizer=self.optimizer, name=self.name)

@@ -26,7 +26,7 @@ class TwoLosses(nn.Module):
 
 
 class GatedExperts(nn.Module):
-    """Each task mixes the same experts in its own way (Ma et al., 2018)."""
+    """Tasks with separate mixtures of the same experts (Ma et al., 2018)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class GatedExperts(nn.Module):
 
 
 class Uncertain(nn.Module):
-    """Losses weighted by parameters of the model itself (Kendall et al., 2018)."""
+    """Losses weighted by parameters of the model (Kendall et al., 2018)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Uncertain(nn.Module):
 
 
 class CrossStitch(nn.Module):
-    """Two networks side by side whose features are mixed behind every layer (Misra et al., 2016)."""
+    """Two parallel networks with features mixed after every layer (Misra et al., 2016)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Reversal(torch.autograd.Function):
 
 
 class Domains(nn.Module):
-    """Features that tell classes and cannot tell where a sample is from (Ganin et al., 2016)."""
+    """Features that predict classes and hide the domain of a sample (Ganin et al., 2016)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Domains(nn.Module):
 
 
 class Distilled(nn.Module):
-    """A small network learns from a large one that is frozen and in evaluation mode (Hinton et al., 2015)."""
+    """A small network that learns from a large frozen one in evaluation mode (Hinton et al., 2015)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Distilled(nn.Module):
 
 
 def several(size: int) -> tuple[tuple[Tensor, ...], None]:
-    """A class, a depth and a direction."""
+    """Draw a class, a depth and a direction."""
     angle = F.normalize(torch.randn(size, 2))
     return (torch.randn(size, 8), torch.randint(4, (size,)), torch.rand(size, 1), angle), None
 

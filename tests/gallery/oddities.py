@@ -1,4 +1,6 @@
-"""Models that do what few do: buffers that feed back, weights made in the forward, writing in place, unused parts."""
+"""Models with rare features: buffers that feed back, weights computed in the forward, in-place writes, unused
+parts.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from gallery.model import ADAM, COPIED, SHARED, TIED, Model
 
 
 class StraightThrough(torch.autograd.Function):
-    """Rounds, and passes the gradient on (Bengio et al., 2013); also returns how far it rounded, and None."""
+    """A rounding with straight-through gradient (Bengio et al., 2013); also returns the rounding distance,
+    and None.
+    """
 
     @staticmethod
     def forward(x: Tensor, scale: float = 1.0) -> tuple[Tensor, None, Tensor]:
@@ -61,7 +65,7 @@ class Quantised(nn.Module):
 
 
 class Centred(nn.Linear):
-    """A linear layer that subtracts a running mean of its own, which it replaces in each forward."""
+    """A linear layer that subtracts a running mean, which it replaces in each forward."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width)
@@ -85,7 +89,7 @@ class Centring(nn.Module):
 
 
 class Repeated(nn.Module):
-    """One block, run three times (as ALBERT shares its layers), and a running mean of its own."""
+    """One block, run three times (as ALBERT shares its layers), with a running mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +106,7 @@ class Repeated(nn.Module):
 
 
 class Skip(nn.Module):
-    """Passes on its result and, beside it, what it was given."""
+    """A layer that passes on its result together with its input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -121,7 +125,7 @@ class Join(nn.Module):
 
 
 def spectral() -> nn.Module:
-    """Weights divided by their largest singular value, which is followed in buffers (Miyato et al., 2018)."""
+    """Build weights divided by their largest singular value, tracked in buffers (Miyato et al., 2018)."""
     norm = parametrizations.spectral_norm
     return nn.Sequential(
         norm(nn.Conv2d(1, 6, 3)), nn.LeakyReLU(0.1, inplace=True), norm(nn.Conv2d(6, 6, 3)), nn.Flatten(),
@@ -130,7 +134,9 @@ def spectral() -> nn.Module:
 
 
 def weight_normed() -> nn.Module:
-    """Directions and lengths of weights apart (Salimans and Kingma, 2016); one weight is kept orthogonal."""
+    """Build weights of separate direction and length (Salimans and Kingma, 2016); one weight is kept
+    orthogonal.
+    """
     norm = parametrizations.weight_norm
     return nn.Sequential(
         norm(nn.Conv1d(3, 8, 3)), nn.ELU(inplace=True), norm(nn.Conv1d(8, 8, 3), dim=None), nn.Flatten(),
@@ -139,7 +145,7 @@ def weight_normed() -> nn.Module:
 
 
 class Averaging(nn.Module):
-    """Codes that follow what they are used for by moving averages, and counters (Razavi et al., 2019)."""
+    """Codes that track their users by moving averages, and counters (Razavi et al., 2019)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +207,7 @@ class Pools(nn.Module):
 
 
 def dropouts() -> nn.Module:
-    """Every kind of dropout in a chain, some in place."""
+    """Build a chain of every kind of dropout, some in place."""
     return nn.Sequential(
         *(nn.Conv2d(2, 6, 3), nn.Dropout2d(0.3), nn.SELU(), nn.AlphaDropout(0.2)),
         *(nn.Conv2d(6, 6, 3), nn.Dropout(0.4, inplace=True), nn.RReLU(), nn.FeatureAlphaDropout(0.2)),
@@ -210,7 +216,7 @@ def dropouts() -> nn.Module:
 
 
 class InPlace(nn.Module):
-    """Writes into views of what it has computed, and into outputs of layers."""
+    """A layer that writes into views of its results, and into outputs of layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +235,7 @@ class InPlace(nn.Module):
 
 
 class Hyper(nn.Module):
-    """The weights of one network are made by another (Ha et al., 2017)."""
+    """A network whose weights another network computes (Ha et al., 2017)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +249,9 @@ class Hyper(nn.Module):
 
 
 class Capsules(nn.Module):
-    """Parts agree on wholes in three rounds, the first two without gradients (Sabour et al., 2017)."""
+    """Capsules that agree on wholes in three rounds, the first two without gradients (Sabour
+    et al., 2017).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,13 +269,13 @@ class Capsules(nn.Module):
 
 
 def squashed(x: Tensor) -> Tensor:
-    """Long vectors get length one, short ones none."""
+    """Scale long vectors to length one, short ones to zero."""
     square = x.square().sum(-1, keepdim=True)
     return x * square / ((1 + square) * (square + 1e-8).sqrt())
 
 
 def margins(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The right length should be long, the others short."""
+    """Compute the margin loss: the right vector long, the others short."""
     right = F.one_hot(targets, 3)
     return (
         (right * F.relu(0.9 - outputs).square() + 0.5 * (1 - right) * F.relu(outputs - 0.1).square())
@@ -277,7 +285,7 @@ def margins(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 class Bounded(nn.Module):
-    """A table whose rows are shortened in place where they are read; a part that nobody uses; a number that trains."""
+    """A table that clips its rows in place on lookup; an unused part; a trained scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -290,7 +298,9 @@ class Bounded(nn.Module):
 
 
 class Solving(nn.Module):
-    """Linear algebra inside: a ridge regression on given examples, whose features train (Bertinetto et al., 2019)."""
+    """A layer with linear algebra: a ridge regression on given examples, with trained features (Bertinetto et
+    al., 2019).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,7 +314,7 @@ class Solving(nn.Module):
 
 
 def pairs_of(kinds: int, *shape: int) -> Any:
-    """Batches of noise, and one of so many classes."""
+    """Draw batches of noise, and one of `classes` classes."""
 
     def batch(size: int) -> tuple[Tensor, Tensor]:
         return torch.randn(size, *shape), torch.randint(kinds, (size,))

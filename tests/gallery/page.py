@@ -1,4 +1,4 @@
-"""The page on the gallery: docs/gallery.md, made from the models and from how many blocks and layers each is cut into.
+"""The page on the gallery: docs/gallery.md, made from the models and their numbers of blocks and layers.
 
 PYTHONPATH=src:tests python -m gallery.page
 """
@@ -34,7 +34,7 @@ HEAD = "| model | form | blocks | layers | parameters | features | known differe
 
 
 def render(counts: Mapping[str, Counts]) -> str:
-    """The page, with so many blocks and layers of each model."""
+    """Render the page, with these blocks and layers of each model."""
     parts = [TITLE]
     for family, models in FAMILIES.items():
         rows = "".join(row(model, counts[model.name]) for model in models)
@@ -43,7 +43,7 @@ def render(counts: Mapping[str, Counts]) -> str:
 
 
 def row(model: Model, counts: Counts) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     module = model.module()
     form = "chain" if isinstance(module, nn.Sequential) else "traced"
     parameters = sum(parameter.numel() for parameter in module.parameters())
@@ -53,13 +53,13 @@ def row(model: Model, counts: Counts) -> str:
 
 
 def counts_of(model: Model) -> Counts:
-    """How many blocks and layers a model is cut into."""
+    """Count a model's blocks and layers."""
     found = build_chain(model.task(), model.size)
     return len(found.blocks) or len(found.layers), len(found.layers)
 
 
 def counts_in(text: str) -> dict[str, Counts]:
-    """How many blocks and layers the page says that each model has."""
+    """Read each model's blocks and layers from the page."""
     cells = [
         [cell.strip() for cell in line.split("|")[1:-1]]
         for line in text.splitlines()

@@ -1,8 +1,8 @@
-"""Plain training, which shares nothing with pipefit: a loop over microbatches, and all the numbers that it computes.
+"""Plain training without pipefit: a loop over microbatches, and all the numbers that it computes.
 
-What a random operation draws depends on the seed, the step, the microbatch and the layer that it is in. A plain module
-knows of no layers, so the loop is told in which layer each of the forward's random operations lies, in order, and seeds
-torch's generator before the first one of each layer.
+A random operation depends on the seed, the step, the microbatch and its layer. A plain module has no layers,
+so the loop gets the layer of each of the forward's random operations, in order, and seeds torch's generator
+before the first one of each layer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What one step computed: each microbatch's loss, the gradients before the update, and the state behind it."""
+    """Numbers of one step: each microbatch's loss, the gradients before the update, and the
+    state after it.
+    """
 
     losses: list[float]
     gradients: dict[str, Tensor]
@@ -28,7 +30,9 @@ class Step:
 
 
 class Draws(TorchDispatchMode):
-    """Counts random operations; seeds the generator before the first of each layer, if it knows their layers."""
+    """A counter of random operations that seeds the generator before the first of each layer, if the layers
+    are known.
+    """
 
     def __init__(self, layers: Sequence[int] = (), seeds: tuple[int, int, int] = (0, 0, 0)) -> None:
         super().__init__()
@@ -44,7 +48,7 @@ class Draws(TorchDispatchMode):
 
 
 def mixed(*numbers: int) -> int:
-    """The documented seed of a layer: splitmix64's finaliser, applied to each number in turn."""
+    """Return the documented seed of a layer: splitmix64's finaliser, applied to each number in turn."""
     state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) % 2**64
@@ -89,7 +93,7 @@ def train(
 
 
 def microbatches(batch: Any, size: int) -> list[Any]:
-    """`batch` cut along dimension 0 of all its tensors."""
+    """Cut `batch` along dimension 0 of all its tensors."""
     leaves, spec = pytree.tree_flatten(batch)
     parts = [leaf.split(size) if isinstance(leaf, Tensor) else None for leaf in leaves]
     count = next(len(part) for part in parts if part is not None)
@@ -102,7 +106,9 @@ def microbatches(batch: Any, size: int) -> list[Any]:
 
 
 def call(module: nn.Module, inputs: Any) -> Any:
-    """The module on inputs: a dictionary holds keyword arguments, a tuple positional ones; a Sequential takes one."""
+    """Call the module on inputs: a dictionary holds keyword arguments, a tuple positional ones; a Sequential
+    takes one.
+    """
     if isinstance(inputs, dict):
         return module(**inputs)
     if isinstance(inputs, tuple) and not isinstance(module, nn.Sequential):
@@ -111,7 +117,7 @@ def call(module: nn.Module, inputs: Any) -> Any:
 
 
 def own_loss(outputs: Any) -> Tensor:
-    """The loss that a model has computed by itself."""
+    """Return the loss computed inside the model."""
     if isinstance(outputs, Tensor):
         return outputs
     return outputs["loss"] if isinstance(outputs, dict) else outputs.loss

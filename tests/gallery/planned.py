@@ -1,4 +1,4 @@
-"""Training by random plans, all devices in this process, and all the numbers that it computes."""
+"""Training by random plans, all devices in this process, with all computed numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SEED, STEPS = 7, 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A model with a module that exists, which tests copy before they train it, and what it costs."""
+    """A model with an existing module, which tests copy before training, and its costs."""
 
     model: Model
     task: Task
@@ -41,16 +41,16 @@ class Prepared:
 
     @property
     def module(self) -> nn.Module:
-        """The module, untrained."""
+        """Return the untrained module."""
         assert isinstance(self.task.module, nn.Module)
         return self.task.module
 
     def copied(self) -> Task:
-        """The task, with an untrained module of its own."""
+        """Return the task, with a copy of the untrained module."""
         return replace(self.task, module=copy.deepcopy(self.module))
 
     def plans(self) -> list[Plan]:
-        """Random plans, one that recomputes nothing and one that recomputes something, where that is possible."""
+        """Return random plans, one without and one with recomputation if possible."""
         rng = Random(self.model.name)
         kept = replace(random_plan(self.profile, rng, microbatches=rng.choice([1, 2, 3])), decisions=())
         again = [random_plan(self.profile, rng, microbatches=rng.choice([2, 3])) for _ in range(40)]
@@ -59,13 +59,13 @@ class Prepared:
         return recomputed or [kept] if self.model.is_large else [kept, *recomputed]
 
     def batches(self, plan: Plan) -> list[Any]:
-        """The batches of all steps."""
+        """Return the batches of all steps."""
         torch.manual_seed(SEED)
         return [self.model.batch(plan.training.batch_size) for _ in range(STEPS)]
 
 
 def recomputed_layers(plan: Plan) -> set[int]:
-    """The layers that a plan recomputes."""
+    """Return the recomputed layers of a plan."""
     return {
         layer for decision in plan.decisions for layer in range(decision.layers[0], decision.layers[-1] + 1)
     }
@@ -73,7 +73,7 @@ def recomputed_layers(plan: Plan) -> set[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Training by a plan: what every step computed, and what the meters saw."""
+    """Training by a plan: every step's numbers, and the meters' readings."""
 
     plan: Plan
     steps: list[Step]
@@ -82,7 +82,7 @@ class Run:
 
 @lru_cache(maxsize=1)
 def prepared(name: str) -> Prepared:
-    """The model of that name, for all tests of it, which run one after the other."""
+    """Return the model of that name, for all its tests, which run one after the other."""
     model = MODELS[name]
     torch.manual_seed(1)
     task = replace(model.task(), module=model.module())
@@ -91,7 +91,9 @@ def prepared(name: str) -> Prepared:
 
 
 def draws_of(task: Task, model: Model) -> tuple[int, ...]:
-    """In which layer each of a microbatch's random operations lies; those of the loss count as another layer's."""
+    """Return the layer of each of a microbatch's random operations; those of the loss count as another
+    layer's.
+    """
     chain = build_chain(replace(task, module=copy.deepcopy(task.module)), model.size)
     (inputs, targets), found = model.batch(model.size), []
     values = tuple(value.clone() for value in chain.flatten(inputs))
@@ -106,13 +108,13 @@ def draws_of(task: Task, model: Model) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1)
 def trained(name: str) -> list[Run]:
-    """The model of that name, trained by each of its plans on emulated devices with meters."""
+    """Return the model of that name, trained by each of its plans on emulated devices with meters."""
     found = prepared(name)
     return [train(found, plan) for plan in found.plans()]
 
 
 def train(found: Prepared, plan: Plan) -> Run:
-    """Train by `plan`, and look at all numbers where the meters do not see it."""
+    """Train by `plan`, and read all numbers outside the meters."""
     trainer, update, steps = Trainer(found.copied(), plan, seed=SEED), StageRunner.step, list[Step]()
     names = first_names(found.module)
     for batch in found.batches(plan):
@@ -135,7 +137,7 @@ def train(found: Prepared, plan: Plan) -> Run:
 
 
 def first_names(module: nn.Module) -> dict[str, str]:
-    """For every name of a parameter, the first name of that parameter."""
+    """Return the first name of each named parameter."""
     first: dict[nn.Parameter, str] = {}
     return {
         name: first.setdefault(parameter, name)

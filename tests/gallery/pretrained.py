@@ -25,12 +25,12 @@ DISTINCT = ("llama", "vit")  # without shared parameters
 
 @cache
 def task_of(name: str) -> Task:
-    """The task of that architecture; made late, because transformers takes seconds to import."""
+    """Return the task of that architecture; late, because importing transformers takes seconds."""
     return hf(name, **TINY[name])
 
 
 def model_of(name: str) -> Model:
-    """The tiny model of that architecture."""
+    """Build the tiny model of that architecture."""
     return Model(
         name=f"hf:{name}",
         special=SPECIAL[name],

@@ -14,7 +14,7 @@ ITEMS = 50
 
 
 def ids(size: int, *shape: int, below: int = ITEMS) -> Tensor:
-    """Random numbers of users or items."""
+    """Draw random numbers of users or items."""
     return torch.randint(below, (size, *shape))
 
 
@@ -53,7 +53,7 @@ class WideAndDeep(nn.Module):
 
 
 class TwoTowers(nn.Module):
-    """Users and items of one microbatch are told apart from each other (Yi et al., 2019)."""
+    """Users and items of one microbatch, contrasted with each other (Yi et al., 2019)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class TwoTowers(nn.Module):
 
 
 def in_batch(scores: Tensor, targets: None) -> Tensor:
-    """Each user's own item against those of the others, and the other way round."""
+    """Compute the loss of each user's item against those of the others, in both directions."""
     own = torch.arange(len(scores))
     return (F.cross_entropy(scores, own) + F.cross_entropy(scores.mT, own)) / 2
 
@@ -90,7 +90,9 @@ class Factorisation(nn.Module):
 
 
 class FactorisationMachine(nn.Module):
-    """All pairs of features by the square of a sum, beside a deep part over the same embedding (Guo et al., 2017)."""
+    """All pairs of features by the square of a sum, plus a deep part over the same embedding (Guo et al.,
+    2017).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +109,7 @@ class FactorisationMachine(nn.Module):
 
 
 class Interest(nn.Module):
-    """A history is weighed by the item in question; padding does not count (Zhou et al., 2018)."""
+    """A history weighted by relevance to the candidate item; padding does not count (Zhou et al., 2018)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +127,9 @@ class Interest(nn.Module):
 
 
 class NextItem(nn.Module):
-    """Causal attention over a history; the next item against one drawn at random, in one table (Kang et al., 2018)."""
+    """Causal attention over a history; the next item against a random one, in one table (Kang
+    et al., 2018).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +152,7 @@ class NextItem(nn.Module):
 
 
 class Crosses(nn.Module):
-    """Every layer multiplies with the first layer's input again (Wang et al., 2017)."""
+    """Layers that each multiply with the first layer's input again (Wang et al., 2017)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +183,7 @@ class FieldPairs(nn.Module):
 
 
 def clicks(size: int) -> Tensor:
-    """Whether each was clicked."""
+    """Draw whether each item was clicked."""
     return torch.randint(2, (size,)).float()
 
 

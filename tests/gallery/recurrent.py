@@ -12,7 +12,7 @@ WORDS, LENGTH = 30, 8
 
 
 class TimeMajor(nn.Module):
-    """A GRU that answers in time-major order: a view that is not contiguous."""
+    """A GRU with time-major output: a non-contiguous view."""
 
     def __init__(self, inward: int, outward: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Speaker(nn.Module):
 
 
 class Translator(nn.Module):
-    """A cell that looks at the source before every word (Bahdanau et al., 2015)."""
+    """A cell that attends to the source before every word (Bahdanau et al., 2015)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Translator(nn.Module):
 
 
 class Pictures(nn.Module):
-    """An LSTM whose products are convolutions (Shi et al., 2015)."""
+    """An LSTM with convolutions for products (Shi et al., 2015)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Pictures(nn.Module):
 
 
 class QuasiRecurrent(nn.Module):
-    """Gates by convolutions, a state by a loop over time that works in place on a table (Bradbury et al., 2017)."""
+    """Gates by convolutions, a state by a loop over time, in place on a table (Bradbury et al., 2017)."""
 
     def __init__(self, inward: int, outward: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class QuasiRecurrent(nn.Module):
 
 
 class Echo(nn.Module):
-    """A frozen recurrent layer; only what reads its states is trained (Jaeger, 2001)."""
+    """A frozen recurrent layer with a trained readout (Jaeger, 2001)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,12 +127,12 @@ class Pondering(nn.Module):
 
 
 def words(size: int) -> Tensor:
-    """Random words."""
+    """Draw random words."""
     return torch.randint(WORDS, (size, LENGTH))
 
 
 def next_words(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of every word."""
+    """Compute the cross entropy of every word."""
     return F.cross_entropy(outputs.mT, targets)
 
 

@@ -67,7 +67,7 @@ class ResNet(nn.Module):
 
 
 class DenseLayer(nn.Module):
-    """Norm, activation and convolution of all that came before."""
+    """Norm, activation and convolution of all earlier outputs."""
 
     def __init__(self, inward: int, growth: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class DenseLayer(nn.Module):
 
 
 class DenseNet(nn.Module):
-    """Every layer of a block sees the outputs of all layers before it (Huang et al., 2017)."""
+    """Blocks whose layers see the outputs of all layers before (Huang et al., 2017)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class ResNet50(nn.Module):
 
 
 class DenseNet121Layer(nn.Module):
-    """Norm, activation, convolution, twice: of all that came before."""
+    """Norm, activation, convolution, twice, on all earlier outputs."""
 
     def __init__(self, inward: int, growth: int) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class DenseNet121Layer(nn.Module):
 
 
 class DenseNet121Block(nn.ModuleDict):
-    """Every layer takes the outputs of all before it."""
+    """A block whose layers take the outputs of all layers before."""
 
     def forward(self, x: Tensor) -> Tensor:
         features = [x]
@@ -227,12 +227,12 @@ class UNet(nn.Module):
 
 
 def images(size: int, side: int = 16) -> tuple[Tensor, Tensor]:
-    """Noise, and one of ten classes."""
+    """Draw noise, and one of ten classes."""
     return torch.randn(size, 3, side, side), torch.randint(10, (size,))
 
 
 def strided() -> nn.Module:
-    """A chain with batch and group norm."""
+    """Build a chain with batch and group norm."""
     return nn.Sequential(
         *(nn.Conv2d(3, 16, 3), nn.GroupNorm(4, 16), nn.SiLU(), Residual(16, 24), Residual(24, 32)),
         *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 1)),

@@ -36,7 +36,7 @@ class Conformer(nn.Module):
 
 
 def conformer() -> nn.Module:
-    """A chain of conformer blocks over frames of sound."""
+    """Build a chain of conformer blocks over frames of sound."""
     return nn.Sequential(nn.Linear(8, 16), *(Conformer() for _ in range(3)), nn.Linear(16, 12))
 
 
@@ -60,7 +60,9 @@ class Listener(nn.Module):
 
 
 class Waves(nn.Module):
-    """Convolutions over raw sound; hidden frames are told from others by their similarity (Baevski et al., 2020)."""
+    """Convolutions over raw sound; hidden frames are found among others by similarity (Baevski
+    et al., 2020).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +90,7 @@ class Waves(nn.Module):
 
 
 def raw_sound(size: int) -> tuple[tuple[Tensor, Tensor, Tensor], None]:
-    """Sound of eleven frames, of which some are hidden, and three others to each."""
+    """Draw sound of eleven frames, some hidden, with three distractors for each."""
     hidden = torch.rand(size, 11) < 0.4
     hidden[:, 0] = True
     return (torch.randn(size, 120), hidden, torch.randint(11, (size, 11, 3))), None
@@ -102,7 +104,7 @@ class Statistics(nn.Module):
 
 
 def speaker() -> nn.Module:
-    """Dilated convolutions and statistics over time (Snyder et al., 2018)."""
+    """Build dilated convolutions and statistics over time (Snyder et al., 2018)."""
     parts = []
     for inward, outward, width, dilation in ((8, 16, 5, 1), (16, 16, 3, 2), (16, 16, 3, 3)):
         parts += [
@@ -125,7 +127,7 @@ class Margin(nn.Module):
 
 
 def additive_margin(cosines: Tensor, targets: Tensor) -> Tensor:
-    """The right speaker must be nearer than the others by a margin (Wang et al., 2018)."""
+    """Compute a loss that wants the right speaker nearer than the others by a margin (Wang et al., 2018)."""
     margin = torch.zeros_like(cosines).scatter_(1, targets[:, None], 0.2)
     return F.cross_entropy(10 * (cosines - margin), targets)
 
@@ -144,7 +146,7 @@ class GatedDilated(nn.Module):
 
 
 class WaveNet(nn.Module):
-    """A result of every layer goes to the end (van den Oord et al., 2016)."""
+    """Layers whose results all reach the end (van den Oord et al., 2016)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,13 +192,13 @@ class Vocoder(nn.Module):
 
 
 def spectral(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Distances of the sound and of its spectrum's magnitudes."""
+    """Compute distances of the sound and of its spectrum's magnitudes."""
     pair = [torch.fft.rfft(sound.unfold(1, 8, 4)).abs() for sound in (ours, theirs)]
     return F.l1_loss(*pair) + F.mse_loss(ours, theirs)
 
 
 def keywords() -> nn.Module:
-    """Depthwise separable convolutions (Zhang et al., 2017)."""
+    """Build depthwise separable convolutions (Zhang et al., 2017)."""
     parts = [
         nn.Unflatten(1, (1, -1)),
         nn.Conv2d(1, 8, (5, 3), 2, bias=False),

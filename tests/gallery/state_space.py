@@ -1,4 +1,4 @@
-"""Models whose state runs along a sequence."""
+"""Models with a state along the sequence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WORDS, LENGTH, WIDTH, STATE = 30, 10, 12, 4
 
 
 class SelectiveScan(nn.Module):
-    """What is kept and forgotten depends on the input; a plain loop over time (Gu and Dao, 2023)."""
+    """Input-dependent memory; a plain loop over time (Gu and Dao, 2023)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Diagonal(nn.Module):
 
 
 class TimeMix(nn.Module):
-    """A weighted mean over the past with a decay of its own in each channel (Peng et al., 2023)."""
+    """A weighted mean over the past with a separate decay in each channel (Peng et al., 2023)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class TimeMix(nn.Module):
 
 
 class Retention(nn.Module):
-    """Products with what was, weighted by a power of the distance; heads normed apart (Sun et al., 2023)."""
+    """Products with the past, weighted by a power of the distance; heads normed apart (Sun et al., 2023)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Retention(nn.Module):
 
 
 class LongConvolution(nn.Module):
-    """Long convolutions whose kernels are made by a small network, and gates (Poli et al., 2023)."""
+    """Long convolutions with kernels from a small network, and gates (Poli et al., 2023)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,12 +154,12 @@ class Words(nn.Module):
 
 
 def words(size: int) -> tuple[Tensor, Tensor]:
-    """Words in and out."""
+    """Draw words in and out."""
     return torch.randint(WORDS, (size, LENGTH)), torch.randint(WORDS, (size, LENGTH))
 
 
 def of(name: str, special: str, layer: type[nn.Module], *, metered: str = "") -> Model:
-    """A model of such layers."""
+    """Build a model of such layers."""
     return Model(
         name=name,
         special=special,

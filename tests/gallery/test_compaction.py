@@ -1,6 +1,6 @@
-"""Models of all kinds, trained by plans with random decisions about their memory, need the memory that was predicted.
-Under every synchronous schedule they are trained as a plain loop trains them, under every endless one as by the same
-split without decisions.
+"""Models of all kinds, trained by plans with random memory decisions, need the predicted memory. Under every
+synchronous schedule they train as a plain loop does, under every asynchronous one as the same split without
+decisions.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def plan_for(found: Prepared, schedule: str) -> Plan:
-    """A random plan with random decisions, the same every time."""
+    """Build a random plan with random decisions, deterministically."""
     rng = Random(f"{found.model.name} {schedule}")
     return compacted(random_plan(found.profile, rng, microbatches=rng.randint(2, 5), schedule=schedule), rng)
 
 
 def unlike(run: Run, steps: Sequence[Step]) -> list[str]:
-    """What differs from what these steps computed, bit by bit."""
+    """Return the differences from these steps' numbers, bit by bit."""
     pairs = zip(run.steps, steps, strict=True)
     return [difference for pair in pairs for difference in differences(*pair, EXACT)]
 
 
 def excesses(found: Prepared, run: Run) -> Iterator[tuple[int, int]]:
-    """For every device in use and the first steps: by how much the simulator's peak is above the dry run's, and that
-    above the allocator's, to which memory that a device lends is no tensor's.
+    """Return for every device in use and the first steps the excess of the simulator's peak over the dry
+    run's, and of that over the allocator's, which excludes lent non-tensor memory.
     """
     plan = run.plan
     dry, virtual = certify(found.copied(), plan, steps=STEPS), simulate(plan, steps=STEPS)
@@ -65,23 +65,24 @@ def excesses(found: Prepared, run: Run) -> Iterator[tuple[int, int]]:
 
 
 def samples(trace: Trace) -> list[list[tuple[int, str, int]]]:
-    """Step, action and bytes of every sample of every device."""
+    """Return step, action and bytes of every sample of every device."""
     return [[(s.step, s.action, s.total_bytes) for s in device.memory] for device in trace.devices]
 
 
 def is_dense(found: Prepared) -> bool:
-    """Whether no gradient between layers is a slice of a larger one. Such a one becomes dense where a piece begins,
-    which the simulator counts as the higher of two peaks.
+    """Return whether every gradient between layers is dense. A gradient that is a view of a larger one
+    becomes dense at the start of a piece, which the simulator counts as the higher of two peaks.
     """
     costs = found.profile.measurements[0].costs
     return all(origin.contiguous for cost in costs for origin in cost.input_gradients)
 
 
 def assert_as_foretold(name: str, schedule: str) -> None:
-    """A random plan trains the plain loop's numbers, bit by bit, in the bytes that were foretold.
+    """Check that a random plan trains the plain loop's numbers, bit by bit, in the predicted bytes.
 
-    Whatever is otherwise is so for the same split without decisions, for a reason of `gallery.model`: numbers are then
-    those of the split, bit by bit. Where gradients are not dense, the simulator may be above because of a decision.
+    A difference must also occur for the same split without decisions, for a reason of `gallery.model`:
+    numbers are then those of the split, bit by bit. With non-dense gradients, the simulator may be above
+    because of a decision.
     """
     found = prepared(name)
     run = train(found, plan_for(found, schedule))
@@ -99,8 +100,8 @@ def assert_as_foretold(name: str, schedule: str) -> None:
 
 @pytest.mark.parametrize(("name", "schedule"), SAMPLE)
 def test_decisions_change_no_number_and_take_the_bytes_foretold(name: str, schedule: str) -> None:
-    """Losses, gradients, parameters and buffers are the plain loop's, bit by bit; every sample of memory is the dry
-    run's, and its peaks are the simulator's and the allocator's.
+    """Losses, gradients, parameters and buffers are the plain loop's, bit by bit; every sample of memory is
+    the dry run's, and its peaks are the simulator's and the allocator's.
     """
     assert_as_foretold(name, schedule)
 
@@ -109,7 +110,7 @@ def test_decisions_change_no_number_and_take_the_bytes_foretold(name: str, sched
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", MODELS, scope="module")
 def test_so_do_decisions_about_every_model_under_every_schedule(name: str, schedule: str) -> None:
-    """The same of the whole gallery."""
+    """Decisions change no number in the whole gallery, under every schedule."""
     assert_as_foretold(name, schedule)
 
 
@@ -117,7 +118,7 @@ def test_so_do_decisions_about_every_model_under_every_schedule(name: str, sched
 
 
 def endless_plan(found: Prepared, schedule: str) -> Plan:
-    """A random plan with random decisions, also about older weights, optimizer state and gradients."""
+    """Build a random plan with random decisions, also about older weights, optimizer state and gradients."""
     rng = Random(f"{found.model.name} {schedule}")
     plan = random_plan(found.profile, rng, microbatches=rng.randint(4, 5), schedule="1f1b")
     plan = replace(plan, training=replace(plan.training, schedule=schedule), decisions=())
@@ -127,7 +128,9 @@ def endless_plan(found: Prepared, schedule: str) -> Plan:
 
 
 def assert_endless_as_foretold(name: str, schedule: str) -> None:
-    """Losses, parameters and buffers do not depend on decisions; bytes are the dry run's, at most the simulator's."""
+    """Check that losses, parameters and buffers do not depend on decisions; bytes are the dry run's, at most
+    the simulator's.
+    """
     found = prepared(name)
     plan = endless_plan(found, schedule)
     still, one = (Trainer(found.copied(), each, seed=SEED) for each in (replace(plan, decisions=()), plan))
@@ -146,7 +149,7 @@ def assert_endless_as_foretold(name: str, schedule: str) -> None:
 
 @pytest.mark.parametrize(("name", "schedule"), [("skips", "pipedream")])
 def test_decisions_change_no_number_under_an_endless_schedule(name: str, schedule: str) -> None:
-    """Losses, parameters and buffers are those of the split alone, bit by bit, and bytes those that were foretold."""
+    """Losses, parameters and buffers are those of the split alone, bit by bit, and bytes are as predicted."""
     assert_endless_as_foretold(name, schedule)
 
 
@@ -154,5 +157,5 @@ def test_decisions_change_no_number_under_an_endless_schedule(name: str, schedul
 @pytest.mark.parametrize("schedule", ENDLESS)
 @pytest.mark.parametrize("name", MODELS, scope="module")
 def test_so_do_no_decisions_about_every_model_under_every_endless_schedule(name: str, schedule: str) -> None:
-    """The same of the whole gallery."""
+    """Decisions change no number in the whole gallery, under every asynchronous schedule."""
     assert_endless_as_foretold(name, schedule)

@@ -1,5 +1,5 @@
-"""Models of all kinds, trained by random plans with and without recomputation, are trained as a plain loop trains them,
-and need the memory that was predicted.
+"""Models of all kinds, trained by random plans with and without recomputation, train as a plain loop does,
+and need the predicted memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def differences(ours: Step, plain: Step, tolerance: dict[str, float]) -> list[str]:
-    """What is not the same in one step."""
+    """Return the differences of one step."""
     assert ours.gradients.keys() == plain.gradients.keys()
     assert ours.state.keys() == plain.state.keys()
     found = [f"losses {ours.losses} {plain.losses}"] if unlike(ours.losses, plain.losses, tolerance) else []
@@ -51,13 +51,15 @@ def differences(ours: Step, plain: Step, tolerance: dict[str, float]) -> list[st
 
 
 def unlike(mine: Tensor | list[float], theirs: Tensor | list[float], tolerance: dict[str, float]) -> bool:
-    """Whether the two differ."""
+    """Return whether the two differ."""
     pair = [value if isinstance(value, Tensor) else torch.tensor(value) for value in (mine, theirs)]
     return not torch.allclose(*(value.double() for value in pair), **tolerance)
 
 
 def plainly(found: Prepared, plan: Plan) -> list[Step]:
-    """What the plain loop computes on the same batches, with backwards in the order of the plan's schedule."""
+    """Return the plain loop's numbers on the same batches, with backwards in the order of the plan's
+    schedule.
+    """
     model = found.model
     return train_plainly(
         copy.deepcopy(found.module),
@@ -73,8 +75,8 @@ def plainly(found: Prepared, plan: Plan) -> list[Step]:
 
 @of_every_model
 def test_numbers_are_those_of_a_plain_loop(name: str) -> None:
-    """Every loss, gradient, parameter and buffer in each of three steps is the plain loop's: to the bit, but where a
-    model's gradients are summed in another order.
+    """Every loss, gradient, parameter and buffer in each of three steps is the plain loop's: to the bit,
+    unless a model's gradients are summed in another order.
     """
     found = prepared(name)
     for run in trained(name):
@@ -85,14 +87,14 @@ def test_numbers_are_those_of_a_plain_loop(name: str) -> None:
 
 
 def describe(found: Prepared, plan: Plan) -> Case:
-    """The plan in words, with a module that may be trained."""
+    """Describe the plan in words, with a trainable module."""
     return Case(name=found.model.name, settings={}, task=found.copied(), plan=plan)
 
 
 @pytest.mark.parametrize("name", sampled(MODELS, often=COMPARED), scope="module")
 def test_peaks_are_those_of_the_allocator(name: str) -> None:
-    """Simulator, dry run, meter and allocator agree on the peak of every device in every step, to the byte. Where a
-    model names a reason for which some are higher, they are so under one of its plans.
+    """Simulator, dry run, meter and allocator agree on the peak of every device in every step, to the byte.
+    If a model names a reason for higher ones, they are higher under one of its plans.
     """
     found, simulated, metered = prepared(name), set[int](), set[int]()
     for run in trained(name):
@@ -109,20 +111,20 @@ def test_peaks_are_those_of_the_allocator(name: str) -> None:
 
 
 def test_the_page_shows_every_model() -> None:
-    """docs/gallery.md is what is made of the gallery now; see `gallery.page`."""
+    """docs/gallery.md matches the gallery's current output; see `gallery.page`."""
     text = PAGE.read_text()
     assert render(counts_in(text)) == text
 
 
 @of_every_model
 def test_the_page_counts_the_layers(name: str) -> None:
-    """A model has as many blocks and layers as the page says."""
+    """A model has the blocks and layers of the page."""
     found = prepared(name).profile
     assert counts_in(PAGE.read_text())[name] == (len(found.edges) - 1, len(found.layers))
 
 
 def test_the_sample_has_a_model_of_every_family() -> None:
-    """What every run of the tests trains is of all families, and written in both forms."""
+    """The sample trained in every run covers all families, in both forms."""
     chosen = [{model.name for model in models} & set(SAMPLE) for models in FAMILIES.values()]
     assert all(chosen) and len(MODELS) == sum(map(len, FAMILIES.values())) >= 60  # no two have one name
     assert len({isinstance(MODELS[name].module(), torch.nn.Sequential) for name in SAMPLE}) == 2

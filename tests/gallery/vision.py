@@ -12,7 +12,7 @@ from gallery.model import ADAM, COPIED, Model
 
 
 def images(size: int, side: int = 16) -> tuple[Tensor, Tensor]:
-    """Noise, and one of ten classes."""
+    """Draw noise, and one of ten classes."""
     return torch.randn(size, 3, side, side), torch.randint(10, (size,))
 
 
@@ -201,7 +201,7 @@ class Mean(nn.Module):
 
 
 def mixer() -> nn.Module:
-    """A chain of mixers."""
+    """Build a chain of mixers."""
     return nn.Sequential(
         Patches(12), *(Mixer() for _ in range(3)), nn.LayerNorm(12), Mean(), nn.Linear(12, 10)
     )
@@ -248,13 +248,13 @@ class Video(nn.Module):
 
 
 def video() -> nn.Module:
-    """A chain of them."""
+    """Build a chain of video blocks."""
     ends = (nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(8, 5))
     return nn.Sequential(Video(3, 6), nn.MaxPool3d(2), Video(6, 8), nn.AvgPool3d(2), Video(8, 8), *ends)
 
 
 class PointNet(nn.Module):
-    """A learned transformation of the points, kept near to orthogonal by the loss (Qi et al., 2017)."""
+    """A learned transformation of the points, kept nearly orthogonal by the loss (Qi et al., 2017)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class PointNet(nn.Module):
 
 
 def upright(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
-    """Cross entropy, and how far the transformation is from orthogonal."""
+    """Compute the cross entropy, and the transformation's distance from orthogonal."""
     turn = outputs["turn"]
     off = turn @ turn.mT - torch.eye(3)
     return F.cross_entropy(outputs["logits"], targets) + 0.01 * off.square().sum((1, 2)).mean()
@@ -288,7 +288,9 @@ class Sine(nn.Module):
 
 
 class Field(nn.Module):
-    """A radiance field: frequencies of the place, which a later layer takes again (Mildenhall et al., 2020)."""
+    """A radiance field: frequencies of the position, which a later layer takes again (Mildenhall et al.,
+    2020).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,8 +311,8 @@ class Field(nn.Module):
 
 
 class Scales(nn.Module):
-    """Maps of fewer and fewer pixels, the last of a single one, each as a sequence and back, joined in a head
-    (SegFormer: Xie et al., 2021). Whether channels are last in memory only strides tell of one pixel.
+    """Maps of fewer and fewer pixels, the last with a single one, each as a sequence and back, joined in a
+    head (SegFormer: Xie et al., 2021). For one pixel only strides show channels last.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Tensors that layers written by hand hold beside their parameters: plain attributes, and buffers that are replaced."""
+"""Extra tensors of hand-written layers: plain attributes, and buffers that are replaced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from random_cases import accounts, plan_for
 
 
 class Table(nn.Module):
-    """Computes with a plain tensor, and with others in a list and a dictionary."""
+    """A layer that computes with a plain tensor, and with others in a list and a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Table(nn.Module):
 
 
 class Replaced(nn.Module):
-    """Puts another tensor in the place of a buffer, after it has saved the old one for its backward."""
+    """A layer that replaces a buffer after it has saved the old one for its backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Replaced(nn.Module):
 
 
 class Cached(nn.Module):
-    """Computes a table in its first forward and keeps it."""
+    """A layer that computes a table in its first forward and keeps it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Cached(nn.Module):
 
 
 class Stashing(nn.Module):
-    """Leaves what it computed in an attribute, as one does to look at it."""
+    """A layer that stores an intermediate result in an attribute for inspection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,9 @@ def _task(part: Callable[[], nn.Module]) -> Task:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("part", [Table, Replaced])
 def test_the_accounts_of_memory_agree(part: Callable[[], nn.Module], seed: int) -> None:
-    """The allocator, the dry run and the simulator count the same bytes, with plain tensors and replaced buffers."""
+    """The allocator, the dry run and the simulator count the same bytes, with plain tensors and replaced
+    buffers.
+    """
     case = plan_for(_task(part), Random(seed))
     case = replace(case, plan=replace(case.plan, decisions=())) if part is Replaced else case
     for account in accounts(case):
@@ -98,7 +100,7 @@ def _old_norm() -> nn.Module:
 def test_a_forward_that_puts_a_tensor_into_an_attribute_is_refused(
     part: Callable[[], nn.Module], attribute: str
 ) -> None:
-    """The layer and the attribute are named, and the way out."""
+    """The error names the layer, the attribute and the remedy."""
     with pytest.raises(
         UsageError, match=rf"layer 1 .* puts a tensor into the attribute '{attribute}'.*make it a buf"
     ):

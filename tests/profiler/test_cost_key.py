@@ -1,4 +1,4 @@
-"""When one measurement is enough for two layers, and when it is not."""
+"""Keys that decide whether two layers share one measurement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipefit.profiler.survey import cost_key
 
 
 class Own(nn.Module):
-    """A module with a setting of the user's."""
+    """A module with a user-defined setting."""
 
     def __init__(self, setting: object, part: nn.Module | None = None) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Own(nn.Module):
 
 
 def hooked() -> nn.Module:
-    """A layer whose hook may do anything."""
+    """Return a layer whose hook may do anything."""
     layer = nn.Linear(4, 4)
     layer.register_forward_hook(lambda module, inputs, output: output)
     return layer
@@ -61,7 +61,7 @@ UNLIKE: list[tuple[nn.Module, nn.Module]] = [
 
 @pytest.mark.parametrize("build", ALIKE)
 def test_layers_built_alike_are_alike(build: Callable[[], nn.Module]) -> None:
-    """Layers of one class, settings and shapes are alike, whatever their weights; so is a copy."""
+    """Layers of one class, settings and shapes have one key, whatever their weights; so does a copy."""
     layer = build()
     assert cost_key(layer) == cost_key(build()) == cost_key(copy.deepcopy(layer))
     assert hash(cost_key(layer)) == hash(cost_key(build()))
@@ -69,7 +69,7 @@ def test_layers_built_alike_are_alike(build: Callable[[], nn.Module]) -> None:
 
 @pytest.mark.parametrize(("one", "other"), UNLIKE, ids=str)
 def test_layers_that_may_cost_differently_are_not(one: nn.Module, other: nn.Module) -> None:
-    """Another shape, dtype, class, setting, mode or part, or a frozen weight, makes another kind."""
+    """Another shape, dtype, class, setting, mode or part, or a frozen weight, makes another key."""
     assert cost_key(one) != cost_key(other)
 
 
@@ -77,19 +77,19 @@ def test_layers_that_may_cost_differently_are_not(one: nn.Module, other: nn.Modu
     "build", [hooked, lambda: Own({"a": 1}), lambda: Own(lambda: 1), lambda: Own(torch.ones(2))]
 )
 def test_what_cannot_be_compared_is_like_itself_alone(build: Callable[[], nn.Module]) -> None:
-    """A module with hooks, or with a setting that is no plain value, is like no other; and like itself."""
+    """A module with hooks, or with a setting other than a plain value, shares its key only with itself."""
     layer, other = build(), build()
     assert cost_key(layer) == cost_key(layer)
     assert cost_key(layer) != cost_key(other)
 
 
 def test_one_object_as_a_setting_of_both_is_the_same_setting() -> None:
-    """Layers that share an activation function, as torch's encoder layers do, are alike."""
+    """Layers that share an activation function, as torch's encoder layers do, have one key."""
     assert cost_key(Own(torch.relu)) == cost_key(Own(torch.relu))
 
 
 class Deep(nn.Module):
-    """So many equal blocks, which a trace cuts into layers of their own."""
+    """A model of equal blocks, which a trace cuts into separate layers."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Deep(nn.Module):
 
 
 def deep(blocks: int) -> Task:
-    """A model of so many blocks, traced."""
+    """Trace a model of `blocks` blocks."""
     return Task(
         lambda: Deep(blocks),
         batch=lambda size: (torch.randn(size, 4), torch.randn(size, 4)),
@@ -112,7 +112,7 @@ def deep(blocks: int) -> Task:
 
 
 def test_equal_blocks_of_a_traced_model_are_alike() -> None:
-    """However many there are, their layers have the keys of one block."""
+    """Layers of any number of equal blocks have the keys of one block."""
     few, many = (
         [cost_key(layer.module) for layer in capture(task, *sample(task, 2)).layers]
         for task in map(deep, (2, 5))

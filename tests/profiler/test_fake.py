@@ -1,4 +1,4 @@
-"""The fake profiler: what layers save and whose storage that is, without allocating or changing anything."""
+"""The fake profiler: saved tensors and their storages, without allocation or side effects."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ ROW = SIZE * WIDTH * 4
 
 
 def first_sum(output: torch.Tensor | tuple[torch.Tensor, ...], target: torch.Tensor) -> torch.Tensor:
-    """A loss of any output."""
+    """Return the sum of the first output."""
     return (output if isinstance(output, torch.Tensor) else output[0]).sum()
 
 
 def behind_a_linear(layer: Callable[[], nn.Module]) -> LayerCost:
-    """The cost of a layer whose input is the output of a linear one, and needs a gradient."""
+    """Return the cost of a layer after a linear one, whose output needs a gradient."""
     task = task_of(lambda: [nn.Linear(8, WIDTH), layer()], outputs=WIDTH, loss=first_sum)
     return profile(task, microbatch_size=SIZE).measurements[0].costs[1]
 
@@ -56,7 +56,9 @@ def behind_a_linear(layer: Callable[[], nn.Module]) -> LayerCost:
 def test_saved_tensors_name_whose_storage_they_are(
     layer: Callable[[], nn.Module], saved: set[Origin], output: Origin
 ) -> None:
-    """A linear layer keeps its input, an activation its output or its input; an in-place one works in its input's."""
+    """A linear layer keeps its input, an activation its output or its input; an in-place one works in its
+    input's.
+    """
     cost = behind_a_linear(layer)
     assert {tensor.origin for tensor in cost.saved} == saved
     assert cost.output_origins == (output,)
@@ -86,14 +88,16 @@ def test_several_outputs_may_share_one_storage() -> None:
 
 
 def stage(task: Task) -> StageStorages:
-    """All layers but the last on one device, without the loss."""
+    """Return all layers but the last on one device, without the loss."""
     measurement = profile(task, microbatch_size=SIZE).measurements[0]
     return StageStorages(measurement, 0, len(measurement.layers) - 1)
 
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_a_storage_that_two_layers_hold_counts_once(inplace: bool) -> None:
-    """Linear, ReLU, Linear: beside its input the stage keeps one activation, which ReLU and the second Linear share."""
+    """In Linear, ReLU, Linear the stage keeps its input and one activation, shared by ReLU and the second
+    Linear.
+    """
     task = task_of(
         lambda: [nn.Linear(8, 100), nn.ReLU(inplace), nn.Linear(100, 50, bias=False), nn.Linear(50, 4)]
     )
@@ -110,7 +114,7 @@ def test_a_storage_that_two_layers_hold_counts_once(inplace: bool) -> None:
 
 
 def test_layers_that_are_alike_are_measured_once() -> None:
-    """A GPT of twelve blocks has four kinds of layers, and the profiler says where it is on the way."""
+    """A GPT of twelve blocks has four kinds of layers, and the profiler reports progress."""
     seen: list[tuple[int, int, str]] = []
     task = build("gpt", layers=12, hidden=32, heads=4, vocabulary=64, sequence=16)
     found = profile(task, microbatch_size=1, progress=lambda *at: seen.append(at))
@@ -122,7 +126,7 @@ def test_layers_that_are_alike_are_measured_once() -> None:
 
 
 def test_the_first_layer_is_another_kind() -> None:
-    """Alike layers cost differently where the input needs no gradient: the first one computes none for it."""
+    """The first layer has another key: its input needs no gradient, so it computes none."""
     task = task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)], outputs=8)
     (measurement,) = profile(task, microbatch_size=SIZE).measurements
     assert measurement.layers == (0, 1, 1)
@@ -132,7 +136,9 @@ def test_the_first_layer_is_another_kind() -> None:
 
 
 def test_work_of_a_linear_layer() -> None:
-    """2 m n k operations forward, twice that backward: one product for the weights and one for the input."""
+    """A product takes 2 m n k operations forward, twice that backward: one product for the weights and one
+    for the input.
+    """
     forward = 2 * SIZE * 8 * WIDTH
     cost = behind_a_linear(lambda: nn.Linear(8, WIDTH))
     assert cost.forward.flops == forward
@@ -154,7 +160,9 @@ def test_work_of_a_linear_layer() -> None:
 def test_optimizer_state_is_a_multiple_of_the_parameters(
     optimizer: Callable[..., torch.optim.Optimizer], states: int, rest: int
 ) -> None:
-    """State is a multiple of the parameters, and with some optimizers a count a parameter; gradients are as large."""
+    """State is a multiple of the parameters, with some optimizers plus a count per parameter; gradients have
+    the parameters' size.
+    """
     task = task_of(lambda: [nn.Linear(8, 4)], optimizer=optimizer)
     (cost,) = profile(task, microbatch_size=SIZE).measurements[0].kinds
     assert cost.parameter_bytes == cost.gradient_bytes == (8 * 4 + 4) * 4
@@ -163,7 +171,7 @@ def test_optimizer_state_is_a_multiple_of_the_parameters(
 
 
 def test_frozen_parameters_cost_no_gradients_and_no_state() -> None:
-    """What does not learn is neither differentiated nor updated."""
+    """Frozen parameters have neither gradients nor optimizer state."""
     task = task_of(
         lambda: [nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 4)], optimizer=torch.optim.AdamW
     )
@@ -179,12 +187,12 @@ def test_frozen_parameters_cost_no_gradients_and_no_state() -> None:
 
 
 def saved_bytes(found: ModelProfile) -> int:
-    """What all layers save, layer by layer."""
+    """Return the saved bytes of all layers, layer by layer."""
     return sum(cost.saved_bytes for cost in found.measurements[0].costs)
 
 
 def test_a_cuda_target_saves_boolean_masks() -> None:
-    """For CUDA, dropout saves a byte an element where the CPU saves the element's type: fewer bytes in all."""
+    """For CUDA dropout saves a byte per element, on the CPU the element's type: fewer bytes in all."""
     task = build(
         "gpt", layers=1, hidden=32, heads=4, vocabulary=64, sequence=16, dropout=0.1, attention="eager"
     )
@@ -199,7 +207,9 @@ def test_a_cuda_target_saves_boolean_masks() -> None:
 
 
 def test_a_large_model_needs_no_memory() -> None:
-    """GPT-2 XL, 6.6 GB of parameters alone, is profiled for CUDA, which runs no kernel, in under half a gigabyte."""
+    """GPT-2 XL, with 6.6 GB of parameters, is profiled for CUDA, without running kernels, in under half a
+    gigabyte.
+    """
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     task = build("gpt", layers=48, hidden=1600, heads=25)
     (measurement,) = profile(task, microbatch_size=4, target="cuda").measurements
@@ -210,7 +220,7 @@ def test_a_large_model_needs_no_memory() -> None:
 
 
 def test_an_existing_module_is_left_alone() -> None:
-    """A module of the user's keeps tensors, numbers and mode; its profile is that of training in this mode."""
+    """A user's module keeps tensors, numbers and mode; its profile is that of training in this mode."""
     module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 4)).eval()
     tensors, before = (
         dict(module.state_dict(keep_vars=True)),
@@ -232,7 +242,7 @@ def test_an_existing_module_is_left_alone() -> None:
 
 
 def test_a_profile_says_what_it_took_for_granted() -> None:
-    """Target, device, precision, optimizer, torch and threads are written down."""
+    """The profile records target, device, precision, optimizer, torch and threads."""
     taken = profile(task_of(lambda: [nn.Linear(8, 4)]), microbatch_size=1, threads=2).assumptions
     assert (taken.target, taken.device, taken.precision, taken.optimizer) == ("cpu", "fake", "float32", "SGD")
     assert (taken.torch, taken.threads) == (torch.__version__, 2)
@@ -248,7 +258,7 @@ def test_a_profile_says_what_it_took_for_granted() -> None:
     ],
 )
 def test_wrong_questions_are_refused(question: dict[str, object], words: str) -> None:
-    """Sizes, threads, devices and targets that cannot be are refused in one sentence."""
+    """Invalid sizes, threads, devices and targets are refused in one sentence."""
     with pytest.raises(UsageError, match=words):
         profile(task_of(lambda: [nn.Linear(8, 4)]), **question)  # type: ignore[arg-type]
 
@@ -256,7 +266,7 @@ def test_wrong_questions_are_refused(question: dict[str, object], words: str) ->
 @pytest.mark.parametrize("exists", [True, False])
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 def test_a_batch_norm_that_averages_over_all_batches(target: Target, exists: bool) -> None:
-    """Without momentum it reads how many batches there were; over fake tensors there were some, too."""
+    """A batch norm without momentum reads its count of batches; fake tensors have a count, too."""
 
     def make(momentum: float | None) -> tuple[LayerCost, ...]:
         def build() -> nn.Module:

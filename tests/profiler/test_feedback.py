@@ -1,4 +1,4 @@
-"""Which buffers of a layer feed back, and which layers cannot be recomputed for another reason."""
+"""Buffers of a layer that feed back, and layers that cannot be recomputed for another reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipefit.schema.profile import ModelProfile
 
 
 class Constant(nn.Module):
-    """Adds a buffer that never changes."""
+    """A layer that adds a constant buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
 
 
 def fed_back(found: ModelProfile) -> list[str]:
-    """The names of all buffers that feed back, without those of the modules around them in a traced model."""
+    """Return the names of all buffers that feed back, without the prefixes of a traced model."""
     names = [name for cost in found.measurements[0].costs for name in cost.fed_back]
     return [name.removeprefix("part.") for name in names]
 
@@ -55,7 +55,7 @@ def fed_back(found: ModelProfile) -> list[str]:
     ("name", "by_hand"), [(n, way) for n, (_, _, ways) in FEEDING_BACK.items() for way in ways]
 )
 def test_buffers_that_feed_back(name: str, by_hand: bool) -> None:
-    """Those that a forward changes, in whatever way, and on which its outputs or its gradients depend."""
+    """A buffer feeds back if a forward changes it in any way and its outputs or gradients depend on it."""
     build, expected, _ = FEEDING_BACK[name]
     found = profile(task_with(build, by_hand=by_hand), microbatch_size=3)
     storages = [buffer.untyped_storage() for path, buffer in build().named_buffers() if path in expected]
@@ -71,7 +71,7 @@ def test_buffers_that_feed_back(name: str, by_hand: bool) -> None:
     ("name", "by_hand"), [(n, way) for n in OTHERS for way in (False, True) if way or n not in NO_TRACE]
 )
 def test_buffers_that_do_not_feed_back(name: str, by_hand: bool) -> None:
-    """Constants, and statistics that training does not compute with; their layers can be recomputed too."""
+    """Constants, and statistics unused in training, do not feed back; their layers can be recomputed."""
     found = profile(task_with(OTHERS[name], by_hand=by_hand), microbatch_size=3)
     assert fed_back(found) == []
     plan(found, Cluster.emulated((2, 1 << 30)), batch_size=6, recompute="always")
@@ -81,21 +81,21 @@ def test_buffers_that_do_not_feed_back(name: str, by_hand: bool) -> None:
 
 
 class Linear(nn.Linear):
-    """What the others have in common."""
+    """The base class of the layers."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
         self.prepare()
 
     def prepare(self) -> None:
-        """Add what a forward changes."""
+        """Add the changed attribute."""
 
 
 class Counting(Linear):
-    """Warms up over its first calls."""
+    """A layer that warms up over its first calls."""
 
     def prepare(self) -> None:
-        """Start."""
+        """Set the initial state."""
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -104,10 +104,10 @@ class Counting(Linear):
 
 
 class Alternating(Linear):
-    """Changes sign with each call."""
+    """A layer that changes sign with each call."""
 
     def prepare(self) -> None:
-        """Start."""
+        """Set the initial state."""
         self.options = {"negative": False}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -116,10 +116,10 @@ class Alternating(Linear):
 
 
 class Starting(Linear):
-    """Does something else in its first call."""
+    """A layer with a different first call."""
 
     def prepare(self) -> None:
-        """Start."""
+        """Set the initial state."""
         self._started = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -128,10 +128,10 @@ class Starting(Linear):
 
 
 class Watching(Linear):
-    """Counts in an object of its own."""
+    """A layer that counts in a separate object."""
 
     def prepare(self) -> None:
-        """Start."""
+        """Set the initial state."""
         self.helper: Any = type("Helper", (), {})()
         self.helper.seen = []
 
@@ -141,10 +141,10 @@ class Watching(Linear):
 
 
 class Table(Linear):
-    """An average that is no buffer."""
+    """A layer with an average outside its buffers."""
 
     def prepare(self) -> None:
-        """Start."""
+        """Set the initial state."""
         self.table = [torch.zeros(WIDTH)]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class Table(Linear):
 
 
 class Clipped(Linear):
-    """Clips its weight before it uses it."""
+    """A layer that clips its weight before use."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.weight.data.clamp_(-0.3, 0.3)
@@ -162,7 +162,7 @@ class Clipped(Linear):
 
 
 class Noisy(Linear):
-    """Draws from another generator than torch's default."""
+    """A layer that draws from a generator other than torch's default."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + torch.rand(x.shape, generator=GENERATOR)
@@ -184,8 +184,8 @@ UNREPEATABLE = {
 
 @pytest.mark.parametrize("build", UNREPEATABLE)
 def test_what_no_copy_helps_against_is_refused(build: type[nn.Module]) -> None:
-    """A layer whose second forward might be another for a reason that is in no buffer is planned, and not recomputed;
-    the error names it.
+    """A layer with a second forward that may differ because of state outside its buffers is planned without
+    recomputation; the error names it.
     """
     found = profile(task_with(build, by_hand=True), microbatch_size=3)
     plan(found, Cluster.emulated((2, 1 << 30)), batch_size=6, recompute="never")
@@ -194,7 +194,7 @@ def test_what_no_copy_helps_against_is_refused(build: type[nn.Module]) -> None:
 
 
 class Late(nn.Module):
-    """An average that the first forward makes."""
+    """A layer whose first forward creates an average."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class Late(nn.Module):
 
 
 class Growing(Late):
-    """A buffer of all that was ever seen."""
+    """A layer with a growing buffer of all inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class Growing(Late):
 
 @pytest.mark.parametrize("build", [Late, Growing])
 def test_a_buffer_that_changes_its_size_is_refused(build: type[nn.Module]) -> None:
-    """No plan says what it takes; the error names it and the way out."""
+    """A buffer that changes its size has unknown cost; the error names it and the remedy."""
     with pytest.raises(
         UsageError, match=r"gives the buffer 'average' another shape.*register it with a tensor"
     ):
@@ -239,13 +239,15 @@ class Annealed(nn.Module):
         return F.mse_loss(output, target) * self.calls
 
     def method(self, output: Tensor, target: Tensor) -> Tensor:
-        """The same."""
+        """Compute the loss in a method."""
         return self(output, target)
 
 
 @pytest.mark.parametrize("way", ["module", "method"])
 def test_a_loss_that_counts_is_refused_too(way: str) -> None:
-    """The loss runs again with the last layer; a method's object is looked at too."""
+    """The loss runs again with the last layer, so a loss with state is refused too, also in a method's
+    object.
+    """
     loss = Annealed()
     task = Task(
         nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),

@@ -1,4 +1,4 @@
-"""What an optimizer keeps on the host takes no memory of a GPU."""
+"""Optimizer numbers on the host, which take no GPU memory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ NUMBERS, PARAMETERS = 8 * 8 + 8 + 8 * 4 + 4, 4
     [({}, False), ({"foreach": False}, False), ({"fused": True}, True), ({"capturable": True}, True)],
 )
 def test_counters_of_steps(options: dict[str, Any], counters_are_here: bool) -> None:
-    """AdamW's two moments are on the GPU; its counters of four bytes are with `fused` or `capturable` alone, as torch
-    documents. Simulator and dry run agree to the byte.
+    """AdamW's two moments are on the GPU; its counters of four bytes only with `fused` or `capturable`, as
+    torch documents. Simulator and dry run agree to the byte.
     """
     layers = [nn.Linear(8, 8), nn.Linear(8, 4)]
     task = task_of(lambda: layers, optimizer=partial(torch.optim.AdamW, **options))

@@ -1,4 +1,4 @@
-"""Incremental profiling: on a model whose true costs are known, and by real runs of a small one."""
+"""Incremental profiling: on a model of known true costs, and by real runs of a small one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TASK = task_of(lambda: [nn.Linear(8, 8)])  # no run of it happens where peaks ar
 
 
 class MadeUp:
-    """Runs whose peaks are additive, on devices of `memory_bytes`; may break after some."""
+    """Runs with additive peaks, on devices of `memory_bytes`; may break after some runs."""
 
     def __init__(self, memory_bytes: int = 1 << 30, breaks_after: int = 1 << 30) -> None:
         self.memory_bytes, self.left = memory_bytes, breaks_after
@@ -60,8 +60,8 @@ class MadeUp:
 
 @pytest.mark.parametrize(("devices", "runs"), [(3, 12), (4, 9), (5, 8), (6, 7), (20, 7)])
 def test_additive_costs_are_found_exactly(tmp_path: Path, devices: int, runs: int) -> None:
-    """Where the truth is additive it comes out, in L - G + 1 runs for four to six devices and 12 layers; more
-    devices are not used, and on three every layer is a run.
+    """Additive costs are found exactly in L - G + 1 runs for 12 layers on four to six devices; more devices
+    stay unused, and on three every layer is a run.
     """
     made_up = MadeUp()
     assert made_up.profile(tmp_path / "runs.json", devices) == TRUE
@@ -70,7 +70,7 @@ def test_additive_costs_are_found_exactly(tmp_path: Path, devices: int, runs: in
 
 @pytest.mark.parametrize("memory_bytes", [250, 215, 190])
 def test_what_runs_out_of_memory_is_replaced(tmp_path: Path, memory_bytes: int) -> None:
-    """On devices too small for the long stages the same numbers come out of other runs."""
+    """On devices too small for the long stages, other runs give the same numbers."""
     made_up = MadeUp(memory_bytes)
     assert made_up.profile(tmp_path / "runs.json", 6) == TRUE
     assert len(made_up.splits) > 7
@@ -79,14 +79,14 @@ def test_what_runs_out_of_memory_is_replaced(tmp_path: Path, memory_bytes: int) 
 
 @pytest.mark.parametrize(("memory_bytes", "what"), [(105, "layer0 alone"), (115, "layer0 and layer1")])
 def test_what_fits_nowhere_is_named(tmp_path: Path, memory_bytes: int, what: str) -> None:
-    """A layer too large for a device alone, or with its neighbour; and what would help."""
+    """A layer too large for a device alone, or with its neighbour, is named, with a remedy."""
     with pytest.raises(InfeasibleError, match=f"{what}.*smaller microbatches.*The last of them: too much"):
         MadeUp(memory_bytes).profile(tmp_path / "runs.json", 12)
 
 
 @pytest.mark.parametrize("breaks_after", range(9))
 def test_a_break_loses_nothing(tmp_path: Path, breaks_after: int) -> None:
-    """The second call makes only the runs that the first did not, and tells how many are done."""
+    """The second call makes only the missing runs, and reports the number done."""
     store = tmp_path / "runs.json"
     first, second = MadeUp(breaks_after=breaks_after), MadeUp()
     with pytest.raises(KeyboardInterrupt):
@@ -101,7 +101,7 @@ def test_a_break_loses_nothing(tmp_path: Path, breaks_after: int) -> None:
 def test_a_break_while_runs_are_saved_leaves_the_file_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The runs before are there, and nothing lies beside them."""
+    """Earlier runs are kept, without temporary files next to them."""
     store = tmp_path / "runs.json"
     with pytest.raises(KeyboardInterrupt):
         MadeUp(breaks_after=2).profile(store)
@@ -117,7 +117,7 @@ def test_a_break_while_runs_are_saved_leaves_the_file_alone(
 
 
 def test_why_it_did_not_fit_outlives_a_break(tmp_path: Path) -> None:
-    """A second call that makes no run tells what the first was told."""
+    """A second call without new runs reports the first one's refusal."""
     for memory_bytes in (1, 105):
         made_up = MadeUp(memory_bytes)
         for _ in range(2):
@@ -126,7 +126,7 @@ def test_why_it_did_not_fit_outlives_a_break(tmp_path: Path) -> None:
 
 
 def test_runs_of_something_else_are_refused(tmp_path: Path) -> None:
-    """A store of other devices, and a file that is none; both stay as they are."""
+    """A store of other devices, and an invalid file, are refused and stay unchanged."""
     store = tmp_path / "runs.json"
     MadeUp().profile(store)
     before = store.read_text()
@@ -146,7 +146,7 @@ def test_runs_of_something_else_are_refused(tmp_path: Path) -> None:
 
 
 def test_runs_of_other_blocks_are_refused(tmp_path: Path) -> None:
-    """Runs name their stages by numbers of blocks, which mean others where the same layers are in other blocks."""
+    """Runs name stages by numbers of blocks, which differ if the same layers are in other blocks."""
     made, coarse = MadeUp(), tuple(Block(name=f"block{number}", layers=2) for number in range(6))
     made.profile(tmp_path / "runs.json")
     again = replace(profile_of(alike(12)), blocks=coarse)
@@ -172,7 +172,7 @@ OTHER_TASKS = {
 
 @pytest.mark.parametrize(("changed", "says"), OTHER_TASKS.values(), ids=OTHER_TASKS)
 def test_runs_of_another_task_are_refused(tmp_path: Path, changed: dict[str, object], says: str) -> None:
-    """A record made for another input size, optimizer or loss is not used: what differs is said."""
+    """A record of another input size, optimizer or loss is refused with the difference."""
 
     def run(task: Task) -> AdditiveCosts:
         return profile_incrementally(
@@ -204,7 +204,7 @@ def test_runs_of_another_task_are_refused(tmp_path: Path, changed: dict[str, obj
 def test_runs_under_another_training_are_refused(
     tmp_path: Path, training: Training, recompute: str, says: str
 ) -> None:
-    """Number of microbatches, schedule, recomputation and clipping change peaks."""
+    """Another number of microbatches, schedule, recomputation or clipping changes peaks and is refused."""
     store = tmp_path / "runs.json"
     MadeUp().profile(store)
     with pytest.raises(FileError, match=says):
@@ -216,7 +216,7 @@ def test_runs_under_another_training_are_refused(
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_1f1b_is_refused_where_a_stages_place_matters(tmp_path: Path, microbatches: int) -> None:
-    """With several microbatches; with one, 1F1B is GPipe."""
+    """1F1B is refused with several microbatches; with one, it is GPipe."""
     training = Training(batch_size=microbatches, microbatches=microbatches, schedule="1f1b")
     asked = (TASK, profile_of(alike(12)), Cluster.emulated((4, 1 << 30)), training)
     if microbatches == 1:
@@ -227,7 +227,7 @@ def test_1f1b_is_refused_where_a_stages_place_matters(tmp_path: Path, microbatch
 
 
 class Simulated:
-    """Runs of a made-up chain under caps, simulated."""
+    """Simulated runs of a made-up chain under caps."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -242,9 +242,9 @@ class Simulated:
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("seed", seeds(6, of=12))
 def test_it_succeeds_under_every_cap_under_which_it_can(tmp_path: Path, seed: int, recompute: str) -> None:
-    """Layers that differ by orders of magnitude, on devices that may differ, under caps around those of every split:
-    runs are found exactly where trying all splits finds a run with each layer alone, and one with and one without it
-    behind the same layers.
+    """Layers may differ by orders of magnitude, devices too, under caps around those of every split.
+    Profiling succeeds exactly if trying all splits finds a run with each layer alone, and two runs with and
+    without it after the same layers.
     """
     rng = Random(seed)
     layers, devices = rng.randrange(4, 8), rng.randrange(3, 5)
@@ -282,14 +282,14 @@ def test_it_succeeds_under_every_cap_under_which_it_can(tmp_path: Path, seed: in
 
 
 def small() -> Task:
-    """Eight layers of different widths."""
+    """Build eight layers of different widths."""
     widths = [8, 64, 16, 128, 8, 32, 32, 64, 4]
     return task_of(lambda: [nn.Linear(a, b) for a, b in pairwise(widths)])
 
 
 def test_real_runs_tell_what_the_dry_run_says(tmp_path: Path) -> None:
-    """Eight layers on four emulated devices, five runs; peaks alone are those of a dry run, to the byte, and prefixes
-    that were run come out as they were.
+    """Eight layers on four emulated devices take five runs; single-layer peaks are those of a dry run, to the
+    byte, and measured prefixes are reproduced.
     """
     task = small()
     chain, cluster = profile(task, microbatch_size=2), Cluster.emulated((4, 1 << 26))
@@ -308,7 +308,9 @@ def test_real_runs_tell_what_the_dry_run_says(tmp_path: Path) -> None:
 
 
 def test_caps_of_emulated_devices_are_kept(tmp_path: Path) -> None:
-    """With caps just above what half of the layers take, runs fail, are replaced, and all layers are measured."""
+    """With caps just above the need of half of the layers, failed runs are replaced, and all layers are
+    measured.
+    """
     task = small()
     chain = profile(task, microbatch_size=2)
     training = Training(batch_size=4, microbatches=2, schedule="gpipe")

@@ -1,8 +1,8 @@
-"""What a transformer block keeps for its backward on CUDA, against the formulas of Korthikanti et al. (2022).
+"""Saved bytes of a transformer block on CUDA, against the formulas of Korthikanti et al. (2022).
 
-"Reducing Activation Recomputation in Large Transformer Models", section 4: with b sequences of s tokens, hidden size h
-and a heads, a block of float16 keeps 34 s b h + 5 a s^2 b bytes, and without the score matrices, as flash attention
-leaves them out, 34 s b h. What the paper leaves out is small, and named here.
+"Reducing Activation Recomputation in Large Transformer Models", section 4: with b sequences of s tokens,
+hidden size h and a heads, a block of float16 keeps 34 s b h + 5 a s^2 b bytes, and without the score
+matrices, as under flash attention, 34 s b h. The paper omits small terms, which are named here.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ PUBLISHED = [(4, 2048, 6144, 64), (4, 512, 1024, 16)]  # GPT of 22 billion param
 
 
 def kept(name: str, size: tuple[int, int, int, int], attention: str, precision: Precision) -> int:
-    """Bytes that the second block keeps, its input among them, and each storage once."""
+    """Return the second block's saved bytes, including its input, each storage once."""
     return storage_bytes(block(name, size, attention, precision))
 
 
 def block(name: str, size: tuple[int, int, int, int], attention: str, precision: Precision) -> LayerCost:
-    """What the second block costs."""
+    """Return the costs of the second block."""
     b, s, h, a = size
     extra: dict[str, Any] = {"mask": False} if name == "bert" else {}
     task = build(name, layers=2, hidden=h, heads=a, vocabulary=64, sequence=s, attention=attention, **extra)
@@ -48,14 +48,14 @@ def storage_bytes(block: LayerCost) -> int:
 
 
 def statistics(b: int, s: int) -> int:
-    """Mean and deviation of every token in two layer norms, in float32."""
+    """Return the bytes of mean and deviation of every token in two layer norms, in float32."""
     return 2 * 2 * 4 * b * s
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ["gpt", "bert"])
 def test_a_float16_block_with_score_matrices(name: str, size: tuple[int, int, int, int]) -> None:
-    """34 s b h + 5 a s^2 b, the norms' statistics, and GPT's causal mask of s^2 bytes."""
+    """The block keeps 34 s b h + 5 a s^2 b, the norms' statistics, and GPT's causal mask of s^2 bytes."""
     b, s, h, a = size
     rest = statistics(b, s) + (s * s if name == "gpt" else 0)
     assert kept(name, size, "eager", "float16") == 34 * s * b * h + 5 * a * s * s * b + rest
@@ -64,7 +64,9 @@ def test_a_float16_block_with_score_matrices(name: str, size: tuple[int, int, in
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ["gpt", "bert"])
 def test_a_float16_block_with_flash_attention(name: str, size: tuple[int, int, int, int]) -> None:
-    """34 s b h, the norms' statistics, and of flash attention a logarithm of sums for every row, and its seeds."""
+    """The block keeps 34 s b h, the norms' statistics, and flash attention's log-sum-exp of every row and its
+    seeds.
+    """
     b, s, h, a = size
     assert kept(name, size, "sdpa", "float16") == 34 * s * b * h + statistics(b, s) + 4 * a * s * b + SEEDS
 
@@ -75,9 +77,9 @@ def test_a_float16_block_with_flash_attention(name: str, size: tuple[int, int, i
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ["gpt", "bert"])
 def test_a_block_under_autocast(name: str, size: tuple[int, int, int, int], precision: Precision) -> None:
-    """Beside that the two norms' inputs are of float32 (4 s b h), and the three projections of attention each have a
-    half-precision copy of what they share (4 s b h). Copies of the weights, 2 x (12 h^2 + 9 h) bytes with those of the
-    biases, are there once, whatever is in flight.
+    """Under autocast the two norms' inputs are float32 (4 s b h more), and attention's three projections each
+    copy their common input in half precision (4 s b h more). Copies of the weights, 2 x (12 h^2 + 9 h) bytes
+    with the biases, exist once, for any number of microbatches.
     """
     b, s, h, a = size
     found = block(name, size, "sdpa", precision)
@@ -88,6 +90,6 @@ def test_a_block_under_autocast(name: str, size: tuple[int, int, int, int], prec
 @pytest.mark.gallery
 @pytest.mark.parametrize(("name", "size"), zip(["gpt", "bert"], PUBLISHED, strict=True))
 def test_formulas_hold_at_the_sizes_of_the_accuracy_page(name: str, size: tuple[int, int, int, int]) -> None:
-    """The same at the sizes of the table in docs/accuracy.md."""
+    """The formulas hold at the sizes of the table in docs/accuracy.md."""
     test_a_float16_block_with_score_matrices(name, size)
     test_a_float16_block_with_flash_attention(name, size)

@@ -1,4 +1,4 @@
-"""The measured profiler: seconds on a real device, beside bytes that stay as they are."""
+"""The measured profiler: seconds on a real device, with unchanged bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipefit.schema.profile import ModelProfile
 
 
 class Placed(nn.Linear):
-    """A layer that notes whenever it is put onto a device."""
+    """A layer that notes each move to a device."""
 
     places: ClassVar[list[int]] = []
 
@@ -34,7 +34,7 @@ class Placed(nn.Linear):
 
 
 def test_the_device_holds_one_layer_at_a_time() -> None:
-    """Each layer goes to the device and comes back to the host before the next one goes there."""
+    """Each layer goes to the device and returns to the host before the next one."""
     task = Task(
         lambda: nn.Sequential(*map(Placed, range(3))),
         batch=lambda size: (torch.randn(size, 4), torch.randn(size, 4)),
@@ -46,7 +46,7 @@ def test_the_device_holds_one_layer_at_a_time() -> None:
 
 
 def without_seconds(found: ModelProfile) -> ModelProfile:
-    """The profile as if it had not been measured."""
+    """Return the profile without its seconds."""
 
     def bare(cost: LayerCost) -> LayerCost:
         works = {
@@ -72,7 +72,9 @@ def without_seconds(found: ModelProfile) -> ModelProfile:
     ids=lambda task: task.name,
 )
 def test_seconds_are_added_and_nothing_else_changes(task: Task) -> None:
-    """Every kind of layer and the loss get positive seconds for each pass; all bytes are the fake profile's."""
+    """Every kind of layer and the loss get positive seconds for each pass; all bytes are the
+    fake profile's.
+    """
     found = profile(task, microbatch_size=2, device="cpu")
     (measurement,) = found.measurements
     for cost in (*measurement.kinds, measurement.loss):
@@ -95,7 +97,7 @@ def test_a_larger_layer_takes_longer() -> None:
 
 
 def test_a_measured_module_is_left_alone() -> None:
-    """Measuring a module of the user's leaves parameters, statistics, gradients, mode and threads as they were."""
+    """Measuring a user's module leaves parameters, statistics, gradients, mode and threads unchanged."""
     module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).eval()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     task = Task(
@@ -114,6 +116,6 @@ def test_a_measured_module_is_left_alone() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_measuring_on_a_missing_gpu_is_refused() -> None:
-    """Without a GPU, measuring on one is refused with what to do instead."""
+    """Measuring on a missing GPU is refused with an alternative."""
     with pytest.raises(UsageError, match=r"no CUDA device here .* --device fake"):
         profile(build("mlp", widths=(8,)), microbatch_size=1, device="cuda")

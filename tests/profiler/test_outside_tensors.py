@@ -1,4 +1,4 @@
-"""Tensors that a loss or a layer computes with and that are no part of it: weights of classes, weights of a module."""
+"""Tensors outside a loss or layer that it computes with: class weights, weights of a module."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WEIGHTS = torch.tensor([1.0, 2.0, 3.0])
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-# Kernels take what they were measured with
+# Kernels take the device they were measured on
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -71,7 +71,9 @@ def test_a_loss_has_tensors_of_its_own(name: str) -> None:
 
 
 def test_those_of_a_module_go_where_the_last_stage_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trained on another device, here one without memory, the loss is there too; a dry run for one leaves it alone."""
+    """Training on another device, here one without memory, moves the loss's module there; a dry run leaves it
+    alone.
+    """
     loss = nn.CrossEntropyLoss(weight=WEIGHTS)
     task = task_of(layers, loss)
     certify(task, plan_of(task, [1, 2], profiled=profile(task, microbatch_size=2, target="cuda")))
@@ -91,7 +93,7 @@ def test_those_of_a_module_go_where_the_last_stage_is(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("name", ["module", "arithmetic"])
 def test_ranks_of_a_tensor_group_have_them_too(name: str) -> None:
-    """Every rank computes with all of them: the losses are plain training's, and dry run and meter agree."""
+    """Every rank has all outside tensors: losses are plain training's, and dry run and meter agree."""
     task = task_of(
         lambda: nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, CLASSES)), LOSSES[name]
     )
@@ -105,7 +107,7 @@ def test_ranks_of_a_tensor_group_have_them_too(name: str) -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_they_may_be_asked_about_for_a_gpu(name: str) -> None:
-    """Where there is no GPU to put them on, what stands for them is on the device that is asked about."""
+    """Without a GPU, stand-ins for the tensors are on the requested device."""
     assert profile(task_of(layers, LOSSES[name]), microbatch_size=2, target="cuda").layers
 
 
@@ -117,7 +119,7 @@ def with_penalty(module: nn.Module) -> Loss:
 
 
 def test_a_loss_that_reaches_parameters_is_refused() -> None:
-    """Penalties on weights would find those of their own device alone, in a module that exists or that is built."""
+    """Penalties on weights would cover only their device's weights, for existing and for built modules."""
     module, made = layers(), list[nn.Module]()
 
     def factory() -> nn.Module:
@@ -135,7 +137,7 @@ def test_a_loss_that_reaches_parameters_is_refused() -> None:
 
 
 class Borrowing(nn.Module):
-    """Adds what another layer does; nn.Module knows of that layer only if it is registered."""
+    """A layer that adds another layer's output; nn.Module knows that layer only if it is registered."""
 
     def __init__(self, other: nn.Linear, *, registered: bool) -> None:
         super().__init__()
@@ -153,7 +155,7 @@ def borrowing(*, registered: bool) -> nn.Module:
 
 
 def test_a_layer_that_reaches_parameters_of_another_is_refused() -> None:
-    """On another device it would compute with a copy that nobody updates; registered in both layers it may."""
+    """On another device the layer would use a stale copy; registered in both layers, it is allowed."""
     with pytest.raises(
         UsageError, match=r"layer 1 \(Borrowing\) cannot be planned.*does not have.*register it"
     ):
@@ -169,7 +171,7 @@ def test_a_layer_that_reaches_parameters_of_another_is_refused() -> None:
 
 
 def test_muon_is_an_optimizer_like_others() -> None:
-    """It takes matrices alone, so that asking it about a vector would fail."""
+    """Muon takes only matrices, so a trial with a vector would fail."""
     task = Task(
         lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))),
         batch=lambda size: (torch.randn(size, WIDTH), torch.randn(size, WIDTH)),

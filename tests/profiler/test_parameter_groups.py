@@ -1,4 +1,4 @@
-"""What parameter groups change of an update: state that only some parameters have, one group or several."""
+"""Effects of parameter groups on an update: state of some parameters only, one group or several."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ CASES: list[tuple[Callable[..., Any], Options]] = [
 
 @pytest.mark.parametrize(("optimizer", "groups"), CASES)
 def test_the_accounts_of_memory_agree(optimizer: Callable[..., Any], groups: Options) -> None:
-    """The allocator, the dry run and the simulator count the same bytes in every step, whatever the groups' options."""
+    """The allocator, the dry run and the simulator count the same bytes in every step, for any groups'
+    options.
+    """
 
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1))

@@ -17,7 +17,7 @@ KIB = 256  # floats in a KiB
 
 
 def test_peaks_are_above_the_start_of_the_pass() -> None:
-    """What existed before a pass is no part of its peak, what it frees again is."""
+    """Memory allocated before a pass is excluded from its peak; memory freed again counts."""
     with PassMeter(None) as meter:
         before = torch.empty(4 * KIB)
         meter.start()
@@ -31,7 +31,7 @@ def test_peaks_are_above_the_start_of_the_pass() -> None:
 
 
 def test_a_pass_is_cut_where_inputs_are_released() -> None:
-    """Each span has its peak, as if no input had gone, and the inputs that had gone before it."""
+    """Each span has its peak, as if all inputs were held, and the inputs freed before it."""
     with PassMeter(None) as meter:
         inputs = [torch.empty(KIB), torch.empty(2 * KIB), torch.empty(4 * KIB)]
         watched = meter.storages(inputs)
@@ -49,7 +49,7 @@ def test_a_pass_is_cut_where_inputs_are_released() -> None:
 
 
 def test_a_span_no_higher_than_an_earlier_one_is_left_out() -> None:
-    """Once inputs are gone a lower level says nothing: the peak before binds whoever else holds them."""
+    """After inputs are freed a lower level adds nothing: the peak before binds any other holder."""
     with PassMeter(None) as meter:
         inputs = [torch.empty(KIB)]
         meter.start(meter.storages(inputs))
@@ -61,7 +61,7 @@ def test_a_span_no_higher_than_an_earlier_one_is_left_out() -> None:
 
 
 def test_an_input_that_was_gone_before_is_not_watched() -> None:
-    """Storages that died before the pass began release nothing in it."""
+    """Storages freed before the pass began release nothing in it."""
     with PassMeter(None) as meter:
         inputs = [torch.empty(KIB), torch.empty(KIB)]
         watched = meter.storages(inputs)
@@ -73,7 +73,9 @@ def test_an_input_that_was_gone_before_is_not_watched() -> None:
 
 
 def test_work_counts_products_and_bytes_moved() -> None:
-    """A product of m x k and k x n is 2 m n k operations; operations move what they read and write, views nothing."""
+    """A product of m x k and k x n is 2 m n k operations; operations move the bytes they read and write,
+    views none.
+    """
     with PassMeter(None) as meter:
         x, weight = torch.empty(3, 5), torch.empty(5, 7)
         meter.start()
@@ -94,7 +96,7 @@ def test_work_counts_products_and_bytes_moved() -> None:
 
 @pytest.mark.parametrize("read", ["embedding", "index_select", "gather", "index"])
 def test_rows_of_a_table_are_read_as_far_as_they_are_returned(read: str) -> None:
-    """Looking up three rows of a thousand moves the numbers of the rows, the rows read and the rows written."""
+    """Looking up three rows of a thousand moves the indices, the rows read and the rows written."""
     table, rows = torch.randn(1000, 8), torch.tensor([1, 7, 9])
     with PassMeter(None) as meter:
         meter.start()
@@ -112,13 +114,13 @@ def test_rows_of_a_table_are_read_as_far_as_they_are_returned(read: str) -> None
 
 
 def test_dtypes_have_short_names() -> None:
-    """`float32` for `torch.float32`."""
+    """`torch.float32` has the short name `float32`."""
     assert [dtype_name(dtype) for dtype in (torch.float32, torch.bool)] == ["float32", "bool"]
 
 
 @pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16])
 def test_products_are_timed_by_the_dtype_of_their_operands(adapters: torch.dtype) -> None:
-    """A frozen bfloat16 layer with two adapters: the large products are bfloat16, and so is the model."""
+    """In a frozen bfloat16 layer with two adapters the large products are bfloat16, and so is the model."""
     found = profile(adapted(adapters), microbatch_size=2)
     assert found.assumptions.precision == "bfloat16"
     flops = Counter[str]()

@@ -1,4 +1,4 @@
-"""Plain attributes are compared by what is in them."""
+"""Comparison of plain attributes by their contents."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHANGES: dict[str, tuple[Any, Callable[[Any], object]]] = {
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_change_inside_is_seen(what: str) -> None:
-    """In whatever holds it; and without one, two looks are equal."""
+    """A change inside any container is seen; without a change, two snapshots are equal."""
     held, change = CHANGES[what]
     module = nn.Sequential(nn.Linear(1, 1))
     module[0].held = held
@@ -39,7 +39,7 @@ def test_a_change_inside_is_seen(what: str) -> None:
 
 
 def test_another_object_in_its_place_is_seen() -> None:
-    """Even if it is equal to the first; new attributes and lost ones are seen too."""
+    """Another object is seen even if it equals the first; new attributes and lost ones are seen too."""
     module = nn.Linear(1, 1)
     module.held = SimpleNamespace()
     before = plain_attributes(module)
@@ -51,7 +51,7 @@ def test_another_object_in_its_place_is_seen() -> None:
 
 
 def test_what_holds_itself_ends() -> None:
-    """A list in itself, and tensors, which are looked at elsewhere."""
+    """A list in itself ends, and tensors are compared elsewhere."""
     module = nn.Linear(1, 1)
     module.held = [torch.zeros(2)]
     module.held.append(module.held)

@@ -1,4 +1,4 @@
-"""Profiles of layers that tensor-parallel ranks divide, against closed forms of a GPT block, and by what is refused."""
+"""Profiles of layers on tensor-parallel ranks, against closed forms of a GPT block, and refusals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VALUE = FLOAT * BATCH * SEQUENCE * HIDDEN
 
 @cache
 def gpt() -> ModelProfile:
-    """GPT with two blocks, whole and divided between two and four ranks."""
+    """Profile a GPT with two blocks, whole and for two and four tensor-parallel ranks."""
     task = build(
         "gpt", layers=2, hidden=HIDDEN, heads=HEADS, vocabulary=WORDS, sequence=SEQUENCE, dropout=0.0
     )
@@ -37,13 +37,13 @@ def gpt() -> ModelProfile:
 
 
 def block(measurement: Measurement) -> range:
-    """The layers of the first block of GPT."""
+    """Return the layers of the first block of GPT."""
     start, stop = gpt().edges[1:3]
     return range(start, stop)
 
 
 def test_layers_are_measured_whole_and_divided() -> None:
-    """In the order asked for, behind the whole layers, which are there always."""
+    """Degrees are profiled in the requested order, after the whole layers, which are always included."""
     assert [(m.tensor, m.sequences) for m in gpt().measurements] == [
         *[(n, False) for n in (1, 4, 2)],
         (4, True),
@@ -54,7 +54,7 @@ def test_layers_are_measured_whole_and_divided() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_has_its_share_of_a_block(ranks: int) -> None:
-    """Matrices, their gradients and the states of Adam are divided; norms and biases behind a sum are not."""
+    """Matrices, their gradients and Adam's state are divided; norms and biases after a sum are not."""
     measured = gpt().at(BATCH, ranks)
     costs = [measured.costs[number] for number in block(measured)]
     divided, whole = 12 * HIDDEN**2 + 7 * HIDDEN, 6 * HIDDEN
@@ -64,7 +64,7 @@ def test_a_rank_has_its_share_of_a_block(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_block_sums_twice_in_each_direction(ranks: int) -> None:
-    """Behind attention and MLP forwards, in front of them backwards, as in Megatron-LM."""
+    """Sums follow attention and MLP forwards and precede them backwards, as in Megatron-LM."""
     measured = gpt().at(BATCH, ranks)
     costs = [measured.costs[number] for number in block(measured)]
     sums = [Collective("all_reduce", VALUE)] * 2
@@ -75,8 +75,9 @@ def test_a_block_sums_twice_in_each_direction(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_by_positions_a_block_keeps_two_values_whole(ranks: int) -> None:
-    """Sequence parallelism: norms and residuals are divided, and each sum is dealt out. Between blocks values are
-    whole, which takes a gather of the value, and one of its gradient, more than in Megatron-LM.
+    """With sequence parallelism norms and residuals are divided, and each sum becomes a reduce-scatter.
+    Values between blocks are whole, which takes one gather of the value, and one of its gradient, more than
+    in Megatron-LM.
     """
     plain, along = (gpt().at(BATCH, ranks, sequences=sequences) for sequences in (False, True))
     saved = [
@@ -101,14 +102,14 @@ def test_by_positions_a_block_keeps_two_values_whole(ranks: int) -> None:
 
 
 def test_blocks_exchange_what_whole_ones_do() -> None:
-    """So that stages of any degree may stand next to each other."""
+    """Blocks exchange whole values, so stages of any degree may be neighbours."""
     whole, *divided = gpt().measurements
     for edge in gpt().edges[:-1]:
         assert all(one.costs[edge].inputs == whole.costs[edge].inputs for one in divided)
 
 
 def test_equal_blocks_of_a_rank_are_measured_once() -> None:
-    """Two blocks are of the same kinds."""
+    """Two blocks have the same keys and are measured once."""
     for measured in gpt().measurements:
         first, second, third = gpt().edges[1:4]
         assert measured.layers[first:second] == measured.layers[second:third]
@@ -125,7 +126,7 @@ def test_a_shared_parameter_is_the_rank_s() -> None:
 
 
 def odd() -> Task:
-    """Layers whose features three ranks cannot share."""
+    """Build layers with features that three ranks cannot share."""
     return Task(
         nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)),
         batch=lambda size: (torch.randn(size, 8), torch.randn(size, 8)),
@@ -135,7 +136,7 @@ def odd() -> Task:
 
 
 def test_ranks_that_divide_nothing_are_refused() -> None:
-    """With the share that is divided, and the reason."""
+    """The error has the divided share and the reason."""
     with pytest.raises(
         UsageError, match=r"5 tensor-parallel ranks divide nothing of odd, 0 % of .* no part for each of 5"
     ):
@@ -143,14 +144,14 @@ def test_ranks_that_divide_nothing_are_refused() -> None:
 
 
 class Looking(nn.Module):
-    """A layer whose forward looks at values."""
+    """A layer whose forward branches on values."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x if x.sum() > 0 else -x
 
 
 def test_a_layer_that_cannot_be_traced_is_named() -> None:
-    """A chain by hand may have such layers; ranks cannot divide it."""
+    """A hand-written chain may have untraceable layers; tensor-parallel ranks cannot divide it."""
     task = replace(odd(), module=nn.Sequential(nn.Linear(8, 16), Looking(), nn.Linear(16, 8)))
     assert profile(task, microbatch_size=4)
     with pytest.raises(
@@ -164,8 +165,8 @@ SMALL = ["zoo:gpt", *(word for setting in SETTINGS for word in ("--set", setting
 
 
 def test_the_command_profiles_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--tensor` may be given several times; what is saved has all degrees, and `--sequences` adds them once more, from
-    which a plan takes those that it is asked for.
+    """`--tensor` may be given several times; the saved profile has all degrees, and `--sequences` adds
+    sequence-parallel ones; a plan takes the requested ones.
     """
     path = tmp_path / "profile.json"
     degrees = ["--tensor", "2", "--tensor", "4", "--sequences"]
@@ -182,13 +183,13 @@ def test_the_command_profiles_ranks(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("wrong", [0, "2", (2, 1.5)])
 def test_numbers_of_ranks_are_whole(wrong: object) -> None:
-    """They are at least one."""
+    """Numbers of ranks are at least one."""
     with pytest.raises(UsageError, match="tensor must be a whole number of at least 1"):
         profile(odd(), microbatch_size=4, tensor=wrong)  # type: ignore[arg-type]
 
 
 def test_a_degree_that_was_not_profiled_is_refused() -> None:
-    """The error says which were, and the flag that makes another."""
+    """The error lists the profiled degrees and the flag for another."""
     with pytest.raises(
         UsageError, match=r"for whole layers and layers divided between 2 and 4 ranks, not .* --tensor 8"
     ):
@@ -196,13 +197,13 @@ def test_a_degree_that_was_not_profiled_is_refused() -> None:
 
 
 def test_seconds_of_a_rank_are_measured() -> None:
-    """Every pass of a rank's layers, whose peers are not there."""
+    """Every pass of a rank's layers is timed, without its peers."""
     found = profile(odd(), microbatch_size=4, tensor=2, device="cpu").at(4, 2)
     assert not found.estimated
 
 
 def test_profiles_of_ranks_are_made_on_demand() -> None:
-    """Each size and set of degrees once."""
+    """Each size and set of degrees is profiled once."""
     at = OnDemand(odd())
     assert at(4, (2,)) is at(4, (1, 2))
     assert [m.tensor for m in at(4, (2,)).measurements] == [1, 2]
@@ -210,7 +211,7 @@ def test_profiles_of_ranks_are_made_on_demand() -> None:
 
 
 def test_a_printed_profile_says_what_is_divided() -> None:
-    """The share of bytes and operations, and whose costs the table has."""
+    """The printed profile has the divided share of bytes and operations, and the table's degree."""
     text = "\n".join(map(str, describe(gpt())))
     assert "2 ranks divide 9" in text
     assert "on one of 4 tensor-parallel ranks" in text

@@ -17,12 +17,12 @@ SMALL = {"hidden": 32, "heads": 2, "vocabulary": 64, "sequence": 8}
 
 
 def gpt(layers: int, **settings: object) -> Task:
-    """A small GPT."""
+    """Build a small GPT."""
     return build("gpt", layers=layers, **SMALL, **settings)
 
 
 def tied(layers: int) -> Task:
-    """Layers of which pairs of neighbours share a bias, and all a buffer."""
+    """Build layers with biases shared between pairs of neighbours, and a buffer shared by all."""
 
     def chain() -> list[nn.Module]:
         made, common = [nn.BatchNorm1d(8) for _ in range(2 * layers)], nn.Linear(8, 8)
@@ -34,7 +34,7 @@ def tied(layers: int) -> Task:
 
 
 def alternating(layers: int) -> Task:
-    """Narrow and wide layers in turn."""
+    """Build narrow and wide layers in turn."""
     return task_of(lambda: [nn.Linear(8, 8, bias=number % 2 == 0) for number in range(layers)], outputs=8)
 
 
@@ -50,7 +50,9 @@ def alternating(layers: int) -> Task:
 def test_repeated_blocks_cost_what_traces_say(
     make: Callable[[int], Task], wanted: tuple[int, tuple[int, ...]]
 ) -> None:
-    """Names, blocks, costs and shared tensors, for whole layers and for those that ranks divide."""
+    """Repeated blocks match traces in names, blocks, costs and shared tensors, for whole layers and
+    tensor-parallel ranks.
+    """
     size, ranks = wanted
     written = Repeated([OnDemand(make(layers), target="cuda") for layers in (2, 3, 4)], 9)
     traced = OnDemand(make(11), target="cuda")
@@ -61,7 +63,7 @@ def test_repeated_blocks_cost_what_traces_say(
     "make", [alternating, lambda width: task_of(lambda: [nn.Linear(8, width), nn.Linear(width, 4)])]
 )
 def test_what_is_no_repetition_is_refused(make: Callable[[int], Task]) -> None:
-    """Layers that differ from those before, and settings that are no number of layers."""
+    """Layers that differ from those before, and settings other than a number of layers, are refused."""
     written = Repeated([OnDemand(make(value), target="cuda") for value in (2, 3, 4)], 9)
     with pytest.raises(NotRepeated):
         written(1)

@@ -1,4 +1,4 @@
-"""The optimizer state of parameters that several layers share, whichever layers are measured twice."""
+"""The optimizer state of parameters shared by several layers, with any layers measured twice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipefit.profiler import profile
 
 
 class Steps(nn.Module):
-    """Two layers of different width that are run by turns; what they take and return is a part of the output."""
+    """Two layers of different width that run alternately on a part of the output."""
 
     def __init__(self, wide: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ MODELS = {"narrow": lambda: Steps(4), "wide": lambda: Steps(16), "cells": Cells}
 
 @pytest.mark.parametrize("name", MODELS)
 def test_state_is_that_of_plain_training(name: str) -> None:
-    """What AdamW keeps for each shared parameter is as large as what it keeps in a plain loop."""
+    """AdamW's state for each shared parameter has its size in a plain loop."""
     module = MODELS[name]()
     task = Task(
         MODELS[name],

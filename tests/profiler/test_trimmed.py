@@ -35,7 +35,7 @@ GPIPE = Training(batch_size=4, microbatches=2, schedule="gpipe")
 
 
 class MadeUp:
-    """Stages whose peaks are additive, on devices of `memory_bytes`; may break after some."""
+    """Stages with additive peaks, on devices of `memory_bytes`; may break after some runs."""
 
     def __init__(self, memory_bytes: int = 1 << 30, breaks_after: int = 1 << 30) -> None:
         self.memory_bytes, self.left = memory_bytes, breaks_after
@@ -61,7 +61,7 @@ class MadeUp:
 
 @pytest.mark.parametrize(("devices", "runs"), [(1, 23), (2, 12), (4, 6), (8, 4)])
 def test_additive_costs_are_found_exactly(tmp_path: Path, devices: int, runs: int) -> None:
-    """Twelve layers alone and eleven pairs, each run once, on the devices that there are; one is enough."""
+    """Twelve single layers and eleven pairs run once each, on the available devices; one is enough."""
     made_up, told = MadeUp(), []
     assert made_up.profile(tmp_path / "runs.json", devices, progress=lambda *what: told.append(what)) == TRUE
     assert len(made_up.stages) == 23
@@ -71,7 +71,7 @@ def test_additive_costs_are_found_exactly(tmp_path: Path, devices: int, runs: in
 
 @pytest.mark.parametrize("breaks_after", [0, 3, 4, 10, 22])
 def test_a_break_loses_nothing_but_the_run_it_was_in(tmp_path: Path, breaks_after: int) -> None:
-    """The second call begins with that run."""
+    """The second call begins with the run that broke."""
     store = tmp_path / "runs.json"
     first, second = MadeUp(breaks_after=breaks_after), MadeUp()
     with pytest.raises(KeyboardInterrupt):
@@ -82,7 +82,9 @@ def test_a_break_loses_nothing_but_the_run_it_was_in(tmp_path: Path, breaks_afte
 
 @pytest.mark.parametrize(("memory_bytes", "what"), [(105, "layer6 alone"), (125, "layer3 and layer4")])
 def test_what_fits_nowhere_is_named(tmp_path: Path, memory_bytes: int, what: str) -> None:
-    """A layer too large for a device alone, or with its neighbour; all others have been measured by then."""
+    """A layer too large for a device alone, or with its neighbour, is named; all others are
+    already measured.
+    """
     made_up = MadeUp(memory_bytes)
     with pytest.raises(InfeasibleError, match=f"{what}.*smaller microbatches.*The last of them: too much"):
         made_up.profile(tmp_path / "runs.json")
@@ -102,7 +104,7 @@ def test_a_record_of_whole_runs_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_place_in_1f1b_is_not_known(tmp_path: Path) -> None:
-    """A schedule under which it matters is refused, before any run."""
+    """A schedule with peaks that depend on the stage's position is refused, before any run."""
     task = small()
     with pytest.raises(UsageError, match="under 1f1b a stage's memory depends"):
         profile_trimmed(
@@ -112,15 +114,15 @@ def test_the_place_in_1f1b_is_not_known(tmp_path: Path) -> None:
 
 
 def small() -> Task:
-    """Six layers of different widths."""
+    """Build six layers of different widths."""
     widths = [8, 64, 16, 128, 8, 32, 4]
     return task_of(lambda: [nn.Linear(a, b) for a, b in pairwise(widths)], optimizer=torch.optim.Adam)
 
 
 @pytest.mark.parametrize("recompute", sampled(["never", "always"], often=["always"]))
 def test_real_runs_tell_what_whole_pipelines_need(tmp_path: Path, recompute: Recompute) -> None:
-    """Every layer alone and every pair, to the byte, as in the dry run of a whole pipeline with that stage; and alone,
-    as the incremental profiler finds it.
+    """Every layer and every pair match the dry run of a whole pipeline with that stage, to the byte; single
+    layers also match the incremental profiler.
     """
     task = small()
     chain, cluster = profile(task, microbatch_size=2), Cluster.emulated((4, 1 << 26))
@@ -141,7 +143,7 @@ def test_real_runs_tell_what_whole_pipelines_need(tmp_path: Path, recompute: Rec
 
 
 def test_caps_of_emulated_devices_are_kept(tmp_path: Path) -> None:
-    """A cap below what a pair needs: it is named, and the device that was too small."""
+    """A pair that exceeds its cap is named, with the device that was too small."""
     task = small()
     chain = profile(task, microbatch_size=2)
     costs = profile_trimmed(task, chain, Cluster.emulated((2, 1 << 26)), GPIPE, store=tmp_path / "ample.json")
