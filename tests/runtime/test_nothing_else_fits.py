@@ -48,10 +48,10 @@ def planned(found: ModelProfile, memory_bytes: int, schedule: str, *, stages: in
 
 
 def compacted(plan: Plan) -> Plan:
-    """Offload or recompute as much as possible.
+    """Return the plan with as much memory freed as possible.
 
-    Under GPipe, with all microbatches in flight, every stage offloads its saved tensors as early as possible.
-    Under 1F1B, every stage is recomputed in several runs and keeps little more than one of them.
+    Under GPipe, with all microbatches in flight, every stage offloads its saved tensors early. Under 1F1B,
+    every stage is recomputed in several runs and keeps little more than one of them.
     """
     written = _moves if plan.training.schedule == "gpipe" else _runs
     decisions = [decision for stage in range(len(plan.stages)) for decision in written(plan, stage)]

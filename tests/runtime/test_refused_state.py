@@ -40,7 +40,7 @@ class Hooked(torch.optim.SGD):
 
 
 class Groupless(torch.optim.SGD):
-    """An optimizer that reads a list of its own instead of its groups."""
+    """An optimizer that reads its own list instead of its groups."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -13,7 +13,7 @@ from pipefit.schema.layer_costs import Kernel
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has forks of this kind")
 
-# In a process of its own, because a process cannot fork after a backward.
+# In a separate process, because a process cannot fork after a backward.
 _PROGRAM = """
 from contextlib import nullcontext
 from unittest import mock

@@ -158,7 +158,9 @@ def test_master_weights_are_their_owners(shard: Any) -> None:
     ("degrees", "count"), [([2, 2], 2), ([4, 4], 2), ([2, 1], 2), ([4, 2], 2), ([3, 4], 6)]
 )
 def test_devices_that_do_the_same_are_run_once(normed: ModelProfile, degrees: list[int], count: int) -> None:
-    """Replicas that divide no state are equal if they exchange as many rows with as many neighbours."""
+    """Replicas that divide no state are equal if they exchange the same numbers of rows with equally many
+    neighbours.
+    """
     plan = sliced_plan(normed, [0, 3, 6], degrees)
     told, run = run_devices(replicated("normed"), plan)
     assert told == certify(replicated("normed"), plan, fold=False)

@@ -54,7 +54,7 @@ def random_plan(name: str, seed: int, **training: Any) -> Plan:
 
 
 def parameters(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parameters of a state, without buffers, which every replica has its own of."""
+    """Return the parameters of a state, without its buffers, which differ between replicas."""
     return {
         name: tensor for name, tensor in state.items() if "running" not in name and "num_batches" not in name
     }

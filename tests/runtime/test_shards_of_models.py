@@ -127,7 +127,7 @@ def in_double(name: str) -> Task:
 
 def random_grids(chain: Chain, seed: int) -> tuple[list[int], list[tuple[int, int]]]:
     """Draw one to three stages between blocks, on at most eight devices; stages that share a parameter have
-    as many shards.
+    equally many shards.
     """
     rng, cuts = Random(seed), blocks_begin(chain)
     edges = [0, *sorted(rng.sample(cuts, rng.randint(0, min(2, len(cuts))))), len(chain.layers)]

@@ -52,7 +52,7 @@ class Rotating(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A layer that multiplies by a shared buffer, and has another one of its own."""
+    """A layer that multiplies by a shared buffer, and has a second, private one."""
 
     def __init__(self, scale: Tensor) -> None:
         super().__init__()

@@ -156,7 +156,7 @@ def test_training_goes_on_from_what_was_away(profiled: ModelProfile, tmp_path: P
 
 @pytest.mark.parametrize(("shard", "times"), [("none", 2), ("optimizer", 1), ("gradients", 1)])
 def test_hosts_keep_what_replicas_own(shard: Sharding, times: int, profiled: ModelProfile) -> None:
-    """The host keeps the state of every layer once for each replica that has it."""
+    """The host keeps the state of a layer once for each replica with that state."""
     plan = replace(
         sliced_plan(profiled, [0, 6], [2], shard=(shard,)), decisions=(away(0, 0, 3), away(0, 3, 6))
     )

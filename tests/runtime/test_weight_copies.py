@@ -453,7 +453,7 @@ def test_what_fills_a_replica_tells_what_is_gathered() -> None:
 
 
 def test_prints_tell_copies_in_a_line_of_their_own() -> None:
-    """Copies have a line of their own in prints: those of all layers for a profile, those of each stage for a
+    """Copies have a separate line in prints: those of all layers for a profile, those of each stage for a
     plan.
     """
     own = [2 * (WIDTH * WIDTH + WIDTH) + 2 * WIDTH * WIDTH, 2 * (WIDTH * WIDTH + WIDTH) + 2 * (WIDTH * 4 + 4)]

@@ -247,9 +247,7 @@ def test_stages_of_other_degrees_go_together(model: str) -> None:
 
 
 def test_chains_for_other_numbers_of_samples_divide_parameters_alike() -> None:
-    """A chain for one sample, where other forms are cheapest, divides parameters as the chain for many
-    samples does.
-    """
+    """Chains for one sample and for many divide parameters equally, though their cheapest forms differ."""
     case = Case.of(build("gpt", layers=1, hidden=16, heads=2, vocabulary=11, sequence=8))
     chain, values, targets = captured(case)
     many = tuple(v.repeat(64, 1) for v in values), tuple(t.repeat(64, *[1] * (t.ndim - 1)) for t in targets)

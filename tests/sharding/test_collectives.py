@@ -80,7 +80,9 @@ def test_backwards_meet_too() -> None:
 
 
 def test_a_rank_alone_has_tensors_of_the_right_shapes() -> None:
-    """A rank without peers gets as many tensors, of equal shapes and with their own memory, as with peers."""
+    """A rank without peers gets tensors of the same number and shapes as with peers, each with its own
+    memory.
+    """
     group, tensor = Alone(rank=1, size=3), torch.ones(2, 2)
     parts = group.all_gather(tensor)
     assert [part.shape for part in parts] == [(2, 2)] * 3

@@ -146,8 +146,8 @@ def test_a_rewriting_that_is_broken_is_refused(fault: Broken, monkeypatch: pytes
 
 @pytest.mark.parametrize("hidden", [16, 240])
 def test_short_sequences_show_it_too(hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short sequences reveal a fault in traced layers, which contain other lengths, without dropout; a width
-    may be a multiple of the length.
+    """A fault is found in shortened sequences of traced layers too, without dropout; the width may be a
+    multiple of the length.
     """
     inner = build("gpt", **GPT | {"layers": 1, "sequence": 20, "hidden": hidden})
     task = Task(

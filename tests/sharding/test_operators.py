@@ -242,7 +242,7 @@ def test_a_change_in_place_without_a_gradient_leaves_the_gradient() -> None:
 
 
 def test_a_buffer_of_which_a_part_is_changed_is_one_on_every_rank() -> None:
-    """A partly changed buffer is one buffer on every rank: a copy in another form never changes instead."""
+    """A partly changed buffer is one buffer on every rank; no copy of another form is changed instead."""
     check(task(nn.Linear(WIDTH, WIDTH), Remembering(), nn.Linear(WIDTH, WIDTH)))
 
 
