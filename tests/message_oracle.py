@@ -22,7 +22,7 @@ _WORD = re.compile(r"(\d+)(WAIT_)?([A-Z]+(?:_[FB])?)(\d*)(.*)")
 
 @dataclass(frozen=True)
 class Start:
-    """A send, a receive or a part in a sum."""
+    """A send, a receive or one rank's part in an all-reduce."""
 
     device: int
     stage: int
@@ -40,12 +40,12 @@ class Start:
 
     @property
     def other(self) -> int:
-        """The stage at the other end of a message."""
+        """Stage at the other end of a message."""
         return self.stage + (1 if self.word in {"SEND_F", "RECV_B"} else -1)
 
     @property
     def content(self) -> Hashable:
-        """What a message carries from which stage to which, or which sum it is."""
+        """Identity of a message by content and stages, or of a sum."""
         if self.is_sum:
             return self.word, self.microbatch, self.subject
         ends = (self.stage, self.other) if self.sends else (self.other, self.stage)
@@ -56,22 +56,22 @@ LineOf = Callable[[Start, tuple[int, ...]], Hashable]
 
 
 def by_direction(start: Start, placement: tuple[int, ...]) -> Hashable:
-    """A communicator for each direction of a boundary."""
+    """Use a communicator for each direction of a boundary."""
     return start.word[-1], min(start.stage, start.other)
 
 
 def by_pair(start: Start, placement: tuple[int, ...]) -> Hashable:
-    """A communicator for each pair of devices."""
+    """Use a communicator for each pair of devices."""
     return frozenset({placement[start.stage], placement[start.other]})
 
 
 def by_tag(start: Start, placement: tuple[int, ...]) -> Hashable:
-    """Under gloo: every start meets the one of equal content."""
+    """Use gloo's tags: every start meets the one of equal content."""
     return start.content
 
 
 def outcome(devices: list[list[str]], placement: tuple[int, ...], line_of: LineOf) -> str:
-    """Whether a program "ends", "hangs", or delivers "other data"."""
+    """Return whether a program "ends", "hangs", or delivers "other data"."""
     return _Oracle(devices, placement, line_of).outcome()
 
 
@@ -112,7 +112,9 @@ class _Oracle:
         return "ends" if len(self.done) == sum(map(len, self.devices)) else "hangs"
 
     def _heads(self, device: int) -> Iterator[tuple[Hashable, int, tuple[int, int]]]:
-        """The starts of a device that may run, each with its line and the end of it; computations end on the way."""
+        """Return the starts of each device that may run, with their line and its end; finish computations on
+        the way.
+        """
         busy: set[tuple[Hashable, int]] = set()
         for position in range(len(self.devices[device])):
             item = device, position
@@ -142,7 +144,9 @@ class _Oracle:
         return frozenset(one.stage for one in alike)
 
     def _complete(self, met: dict[int, tuple[int, int]]) -> bool:
-        """Complete the starts at the heads of one line, if all ends are there; False if they carry different things."""
+        """Complete the starts at the heads of one line, if all ends are there; False if their contents
+        differ.
+        """
         starts = [self.starts[item] for item in met.values()]
         first = starts[0]
         if len(starts) < (len(self._members(first)) if first.is_sum else 2):

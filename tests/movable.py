@@ -1,4 +1,4 @@
-"""What may be moved away, and where to, for tests that need no torch."""
+"""Tensors that can be offloaded, and their possible homes, for tests without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from pipefit.schema.plan import Plan
 
 
 def movable(plan: Plan, stage: int) -> list[tuple[int, int]]:
-    """The saved tensors of a stage that may be moved, one name for each storage, which no recomputed layer saves."""
+    """Return the saved tensors of a stage that can be offloaded, one name for each storage that no recomputed
+    layer saves.
+    """
     storages, names = StageStorages.of(plan, stage), dict[int, tuple[int, int]]()
     runs = [d.subject for d in plan.decisions_of(stage, What.RECOMPUTE)]
     again = {n for run in runs if isinstance(run, Run) for n in range(run.start, run.stop)}
@@ -29,7 +31,9 @@ def movable(plan: Plan, stage: int) -> list[tuple[int, int]]:
 
 
 def random_place(plan: Plan, stage: int, rng: Random) -> Place:
-    """The host of a stage, its disk if it has one, a device of another stage, or shares of several of them."""
+    """Draw the host of a stage, its disk if it has one, a device of another stage, or shares of several of
+    them.
+    """
     own = plan.stages[stage].devices
     disks = ["disk"] * bool(plan.cluster.hosts[plan.cluster.devices[own[0]].host].disk_bytes)
     members = ["host", *disks, *(f"device{n}" for n in range(len(plan.cluster.devices)) if n not in own)]

@@ -1,4 +1,4 @@
-"""Plans with random decisions to move saved tensors away, for real models."""
+"""Plans with random decisions to offload saved tensors, for real models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipefit.schema.plan import Plan
 
 
 class Attention(nn.Module):
-    """Attention over rows of four words, with dropout, and what came in added."""
+    """Attention over rows of four words, with dropout and a residual."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -31,14 +31,15 @@ class Attention(nn.Module):
 
 
 def with_disk(cluster: Cluster, folder: Path | None = None, disk_bytes: int = 1 << 20) -> Cluster:
-    """The cluster with a disk of its first host."""
+    """Return the cluster with a disk on its first host."""
     host = replace(cluster.hosts[0], disk_bytes=disk_bytes, disk_folder=folder and str(folder))
     link = Link.between("host0", "disk0", bytes_per_second=1e9)
     return replace(cluster, hosts=(host, *cluster.hosts[1:]), links=(*cluster.links, link))
 
 
 def moving(plan: Plan, rng: Random) -> Plan:
-    """The plan with up to three random decisions in every stage, each about one or several saved tensors.
+    """Return the plan with up to three random decisions in every stage, each about one or several saved
+    tensors.
 
     In half of the plans nothing is recomputed.
     """
@@ -66,7 +67,7 @@ def moving(plan: Plan, rng: Random) -> Plan:
 
 
 def make_chain(accident: str = "none") -> Task:
-    """Layers that save what they return; at the fourth, the first of the second half, comes the accident."""
+    """Build layers that save their outputs; the fourth, the first of the second half, has the accident."""
 
     def build() -> nn.Module:
         first = nn.Linear(8, 64), nn.Sigmoid(), nn.Linear(64, 8)
@@ -76,12 +77,12 @@ def make_chain(accident: str = "none") -> Task:
 
 
 def make_batch(size: int) -> tuple[Tensor, Tensor]:
-    """Noise."""
+    """Return noise."""
     return torch.randn(size, 8), torch.randn(size, 4)
 
 
 def make_wide() -> Task:
-    """Layers that take milliseconds."""
+    """Build layers that take milliseconds."""
 
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(8, 2048), nn.Sigmoid(), nn.Linear(2048, 2048), nn.Linear(2048, 4))

@@ -1,4 +1,4 @@
-"""Plans with random decisions to move the state of layers away, or to update layers on the host."""
+"""Plans with random decisions to offload the state of layers, or to update layers on the host."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ KINDS: tuple[StateKind, ...] = ("optimizer", "parameters", "gradients")
 
 
 def moving_states(plan: Plan, rng: Random, kinds: Sequence[StateKind] = KINDS) -> Plan:
-    """The plan with random runs of layers of every stage whose states of these `kinds` are away, or which the host
-    updates.
+    """Return the plan with random runs of layers in every stage that offload these `kinds` of state, or that
+    the host updates.
     """
     decisions = [one for number in range(len(plan.stages)) for one in _of_stage(plan, number, rng, kinds)]
     return replace(plan, decisions=(*plan.decisions, *decisions))
 
 
 def _of_stage(plan: Plan, number: int, rng: Random, kinds: Sequence[StateKind]) -> Iterator[Decision]:
-    """Random decisions about the state of one stage."""
+    """Draw decisions about the state of one stage."""
     stage, updated = plan.stages[number], set[int]()
     for start, stop in runs(stage.start, stage.stop, rng) if "optimizer" in kinds else ():
         what = rng.choice([What.OFFLOAD, What.OFFLOAD, What.UPDATE, None])
@@ -40,7 +40,9 @@ def _of_stage(plan: Plan, number: int, rng: Random, kinds: Sequence[StateKind]) 
 
 
 def inside_recomputed(plan: Plan, stage: int) -> set[int]:
-    """The layers of a stage before which nothing may be cut, because they are recomputed with the ones before them."""
+    """Return the layers of a stage that cannot start a run, because they are recomputed with the layers
+    before them.
+    """
     again = [decision.subject for decision in plan.decisions_of(stage, What.RECOMPUTE)]
     return {n for run in again if isinstance(run, Run) for n in range(run.start + 1, run.stop)}
 
@@ -48,7 +50,7 @@ def inside_recomputed(plan: Plan, stage: int) -> set[int]:
 def _about(
     stage: int, start: int, stop: int, kind: StateKind, place: Place, rng: Random, what: What = What.OFFLOAD
 ) -> Decision:
-    """A decision with random times."""
+    """Return a decision with random times."""
     return Decision(
         stage=stage,
         subject=State(start=start, stop=stop, kind=kind),
@@ -60,7 +62,7 @@ def _about(
 
 
 def runs(start: int, stop: int, rng: Random, avoid: Collection[int] = ()) -> Sequence[tuple[int, int]]:
-    """Layers `start` to `stop - 1`, divided at random, but at none of the layers to `avoid`."""
+    """Divide layers `start` to `stop - 1` at random, but at none of the layers to `avoid`."""
     allowed = [cut for cut in range(start + 1, stop) if cut not in avoid]
     cuts = sorted(rng.sample(allowed, rng.randint(0, min(3, len(allowed)))))
     return list(zip([start, *cuts], [*cuts, stop], strict=True))

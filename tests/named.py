@@ -1,4 +1,4 @@
-"""A model whose parts have names that layers, and the code that is written for them, use for things of their own."""
+"""A model whose parts have names that layers and generated code also use internally."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAMES = (*CODE, *GROUP, *LOCAL)
 
 
 class Weights(nn.Module):
-    """Parameters of these names, of which each counts."""
+    """Parameters of these names, all used in the result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Weights(nn.Module):
 
 
 class Named(nn.Module):
-    """Modules of these names, one after the other, and parameters."""
+    """Modules of these names, in sequence, and parameters."""
 
     def __init__(self) -> None:
         super().__init__()

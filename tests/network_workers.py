@@ -1,4 +1,4 @@
-"""Workers that do nothing but talk, over gloo: what `tests/runtime/test_transport.py` starts."""
+"""Workers that only communicate, over gloo, started by `tests/runtime/test_transport.py`."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ PATIENCE = timedelta(seconds=60)
 
 
 def talk(rank: int, plan: Plan, store: str, pipe: Connection, by_way_of_the_host: bool) -> None:
-    """Join the others, cross messages in all channels before the first join, add up; tell the parent what came, and the
-    bytes that were still there in 100 rounds more when all had been joined.
+    """Join the others, cross messages in all channels before the first join, all-reduce; send the results to
+    the parent, and the bytes left in 100 more rounds after all joins.
 
-    By way of the host, tensors are overwritten as soon as they are on their way, and are empty until they are joined.
+    If messages go through the host, tensors are overwritten once they are in flight, and are empty until they
+    are joined.
     """
     torch.set_num_threads(1)
     world = len(plan.stages)
@@ -81,7 +82,7 @@ def talk(rank: int, plan: Plan, store: str, pipe: Connection, by_way_of_the_host
 
 
 def _kept_bytes(network: Network, plan: Plan, rank: int) -> int:
-    """What a meter counts of a sum and of messages to and from the next stages when they have been joined."""
+    """Return the bytes that a meter counts for joined sums and messages to and from the next stages."""
     here = plan.stages[rank].device
     with Meter(here) as meter:
         for text in (
@@ -100,12 +101,12 @@ def _kept_bytes(network: Network, plan: Plan, rank: int) -> int:
 
 
 def what_is_sent(rank: int, word: str, microbatch: int) -> float:
-    """What stage `rank` sends: it tells stage, direction and microbatch."""
+    """Return the tensor that stage `rank` sends; it encodes stage, direction and microbatch."""
     return 1000.0 * rank + 100.0 * (word[-1] == "B") + microbatch
 
 
 def show(rank: int, token: str, store: str, pipe: Connection) -> None:
-    """Join one other, show it this token, and tell the parent what is made of it."""
+    """Join another worker, show it this token, and send the result to the parent."""
     os.environ[TOKEN] = token
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=PATIENCE)
     try:
@@ -118,34 +119,36 @@ def show(rank: int, token: str, store: str, pipe: Connection) -> None:
 
 
 class _Late(dist.Store):
-    """A store that does not tell where the others are before a stranger has come: a file then has our number."""
+    """A store that hides the others' addresses until a stranger has connected: a file has the number of this
+    worker.
+    """
 
     def __init__(self, store: dist.Store, folder: Path) -> None:
         super().__init__()
         self._store, self._met = store, folder / met(os.getpid())
 
     def set(self, key: str, value: Any) -> None:
-        """Tell all others."""
+        """Set a value for all others."""
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """What somebody has told, when it has been told."""
+        """Get a value once it has been set."""
         while not self._met.exists():
             time.sleep(0.01)
         return self._store.get(key)
 
     def wait(self, keys: list[str], timeout: timedelta = PATIENCE) -> None:
-        """Return when all of these have been told."""
+        """Wait until all of these have been set."""
         self._store.wait(keys, timeout)
 
 
 def met(process: int) -> str:
-    """The name of a file that says that a stranger has connected to a process."""
+    """Return the name of the file that marks a stranger's connection to a process."""
     return f"met-{process}"
 
 
 def show_memory(pipe: Connection) -> None:
-    """Tell the flags of the memory in which a tensor of 16 MiB lies, as Linux shows them."""
+    """Send the flags of the memory of a 16 MiB tensor, as Linux shows them."""
     tensor, flags, inside = torch.ones(4 << 20), list[str](), False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         head, *words = line.split()
@@ -158,15 +161,15 @@ def show_memory(pipe: Connection) -> None:
 
 
 def late(flags: str) -> Task:
-    """A task with dropout, whose workers listen until a stranger has come before any connects, in as many starts as
-    each of them has files in a folder: meanwhile somebody else may take their places.
+    """Return a task with dropout, whose workers listen until a stranger has connected before they connect, in
+    as many starts as each of them has files in a folder: a stranger may take their places meanwhile.
     """
     join_late(Path(flags), mp.current_process().name)
     return named("dropout")
 
 
 def join_late(flags: Path, worker: str) -> None:
-    """Let this worker listen until a stranger has come before it connects, if a folder has a file of its name."""
+    """Make this worker listen until a stranger has connected, if a folder has a file of its name."""
     join, mine = dist.init_process_group, sorted(flags.glob(f"*-{worker}"))
 
     def joins(backend: str, *, store: dist.Store | None = None, **options: Any) -> None:

@@ -1,7 +1,8 @@
-"""Random chains of small layers that do odd things with values: views, changes in place, several values, unused ones.
+"""Random chains of small layers with unusual operations: views, in-place changes, several values, unused
+values.
 
-Each value is of shape (samples, 8, 8). A layer does one thing to the first of the values, or the first two, and passes
-the others on.
+Each value has shape (samples, 8, 8). A layer applies one operation to the first value, or the first two, and
+passes on the others.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Part(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A kind of layer: how many values it needs, how many more it leaves, and what it calls."""
+    """A kind of layer: the number of its inputs, the number of additional outputs, and its operation."""
 
     function: Callable[..., Values]
     needs: int = 1
@@ -47,22 +48,22 @@ class Kind:
 
 
 def one(function: Callable[[nn.Module, Tensor], Tensor], module: Make = nn.Identity) -> Kind:
-    """A kind that changes the first value."""
+    """Return a kind that changes the first value."""
     return Kind(function=lambda m, x, *rest: (function(m, x), *rest), module=module)
 
 
 def fork(function: Callable[[nn.Module, Tensor], Values], module: Make = nn.Identity) -> Kind:
-    """A kind that makes two values of the first."""
+    """Return a kind that makes two values of the first."""
     return Kind(function=lambda m, x, *rest: (*function(m, x), *rest), more=1, module=module)
 
 
 def join(function: Callable[[nn.Module, Tensor, Tensor], Tensor], module: Make = nn.Identity) -> Kind:
-    """A kind that makes one value of the first two."""
+    """Return a kind that makes one value of the first two."""
     return Kind(function=lambda m, x, y, *rest: (function(m, x, y), *rest), needs=2, more=-1, module=module)
 
 
 def linear(width: int = WIDTH, inputs: int = WIDTH) -> nn.Module:
-    """A linear layer, which returns a view, as its input has three dimensions."""
+    """Return a linear layer, which returns a view, as its input has three dimensions."""
     return nn.Linear(inputs, width)
 
 
@@ -111,7 +112,7 @@ KINDS: dict[str, Kind] = {
 
 
 class Whole(nn.Module):
-    """The parts as one module, which is traced."""
+    """The parts as one traced module."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         super().__init__()
@@ -124,13 +125,13 @@ class Whole(nn.Module):
 
 
 def first(outputs: Any) -> Tensor:
-    """The first value."""
+    """Return the first value."""
     found: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
     return found
 
 
 def mean_of_all(outputs: Any, target: Tensor) -> Tensor:
-    """A loss that depends on every value."""
+    """Compute a loss that depends on every value."""
     values = outputs if isinstance(outputs, tuple) else (outputs,)
     return torch.stack([F.mse_loss(value, target) for value in values]).mean()
 
@@ -143,7 +144,7 @@ LOSSES: tuple[Callable[[Any, Tensor], Tensor], ...] = (
 
 
 def names_of(rng: Random) -> list[str]:
-    """Kinds of three to eight layers between two linear ones, in an order in which each has the values it needs."""
+    """Draw kinds of three to eight layers between two linear ones, ordered so that each has enough inputs."""
     found, values, count = ["linear"], 1, rng.randint(4, 9)
     while len(found) < count:
         name = rng.choice(list(KINDS))
@@ -154,7 +155,7 @@ def names_of(rng: Random) -> list[str]:
 
 
 def odd_chain(rng: Random, *, traced: bool) -> Task:
-    """A task of such layers, named by them: a chain, or one module that is traced."""
+    """Build a task of such layers, named after them: a chain, or one traced module."""
     names, loss = names_of(rng), rng.choice(LOSSES)
 
     def build() -> nn.Module:

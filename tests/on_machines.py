@@ -1,8 +1,8 @@
-"""A training that torchrun starts on several machines: a plan whose replicas, shards and stages are across them.
+"""Training that torchrun starts on several machines: the plan's replicas, shards and stages span them.
 
-`torchrun ... tests/on_machines.py PLAN` trains the plan in that file, saves beside it after every step, and goes on
-from what is saved. A worker whose number is the name of a file there ends its own process at the step that the file
-says, once.
+`torchrun ... tests/on_machines.py PLAN` trains the plan in that file, saves next to it after every step, and
+resumes from the checkpoint. A worker whose number is the name of a file there kills its process once, at the
+step written in the file.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ BATCH, STEPS, MACHINES, EACH, SAVED = 8, 5, 2, 2, "saved"
 
 
 def task() -> Task:
-    """Layers without draws, so that any slices have the numbers of the whole batch."""
+    """Build layers without draws, so that local batches of any size give the numbers of the whole batch."""
     return divided.divided("still", optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
 
 
 def batch_of(step: int) -> tuple[Tensor, Tensor]:
-    """The batch of a step, the same on every worker and after every start."""
+    """Return the batch of a step, the same on every worker and after every start."""
     torch.manual_seed(step)
     return divided.batch(BATCH)
 
 
 def plan_across() -> Plan:
-    """On machines of two devices each: the shards of the first stage are on both, and so are the replicas of the
-    second, which divide the optimizer's state.
+    """Return a plan on machines of two devices each: the shards of the first stage are on both, and so are
+    the replicas of the second, which shard the optimizer's state.
     """
     return Plan(
         profile=profile(task(), microbatch_size=(4, 2), tensor=(1, 2)),
@@ -56,7 +56,7 @@ def plan_across() -> Plan:
 
 @cache
 def plain_training() -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and parameters of a plain loop over whole batches."""
+    """Return losses and parameters of a plain loop over whole batches."""
     torch.manual_seed(0)
     module, losses = task().build(), list[float]()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)

@@ -1,6 +1,6 @@
-"""A page in a browser as a person has it: real time, keys that are pressed, what its console says, how it is printed.
+"""A page in a real browser: real time, key presses, console messages, and printing.
 
-Chromium is spoken to by its DevTools protocol through two pipes, so that nothing else has to be installed.
+Controls Chromium by its DevTools protocol through two pipes, so that nothing more has to be installed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _READY = """new Promise((resolve) => {
 
 
 class Opened:
-    """A page that is open. `complaints` are errors on its console, exceptions, and what its policy refused."""
+    """An open page. `complaints` are console errors, exceptions, and policy violations."""
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
         self._to, self._from, self._number, self._rest = to_browser, from_browser, 0, b""
@@ -33,7 +33,7 @@ class Opened:
         self._session: str | None = None
 
     def load(self, file: Path, *, width: int = 1280) -> None:
-        """Open a file, and wait for its script to be ready."""
+        """Open a file, and wait until its script is ready."""
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         self.ask(
@@ -46,12 +46,12 @@ class Opened:
         self.evaluate(_READY)
 
     def cpu_seconds(self) -> float:
-        """What all tasks of the page have taken of its thread until now."""
+        """Return the total time of the page's tasks on its thread."""
         told = self.ask("Performance.getMetrics")["metrics"]
         return next(float(one["value"]) for one in told if one["name"] == "TaskDuration")
 
     def evaluate(self, expression: str) -> Any:
-        """What an expression comes to, or what its promise does."""
+        """Evaluate an expression or await its promise."""
         found = self.ask("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
@@ -64,11 +64,11 @@ class Opened:
             self.ask("Input.dispatchKeyEvent", type="keyUp", key=key, code=key)
 
     def printed(self) -> bytes:
-        """The page on paper, A4, as a PDF."""
+        """Print the page on A4 as a PDF."""
         return base64.b64decode(self.ask("Page.printToPDF", paperWidth=8.27, paperHeight=11.69)["data"])
 
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """The answer to a command; what is told meanwhile is looked through for complaints."""
+        """Send a command and return its answer; search events in between for complaints."""
         self._number += 1
         asked = {"id": self._number, "method": method, "params": parameters}
         asked |= {} if self._session is None else {"sessionId": self._session}
@@ -106,7 +106,7 @@ class Opened:
 
 @contextmanager
 def opened(folder: Path) -> Iterator[Opened]:
-    """A browser with no page yet; the test is skipped where there is none."""
+    """Open a browser without a page; skip the test without a browser."""
     if CHROMIUM is None:
         pytest.skip("needs chromium")
     (to_browser, our_to), (our_from, from_browser) = os.pipe(), os.pipe()

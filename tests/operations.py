@@ -1,6 +1,6 @@
-"""Operations of all kinds, each a function that builds what it needs, goes forward, and goes backward where it can.
+"""Operations of all kinds, each a function that builds its inputs and runs forward, and backward if possible.
 
-They run over real tensors or over fake ones: whichever mode is active when they are called.
+They run over real or fake tensors, depending on the active mode.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def module(
     order: torch.memory_format = torch.contiguous_format,
     training: bool = True,
 ) -> Run:
-    """Forward and backward of a module, with the input's gradient."""
+    """Run forward and backward of a module, with the input's gradient."""
 
     def run() -> None:
         built = build().to(dtype=dtype).train(training)
@@ -37,7 +37,7 @@ def module(
 
 
 def function(call: Callable[..., object], *shapes: tuple[int, ...], dtype: torch.dtype = FLOAT) -> Run:
-    """Forward and backward of a function of tensors between 0 and 1."""
+    """Run forward and backward of a function of tensors between 0 and 1."""
 
     def run() -> None:
         backward(call(*(torch.rand(shape).to(dtype).requires_grad_() for shape in shapes)))
@@ -46,7 +46,7 @@ def function(call: Callable[..., object], *shapes: tuple[int, ...], dtype: torch
 
 
 def backward(out: object) -> None:
-    """From all results that need it, with dense gradients."""
+    """Run backward from all results that require it, with dense gradients."""
     results = [
         r for r in (out if isinstance(out, tuple) else (out,)) if isinstance(r, Tensor) and r.requires_grad
     ]
@@ -55,12 +55,12 @@ def backward(out: object) -> None:
 
 
 def classified(loss: Callable[[Tensor, Tensor], Tensor], *, dtype: torch.dtype = FLOAT) -> Run:
-    """A loss over classes."""
+    """Run a classification loss."""
     return function(lambda x: loss(x, torch.zeros(6, dtype=torch.long)), (6, 10), dtype=dtype)
 
 
 def embedding_bag(mode: str) -> Run:
-    """Bags of different lengths."""
+    """Run bags of different lengths."""
 
     def run() -> None:
         table = nn.EmbeddingBag(20, 6, mode=mode)
@@ -70,7 +70,7 @@ def embedding_bag(mode: str) -> Run:
 
 
 class FirstOf(nn.Module):
-    """The first result of a module."""
+    """A module that returns the first result of another one."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class FirstOf(nn.Module):
 
 
 class Twice(nn.Module):
-    """A module of two inputs that are the same."""
+    """A module that passes one input twice."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Twice(nn.Module):
 
 
 def recurrent(kind: type[nn.RNNBase], *, layers: int = 1, both: bool = False) -> Run:
-    """Outputs and states of a recurrent network."""
+    """Return outputs and states of a recurrent network."""
 
     def run() -> None:
         net = kind(8, 12, layers, bidirectional=both)
@@ -104,7 +104,7 @@ def recurrent(kind: type[nn.RNNBase], *, layers: int = 1, both: bool = False) ->
 
 
 def optimizer(make: Callable[..., torch.optim.Optimizer]) -> Run:
-    """Two clipped steps: state is born in the first."""
+    """Run two clipped steps: state is created in the first."""
 
     def run() -> None:
         net = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 5))
@@ -119,7 +119,7 @@ def optimizer(make: Callable[..., torch.optim.Optimizer]) -> Run:
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention written out."""
+    """Run explicit attention with a mask."""
     scores = (q @ k.transpose(-1, -2) * 0.3).masked_fill(
         torch.ones(q.shape[-2], q.shape[-2]).triu(1) > 0, -1e9
     )
@@ -127,7 +127,9 @@ def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def rearranged(x: Tensor) -> Tensor:
-    """Copies in other orders, forward alone: under a dispatch mode autograd's gradients of indexing take one more."""
+    """Run copies in other orders, forward only: under a dispatch mode autograd's gradients of indexing need
+    one more copy.
+    """
     y = torch.cat([x.t().contiguous().t(), x.roll((1, 1), (0, 1)), x.flip(0)]).detach()
     return y.index_select(0, torch.zeros(5, dtype=torch.long)).gather(1, torch.zeros(5, 3, dtype=torch.long))
 

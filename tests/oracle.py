@@ -1,8 +1,8 @@
-"""The independent oracle for memory: the CPU allocator's own events, read from torch's profiler.
+"""Independent oracle for memory: the CPU allocator's own events, read from torch's profiler.
 
-It shares nothing with pipefit's meter: the allocator reports every byte it gives and takes, inside kernels too. All
-devices of a plan run in turn in this process, so events belong to the device whose action they fall into. The garbage
-collector waits meanwhile: what it frees belongs to nobody's action.
+It shares no code with pipefit's meter: the allocator reports every allocated and freed byte, inside kernels
+too. All devices of a plan run in turn in this process, so events belong to the device whose action contains
+them. The garbage collector is off meanwhile, because its frees belong to no action.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from pipefit.schema.plan import Plan
 
 
 def measured_peaks(task: Task, plan: Plan, *, steps: int = 2, seed: int = 0) -> list[list[int]]:
-    """Highest allocated bytes of every device in use in every step, by the allocator's own account: `[rank][step]`."""
+    """Return the peak allocated bytes of every used device in every step, from allocator events:
+    `[rank][step]`.
+    """
     unmetered = replace(plan, cluster=replace(plan.cluster, backend="cpu"))
     with _observed():  # so that what is freed later has a known size
         trainer = Trainer(task, unmetered, seed=seed)
@@ -43,12 +45,12 @@ def measured_peaks(task: Task, plan: Plan, *, steps: int = 2, seed: int = 0) -> 
 
 
 def _observed() -> profile:
-    """A profile with the allocator's events."""
+    """Profile with the allocator's events."""
     return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
 
 def _resident(runner: DeviceRunner) -> int:
-    """Bytes of what exists before the first step, counted from the tensors themselves."""
+    """Return the bytes of everything that exists before the first step, counted from the tensors."""
     storages = {
         t.untyped_storage()._cdata: t.untyped_storage().nbytes()
         for stage in runner.stages.values()
@@ -72,7 +74,7 @@ def _walk(level: int, changes: list[int]) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """No garbage of earlier runs is freed in here, only before."""
+    """Collect garbage of earlier runs before the context, and none inside."""
     gc.collect()
     gc.disable()
     try:
@@ -83,7 +85,7 @@ def _uncollected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _marked() -> Iterator[None]:
-    """Every action of a runner becomes a range in the profile, named after its device."""
+    """Turn every action of a runner into a range of the profile, named after its device."""
     original = DeviceRunner._timed
 
     def marked(self: DeviceRunner, *args: object) -> None:
@@ -95,8 +97,8 @@ def _marked() -> Iterator[None]:
 
 
 def _changes(observed: profile, device: int) -> list[int]:
-    """The allocator's events inside this device's actions, in order: positive for bytes given, negative for bytes
-    taken.
+    """Return the allocator's events inside this device's actions, in order: positive for allocated bytes,
+    negative for freed bytes.
     """
     events = observed.profiler.kineto_results.events()  # type: ignore[union-attr]
     ranges = sorted((e.start_ns(), e.end_ns()) for e in events if e.name() == f"device:{device}")

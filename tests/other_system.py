@@ -1,8 +1,9 @@
-"""Commands as they run where what Linux has is missing, as far as that can be taken away here.
+"""Commands with Linux features removed, as far as that can be simulated.
 
     python other_system.py win32 "plan zoo:mlp --cluster 2x-rtx-3090 --batch-size 8" "train plan.json zoo:mlp"
 
-What pipefit stands on is imported before, for it takes another way there. An exit code is written behind each line.
+pipefit's dependencies are imported first, because they would take another path there. An exit code follows
+each line.
 """
 
 from __future__ import annotations
@@ -52,16 +53,16 @@ MODULES = ("fcntl", "resource", "termios", "pwd", "grp", "pty", "tty", "_posixsu
 
 
 class Missing(importlib.abc.MetaPathFinder):
-    """Modules that the system has not."""
+    """Finder that hides modules missing on the system."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """No module of these names is found."""
+        """Fail for these names."""
         if name in MODULES:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def become(system: str) -> None:
-    """Take away what `system`, which is darwin or win32, has not."""
+    """Remove the features that `system`, darwin or win32, lacks."""
     for name in STANDS_ON:
         import_module(name)
     gone = {os: LINUX} if system == "darwin" else {**POSIX, os: (*LINUX, *POSIX[os])}

@@ -36,9 +36,11 @@ def make_layer(
     update_seconds: float | None = 0.0,
     scratch_bytes: int = 4,
 ) -> LayerCost:
-    """A layer of one input and one output. It saves storage of its own, as tensor 0, and its input, as tensor 1.
+    """Build a layer of one input and one output. It saves its own storage as tensor 0, and its input as
+    tensor 1.
 
-    Gradients take as much as the parameters, optimizer state twice that. Every phase uses `scratch_bytes` besides.
+    Gradients take as much as the parameters, optimizer state twice that. Every phase uses `scratch_bytes` in
+    addition.
     """
     seconds = forward_seconds, backward_seconds, update_seconds
     return layer(
@@ -58,7 +60,7 @@ def make_layer(
 
 
 def make_loss(outputs: Sequence[Value], *, target_bytes: int = 4) -> LayerCost:
-    """A loss over a model's outputs and one target; takes no time and saves four bytes."""
+    """Build a loss over a model's outputs and one target; it takes zero time and saves four bytes."""
     return layer(
         (*outputs, value(target_bytes, requires_grad=False)),
         (value(4),),
@@ -78,18 +80,20 @@ def make_loss(outputs: Sequence[Value], *, target_bytes: int = 4) -> LayerCost:
 def chain_profile(
     costs: Sequence[LayerCost], *, microbatch_size: int = 1, target_bytes: int = 4
 ) -> ModelProfile:
-    """The profile of these layers, one after the other; equal ones share a kind."""
+    """Return the profile of these consecutive layers; equal ones share a kind."""
     loss = make_loss(costs[-1].outputs, target_bytes=target_bytes)
     return profile(measurement(costs, loss, microbatch_size=microbatch_size))
 
 
 def equal_profile(layers: int, **layer: object) -> ModelProfile:
-    """Layers that are all alike; keywords go to `make_layer`."""
+    """Return the profile of equal layers; keywords go to `make_layer`."""
     return chain_profile([make_layer(**layer)] * layers)  # type: ignore[arg-type]
 
 
 def random_profile(layers: int, seed: int = 0, *, shared: int | None = None) -> ModelProfile:
-    """Layers that alias, pass through, save and release as they like, with `shared` parameters, or any number."""
+    """Draw layers that alias, pass through, save and release values, with `shared` parameters, or any
+    number.
+    """
     return profile(hostile(Random(seed), layers, shared=shared))
 
 
@@ -101,7 +105,7 @@ def make_cluster(
     memory_bytes: int = 1 << 40,
     hosts: int = 1,
 ) -> Cluster:
-    """Equal devices on one host. Without `links`, a switch joins them all, by default in no time."""
+    """Build equal devices on one host. Without `links`, a switch joins them all, by default in zero time."""
     members = (
         *(f"device{number}" for number in range(devices)),
         *(f"host{number}" for number in range(hosts)),
@@ -127,8 +131,8 @@ def make_plan(
     recompute: Recompute = "never",
     decisions: tuple[Decision, ...] = (),
 ) -> Plan:
-    """Stage s holds `split[s]` layers on device s, or s modulo `devices`. Whole stages are recomputed as `recompute`
-    says, besides what `decisions` say.
+    """Build a plan: stage s holds `split[s]` layers on device s, or s modulo `devices`. Whole stages are
+    recomputed according to `recompute`, in addition to `decisions`.
     """
     starts, devices = [sum(split[:number]) for number in range(len(split) + 1)], devices or len(split)
     stages = tuple(
@@ -151,9 +155,10 @@ def make_plan(
 def offload_all(
     plan: Plan, *, place: str = "host", tensor: int = 0, stages: Sequence[int] | None = None
 ) -> Program:
-    """The plan's program in segments of one layer, each of which moves one saved tensor away and has it back in time.
+    """Return the plan's program in segments of one layer, each of which offloads one saved tensor and reloads
+    it in time.
 
-    `stages` are those that do so, by default all.
+    `stages` are the stages that do so, by default all.
     """
     program = lower(plan)
     moving = range(len(plan.stages)) if stages is None else stages
@@ -176,7 +181,7 @@ def offload_all(
 
 
 def lent(simulation: Simulation) -> list[tuple[int, ...]]:
-    """What devices lend to each other: lender, borrower, slots and bytes of a slot."""
+    """Return the memory lent between devices: lender, borrower, slots and bytes of a slot."""
     return [
         (arena.lender.number or 0, *arena[1:])
         for arena in simulation.arenas

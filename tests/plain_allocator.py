@@ -1,7 +1,7 @@
-"""The caching allocator once more, as plainly as its rules can be said: a list of tensors, searched from end to end.
+"""The caching allocator in its plainest form: a list of tensors, searched from end to end.
 
-It keeps no free blocks, no pools and no links. What is free is what lies between the tensors, found anew for every
-request. It is the oracle for the simulator, with which it shares no code.
+It keeps no free blocks, pools or links: every request computes the gaps between the tensors anew. It is the
+oracle for the simulator and shares no code with it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Plain:
         return sum(nbytes for *_, nbytes in self.tensors.values())
 
     def gaps(self, number: int) -> list[tuple[int, int]]:
-        """What is free in a segment."""
+        """Return the free ranges of a segment."""
         inside = sorted((start, end) for where, start, end, _ in self.tensors.values() if where == number)
         edges = [0, *(edge for span in inside for edge in span), self.segments[number][0]]
         return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
@@ -89,7 +89,7 @@ class Plain:
 
 @dataclass
 class Pages:
-    """One expandable segment for every kind of request and stream, of which some pages have memory."""
+    """One expandable segment for every kind of request and stream, with memory on some pages."""
 
     large: int = 20 * MIB
     capacity: int = 1 << 60
@@ -113,7 +113,7 @@ class Pages:
         return sum(nbytes for *_, nbytes in self.tensors.values())
 
     def runs(self, small: bool, stream: int) -> list[tuple[int, int, bool]]:
-        """What is free, as `(start, end, has memory)`, in order, up to the end of the addresses."""
+        """Return the free ranges `(start, end, has memory)`, in order, up to the end of the addresses."""
         page = 2 * MIB if small else self.large
         last = round_up(self.capacity + self.capacity // 8, page)
         mine = [
@@ -157,7 +157,7 @@ class Pages:
         self.tensors[name] = small, stream, start, start + size, nbytes
 
     def mapped(self, small: bool, stream: int, size: int) -> int:
-        """The lowest address with room for `size`, on pages that all have memory from now on."""
+        """Return the lowest address with room for `size`, and map all its pages."""
         page = 2 * MIB if small else self.large
         start = self.lowest(self.runs(small, stream), size)
         wanted = {
@@ -171,7 +171,9 @@ class Pages:
 
     @staticmethod
     def lowest(runs: list[tuple[int, int, bool]], size: int) -> int:
-        """The lowest address from which `size` bytes are free that begin with no memory, or directly before such."""
+        """Return the lowest address with `size` free bytes that begin without memory, or directly before such
+        bytes.
+        """
         for place, (_, _, has) in enumerate(runs):
             if has:
                 continue

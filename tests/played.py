@@ -1,9 +1,10 @@
-"""Programs played on an emulated NCCL: every message and sum as operations on streams, one communicator for each line.
+"""Programs on an emulated NCCL: every message and sum is an operation on streams, with one communicator for
+each line.
 
-Nothing of pipefit's runtime takes part, and no torch. A device has a stream that computes; a line's end has one of its
-own, as torch's process groups do. A start makes the line's stream wait for what the device has queued, and a join makes
-the device wait for the operation. The host never waits, so that one process plays all devices; what does not end by
-itself has hung.
+Uses neither pipefit's runtime nor torch. A device has a computing stream; each end of a line has a separate
+stream, as in torch's process groups. A start makes the line's stream wait for the device's queued work, and a
+join makes the device wait for the operation. The host never waits, so that one process plays all devices; a
+program that does not finish has hung.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Lines = list[list[str]]
 
 @dataclass
 class Library:
-    """The libraries of an emulation, whose calls have to succeed."""
+    """The libraries of an emulation, whose calls must succeed."""
 
     folder: Path
     cuda: ctypes.CDLL = field(init=False)
@@ -32,7 +33,7 @@ class Library:
         self.nccl = ctypes.CDLL(str(self.folder / "libnccl.so.2"))
 
     def made(self, name: str, *arguments: object) -> c_void_p:
-        """What a call makes, which it writes where its first argument points to."""
+        """Return the object that a call writes to its first argument."""
         found = c_void_p()
         self(name, byref(found), *arguments)
         return found
@@ -44,7 +45,7 @@ class Library:
 
 @dataclass(frozen=True)
 class Operation:
-    """A start: on which line, at which end of it, and what it carries."""
+    """A start: its line, its end of the line, and its content."""
 
     line: Hashable
     ends: tuple[int, ...]  # the devices of the line
@@ -57,12 +58,12 @@ Reads = Callable[[int, str], Operation | None]  # device and word -> a start, No
 
 @dataclass
 class Player:
-    """Plays programs, one after the other."""
+    """Player of programs, one after the other."""
 
     library: Library
 
     def outcome(self, devices: Lines, read: Reads, *, patience: float = 1.0) -> str:
-        """Whether a program "ends", "hangs", or delivers "other data"."""
+        """Return whether a program "ends", "hangs", or delivers "other data"."""
         given = (read(device, word) for device, words in enumerate(devices) for word in words)
         starts = [start for start in given if start is not None]
         kinds = sorted({start.content for start in starts}, key=str)
@@ -91,7 +92,7 @@ class Player:
         return [c_void_p(one) for one in found]
 
     def _all_done(self, streams: list[c_void_p], patience: float) -> bool:
-        """Whether all that is queued comes to its end before nothing has changed for `patience` seconds."""
+        """Return whether all queued work ends before `patience` seconds pass without progress."""
         state, since = None, time.monotonic()
         while time.monotonic() - since < patience:
             now = tuple(self._state(streams))
@@ -108,7 +109,7 @@ class Player:
 
 @dataclass
 class _Played:
-    """One program: its communicators by line, and what every message says by its content."""
+    """One program: its communicators by line, and its messages by content."""
 
     call: Library
     communicators: dict[Hashable, list[c_void_p]]
@@ -118,7 +119,7 @@ class _Played:
     events: list[c_void_p] = field(default_factory=list)
 
     def play(self, device: int, words: list[str], read: Reads) -> None:
-        """Queue all that a device does."""
+        """Queue all actions of a device."""
         under_way = dict[str, c_void_p]()
         for word in words:
             start = read(device, word)
@@ -130,7 +131,7 @@ class _Played:
                 )
 
     def _start(self, device: int, start: Operation) -> c_void_p:
-        """An operation behind what the device has queued; the event behind it."""
+        """Start an operation after the device's queued work, and record an event after it."""
         stream, mine = (
             self._stream((start.line, device)),
             self.communicators[start.line][start.ends.index(device)],

@@ -1,6 +1,7 @@
-"""Hugging Face models as people have them: small, built from their configurations, with their caches and defaults.
+"""Hugging Face models in their usual form: small, built from their configurations, with their caches and
+defaults.
 
-Dropout alone is off, so that they can be compared with a plain loop that draws nothing.
+Only dropout is off, so that a plain loop without draws can be compared.
 """
 
 from __future__ import annotations
@@ -43,14 +44,16 @@ _GPT2: Inputs = {**TINY["gpt2"], "n_layer": 2, "bos_token_id": 1, "eos_token_id"
 
 
 class Pretrained(NamedTuple):
-    """A class of transformers, the settings of its configuration, and its keyword arguments for so many samples."""
+    """A class of transformers, the settings of its configuration, and its keyword arguments for a number of
+    samples.
+    """
 
     kind: str
     settings: Inputs
     inputs: Callable[[int], Inputs]
 
     def build(self) -> nn.Module:
-        """The model, as its class builds it."""
+        """Build the model with its class."""
         torch.manual_seed(0)
         kind: Any = getattr(transformers, self.kind)
         model: nn.Module = kind(kind.config_class(**self.settings))
@@ -58,18 +61,18 @@ class Pretrained(NamedTuple):
 
 
 def tokens(samples: int, length: int = 12) -> Tensor:
-    """Made-up tokens, none of which is special."""
+    """Return made-up tokens without special ones."""
     return torch.randint(3, WORDS, (samples, length))
 
 
 def language(samples: int) -> Inputs:
-    """Tokens that are their own labels."""
+    """Return tokens that are also the labels."""
     found = tokens(samples)
     return {"input_ids": found, "labels": found.clone()}
 
 
 def padded(samples: int) -> Inputs:
-    """Tokens of which the last three of every sample but the first are padding."""
+    """Return tokens; in every sample except the first the last three are padding."""
     found = language(samples)
     mask = torch.ones_like(found["input_ids"])
     mask[1:, -3:] = 0
@@ -78,43 +81,43 @@ def padded(samples: int) -> Inputs:
 
 
 def classes(samples: int) -> Inputs:
-    """Tokens with a class."""
+    """Return tokens with a class."""
     return {"input_ids": tokens(samples), "labels": torch.randint(2, (samples,))}
 
 
 def translation(samples: int) -> Inputs:
-    """Tokens of two lengths."""
+    """Return tokens of two lengths."""
     return {"input_ids": tokens(samples), "labels": tokens(samples, 8)}
 
 
 def images(samples: int) -> Inputs:
-    """Images with a class."""
+    """Return images with a class."""
     return {"pixel_values": torch.randn(samples, 3, 32, 32), "labels": torch.randint(2, (samples,))}
 
 
 def segmented(samples: int) -> Inputs:
-    """Images with a class for every pixel."""
+    """Return images with a class for every pixel."""
     return {"pixel_values": torch.randn(samples, 3, 32, 32), "labels": torch.randint(4, (samples, 32, 32))}
 
 
 def captions(samples: int) -> Inputs:
-    """Images with texts, and a flag that asks for the loss."""
+    """Return images with texts, and a flag that requests the loss."""
     images = torch.randn(samples, 3, 32, 32)
     return {"input_ids": tokens(samples, 10), "pixel_values": images, "return_loss": True}
 
 
 def spectra(samples: int) -> Inputs:
-    """Speech as frequencies, with tokens."""
+    """Return speech as spectrograms, with tokens."""
     return {"input_features": torch.randn(samples, 8, 32), "labels": tokens(samples, 8)}
 
 
 def waves(samples: int) -> Inputs:
-    """Speech as it was recorded, with a class."""
+    """Return raw speech with a class."""
     return {"input_values": torch.randn(samples, 400), "labels": torch.randint(2, (samples,))}
 
 
 def transcribed(samples: int) -> Inputs:
-    """Speech as it was recorded, with letters."""
+    """Return raw speech with letters."""
     return {"input_values": torch.randn(samples, 400), "labels": torch.randint(1, 32, (samples, 5))}
 
 

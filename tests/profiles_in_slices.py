@@ -1,4 +1,6 @@
-"""Made-up plans of stages with several replicas: a layer for each stage, measured at the sizes of all slices."""
+"""Made-up plans of stages with several replicas: a layer for each stage, measured at the sizes of all local
+batches.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from pipelines import equal_profile, make_cluster
 
 
 def resized(made: Measurement, samples: int) -> Measurement:
-    """The measurement as if values had their samples along the first dimension."""
+    """Return the measurement as if values had their samples along the first dimension."""
 
     def value(one: Value) -> Value:
         return replace(one, shape=(samples, one.nbytes), nbytes=samples * one.nbytes)
@@ -42,8 +44,8 @@ def gridded(
     seconds: float = 1.0,
     **links: Any,
 ) -> Plan:
-    """A stage of one layer for each degree, on the next so many devices. A pass takes `seconds`, a backward twice that;
-    `links` are how fast devices are joined.
+    """Return a stage of one layer for each degree, on consecutive devices. A pass takes `seconds`, a backward
+    twice that; `links` are the rates between devices.
     """
     profile = equal_profile(len(degrees), forward_seconds=seconds, backward_seconds=2 * seconds)
     sizes = dict.fromkeys([samples, *(samples // degree for degree in degrees)])

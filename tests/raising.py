@@ -1,4 +1,4 @@
-"""A task whose own code fails in one worker: in the factory, the data, the loss, a pass or the optimizer."""
+"""A task whose code fails in one worker: in the factory, the data, the loss, a pass or the optimizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PHASES = ("factory", "batch", "loss", "forward", "backward", "optimizer", "step"
 
 
 class Wordless(Exception):
-    """An exception that cannot print itself, nor be sent to another process."""
+    """An exception that cannot be printed or pickled."""
 
     def __init__(self) -> None:
         super().__init__(lambda: None)
@@ -64,7 +64,7 @@ HAPPENS: dict[str, Callable[[], object]] = {
 
 
 def happen(here: str, phase: str, number: int) -> None:
-    """What is to happen in this phase, if this is worker 1."""
+    """Trigger the accident of this phase in worker 1."""
     if here == phase and mp.current_process().name == "pipefit-worker-1":
         list(HAPPENS.values())[number]()
 
@@ -98,13 +98,13 @@ class _Optimizer(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """The accident, then an update."""
+        """Trigger the accident, then update."""
         self._accident("step")
         return super().step(closure)
 
 
 def make(phase: str = "none", number: int = 0) -> Task:
-    """Four layers, and something that happens to worker 1 alone."""
+    """Build four layers, and an accident in worker 1 only."""
     accident = partial(_happen_at, phase, number)
     accident("factory")
 

@@ -1,6 +1,6 @@
-"""Random training runs of real models, and the three accounts of their memory: allocator, dry run, simulator.
+"""Random training runs of real models, and three accounts of their memory: allocator, dry run, simulator.
 
-Shared by the tests of accuracy and the benchmark of accuracy. A case is drawn from a `Random` and from nothing else.
+Used by the tests and the benchmark of accuracy. A case depends only on its `Random`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROOM = 1 << 34
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A task, a plan for it, and the words that tell this case from others."""
+    """A task, a plan for it, and words that identify the case."""
 
     name: str
     settings: Mapping[str, Any]
@@ -56,7 +56,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """The highest bytes of one device in one step, three times over."""
+    """Peak bytes of one device in one step by allocator, dry run and simulator."""
 
     case: Case
     device: int
@@ -67,24 +67,24 @@ class Account:
 
     @property
     def dry_run_difference(self) -> int:
-        """Bytes by which the dry run is off."""
+        """Error of the dry run in bytes."""
         return self.dry_run_bytes - self.oracle_bytes
 
     @property
     def simulator_error(self) -> float:
-        """The share by which the simulator is off, with its sign."""
+        """Signed relative error of the simulator."""
         return self.simulated_bytes / self.oracle_bytes - 1
 
 
 def random_case(rng: Random, *, model: str | None = None) -> Case:
-    """A model of the zoo (`model`, or any) of small size, some training settings, and some plan."""
+    """Draw a small model of the zoo (`model`, or any), training settings, and a plan."""
     name = model or rng.choice(MODELS)
     settings = {**_settings(name, rng), "optimizer": rng.choice(["sgd", "adam", "adamw"])}
     return plan_for(build(name, **settings), rng, name=name, settings=settings)
 
 
 def plan_for(task: Task, rng: Random, *, name: str = "", settings: Mapping[str, Any] | None = None) -> Case:
-    """Any plan for `task`, for as many threads as this process has."""
+    """Draw any plan for `task`, for this process's number of threads."""
     found = profile_of(task, rng.choice([1, 2, 3, 4]))
     return Case(name=name or task.name, settings=settings or {}, task=task, plan=random_plan(found, rng))
 
@@ -92,7 +92,7 @@ def plan_for(task: Task, rng: Random, *, name: str = "", settings: Mapping[str, 
 def random_plan(
     found: ModelProfile, rng: Random, *, microbatches: int | None = None, schedule: str | None = None
 ) -> Plan:
-    """Any split of the layers over up to four devices in any order, under any `schedule`, for one to six
+    """Draw any split of the layers over up to four devices in any order, under any `schedule`, for one to six
     `microbatches`, with any recomputation. Under GPipe's schedules devices may hold several stages.
     """
     layers, size = len(found.layers), found.measurements[0].microbatch_size
@@ -124,7 +124,9 @@ def random_plan(
 
 
 def random_decisions(plan: Plan, rng: Random) -> tuple[Decision, ...]:
-    """Nothing, whole stages, or in some stages a run of layers for some microbatches, early or just in time."""
+    """Draw nothing, whole stages, or in some stages a run of layers for some microbatches, early or just in
+    time.
+    """
     if rng.random() < 0.5:
         return recompute_decisions(
             plan.stages,
@@ -149,7 +151,9 @@ def random_decisions(plan: Plan, rng: Random) -> tuple[Decision, ...]:
 
 
 def cuts_a_shared_parameter(plan: Plan, stage: Stage, start: int, stop: int) -> bool:
-    """Whether recomputing layers `start` to `stop - 1` puts users of one parameter into two pieces of the stage."""
+    """Return whether recomputing layers `start` to `stop - 1` splits users of one parameter into two pieces
+    of the stage.
+    """
     pieces = ((stage.start, start), (start, stop), (stop, stage.stop))
     return any(
         sum(any(a <= user < b for user in one.users) for a, b in pieces) > 1
@@ -158,7 +162,7 @@ def cuts_a_shared_parameter(plan: Plan, stage: Stage, start: int, stop: int) -> 
 
 
 def _holds_copies_apart(found: ModelProfile, stages: tuple[Stage, ...]) -> bool:
-    """Whether no device has two stages that share a parameter."""
+    """Return whether no device has two stages that share a parameter."""
     for shared in found.measurements[0].shared:
         holders = [
             stage.device for stage in stages if any(stage.start <= user < stage.stop for user in shared.users)
@@ -169,7 +173,7 @@ def _holds_copies_apart(found: ModelProfile, stages: tuple[Stage, ...]) -> bool:
 
 
 def accounts(case: Case) -> Iterator[Account]:
-    """Every device in use, in every step."""
+    """Return the accounts of every used device in every step."""
     dry, virtual = certify(case.task, case.plan, steps=STEPS), simulate(case.plan, steps=STEPS)
     measured = measured_peaks(case.task, case.plan, steps=STEPS)
     for (rank, stages), step in itertools.product(enumerate(case.plan.ranks), range(STEPS)):
@@ -185,7 +189,7 @@ def accounts(case: Case) -> Iterator[Account]:
 
 
 def _settings(model: str, rng: Random) -> dict[str, Any]:
-    """Settings of a small model, drawn one by one."""
+    """Draw the settings of a small model one by one."""
     dropout = rng.choice([0.0, 0.1])
     if model == "mlp":
         widths = tuple(rng.choice([16, 64, 200, 512, 1024]) for _ in range(rng.randint(2, 7)))

@@ -1,4 +1,4 @@
-"""What a run of layers costs as a stage, by the account kept storage by storage (`account.py`)."""
+"""Costs of a run of layers as a stage, from the storage account (`account.py`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipefit.schema.trace import Category
 
 
 class Moment(NamedTuple):
-    """An action by itself: its peak above its entry, and what it left above that."""
+    """An isolated action: its peak above its entry, and its final level above the entry."""
 
     peak_bytes: int
     after_bytes: int
@@ -21,9 +21,9 @@ class Moment(NamedTuple):
 def range_account(
     measurement: Measurement, start: int, stop: int, *, microbatches: int = 1
 ) -> dict[str, int]:
-    """What layers `start` to `stop - 1` cost as a stage, by the names of the closed forms' `Band`.
+    """Return the costs of layers `start` to `stop - 1` as a stage, by the names of the closed forms' `Band`.
 
-    Each number is the difference that one action makes, in a step without recomputation or one with it.
+    Each number is the difference that one action makes, in a step with or without recomputation.
     """
     plain = dict(_actions(measurement, start, stop, microbatches, again=False))
     again = dict(_actions(measurement, start, stop, microbatches, again=True))
@@ -56,7 +56,9 @@ def range_account(
 def _actions(
     measurement: Measurement, start: int, stop: int, microbatches: int, *, again: bool
 ) -> Iterator[tuple[str, Moment]]:
-    """Two steps of two microbatches each, one after the other; the second microbatch of a step is the later one."""
+    """Return two steps of two consecutive microbatches each; the second microbatch of a step is the later
+    one.
+    """
     device = Device()
     stage = StageAccount(device, measurement, start, stop, microbatches=microbatches)
     early = device.levels.get(Category.OPTIMIZER, 0)

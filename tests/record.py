@@ -1,8 +1,8 @@
-"""Records the first ten minutes with pipefit: runs real commands, and writes what they print to a page.
+"""Recorder of the first ten minutes with pipefit: runs real commands and writes their output to a page.
 
     python tests/record.py docs/first_ten_minutes.md
 
-A test of the gallery makes the recording again and holds the page to it. Takes minutes.
+A test of the gallery records again and compares the page. Takes minutes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ The model is a small GPT that learns the sources of Python's standard library, a
 
 
 class Shot(NamedTuple):
-    """A command, what a person wants with it, and which lines of its output are shown: some at both ends, or all."""
+    """A command, its purpose, and the lines of its output to show: some at both ends, or all."""
 
     why: str
     line: str
@@ -61,7 +61,9 @@ SHOTS = (
 
 
 def recorded(shots: tuple[Shot, ...] = SHOTS) -> str:
-    """The page: every command with what it prints, in a folder of its own and on a terminal of 80 columns."""
+    """Return the page: every command with its output, in a separate folder and on a terminal of 80
+    columns.
+    """
     with tempfile.TemporaryDirectory() as folder:
         parts = [
             _HEAD,
@@ -71,7 +73,7 @@ def recorded(shots: tuple[Shot, ...] = SHOTS) -> str:
 
 
 def _shown(shot: Shot, folder: str) -> str:
-    """What a command prints, without its progress and without lines in the middle."""
+    """Return the output of a command, without its progress and without lines in the middle."""
     words = [sys.executable, "-m", "pipefit", *shot.line.split()[1:]]
     done = subprocess.run(
         words, cwd=folder, env=os.environ | {"COLUMNS": "80"}, text=True, stdout=subprocess.PIPE,

@@ -1,9 +1,10 @@
-"""Asynchronous training replayed in sequence, with every old version of the weights kept aside: the oracle of numbers.
+"""Sequential replay of asynchronous training that keeps every old version of the weights: the oracle of
+numbers.
 
-Nothing of pipefit's runtime takes part. Every minibatch goes through all stages, one after the other, each with the
-weights that it had so many updates ago, as tensors of their own; then all stages are updated. Buffers change in the
-order of the minibatches. A stage of several replicas is mapped over its slices of the minibatch, and the results are
-put together again before the next stage, all in one graph.
+It shares nothing with pipefit's runtime. Every minibatch goes through all stages in order, each with its
+weights from the given number of updates ago, as separate tensors; then all stages are updated. Buffers change
+in the order of the minibatches. A stage of several replicas is mapped over its local batches, and the results
+are concatenated before the next stage, all in one graph.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class Numbers(NamedTuple):
-    """The losses of all minibatches, the gradients of every update of every stage, and all parameters and buffers."""
+    """Losses of all minibatches, gradients of every update of every stage, and all parameters and buffers."""
 
     losses: list[float]
     gradients: list[list[list[Tensor]]]
@@ -32,7 +33,7 @@ class Numbers(NamedTuple):
 
 
 class Stage:
-    """Layers `start` to `stop - 1`, their optimizer, and all weights that they ever had."""
+    """Layers `start` to `stop - 1`, their optimizer, and all versions of their weights."""
 
     def __init__(self, task: Task, chain: nn.Sequential, stage: GridStage, late: int) -> None:
         self.layers = {number: chain[number] for number in range(stage.start, stage.stop)}
@@ -46,19 +47,19 @@ class Stage:
         self.waiting: dict[int, Tensor] = {}
 
     def weights(self, updates: int) -> dict[int, Tensor]:
-        """The weights after so many updates, to be differentiated, by the ids of the parameters."""
+        """Return differentiable weights after this number of updates, by the ids of the parameters."""
         kept = self.history[updates]
         return {id(p): w.clone().requires_grad_() for p, w in zip(self.parameters, kept, strict=True)}
 
     def add(self, weights: dict[int, Tensor]) -> None:
-        """Add up what a backward has left."""
+        """Accumulate the gradients of a backward."""
         for key, weight in weights.items():
             if weight.grad is not None:
                 known = self.waiting.get(key)
                 self.waiting[key] = weight.grad if known is None else known + weight.grad
 
     def update(self) -> None:
-        """The optimizer's step with all gradients since the last one."""
+        """Step the optimizer with all gradients since the last step."""
         for p in self.parameters:
             p.grad = self.waiting.get(id(p))
         self.gradients.append([p.grad.clone() for p in self.parameters if p.grad is not None])
@@ -74,7 +75,9 @@ class Stage:
 def replayed(
     task: Task, plan: Plan, batches: Sequence[tuple[Any, Any]], *, seed: int, drains: Sequence[int]
 ) -> Numbers:
-    """Train on `batches`; behind those with a number in `drains` the pipeline is drained, and starts anew."""
+    """Train on `batches`; after batches with a number in `drains` the pipeline is drained, and starts
+    anew.
+    """
     torch.manual_seed(seed)
     chain, alone = task.build(), plan.training.schedule == "pipedream"
     assert isinstance(chain, nn.Sequential)
@@ -120,7 +123,7 @@ def _parts(batch: tuple[Any, Any], size: int) -> Iterator[tuple[Any, Tensor]]:
 def _forward(
     stages: Sequence[Stage], used: Sequence[dict[int, Tensor]], value: Any, draws: tuple[int, int, int]
 ) -> Any:
-    """A minibatch through all layers, each with the weights of its stage and draws of its own."""
+    """Run a minibatch through all layers, each with the weights of its stage and its own draws."""
     for stage, weights in zip(stages, used, strict=True):
         parts = value.chunk(stage.slices) if stage.slices > 1 else [value]
         found = [
@@ -132,7 +135,7 @@ def _forward(
 
 
 def _through(stage: Stage, weights: dict[int, Tensor], value: Any, draws: tuple[int, int, int]) -> Any:
-    """A minibatch, or a slice of it, through the layers of a stage."""
+    """Run a minibatch, or a local batch of it, through the layers of a stage."""
     for number, layer in stage.layers.items():
         seed_layer(CPU, *draws, number)
         own = {name: weights[id(p)] for name, p in layer.named_parameters() if id(p) in weights}

@@ -1,4 +1,4 @@
-"""Models for stages with several replicas: what `tests/runtime/test_replicas.py` trains."""
+"""Models for stages with several replicas, trained by `tests/runtime/test_replicas.py`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ WIDTH = 8
 
 
 def batch(size: int) -> tuple[Tensor, Tensor]:
-    """Made-up regression data, in which every number counts."""
+    """Return made-up regression data in which every number counts."""
     return torch.randn(size, WIDTH, dtype=torch.float64), torch.randn(size, 4, dtype=torch.float64)
 
 
 def dropped() -> list[nn.Module]:
-    """Layers with random draws."""
+    """Build layers with random draws."""
     return [
         *(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.3)),
         *(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)),
@@ -30,7 +30,7 @@ def dropped() -> list[nn.Module]:
 
 
 def normed() -> list[nn.Module]:
-    """Layers with statistics of the samples, which every replica takes of its own slice."""
+    """Build layers with statistics of the samples, which every replica computes from its local batch."""
     return [
         *(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()),
         *(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 4)),
@@ -38,7 +38,7 @@ def normed() -> list[nn.Module]:
 
 
 class Head(nn.Module):
-    """Multiplies by the transposed weight of another layer, and by one of its own."""
+    """A head that multiplies by another layer's transposed weight, and by a second weight."""
 
     def __init__(self, tied: nn.Linear) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Head(nn.Module):
 
 
 class Table(nn.Module):
-    """Adds a table of positions and hands it on, for a later layer to add once more."""
+    """A table of positions that is added and passed on, for a later layer to add again."""
 
     def __init__(self, *, last: bool = False) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Table(nn.Module):
 
 
 def tied() -> list[nn.Module]:
-    """The first layer and one of the last share a weight."""
+    """Build layers; the first and one of the last share a weight."""
     first = nn.Linear(WIDTH, WIDTH)
     return [first, nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), Head(first)]
 
@@ -73,7 +73,7 @@ MODELS: dict[str, Callable[[], Sequence[nn.Module]]] = {"dropped": dropped, "nor
 
 
 def replicated(name: str, **settings: Any) -> Task:
-    """A task in float64 of one of the models."""
+    """Return a float64 task with one of the models."""
     chosen: dict[str, Any] = {"optimizer": partial(torch.optim.AdamW, lr=0.01)} | settings
     return Task(partial(_built, name), batch=batch, loss=F.mse_loss, name=name, **chosen)
 
@@ -83,7 +83,7 @@ def _built(name: str) -> nn.Sequential:
 
 
 def precise(precision: Precision) -> Task:
-    """A task in some precision."""
+    """Return a task in some precision."""
     return Task(
         lambda: nn.Sequential(
             *(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
@@ -97,7 +97,7 @@ def precise(precision: Precision) -> Task:
 
 
 def plain_layers() -> nn.Sequential:
-    """Layers in float64 without draws or statistics."""
+    """Build layers in float64 without draws or statistics."""
     return nn.Sequential(
         *(
             nn.Linear(WIDTH, WIDTH),
@@ -110,6 +110,6 @@ def plain_layers() -> nn.Sequential:
 
 
 def plain_task() -> Task:
-    """A task of these that other processes can be given."""
+    """Return a task of these layers that can be passed to other processes."""
     momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     return Task(plain_layers, batch=batch, loss=F.mse_loss, optimizer=momentum, name="plain")

@@ -1,4 +1,4 @@
-"""What training may depend on, as small tasks, to be trained with and without a break."""
+"""Small tasks for everything that training depends on, to train with and without a break."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
 
 class Remembering(nn.Module):
-    """Adds a moving average of what it has seen, kept in a buffer that no state dict has."""
+    """A moving average of all inputs, in a buffer outside the state dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Remembering(nn.Module):
 
 
 class Counting(torch.optim.Optimizer):
-    """Plain descent with a rate that falls by the number of updates, which it keeps as a Python number."""
+    """Plain descent with a rate that falls with the number of updates, kept as a Python number."""
 
     def __init__(self, groups: Any, lr: float = 0.1) -> None:
         super().__init__(groups, {"lr": lr})
@@ -74,32 +74,32 @@ class Counting(torch.optim.Optimizer):
 
 
 def layers(*extra: Callable[[], nn.Module]) -> list[nn.Module]:
-    """Four linear layers with something between the second and the third."""
+    """Build four linear layers with a module between the second and the third."""
     middle = [make() for make in extra] or [nn.Tanh()]
     return [nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), *middle, nn.Linear(16, 16), nn.Linear(16, 4)]
 
 
 def tied() -> list[nn.Module]:
-    """Six layers, of which the first and the last share a weight."""
+    """Build six layers; the first and the last share a weight."""
     first, last = nn.Linear(8, 8), nn.Linear(8, 8)
     last.weight = first.weight
     return [first, nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), last]
 
 
 def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
-    """Moves both the rate and the momentum of each group."""
+    """Build a scheduler that changes both the rate and the momentum of each group."""
     return lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=100)
 
 
 def several(optimizer: torch.optim.Optimizer) -> Any:
-    """A warm-up, then milestones, which are counted by number."""
+    """Build a warm-up, then milestones, which are counted by number."""
     warm, later = lr_scheduler.LinearLR(optimizer, total_iters=2), lr_scheduler.MultiStepLR(optimizer, [1, 2])
     return lr_scheduler.SequentialLR(optimizer, [warm, later], milestones=[2])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """What a training depends on: its task, and how it is trained. `sizes` are the samples of every batch."""
+    """One dependency of training: its task and settings. `sizes` are the samples of every batch."""
 
     task: Callable[[], Task]
     training: dict[str, Any] = field(default_factory=dict)
@@ -141,7 +141,7 @@ _PROFILES: dict[str, ModelProfile] = {}
 
 
 def plan_for(name: str, schedule: str, split: tuple[int, ...], *, memory_bytes: int = 1 << 30) -> Plan:
-    """A plan for a feature's task in four microbatches of two, with a device for every stage."""
+    """Return a plan for a feature's task in four microbatches of two, with a device for every stage."""
     feature, cuts = FEATURES[name], [0, *itertools.accumulate(split)]
     if name not in _PROFILES:
         _PROFILES[name] = profile(feature.task(), microbatch_size=2, threads=torch.get_num_threads())
@@ -159,7 +159,7 @@ def plan_for(name: str, schedule: str, split: tuple[int, ...], *, memory_bytes: 
 
 
 def batches_of(name: str) -> list[tuple[Tensor, Tensor]]:
-    """The batches of a feature's training."""
+    """Return the batches of a feature's training."""
     torch.manual_seed(11)
     batches = [FEATURES[name].task().batch(size) for size in FEATURES[name].sizes]
     if name == "scaling":  # gradients of the second step overflow
@@ -168,21 +168,23 @@ def batches_of(name: str) -> list[tuple[Tensor, Tensor]]:
 
 
 def trainer_for(name: str, plan: Plan, seed: int = 3) -> Trainer:
-    """A trainer of a feature's task."""
+    """Return a trainer of a feature's task."""
     return Trainer(
         FEATURES[name].task(), plan, seed=seed, accumulate=FEATURES[name].accumulate, numbers=False
     )
 
 
 def kept(trainer: Trainer) -> dict[str, Tensor]:
-    """All that training has changed in tensors, as copies."""
+    """Return copies of all tensors that training has changed."""
     return {name: tensor.clone() for name, tensor in trainer.state_dict(optimizer=True).items()}
 
 
 def broken(
     name: str, before: Plan, after: Plan, directory: Path
 ) -> tuple[list[float], dict[str, Tensor], Trainer]:
-    """Training with a break: half of the steps under one plan, and the others by a new trainer under another one."""
+    """Train with a break: half of the steps under one plan, and the rest by a new trainer under another
+    plan.
+    """
     batches, first = batches_of(name), trainer_for(name, before)
     losses = [first.step(batch) for batch in batches[:SAVED]]
     first.save(directory)
@@ -197,7 +199,7 @@ def broken(
 def unbroken(
     name: str, plan: Plan, directory: Path | None = None
 ) -> tuple[list[float], dict[str, Tensor], Trainer]:
-    """The same training without a break; it saves at the same step if `directory` is given."""
+    """Train the same without a break; save at the same step if `directory` is given."""
     trainer, losses = trainer_for(name, plan), []
     for step, batch in enumerate(batches_of(name)):
         losses.append(trainer.step(batch))
@@ -213,12 +215,12 @@ SEED = 1000  # of trainings by workers, so that a batch can tell its step from t
 
 
 def named(name: str) -> Task:
-    """A feature's task."""
+    """Return a feature's task."""
     return FEATURES[name].task()
 
 
 def undisturbed(steps: int, seed: int = SEED) -> list[float]:
-    """The losses of a training in one process that saves nothing."""
+    """Return the losses of a training in one process without checkpoints."""
     trainer = Trainer(named("dropout"), plan_for("dropout", "1f1b", (3, 3)), seed=seed)
     losses = []
     for step in range(steps):
@@ -228,7 +230,7 @@ def undisturbed(steps: int, seed: int = SEED) -> list[float]:
 
 
 def killed(worker: int, step: int) -> Task:
-    """A task with dropout, of which one worker is killed as it makes the batch of a step."""
+    """Return a task with dropout; one worker is killed as it makes the batch of a step."""
 
     def batch(size: int) -> tuple[Tensor, Tensor]:
         if mp.current_process().name == f"pipefit-worker-{worker}" and torch.initial_seed() == SEED + step:
@@ -239,7 +241,7 @@ def killed(worker: int, step: int) -> Task:
 
 
 def patient(seconds: float) -> Task:
-    """A task with dropout, which takes its time for every batch."""
+    """Return a task with dropout that makes every batch slowly."""
 
     def batch(size: int) -> tuple[Tensor, Tensor]:
         time.sleep(seconds)
@@ -249,7 +251,7 @@ def patient(seconds: float) -> Task:
 
 
 def poisoned(step: int) -> Task:
-    """A task with dropout, in whose batch of one step there is nan."""
+    """Return a task with dropout; the batch of one step contains nan."""
 
     def batch(size: int) -> tuple[Tensor, Tensor]:
         inputs, targets = FEATURES["dropout"].task().batch(size)
@@ -259,8 +261,8 @@ def poisoned(step: int) -> Task:
 
 
 def mortal(folder: str, name: str = "dropout", seed: int = SEED) -> Task:
-    """A feature's task, whose workers die where a file in `folder` says so: `WORKER-STEP-ACTION`, each once. They wait
-    before the batch of a step as long as there is a file `wait-STEP`, and leave `at-STEP` there.
+    """Return a feature's task whose workers die once for each file `WORKER-STEP-ACTION` in `folder`. They
+    wait before the batch of a step while a file `wait-STEP` exists, and leave `at-STEP` there.
     """
     worker = mp.current_process().name.rpartition("-")[2]
     deaths = {name for name in os.listdir(folder) if name.startswith(f"{worker}-")}
@@ -287,9 +289,9 @@ def mortal(folder: str, name: str = "dropout", seed: int = SEED) -> Task:
 
 
 def faulty(fault: str, place: str, worker: int, step: int, once: str = "") -> Task:
-    """A task with dropout, one of whose workers has a fault: at its `start`, or in a step, at `batch` or an action, or
-    at its `end`, where losses are exchanged, or as it `save`s after one, or as it `finish`es; with `once` only if there
-    is such a file, which is removed.
+    """Return a task with dropout and a fault in one worker: at its `start`, or in a step, at `batch` or an
+    action, at its `end`, during the exchange of losses, during the `save` after a step, or during `finish`;
+    with `once` only if that file exists, which is then removed.
     """
     here, now, original = mp.current_process().name == f"pipefit-worker-{worker}", -1, DeviceRunner._timed
     here = here and (not once or Path(once).exists())
@@ -329,7 +331,7 @@ def faulty(fault: str, place: str, worker: int, step: int, once: str = "") -> Ta
 
 
 def slow_link(worker: int, message: str, step: int, arrives: str) -> Task:
-    """A task with dropout, one of whose workers has a link on which a message of a step arrives when a file does."""
+    """Return a task with dropout; one link delivers the message of a step when a file appears."""
     now, original, sender = -1, Network.start, ThreadPoolExecutor(1)
 
     def batch(size: int) -> tuple[Tensor, Tensor]:
@@ -357,7 +359,7 @@ HAPPENED = "PIPEFIT_TEST_HAPPENED"  # of the environment: a file that is made as
 
 
 def happen(fault: str) -> None:
-    """A fault of this process."""
+    """Trigger a fault of this process."""
     if HAPPENED in os.environ:
         Path(os.environ[HAPPENED]).touch()
     match fault:
@@ -372,21 +374,21 @@ def happen(fault: str) -> None:
 
 
 def limited(worker: int, nbytes: int) -> Task:
-    """A task with dropout, of which one worker can write no file beyond so many bytes."""
+    """Return a task with dropout; one worker cannot write files beyond this many bytes."""
     if mp.current_process().name == f"pipefit-worker-{worker}":
         fill_disk(nbytes)
     return FEATURES["dropout"].task()
 
 
 def limited_all(nbytes: int) -> Task:
-    """A task with dropout, no worker of which can write a file beyond so many bytes."""
+    """Return a task with dropout; no worker can write files beyond this many bytes."""
     if mp.current_process().name.startswith("pipefit-worker"):
         fill_disk(nbytes)
     return FEATURES["dropout"].task()
 
 
 def full_for_a_while(step: int) -> Task:
-    """A task with dropout, whose checkpoint of one step finds no room on the disk."""
+    """Return a task with dropout; the disk is full for the checkpoint of one step."""
     usual = saver.write_shard
 
     def write(path: Path, *arguments: Any) -> Any:
@@ -400,14 +402,16 @@ def full_for_a_while(step: int) -> Task:
 
 
 def unwritable(worker: int, error: BaseException) -> Task:
-    """A task with dropout, one of whose workers fails with `error` whenever it writes its part of a checkpoint."""
+    """Return a task with dropout; one worker fails with `error` on every write of its part of a
+    checkpoint.
+    """
     if mp.current_process().name == f"pipefit-worker-{worker}":
         mock.patch.object(saver, "write_shard", side_effect=error).start()
     return FEATURES["dropout"].task()
 
 
 def crowded(worker: int) -> Task:
-    """A task with dropout, of which one worker finds no room for copies on its host."""
+    """Return a task with dropout; one worker's host has insufficient memory for copies."""
     if mp.current_process().name == f"pipefit-worker-{worker}":
         checkpointing.free_bytes = lambda: 0
     return FEATURES["dropout"].task()
@@ -425,12 +429,12 @@ class Remembered(lr_scheduler.LRScheduler):
 
 
 def remembered() -> Task:
-    """A task whose scheduler no checkpoint can hold."""
+    """Return a task whose scheduler cannot be saved in a checkpoint."""
     return replace(FEATURES["dropout"].task(), scheduler=Remembered)
 
 
 def killed_while_it_writes(directory: Path) -> None:
-    """Saves one checkpoint, and is killed when half of a shard of the next one is written."""
+    """Save one checkpoint; the process is killed after half of a shard of the next one."""
 
     def half(path: Path, *arguments: Any) -> Any:
         path.write_bytes(b"half of it")

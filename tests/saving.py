@@ -1,4 +1,4 @@
-"""Small models of every kind, and what they save for backward: for tests of fake devices."""
+"""Small models of every kind, and their saved tensors: for tests of fake devices."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Meter(TorchDispatchMode):
 
 
 class Block(nn.Module):
-    """A GPT-2 block with eager attention: softmax, dropout, tanh GELU spelled out."""
+    """A GPT-2 block with eager attention: explicit softmax, dropout and tanh GELU."""
 
     def __init__(self, hidden: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def cnn() -> nn.Module:
 
 
 class First(nn.Module):
-    """The first of a module's outputs, for modules that return several; `times` copies of its input."""
+    """The first output of a module with several; `times` copies of its input."""
 
     def __init__(self, module: nn.Module, times: int = 1) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
 
 
 def train(model: nn.Module, x: Tensor, stepper: torch.optim.Optimizer) -> Saved:
-    """One step of cross entropy on the model's last dimension; what its forward saved."""
+    """Train one step of cross entropy on the model's last dimension; return the forward's saved tensors."""
     saved = Saved(lambda: model(x), model.parameters())
     assert isinstance(saved.result, Tensor)
     logits = saved.result.flatten(0, -2)

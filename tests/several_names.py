@@ -15,12 +15,12 @@ WIDTH = 8
 
 
 def batch(size: int) -> tuple[Tensor, Tensor]:
-    """Rows of numbers, and their targets."""
+    """Return rows of numbers, and their targets."""
     return torch.randn(size, WIDTH), torch.randn(size, WIDTH) * 3
 
 
 class Head(nn.Module):
-    """As BERT's: `bias` and `decoder.bias` are one parameter."""
+    """A head like BERT's: `bias` and `decoder.bias` are one parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,14 +33,14 @@ class Head(nn.Module):
 
 
 class AddedTwice(Head):
-    """Uses the parameter under both of its names."""
+    """A module that uses a parameter under both of its names."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.bias
 
 
 class Body(nn.Module):
-    """A linear layer, then a head: traced, since it is no Sequential."""
+    """A linear layer, then a head: traced, because it is not a Sequential."""
 
     def __init__(self, head: Callable[[], nn.Module] = Head) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Body(nn.Module):
 
 
 class NamedByTheModel(nn.Module):
-    """The model itself has a name for a parameter of a part, before the part's."""
+    """A model with its own name for a part's parameter, registered before the part's name."""
 
     def __init__(self, *, first: bool) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Both(nn.Module):
 
 
 class Reversed(nn.Module):
-    """Registers the part that runs last before the one that runs first, which share a weight."""
+    """A module that registers its last part before its first; the parts share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Reversed(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Blocks in a list, of which `shared` says which parts are one: `biases`, `norms`, `blocks`."""
+    """Blocks in a list; `shared` selects the shared parts: `biases`, `norms`, `blocks`."""
 
     def __init__(self, shared: str) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Blocks(nn.Module):
 
 
 class Unused(nn.Module):
-    """Has names for a parameter in a part that never runs."""
+    """A module with a second name for a parameter in a part that never runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Unused(nn.Module):
 
 
 class Frozen(Body):
-    """The parameter with two names is not trained."""
+    """A module whose parameter with two names is not trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Frozen(Body):
 
 
 class Kept(nn.Module):
-    """Scales by a parameter that it has twice, and by one that a child has too."""
+    """Scaling by a parameter with two names, and by one that a child has too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,12 +208,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def task_of(name: str, **options: Any) -> Task:
-    """A task of one of these models."""
+    """Return a task with one of these models."""
     return Task(MODELS[name], batch=batch, loss=F.mse_loss, name="several-names", **options)
 
 
 class Plain:
-    """A loop as everybody writes it: microbatches one after the other, `clip_grad_norm_` over `module.parameters()`,
+    """The usual plain loop: microbatches one after the other, `clip_grad_norm_` over `module.parameters()`,
     and with master weights an optimizer over float32 copies.
     """
 
@@ -233,7 +233,7 @@ class Plain:
         return {} if self.task.groups is None else self.task.groups(name, parameter)
 
     def step(self, batch: Sequence[Tensor]) -> None:
-        """One step on inputs and targets."""
+        """Take one step on inputs and targets."""
         self.module.zero_grad()
         for x, y in zip(*(tensor.chunk(self.microbatches) for tensor in batch), strict=True):
             assert self.task.loss is not None
@@ -250,5 +250,5 @@ class Plain:
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """Parameters by all of their names."""
+        """Return parameters by all of their names."""
         return dict(self.module.state_dict())

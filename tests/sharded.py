@@ -1,4 +1,4 @@
-"""A model through its ranks, and through itself: losses, gradients and buffers of both."""
+"""A model run by its ranks and as a whole: losses, gradients and buffers of both."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DEAR = Prices(stored=0.01)
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """What one microbatch gives: the loss, and gradients and buffers by name."""
+    """Results of one microbatch: the loss, and gradients and buffers by name."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
@@ -48,14 +48,14 @@ class Case:
 
     @staticmethod
     def of(task: Task, size: int = 2) -> Case:
-        """The case of a task; every run starts from the same weights and the same draws."""
+        """Return the case of a task; every run starts from the same weights and draws."""
         seed_torch(0, target="cpu")
         module = task.build().double().train()
         inputs, targets = pytree.tree_map_only(Tensor, _double, task.batch(size))
         return Case(module=module, inputs=inputs, targets=targets, task=task)
 
     def plain(self, size: int = 2) -> Numbers:
-        """The module itself, without anything of pipefit."""
+        """Run the module without pipefit."""
         module = copy.deepcopy(self.module)
         seed_torch(1, target="cpu")
         args, kwargs = (
@@ -73,7 +73,7 @@ class Case:
         return Numbers(loss=loss.detach(), gradients=gradients, buffers=dict(module.named_buffers()))
 
     def sharded(self, ranks: int, prices: Prices = CHEAP, **options: Any) -> tuple[ShardedStage, Any, Any]:
-        """The whole model as one stage, and its flat inputs and targets."""
+        """Return the whole model as one stage, and its flat inputs and targets."""
         task = Task(
             copy.deepcopy(self.module), batch=self.task.batch, loss=self.task.loss, name=self.task.name
         )
@@ -87,7 +87,7 @@ class Case:
     def by_ranks(
         self, ranks: int, prices: Prices = CHEAP, **options: Any
     ) -> tuple[ShardedStage, list[Numbers]]:
-        """What the ranks compute, with gradients and buffers put together; the loss of each."""
+        """Return the ranks' results, with gradients and buffers concatenated, and the loss of each."""
         stage, values, targets = self.sharded(ranks, prices, **options)
 
         def run(group: Any) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
@@ -122,7 +122,7 @@ class Case:
 
 
 class Listening:
-    """A rank that notes what it does together with the others."""
+    """A rank that records its collectives."""
 
     def __init__(self, group: LockstepCollectives) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
@@ -148,7 +148,7 @@ class Listening:
 
 
 class InDouble(TorchFunctionMode):
-    """What a model casts to single precision, as many do for norms and losses, becomes double."""
+    """Mode that turns casts to single precision, common for norms and losses, into double precision."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = Tensor.double if func is Tensor.float else func
@@ -165,7 +165,7 @@ def _double(tensor: Tensor) -> Tensor:
 
 
 def differences(ours: Numbers, plain: Numbers, tolerance: float = 1e-12) -> list[str]:
-    """What is not equal, relative to the largest number of each tensor."""
+    """Return unequal values, relative to the largest number of each tensor."""
     pairs = [("loss", ours.loss, plain.loss)]
     pairs += [
         (f"gradient of {name}", ours.gradients.get(name), whole) for name, whole in plain.gradients.items()

@@ -1,4 +1,6 @@
-"""Ranks of a tensor-parallel group: what `tests/sharding/test_collectives.py` runs in processes and in threads."""
+"""Ranks of a tensor-parallel group, run by `tests/sharding/test_collectives.py` in processes and in
+threads.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ PATIENCE = timedelta(seconds=60)
 
 
 def talk(rank: int, store: str, pipe: Connection) -> None:
-    """Join the other process, and tell the parent what came of it."""
+    """Join the other process, and send the results to the parent."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=PATIENCE)
     group = ProcessGroupCollectives()
@@ -26,12 +28,14 @@ def talk(rank: int, store: str, pipe: Connection) -> None:
 
 
 def both(group: Collectives) -> tuple[dict[str, list[float]], list[float]]:
-    """All collectives, and all seams."""
+    """Run all collectives, and all seams."""
     return all_collectives(group), through_seams(group)
 
 
 def kept_bytes(group: Collectives) -> int:
-    """What a meter counts of what collectives have read and made, when nobody has these tensors any more."""
+    """Return the bytes that a meter counts for inputs and outputs of collectives after the caller drops
+    them.
+    """
     with Meter(group.rank) as meter:
         for collective in (
             group.all_gather,
@@ -44,7 +48,7 @@ def kept_bytes(group: Collectives) -> int:
 
 
 def all_collectives(group: Collectives) -> dict[str, list[float]]:
-    """A sum, a gather, an exchange, and what the last rank has."""
+    """Run an all-reduce, an all-gather, an all-to-all, and a broadcast from the last rank."""
     own = torch.tensor([group.rank + 1.0, 0.0])
     each = own[0] * 10 + torch.arange(group.size).reshape(-1, 1)
     return {
@@ -56,7 +60,7 @@ def all_collectives(group: Collectives) -> dict[str, list[float]]:
 
 
 def through_seams(group: Collectives) -> list[float]:
-    """Gradients of a small network whose weights the ranks share, each seam once."""
+    """Return gradients of a small network sharded over the ranks, using each seam once."""
     torch.manual_seed(0)
     x, up, down = (
         torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 4), (8, 4), (4, 8))

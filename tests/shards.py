@@ -1,4 +1,4 @@
-"""Made-up plans of stages on grids: a layer for each stage, measured at the sizes and degrees of all of them."""
+"""Made-up plans of stages on grids: a layer for each stage, measured at all sizes and degrees."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def sharded(
     links: Any = None,
     **measured: Any,
 ) -> Plan:
-    """A stage of one layer for each degree, on the next so many devices. Ranks do `together` in every forward; other
-    arguments are those of the measurements.
+    """Return a stage of one layer for each degree, on consecutive devices. Ranks do `together` in every
+    forward; other arguments belong to the measurements.
     """
     profile = equal_profile(len(degrees), forward_seconds=1.0, backward_seconds=2.0)
     alone = replace(profile.measurements[0], **measured)

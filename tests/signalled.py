@@ -1,7 +1,8 @@
-"""Commands that are sent a signal.
+"""Commands that receive a signal.
 
-`python signalled.py SIGNAL SECONDS COMMAND ...` runs a pipefit command that gets the signal after so many seconds. The
-model `signalled:stubborn` sends its own process a signal in its forward, and swallows the exception that comes of it.
+`python signalled.py SIGNAL SECONDS COMMAND ...` runs a pipefit command that receives the signal after these
+seconds. The model `signalled:stubborn` sends a signal to its own process in its forward, and swallows the
+resulting exception.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ WIDTH = 8
 
 
 class Stubborn(nn.Linear):
-    """A linear layer that goes on whatever is raised in it, as code between Python and C++ sometimes does."""
+    """A linear layer that ignores all exceptions, as code between Python and C++ sometimes does."""
 
     def __init__(self, number: int) -> None:
         super().__init__(WIDTH, WIDTH)
         self._number = number  # private, as it is no setting of the model
 
     def forward(self, values: Tensor) -> Tensor:
-        """(batch, width)."""
+        """Return a result of shape (batch, width)."""
         if self._number:
             with suppress(BaseException):
                 os.kill(os.getpid(), self._number)
@@ -39,7 +40,7 @@ class Stubborn(nn.Linear):
 
 
 def stubborn(number: int = 0, layers: int = 2) -> Task:
-    """Layers that send themselves the signal of that number."""
+    """Build layers that send themselves the signal of that number."""
     return Task(
         nn.Sequential(*(Stubborn(number) for _ in range(layers))),
         batch=lambda size: (torch.randn(size, WIDTH), torch.randn(size, WIDTH)),

@@ -1,4 +1,6 @@
-"""Made-up profiles of several microbatch sizes, whose activations grow with the samples; plans of replicas for them."""
+"""Made-up profiles of several microbatch sizes, with activations proportional to the samples; plans of
+replicas for them.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ from pipefit.schema.training import Training
 def sized(
     of: Measurement, *sizes: int, fixed: Sequence[int] = (), blocks: Sequence[int] = ()
 ) -> ModelProfile:
-    """A profile at these sizes, of layers that `of` has for one sample.
+    """Return a profile at these sizes, of layers that `of` has for one sample.
 
-    Values have their samples along the first dimension; those of as many bytes as `fixed` names have no samples.
+    Values have their samples along the first dimension; values whose bytes are in `fixed` have no samples.
     """
     measurements = tuple(_of_samples(of, size, frozenset(fixed)) for size in sizes)
     return replace(profile_of(of, blocks=blocks), measurements=measurements)
@@ -35,7 +37,7 @@ def written(
     degrees: Sequence[int],
     recompute: Recompute = "never",
 ) -> Plan:
-    """The plan of stages between these edges, on the next so many devices each."""
+    """Return the plan of stages between these edges, each on consecutive devices."""
     firsts = [0, *accumulate(degrees)]
     stages = tuple(
         Stage(

@@ -1,7 +1,8 @@
-"""Plain training in slices: the oracle for stages with several replicas.
+"""Plain training in local batches: the oracle for stages with several replicas.
 
-Every stage of a plain `nn.Sequential` is mapped over its slices of a microbatch, and the results are put together again
-before the next stage, all in one autograd graph. It shares no code with what it checks but the seeds of random draws.
+Every stage of a plain `nn.Sequential` is mapped over the local batches of a microbatch, and the results are
+concatenated before the next stage, all in one autograd graph. It shares only the seeds of random draws with
+the tested code.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ CPU = torch.device("cpu")
 
 
 def random_grids(rng: Random, counts: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The edges of the stages of six layers, and their degrees: replicas somewhere, and at most eight devices.
+    """Draw the edges of the stages of six layers, and their degrees: some replicas, and at most eight
+    devices.
 
-    There are as many stages as one of `counts` says.
+    The number of stages is one of `counts`.
     """
     count = rng.choice(counts)
     degrees = [9]
@@ -39,7 +41,7 @@ def random_grids(rng: Random, counts: Sequence[int]) -> tuple[list[int], list[in
 
 
 def parameters(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters of a state; of buffers, every replica has its own."""
+    """Return the parameters of a state; buffers are separate in every replica."""
     return {
         name: tensor for name, tensor in state.items() if "running" not in name and "num_batches" not in name
     }
@@ -57,9 +59,9 @@ def sliced_plan(
     buckets: Sequence[int] = (),
     **training: Any,
 ) -> Plan:
-    """A plan with a stage between every two edges, on as many devices as its degree says, in their order or as `rng`
-    deals them. The profile's first size is that of microbatches. `shard` says what the replicas of each stage divide,
-    `buckets` in how many runs of layers their gradients are summed.
+    """Return a plan with a stage between every two edges, on as many devices as its degree, in order or
+    shuffled by `rng`. The profile's first size is that of microbatches. `shard` lists the sharded state of
+    each stage, `buckets` the number of runs of layers for the all-reduce of gradients.
     """
     size, count = profiled.measurements[0].microbatch_size, sum(degrees)
     devices = list(range(count))
@@ -93,14 +95,14 @@ def sliced_plan(
 
 
 def _grid(devices: Sequence[int], shard: Sharding, buckets: int) -> Grid:
-    """The grid of some replicas; a single one divides nothing."""
+    """Return the grid of some replicas; a single replica shards nothing."""
     if len(devices) == 1:
         return Grid.of(devices[0])
     return Grid(devices=tuple(devices), data=len(devices), shard=shard, buckets=buckets)
 
 
 class Plain:
-    """The plain module of a task, trained in the slices of a plan."""
+    """The plain module of a task, trained in the local batches of a plan."""
 
     def __init__(self, task: Task, plan: Plan, *, seed: int = 0) -> None:
         self.task, self.plan, self.seed, self.steps = task, plan, seed, 0
@@ -110,7 +112,7 @@ class Plain:
         self.optimizer = task.optimizer(trained)
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
-        """One step on a batch; the mean loss over its samples."""
+        """Take one step on a batch; return the mean loss over its samples."""
         loss = self.backward(inputs, targets)
         clip = self.plan.training.clip_norm
         if clip is not None:
@@ -121,7 +123,7 @@ class Plain:
         return loss
 
     def backward(self, inputs: Tensor, targets: Tensor, share: float = 1.0) -> float:
-        """The mean loss of a batch, whose gradients are added to those there are."""
+        """Return the mean loss of a batch, and accumulate its gradients."""
         size, total, losses = self.plan.training.microbatch_size, len(inputs), 0.0
         for number, (x, y) in enumerate(zip(inputs.split(size), targets.split(size), strict=True)):
             values = x.clone()
@@ -135,7 +137,7 @@ class Plain:
         return losses
 
     def _mapped(self, stage: Stage, values: Tensor, microbatch: int) -> Tensor:
-        """A stage over the slices of its inputs, each with draws of its own."""
+        """Map a stage over its local batches, each with its own draws."""
         data = stage.grid.data
         parts = values.chunk(data) if data > 1 else [values]
         return torch.cat([self._run(stage, part, microbatch * data + n) for n, part in enumerate(parts)])
@@ -149,14 +151,14 @@ class Plain:
 
 
 def equal(one: dict[str, Tensor], other: dict[str, Tensor], *, relative: float) -> bool:
-    """Whether two states are equal, to a part of their largest number."""
+    """Return whether two states are equal, relative to their largest number."""
     return one.keys() == other.keys() and all(
         (one[name] - tensor).abs().max() <= relative * tensor.abs().max() for name, tensor in other.items()
     )
 
 
 def batches(task: Task, plan: Plan, steps: int) -> list[tuple[Tensor, Tensor]]:
-    """Some batches of the plan's size."""
+    """Return some batches of the plan's size."""
     return [batch_of(task, plan, step) for step in range(steps)]
 
 

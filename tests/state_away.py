@@ -1,4 +1,4 @@
-"""A task whose state is moved away or updated on the host, plans that do so, and what they train."""
+"""A task with offloaded state or host updates, plans for it, and its training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS = 3
 
 
 def layers() -> list[nn.Module]:
-    """Layers with parameters of several kinds, and without."""
+    """Build layers with parameters of several kinds, and without."""
     norm = nn.BatchNorm1d(16), nn.Dropout(0.2), nn.LayerNorm(16)
     return [
         nn.Linear(8, 16),
@@ -50,7 +50,7 @@ KINDS = (*OPTIMIZERS, "clipped", "copies", "scaled", "scheduled")
 
 
 def task_named(kind: str) -> Task:
-    """The layers' task under that kind of update."""
+    """Return the layers' task with that kind of update."""
     plain = task_of(layers, optimizer=OPTIMIZERS.get(kind, OPTIMIZERS["adamw"]))
     if kind == "copies":
         return replace(plain, precision="master-bfloat16", loss=squares)
@@ -62,29 +62,29 @@ def task_named(kind: str) -> Task:
 
 
 def squares(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The mean of squares in float32."""
+    """Compute the mean of squares in float32."""
     return nn.functional.mse_loss(outputs.float(), targets.float())
 
 
 def small_squares(outputs: Tensor, targets: Tensor) -> Tensor:
-    """A loss whose gradients do not overflow float16."""
+    """Compute a loss whose gradients do not overflow float16."""
     return squares(outputs, targets) * 1e-3
 
 
 @functools.cache
 def found(kind: str) -> ModelProfile:
-    """What its layers cost."""
+    """Return the profile of its layers."""
     return profile(task_named(kind), microbatch_size=2, threads=torch.get_num_threads())
 
 
 def clipping(plan: Plan, kind: str) -> Plan:
-    """The plan with gradients clipped, if that is the kind."""
+    """Return the plan with gradients clipped, if the kind requires it."""
     clip_norm = 0.05 if kind in ("clipped", "copies") else None
     return replace(plan, training=replace(plan.training, clip_norm=clip_norm))
 
 
 def trained(task: Task, plan: Plan, steps: int = STEPS) -> tuple[list[float], StageState, Trace]:
-    """The losses of some steps, the state at the end, and the trace."""
+    """Return the losses of some steps, the final state, and the trace."""
     trainer = Trainer(task, plan)
     losses = [trainer.step(batch_of(task, plan, step)) for step in range(steps)]
     assert all(not runner.mover.borrowed.in_use for runner in trainer.runners)
@@ -92,7 +92,7 @@ def trained(task: Task, plan: Plan, steps: int = STEPS) -> tuple[list[float], St
 
 
 def tensors(state: StageState) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a state, with names."""
+    """Return all tensors of a state, with names."""
     yield from state.tensors.items()
     yield from ((f"copy of {name}", tensor) for name, tensor in state.master_weights.items())
     yield from (
@@ -101,7 +101,7 @@ def tensors(state: StageState) -> Iterator[tuple[str, Tensor]]:
 
 
 def assert_same(one: StageState, other: StageState) -> None:
-    """The two states are bitwise equal."""
+    """Assert that two states are bitwise equal."""
     mine, theirs = dict(tensors(one)), dict(tensors(other))
     assert mine.keys() == theirs.keys()
     assert [name for name, tensor in theirs.items() if not torch.equal(mine[name], tensor)] == []
@@ -116,13 +116,13 @@ def away(
     kind: StateKind = "optimizer",
     **when: int,
 ) -> Decision:
-    """A state of some layers is away, or the host updates them."""
+    """Return whether state of some layers is offloaded, or the host updates them."""
     subject = State(start=start, stop=stop, kind=kind)
     return Decision(stage=stage, subject=subject, what=what, place=parse_place(place), **when)
 
 
 def one_stage(*decisions: Decision, kind: str = "adamw", **settings: Any) -> Plan:
-    """All layers on one device of two, with these decisions."""
+    """Place all layers on one device of two, with these decisions."""
     plan, costs = (
         plan_of(task_named("adamw"), [9], profiled=found("adamw"), devices=2, **settings),
         found(kind),

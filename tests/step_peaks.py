@@ -1,4 +1,4 @@
-"""A plan's peaks in every step, by everyone who knows them: simulator, dry run, a trainer's meter, the allocator."""
+"""A plan's peaks in every step from four sources: simulator, dry run, a trainer's meter, the allocator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Peaks = list[list[int]]  # by device in use, and by step
 
 
 class StepPeaks(NamedTuple):
-    """The same peaks four times."""
+    """Peaks of four sources."""
 
     simulated: Peaks
     dry: Peaks
@@ -42,7 +42,7 @@ def step_peaks(task: Task, plan: Plan, *, steps: int = 2) -> StepPeaks:
 
 
 def too_low(task: Task, plan: Plan, *, steps: int = 2) -> list[str]:
-    """The actions of which the dry run needs more than was simulated."""
+    """Return the actions whose dry-run peak exceeds the simulated one."""
     dry, virtual = certify(task, plan, steps=steps), simulate(plan, steps=steps)
     told, seen = _by_action(virtual), _by_action(dry)
     return [
@@ -54,7 +54,7 @@ def too_low(task: Task, plan: Plan, *, steps: int = 2) -> list[str]:
 
 
 def _by_action(trace: Trace) -> dict[tuple[int, int, str], list[int]]:
-    """The peaks of every action of a device and step, each time that it comes."""
+    """Return the peaks of every action of a device and step, at each occurrence."""
     found = defaultdict[tuple[int, int, str], list[int]](list)
     for number, device in enumerate(trace.devices):
         for sample in device.memory:

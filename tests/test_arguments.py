@@ -1,4 +1,4 @@
-"""What is handed over in the wrong place, or is no document at all, is refused by the name of its argument."""
+"""Misplaced or non-document arguments are refused by the name of the argument."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ METAL = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).to("meta")
 
 
 def trained(**changed: Any) -> pipefit.Trainer:
-    """A trainer of a task of two layers with something else."""
+    """Return a trainer of a task of two layers with one changed argument."""
     return pipefit.Trainer(replace(TWO, **changed), ON_ONE)
 
 
 def profiled(**changed: Any) -> object:
-    """The profile of the task with something else."""
+    """Return the profile of the task with one changed argument."""
     return pipefit.profile(replace(TASK, **changed), microbatch_size=1)
 
 
@@ -115,14 +115,14 @@ CALLS: list[tuple[Callable[[], object], str]] = [
 
 @pytest.mark.parametrize(("call", "words"), CALLS, ids=[words[:40] for _, words in CALLS])
 def test_the_argument_is_named(call: Callable[[], object], words: str) -> None:
-    """With what it must be, and what it is."""
+    """The message states the expected and the given value."""
     with pytest.raises(UsageError) as caught:
         call()
     assert words in str(caught.value)
 
 
 def test_a_cluster_may_be_named_in_a_call() -> None:
-    """By the names and forms of `load_cluster`; a plan of a profile is the same either way."""
+    """Calls accept the names and forms of `load_cluster`; a plan of a profile is the same either way."""
     asked = {"batch_size": PLAN.training.batch_size, "planner": "exact", "data": 1, "tensor": 1}
     one, two = (
         pipefit.plan(PLAN.profile, cluster, **asked)

@@ -1,4 +1,4 @@
-"""Work beside: a second process that nobody can tell from answers, errors or words, and of which nothing is left."""
+"""Work in a second process gives the same results, errors and output, and leaves nothing after it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has 
 
 @pytest.fixture(autouse=True)
 def _two_cores() -> Any:
-    """Whatever this machine has."""
+    """Simulate two cores on any machine."""
     with mock.patch("os.sched_getaffinity", return_value={0, 1}):
         yield
 
 
 def is_there(process: int) -> bool:
-    """Whether a process runs; one that has ended and was not waited for does not."""
+    """Return whether a process runs; one that has ended without being waited for does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -37,7 +37,7 @@ def is_there(process: int) -> bool:
 
 
 def is_gone(process: int) -> bool:
-    """Whether a process ends within a while."""
+    """Return whether a process ends within a while."""
     deadline = time.monotonic() + 60
     while is_there(process) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -45,17 +45,17 @@ def is_gone(process: int) -> bool:
 
 
 def asleep() -> None:
-    """Work that takes long."""
+    """Sleep for long."""
     time.sleep(1000)
 
 
 def own() -> int:
-    """The process that works."""
+    """Return the id of the working process."""
     return os.getpid()
 
 
 def test_works_are_done_in_one_other_process_in_order() -> None:
-    """Each is done once, and its result may be asked for again; the process ends with the last one."""
+    """Each work runs once, and its result may be requested again; the process ends with the last one."""
     began = time.monotonic()
     with forking():
         first, second, third = beside(own, time.monotonic, own)
@@ -65,7 +65,7 @@ def test_works_are_done_in_one_other_process_in_order() -> None:
 
 
 def test_results_of_any_length_wait_until_they_are_asked_for() -> None:
-    """More than a pipe would hold."""
+    """Results larger than a pipe's buffer wait too."""
     with forking():
         many, last = beside(lambda: b"0123456789" * 1_000_000, own)
         assert last() != os.getpid()
@@ -73,7 +73,9 @@ def test_results_of_any_length_wait_until_they_are_asked_for() -> None:
 
 
 def test_elsewhere_work_is_put_off() -> None:
-    """Outside of `forking`, on one core, for works that are not to be forked, in a fork: done once, when asked for."""
+    """Outside of `forking`, on one core, for works that must not fork, and in a fork, work runs once, when
+    requested.
+    """
 
     def put_off(**how: bool) -> None:
         done = mock.Mock(return_value=1)
@@ -92,7 +94,7 @@ def test_elsewhere_work_is_put_off() -> None:
 
 
 def test_what_a_check_refuses_is_done_here() -> None:
-    """The check is called in the fork, before all works, and only there."""
+    """The check runs in the fork, before all works, and only there."""
     with forking():
         (refused,) = beside(own, check=lambda: 1 / 0)
         (done,) = beside(own, check=own)
@@ -101,7 +103,7 @@ def test_what_a_check_refuses_is_done_here() -> None:
 
 
 def test_there_are_no_more_forks_than_cores() -> None:
-    """Until one has ended."""
+    """The limit applies until a fork has ended."""
     with forking():
         two = [beside(own, own), beside(own, own)]
         assert two[0][0]() != os.getpid() != two[1][0]()
@@ -112,7 +114,7 @@ def test_there_are_no_more_forks_than_cores() -> None:
 
 @pytest.mark.parametrize("call", ["os.fork", "os.pipe", "os.memfd_create"])
 def test_where_no_process_is_to_be_had_work_is_done_here(call: str) -> None:
-    """Where a limit of a user or a container is reached, of processes or open files."""
+    """Work runs here if a user or a container has reached its limit of processes or open files."""
     with forking(), mock.patch(call, side_effect=BlockingIOError(11, "Resource temporarily unavailable")):
         (work,) = beside(own)
         assert work() == HERE
@@ -149,7 +151,9 @@ HERE = os.getpid()
 
 @pytest.mark.parametrize("loud", [_fails, _prints, _writes, _warns, _unpicklable, _killed])
 def test_what_is_not_silent_is_done_here(loud: Callable[[], Any], capfd: pytest.CaptureFixture[str]) -> None:
-    """Errors, words and warnings are of this process, once; so is the work behind it. What came before is taken."""
+    """Errors, output and warnings appear in this process once, and so does later work. Earlier results are
+    used.
+    """
     with forking(), warnings.catch_warnings(record=True) as warned:
         before, later, behind = beside(own, loud, own)
         if loud is _fails:
@@ -166,8 +170,8 @@ def test_what_is_not_silent_is_done_here(loud: Callable[[], Any], capfd: pytest.
 
 
 def test_there_is_a_core_for_each_fork() -> None:
-    """Of two cores one is left beside a fork, and both where it has ended. Outside of `forking`, and on a single core,
-    nothing may fork.
+    """Of two cores one remains next to a fork, and both after it has ended. Outside of `forking`, and on a
+    single core, forks are forbidden.
     """
     assert forks_left() == 0
     with forking():
@@ -181,7 +185,7 @@ def test_there_is_a_core_for_each_fork() -> None:
 
 
 def test_a_fork_ends_when_nobody_asks_for_it() -> None:
-    """As its functions go, in the middle of its work; and nothing of it is left, a file neither."""
+    """A fork ends with its functions, in the middle of its work, without leaving a file."""
     with forking():
         files = len(os.listdir("/proc/self/fd"))
         process, sleeping = beside(own, asleep)
@@ -210,7 +214,7 @@ with mock.patch("os.sched_getaffinity", lambda _: {0, 1}), stoppable(at_once=Tru
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("does", ["wait", "work"])
 def test_a_fork_ends_with_its_process(how: signal.Signals, does: str) -> None:
-    """However that ends, and whether or not it waits for a result."""
+    """A fork ends with its process, however that ends, and whether or not it waits for a result."""
     with subprocess.Popen(
         [sys.executable, "-c", _PROGRAM, does], stdout=subprocess.PIPE, text=True
     ) as process:
@@ -226,7 +230,7 @@ def test_a_fork_ends_with_its_process(how: signal.Signals, does: str) -> None:
 
 
 def test_only_commands_of_a_process_of_their_own_fork() -> None:
-    """Called with arguments, the command line is a function in somebody else's process."""
+    """The command line called with arguments is a function in the caller's process and does not fork."""
     with mock.patch("os.fork") as fork:
         assert main(["--version"]) == 0
         assert main(["profile", "zoo:mlp", "--microbatch-size", "2", "--target", "cuda"]) == 0

@@ -1,4 +1,4 @@
-"""Clusters: routes, wires, the emulated form, and what is refused."""
+"""Clusters: routes, wires, the emulated form, and refusals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipelines import KIND, make_cluster
 def link(
     *members: str, speed: float = 1e9, latency: float = 0.0, lanes: int = 1, wire: str | None = None
 ) -> Link:
-    """A link of a gigabyte per second, unless said otherwise."""
+    """Return a link of a gigabyte per second, unless given."""
     return Link.between(*members, bytes_per_second=speed, latency_seconds=latency, lanes=lanes, wire=wire)
 
 
@@ -30,7 +30,7 @@ def test_a_direct_link_carries_its_lanes_together() -> None:
 
 
 def test_the_fastest_of_several_links_is_taken() -> None:
-    """Between two members joined twice, the wider link carries the bytes."""
+    """Between two members joined twice, bytes use the wider link."""
     cluster = make_cluster(
         2, link("device0", "device1", speed=10e9), link("device0", "device1", speed=4e9, lanes=3)
     )
@@ -38,7 +38,7 @@ def test_the_fastest_of_several_links_is_taken() -> None:
 
 
 def test_copies_reach_a_part_of_a_links_rate() -> None:
-    """A route has the part of the rate that copies reach; the link that is faster so carries the bytes."""
+    """A route has the given part of the link's rate; bytes use the link that is faster by this measure."""
     ends = "device0", "device1"
     wide = Link.between(*ends, bytes_per_second=10e9, lanes=2, efficiency=0.25)
     cluster = make_cluster(2, wide, link(*ends, speed=4e9))
@@ -49,7 +49,9 @@ def test_copies_reach_a_part_of_a_links_rate() -> None:
 
 
 def test_devices_without_a_link_talk_by_way_of_their_hosts() -> None:
-    """A route over several links is as slow as the slowest, adds up their latencies and occupies all their wires."""
+    """A route over several links is as slow as the slowest, adds up their latencies and occupies all their
+    wires.
+    """
     devices = tuple(Device(kind=KIND, memory_bytes=1, host=number) for number in range(2))
     links = (
         link("device0", "host0", speed=16e9, latency=1e-6, wire="a"),
@@ -65,7 +67,7 @@ def test_devices_without_a_link_talk_by_way_of_their_hosts() -> None:
 
 
 def test_a_link_is_full_duplex() -> None:
-    """The two directions between two members share no wire, through a switch or without."""
+    """The two directions between two members share no wire, with or without a switch."""
     for cluster in (make_cluster(2, link("device0", "device1")), make_cluster(2)):
         there, back = (
             cluster.route(Member.device(0), Member.device(1)),
@@ -75,7 +77,7 @@ def test_a_link_is_full_duplex() -> None:
 
 
 def test_a_shared_wire_is_the_same_for_both_links() -> None:
-    """Two devices behind one uplink occupy the same wire on the way to the host."""
+    """Two devices on one uplink occupy the same wire on the way to the host."""
     cluster = make_cluster(
         2, link("device0", "host0", wire="uplink"), link("device1", "host0", wire="uplink")
     )
@@ -86,7 +88,7 @@ def test_a_shared_wire_is_the_same_for_both_links() -> None:
 
 
 def test_a_switch_gives_every_member_its_own_ports() -> None:
-    """Pairs of a switch contend only where they share an end."""
+    """Pairs on a switch contend only if they share an end."""
     cluster = make_cluster(4)
     first, other = (
         cluster.route(Member.device(0), Member.device(1)).wires,
@@ -97,7 +99,7 @@ def test_a_switch_gives_every_member_its_own_ports() -> None:
 
 
 def test_members_that_nothing_joins_are_named() -> None:
-    """A missing link says which step of the way is missing."""
+    """The message for a missing link names the missing step of the route."""
     cluster = make_cluster(3, link("device0", "device1"), link("device0", "host0"))
     with pytest.raises(UsageError, match="no link joins host0 and device2"):
         cluster.route(Member.device(0), Member.device(2))
@@ -112,7 +114,7 @@ def test_members_that_nothing_joins_are_named() -> None:
     ],
 )
 def test_the_emulated_form_parses_and_names_itself(text: str, budgets: tuple[int, ...]) -> None:
-    """`emulated:...` gives those budgets, in order, and a cluster whose name parses back to it."""
+    """`emulated:...` gives these budgets, in order, and a cluster whose name parses back to it."""
     cluster = parse_emulated(text)
     assert cluster.budgets == budgets
     assert parse_emulated(cluster.name) == cluster
@@ -134,7 +136,7 @@ def test_the_emulated_form_parses_and_names_itself(text: str, budgets: tuple[int
     ],
 )
 def test_what_is_no_emulated_cluster_is_refused(text: str) -> None:
-    """No devices, no memory, too many devices and unreadable texts are refused."""
+    """Missing devices, missing memory, too many devices and unreadable texts are refused."""
     with pytest.raises(UsageError):
         parse_emulated(text)
 
@@ -201,7 +203,7 @@ def test_a_dtype_without_a_figure_runs_at_the_float32_rate() -> None:
 
 
 def test_a_disk_has_the_number_of_its_host() -> None:
-    """Where only the second of two hosts has a disk, that disk is number 1, and there is no disk 0."""
+    """If only the second of two hosts has a disk, that disk is number 1, and disk 0 does not exist."""
     hosts = (Host(memory_bytes=1), Host(memory_bytes=1, disk_bytes=1))
     cluster = Cluster(name="c", backend="cpu", devices=(Device(kind=KIND, memory_bytes=1),), hosts=hosts)
     cluster.check(Member(MemberKind.DISK, 1), "a place")
@@ -213,7 +215,9 @@ def test_a_disk_has_the_number_of_its_host() -> None:
 
 
 def test_a_tier_is_that_of_the_devices_own_host() -> None:
-    """A host or disk without a number is that of the device; one with a number is itself, by way of that host."""
+    """A host or disk without a number is the device's own; a number selects one, reached through that
+    host.
+    """
     hosts = tuple(Host(memory_bytes=n, disk_bytes=10 * n) for n in (1, 2))
     devices = tuple(Device(kind=KIND, memory_bytes=5, host=n) for n in (0, 1))
     links = (

@@ -1,4 +1,4 @@
-"""Clusters by name and from people's TOML: figures against the data sheets, mistakes in one sentence."""
+"""Clusters by name and from user TOML: figures match the data sheets, mistakes give one sentence."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EXPECTED = {
     "1x-v100-16gb": (1, 16158, None, 15.75, 112),
     "8x-v100-32gb": (8, 32501, 15.75, 15.75, 112),
 }
-# GB/s that somebody measured of copies between devices 0 and 1, to the host, and of that each way while both directions
+# Measured GB/s of copies between devices 0 and 1, to the host, and to the host in each direction while both directions
 # are busy; GB of the host, and of its disk
 MEASURED = {
     "4x-a100-80gb": (86, 24.8, (24 + 11) / 2, 512, 0),
@@ -65,14 +65,14 @@ LANES = (  # the hybrid cube mesh of a DGX-1, row by row
 
 
 def test_every_preset_is_expected() -> None:
-    """A new machine or card comes with its row in the table above."""
+    """Every preset has a row in the table above."""
     assert [*machine_names(), *(f"1x-{card}" for card in card_names())] == NAMES
     assert all(is_preset(name) and is_cluster(name) for name in EXPECTED)
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_preset_has_its_drivers_memory_and_its_data_sheets_rates(name: str) -> None:
-    """Devices, memory, link rates and FLOP/s are those of the table, and the name is the file's."""
+    """Devices, memory, link rates and FLOP/s match the table, and the name matches the file."""
     devices, memory, between, to_host, tflops = EXPECTED[name]
     cluster = Cluster.preset(name)
     assert cluster.name == name
@@ -84,7 +84,9 @@ def test_a_preset_has_its_drivers_memory_and_its_data_sheets_rates(name: str) ->
 
 
 def sheet_rate(cluster: Cluster, source: Member, target: Member) -> float:
-    """The data sheets' rate of the link between two members, all lanes; of the host's link where none joins them."""
+    """Return the data-sheet rate of the link between two members, all lanes, or of the host's link if none
+    joins them.
+    """
     rates = [
         link.bytes_per_second * link.lanes for link in cluster.links if {source, target} <= {*link.members}
     ]
@@ -93,7 +95,7 @@ def sheet_rate(cluster: Cluster, source: Member, target: Member) -> float:
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_copies_are_as_fast_as_somebody_measured(name: str) -> None:
-    """Routes have the measured rates to two per cent, and hosts their memory, bandwidth and disk."""
+    """Routes match measured rates to two per cent, and hosts match in memory, bandwidth and disk."""
     between, to_host, both_ways, memory, disk = MEASURED[name]
     cluster = Cluster.preset(name)
     route = cluster.route(Member.device(0), Member.host(0))
@@ -109,7 +111,7 @@ def test_copies_are_as_fast_as_somebody_measured(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["4x-rtx-4090", "dgx2-a100"])
 def test_a_disk_is_reached_through_the_host(name: str) -> None:
-    """From any device, as fast as the drive, over the device's uplink and the drive's wire."""
+    """Any device reaches the disk at the drive's rate, over the device's uplink and the drive's wire."""
     cluster = Cluster.preset(name)
     disk = Member(MemberKind.DISK, 0)
     for device in range(len(cluster.devices)):
@@ -122,7 +124,9 @@ def test_a_disk_is_reached_through_the_host(name: str) -> None:
 
 
 def test_the_nvlinks_of_a_dgx1_are_a_hybrid_cube_mesh() -> None:
-    """The lanes of every pair are those of the machine, six for each GPU; other pairs talk by way of the host."""
+    """The lanes of every pair match the machine, six for each GPU; other pairs communicate through the
+    host.
+    """
     cluster = Cluster.preset("dgx1-v100")
     for a in range(8):
         assert sum(map(int, LANES[a])) == 6
@@ -136,7 +140,7 @@ def test_the_nvlinks_of_a_dgx1_are_a_hybrid_cube_mesh() -> None:
 
 
 def test_gpus_of_a_pair_contend_for_their_uplink() -> None:
-    """Behind one PCIe switch both transfers to the host take the same wire, each direction its own."""
+    """On one PCIe switch both transfers to the host use the same wire, a separate one per direction."""
     cluster = Cluster.preset("dgx1-v100")
     up = [cluster.route(Member.device(number), Member.host(0)).wires for number in range(8)]
     assert up[0] == up[1] != up[2] == up[3] != up[4]
@@ -144,7 +148,7 @@ def test_gpus_of_a_pair_contend_for_their_uplink() -> None:
 
 
 def test_an_unknown_preset_is_answered_with_the_closest() -> None:
-    """The refusal names the one that was probably meant, and where all are listed, in a sentence."""
+    """The message suggests the closest name and says how to list all, in one sentence."""
     with pytest.raises(
         UsageError, match=r"did you mean hgx-h100\? pipefit clusters lists .*emulated:4x256MiB"
     ) as told:
@@ -159,13 +163,15 @@ def test_an_unknown_preset_is_answered_with_the_closest() -> None:
      ("24x24GiB", "emulated:24x24GiB"), ("", "")],
 )  # fmt: skip
 def test_cards_are_meant_however_they_are_written(asked: str, near: str) -> None:
-    """With their number, or without one; hyphens and capitals do not matter."""
+    """The number, hyphens and capitals in a card's name are optional."""
     assert nearest(asked) == (f"did you mean {near}?" if near else "")
 
 
 @pytest.mark.parametrize("count", [1, 2, 16])
 def test_cards_in_a_box_are_as_many_of_one(count: int) -> None:
-    """Each with its own uplink to the one host and its disk; two of them copy to the host side by side."""
+    """Each card has a separate uplink to the one host and its disk; two of them copy to the host in
+    parallel.
+    """
     one, some = Cluster.preset("1x-rtx-4090"), Cluster.preset(f"{count}x-rtx-4090")
     assert (some.devices, some.hosts, some.name) == (one.devices * count, one.hosts, f"{count}x-rtx-4090")
     up = [some.route(Member.device(number), Member.host(0)) for number in range(count)]
@@ -176,7 +182,7 @@ def test_cards_in_a_box_are_as_many_of_one(count: int) -> None:
 
 @pytest.mark.parametrize("name", ["0x-t4", "17x-t4"])
 def test_a_box_has_room_for_sixteen_cards(name: str) -> None:
-    """None, and more of them, are refused with the limits."""
+    """Zero cards and more than sixteen are refused with the limits."""
     with pytest.raises(UsageError, match="cards in one box must be a whole number from 1 to 16"):
         Cluster.preset(name)
 
@@ -190,7 +196,9 @@ SOLD_AS = {
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_devices_memory_is_not_the_figure_it_is_sold_by(name: str) -> None:
-    """Drivers report some percent less than the figure in GiB, never the round number of GB, and say so in the file."""
+    """Drivers report some percent less than the figure in GiB, never the round number of GB, and the file
+    says so.
+    """
     for device in Cluster.preset(name).devices:
         sold = SOLD_AS[device.kind.name]
         assert device.memory_bytes != sold * 10**9
@@ -214,12 +222,14 @@ memory = "8GiB"
 
 
 def links_of(text: str) -> tuple[Link, ...]:
-    """The links of a cluster of three devices and one host."""
+    """Return the links of a cluster of three devices and one host."""
     return Cluster.parse(f"{HEAD}\n[[links]]\nbytes_per_second = 1e9\n{text}", "mine.toml").links
 
 
 def test_links_are_written_in_three_ways() -> None:
-    """A switch by pattern, a link for each pair with its lanes, and one from each of a range to one member."""
+    """TOML accepts a switch by pattern, a link for each pair with its lanes, and one from each of a range to
+    one member.
+    """
     first, second, third, host = *map(Member.device, range(3)), Member.host(0)
     assert [link.members for link in links_of('members = ["device*", "host0"]')] == [
         (first, second, third, host)
@@ -236,7 +246,9 @@ def test_links_are_written_in_three_ways() -> None:
 
 
 def test_efficiency_and_the_hosts_bandwidth_are_written_in_toml() -> None:
-    """A link with an efficiency copies at that part of its rate; a host's bandwidth is a rate, None where not said."""
+    """A link with an efficiency copies at that part of its rate; a host's bandwidth is a rate, or None if
+    omitted.
+    """
     (half,) = links_of('pairs = ["0-1:4"]\nefficiency = 0.5')
     assert half.copy_rate == 2e9
     said = Cluster.parse(HEAD + 'memory_bandwidth = "150GB/s"', "mine.toml")
@@ -247,7 +259,9 @@ def test_efficiency_and_the_hosts_bandwidth_are_written_in_toml() -> None:
 
 
 def test_what_estimates_reckon_with_is_written_in_toml() -> None:
-    """The parts of the peak figures, by dtype, and the constant of an operation; the usual ones where none are said."""
+    """TOML sets the parts of the peak figures, by dtype, and the constant of an operation; omitted values use
+    the defaults.
+    """
     line = "flops_reached = { float16 = 0.5 }\nbandwidth_reached = 0.9\noperation_seconds = 1e-5\n"
     said = Cluster.parse(HEAD.replace("[[devices]]", f"{line}[[devices]]"), "mine.toml").devices[0].kind
     silent = Cluster.parse(HEAD, "mine.toml").devices[0].kind
@@ -259,7 +273,9 @@ def test_what_estimates_reckon_with_is_written_in_toml() -> None:
 
 
 def test_what_a_process_takes_besides_tensors_is_written_in_toml() -> None:
-    """Sizes, zero among them; cuBLAS's workspaces also as in `CUBLAS_WORKSPACE_CONFIG`; the usual where not said."""
+    """TOML sets non-tensor sizes, including zero, and cuBLAS workspaces as in `CUBLAS_WORKSPACE_CONFIG`;
+    omitted values use the defaults.
+    """
 
     def overheads(line: str) -> Overheads:
         return (
@@ -283,7 +299,7 @@ def test_what_a_process_takes_besides_tensors_is_written_in_toml() -> None:
     ("written", "left"), [('"10%"', 107_374_182), ('"64MiB"', 64 << 20), ("0", 0), ('"0%"', 0)]
 )
 def test_a_reserve_is_a_size_or_a_part_of_the_device(written: str, left: int) -> None:
-    """It is left of each device of its group; where none is written, a GPU leaves what its kind says."""
+    """The reserve applies to each device of its group; without one, a GPU uses the reserve of its kind."""
     said = Cluster.parse(HEAD.replace('"1GiB"', f'"1GiB"\nreserve = {written}'), "mine.toml")
     usual = Cluster.parse(HEAD, "mine.toml")
     assert said.reserves == (left,) * 3
@@ -295,7 +311,7 @@ def test_a_reserve_is_a_size_or_a_part_of_the_device(written: str, left: int) ->
 
 @pytest.mark.parametrize("none", ["0", '"0"', '"0MiB"'])
 def test_what_may_be_none_at_all_is_zero_as_a_number_or_as_text(none: str) -> None:
-    """What a process takes besides tensors, and a disk; memory of nothing is refused."""
+    """Non-tensor memory and a disk may be zero; device memory may not."""
     line = f"context = {none}\ncommunicator = {none}\ncublas_workspace = {none}\n[[devices]]"
     said = Cluster.parse(f"{HEAD.replace('[[devices]]', line)}disk = {none}", "mine.toml")
     nothing = Overheads(context_bytes=0, communicator_bytes=0, cublas_workspace_bytes=0)
@@ -393,7 +409,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("text", "words"), MISTAKES.values(), ids=MISTAKES.keys())
 def test_a_mistake_is_named_in_one_sentence(text: str, words: str) -> None:
-    """The refusal names the file and what is wrong in it, on one line."""
+    """The message names the file and its mistake on one line."""
     with pytest.raises(FileError, match=words) as refused:
         Cluster.parse(text, "mine.toml")
     assert str(refused.value).startswith("mine.toml ")
@@ -402,8 +418,8 @@ def test_a_mistake_is_named_in_one_sentence(text: str, words: str) -> None:
 
 
 def test_several_machines_are_as_many_with_a_network_between_them() -> None:
-    """Inside a machine and to its hosts all is as on one; between machines is the network, from each device its own;
-    and what one machine's wires carry does not wait for another's.
+    """Within a machine and to its hosts everything equals one machine; between machines each device has a
+    separate route over the network, and transfers on one machine's wires do not wait for another's.
     """
     one, several = load_cluster("dgx2-a100"), load_cluster("3xdgx2-a100@25GB/s")
     assert load_cluster("2xhgx-h100@50GB/s").name == "2xhgx-h100@50GB/s"
@@ -437,6 +453,6 @@ def test_several_machines_are_as_many_with_a_network_between_them() -> None:
      ("2xdgx@25GB/s", "did you mean dgx"), ("2xdgx-a100@fast", "not a size"), ("2xdgx-a100@200Gb/s", "write 25GB/s")],
 )  # fmt: skip
 def test_impossible_machines_are_refused(name: str, words: str) -> None:
-    """By the part that is wrong."""
+    """The message names the invalid part."""
     with pytest.raises(UsageError, match=words):
         load_cluster(name)

@@ -1,4 +1,4 @@
-"""Decisions that mean nothing are refused where they are made."""
+"""Meaningless decisions are refused at construction."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RECOMPUTED: dict[str, Any] = {"stage": 0, "subject": Run(start=0, stop=2), "what
     ],
 )
 def test_a_subject_without_layers_or_tensors_is_refused(make: Any, message: str) -> None:
-    """Nothing can be recomputed or moved of no layers or no tensors."""
+    """Recomputing or offloading zero layers or tensors is refused."""
     with pytest.raises(UsageError, match=message):
         make()
 
@@ -43,7 +43,7 @@ def test_a_subject_without_layers_or_tensors_is_refused(make: Any, message: str)
     ],
 )
 def test_a_decision_that_cannot_be_carried_out_is_refused(given: dict[str, Any], message: str) -> None:
-    """The refusal has the numbers that were given, and begins with the decision."""
+    """The message begins with the decision and contains the given numbers."""
     with pytest.raises(UsageError, match=message) as refused:
         Decision(**{**RECOMPUTED, **given})
     assert str(refused.value).startswith("stage 0: ")

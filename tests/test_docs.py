@@ -1,4 +1,4 @@
-"""The documentation runs: Python blocks, `pipefit` lines with the output they show, and clusters in TOML."""
+"""The documentation runs: Python blocks, `pipefit` lines with their shown output, and clusters in TOML."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)#?([^)\s]*)\)")
 PROFILED: dict[
     tuple[str, ...], dict[str, bytes]
 ] = {}  # files that a line has made, for pages with the same line
-# What differs from one machine or run to another: how long something took, and the processor's name
+# Values that differ between machines or runs: times, and the processor's name
 VARYING = re.compile(r"in \d\S* (s|ms|us)\b|(?<=Peaks are those of ).*(?= and \d+ threads?:)")
-# Of a run; a Python's release; losses, which after some steps depend on a processor's last bits
+# Times of a run; a Python release; losses, which after some steps depend on a processor's last bits
 RATES = (
     r"[0-9.,]+ (s|ms|us|tokens/s|TFLOP/s|samples/s)\b|python +3[0-9.]+|(?<=loss )[0-9.]+|[0-9.]+ in the last"
 )
-# What Python shows of warnings unless asked for less, as errors; those of workers, and of C++, are read on stderr
+# Python warnings as errors, except ignored ones; warnings of workers, and of C++, are read on stderr
 QUIETLY = pytest.mark.filterwarnings(
     "error",
     "default::pipefit.errors.PipefitWarning",
@@ -64,17 +64,17 @@ STRANGE = re.compile(r"^\[[WE]\d|(?<!Pipefit)Warning\b")
 
 
 def named(page: Path) -> str:
-    """A page by its place in the project."""
+    """Return a page by its path in the project."""
     return str(page.relative_to(ROOT))
 
 
 def is_slow(line: str) -> bool:
-    """Whether the comment of a line says that it takes a minute or more."""
+    """Return whether the comment of a line says that it takes a minute or more."""
     return "minute" in line.partition("#")[2]
 
 
 def run_line(line: str) -> None:
-    """A line of a shell, if it is ours and needs no GPUs; slow ones are left to a test of their own."""
+    """Run a shell line if it is a pipefit command without GPUs; slow lines have a separate test."""
     words = tuple(shlex.split(line, comments=True))
     if words[:1] != ("pipefit",) or is_slow(line) or "# needs GPUs" in line:
         return
@@ -89,26 +89,26 @@ def run_line(line: str) -> None:
 
 
 def comparable(text: str) -> str:
-    """A text without what varies, in one line: where lines break depends on it."""
+    """Return a text on one line without varying parts."""
     return VARYING.sub("...", re.sub(r"\s*\n", " ", text)).strip()
 
 
 def is_shown(shown: str, printed: str) -> bool:
-    """Whether a page shows what was printed; a line of three dots stands for lines that it leaves out."""
+    """Return whether a page shows the printed output; a line of three dots stands for omitted lines."""
     parts = [re.escape(comparable(part)) for part in re.split(r"^\.\.\.$", shown, flags=re.MULTILINE)]
     return re.fullmatch(r"\s*.*?\s*".join(parts), comparable(printed)) is not None
 
 
 def sessions(block: str) -> list[tuple[str, str]]:
-    """The lines after a `$`, which may go on behind a backslash, each with the output that follows it."""
+    """Return the lines after a `$`, with backslash continuations, each with the output that follows it."""
     parts = re.split(r"^\$ ", block.replace("\\\n", " "), flags=re.MULTILINE)[1:]
     return [(line, shown) for part in parts for line, _, shown in [part.partition("\n")]]
 
 
 def run_console(block: str, capfd: pytest.CaptureFixture[str]) -> list[str]:
-    """What a session shows is printed; times taken and the processor may differ. Slow lines are left out.
+    """Check that a session's output is printed, except for times and the processor. Slow lines are left out.
 
-    Returns what was written to stderr meanwhile.
+    Returns stderr.
     """
     errors = []
     for line, shown in sessions(block):
@@ -126,9 +126,9 @@ def run_console(block: str, capfd: pytest.CaptureFixture[str]) -> list[str]:
 def test_the_blocks_of_a_page_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """From top to bottom, in an empty folder, with the Python blocks of a page in one namespace.
+    """Blocks run from top to bottom, in an empty folder, with the Python blocks of a page in one namespace.
 
-    Nobody warns of anything but pipefit itself: not the program, and not its workers, torch's C++ included.
+    Only pipefit itself warns: neither the program nor its workers do, including torch's C++.
     """
     monkeypatch.chdir(tmp_path)
     printed: list[str] = []
@@ -154,7 +154,7 @@ def test_the_blocks_of_a_page_run(
 def test_the_slow_lines_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Those that take a minute or more, by their own words: the demo, a fit, a refusal and a plan."""
+    """Lines that take a minute or more, by their own words, run: the demo, a fit, a refusal and a plan."""
     monkeypatch.chdir(tmp_path)
     blocks = [block for page in PAGES for block in BLOCK.findall(page.read_text())]
     shell = [(line, "") for language, block in blocks if language == "sh" for line in block.splitlines()]
@@ -175,13 +175,17 @@ def test_the_slow_lines_run(
 @pytest.mark.gallery
 @pytest.mark.timeout(1800)
 def test_the_recording_is_what_the_commands_print_today() -> None:
-    """But for times and rates, which differ from run to run, and the machine's own names."""
+    """The recording matches except for times and rates, which differ from run to run, and the machine's
+    names.
+    """
     page = (ROOT / "docs" / "first_ten_minutes.md").read_text()
     assert re.sub(RATES, "...", comparable(recorded())) == re.sub(RATES, "...", comparable(page))
 
 
 def test_every_command_is_shown_in_a_line_that_the_tests_run() -> None:
-    """Some page has it; only lines that train say that they need GPUs, and those of the README name its plan."""
+    """Every command is on some page; only lines that train need GPUs, and those of the README name its
+    plan.
+    """
     blocks = [
         block for page in PAGES for language, block in BLOCK.findall(page.read_text()) if language in SHELL
     ]
@@ -198,13 +202,15 @@ def test_every_command_is_shown_in_a_line_that_the_tests_run() -> None:
      ("a\n...\n", "b\n", False), ("took 3 s\nb\n", "took 3 s b", True)],
 )  # fmt: skip
 def test_dots_stand_for_lines_that_are_left_out(shown: str, printed: str, *, same: bool) -> None:
-    """What is before and behind them has to be printed, in its order, up to the end."""
+    """Lines before and after the dots must be printed, in order, up to the end."""
     assert is_shown(shown, printed) == same
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
-    """Every relative link names a file or folder that is there or that commands of the page make, and its heading."""
+    """Every relative link names an existing file or folder, or one that the page's commands create, and an
+    existing heading.
+    """
     text = page.read_text()
     links = LINK.findall(text)
     assert [
@@ -217,13 +223,13 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
 
 
 def headings(page: Path) -> set[str]:
-    """The headings of a page as links name them."""
+    """Return the headings of a page as link anchors."""
     texts = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", text).strip().lower()) for text in texts}
 
 
 def test_the_site_has_every_page() -> None:
-    """Each page under docs is in the site's navigation once, and nothing else is."""
+    """The site's navigation contains each page under docs once, and nothing more."""
     text = (ROOT / "mkdocs.yml").read_text()
     named_there = re.findall(r"[\w/]+\.md", text.partition("\nnav:\n")[2])
     assert sorted(named_there) == sorted(
@@ -249,7 +255,7 @@ def test_the_version_is_the_same_everywhere() -> None:
 
 
 def test_the_page_on_clusters_names_every_preset() -> None:
-    """A preset that is added is added to the documentation."""
+    """The page contains every preset."""
     text = (ROOT / "docs" / "clusters.md").read_text()
     assert [name for name in (*machine_names(), *card_names()) if f"`{name}`" not in text] == []
 

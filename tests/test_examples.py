@@ -1,4 +1,4 @@
-"""The examples run as they are, and the plain loop and pipefit's print the same losses."""
+"""The examples run unchanged, and the plain loop and pipefit's print the same losses."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def losses(script: str, capsys: pytest.CaptureFixture[str]) -> list[float]:
-    """What a script prints as losses, run as `python` runs it, but in this process, which has imported torch."""
+    """Return the losses that a script prints, run like `python` but in this process, which has imported
+    torch.
+    """
     with torch.random.fork_rng():
         runpy.run_path(str(EXAMPLES / script), run_name="__main__")
     return [float(found) for found in re.findall(r"loss ([0-9.]+)", capsys.readouterr().out)]
 
 
 def test_five_lines_make_a_plain_loop_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
-    """Fifty steps on three devices: the losses of the plain loop, but for the rounding of means over microbatches."""
+    """Fifty steps on three devices give the losses of the plain loop, except for rounding of means over
+    microbatches.
+    """
     plain, piped = losses("plain_loop.py", capsys), losses("pipefit_loop.py", capsys)
     assert len(plain) == len(piped) == 50
     assert piped == pytest.approx(plain, rel=1e-3, abs=2e-5)
@@ -31,7 +35,9 @@ def test_five_lines_make_a_plain_loop_a_pipeline(capsys: pytest.CaptureFixture[s
 def test_the_restarting_loop_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three steps, of which two are saved, and five in all: the third again, and its loss; on three devices."""
+    """After three steps, two of them saved, a run of five repeats the third step with the same loss, on three
+    devices.
+    """
     printed = []
     for steps in ("3", "5"):
         monkeypatch.setattr("sys.argv", ["it", str(tmp_path), "--steps", steps, "--every", "2"])
@@ -42,7 +48,7 @@ def test_the_restarting_loop_goes_on_where_it_was(
 
 
 def test_five_lines_is_five_lines() -> None:
-    """What the pipefit loop has and the plain one has not: five numbered lines, and the step itself."""
+    """The pipefit loop adds five numbered lines to the plain one, and the step itself."""
     plain = set((EXAMPLES / "plain_loop.py").read_text().splitlines())
     piped = (EXAMPLES / "pipefit_loop.py").read_text().partition('"""\n\n')[2].splitlines()
     new = [line for line in piped if line not in plain]

@@ -1,4 +1,6 @@
-"""Documents on disk: what is saved loads equal; what is wrong is refused in one sentence that says where."""
+"""Documents on disk: a saved document loads equal; a wrong one is refused in one sentence that gives the
+place.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,7 @@ MOVED = (
 def plan_of(
     *, layers: int = 6, seed: int = 0, split: tuple[int, ...] = (2, 4), schedule: str = "1f1b"
 ) -> Plan:
-    """A plan with everything a plan can have."""
+    """Return a plan with every optional part."""
     plan = make_plan(random_profile(layers, seed, shared=0), split, schedule=schedule, decisions=DECISIONS)
     made_by = Provenance(
         planner="hand",
@@ -153,7 +155,7 @@ MAKERS = [
     "document", [*DOCUMENTS, DECIDED, BODY], ids=[*IDS, "plan with decisions", "endless program"]
 )
 def test_what_is_saved_loads_equal(document: Any, tmp_path: Path) -> None:
-    """Every kind of document comes back equal, with its type given and with its type read from the file."""
+    """Every kind of document comes back equal, with its type given or read from the file."""
     save(document, tmp_path / "it.json")
     assert load(tmp_path / "it.json") == document
     assert load(tmp_path / "it.json", type(document)) == document
@@ -188,12 +190,12 @@ def test_a_file_says_what_it_is(tmp_path: Path) -> None:
 
 
 def text_with(document: Any, **changes: Any) -> str:
-    """A document's text with keys changed or added at the top."""
+    """Return a document's text with keys changed or added at the top."""
     return json.dumps(json.loads(dumps(document)) | changes)
 
 
 def changed(document: Any, place: tuple[str | int, ...], value: Any) -> str:
-    """A document's text with one value changed anywhere."""
+    """Return a document's text with one value changed anywhere."""
     data = json.loads(dumps(document))
     inner = data
     for key in place[:-1]:
@@ -343,7 +345,7 @@ BAD: dict[str, tuple[str, type, list[str]]] = {
 
 @pytest.mark.parametrize(("text", "kind", "words"), BAD.values(), ids=BAD.keys())
 def test_a_wrong_file_is_refused_by_name(text: str, kind: type, words: list[str], tmp_path: Path) -> None:
-    """The refusal is one line, names the file, and says what is wrong and where."""
+    """The message is one line that names the file, the mistake and its place."""
     path = tmp_path / "given.json"
     path.write_text(text)
     with pytest.raises(FileError) as refused:
@@ -360,7 +362,7 @@ def test_a_wrong_file_is_refused_by_name(text: str, kind: type, words: list[str]
 def test_the_size_of_a_piece_decides_nothing(
     document: Any, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A document that is read value by value, or a few keys at a time, is the same document."""
+    """A document read value by value, or a few keys at a time, is the same document."""
     save(document, tmp_path / "it.json")
     monkeypatch.setattr(json_text, "_GLANCE", size)
     monkeypatch.setattr(json_text, "_PIECE", size)
@@ -371,7 +373,7 @@ def test_the_size_of_a_piece_decides_nothing(
 def test_a_wrong_file_is_refused_in_small_pieces(
     text: str, kind: type, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a mistake lies among the pieces hides it from nobody."""
+    """A mistake is found at every boundary of the pieces."""
     monkeypatch.setattr(json_text, "_GLANCE", 40)
     monkeypatch.setattr(json_text, "_PIECE", 300)
     path = tmp_path / "given.json"
@@ -382,7 +384,7 @@ def test_a_wrong_file_is_refused_in_small_pieces(
 
 
 def test_keys_in_another_order_are_the_same_document(tmp_path: Path) -> None:
-    """Tools that sort keys put the kind and the version behind the largest values."""
+    """Tools that sort keys put the kind and the version after the largest values."""
     data = json.loads(dumps(PLAN))
     for order in (sorted(data), sorted(data, reverse=True)):
         (tmp_path / "it.json").write_text(json.dumps({key: data[key] for key in order}, indent=3))
@@ -390,7 +392,7 @@ def test_keys_in_another_order_are_the_same_document(tmp_path: Path) -> None:
 
 
 def hostile(folder: Path, *, size: float, every: int) -> list[dict[str, Any]]:
-    """What reading damaged documents took, in a process that loads no more than it needs."""
+    """Return the cost of reading damaged documents, from a process with minimal imports."""
     for name, document in zip(IDS, DOCUMENTS, strict=True):
         save(document, folder / f"valid-{name}.json")
     script = Path(__file__).parent / "hostile_files.py"
@@ -400,14 +402,14 @@ def hostile(folder: Path, *, size: float, every: int) -> list[dict[str, Any]]:
 
 
 def assert_bounded(readings: list[dict[str, Any]]) -> None:
-    """Ten times the file and 64 MiB, and a sentence or a document."""
+    """Assert at most ten times the file plus 64 MiB, and a sentence or a document."""
     over = [one["damage"] for one in readings if one["memory"] > 10 * one["size"] + (64 << 20)]
     assert over == []
     assert [one for one in readings if one["said"].startswith("raised")] == []
 
 
 def test_a_hostile_file_takes_ten_times_its_size_at_most(tmp_path: Path) -> None:
-    """Whatever is wrong with a file of 4 MB, and wherever, reading it takes ten times the file and 64 MiB at most."""
+    """For any damage in a file of 4 MB, reading takes at most ten times the file plus 64 MiB."""
     readings = hostile(tmp_path, size=4, every=449)
     assert len(readings) > 25
     assert_bounded(readings)
@@ -416,14 +418,14 @@ def test_a_hostile_file_takes_ten_times_its_size_at_most(tmp_path: Path) -> None
 @pytest.mark.gallery
 @pytest.mark.timeout(3600)
 def test_a_large_hostile_file_takes_ten_times_its_size_at_most(tmp_path: Path) -> None:
-    """The same for files of 30 MB, damaged in more places."""
+    """The limit holds for files of 30 MB, damaged in more places."""
     assert_bounded(hostile(tmp_path, size=30, every=9))
 
 
 def test_a_program_of_too_many_actions_is_neither_saved_nor_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both say how many a file can have."""
+    """The messages of both saving and loading give the limit of a file."""
     save(lower(PLAN), tmp_path / "it.json")
     monkeypatch.setattr(json_io, "MOST_ACTIONS", 30)
     with pytest.raises(FileError, match="more than the 30 actions"):
@@ -433,7 +435,7 @@ def test_a_program_of_too_many_actions_is_neither_saved_nor_loaded(
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    """A folder, a missing file, a pipe, binary and enormous content: each has its sentence."""
+    """A folder, a missing file, a pipe, binary and enormous content: each has a specific message."""
     (tmp_path / "binary").write_bytes(b'{"pipefit": "\xff\xfe"}')
     os.mkfifo(tmp_path / "pipe")
     with (tmp_path / "enormous").open("wb") as file:
@@ -460,14 +462,14 @@ def test_control_characters_of_a_file_do_not_reach_the_terminal(tmp_path: Path) 
 
 
 class DiskFull(OSError):
-    """What a full disk raises."""
+    """Error of a full disk."""
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
 def test_a_failed_save_leaves_the_old_file_alone(
     step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever fails while saving, the old document still loads and nothing else lies beside it."""
+    """After any failure while saving, the old document still loads, without other files next to it."""
     path = tmp_path / "it.json"
     save(PLAN, path)
 
@@ -482,7 +484,7 @@ def test_a_failed_save_leaves_the_old_file_alone(
 
 
 def test_saving_replaces_through_a_link_and_keeps_the_umask(tmp_path: Path) -> None:
-    """A symbolic link stays one, its target is replaced, and others may read the file as the umask has it."""
+    """A symbolic link stays one, its target is replaced, and permissions follow the umask."""
     (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
     save(PLAN, tmp_path / "link.json")
     assert (tmp_path / "link.json").is_symlink()
@@ -493,7 +495,7 @@ def test_saving_replaces_through_a_link_and_keeps_the_umask(tmp_path: Path) -> N
 
 
 def test_only_files_are_written_to(tmp_path: Path) -> None:
-    """A folder, a device and a missing folder are refused before anything is written; a device is not replaced."""
+    """A folder, a device and a missing folder are refused before any write; a device is not replaced."""
     os.mkfifo(tmp_path / "pipe")
     named = {
         "": "its own",
@@ -513,7 +515,7 @@ def test_only_files_are_written_to(tmp_path: Path) -> None:
 
 
 def test_what_is_not_finite_is_not_written(tmp_path: Path) -> None:
-    """A prediction of infinite seconds is refused when it is saved, not when it is loaded."""
+    """A prediction of infinite seconds is refused on saving, not on loading."""
     endless = replace(PLAN, prediction=Prediction(peak_bytes=(1, 1), step_seconds=float("inf")))
     with pytest.raises(FileError, match="not finite"):
         save(endless, tmp_path / "it.json")
@@ -521,7 +523,7 @@ def test_what_is_not_finite_is_not_written(tmp_path: Path) -> None:
 
 
 def test_only_documents_are_loaded_and_saved(tmp_path: Path) -> None:
-    """A type that is no document is refused, with those that are."""
+    """A non-document type is refused, with a list of the document types."""
     with pytest.raises(UsageError, match="Cluster, ModelProfile, Plan, Program, Trace"):
         load(tmp_path / "x", int)  # type: ignore[type-var]
 
@@ -559,7 +561,9 @@ def test_a_cluster_is_named_in_four_ways(tmp_path: Path) -> None:
     ],
 )
 def test_a_trace_that_cannot_be_is_refused(change: Callable[[Any], None], said: str, tmp_path: Path) -> None:
-    """What no run could have done is a sentence as the file is read, not an error or a nonsense of what draws it."""
+    """An impossible trace is refused in one sentence when the file is read, not by an error of the code that
+    draws it.
+    """
     data = json.loads(dumps(TRACE))
     change(data)
     (tmp_path / "trace.json").write_text(json.dumps(data))
@@ -593,7 +597,7 @@ def test_a_trace_that_cannot_be_is_refused(change: Callable[[Any], None], said: 
 def test_a_prediction_that_cannot_be_is_refused(
     change: Callable[[Any], None], said: str, tmp_path: Path
 ) -> None:
-    """As the plan is read: it is printed and drawn as what was found."""
+    """The prediction is checked when the plan is read, because it is printed and drawn as a result."""
     peaks = AllocatorPeaks(settings="", requested_bytes=1, allocated_bytes=512, reserved_bytes=2 << 20)
     known = Prediction(peak_bytes=(1, 1), step_seconds=1.0, utilisation=(0.5, 0.5), processes=(peaks, None))
     data = json.loads(dumps(replace(PLAN, prediction=known)))
@@ -605,14 +609,14 @@ def test_a_prediction_that_cannot_be_is_refused(
 
 @pytest.mark.parametrize("name", json_io.schemas())
 def test_the_published_schemas_are_current(name: str) -> None:
-    """`docs/schemas` holds what the types say today; `make schemas` writes it."""
+    """`docs/schemas` matches the current types; `make schemas` writes it."""
     path = Path(__file__).parent.parent / "docs" / "schemas" / f"{name}.json"
     assert json.loads(path.read_text()) == json_io.schemas()[name], "run make schemas"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=IDS)
 def test_a_document_has_the_keys_of_its_schema(document: Any) -> None:
-    """The keys of a saved document are those that its schema lists, and all that it requires."""
+    """The keys of a saved document are listed in its schema, and include all required ones."""
     data = json.loads(dumps(document))
     schema = json_io.schema(data["pipefit"])
     assert set(data) == set(schema["properties"])

@@ -1,4 +1,4 @@
-"""Forks: what they write arrives, none is left behind, and one that stands still is given up."""
+"""Forks: their output arrives, none remains, and a stuck one is given up."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has 
 
 @pytest.fixture
 def impatience() -> Iterator[None]:
-    """A fork stands still that has slept for a fifth of a second."""
+    """Treat a fork as stuck after a fifth of a second of sleep."""
     with mock.patch.object(processes, "LOOK_SECONDS", 0.01), mock.patch.object(processes, "LOOKS", 20):
         yield
 
 
 def test_what_a_fork_writes_is_read() -> None:
-    """All of it, though it is more than a pipe holds; then nothing, and its status is known once."""
+    """All output is read, even if larger than a pipe's buffer; then nothing, and its status is known once."""
 
     def work(writing: int) -> None:
         with open(writing, "wb", closefd=False) as file:
@@ -40,7 +40,7 @@ def test_what_a_fork_writes_is_read() -> None:
 
 
 def test_how_a_fork_has_ended_is_known() -> None:
-    """By a signal of its own, or by ours, in the middle of its work."""
+    """The status is known if the fork ends by its own signal, or by ours, in the middle of its work."""
     killed = Fork(lambda _: os.kill(os.getpid(), signal.SIGTERM))
     assert killed.read(1) == b""
     assert os.WTERMSIG(killed.end()) == signal.SIGTERM
@@ -49,7 +49,7 @@ def test_how_a_fork_has_ended_is_known() -> None:
 
 @pytest.mark.usefixtures("impatience")
 def test_a_fork_that_waits_for_a_lock_of_a_lost_thread_is_given_up() -> None:
-    """The thread that holds it is not in the fork; `end` is what ends it."""
+    """The thread that holds the lock does not exist in the fork; `end` terminates it."""
     lock, held, done = threading.Lock(), threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -73,7 +73,7 @@ def test_a_fork_that_waits_for_a_lock_of_a_lost_thread_is_given_up() -> None:
 @pytest.mark.usefixtures("impatience")
 @pytest.mark.parametrize("does", ["computes", "waits for one that computes"])
 def test_a_fork_that_works_is_waited_for(does: str) -> None:
-    """However long it takes, and where it is a fork of its own that works."""
+    """A working fork is waited for, however long it takes, also if its own fork works."""
 
     def compute(writing: int) -> None:
         until = time.process_time() + 0.3
@@ -90,7 +90,7 @@ def test_a_fork_that_works_is_waited_for(does: str) -> None:
 
 @pytest.mark.usefixtures("impatience")
 def test_a_fork_that_is_stopped_is_waited_for() -> None:
-    """Whoever has stopped it lets it go on."""
+    """A stopped fork is waited for until the user continues it."""
 
     def work(writing: int) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -119,7 +119,7 @@ fork.read(1)
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_fork_ends_with_a_process_that_waits_for_it(how: signal.Signals) -> None:
-    """However that ends, without a handler of ours."""
+    """A fork ends with its parent, however that ends, without a handler of ours."""
     with subprocess.Popen(
         [sys.executable, "-c", _PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:

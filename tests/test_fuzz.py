@@ -21,13 +21,17 @@ from pipefit.schema.validation import DTYPES
 def test_mutated_documents_and_lines_are_refused_or_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a sentence and a code of ours, in time, without a file that was not asked for and without code being run."""
+    """Each ends in a sentence and an exit code of ours, in time, without unrequested files and without
+    running code.
+    """
     monkeypatch.chdir(tmp_path)
     assert fuzz(tmp_path, files=20, command_lines=20, seed=0) == []
 
 
 def test_made_up_lines_end_in_a_sentence_as_processes_too(tmp_path: Path) -> None:
-    """With a code of ours and without a traceback, also on the way out of the interpreter; the documents stay."""
+    """Each ends with an exit code of ours and without a traceback, also at interpreter exit; the documents
+    are unchanged.
+    """
     documents(tmp_path)
     assert fuzz_processes(tmp_path, command_lines=3, seed=1) == []
 
@@ -35,9 +39,9 @@ def test_made_up_lines_end_in_a_sentence_as_processes_too(tmp_path: Path) -> Non
 def test_what_the_fuzzer_found_stays_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A manifest that is no text, a trace with the text of no action, programs with a stage on no device and with
-    starts carried over on one device of two, and a key with a zero, by which bytes could be UTF-16: each is refused in
-    a sentence.
+    """A non-text manifest, a trace with an invalid action, programs with a stage on no device and with starts
+    carried over on one device of two, and a key with a zero byte, which suggests UTF-16: each is refused in a
+    sentence.
     """
     monkeypatch.chdir(tmp_path)
     documents(tmp_path)
@@ -69,14 +73,14 @@ def test_what_the_fuzzer_found_stays_mended(
 
 
 def test_every_dtype_of_torch_is_one_in_documents() -> None:
-    """And nothing else is."""
+    """Documents accept exactly torch's dtypes."""
     assert {
         str(one).removeprefix("torch.") for one in vars(torch).values() if isinstance(one, torch.dtype)
     } <= DTYPES
 
 
 def dtypes_in(data: Any) -> Iterator[dict[str, Any]]:
-    """All parts of a document that name a dtype."""
+    """Return all parts of a document that name a dtype."""
     if isinstance(data, dict) and "dtype" in data:
         yield data
     for part in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
@@ -87,7 +91,7 @@ def dtypes_in(data: Any) -> Iterator[dict[str, Any]]:
 def test_a_document_with_an_unknown_dtype_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By every command that reads it, before a name of torch is looked up by it."""
+    """Every command that reads the document refuses it, before looking up a name of torch."""
     monkeypatch.chdir(tmp_path)
     documents(tmp_path)
     path = tmp_path / f"{name}.json"
@@ -111,13 +115,13 @@ def test_a_document_with_an_unknown_dtype_is_refused(
 
 
 def test_a_rate_for_no_dtype_of_torch_is_refused() -> None:
-    """It was left out without a word, so that products were timed at the rate of float32."""
+    """An unknown dtype used to be dropped silently, so that products were timed at the rate of float32."""
     with pytest.raises(UsageError, match="'bf16' is no dtype of torch"):
         DeviceKind(name="one", flops={"float32": 1e12, "bf16": 2e12}, memory_bandwidth=1e9)
 
 
 def test_a_folder_that_was_asked_for_is_no_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name without an ending asks `checkpoint` for a folder; nothing of it is left for the next line."""
+    """A name without a suffix makes `checkpoint` create a folder; it is removed before the next line."""
     monkeypatch.chdir(tmp_path)
     documents(tmp_path)
     before = set(tmp_path.rglob("*"))
@@ -128,7 +132,9 @@ def test_a_folder_that_was_asked_for_is_no_find(tmp_path: Path, monkeypatch: pyt
 def test_no_word_of_a_document_rewrites_the_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A cluster of GPUs whose name is a control sequence: also in the sentence beside the plan."""
+    """A cluster of GPUs whose name is a control sequence is printed safely, also in the sentence next to the
+    plan.
+    """
     monkeypatch.chdir(tmp_path)
     documents(tmp_path)
     text = preset_text("1x-titan-rtx")

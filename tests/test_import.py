@@ -1,4 +1,4 @@
-"""The Python face: names are found, and nothing heavy is imported before it is needed."""
+"""The Python interface: names are found, and heavy packages are imported only when needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEAVY = ("torch", "numpy", "scipy", "rich")
 
 
 def loaded_by(code: str) -> set[str]:
-    """The heavy packages that a fresh interpreter has loaded after running `code`."""
+    """Return the heavy packages that a fresh interpreter has loaded after running `code`."""
     report = f"import sys\n{code}\nprint(*[name for name in {HEAVY} if name in sys.modules], file=sys.stderr)"
     environment = os.environ | {"PYTHONPATH": str(Path(pipefit.__file__).parents[1])}
     done = subprocess.run(
@@ -30,18 +30,18 @@ def loaded_by(code: str) -> set[str]:
 
 
 def test_importing_pipefit_imports_nothing_heavy() -> None:
-    """`import pipefit` costs what Python itself costs."""
+    """`import pipefit` costs no more than Python itself."""
     assert loaded_by("import pipefit") == set()
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["train", "--help"], ["--version"]])
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
-    """Help answers from the parser alone: no torch, and no rich either."""
+    """Help needs only the parser: neither torch nor rich."""
     assert loaded_by(f"from pipefit.cli import main\nassert main({arguments}) == 0") == set()
 
 
 def test_the_package_runs_as_a_module() -> None:
-    """`python -m pipefit` is the command line, for a machine where the script is not on the path."""
+    """`python -m pipefit` is the command line, for a machine without the script on the path."""
     environment = os.environ | {"PYTHONPATH": str(Path(pipefit.__file__).parents[1])}
     done = subprocess.run(
         [sys.executable, "-m", "pipefit", "--version"],
@@ -57,7 +57,7 @@ def test_showing_a_cluster_imports_no_torch() -> None:
 
 @pytest.mark.parametrize("name", [name for name in pipefit.__all__ if not name.startswith("__")])
 def test_every_public_name_is_there(name: str) -> None:
-    """Each name of the face is found, and is not a module of the same name, unless one that can be called."""
+    """Each public name is found, and is not a module of the same name, unless it is callable."""
     found = getattr(pipefit, name)
     assert callable(found)
     assert type(found) is not type(sys)

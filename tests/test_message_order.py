@@ -1,4 +1,4 @@
-"""The order of messages: programs that end under NCCL are accepted, the others are refused, and an oracle agrees."""
+"""Order of messages: programs that end under NCCL are accepted, others refused, and an oracle agrees."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from pipelines import equal_profile, make_plan
 
 
 def alone(placement: Placement) -> tuple[int, ...]:
-    """The placement of stages that have a device each, as the oracle reads it."""
+    """Return the placement of stages with a device each, in the oracle's form."""
     return tuple(device for (device,) in placement)
 
 
 def words_of(program: Program) -> list[list[str]]:
-    """A program as the oracle reads it."""
+    """Return a program in the oracle's form."""
     return [list(map(str, actions)) for actions in program.actions]
 
 
-# -------------------------------------------------------------------- what is lowered
+# -------------------------------------------------------------------- lowered programs
 
 
 def pair_of_devices(device: int, action: Action, placement: Placement) -> Hashable:
-    """The old arrangement: one communicator for a pair of devices, both directions."""
+    """Use the old arrangement: one communicator for a pair of devices, both directions."""
     return frozenset({device, *placement[action.neighbour]})
 
 
 def lowered(schedule: str, stages: int, microbatches: int, recompute: Recompute = "never") -> Program:
-    """The program of a plan with a device for every stage."""
+    """Return the program of a plan with a device for every stage."""
     plan = make_plan(equal_profile(stages), [1] * stages, microbatches=microbatches, schedule=schedule)
     return lower(
         replace(
@@ -53,7 +53,9 @@ def lowered(schedule: str, stages: int, microbatches: int, recompute: Recompute 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_every_lowered_program_ends(schedule: str, recompute: Recompute) -> None:
-    """Every schedule for 1 to 8 stages and up to 16 microbatches are accepted; for small ones the oracle agrees."""
+    """Programs of all schedules for 1 to 8 stages and up to 16 microbatches are accepted; for small ones the
+    oracle agrees.
+    """
     for stages, microbatches in itertools.product(range(1, 9), (1, 2, 3, 4, 6, 9, 16)):
         program = lowered(schedule, stages, microbatches, recompute)  # checked as it is made
         if stages * microbatches <= 12:
@@ -61,7 +63,9 @@ def test_every_lowered_program_ends(schedule: str, recompute: Recompute) -> None
 
 
 def test_every_evaluation_ends() -> None:
-    """Forwards alone are accepted for 1 to 8 stages and 1 to 16 microbatches; for small ones the oracle agrees."""
+    """Forward-only programs are accepted for 1 to 8 stages and 1 to 16 microbatches; for small ones the
+    oracle agrees.
+    """
     for stages, microbatches in itertools.product(range(1, 9), (1, 2, 3, 4, 6, 9, 16)):
         plan = make_plan(equal_profile(stages), [1] * stages)
         program = lower_evaluation(plan, microbatches=microbatches)
@@ -71,7 +75,7 @@ def test_every_evaluation_ends() -> None:
 
 @pytest.mark.parametrize("microbatches", [2, 3, 8])
 def test_one_communicator_for_both_directions_hangs(microbatches: int) -> None:
-    """Under 1F1B with two stages the same model refuses the arrangement in which both directions share a line."""
+    """Under 1F1B with two stages the model refuses the arrangement in which both directions share a line."""
     program = lowered("1f1b", 2, microbatches)
     ends = r"[01]RECV_[FB]\d of device \d"
     with pytest.raises(UsageError, match=rf"would hang: {ends} and {ends} meet on one communicator"):
@@ -80,7 +84,7 @@ def test_one_communicator_for_both_directions_hangs(microbatches: int) -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_the_oracle_agrees_on_one_communicator_for_both_directions(schedule: str) -> None:
-    """Where the old arrangement ends and where it does not is the same for the check and for the oracle."""
+    """Check and oracle agree on whether a program ends under the old arrangement."""
     found = Counter()
     for stages, microbatches in itertools.product(range(1, 5), range(1, 5)):
         program = lowered(schedule, stages, microbatches)
@@ -100,7 +104,9 @@ def test_the_oracle_agrees_on_one_communicator_for_both_directions(schedule: str
 
 
 def test_every_direction_of_a_boundary_is_a_channel() -> None:
-    """Both ends of a message name the same channel, no two directions or boundaries share one, devices with none do."""
+    """Both ends of a message name the same channel; directions, boundaries and devices without one do not
+    share channels.
+    """
     ends = [
         parse_action(text)
         for text in ("0SEND_F3", "1RECV_F3", "1SEND_B0", "0RECV_B0", "1SEND_F1", "2RECV_F1")
@@ -118,7 +124,9 @@ def channels_of(program: Program) -> tuple[Channel, ...]:
 
 
 def test_the_channels_of_a_program_are_those_that_it_uses() -> None:
-    """Training uses both directions of each boundary, an evaluation one, a single stage none; always in one order."""
+    """Training uses both directions of each boundary, an evaluation one, a single stage none; always in one
+    order.
+    """
     plan = make_plan(equal_profile(3), [1, 1, 1])
     ahead, back = [Channel(0, 1, 0, 1), Channel(1, 2, 1, 2)], [Channel(1, 0, 1, 0), Channel(2, 1, 2, 1)]
     assert list(channels_of(lower(plan))) == sorted(ahead + back)
@@ -126,7 +134,7 @@ def test_the_channels_of_a_program_are_those_that_it_uses() -> None:
     assert channels_of(lowered("1f1b", 1, 2)) == ()
 
 
-# -------------------------------------------------------------------- what is refused
+# -------------------------------------------------------------------- refusals
 
 WRONG = {
     "crossing waits": (
@@ -192,7 +200,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_program_that_would_hang_or_mix_data_cannot_be_made(case: str) -> None:
-    """The error names the devices, the actions at which they stand and what to change; the oracle agrees."""
+    """The error names the devices, their blocked actions and the required change; the oracle agrees."""
     placement, lines, sentence = WRONG[case]
     assert outcome([line.split() for line in lines], placement, by_direction) != "ends"
     text = "\n".join(f"device {device}: {line}" for device, line in enumerate(lines))
@@ -229,14 +237,14 @@ RIGHT = {
 
 @pytest.mark.parametrize("case", RIGHT)
 def test_a_program_that_ends_is_accepted(case: str) -> None:
-    """The check forbids no more than it must; the oracle agrees."""
+    """The check refuses no more than necessary; the oracle agrees."""
     placement, lines = RIGHT[case]
     assert outcome([line.split() for line in lines], placement, by_direction) == "ends"
     text = "\n".join(f"device {device}: {line}" for device, line in enumerate(lines))
     parse_program(text, placement=tuple((device,) for device in placement), microbatches=2)
 
 
-# -------------------------------------------------------------------- stages on several devices, endless bodies
+# -------------------------------------------------------------------- stages on several devices, asynchronous bodies
 
 GRID = ((0,), (1, 2))
 HALVES = """
@@ -252,7 +260,9 @@ device 2:
 
 
 def test_devices_of_one_stage_have_channels_of_their_own() -> None:
-    """Halves of a microbatch go to two devices, which sum their gradients; one that does not take part is named."""
+    """Two halves of a microbatch go to two devices, which all-reduce gradients; a device that does not
+    participate is named.
+    """
     parse_program(HALVES.format("1REDUCE0 1WAIT_REDUCE0"), placement=GRID, microbatches=1)
     parse_program(HALVES.format("").replace("1REDUCE0 1WAIT_REDUCE0", ""), placement=GRID, microbatches=1)
     twice = HALVES.format("1REDUCE0 1WAIT_REDUCE0").replace("device 1:", "device 1: 1REDUCE1 1WAIT_REDUCE1")
@@ -264,7 +274,7 @@ def test_devices_of_one_stage_have_channels_of_their_own() -> None:
 
 
 def test_rows_in_another_order_are_other_data() -> None:
-    """Two parts of one microbatch on one channel are told apart by their rows."""
+    """Two parts of one microbatch on one channel are distinguished by their rows."""
     with pytest.raises(
         UsageError, match=r"1RECV_F0\{2:4\} of device 1 would get what 0SEND_F0\{0:2\}@device1 of device 0"
     ):
@@ -291,7 +301,9 @@ MET = UNMET.replace("1RECV_F0 1WAIT_RECV_F0 1SEND_B-1", "1RECV_F0 1SEND_B-1 1WAI
 
 
 def test_an_endless_body_goes_on_from_what_is_under_way() -> None:
-    """What both ends started before is complete; what one end started before waits for the other, here."""
+    """A message started by both ends in an earlier body is complete; one started by one end waits for the
+    other end here.
+    """
     parse_program(BODY, placement=((0,), (1,)), microbatches=1)
     parse_program(MET, placement=((0,), (1,)), microbatches=1)
     with pytest.raises(
@@ -306,9 +318,10 @@ def test_an_endless_body_goes_on_from_what_is_under_way() -> None:
 def shuffled(
     program: Program, rng: Random, *, moves: int, devices: int
 ) -> tuple[tuple[int, ...], list[list[str]]]:
-    """A program of the same actions: some moved within their stage, the stages dealt out to `devices`.
+    """Return a program of the same actions: some moved within their stage, the stages dealt out to `devices`.
 
-    Every start stays before its join. Stages that share a device take turns there, action by action or in runs.
+    Every start stays before its join. Stages that share a device take turns there, action by action or in
+    runs.
     """
     stages = words_of(program)
     for stage, words in enumerate(stages):
@@ -335,7 +348,7 @@ def shuffled(
 
 
 def verdict(placement: tuple[int, ...], lines: list[list[str]]) -> bool:
-    """Whether the check lets such a program come into being."""
+    """Return whether the check accepts such a program."""
     actions = tuple(tuple(map(parse_action, words)) for words in lines)
     try:
         Program(placement=tuple((device,) for device in placement), microbatches=9, actions=actions)
@@ -355,7 +368,9 @@ def verdict(placement: tuple[int, ...], lines: list[list[str]]) -> bool:
 def test_what_is_accepted_ends_and_what_is_refused_does_not(
     schedule: str, stages: int, microbatches: int, moves: int, seed: int
 ) -> None:
-    """Random reorderings of valid programs: check and oracle agree, and what ends under NCCL ends under gloo too."""
+    """On random reorderings of valid programs check and oracle agree, and programs that end under NCCL end
+    under gloo too.
+    """
     rng = Random(seed)
     program = lowered(schedule, stages, microbatches)
     placement, lines = shuffled(program, rng, moves=moves, devices=rng.choice([stages, stages, 2]))
@@ -366,7 +381,7 @@ def test_what_is_accepted_ends_and_what_is_refused_does_not(
 
 
 def test_random_programs_are_of_both_kinds() -> None:
-    """The reorderings above are no one-sided trial: many end, many do not, and some only under gloo."""
+    """Of the reorderings above many end, many do not, and some only under gloo."""
     rng, found = Random(0), Counter()
     for _ in range(300):
         placement, lines = shuffled(

@@ -1,4 +1,4 @@
-"""The canary for torch's private interfaces: this torch still has every private name that pipefit uses.
+"""Canary for torch's private interfaces: this torch still has every private name that pipefit uses.
 
 A new torch that moves one fails here first, by name.
 """
@@ -17,7 +17,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "pipefit"
 
 
 def private_names(path: Path) -> set[str]:
-    """Dotted names of torch with a private part that a source file imports or reads."""
+    """Return dotted names of torch with a private part that a source file imports or reads."""
     found: set[str] = set()
     text = path.read_text()
     for node in ast.walk(ast.parse(text)) if "torch" in text else ():
@@ -37,7 +37,7 @@ def private_names(path: Path) -> set[str]:
 
 
 def dotted(node: ast.expr) -> str:
-    """A name with its attributes; nothing for those of another expression."""
+    """Return a name with its attributes; an empty text for other expressions."""
     parts = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -46,7 +46,7 @@ def dotted(node: ast.expr) -> str:
 
 
 def uses() -> dict[str, set[str]]:
-    """Private names, with the files that use them."""
+    """Return private names, with the files that use them."""
     found: dict[str, set[str]] = defaultdict(set)
     for path in sorted(SOURCE.rglob("*.py")):
         for name in private_names(path):
@@ -68,7 +68,7 @@ def test_torch_still_has_it(name: str) -> None:
 
 
 def test_private_torch_stays_in_one_package() -> None:
-    """No module but those of `torch_internals` uses a private name of torch."""
+    """Only modules of `torch_internals` use private names of torch."""
     assert {
         file for files in uses().values() for file in files if not file.startswith("torch_internals/")
     } == set()

@@ -1,4 +1,4 @@
-"""Costs that contradict themselves are refused where they are made, with the numbers that do not go together."""
+"""Contradictory costs are refused at construction, with the numbers that contradict each other."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ MASK = SharedBuffer(name="mask", users=(0, 2), nbytes=1)
     ],
 )
 def test_a_layer_that_contradicts_itself_is_refused(given: dict[str, Any], message: str) -> None:
-    """The refusal names the class of the layer, what is wrong, and the numbers."""
+    """The message names the class of the layer, the mistake, and the numbers."""
     with pytest.raises(UsageError, match=message) as refused:
         replace(COST, **given)
     assert str(refused.value).startswith(f"a layer of class {COST.module} ")
@@ -93,13 +93,13 @@ def test_a_layer_that_contradicts_itself_is_refused(given: dict[str, Any], messa
     ],
 )
 def test_a_measurement_that_contradicts_itself_is_refused(given: dict[str, Any], message: str) -> None:
-    """The refusal names the layer or the parameter, and the numbers."""
+    """The message names the layer or the parameter, and the numbers."""
     with pytest.raises(UsageError, match=message):
         replace(MODEL, **given)
 
 
 def test_a_profile_names_each_layer_once_and_has_it_in_every_measurement() -> None:
-    """The refusal names the layer that comes twice, or the measurement that has too many."""
+    """The message names the duplicate layer, or the measurement with too many layers."""
     profile = equal_profile(3)
     first = profile.layers[0]
     with pytest.raises(UsageError, match=f"names layer {first!r} more than once"):
@@ -109,7 +109,7 @@ def test_a_profile_names_each_layer_once_and_has_it_in_every_measurement() -> No
 
 
 def test_a_profile_has_one_measurement_of_each_size_and_number_of_ranks() -> None:
-    """Of two, which may differ, planners would take the first without a word."""
+    """Of two different measurements, planners would silently take the first."""
     profile = equal_profile(3)
     (one,) = profile.measurements
     with pytest.raises(
@@ -123,7 +123,9 @@ def test_a_profile_has_one_measurement_of_each_size_and_number_of_ranks() -> Non
     "what", ["nbytes", "gradient_bytes", "state_bytes", "early_state_bytes", "copy_bytes"]
 )
 def test_a_layer_shares_no_more_than_it_has(what: str) -> None:
-    """Peaks would be too low, or below zero: what is shared is subtracted from what layers have. All of it may be."""
+    """Shared bytes are subtracted from the layers' bytes, so larger ones would make peaks too low or
+    negative. Equal ones are valid.
+    """
     profile = random_profile(6, shared=1)
     (measurement,) = profile.measurements
     ((one,), layer) = measurement.shared, measurement.costs[measurement.shared[0].users[-1]]
@@ -140,7 +142,7 @@ def test_a_layer_shares_no_more_than_it_has(what: str) -> None:
 
 
 def test_impossible_work_and_users_of_a_parameter_are_refused() -> None:
-    """Work is not negative and takes less than thirty years; the layers that share a parameter are two or more."""
+    """Work is not negative and takes less than thirty years; a shared parameter has two layers or more."""
     with pytest.raises(UsageError, match="not -1, 0 and None"):
         Work(flops=-1, moved_bytes=0)
     with pytest.raises(UsageError, match=r"not 0, 0 and 1000000000\.0"):
@@ -155,7 +157,9 @@ def test_impossible_work_and_users_of_a_parameter_are_refused() -> None:
 
 
 def test_a_range_of_layers_is_named_by_its_blocks() -> None:
-    """Where it holds whole ones; by its layers where it begins or ends within a block, or each layer is a block."""
+    """A range is named by its blocks if it holds whole ones; by its layers if it begins or ends within a
+    block, or each layer is a block.
+    """
     plain = equal_profile(4)
     blocks = tuple(Block(name=name, layers=layers) for name, layers in (("one", 2), ("two", 1), ("three", 1)))
     profile, names = replace(plain, blocks=blocks), plain.layers

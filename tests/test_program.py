@@ -1,4 +1,4 @@
-"""Actions and programs: their text form, and what is refused."""
+"""Actions and programs: text form and refusals."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ACTIONS = st.builds(
 
 @given(ACTIONS)
 def test_an_action_parses_back_from_its_text(action: Action) -> None:
-    """`parse_action` inverts `str`, whatever the action holds."""
+    """`parse_action` inverts `str` for every action."""
     assert parse_action(str(action)) == action
 
 
@@ -83,7 +83,7 @@ def test_a_place_parses_back_from_its_text(place: Place) -> None:
     ],
 )
 def test_what_is_not_a_place_is_refused(text: str, message: str) -> None:
-    """The error quotes the text, and says how places are written."""
+    """The message quotes the text and explains how places are written."""
     with pytest.raises(UsageError, match=message):
         parse_place(text)
 
@@ -93,7 +93,7 @@ def test_what_is_not_a_place_is_refused(text: str, message: str) -> None:
 def test_a_program_parses_back_from_its_text(
     schedule: str, stages: int, microbatches: int, moving: bool
 ) -> None:
-    """`parse_program` inverts `str`, with and without segments and moved tensors."""
+    """`parse_program` inverts `str`, with and without segments and offloaded tensors."""
     plan = make_plan(equal_profile(2 * stages), [2] * stages, microbatches=microbatches, schedule=schedule)
     program = offload_all(plan) if moving else lower(plan)
     assert parse_program(str(program), placement=program.placement, microbatches=microbatches) == program
@@ -131,7 +131,7 @@ def test_a_program_parses_back_from_its_text(
     ],
 )
 def test_the_text_form_is_as_documented(text: str, action: Action) -> None:
-    """The examples of the module's documentation mean what it says."""
+    """The examples of the module's documentation parse to their stated meaning."""
     assert parse_action(text) == action
     assert str(action) == text
 
@@ -159,7 +159,7 @@ def test_the_text_form_is_as_documented(text: str, action: Action) -> None:
     ],
 )
 def test_what_is_not_an_action_is_refused(text: str) -> None:
-    """A text that is not an action is quoted in the error."""
+    """The message quotes the text."""
     with pytest.raises(UsageError, match="is not an action"):
         parse_action(text)
 
@@ -178,7 +178,7 @@ def test_what_is_not_an_action_is_refused(text: str) -> None:
     ],
 )
 def test_a_program_that_cannot_be_is_refused(lines: tuple[str, str], message: str) -> None:
-    """A program names the action that is on the wrong device, unjoined or without its partner."""
+    """The message names the action that is on the wrong device, unjoined or without its partner."""
     text = "\n".join(f"device {device}: {line}" for device, line in enumerate(lines))
     with pytest.raises(UsageError, match=message):
         parse_program(
@@ -194,7 +194,7 @@ def test_a_program_that_cannot_be_is_refused(lines: tuple[str, str], message: st
     NUMBERS,
 )
 def test_partners_are_mutual(kind: Kind, stage: int, microbatch: int) -> None:
-    """The other end of the other end is the action itself; one sends and one receives the same direction."""
+    """The partner of a partner is the action itself; one sends and one receives the same direction."""
     action = Action(kind, stage, microbatch)
     partner = message_partner(action)
     assert partner is not None
@@ -211,20 +211,20 @@ def test_the_empty_program_of_an_unused_device_survives_its_text() -> None:
     assert parse_program(str(program), placement=((1,),), microbatches=1) == program
 
 
-# -------------------------------------------------------------------- grids, parts, bundles, endless schedules
+# -------------------------------------------------------------------- grids, parts, bundles, asynchronous schedules
 
 
 TWO_BY_ONE = ((0, 1), (2,))  # stage 0 on devices 0 and 1, stage 1 on device 2
 
 
 def grid(*lines: str, microbatches: int = 1, placement: tuple[tuple[int, ...], ...] = TWO_BY_ONE) -> Program:
-    """A program of three devices."""
+    """Return a program of three devices."""
     text = "\n".join(f"device {device}: {line}" for device, line in enumerate(lines))
     return parse_program(text, placement=placement, microbatches=microbatches)
 
 
 def test_parts_of_a_microbatch_travel_between_grids() -> None:
-    """Each device of a grid sends its rows; the stage of one device receives both and says from whom."""
+    """Each device of a grid sends its rows; the stage of one device receives both and names each sender."""
     receives = "{}0{{0:2}}@device0 {}0{{2:4}}@device1"
     program = grid(
         "0LOAD0 0F0 0SEND_F0{0:2} 0WAIT_SEND_F0{0:2}",
@@ -235,7 +235,9 @@ def test_parts_of_a_microbatch_travel_between_grids() -> None:
 
 
 def test_the_only_other_end_need_not_be_named() -> None:
-    """`0SEND_F0@device1` is `0SEND_F0` where stage 1 is on device 1 alone; printed without."""
+    """`0SEND_F0@device1` means `0SEND_F0` if stage 1 is on device 1 only; it is printed without the
+    device.
+    """
     lines = "device 0: 0SEND_F0@device1 0WAIT_SEND_F0@device1\ndevice 1: 1RECV_F0@device0 1WAIT_RECV_F0"
     program = parse_program(lines, placement=((0,), (1,)), microbatches=1)
     assert str(program) == "device 0: 0SEND_F0 0WAIT_SEND_F0\ndevice 1: 1RECV_F0 1WAIT_RECV_F0"
@@ -258,7 +260,7 @@ def test_the_only_other_end_need_not_be_named() -> None:
     ],
 )
 def test_messages_between_grids_are_checked(lines: tuple[str, str, str], message: str) -> None:
-    """The other end must be named where there are several, be one of them, and expect the same rows."""
+    """The other end must be named if there are several, be one of them, and expect the same rows."""
     with pytest.raises(UsageError, match=message):
         grid(*lines)
 
@@ -272,7 +274,7 @@ def test_both_ends_of_a_message_are_the_same_end() -> None:
 
 
 def test_a_program_lists_its_bundles() -> None:
-    """A bundle is a line of its own, and an action moves all of it."""
+    """A bundle is a separate line, and an action moves all of it."""
     text = "device 0: 0OFFLOAD0#1@host 0WAIT_OFFLOAD0#1@host\nbundle 0: 0.0 1.2\nbundle 1: 3.1"
     program = parse_program(text, placement=((0,),), microbatches=1)
     assert program.bundles == ((Subject(0, 0), Subject(1, 2)), (Subject(3, 1),))
@@ -296,7 +298,9 @@ carried out 1: 1SEND_B0"""
 
 
 def test_a_body_of_an_endless_schedule_joins_what_the_body_before_it_started() -> None:
-    """What is carried in is joined here, what is carried out is not; the partner of a message may be one body away."""
+    """Transfers carried in are joined here, transfers carried out are not; the partner of a message may be
+    one body away.
+    """
     program = parse_program(BODY, placement=((0,), (1,)), microbatches=1)
     assert str(program) == BODY
     assert program.carried_in == ((parse_action("0SEND_F-1"),), (parse_action("1SEND_B-1"),))
@@ -312,7 +316,9 @@ def test_a_body_of_an_endless_schedule_joins_what_the_body_before_it_started() -
     ],
 )
 def test_a_body_that_leaves_something_open_is_refused(old: str, new: str, message: str) -> None:
-    """All that is carried in is joined, all that is not carried out too, and every message has its partner."""
+    """All transfers carried in must be joined, all others too unless carried out, and every message needs its
+    partner.
+    """
     with pytest.raises(UsageError, match=message):
         parse_program(BODY.replace(old, new), placement=((0,), (1,)), microbatches=1)
 
@@ -343,7 +349,9 @@ def test_what_fills_and_what_drains_an_endless_schedule_need_no_partner_for_what
 
 
 def test_parts_of_an_endless_schedule_join_to_a_program_of_their_own() -> None:
-    """Microbatches are counted through, and what one part carries out the next one joins."""
+    """Microbatches are numbered throughout, and the next part joins the transfers that one part carries
+    out.
+    """
     parts = [
         parse_program(text, placement=((0,), (1,)), microbatches=n)
         for text, n in ((FILLING, 1), (DRAINING, 0))

@@ -1,4 +1,4 @@
-"""What a person sees of a document in a Python session or a notebook."""
+"""Display of documents in a Python session or a notebook."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ DOCUMENTS = [
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda one: type(one).__name__)
 def test_a_document_is_a_line(document: object) -> None:
-    """Its kind and what it is about, in one line that fits a terminal twice over."""
+    """The repr gives the kind and subject in one line of at most two terminal widths."""
     text = repr(document)
     assert text.startswith(f"<{type(document).__name__}: ") and text.endswith(">")
     assert "\n" not in text and len(text) < 160
 
 
 class Cells(HTMLParser):
-    """The cells of tables, and every tag that is open."""
+    """Parser of the cells of tables, and of every open tag."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def test_a_notebook_shows_a_document_as_tables(document: Any) -> None:
 
 @pytest.mark.parametrize("document", [PLAN, PLAN.profile, TRACE, FIT], ids=lambda one: type(one).__name__)
 def test_a_printed_document_is_what_is_shown(document: Any) -> None:
-    """In lines of 80 columns: `print` says what `pipefit show` does."""
+    """`print` gives the output of `pipefit show` in lines of 80 columns."""
     assert str(document) == plain(describe(document), 80)
     assert max(map(len, str(document).splitlines())) <= 80
 

@@ -1,4 +1,4 @@
-"""Rows of microbatches between replicas, against counting them one by one."""
+"""Rows of microbatches between replicas, compared with counting them one by one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ DEGREES = [(front, behind) for front in range(1, 7) for behind in range(1, 7)]
 
 
 def value(*shape: int) -> Value:
-    """A value of this shape."""
+    """Return a value of this shape."""
     return Value(shape=shape, dtype="float32", nbytes=4, requires_grad=True)
 
 
 @pytest.mark.parametrize(("front", "behind"), DEGREES)
 def test_every_row_is_sent_once_to_the_replica_that_has_it(front: int, behind: int) -> None:
-    """A row's sender and receiver are those whose slices it is in, and no row is in two messages."""
+    """A row's sender and receiver are the replicas whose local batches contain it, and no row is in two
+    messages.
+    """
     samples = 2 * lcm(front, behind)
     sent = [
         (row, sender, receiver)
@@ -33,7 +35,7 @@ def test_every_row_is_sent_once_to_the_replica_that_has_it(front: int, behind: i
 
 @pytest.mark.parametrize(("front", "behind"), DEGREES)
 def test_what_has_no_samples_goes_once_to_every_receiver(front: int, behind: int) -> None:
-    """It comes from the replica that has the receiver's first row, and from no other."""
+    """A value without samples comes from the replica that has the receiver's first row, and from no other."""
     samples, division = lcm(front, behind), Division((0, None), front, behind)
     for receiver in range(behind):
         first = receiver * samples // behind * front // samples
@@ -43,7 +45,9 @@ def test_what_has_no_samples_goes_once_to_every_receiver(front: int, behind: int
 
 
 def test_the_dimension_of_samples_is_the_one_that_changes_with_them() -> None:
-    """Sizes in two profiles tell it; what does not change has none, and dimensions of one in front do not matter."""
+    """Two sizes in a profile reveal the dimension; constant values have none, and leading dimensions of one
+    do not matter.
+    """
     one, other = (value(4, 7), value(3, 4), value(1, 4, 2)), (value(2, 7), value(3, 4), value(1, 2, 2))
     assert dimensions(one, other, (4, 2)) == (0, None, 1)
 
@@ -70,6 +74,8 @@ def test_the_dimension_of_samples_is_the_one_that_changes_with_them() -> None:
     ],
 )
 def test_values_that_cannot_be_divided_are_refused(one: Value, other: Value, message: str) -> None:
-    """Several dimensions that change, several rows for each sample, or rows that lie apart in memory."""
+    """Values with several changing dimensions, several rows for each sample, or non-contiguous rows are
+    refused.
+    """
     with pytest.raises(UsageError, match=message):
         dimensions((one,), (other,), (4, 2))

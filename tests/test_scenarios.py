@@ -1,4 +1,4 @@
-"""Three scenarios through the types: what runs comes out of `lower`, what cannot run yet is a program all the same."""
+"""Three scenarios: supported ones result from `lower`, future ones are still valid programs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ PEERS = "device2*1+device3*1"
 
 
 def compacted(**links: float) -> Plan:
-    """Four stages; stage 0, layers 0 to 8, recomputes 3 to 5 early and lends tensor 7.2, 100 bytes, to two peers."""
+    """Build four stages; stage 0, layers 0 to 8, recomputes 3 to 5 early and lends tensor 7.2, 100 bytes, to
+    two peers.
+    """
     moved = SavedTensor(index=2, nbytes=100, dtype="uint8", origin=Origin(kind="own", index=2))
     layers = [make_layer() for _ in range(12)]
     layers[7] = replace(layers[7], storages=(8, 16, 100), saved=(*layers[7].saved, moved))
@@ -47,7 +49,7 @@ def compacted(**links: float) -> Plan:
     )
 
 
-# Microbatch 4 on device 0, drawn by hand; what belongs to other microbatches in between is left out.
+# Microbatch 4 on device 0; actions of other microbatches in between are left out.
 WAY_OUT = (
     "0LOAD4 0F4[0:3] 0N4[3:6] 0F4[6:9] 0SEND_F4 0OFFLOAD4[7.2]@{p} 0WAIT_SEND_F4 0WAIT_OFFLOAD4[7.2]@{p}"
 )
@@ -67,7 +69,9 @@ COMPUTES = {"F", "N", "R", "B", "STEP"}
 
 
 def test_compaction_comes_out_of_the_decisions_as_drawn() -> None:
-    """Every microbatch goes out behind its send and comes back, with its recomputation, one compute action early."""
+    """Every microbatch is offloaded after its send and reloaded, with its recomputation, one compute action
+    early.
+    """
     actions = lower(compacted()).actions[0]
     assert " ".join(str(a) for a in actions if a.kind.value in COMPUTES) == BETWEEN
     assert " ".join(str(a) for a in actions if a.microbatch == 4) == f"{WAY_OUT} {WAY_BACK}".format(p=PEERS)
@@ -79,7 +83,9 @@ def test_compaction_comes_out_of_the_decisions_as_drawn() -> None:
 
 
 def test_lenders_reserve_for_the_microbatches_in_flight() -> None:
-    """Four are outstanding at once, each with half its bytes at each peer; whatever the speed of links."""
+    """Four offloads are outstanding at once, each with half its bytes at each peer, whatever the speed of
+    links.
+    """
     for speed in (1e30, 100.0, 1.0):
         simulation = Simulation(compacted(bytes_per_second=speed), steps=2)
         assert lent(simulation) == [(2, 0, 4, 50), (3, 0, 4, 50)]
@@ -89,8 +95,9 @@ def test_lenders_reserve_for_the_microbatches_in_flight() -> None:
 
 
 def test_compaction_adds_up_as_by_hand() -> None:
-    """Of microbatch 0, alone on the device, every sample is the sum that the scenario spells out: an F piece adds what
-    it saves, N keeps its input, a joined OFFLOAD frees 7.2, R adds what it saves, every B piece frees what it saved.
+    """For microbatch 0, alone on the device, every sample equals the sum in the scenario: an F piece adds its
+    saved bytes, N keeps its input, a joined OFFLOAD frees 7.2, R adds its saved bytes, every B piece frees
+    its saved bytes.
     """
     held = {
         s.action: s.by_category.get(Category.ACTIVATIONS, 0)
@@ -147,12 +154,12 @@ carried out 3:
 
 
 def pipedream() -> Plan:
-    """Four equal layers on four devices, a step of one microbatch."""
+    """Build four equal layers on four devices, a step of one microbatch."""
     return make_plan(equal_profile(4), [1] * 4, microbatches=1, schedule="pipedream")
 
 
 def test_the_parts_of_pipedream_are_as_drawn() -> None:
-    """One microbatch enters, every stage makes an update, and nothing waits for the pipeline to be empty."""
+    """One microbatch enters, every stage updates, and nothing waits for the pipeline to be empty."""
     plan = pipedream()
     assert step_programs(plan)[-1] == parse_program(BODY, placement=PIPEDREAM, microbatches=1)
     assert lower_drain(plan, entered=9) == parse_program(DRAIN, placement=PIPEDREAM, microbatches=0)
@@ -160,8 +167,8 @@ def test_the_parts_of_pipedream_are_as_drawn() -> None:
 
 
 def test_a_body_of_pipedream_holds_a_version_for_every_microbatch_in_flight() -> None:
-    """A stage's fullest moment in a full pipeline: parameters of 32, optimizer state twice that, 24 activations of each
-    microbatch in flight, and 32 for each of their versions but the newest.
+    """The peak of a stage in a full pipeline is: parameters of 32, optimizer state twice that, 24 activations
+    of each microbatch in flight, and 32 for each of their versions except the newest.
     """
     for stage, device in enumerate(simulate(pipedream()).devices):
         full = max(device.memory, key=lambda sample: sample.total_bytes).by_category
@@ -172,7 +179,7 @@ def test_a_body_of_pipedream_holds_a_version_for_every_microbatch_in_flight() ->
 
 
 def test_a_part_of_an_endless_schedule_is_not_simulated_alone() -> None:
-    """Nothing has begun what it joins; the error says what to simulate instead."""
+    """The part joins transfers that no action has begun; the error names the program to simulate instead."""
     with pytest.raises(
         UsageError, match="a part of an endless schedule, which nothing has begun: simulate its plan"
     ):
@@ -185,7 +192,7 @@ GRIDS = ((0, 1, 2, 3), (4, 5))  # stage 0 four times, a replica for two samples;
 
 
 def replica(device: int) -> str:
-    """Device 0 to 3: its two rows go to both shards, and their gradients come from the first."""
+    """Return device 0 to 3: its two rows go to both shards, and their gradients come from the first."""
     rows = f"{{{2 * device}:{2 * device + 2}}}"
     return (
         f"0LOAD0{rows} 0F0 0SEND_F0{rows}@device4 0SEND_F0{rows}@device5 0RECV_B0{rows}@device4 "
@@ -195,7 +202,7 @@ def replica(device: int) -> str:
 
 
 def shard(device: int) -> str:
-    """Device 4 or 5: all rows come from four replicas; the first one has their gradients for all."""
+    """Return device 4 or 5: all rows come from four replicas; the first one has their gradients for all."""
     rows = [f"{{{2 * n}:{2 * n + 2}}}@device{n}" for n in range(4)]
     back = rows if device == 4 else []
     return " ".join(
@@ -211,7 +218,7 @@ def shard(device: int) -> str:
 
 
 def gridded() -> Program:
-    """One microbatch of eight samples."""
+    """Return one microbatch of eight samples."""
     lines = [*map(replica, range(4)), *map(shard, (4, 5))]
     text = "\n".join(f"device {device}: {line}" for device, line in enumerate(lines))
     return parse_program(text, placement=GRIDS, microbatches=1)
@@ -231,12 +238,14 @@ def test_grids_are_a_program() -> None:
 
 
 def with_ranks(found: ModelProfile) -> ModelProfile:
-    """The profile as if layers that two ranks divide cost what whole ones do."""
+    """Return the profile as if layers on two ranks cost the same as whole ones."""
     return replace(found, measurements=(*found.measurements, replace(found.measurements[0], tensor=2)))
 
 
 def test_shards_have_a_program() -> None:
-    """A plan with shards can be made and lowered: every shard gets the same rows, and one of them sends them back."""
+    """A plan with shards can be built and lowered: every shard gets the same rows, and one of them sends them
+    back.
+    """
     plan = make_plan(equal_profile(2), [1, 1], microbatches=1, cluster=make_cluster(6))
     stages = (
         Stage(start=0, stop=1, grid=Grid.of(0)),
@@ -254,7 +263,7 @@ def test_shards_have_a_program() -> None:
 
 
 def test_a_message_of_a_grid_says_whom_it_is_for() -> None:
-    """`1RECV_F0` alone would not say from which of four devices."""
+    """`1RECV_F0` without the sender would not identify one of four devices."""
     with pytest.raises(UsageError, match=r"1RECV_F0 does not say to which of devices \[0, 1, 2, 3\]"):
         parse_program(
             "device 0:\ndevice 1:\ndevice 2:\ndevice 3:\ndevice 4: 1RECV_F0 1WAIT_RECV_F0",

@@ -1,4 +1,4 @@
-"""What the linters cannot check of our style."""
+"""Style checks beyond the linters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def test_every_test_says_what_it_shows(path: Path) -> None:
 
 
 def test_counts_are_written_with_their_nouns() -> None:
-    """`{len(x)} layers` is wrong of one layer: `counted` writes a number with its noun, in the plural or not."""
+    """`{len(x)} layers` is wrong for one layer: `counted` writes a number with its noun, singular or
+    plural.
+    """
     bare = [
         f"{path.name}:{count.lineno} {ast.unparse(count.value)}{noun.value!r}"
         for path in SOURCES
@@ -43,7 +45,7 @@ def test_counts_are_written_with_their_nouns() -> None:
 
 
 def test_the_architecture_shows_the_order_of_imports_that_is_checked() -> None:
-    """The layers on the page are those of the contract, line by line."""
+    """The layers on the page match those of the contract, line by line."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     section = (
         (ROOT / "ARCHITECTURE.md")

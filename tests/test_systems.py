@@ -1,4 +1,6 @@
-"""On systems other than Linux: what needs no worker processes works, and what does is refused in a sentence."""
+"""On systems other than Linux, features without worker processes work, and others are refused in a
+sentence.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ PLAN = "plan zoo:mlp --cluster 2x-rtx-3090 --batch-size 8 --planner uniform -o p
 
 @pytest.mark.parametrize("system", ["win32", pytest.param("darwin", marks=pytest.mark.gallery)])
 def test_plans_and_pages_are_made_and_workers_refused(system: str, tmp_path: Path) -> None:
-    """A plan with its dry run, a page, a look around; training by workers says what to do instead."""
+    """A plan with its dry run, a page and an overview work; the message on training by workers gives an
+    alternative.
+    """
     lines = (
         PLAN,
         "report plan.json",

@@ -18,7 +18,7 @@ def test_columns_are_aligned_numbers_to_the_right() -> None:
 
 
 def test_a_table_without_rows_is_its_headings() -> None:
-    """Nothing to show is not an error."""
+    """An empty table is not an error."""
     assert plain([Table(("a", "b"), ())]) == "a  b"
 
 
@@ -28,7 +28,7 @@ def test_control_characters_are_taken_out() -> None:
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -43,7 +43,9 @@ def test_a_terminal_gets_the_same_words() -> None:
 
 
 def test_what_is_over_is_red_and_what_is_tight_yellow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a terminal's cells, by the word at their end; a pipe, and one who asks for no colour, reads the word alone."""
+    """A terminal colours cells by their last word; a pipe, or a terminal without colours, shows only the
+    word.
+    """
     shown = Table(
         ("full",), (("110.0 % over",), ("96.0 % tight",), ("80.0 %",), ("turnover",), ("out of memory",))
     )
@@ -65,7 +67,7 @@ def test_what_is_over_is_red_and_what_is_tight_yellow(monkeypatch: pytest.Monkey
 
 
 def test_a_cell_that_is_over_is_told_to_a_style_sheet() -> None:
-    """By a class, beside that of figures."""
+    """The cell has a class in addition to that of figures."""
     made = html([Table(("full", "at"), (("110.0 % over", "over"), ("96.0 % tight", "1F2")))])
     assert (
         '<td class="number over">110.0 % over</td>' in made
@@ -82,7 +84,7 @@ WIDE = Table(
 
 
 def on_80_columns(monkeypatch: pytest.MonkeyPatch, *blocks: Table | str) -> list[str]:
-    """The lines that a terminal of 80 columns shows, without its colours."""
+    """Return the lines that a terminal of 80 columns shows, without its colours."""
     monkeypatch.setenv("COLUMNS", "80")
     stream = Terminal()
     write(blocks, stream)
@@ -102,7 +104,7 @@ def test_a_table_wider_than_the_terminal_is_shown_in_parts(monkeypatch: pytest.M
 
 
 def test_a_long_name_is_broken_and_leaves_room_for_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name longer than the terminal is shown whole over several lines, beside a figure that is not broken."""
+    """A name longer than the terminal is wrapped over several lines, next to an unbroken figure."""
     name = "".join(chr(ord("a") + place % 26) for place in range(200))
     lines = on_80_columns(monkeypatch, Table(("name", "bytes"), ((name, "1000.00 KiB"),)))
     assert max(map(len, lines)) <= 80
@@ -111,14 +113,16 @@ def test_a_long_name_is_broken_and_leaves_room_for_figures(monkeypatch: pytest.M
 
 
 def test_a_table_that_fits_the_terminal_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A narrow table is shown once, with its columns beside each other."""
+    """A narrow table is shown once, with all columns in one part."""
     lines = on_80_columns(monkeypatch, TABLE)
     assert sum("long" in line and "1000" in line for line in lines) == 1
     assert sum("name" in line for line in lines) == 1
 
 
 def test_spare_columns_give_way_before_a_table_is_parted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As few as let it fit, in the order in which they are named; elsewhere they are shown."""
+    """The fewest spare columns are dropped, in the given order, until the table fits; a wider terminal shows
+    them.
+    """
     rows = [("a", "7", "1" * room, "#" * 20) for room in (45, 46, 73)]
     tables = [Table(("name", "count", "figure", ""), (row,), spare=("", "count")) for row in rows]
     shown = [on_80_columns(monkeypatch, table) for table in tables]
@@ -134,7 +138,7 @@ def test_spare_columns_give_way_before_a_table_is_parted(monkeypatch: pytest.Mon
 
 
 def test_a_line_is_not_broken_between_a_figure_and_its_unit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever a sentence reaches the terminal's edge, `0.5 %` and `3.20 GiB` stay on one line; no word is lost."""
+    """At any line break of a sentence, `0.5 %` and `3.20 GiB` stay on one line; all words are kept."""
     for room in range(60, 80):
         words = f"{'x' * room} 0.5 % above, 3.20 GiB free, in 14 ms"
         lines = on_80_columns(monkeypatch, words)
@@ -144,7 +148,9 @@ def test_a_line_is_not_broken_between_a_figure_and_its_unit(monkeypatch: pytest.
 
 
 def test_an_indented_line_goes_on_indented_two_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the next entry of a list is told from the rest of this one; a sentence goes on at the margin."""
+    """The extra indent separates an entry of a list from the next entry; a sentence continues at the
+    margin.
+    """
     words = "one\n  two three four\n  five six\nseven eight nine"
     shown = "one\n  two three\n    four\n  five six\nseven eight\nnine\n"
     stream = io.StringIO()
@@ -157,7 +163,9 @@ def test_an_indented_line_goes_on_indented_two_more(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_word_among_figures_is_not_the_name_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table of figures is shown in whole cells whatever its last column says: what counts rows names them."""
+    """A table of figures is shown in whole cells whatever its last column contains: the row counter names the
+    rows.
+    """
     cells = tuple(f"{place}{place}.00 MiB" for place in range(1, 10))
     columns = ("device", *(f"column {place}" for place in range(1, 10)), "verdict")
     lines = on_80_columns(monkeypatch, Table(columns, (("0", *cells, "out of memory"), ("1", *cells, "0"))))
@@ -172,7 +180,7 @@ def test_a_word_among_figures_is_not_the_name_of_a_row(monkeypatch: pytest.Monke
 
 
 def test_rows_of_the_same_name_are_told_apart_in_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the first name is that of several rows, the next ones are repeated with it."""
+    """If several rows have the same first name, the next columns are repeated with it."""
     rows = tuple(
         ("layer0", operation, *(f"{place}000.00 KiB" for place in range(7)))
         for operation in ("Addmm", "Gelu")
@@ -183,7 +191,9 @@ def test_rows_of_the_same_name_are_told_apart_in_every_part(monkeypatch: pytest.
 
 
 def test_a_bar_of_characters_is_drawn_in_html() -> None:
-    """As full as it says, with the words behind it; a cell of dots or with a number sign is text as ever."""
+    """The bar has the given length, followed by its words; a cell of dots or with a number sign remains
+    text.
+    """
     made = html(
         [Table(("full", ""), (("75.0 %", "###############....."), ("120.0 % over", "#" * 20 + " and more")))]
     )

@@ -1,4 +1,4 @@
-"""What ranks divide, in words."""
+"""Description of the tensors that ranks shard."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pipefit.schema.profile import Shares, Whole
 
 
 def test_all_is_divided_only_where_nothing_is_left_whole() -> None:
-    """One byte of a million is seen; all of none is nothing."""
+    """A single undivided byte out of a million is reported; all of zero bytes counts as none."""
     all_but_one = Shares(
         ranks=2,
         parameter_bytes=1_000_000,
@@ -25,7 +25,7 @@ def test_all_is_divided_only_where_nothing_is_left_whole() -> None:
 
 
 def test_operations_that_stay_whole_alike_are_told_once() -> None:
-    """With the layers that have them, each once, and how many they are; the largest comes first."""
+    """Each operation appears once, with the layers that have it and their number; the largest comes first."""
     head = Whole(layer="head", operator="linear", parameter_bytes=2048, flops=3000, reason="it is cheap")
     small = replace(head, parameter_bytes=1024)
     others = tuple(replace(small, layer=layer) for layer in ("block0", "block0", "block1"))

@@ -1,4 +1,4 @@
-"""What people hand to the nouns by hand: a value of another type than its field's is refused where it is born."""
+"""Type checks of documents: a value of another type than its field's is refused at construction."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ DECISION = {"stage": 0, "subject": Run(start=0, stop=1), "what": What.RECOMPUTE}
 def test_a_wrong_type_is_refused_by_the_name_of_its_field(
     kind: Any, good: dict[str, Any], wrong: dict[str, Any]
 ) -> None:
-    """Whatever people construct by hand names the field and the value it was given, in one sentence."""
+    """The message of every public constructor names the field and the given value, in one sentence."""
     name, value = next(iter(wrong.items()))
     with pytest.raises(UsageError) as refused:
         kind(**{**good, **wrong})
@@ -91,7 +91,9 @@ def test_a_wrong_type_is_refused_by_the_name_of_its_field(
 
 
 def test_a_plan_refuses_stages_that_are_none() -> None:
-    """A plan written by hand with a list of stages, or with pairs instead of stages, is told what belongs there."""
+    """A manual plan with a list of stages, or with pairs instead of stages, is refused with the expected
+    type.
+    """
     made = make_plan(equal_profile(2), [1, 1])
     for stages in (list(made.stages), ((0, 1), (1, 2)), None):
         with pytest.raises(UsageError, match=r"Plan\.stages must be a tuple of Stage"):
@@ -101,7 +103,7 @@ def test_a_plan_refuses_stages_that_are_none() -> None:
 
 
 def test_every_number_in_parts_is_checked() -> None:
-    """Numbers given to `plan` in parts are refused like those of a `Training`."""
+    """Separate numbers given to `plan` are refused like those of a `Training`."""
     for parts in (
         {"batch_size": True},
         {"batch_size": "8"},
@@ -114,7 +116,7 @@ def test_every_number_in_parts_is_checked() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Everything:
-    """A field of every form."""
+    """A class with a field of every form."""
 
     count: int = 1
     share: float = 0.5
@@ -145,7 +147,9 @@ class Everything:
     ],
 )
 def test_what_a_field_means_is_taken(given: dict[str, Any]) -> None:
-    """An int will do for a float, None where it is allowed, and any number of parts in a tuple without a length."""
+    """An int is valid for a float, None if allowed, and a tuple without a length takes any number of
+    parts.
+    """
     assert getattr(Everything(**given), next(iter(given))) is next(iter(given.values()))
 
 
@@ -175,13 +179,15 @@ def test_what_a_field_means_is_taken(given: dict[str, Any]) -> None:
     ],
 )
 def test_what_a_field_does_not_mean_is_refused(given: dict[str, Any]) -> None:
-    """Neither a flag nor a float is a whole number, in whatever depth; a text is no number."""
+    """Neither a flag nor a float is a whole number, at any depth; a text is not a number."""
     with pytest.raises(UsageError, match=rf"Everything\.{next(iter(given))} must be "):
         Everything(**given)
 
 
 def test_checking_costs_about_a_microsecond() -> None:
-    """Planners make stages by the thousand: checking one takes about half a microsecond, and less than ten anywhere."""
+    """Checking a stage takes about half a microsecond, and less than ten on any machine, because planners
+    create thousands.
+    """
     stage = Stage(start=0, stop=3, grid=Grid.of(0))
     seconds = min(timeit.repeat(lambda: check_types(stage), number=2000, repeat=5)) / 2000
     assert seconds < 1e-5
@@ -189,7 +195,7 @@ def test_checking_costs_about_a_microsecond() -> None:
 
 @pytest.mark.parametrize("value", [2.0, True, "2", None, 0, 11])
 def test_an_argument_that_is_no_such_number_is_refused(value: Any) -> None:
-    """A function that wants a whole number names the argument, what it may be, and what it was given."""
+    """The message names the argument, the valid values, and the given one."""
     with pytest.raises(UsageError, match=r"^steps must be a whole number from 1 to 10, not " + repr(value)):
         whole("steps", value, 1, 10)
     assert whole("steps", 10, 1, 10) == 10
@@ -197,7 +203,7 @@ def test_an_argument_that_is_no_such_number_is_refused(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [True, "2", None, 0.0, -1, float("nan"), float("inf"), 1e9])
 def test_an_argument_that_is_no_positive_number_is_refused(value: Any) -> None:
-    """The same for seconds, which may be fractions but neither infinite nor none."""
+    """The same holds for seconds, which may be fractions but neither infinite nor none."""
     with pytest.raises(UsageError, match=r"^patience must be a number above 0 and below 1e\+09, not "):
         number("patience", value, below=1e9)
     assert number("patience", 0.5, below=1e9) == 0.5

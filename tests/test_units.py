@@ -1,4 +1,4 @@
-"""Figures as people read them: three digits, the unit that suits them, never an exponent."""
+"""Figures for readers: three digits, a suitable unit, never an exponent."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def test_a_number_is_itself_to_three_digits_without_an_exponent(value: float) ->
 
 @given(st.floats(1e-6, 1e9))
 def test_seconds_are_in_the_unit_that_leaves_less_than_a_thousand(seconds: float) -> None:
-    """`999.7 ms` is rounded to `1 s`, not to a thousand milliseconds; only seconds themselves have thousands."""
+    """`999.7 ms` is rounded to `1 s`, not to a thousand milliseconds; only seconds have thousands."""
     figure, unit = format_seconds(seconds).split()
     assert abs(float(figure.replace(",", "")) * SECONDS[unit] - seconds) <= 0.00501 * seconds
     assert unit == "s" or 1 <= float(figure) < 1000
 
 
 def test_a_part_is_a_size_or_a_percentage() -> None:
-    """A reserve of nothing is one; signs, other units and bare signs of percent are none."""
+    """A reserve of zero is valid; signs, other units and bare percent signs are not."""
     assert [parse_part(text, 2000) for text in ("5%", " 0.1 % ", "1KiB", "0")] == [100, 2, 1024, 0]
     for wrong in ("%", "-5%", "5 percent", ""):
         with pytest.raises(UsageError, match=r"is not a size: .*; or a part of the memory, such as 5%$"):
@@ -37,7 +37,7 @@ def test_a_part_is_a_size_or_a_percentage() -> None:
 
 
 def test_a_rate_in_bits_is_refused_with_its_bytes() -> None:
-    """Networks are sold in bits; eight times the rate would make every plan over them too fast."""
+    """Networks are sold in bits; reading them as bytes would make every plan eight times too fast."""
     assert [parse_rate(text) for text in ("25GB/s", "1.5 MiB/s", "2000")] == [25 * 10**9, 3 << 19, 2000]
     for bits, words in (
         ("200Gb/s", "write 25GB/s"),
@@ -51,7 +51,7 @@ def test_a_rate_in_bits_is_refused_with_its_bytes() -> None:
 
 
 def test_a_number_without_a_unit_is_a_slip_if_it_is_small() -> None:
-    """24 is no memory of a device; 1048576 is one, and nothing is a reserve."""
+    """A device memory of 24 is refused; 1048576 is valid, and so is a reserve of zero."""
     for text in ("24", "1023"):
         with pytest.raises(UsageError, match=f"{text}GiB"):
             parse_bytes(text)
@@ -59,7 +59,9 @@ def test_a_number_without_a_unit_is_a_slip_if_it_is_small() -> None:
 
 
 def test_operations_have_a_unit_for_every_size() -> None:
-    """A small layer's operations are not a part of a thousandth of those of a large one."""
+    """The unit follows the size, so that operations of a small layer are not shown as thousandths of those of
+    a large one.
+    """
     assert [format_flops(n) for n in (0, 5, 81_900, 3_210_000, 148_000_000_000, 10**15)] == [
         "0 FLOP", "5 FLOP", "81.9 kFLOP", "3.21 MFLOP", "148 GFLOP", "1,000 TFLOP",
     ]  # fmt: skip

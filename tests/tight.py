@@ -1,6 +1,7 @@
-"""Small questions whose caps bind, and every plan that answers one: the oracle of bounds and of planners for speed.
+"""Small questions whose memory limits bind, and all plans for them: the oracle of bounds and of planners for
+speed.
 
-It shares nothing with any planner: plans are written down one by one, and simulated.
+It shares no code with planners: plans are enumerated and simulated one by one.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Case(NamedTuple):
 
 
 def keeping_layer(width: int, kept: int, weight: int, seconds: float) -> LayerCost:
-    """A layer that saves its input and `kept` bytes of its own."""
+    """Build a layer that saves its input and `kept` additional bytes."""
     return layer(
         (value(width),),
         (value(width),),
@@ -54,7 +55,7 @@ def keeping_layer(width: int, kept: int, weight: int, seconds: float) -> LayerCo
 
 
 def cluster(budgets: Sequence[int], *, host_rate: float, peer_rate: float) -> Cluster:
-    """Devices with a link of their own to the host, and one to every other device."""
+    """Build devices with a separate link to the host, and one to every other device."""
     numbers = range(len(budgets))
     up = [Link(members=(Member.device(n), Member.host(0)), bytes_per_second=host_rate) for n in numbers]
     across = [
@@ -71,7 +72,7 @@ def cluster(budgets: Sequence[int], *, host_rate: float, peer_rate: float) -> Cl
 
 
 def random_case(rng: Random, schedules: Sequence[str], *, layers: int = 3, most: int = 4) -> Case:
-    """Layers that keep several times their input, on devices that cannot keep everything."""
+    """Draw layers that keep several times their input, on devices that cannot keep everything."""
     width = rng.randrange(1, 4)
     costs = [
         keeping_layer(width, rng.randrange(40), rng.randrange(8), float(rng.randrange(1, 5)))
@@ -90,7 +91,7 @@ def random_case(rng: Random, schedules: Sequence[str], *, layers: int = 3, most:
 
 
 def plans(case: Case, techniques: Sequence[str]) -> Iterator[Plan]:
-    """Every split of the layers over all devices in their order, with every technique for every layer."""
+    """Yield every split of the layers over all devices in order, with every technique for every layer."""
     count, devices = len(case.profile.layers), len(case.cluster.devices)
     for cuts in combinations(range(1, count), devices - 1):
         stages = tuple(
@@ -109,7 +110,7 @@ def plans(case: Case, techniques: Sequence[str]) -> Iterator[Plan]:
 
 
 def _decisions(stages: Sequence[Stage], chosen: Sequence[str]) -> tuple[Decision, ...] | None:
-    """What is done with each layer; None where a run would be joined to nothing."""
+    """Return the decisions for each layer; None if a run has no layer to join."""
     found = list[Decision]()
     for number, stage in enumerate(stages):
         for n in range(stage.start, stage.stop):
@@ -129,9 +130,11 @@ def _decisions(stages: Sequence[Stage], chosen: Sequence[str]) -> tuple[Decision
 
 
 def fastest(case: Case, techniques: Sequence[str] = EVERY) -> float | None:
-    """Seconds of the fastest plan that fits, with everything brought back in time or one action early; None if none.
+    """Return the seconds of the fastest plan that fits, reloading everything in time or one action early;
+    None if none.
 
-    Plans are put together of what their stages do, as they are many; the fastest is then simulated as a whole.
+    Plans are assembled from the options of their stages, because there are many; the fastest is then
+    simulated.
     """
     best: tuple[float, Plan] | None = None
     parts = Parts(Costs(case.profile.measurements[0], case.training))

@@ -33,7 +33,7 @@ def task_of(
     loss: Callable[[Any, Any], Any] = F.mse_loss,
     optimizer: Callable[..., torch.optim.Optimizer] = SGD,
 ) -> Task:
-    """A task of these layers, from rows of `inputs` numbers to rows of `outputs`."""
+    """Return a task of these layers, from rows of `inputs` numbers to rows of `outputs`."""
 
     def batch(size: int) -> tuple[Tensor, Tensor]:
         return torch.randn(size, inputs), torch.randn(size, outputs)
@@ -42,8 +42,8 @@ def task_of(
 
 
 def profile_of(task: Task, size: int) -> ModelProfile:
-    """The profile of a task at one size, for as many threads as this process has. It is made once for all tests that
-    use the same functions in a task; a module that exists is profiled again, because training changes it.
+    """Return the profile of a task at one size, for this process's number of threads. Cached for all tests
+    whose tasks use the same functions; an existing module is profiled again, because training changes it.
     """
     threads = torch.get_num_threads()
     return (_made if isinstance(task.module, nn.Module) else _made_once)(task, size, threads)
@@ -68,7 +68,8 @@ def plan_of(
     devices: int | None = None,
     profiled: ModelProfile | None = None,
 ) -> Plan:
-    """Stage s holds `split[s]` layers on device s, or s modulo `devices`; each device has `memory_bytes`.
+    """Build a plan: stage s holds `split[s]` layers on device s, or s modulo `devices`; each device has
+    `memory_bytes`.
 
     The task is profiled, unless it is `profiled` already.
     """
@@ -93,18 +94,18 @@ def plan_of(
 
 
 def trainer_of(task: Task, split: Sequence[int], **training: Any) -> Trainer:
-    """A trainer of `plan_of` the same."""
+    """Return a trainer for `plan_of` with the same arguments."""
     return Trainer(task, plan_of(task, split, **training))
 
 
 def batch_of(task: Task, plan: Plan, seed: int = 0) -> tuple[Any, Any]:
-    """A batch of the plan's size, the same for the same seed."""
+    """Return a batch of the plan's size, equal for equal seeds."""
     torch.manual_seed(seed)
     return task.batch(plan.training.batch_size)
 
 
 def alone(task: Task, plan: Plan, steps: int = 1) -> tuple[list[float], dict[str, Tensor]]:
-    """Plain training, without any draws: the losses of the steps, and the state at the end."""
+    """Train plainly without draws; return the losses of the steps, and the final state."""
     torch.manual_seed(0)
     chain = task.build()
     trained = [p for p in chain.parameters() if p.requires_grad]
@@ -127,7 +128,7 @@ def alone(task: Task, plan: Plan, steps: int = 1) -> tuple[list[float], dict[str
 
 
 def in_one_process(task: Task, plan: Plan, steps: int) -> tuple[Trainer, list[float]]:
-    """All stages in this process, fed with the batches that workers make; and their losses."""
+    """Run all stages in this process with the workers' batches; return their losses."""
     trainer, losses = Trainer(task, plan), []
     for step in range(steps):
         torch.manual_seed(step)
@@ -136,7 +137,9 @@ def in_one_process(task: Task, plan: Plan, steps: int) -> tuple[Trainer, list[fl
 
 
 def goes_on(task: Task, plans: Sequence[Plan], data: Sequence[Any], folder: Path) -> None:
-    """Train a step by each plan, from the checkpoint of the plan before, whose whole state is taken up bit by bit."""
+    """Train a step by each plan, resumed from the previous plan's checkpoint, whose whole state is restored
+    bit by bit.
+    """
     before = Trainer(task, plans[0])
     before.step(data[0])
     for number, plan in enumerate(plans[1:], start=1):

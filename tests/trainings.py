@@ -1,4 +1,4 @@
-"""Trainings by the command in processes of their own, which wait, die and go on where a test says so."""
+"""Trainings by the command in separate processes, which wait, die and resume on a test's request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECONDS = 240  # in which anything happens on a loaded machine too
 
 @dataclass
 class Training:
-    """A training of nine steps that saves every third to `runs`, with files of its own in `folder`."""
+    """A training of nine steps that saves every third to `runs`, with its files in `folder`."""
 
     folder: Path
     runs: Path
@@ -31,7 +31,7 @@ class Training:
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def command(self, *more: str, seed: bool = True) -> list[str]:
-        """The words of the command, with these options too."""
+        """Return the words of the command, with these additional options."""
         self.folder.mkdir(exist_ok=True)
         plan = self.runs.parent / "plan.json"
         if not plan.exists():
@@ -49,7 +49,7 @@ class Training:
         return command + (["--seed", str(self.seed)] if seed else [])
 
     def start(self, *more: str, seed: bool = True) -> subprocess.Popen[str]:
-        """Begin, with these options too."""
+        """Start, with these additional options."""
         process = subprocess.Popen(
             [sys.executable, "-m", "pipefit", *self.command(*more, seed=seed)],
             env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"},
@@ -61,12 +61,12 @@ class Training:
         return process
 
     def waits_at(self, step: int) -> None:
-        """From now on it waits before a step, as it has told by the end of `until_at`."""
+        """Make the training wait before a step, which it has announced when `until_at` returns."""
         self.folder.mkdir(exist_ok=True)
         (self.folder / f"wait-{step}").touch()
 
     def until_at(self, step: int) -> None:
-        """Return when it waits there."""
+        """Wait until it waits there."""
         until = time.monotonic() + SECONDS
         while not (self.folder / f"at-{step}").exists():
             assert time.monotonic() < until, "it does not come there"
@@ -74,29 +74,29 @@ class Training:
             time.sleep(0.02)
 
     def goes_on(self, step: int) -> None:
-        """Let it go on from there."""
+        """Let it continue from there."""
         (self.folder / f"wait-{step}").unlink()
         (self.folder / f"at-{step}").unlink(missing_ok=True)
 
     def dies_at(self, death: str) -> None:
-        """A worker of it will be killed there: `WORKER-STEP-ACTION`."""
+        """Kill one of its workers there: `WORKER-STEP-ACTION`."""
         self.folder.mkdir(exist_ok=True)
         (self.folder / death).touch()
 
     def kill(self) -> None:
-        """Kill the command itself, as a machine that goes down does; its workers end with it."""
+        """Kill the command, as a machine failure does; its workers end with it."""
         process = self.processes[-1]
         process.kill()
         process.communicate(timeout=SECONDS)
 
     def end(self) -> tuple[int, list[float], str]:
-        """Its exit code, losses and messages, when it has ended."""
+        """Wait for its end; return its exit code, losses and messages."""
         out, err = self.processes[-1].communicate(timeout=SECONDS)
         losses = json.loads(out)["losses"] if out and "losses" in json.loads(out) else []
         return self.processes[-1].returncode, losses, err
 
     def close(self) -> None:
-        """End what is left of it."""
+        """Kill all its remaining processes."""
         for process in self.processes:
             with suppress(ProcessLookupError):
                 process.send_signal(signal.SIGKILL)

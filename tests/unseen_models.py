@@ -1,7 +1,8 @@
-"""Models as somebody who has never heard of pipefit writes them, for grids of stages: grouped convolutions, recurrent
-layers, experts with dropped tokens, relative positions, weights that far layers share, dictionaries between modules.
+"""Models by an author who does not know pipefit, for grids of stages: grouped convolutions, recurrent layers,
+experts with dropped tokens, relative positions, weights shared between distant layers, dictionaries between
+modules.
 
-None draws at random, and what a sample gives does not depend on the others, but in batch norm.
+None draws at random, and except for batch norm a sample's result does not depend on the others.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from pipefit.capture import Task
 WORDS, LENGTH, WIDTH, CLASSES = 24, 8, 32, 10
 
 
-# -------------------------------------------------------------------- convolutions in groups
+# -------------------------------------------------------------------- grouped convolutions
 
 
 class Squeezed(nn.Module):
-    """A depthwise convolution between two pointwise ones in groups, with a gate for every channel."""
+    """A depthwise convolution between two grouped pointwise ones, with a gate for every channel."""
 
     def __init__(self, width: int, stride: int, groups: int) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ class Squeezed(nn.Module):
 
 
 class Grouped(nn.Module):
-    """Two answers in a dictionary: one from the middle of the net, one from its end."""
+    """Two results in a dictionary: one from the middle of the net, one from its end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +120,7 @@ def sentences(size: int) -> tuple[Tensor, Tensor]:
 
 
 class Experts(nn.Module):
-    """Each token goes to its two best of four experts, unless these have as many of its sentence as they take."""
+    """Experts with two out of four per token, unless an expert has reached its limit for the sentence."""
 
     def __init__(self, experts: int = 4, room: int = 3) -> None:
         super().__init__()
@@ -149,7 +150,7 @@ class Experts(nn.Module):
 
 
 class Expert(nn.Module):
-    """A language model whose feedforward layers are experts; also returns how unevenly they are asked."""
+    """A language model with experts as feedforward layers; also returns the imbalance of their load."""
 
     def __init__(self, layers: int = 2) -> None:
         super().__init__()
@@ -181,7 +182,9 @@ def words_and_loads(found: tuple[Tensor, Tensor], wanted: Tensor) -> Tensor:
 
 
 class Relative(nn.Module):
-    """Attention with a vector for every distance (Shaw), a number for every head and bucket, and slopes (ALiBi)."""
+    """Attention with a vector for every distance (Shaw), a number for every head and bucket, and slopes
+    (ALiBi).
+    """
 
     def __init__(self, heads: int = 4) -> None:
         super().__init__()
@@ -205,7 +208,7 @@ class Relative(nn.Module):
 
 
 class Positions(nn.Module):
-    """Layers of attention by distances, with feedforward layers beside them (parallel, as in GPT-J)."""
+    """Layers of attention by distances, with parallel feedforward layers (as in GPT-J)."""
 
     def __init__(self, layers: int = 3) -> None:
         super().__init__()
@@ -234,7 +237,9 @@ def next_words(logits: Tensor, wanted: Tensor) -> Tensor:
 
 
 class Reused(nn.Module):
-    """The first block is also the last, a weight is used as it is and transposed, and one norm is everybody's."""
+    """A model whose first block is also the last, with a weight used plain and transposed, and one norm
+    everywhere.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +285,7 @@ class Encoder(nn.Module):
 
 
 class Pyramid(nn.Module):
-    """A feature pyramid: goes from coarse to fine, and answers with a map, classes and a list of means."""
+    """A feature pyramid from coarse to fine that returns a map, classes and a list of means."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,7 +17,9 @@ from tiny import task_of
 
 
 def wide() -> Task:
-    """Tensors of both pools, some kept for the backward, dropout, and an optimizer with state on the device alone."""
+    """Build tensors of both pools, some kept for the backward, dropout, and an optimizer with state only on
+    the device.
+    """
     return task_of(
         lambda: (
             nn.Linear(600, 700), nn.Tanh(), nn.Dropout(0.3), nn.Linear(700, 900), nn.GELU(), nn.Linear(900, 40)
@@ -29,11 +31,11 @@ def wide() -> Task:
 
 
 def on_gpus(plan: Plan) -> Plan:
-    """The same plan for GPUs of as much memory."""
+    """Return the same plan for GPUs with the same memory."""
     return replace(plan, cluster=replace(plan.cluster, backend="cuda"))
 
 
 @functools.cache
 def wide_profile() -> ModelProfile:
-    """What its layers cost on a GPU."""
+    """Return the profile of its layers on a GPU."""
     return profile(wide(), microbatch_size=700, target="cuda")
