@@ -1,4 +1,4 @@
-"""What people get wrong on the command line: one sentence on stderr, a stable exit code, and nothing written."""
+"""Mistakes on the command line: one sentence on stderr, a stable exit code, and no files."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def make():
 """
 
 TABLE: list[tuple[str, int, list[str]]] = [
-    # the parser's own
+    # parser
     ("fly", 2, ["fly", "--help"]),
     ("--fly", 2, ["--fly"]),
     ("plan", 2, ["PROFILE", "pipefit plan --help"]),
@@ -147,7 +147,7 @@ TABLE: list[tuple[str, int, list[str]]] = [
     ),
     ("certify zoo:mlp plan.json", 2, ["the plan comes first, plan.json zoo:mlp"]),
     ("train zoo:mlp plan.json", 2, ["the plan comes first, plan.json zoo:mlp"]),
-    # the model
+    # model
     ("plan gpt2 --cluster dgx1-v100", 6, ["there is no file gpt2", "such as hf:gpt2"]),
     ("plan train.py --cluster dgx1-v100", 6, ["train.py is a script", "pipefit.Task, as in train:make_task"]),
     ("plan zoo:gtp --cluster dgx1-v100", 2, ["did you mean gpt?"]),
@@ -192,7 +192,7 @@ TABLE: list[tuple[str, int, list[str]]] = [
     ("profile mine:one --microbatch-size 1", 2, ["raised TypeError", "size"]),
     ("profile broken:make --microbatch-size 1", 2, ["module broken raised SyntaxError"]),
     ("profile needy:make --microbatch-size 1", 2, ["needy cannot be imported", "no_such_package"]),
-    # the cluster
+    # cluster
     ("plan profile.json --cluster dgx1", 2, ["'dgx1'", "did you mean dgx"]),
     ("plan profile.json --cluster emulated:4", 2, ["emulated:4x256MiB"]),
     ("plan profile.json --cluster emulated:4x24", 2, ["'24' has no unit: write 24GiB"]),
@@ -253,7 +253,7 @@ TABLE: list[tuple[str, int, list[str]]] = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents of every kind, some of them broken, and modules with factories."""
+    """Create documents of every kind, some of them broken, and modules with factories."""
     here = tmp_path_factory.mktemp("folder")
     plan = make_plan(random_profile(6), (2, 4))
     save(plan.profile, here / "profile.json")
@@ -285,7 +285,9 @@ def test_a_mistake_has_its_sentence_and_its_code(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The line ends with its exit code and one sentence with the words; stdout stays empty, the folder as it was."""
+    """The line ends with its exit code and one sentence with the words; stdout stays empty, the folder is
+    unchanged.
+    """
     monkeypatch.chdir(folder)
     before = sorted(os.listdir(folder))
     assert main(shlex.split(line)) == code
@@ -341,7 +343,9 @@ KNOWN_BEFORE = [  # of a model that cannot be built, on four devices
 def test_what_no_profile_can_change_is_refused_before_one_is_made(
     line: str, words: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A question that is wrong for every model is refused before one is built or given data, which may take minutes."""
+    """A question that is wrong for every model fails before a model is built or given data, which may take
+    minutes.
+    """
     monkeypatch.chdir(folder)
     command, *options = line.split()
     assert main([command, "mine:unmade", "--cluster", "emulated:4x1GiB", *options]) == 2
@@ -353,7 +357,7 @@ def test_what_no_profile_can_change_is_refused_before_one_is_made(
 def test_incremental_runs_on_two_devices_are_refused_before_a_model_is_made(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They need three, whatever the model."""
+    """Incremental runs need three devices, whatever the model."""
     monkeypatch.chdir(folder)
     line = "profile mine:unmade -b 1 --cluster emulated:2x1GiB --runs incremental"
     assert main(line.split()) == 2
@@ -365,7 +369,7 @@ def test_incremental_runs_on_two_devices_are_refused_before_a_model_is_made(
 def test_a_name_of_several_lines_makes_no_line_of_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A document cannot put a line of its own on the terminal, as if a command had said it."""
+    """A document cannot print a separate line that looks like a command's output."""
     plan = make_plan(random_profile(6), (2, 4))
     named = replace(plan, profile=replace(plan.profile, model="a\npipefit: all is well\u2028\x85\x1b[2Jb"))
     save(named, tmp_path / "plan.json")
@@ -377,14 +381,14 @@ def test_a_name_of_several_lines_makes_no_line_of_its_own(
 
 
 def in_a_shell(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """What a command line of a process of its own says, with the shell's words around it."""
+    """Return the output of a command line in a separate process, wrapped in shell syntax."""
     environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
     words = ["/bin/sh", "-c", f"exec {sys.executable} -m pipefit {line}"]
     return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_closed_streams_cost_no_result(folder: Path) -> None:
-    """With stdin and stderr closed a command does its work and keeps its code."""
+    """With stdin and stderr closed a command does its work and keeps its exit code."""
     assert in_a_shell("simulate plan.json -o closed.json <&- 2>&-", folder).returncode == 0
     (folder / "closed.json").unlink()
     assert in_a_shell("show none.json <&- 2>&-", folder).returncode == 6
@@ -392,7 +396,7 @@ def test_closed_streams_cost_no_result(folder: Path) -> None:
 
 @pytest.mark.parametrize("line", ["show plan.json >&-", "--version --json >&-", "--help 1</dev/null"])
 def test_a_result_that_nobody_would_see_is_refused_at_once(line: str, folder: Path) -> None:
-    """A stdout that is closed, or open for reading only, takes no word: no work is done whose result would be lost."""
+    """If stdout is closed or read-only, a command fails before any work whose result would be lost."""
     done = in_a_shell(line, folder)
     assert (done.returncode, done.stdout) == (6, "")
     assert done.stderr == (
@@ -401,7 +405,7 @@ def test_a_result_that_nobody_would_see_is_refused_at_once(line: str, folder: Pa
 
 
 def test_a_version_that_cannot_be_printed_is_told(folder: Path) -> None:
-    """On a full disk it is a sentence, as every result is."""
+    """On a full disk printing the version gives one sentence, as for every result."""
     done = in_a_shell("--version > /dev/full", folder)
     assert (done.returncode, done.stderr.count("\n")) == (6, 1)
     assert "No space left on device" in done.stderr
@@ -410,7 +414,7 @@ def test_a_version_that_cannot_be_printed_is_told(folder: Path) -> None:
 def test_a_working_directory_that_is_gone_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Torch's libraries would abort there: every command says so instead, before they are loaded."""
+    """torch's libraries would abort: every command reports the missing directory before it loads them."""
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
@@ -425,8 +429,8 @@ def test_a_working_directory_that_is_gone_is_told(
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_no_output_is_cut_off_in_silence(unbuffered: str, folder: Path, tmp_path: Path) -> None:
-    """What a file does not take as a whole is code 6, and a pipe without a reader code 1, with no word; also where
-    Python writes without a buffer, as in many containers. What stderr does not take is lost, and the code stays.
+    """Output that a file cannot hold gives code 6, and a pipe without a reader code 1, silently; also if
+    Python writes without a buffer, as in many containers. Lost stderr output leaves the code unchanged.
     """
     environment = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": unbuffered}
     command = f"{sys.executable} -B -m pipefit show plan.json --json"
@@ -464,7 +468,7 @@ def test_no_output_is_cut_off_in_silence(unbuffered: str, folder: Path, tmp_path
 def test_what_a_model_prints_goes_to_stderr(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On import, in the factory and in a layer: with --json stdout is the document alone."""
+    """On import, in the factory and in a layer: with --json stdout contains only the document."""
     monkeypatch.chdir(folder)
     assert main(["profile", "talker:make", "-b", "2", "--json"]) == 0
     out, err = capsys.readouterr()
@@ -475,7 +479,9 @@ def test_what_a_model_prints_goes_to_stderr(
 def test_debug_shows_the_traceback_wherever_it_stands(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With --debug the sentence follows the traceback, the code stays, and the cause in the user's code is shown."""
+    """With --debug the sentence follows the traceback, the code is unchanged, and the cause in the user's
+    code is shown.
+    """
     monkeypatch.chdir(folder)
     for line in ("--debug profile mine:breaks -b 1", "profile mine:breaks -b 1 --debug"):
         assert main(line.split()) == 2
@@ -488,7 +494,7 @@ def test_debug_shows_the_traceback_wherever_it_stands(
 def test_what_nobody_foresaw_is_one_sentence_too(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An exception that is not ours exits with 1, named, and points to --debug."""
+    """A foreign exception exits with 1; the message names it and points to --debug."""
 
     def fail(*_: object) -> None:
         raise KeyError("lost")
@@ -504,7 +510,7 @@ def test_what_nobody_foresaw_is_one_sentence_too(
 def test_stopping_exits_as_shells_expect(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ctrl-C exits with 130 and writes no result."""
+    """Ctrl-C exits with 130 and without a result."""
 
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

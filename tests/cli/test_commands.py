@@ -1,4 +1,4 @@
-"""The commands that need no torch: what they print, what they save, and that --json is JSON and nothing else."""
+"""Commands without torch: their output, their files, and --json with JSON only."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PLAN = make_plan(random_profile(6), (2, 4))
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A current folder with a profile, a plan, a program and a trace."""
+    """Create a current folder with a profile, a plan, a program and a trace."""
     monkeypatch.chdir(tmp_path)
     save(PLAN.profile, "profile.json")
     save(PLAN, "plan.json")
@@ -52,7 +52,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_planning_saves_a_plan_and_explains_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`plan -o` saves a plan of the profile on the cluster, with as many microbatches as the batch needs."""
+    """`plan -o` saves a plan of the profile on the cluster, with the number of microbatches that the batch
+    needs.
+    """
     arguments = [
         "plan",
         "profile.json",
@@ -76,8 +78,8 @@ def test_planning_saves_a_plan_and_explains_it(here: Path, capsys: pytest.Captur
 def test_what_plan_and_simulate_predict_says_where_it_holds(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One sentence on the processor, torch and threads of the profile, and one on kernels that could not be measured:
-    in the printed plan, and beside the simulated trace. JSON on stdout stays JSON.
+    """One sentence names the processor, torch and threads of the profile, and one the unmeasured kernels: in
+    the printed plan, and next to the simulated trace. JSON on stdout stays JSON.
     """
     assumed = replace(PLAN.profile.assumptions, cpu="Some CPU", capability="AVX9", torch="7.1")
     unknown = Kernel(operation="aten.sort", peak_bytes=None, reason="it is too large")
@@ -102,7 +104,7 @@ def test_what_plan_and_simulate_predict_says_where_it_holds(
 
 
 def test_help_names_every_planner_and_schedule(capsys: pytest.CaptureFixture[str]) -> None:
-    """What `--planner` and `--schedule` accept can be read in the help of `plan`."""
+    """The help of `plan` lists the values of `--planner` and `--schedule`."""
     assert main(["plan", "--help"]) == 0
     words = capsys.readouterr().out.replace(",", " ").replace(".", " ").split()
     assert {*PLANNERS, *SCHEDULES, *ENDLESS} <= set(words)
@@ -112,7 +114,7 @@ def test_help_names_every_planner_and_schedule(capsys: pytest.CaptureFixture[str
 def test_help_fits_a_terminal_of_80_columns(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No line is longer, and no sentence about a command is cut."""
+    """All lines fit, and every sentence about a command is complete."""
     monkeypatch.setenv("COLUMNS", "80")
     assert main([*command.split(), "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -120,7 +122,7 @@ def test_help_fits_a_terminal_of_80_columns(
 
 
 def test_planning_what_does_not_fit_exits_with_3(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Infeasible is an answer: exit code 3, the device that is short, and no file."""
+    """An infeasible plan exits with 3, names the device that is short, and writes no file."""
     arguments = ["plan", "profile.json", "--cluster", "emulated:2x1B", "--batch-size", "4", "-o", "mine.json"]
     assert main(arguments) == 3
     out, err = capsys.readouterr()
@@ -145,7 +147,7 @@ def test_planning_takes_how_the_model_is_trained(here: Path) -> None:
 
 
 def test_simulating_saves_the_trace_of_the_simulator(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`simulate -o` saves what `simulate()` returns, and prints every device's peak."""
+    """`simulate -o` saves the result of `simulate()`, and prints every device's peak."""
     assert main(["simulate", "plan.json", "--steps", "3", "-o", "mine.json"]) == 0
     assert load("mine.json", Trace) == simulate(PLAN, steps=3)
     assert "simulated: 3 steps" in capsys.readouterr().out
@@ -155,7 +157,7 @@ def test_simulating_saves_the_trace_of_the_simulator(here: Path, capsys: pytest.
 def test_showing_a_document_as_json_prints_the_document(
     name: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`show --json` prints what the file holds, and nothing else."""
+    """`show --json` prints exactly the file's content."""
     assert main(["show", f"{name}.json", "--json"]) == 0
     out, err = capsys.readouterr()
     assert out == (here / f"{name}.json").read_text()
@@ -177,7 +179,7 @@ def test_every_result_can_be_json_alone(here: Path, capsys: pytest.CaptureFixtur
 
 
 def test_showing_says_what_matters(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each kind of document is shown with its own words: layers, actions, peaks, link rates."""
+    """The output for each kind of document has specific words: layers, actions, peaks, link rates."""
     expected = {
         "profile.json": ["layer0", "saved for backward", "(loss)"],
         "program.json": ["2 stages and 4 microbatches", "device 0: 0LOAD0 0F0"],
@@ -193,7 +195,7 @@ def test_showing_says_what_matters(here: Path, capsys: pytest.CaptureFixture[str
 def test_comparing_a_trace_with_itself_finds_no_difference(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same trace twice is zero bytes and zero per cent apart."""
+    """The same trace twice differs by zero bytes and zero per cent."""
     assert main(["compare", "trace.json", "trace.json", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [row["difference_bytes"] for row in found["devices"]] == [0, 0]
@@ -201,7 +203,7 @@ def test_comparing_a_trace_with_itself_finds_no_difference(
 
 
 def test_the_doctor_tells_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
-    """The doctor's JSON has this interpreter, its torch and what can be done; its text says the same."""
+    """The doctor's JSON has this interpreter, its torch and the available features; its text agrees."""
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
@@ -217,7 +219,7 @@ def test_the_doctor_tells_what_is_installed(capsys: pytest.CaptureFixture[str]) 
 def test_the_doctor_counts_gpus_of_a_kind(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Eight alike are one line of a terminal; another kind has its own count."""
+    """Eight equal GPUs are one line of a terminal; another kind has a separate count."""
     gpus = [{"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 79 << 30}] * 8
     facts: dict[str, Any] = {"torch": "2.13.0", "threads": 1, "gloo": True, "nccl": True, "gpus": gpus}
     monkeypatch.setattr(doctor, "_torch_facts", lambda: facts)
@@ -234,7 +236,7 @@ def test_the_doctor_counts_gpus_of_a_kind(
 def test_the_doctor_tells_of_gpus_that_cannot_be_used(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That is what it is asked for: torch counts them, and its driver is too old or broken."""
+    """The doctor reports GPUs that torch counts although their driver is too old or broken."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", mock.Mock(side_effect=RuntimeError("driver too old"))
@@ -254,8 +256,8 @@ def test_the_version_and_help_need_no_command(capsys: pytest.CaptureFixture[str]
 
 
 def test_garbage_is_looked_for_less_often_in_a_process_of_its_own() -> None:
-    """What a command imports and makes stays, and the interpreter does not look through it as it ends. A process that
-    calls `main` with arguments keeps its own settings.
+    """A command's objects are frozen, and the interpreter does not collect them at exit. A process that calls
+    `main` with arguments keeps its settings.
     """
     script = """
         import gc, sys
@@ -282,7 +284,7 @@ def test_garbage_is_looked_for_less_often_in_a_process_of_its_own() -> None:
 
 @pytest.mark.parametrize("reader", ["head -c 1", "true"])
 def test_a_reader_that_leaves_early_is_not_an_error(reader: str, here: Path) -> None:
-    """`pipefit simulate --json | head` ends without a word on stderr, with more to print than a pipe holds."""
+    """`pipefit simulate --json | head` ends with an empty stderr, with more output than a pipe holds."""
     big = make_plan(random_profile(60), (30, 30), microbatches=200)
     save(big, "big.json")
     assert len(dumps(simulate(big))) > 1 << 17
@@ -299,7 +301,7 @@ def test_a_reader_that_leaves_early_is_not_an_error(reader: str, here: Path) -> 
 
 
 def test_an_interrupt_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ctrl-C ends a command with 130 and a word on stderr."""
+    """Ctrl-C ends a command with 130 and a message on stderr."""
 
     def interrupted() -> None:
         raise KeyboardInterrupt
@@ -340,7 +342,9 @@ def test_a_limit_of_the_system_is_named(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Whatever meets it, and whatever else is raised: one sentence, and 4 where it is memory that ran out."""
+    """In any command, and with any other exception, the result is one sentence, with code 4 if memory ran
+    out.
+    """
 
     def fail() -> None:
         raise error
@@ -357,7 +361,7 @@ def test_a_limit_of_the_system_is_named(
 def test_the_timeout_holds_for_the_start_too(
     given: list[str], seconds: tuple[float, float], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it is given; a start takes longer than an action."""
+    """If given, the timeout applies to the start, which takes longer than an action."""
     asked = []
 
     def train(*_: object, **options: object) -> None:
@@ -373,8 +377,8 @@ def test_the_timeout_holds_for_the_start_too(
 def test_a_termination_is_told_and_cleared_away(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """SIGTERM, which schedulers send, ends a command with 143 and a word on stderr, and what was made is cleared away,
-    even if it comes twice. Afterwards SIGTERM means what it meant.
+    """SIGTERM, which schedulers send, ends a command with 143 and a message on stderr, and cleans up, even if
+    it comes twice. Afterwards SIGTERM has its previous handler.
     """
     cleared = []
 
@@ -393,7 +397,7 @@ def test_a_termination_is_told_and_cleared_away(
 
 
 def test_options_offer_all_that_there_is() -> None:
-    """The choices of an option are those of the code behind it, which help must not wait for."""
+    """The choices of an option match the code, which help must not import."""
     (offered, _) = get_args(options.Recompute)
     assert get_args(offered) == RECOMPUTE
     assert set(get_args(options.Precision)) == set(get_args(training.Precision))
@@ -401,7 +405,9 @@ def test_options_offer_all_that_there_is() -> None:
 
 
 def test_a_full_disk_is_a_sentence() -> None:
-    """Output that does not fit ends the command with 6 and what to do, whatever the interpreter still has to write."""
+    """If output does not fit, the command ends with 6 and a remedy, whatever the interpreter still has to
+    write.
+    """
     path = str(Path(pipefit.__file__).parents[1])
     with open("/dev/full", "w") as full:
         done = subprocess.run(
@@ -415,7 +421,7 @@ def test_a_full_disk_is_a_sentence() -> None:
 
 
 def test_metrics_on_a_full_disk_name_the_file() -> None:
-    """A line of metrics that cannot be written is a failure of the file, and says which step it was."""
+    """A failed write of a metrics line names the file and the step."""
     with (
         lines_of_metrics(Path("/dev/full"), 0) as note,
         pytest.raises(FileError, match=r"^/dev/full cannot .*: No space .* step 3"),

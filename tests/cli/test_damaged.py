@@ -1,4 +1,4 @@
-"""Documents that can be read and cannot be carried out: whoever meets that, it is a fault of the file."""
+"""Readable documents that cannot be executed: every command reports a fault of the file."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def test_a_plan_that_cannot_be_carried_out_is_a_bad_file(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Code 6 and a sentence that names the file, before a model is read: here there is none."""
+    """The command exits with 6 and a sentence that names the file, before it reads a model, which is missing
+    here.
+    """
     monkeypatch.chdir(tmp_path)
     save(make_plan(random_profile(6), (2, 4)), "plan.json")
     plan = json.loads(Path("plan.json").read_text())
@@ -91,7 +93,7 @@ def test_a_plan_that_cannot_be_carried_out_is_a_bad_file(
 def test_a_trace_of_no_actions_is_a_bad_file_alone_and_beside_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The sentence names the one that is wrong; where the two do not go together, the question is wrong, code 2."""
+    """The sentence names the invalid trace; if two traces do not match, the question is wrong, code 2."""
     monkeypatch.chdir(tmp_path)
     plan = make_plan(random_profile(6), (2, 4))
     save(plan, "plan.json")
@@ -120,7 +122,9 @@ def test_no_sentence_repeats_a_name_of_ten_thousand_letters(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It is cut, in what is said on stderr and in the object that --json prints; the rest of the sentence is there."""
+    """The name is cut, on stderr and in the object that --json prints; the rest of the sentence is
+    complete.
+    """
     monkeypatch.chdir(tmp_path)
     save(make_plan(random_profile(6), (2, 4)), "plan.json")
     plan = json.loads(Path("plan.json").read_text())
@@ -142,8 +146,8 @@ def test_no_sentence_repeats_a_name_of_ten_thousand_letters(
 def test_a_rate_or_delay_that_cannot_be_is_a_bad_file(
     figure: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every figure of a cluster is refused by its place, or a plan is found whose time is finite; never a plan of no
-    time at all, whose seconds would be no number.
+    """An impossible figure of a cluster is refused by its place, or the plan's time is finite and
+    positive.
     """
     monkeypatch.chdir(tmp_path)
     plan = make_plan(random_profile(6), (2, 4))

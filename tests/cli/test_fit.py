@@ -1,4 +1,4 @@
-"""`pipefit fit`: what it prints and saves, its exit codes, and what people get wrong."""
+"""`pipefit fit`: output, files, exit codes, and user mistakes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_mistake_has_its_sentence_and_its_code(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One sentence on stderr with the words, nothing on stdout, nothing written."""
+    """One sentence on stderr with the words; stdout is empty and nothing is written."""
     monkeypatch.chdir(tmp_path)
     assert main(line.split()) == code
     out, err = capsys.readouterr()
@@ -93,7 +93,7 @@ def test_the_answer_is_printed_saved_and_plotted(
 
 
 def test_json_is_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    """Both neighbours are certified, every value tried has its peaks, and stdout holds nothing else."""
+    """Both neighbours are certified, every value tried has its peaks, and stdout contains only the answer."""
     assert main([*ASKED.split(), "--grow", "batch", "--planner", "exact", "--tensor", "1", "--json"]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
@@ -111,7 +111,9 @@ def test_json_is_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_kernels_are_those_of_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a cluster of GPUs the plan assumes CUDA's kernels, on an emulated one those of the CPU, or those told."""
+    """On a cluster of GPUs the plan assumes CUDA's kernels, on an emulated one those of the CPU, or the given
+    ones.
+    """
     monkeypatch.chdir(tmp_path)
     for cluster, more, expected in (
         ("4x-titan-rtx", "", "cuda"),
@@ -139,7 +141,7 @@ def test_the_smallest_cluster(grow: str, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_answer_says_how_devices_share_stages(capsys: pytest.CaptureFixture[str]) -> None:
-    """All of them in as many replicas or shards as are asked for."""
+    """All devices are used in the requested number of replicas or shards."""
     line = f"fit {MODEL} --cluster emulated:2x64KiB --batch-size 4 --grow classes --to 1 --no-certify --planner exact"
     assert main(f"{line} --data 2".split()) == 0
     assert "Stage 0 has 2 replicas" in capsys.readouterr().out

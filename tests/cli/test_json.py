@@ -1,4 +1,4 @@
-"""`--json`: whatever a command does, stdout is one JSON document, and a failure is an object with its exit code."""
+"""`--json`: stdout is one JSON document for every command, and a failure is an object with its exit code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLAN = make_plan(random_profile(6), (2, 4))
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A current folder with a profile, a plan and a trace."""
+    """Create a current folder with a profile, a plan and a trace."""
     monkeypatch.chdir(tmp_path)
     save(PLAN.profile, "profile.json")
     save(PLAN, "plan.json")
@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def told(words: str, capsys: pytest.CaptureFixture[str], code: int) -> Any:
-    """The one document that a line prints as it ends with this code."""
+    """Return the document that a line prints before it exits with this code."""
     capsys.readouterr()
     assert main(words.split()) == code, words
     return json.loads(capsys.readouterr().out)
@@ -42,7 +42,7 @@ def told(words: str, capsys: pytest.CaptureFixture[str], code: int) -> Any:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_fails_in_json(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """All have the option, and say of a word that they do not know what they say of it on stderr, with the code."""
+    """All commands have the option, and report an unknown word as on stderr, with the exit code."""
     found = told(f"{command} --json --no-such-option", capsys, 2)
     assert found["exit_code"] == 2
     assert "--no-such-option" in found["error"] or "No such option" in found["error"]
@@ -65,7 +65,7 @@ def test_every_command_fails_in_json(command: str, capsys: pytest.CaptureFixture
 def test_a_failure_is_an_object_with_its_code(
     line: str, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The sentence is that of stderr."""
+    """The sentence equals the one on stderr."""
     assert main(f"{line} --json".split()) == code
     out, err = capsys.readouterr()
     found = json.loads(out)
@@ -85,7 +85,7 @@ def test_a_failure_is_an_object_with_its_code(
 )
 @pytest.mark.usefixtures("folder")
 def test_a_result_is_one_document(line: str, keys: set[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Commands that write files name them; others print what they made."""
+    """Commands that write files name them; others print their result."""
     assert keys <= told(f"{line} --json", capsys, 0).keys()
 
 
@@ -112,7 +112,7 @@ def test_a_result_is_one_document(line: str, keys: set[str], capsys: pytest.Capt
 def test_an_answer_is_what_its_schema_says(
     line: str, code: int, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every field is there, of its type, and none besides."""
+    """Every field is present, with its type, and there are no others."""
     save(make_plan(PLAN.profile, (3, 3)), "other.json")
     found = told(f"{line} --json", capsys, code)
     assert TypeAdapter(ANSWERS[kind]).validate_json(json.dumps(found), strict=True) == found
@@ -122,7 +122,7 @@ def test_an_answer_is_what_its_schema_says(
 def test_what_cannot_be_saved_is_in_the_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk that is full when the result is there loses nothing: the one document is the error, with the result."""
+    """If the disk is full when the result is ready, the single document is the error, with the result."""
 
     def full(*_: object) -> None:
         raise FileError("no space left")
@@ -136,7 +136,7 @@ def test_what_cannot_be_saved_is_in_the_error(
 def test_a_plan_that_is_certified_not_to_fit_has_its_trace_in_the_error(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The dry run's peaks are what one asked for: beside exit code 4 they are still told."""
+    """With exit code 4 the dry run's peaks are still printed."""
     line = "zoo:mlp --set widths=(8,) --set inputs=4"
     assert main(f"profile {line} -b 2 -o mlp.json".split()) == 0
     made = plan(load("mlp.json", ModelProfile), Cluster.emulated((1, 1 << 20)), batch_size=4, planner="exact")

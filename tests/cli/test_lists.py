@@ -1,4 +1,4 @@
-"""`pipefit models` and `pipefit clusters`, and what help says: nobody has to know a name or a default beforehand."""
+"""`pipefit models`, `pipefit clusters`, and help: users need not know names or defaults beforehand."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ COMMANDS = [str(known.name) for known in app.registered_commands]
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What a command prints to stdout."""
+    """Return the stdout of a command."""
     capsys.readouterr()
     assert main(words) == 0
     return capsys.readouterr().out
 
 
 def test_every_model_of_the_zoo_is_listed_with_its_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    """The settings are the factory's arguments, in text and in JSON, and a model can be built with all of them set."""
+    """The settings are the factory's arguments, in text and in JSON, and a model can be built with all of
+    them set.
+    """
     text = printed(capsys, "models")
     found = json.loads(printed(capsys, "models", "--json"))
     for name, factory in MODELS.items():
@@ -40,7 +42,7 @@ def test_every_model_of_the_zoo_is_listed_with_its_defaults(capsys: pytest.Captu
 
 
 def test_one_model_tells_what_every_setting_may_be(capsys: pytest.CaptureFixture[str]) -> None:
-    """A rule is told in the words in which a wrong value is refused."""
+    """The rule of a setting has the words of its refusal."""
     found = json.loads(printed(capsys, "models", "zoo:gpt", "--json"))["zoo:gpt"]
     assert "sequence" in printed(capsys, "models", "zoo:gpt")
     assert main(["plan", "zoo:gpt", "-c", "emulated:1x1GiB", "--set", "sequence=0"]) == 2
@@ -48,7 +50,7 @@ def test_one_model_tells_what_every_setting_may_be(capsys: pytest.CaptureFixture
 
 
 def test_architectures_of_hugging_face_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Their names are those that `hf:` takes, and the settings of one are its configuration's and our own."""
+    """The names are valid for `hf:`, and an architecture's settings are its configuration's and pipefit's."""
     pytest.importorskip("transformers")
     names = json.loads(printed(capsys, "models", "hf:", "--json"))["hf"]
     assert {
@@ -67,7 +69,7 @@ def test_architectures_of_hugging_face_are_listed(capsys: pytest.CaptureFixture[
 def test_a_model_of_ones_own_tells_its_defaults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They are the defaults of the function; an argument without one is left out."""
+    """The settings are the defaults of the function; an argument without one is left out."""
     (tmp_path / "listed_model.py").write_text("def build(path, layers=3, *, width=8): ...\n")
     monkeypatch.chdir(tmp_path)
     found = json.loads(printed(capsys, "models", "listed_model:build", "--json"))["listed_model:build"]
@@ -75,7 +77,9 @@ def test_a_model_of_ones_own_tells_its_defaults(
 
 
 def test_every_cluster_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each has as many devices, of as much memory, as its file says; a card is one; all of it is on one screen."""
+    """Each has the number of devices and the memory of its file; a card is one device; the list fits one
+    screen.
+    """
     text, found = printed(capsys, "clusters"), json.loads(printed(capsys, "clusters", "--json"))
     assert [*found] == [*machine_names(), *(f"1x-{name}" for name in card_names())]
     assert len(text.splitlines()) < 35 and max(map(len, text.splitlines())) <= 80
@@ -94,7 +98,7 @@ def test_every_cluster_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_settings_that_were_not_given_are_told_where_a_model_is_planned(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """All of them, with what was given in its place; JSON stays what it was."""
+    """All settings are printed, given values replacing defaults; JSON is unchanged."""
     line = ["plan", "zoo:mlp", "-c", "emulated:1x64MiB", "--batch-size", "2", "--set", "widths=(8, 4)"]
     text = " ".join(printed(capsys, *line).split())
     assert (
@@ -105,7 +109,9 @@ def test_settings_that_were_not_given_are_told_where_a_model_is_planned(
 
 
 def test_a_sentence_of_settings_names_the_shape_of_an_architecture() -> None:
-    """Of a configuration, what gives the model its size, and the length of its samples."""
+    """The sentence has the parts of the configuration that set the model's size, and the length of its
+    samples.
+    """
     pytest.importorskip("transformers")
     assert built_with("hf:gpt2", ["n_layer=3"]).startswith(
         "Built with sequence=512, attention=sdpa, optimizer=adamw"
@@ -115,7 +121,7 @@ def test_a_sentence_of_settings_names_the_shape_of_an_architecture() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_an_example_that_the_command_takes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """In a line of its own; all of its options and arguments exist."""
+    """The example has a separate line; all of its options and arguments exist."""
     text = printed(capsys, command, "--help")
     (example,) = (line.strip() for line in text.splitlines() if line.startswith(f"    pipefit {command}"))
     parser = get_command(app).commands[command]  # type: ignore[attr-defined]
@@ -124,6 +130,6 @@ def test_help_has_an_example_that_the_command_takes(command: str, capsys: pytest
 
 @pytest.mark.parametrize("command", ["profile", "plan", "fit", "certify", "train", "models"])
 def test_help_names_the_three_forms_of_a_model(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the zoo, of Hugging Face, and of one's own."""
+    """The forms are: the zoo, Hugging Face, and a user's module."""
     text = printed(capsys, command, "--help")
     assert all(form in text for form in ("zoo:NAME", "hf:NAME", "package.module:factory"))

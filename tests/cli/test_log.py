@@ -1,4 +1,4 @@
-"""The log of a training: what its figures are made of."""
+"""Log of a training: the source of its figures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ REPORT = StepReport(
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_flops_are_those_that_torch_counts_in_plain_training(recompute: str) -> None:
-    """For all microbatches of a step, forward and backward, and none that are computed again; MFU is of both GPUs."""
+    """The count covers all microbatches of a step, forward and backward, without recomputation; MFU is for
+    both GPUs.
+    """
     task = build("gpt", layers=2, hidden=32, heads=2, vocabulary=64, sequence=16, dropout=0.0)
     plan = pipefit.plan(
         pipefit.profile(task, microbatch_size=2, target="cuda"), Cluster.preset("4x-titan-rtx"),
@@ -47,7 +49,7 @@ def test_flops_are_those_that_torch_counts_in_plain_training(recompute: str) -> 
 
 
 def test_the_fullest_device_is_the_one_with_the_least_room_for_its_size() -> None:
-    """Not the one with the most bytes; without a meter none is named."""
+    """The device is not necessarily the one with the most bytes; without a meter none is named."""
     task = build("mlp", widths=(8, 8), inputs=8)
     plan = pipefit.plan(
         pipefit.profile(task, microbatch_size=1), Cluster.emulated((1, 2 << 20), (1, 64 << 20))

@@ -21,8 +21,8 @@ GPT += ["--set", "sequence=8", "--set", "dropout=0.0"]
     "precision", sampled(["master-bfloat16", "master-float16"], often=["master-bfloat16"])
 )
 def test_every_command_takes_it(precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A profile, its plan and the training agree on the precision; the profile's layers are in half precision, with
-    four bytes a parameter of copies.
+    """A profile, its plan and the training agree on the precision; the profile's layers are in half
+    precision, with four bytes a parameter of copies.
     """
     profile, plan, trace = (str(tmp_path / f"{name}.json") for name in ("profile", "plan", "trace"))
     assert main(["profile", *GPT, "--precision", precision, "--microbatch-size", "2", "-o", profile]) == 0
@@ -41,8 +41,8 @@ def test_every_command_takes_it(precision: str, tmp_path: Path, capsys: pytest.C
 
 
 def test_fit_counts_the_copies(capsys: pytest.CaptureFixture[str]) -> None:
-    """The smallest device that fits has room for eight bytes more a parameter than without master weights: half of
-    them for the copy, and half because AdamW's state is in float32.
+    """The smallest device that fits has room for eight bytes more a parameter than without master weights:
+    half of them for the copy, and half because AdamW's state is in float32.
     """
     line = ["fit", "zoo:mlp", "--set", "widths=(64,64)", "--set", "optimizer=adamw", "--set", "inputs=20"]
     line += [

@@ -1,4 +1,4 @@
-"""MODEL on the command line: from the zoo and from one's own module, with settings."""
+"""MODEL on the command line: from the zoo or from a user's module, with settings."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ LITERALS = st.recursive(
 
 @given(LITERALS)
 def test_a_setting_is_the_literal_that_it_looks_like(value: object) -> None:
-    """Whatever Python literal is written arrives as that value."""
+    """Any Python literal arrives as that value."""
     assert parse_settings([f"name={value!r}"]) == {"name": value}
 
 
 @given(st.text())
 def test_any_text_is_a_setting(text: str) -> None:
-    """What is no literal arrives as text, and nothing is executed or warned about."""
+    """Other text arrives as text, without being executed and without a warning."""
     found = parse_settings([f"name={text}"])["name"]
     assert found == text.strip() or found == ast.literal_eval(text.strip())
 
@@ -38,7 +38,7 @@ def test_any_text_is_a_setting(text: str) -> None:
     "text", ["adamw", "1__0", "0x", "1if", "[" * 5000, "__import__('os')", "true", "a=b"]
 )
 def test_what_is_nearly_a_literal_stays_text(text: str) -> None:
-    """Words, broken numbers, deep nesting and calls stay what they are."""
+    """Words, broken numbers, deep nesting and calls arrive as text."""
     assert parse_settings([f"name={text}"]) == {"name": text}
 
 
@@ -67,7 +67,9 @@ def test_a_factory_of_ones_own_is_found_in_the_current_folder(
 def test_a_module_in_the_place_of_a_factory_is_told_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The class of a model says nothing of batches, loss and optimizer; a training's function is no factory, either."""
+    """The class of a model lacks batches, loss and optimizer; a training function is not a factory,
+    either.
+    """
     (tmp_path / "ownscript.py").write_text(
         "from torch import nn\nclass Net(nn.Linear): ...\ndef main():\n    raise RuntimeError('no GPU')\n"
     )
@@ -81,6 +83,6 @@ def test_a_module_in_the_place_of_a_factory_is_told_what_is_missing(
 
 
 def test_a_model_can_be_sent_to_a_worker() -> None:
-    """Workers are handed the words of the command line, not the model."""
+    """Workers receive the words of the command line, not the model."""
     again = pickle.loads(pickle.dumps(partial(resolve, "zoo:mlp", ["widths=(4,3)"])))
     assert again().name == "mlp"

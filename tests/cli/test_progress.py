@@ -1,4 +1,4 @@
-"""What a person sees while a command works: a bar, from the first moment on."""
+"""Progress of a command: a bar, from the first moment on."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from pipelines import make_plan, random_profile
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
-        """It is one."""
+        """Return True."""
         return True
 
 
 def terminal_as_stderr(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """A terminal in place of stderr, for the rest of a test."""
+    """Replace stderr by a terminal for the rest of a test."""
     terminal = Terminal()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -36,7 +36,7 @@ def terminal_as_stderr(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 def test_a_bar_counts_when_it_knows_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first report there is nothing to count, and no `0/?`."""
+    """Before the first report the bar shows no count, and no `0/?`."""
     stderr = terminal_as_stderr(monkeypatch)
     with progress("working") as report:
         assert "working" in stderr.getvalue()
@@ -47,7 +47,9 @@ def test_a_bar_counts_when_it_knows_how_many(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_off_a_terminal_there_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a moment and then regularly, with what is being done; none behind the end, and none for quick work."""
+    """Lines with the current work appear after a moment and then regularly; none after the end, and none for
+    quick work.
+    """
     monkeypatch.setattr(module, "FIRST_SECONDS", 0.05)
     monkeypatch.setattr(module, "SECONDS", 0.05)
     monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
@@ -69,7 +71,7 @@ def test_off_a_terminal_there_is_a_line_now_and_then(monkeypatch: pytest.MonkeyP
 
 
 def test_a_refusal_is_wrapped_at_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal no word of a long sentence is broken, and none is lost."""
+    """On a terminal the words of a long sentence are not broken, and none is lost."""
     monkeypatch.setenv("COLUMNS", "80")
     stderr = terminal_as_stderr(monkeypatch)
     assert main(["show", "emulated:4x1MiBB"]) == 2
@@ -85,7 +87,7 @@ def test_a_refusal_is_wrapped_at_words(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_command_is_seen_to_work_before_it_imports_a_model(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Importing torch takes seconds, in which the terminal is not left empty."""
+    """Importing torch takes seconds, during which the terminal already shows the command's progress."""
     stderr, shown = terminal_as_stderr(monkeypatch), list[str]()
 
     def refuse(*_: object) -> None:

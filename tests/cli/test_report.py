@@ -1,4 +1,4 @@
-"""`pipefit report` and `pipefit export`: files of their own from plans and traces."""
+"""`pipefit report` and `pipefit export`: new files from plans and traces."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipelines import random_profile
 
 @pytest.fixture(autouse=True)
 def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A profile, a plan of it and its trace in a folder of their own."""
+    """Create a profile, a plan of it and its trace in a new folder."""
     monkeypatch.chdir(tmp_path)
     made = plan(random_profile(6), Cluster.emulated((3, 1 << 30)), microbatches=4, planner="exact")
     save(made.profile, "profile.json")
@@ -27,7 +27,7 @@ def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("words", ["plan.json", "trace.json", "plan.json trace.json"])
 def test_a_page_is_written_beside_the_document(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a name the page has the document's, and where it is is said on stderr."""
+    """Without a name the page has the document's, and stderr says where it is."""
     assert main(["report", *words.split()]) == 0
     target = Path(words.split(maxsplit=1)[0]).with_suffix(".html")
     assert target.read_text(encoding="utf-8").startswith("<!doctype html>")
@@ -52,14 +52,14 @@ def test_a_page_is_written_beside_the_document(words: str, capsys: pytest.Captur
 def test_what_cannot_be_written_is_refused(
     words: str, code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The exit code and a word of the sentence for each mistake; no page is left."""
+    """Each mistake has its exit code and a word of the sentence; no page is left."""
     assert main(words.split()) == code
     assert said in capsys.readouterr().err
     assert not list(Path().glob("*.html"))
 
 
 def test_exports_go_to_stdout_or_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    """Perfetto's events of a plan are those of its trace; the CSV has a row for each device."""
+    """Perfetto's events of a plan equal those of its trace; the CSV has a row for each device."""
     assert main(["export", "plan.json", "--to", "perfetto"]) == 0
     of_plan = json.loads(capsys.readouterr().out)
     assert main(["export", "trace.json", "--to", "perfetto", "-o", "events.json"]) == 0

@@ -1,4 +1,6 @@
-"""Signals end a command wherever it is: with a word, the code that shells expect, and nothing half-written."""
+"""Signals end a command at any moment: with a message, the code that shells expect, and no half-written
+file.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ IN_A_GRID = COMMANDS["train"].replace("plan.json", "grid.json")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a profile, a plan and a checkpoint of the model."""
+    """Create a folder with a profile, a plan and a checkpoint of the model."""
     here, before = tmp_path_factory.mktemp("folder"), Path.cwd()
     os.chdir(here)
     try:
@@ -69,8 +71,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """A command of its own process, which does not ignore Ctrl-C as programs in the background do, and leaves nothing
-    among temporary files or in shared memory.
+    """Run a command in a separate process that, unlike background programs, handles Ctrl-C, and leaves
+    nothing among temporary files or in shared memory.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])}
     with tempfile.TemporaryDirectory() as temporary:
@@ -88,7 +90,9 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 
 def left_by(temporary: str) -> list[str]:
-    """Files in a folder of temporary files, and processes to which it belongs, when they have had time to end."""
+    """Return files in a folder of temporary files, and the processes that own it, after they had time to
+    end.
+    """
     until, word = time.monotonic() + 60, f"TMPDIR={temporary}".encode()
     while True:
         found = [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")]
@@ -105,7 +109,7 @@ def word(number: signal.Signals) -> str:
 
 
 def assert_whole(folder: Path, before: set[str]) -> None:
-    """What a command has written is whole, and taken away again."""
+    """Assert that the command's files are whole, and remove them."""
     for name in set(os.listdir(folder)) - before - {"__pycache__", "runs"}:
         if name == "made.json":
             load(folder / name)
@@ -123,7 +127,7 @@ def assert_whole(folder: Path, before: set[str]) -> None:
 def test_a_signal_that_is_swallowed_ends_the_command(
     command: str, number: signal.Signals, folder: Path
 ) -> None:
-    """In the middle of a layer that swallows every exception, as code between Python and C++ may."""
+    """The signal arrives in a layer that swallows every exception, as code between Python and C++ may."""
     before = set(os.listdir(folder))
     words = shlex.split(COMMANDS[command].replace(MODEL, f"{MODEL} --set number={int(number)}"))
     done = run(folder, str(ROOT / "tests" / "signalled.py"), number.name, "1000", *words)
@@ -135,7 +139,9 @@ def test_a_signal_that_is_swallowed_ends_the_command(
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_signal_ends_a_command_whenever_it_comes(command: str, folder: Path) -> None:
-    """At eight random moments: a word and the code of the signal, or the result, if it came too late."""
+    """At eight random moments the command ends with a message and the code of the signal, or with its result
+    if the signal came too late.
+    """
     assert_ends(COMMANDS[command], folder)
 
 
@@ -144,7 +150,7 @@ def test_a_signal_ends_a_command_whenever_it_comes(command: str, folder: Path) -
 def test_a_signal_ends_replicas_and_shards_whenever_it_comes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two of each, of whom one may wait for another in the middle of a layer, or in a sum; no process is left."""
+    """With two of each, a worker may wait for another in a layer or in a sum; no process is left."""
     monkeypatch.chdir(folder)
     assert main(shlex.split(GRID)) == 0
     before = processes_in(folder)
@@ -153,14 +159,16 @@ def test_a_signal_ends_replicas_and_shards_whenever_it_comes(
 
 
 def processes_in(folder: Path) -> set[str]:
-    """The processes whose working directory it is."""
+    """Return the processes with this working directory."""
     return {
         one.parent.name for one in Path("/proc").glob("[0-9]*/cwd") if Path(os.path.realpath(one)) == folder
     }
 
 
 def assert_ends(command: str, folder: Path) -> None:
-    """A command that gets each signal twice, at random moments, says so and leaves nothing that is not whole."""
+    """Assert that a command that gets each signal twice, at random moments, reports it and leaves only whole
+    files.
+    """
     random, before = Random(command), set(os.listdir(folder))
     for number in SIGNALS * 2:
         words = shlex.split(command)
@@ -181,7 +189,9 @@ def assert_ends(command: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_what_has_to_be_cleared_away_is(number: signal.Signals) -> None:
-    """Where workers run, a signal is an exception, also where a command would end at once; then all is as before."""
+    """With workers, a signal raises an exception, even in a command that would end at once; then the state is
+    restored.
+    """
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with (
@@ -196,7 +206,7 @@ def test_what_has_to_be_cleared_away_is(number: signal.Signals) -> None:
 
 
 def test_a_signal_that_comes_as_the_process_ends_has_its_code(folder: Path) -> None:
-    """The interpreter may take seconds for its end, with all that it has imported."""
+    """The interpreter may take seconds to exit, with all its imports."""
     ending = (
         "import os, signal, sys; from pipefit.cli import main; sys.argv = ['pipefit', 'clusters']; main()"
     )

@@ -1,4 +1,4 @@
-"""The commands that need torch: predicted, certified and measured peaks are one number."""
+"""Commands with torch: predicted, certified and measured peaks are one number."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODEL = ["zoo:mlp", "--set", "widths=(64,32,16)", "--set", "inputs=20"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a profile and a plan, made by the commands."""
+    """Create a folder with a profile and a plan, by the commands."""
     here = tmp_path_factory.mktemp("folder")
     assert main(["profile", *MODEL, "--microbatch-size", "4", "-o", str(here / "profile.json")]) == 0
     line = [
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_profiling_saves_a_profile_of_the_model(folder: Path) -> None:
-    """The profile has the layers that `--set` asked for, at the microbatch size asked for."""
+    """The profile has the layers requested by `--set`, at the requested microbatch size."""
     profile = load(folder / "profile.json", ModelProfile)
     assert profile.layers[0] == "linear0"
     assert len(profile.layers) == 7
@@ -45,7 +45,7 @@ def test_profiling_saves_a_profile_of_the_model(folder: Path) -> None:
 
 
 def test_three_readers_agree(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """simulate, certify and train give the same peaks to the byte, and compare says so."""
+    """simulate, certify and train give the same peaks to the byte, and compare reports this."""
     names = [str(folder / f"{name}.json") for name in ("simulated", "certified", "measured")]
     plan = str(folder / "plan.json")
     assert main(["simulate", plan, "-o", names[0]]) == 0
@@ -61,8 +61,8 @@ def test_three_readers_agree(folder: Path, capsys: pytest.CaptureFixture[str]) -
 def test_three_numbers_are_certified_for_a_gpu(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For target cuda requested, allocated and reserved bytes are printed and kept, by the settings of the environment
-    or of the command line; what is not simulated is refused, and so are settings for a CPU.
+    """For target cuda requested, allocated and reserved bytes are printed and saved, for the settings of the
+    environment or of the command line; unsimulated settings are refused, and so are settings for a CPU.
     """
     line = ["certify", str(folder / "plan.json"), *MODEL, "--target", "cuda"]
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
@@ -93,7 +93,7 @@ def test_training_as_json_has_losses_and_trace(folder: Path, capsys: pytest.Capt
 def test_training_writes_a_line_for_each_step(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`train --metrics` leaves a line of JSON per step, with the losses of `--json`."""
+    """`train --metrics` writes a line of JSON per step, with the losses of `--json`."""
     lines = tmp_path / "steps.jsonl"
     assert (
         main(["train", str(folder / "plan.json"), *MODEL, "--steps", "3", "--metrics", str(lines), "--json"])
@@ -111,7 +111,9 @@ def test_training_writes_a_line_for_each_step(
 
 
 def test_training_logs_a_line_for_each_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On stderr, with loss, rates and the fullest device; `--log-every` counts steps; the last is always told."""
+    """Lines on stderr have loss, rates and the fullest device; `--log-every` counts steps; the last step is
+    always logged.
+    """
     line = ["train", str(folder / "plan.json"), *MODEL, "--steps", "5", "--log-every", "2"]
     assert main(line) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
@@ -136,7 +138,7 @@ def test_a_certificate_is_refused_to_a_plan_that_does_not_fit(
 
 
 def test_numbers_are_certified_when_asked_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`certify --numbers` says what it compared, before the peaks; with --json stdout has the trace alone."""
+    """`certify --numbers` prints the comparison before the peaks; with --json stdout has only the trace."""
     assert main(["certify", str(folder / "plan.json"), *MODEL, "--numbers"]) == 0
     assert (
         "computes as a chain what it computes as a module: 2 microbatches of 4, losses"
@@ -149,8 +151,8 @@ def test_numbers_are_certified_when_asked_for(folder: Path, capsys: pytest.Captu
 
 
 def test_a_chain_of_other_numbers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A model that remembers what a trace forgets exits with 2, and one sentence says which number differs; without
-    --numbers its peaks are certified. With --no-numbers it trains all the same.
+    """A model with state that a trace loses exits with 2, and one sentence names the number that differs;
+    without --numbers its peaks are certified. With --no-numbers it trains all the same.
     """
     model, paths = "forgetful:remembering", [str(tmp_path / name) for name in ("profile.json", "plan.json")]
     assert main(["profile", model, "--microbatch-size", "2", "-o", paths[0]]) == 0
@@ -176,7 +178,7 @@ def test_a_model_of_several_dtypes_is_certified_and_trained_as_it_is(tmp_path: P
 
 
 def test_a_plan_for_another_model_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A plan and a model that do not belong together exit with 6, before anything runs."""
+    """A plan and a model that do not match exit with 6, before anything runs."""
     save(load(folder / "plan.json", Plan), folder / "again.json")
     for command in ("certify", "train"):
         assert main([command, str(folder / "again.json"), "zoo:mlp"]) == 6
@@ -190,8 +192,8 @@ def test_a_plan_for_another_model_is_refused(folder: Path, capsys: pytest.Captur
 def test_training_runs_make_the_additive_planner_possible(
     runs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`profile --runs` adds two numbers a layer, keeps its runs, uses them again, and `plan` plans by them: for the
-    training that it plans by default. Other settings are refused by both.
+    """`profile --runs` adds two numbers a layer, keeps its runs and reuses them, and `plan` uses them for the
+    default training. Other settings are refused by both.
     """
     store, made = tmp_path / "runs.json", tmp_path / "profile.json"
     line = ["profile", *MODEL, "--microbatch-size", "4", "--runs", runs, "--cluster", "emulated:3x1MiB"]
@@ -220,7 +222,7 @@ def test_training_runs_need_devices_and_devices_runs(capsys: pytest.CaptureFixtu
 
 
 def test_a_model_is_planned_in_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is profiled by itself, for the cluster's kernels; the plan is the one of its profile."""
+    """The command profiles the model for the cluster's kernels; the plan equals that of the profile."""
     profile, plans = (
         str(tmp_path / "profile.json"),
         [str(tmp_path / name) for name in ("one.json", "two.json")],
@@ -265,9 +267,9 @@ bytes_per_second = "10GB/s"
 def test_a_plan_for_gpus_is_held_against_what_their_processes_take(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model is: what fits by its tensors alone is refused with 3, and the certificate of such a plan with 4.
+    """A model that fits only by its tensors is refused with 3, and the certificate of such a plan with 4.
 
-    Without a dry run the plan says so, and leaves what its kind of GPU or the command says.
+    Without a dry run the plan says so, and keeps the reserve of its kind of GPU or of the command.
     """
     for name, memory in (("small.toml", "13.5MiB"), ("large.toml", "1GiB")):
         (tmp_path / name).write_text(GPUS.replace("MEMORY", memory))
@@ -293,7 +295,9 @@ def test_a_plan_for_gpus_is_held_against_what_their_processes_take(
 def test_training_that_is_resumed_has_the_losses_of_one_that_was_not(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--save`, `--every`, `--keep` and `--resume`: what was saved, what it goes on from, and what steps are left."""
+    """`--save`, `--every`, `--keep` and `--resume` report the saved step, the resumed step, and the remaining
+    steps.
+    """
     line, runs = ["train", str(folder / "plan.json"), *MODEL], str(tmp_path / "runs")
     assert main([*line, "--steps", "5", "--json"]) == 0
     whole = json.loads(capsys.readouterr().out)["losses"]
@@ -316,7 +320,7 @@ def test_training_that_is_resumed_has_the_losses_of_one_that_was_not(
 def test_a_checkpoint_is_verified_shown_and_exported(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`pipefit checkpoint` tells what is in one, writes its weights, and names a shard that is damaged."""
+    """`pipefit checkpoint` shows its content, writes its weights, and names a damaged shard."""
     runs, weights = tmp_path / "runs", tmp_path / "model.safetensors"
     line = ["train", str(folder / "plan.json"), *MODEL, "--steps", "2"]
     assert main([*line, "--save", str(runs)]) == 0
@@ -338,7 +342,7 @@ def test_a_checkpoint_is_verified_shown_and_exported(
 def test_a_stop_by_ctrl_c_tells_what_is_saved(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The exit code is 130, and a line says how far training came and what to go on from."""
+    """The exit code is 130, and a line gives the progress of training and the checkpoint to resume from."""
     from pipefit.cli import progress
 
     def interrupt(self: object, done: int, total: int, what: str) -> None:

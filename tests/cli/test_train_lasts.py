@@ -1,4 +1,4 @@
-"""`pipefit train` where something goes wrong: it starts again, plans again, and tells of losses that are no numbers."""
+"""`pipefit train` on failures: it restarts, plans again, and reports non-finite losses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 9
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The plan of a task with dropout, on two devices."""
+    """Create the plan of a task with dropout, on two devices."""
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     save(plan_for("dropout", "1f1b", (3, 3)), path)
     return path
@@ -30,8 +30,8 @@ def line(plan: Path, model: str, *more: str, steps: int = STEPS) -> list[str]:
 def test_a_killed_worker_costs_a_restart(
     plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With `--restarts` the command goes on by itself, with a line of metrics for every step, and says what happened;
-    with `--cluster` it plans for the devices that are there.
+    """With `--restarts` the command resumes automatically, with a line of metrics for every step, and reports
+    the failure; with `--cluster` it plans for the remaining devices.
     """
     deaths, metrics = tmp_path / "deaths", tmp_path / "metrics.jsonl"
     deaths.mkdir()
@@ -52,7 +52,7 @@ def test_a_killed_worker_costs_a_restart(
 def test_a_loss_that_is_no_number_is_told_once(
     plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the step in which it is, and the JSON stays JSON; the training goes on."""
+    """The message appears at its step, and the JSON stays JSON; the training continues."""
     assert main(line(plan, "resuming:poisoned", "--set", "step=2", "--json", steps=5)) == 0
     out, err = capsys.readouterr()
     losses = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["losses"]
@@ -64,7 +64,7 @@ def test_a_loss_that_is_no_number_is_told_once(
 def test_a_loss_that_is_no_number_may_end_the_training(
     plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--on-nan stop` exits with 7 and saves nothing of that step; a restart is no answer to it."""
+    """`--on-nan stop` exits with 7 and saves nothing of that step; it does not trigger a restart."""
     runs = str(tmp_path / "runs")
     more = ["--save", runs, "--every", "1", "--on-nan", "stop", "--restarts", "3"]
     assert main(line(plan, "resuming:poisoned", "--set", "step=2", *more)) == 7
@@ -81,7 +81,7 @@ def test_a_loss_that_is_no_number_may_end_the_training(
 def test_options_about_checkpoints_need_a_folder_for_them(
     option: str, plan: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without `--save` they are refused by name, not ignored."""
+    """Without `--save` the options are refused by name, not ignored."""
     name, *value = option.split()
     assert main(line(plan, "zoo:mlp", name, *value)) == 2
     assert f"{name} is about checkpoints: say where they are saved (--save DIR)" in capsys.readouterr().err
@@ -90,7 +90,7 @@ def test_options_about_checkpoints_need_a_folder_for_them(
 def test_a_folder_with_checkpoints_of_another_training_is_refused(
     plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Even of earlier steps: two trainings in one folder would remove each other's checkpoints."""
+    """Even earlier steps are refused: two trainings in one folder would remove each other's checkpoints."""
     model, runs = ["resuming:named", "--set", "name=dropout"], str(tmp_path / "runs")
     assert main(line(plan, *model, "--save", runs, steps=1)) == 0
     assert main([*line(plan, *model, "--save", str(tmp_path / "other"), steps=2), "--seed", "5"]) == 0
@@ -105,7 +105,9 @@ def test_a_folder_with_checkpoints_of_another_training_is_refused(
 def test_a_damaged_checkpoint_costs_steps_and_no_line_of_metrics(
     plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The workers find it: the training goes on from the one before, and the file has a line for every step, once."""
+    """The workers detect it: the training resumes from the previous checkpoint, and the file has one line for
+    every step.
+    """
     model, runs, metrics = (
         ["resuming:named", "--set", "name=dropout"],
         tmp_path / "runs",

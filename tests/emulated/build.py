@@ -1,11 +1,11 @@
-"""Builds a CUDA without a GPU into the folder that is named: torch's own CUDA build over libraries of ours.
+"""Build of a CUDA without a GPU into a given folder: torch's CUDA build over libraries of ours.
 
     python tests/emulated/build.py build/cuda
     build/cuda/bin/python -m pytest -m gpu
 
-`bin/python` there has that torch, and everything else that this interpreter has. What of NVIDIA's libraries is not
-written here says its name when it is called, and ends the process. Takes 2 GB and two minutes, most of them for
-`kernels.cpp`, after half a gigabyte of downloads.
+`bin/python` there has that torch, and all other packages of this interpreter. Functions of NVIDIA's libraries
+that are not implemented here print their name when called, and end the process. Takes 2 GB and two minutes,
+most of them for `kernels.cpp`, after half a gigabyte of downloads.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ INFORMATION = {
 
 
 def looked_for(torch: Path, names: re.Pattern[str]) -> dict[str, str]:
-    """What torch's libraries look for in NVIDIA's, and the version that each name is looked for with, if any."""
+    """Return the symbols that torch's libraries import from NVIDIA's, each with its version, if any."""
     found: dict[str, str] = {}
     for reader in READERS:
         for line in run(f"nm -D --undefined-only {torch}/lib/lib{reader}.so").splitlines():
@@ -61,7 +61,7 @@ def looked_for(torch: Path, names: re.Pattern[str]) -> dict[str, str]:
 
 
 def stubs(file: Path, names: set[str]) -> Path:
-    """Functions that say their names and end the process."""
+    """Generate functions that print their names and end the process."""
     file.write_text(
         STUBS + "".join(f'void {name}(void) {{ missing("{name}"); }}\n' for name in sorted(names))
     )
@@ -69,7 +69,7 @@ def stubs(file: Path, names: set[str]) -> Path:
 
 
 def cuda(folder: Path, lib: Path) -> None:
-    """One library under all of NVIDIA's names but NCCL's."""
+    """Build one library under all of NVIDIA's names except NCCL's."""
     wanted, objects = (
         looked_for(folder / "torch", OURS),
         [folder / source.replace(".c", ".o") for source in REAL],
@@ -99,7 +99,7 @@ def cuda(folder: Path, lib: Path) -> None:
 
 
 def nccl(folder: Path, lib: Path) -> None:
-    """NCCL over shared memory, and the check of it, which brings a CUDA of its own."""
+    """Build NCCL over shared memory, and its check, which contains a separate CUDA."""
     compiled = f"gcc -O2 -fwrapv -Wall -pthread -I{folder}/nvidia/cu13/include {HERE}/nccl.c"
     made = lib / "libnccl.so.2"
     run(f"{compiled} -fPIC -shared -o {made} -Wl,-soname,{made.name} -L{lib} -l:{NAMES[0]}")
@@ -110,7 +110,7 @@ def nccl(folder: Path, lib: Path) -> None:
 
 
 def kernels(folder: Path, lib: Path) -> None:
-    """The operators, which are compiled again when they have changed: it takes a minute and a half."""
+    """Build the operators; recompilation after a change takes a minute and a half."""
     source, made = HERE / "kernels.cpp", folder / "kernels.so"
     if made.exists() and made.stat().st_mtime > source.stat().st_mtime:
         return
@@ -123,7 +123,7 @@ def kernels(folder: Path, lib: Path) -> None:
 
 
 def interpreter(folder: Path) -> None:
-    """A Python that opens the libraries as it begins, and has this one's packages behind them."""
+    """Create a Python that loads the libraries first, with this one's packages on its path."""
     venv.create(folder, with_pip=False)
     (folder / "emulated_cuda.py").write_text(STARTUP.format(names=(*NAMES, "libnccl.so.2")))
     information = folder / "emulated_cuda-0.dist-info"
@@ -138,7 +138,7 @@ def interpreter(folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """Fetch what is not there, and compile."""
+    """Download missing files, and compile."""
     fetched(
         folder, lambda name: not name.startswith("nvidia/cu13/lib/")
     )  # NVIDIA's would be found before ours

@@ -1,11 +1,11 @@
-"""Trains under torch's sanitizer of streams, and prints how many accesses to memory it has seen, and how many without
-order. Run as a script; with `unjoined`, no stream waits for a copy of pipefit's.
+"""Training under torch's stream sanitizer; prints the number of memory accesses, and of unordered ones. Run
+as a script; with `unjoined`, streams do not wait for pipefit's copies.
 
     build/cuda/bin/python tests/emulated/sanitized.py [unjoined]
 
-torch's sees operators alone, and tensors by where they begin. Here it also sees copies by the driver, a storage is one
-thing whatever views it has, and what was freed is remembered: its memory belongs to others while a copy reads it.
-(torch/cuda/_sanitizer.py)
+torch's sanitizer sees only operators, and tensors by their start address. Here it also sees copies by the
+driver, all views of a storage are one object, and freed storages are remembered: their memory may be reused
+while a copy reads it. (torch/cuda/_sanitizer.py)
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ REACHED = "device0*1+device1*1+device2*1+host0*1"
 
 
 class Watch(sanitizer.EventHandler):
-    """Counts accesses, and those that no event orders."""
+    """Counter of accesses, and of accesses that no event orders."""
 
     def __init__(self) -> None:
         super().__init__()
         self.accesses, self.unordered = 0, 0
 
     def touched(self, stream: int, read: set[int], written: set[int], by: str) -> None:
-        """Work of a stream on memory, by where its storages begin."""
+        """Record work of a stream on memory, by the start of its storages."""
         self.accesses += len(read | written)
         names = {start: [by] for start in read | written}
         self.unordered += len(self._handle_kernel_launch(stream, read - written, written, set(), by, names))
@@ -53,10 +53,10 @@ class Watch(sanitizer.EventHandler):
             super()._handle_memory_allocation(data_ptr)
 
     def _handle_memory_deallocation(self, data_ptr: int) -> None:
-        """What was done there stays known."""
+        """Keep the record of accesses after a free."""
 
     def storage_at(self, address: int) -> set[int]:
-        """Where the storage of the device that an address is in begins; nothing if it is of the host."""
+        """Return the start of the device storage that contains an address; nothing for host memory."""
         on_host = address >= 1 << 46  # addresses of emulated devices rise from 1 << 45
         return (
             set() if on_host else {max(start for start in self.tensors_accessed.accesses if start <= address)}
@@ -76,7 +76,7 @@ class Arguments(sanitizer.ArgumentHandler):
 
 
 class Mode(sanitizer.CUDASanitizerDispatchMode):
-    """Tells a `Watch` of every operator."""
+    """Mode that reports every operator to a `Watch`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         factory, seen = bool(sanitizer.FACTORY_FUNCTION_REGEX.match(func._schema.name)), Arguments()
@@ -90,7 +90,9 @@ class Mode(sanitizer.CUDASanitizerDispatchMode):
 
 
 def moving_plan(task: Task) -> Plan:
-    """Three stages: two keep every other tensor on the host, and the last one's optimizer state is there."""
+    """Return three stages: two keep every other tensor on the host, and the last one's optimizer state is
+    there.
+    """
     found = profile(task, microbatch_size=2, target="cuda")
     plan = plan_of(task, [2, 2, 2], size=2, microbatches=4, memory_bytes=1 << 34, profiled=found)
     link = replace(plan.cluster.links[0], members=parse_place(REACHED).members)

@@ -1,4 +1,4 @@
-"""The emulated CUDA does what the tests on it lean on. Skipped on anything else, real GPUs included."""
+"""The emulated CUDA has the behaviour that tests rely on. Skipped on anything else, real GPUs included."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ print(torch.equal(tensor, wanted))
 
 
 def test_operators_compute_what_the_cpus_do() -> None:
-    """Layers of several sorts, forward and backward: the CPU's own numbers, on the device."""
+    """Layers of several sorts give the CPU's numbers on the device, forward and backward."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Flatten(), nn.Linear(288, 16), nn.LayerNorm(16)
@@ -78,7 +78,7 @@ def test_operators_compute_what_the_cpus_do() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_is_that_of_its_formula(dtype: torch.dtype) -> None:
-    """The two fused kernels that are there, against the CPU's, with their gradients."""
+    """The two available fused kernels match the CPU's, with their gradients."""
     tensors = [torch.randn(2, 4, 32, 16, dtype=dtype) for _ in range(3)]
     results = []
     for device in ("cpu", "cuda"):
@@ -96,7 +96,7 @@ def test_attention_is_that_of_its_formula(dtype: torch.dtype) -> None:
 
 
 def test_tensors_of_two_devices_do_not_mix() -> None:
-    """As on GPUs, and neither do those of the CPU, but for single numbers."""
+    """Tensors of two devices do not mix, nor with those of the CPU, except for single numbers, as on GPUs."""
     one, other = torch.ones(2, device="cuda:0"), torch.ones(2, device="cuda:1")
     assert (one + torch.tensor(1.0)).tolist() == [2, 2]
     for wrong in (other, other.cpu()):
@@ -105,7 +105,7 @@ def test_tensors_of_two_devices_do_not_mix() -> None:
 
 
 def test_draws_go_on_from_a_state() -> None:
-    """Each device's generator has a state of its own, which can be put back."""
+    """Each device's generator has a separate state, which can be restored."""
     state = torch.cuda.get_rng_state(0)
     first = torch.randn(8, device=GPU)
     torch.randn(8, device="cuda:1")
@@ -115,7 +115,7 @@ def test_draws_go_on_from_a_state() -> None:
 
 
 def test_memory_ends() -> None:
-    """A device has so many bytes, which all processes share."""
+    """A device has a fixed number of bytes, shared by all processes."""
     _, total = torch.cuda.mem_get_info(GPU)
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(total + 1, dtype=torch.uint8, device=GPU)
@@ -126,7 +126,9 @@ def test_memory_ends() -> None:
 
 
 def test_each_thread_that_multiplies_has_a_workspace() -> None:
-    """torch's own: 32 MiB on an H100 for forwards, from the first product on, and as much for backwards."""
+    """The workspace is torch's: 32 MiB on an H100 for forwards, from the first product on, and the same for
+    backwards.
+    """
     ask = (
         "import torch\n"
         "def held(): return torch.cuda.memory_stats(0)['requested_bytes.all.current'] >> 20\n"
@@ -141,7 +143,7 @@ def test_each_thread_that_multiplies_has_a_workspace() -> None:
 
 
 def test_operators_wait_for_their_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A normalisation of what comes late from another device, which is not the current one."""
+    """A normalisation waits for late input from another device, which is not the current one."""
     ask = (
         "import torch\n"
         "here, there = torch.arange(64.0, device='cuda:1'), torch.zeros(64, device='cuda:2')\n"
@@ -157,13 +159,13 @@ def test_operators_wait_for_their_own_device(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_driver_is_found_by_its_name() -> None:
-    """Before torch has asked anything of a device, as it is on a machine with a GPU."""
+    """The driver is found before torch has used a device, as on a machine with a GPU."""
     ask = "import ctypes; ctypes.CDLL('libcuda.so.1').cuMemcpyAsync"
     assert subprocess.run([sys.executable, "-c", ask], check=True, capture_output=True).returncode == 0
 
 
 def test_a_copy_that_nobody_joined_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What reads its target without waiting for its stream finds the bytes from before."""
+    """A reader that does not wait for the copy's stream finds the old bytes."""
     monkeypatch.setenv("EMULATED_LATE", "0.2")
     done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0.0", str(float(1 << 20))]
@@ -173,7 +175,7 @@ def test_a_copy_that_nobody_joined_is_late(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_is_moved_away_comes_back_only_if_it_is_joined(
     joined: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Late copies of pipefit's own: with their joins no byte is lost, and without them it shows."""
+    """With their joins, pipefit's late copies lose no byte; without them the loss is visible."""
     monkeypatch.setenv("EMULATED_LATE", "0.1")
     script = MOVED.format(joined=joined)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -1,4 +1,6 @@
-"""The emulated NCCL does what pipefit's messages lean on, and pipefit trains over it. Skipped where there is none."""
+"""The emulated NCCL has the behaviour that pipefit's messages rely on, and pipefit trains over it. Skipped
+without it.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,15 @@ WORD = re.compile(r"(\d+)(SEND_F|SEND_B|RECV_F|RECV_B|REDUCE|AGREE)(\d*)(.*)")
 
 
 def test_collectives_and_orders_by_itself() -> None:
-    """Sums beside loops; what has to end ends, what has to hang hangs, and who disagree are named."""
+    """Sums in addition to loops work; programs that must end do, programs that must hang hang, and mismatches
+    are named.
+    """
     found = subprocess.run([FOLDER / "check_nccl"], capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout
 
 
 def reader(lines: Lines, placement: tuple[int, ...], line_of: LineOf) -> Reads:
-    """How the words of a program are read in which every stage has a device of its own."""
+    """Return the oracle's reading of a program in which every stage has a separate device."""
 
     def read(device: int, word: str) -> Operation | None:
         matched = WORD.fullmatch(word)
@@ -55,7 +59,9 @@ def reader(lines: Lines, placement: tuple[int, ...], line_of: LineOf) -> Reads:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_random_programs_end_where_the_oracle_says(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a communicator for each direction or for each pair: they end, hang or mix up data, as was worked out."""
+    """With a communicator for each direction or for each pair, programs end, hang or mix up data as the
+    oracle predicts.
+    """
     monkeypatch.setenv("EMULATED_NCCL_CONNECT", "0")  # the host that plays all devices cannot wait for itself
     rng, player, seen = Random(seed), Player(Library(FOLDER / "nvidia/cu13/lib")), Counter[str]()
     for _ in range(20):
@@ -70,7 +76,7 @@ def test_random_programs_end_where_the_oracle_says(seed: int, monkeypatch: pytes
 
 
 def over_nccl(plan: Plan) -> Plan:
-    """The same plan for GPUs."""
+    """Return the same plan for GPUs."""
     return replace(plan, cluster=replace(plan.cluster, backend="cuda"))
 
 
@@ -78,7 +84,7 @@ def over_nccl(plan: Plan) -> Plan:
 def test_workers_train_over_nccl_as_over_gloo(
     grids: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The same losses, with no more communicators than the plan counts on each device."""
+    """The losses are the same, with at most the planned number of communicators on each device."""
     monkeypatch.setenv("EMULATED_NCCL_DEADLINE", "120")
     monkeypatch.setenv("EMULATED_NCCL_TELL", "1")
     plan, make = plan_of_grids("still", grids), partial(divided, "still")

@@ -1,4 +1,6 @@
-"""No stream touches what another one still works on: seen by torch's sanitizer. Skipped without the emulated CUDA."""
+"""Streams do not touch memory that another one still uses, according to torch's sanitizer. Skipped without
+the emulated CUDA.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ SCRIPT = Path(__file__).with_name("sanitized.py")
 
 @pytest.mark.parametrize("options", [[], ["unjoined"]])
 def test_what_moves_is_ordered_by_its_joins(options: list[str]) -> None:
-    """Tensors and state of three stages in one process, on three devices. Without the joins it shows."""
+    """Tensors and state of three stages in one process, on three devices, are ordered; without the joins the
+    sanitizer reports it.
+    """
     ended = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     accesses, unordered = map(int, ended.stdout.split())

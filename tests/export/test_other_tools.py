@@ -1,4 +1,4 @@
-"""Plans for other tools, by the tools' documented grammar; test_read_back.py asks the tools themselves."""
+"""Plans for other tools, by the tools' documented grammar; test_read_back.py uses the tools themselves."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LAYERS = 6
 
 @cache
 def planned(stages: int = 3, recompute: str = "never", schedule: str = "1f1b", **more: Any) -> Plan:
-    """A small GPT of six blocks on a preset."""
+    """Return a small GPT of six blocks on a preset."""
     task = build(
         "gpt", layers=LAYERS, hidden=16, heads=2, vocabulary=32, sequence=8, tied=more.pop("tied", False)
     )
@@ -55,7 +55,7 @@ def planned(stages: int = 3, recompute: str = "never", schedule: str = "1f1b", *
 
 @cache
 def on_grids(data: int, tensor: int = 1, shard: Any = "none") -> Plan:
-    """The same GPT in two stages of so many replicas, of so many shards."""
+    """Return the same GPT in two stages with this number of replicas and shards."""
     task = build("gpt", layers=LAYERS, hidden=16, heads=2, vocabulary=32, sequence=8, tied=False)
     return pipefit.plan(
         task, "dgx1-v100", microbatches=4, batch_size=4 * data, schedule="1f1b", stages=2, planner="exact", data=data,
@@ -64,20 +64,22 @@ def on_grids(data: int, tensor: int = 1, shard: Any = "none") -> Plan:
 
 
 def arguments(text: str) -> dict[str, str]:
-    """A file of arguments, as a shell reads it."""
+    """Parse a file of arguments as a shell does."""
     lines = [shlex.split(line) for line in text.splitlines()]
     return {name: " ".join(values) for name, *values in lines}
 
 
 def stages_of(layout: str, size: int) -> list[str]:
-    """The stages of a layout, by the grammar of Megatron's documentation."""
+    """Return the stages of a layout, by the grammar of Megatron's documentation."""
     rows = layout.split("|")
     assert len(rows) == size and set("".join(rows)) <= set("EtL")
     return rows
 
 
 def held(plan: Plan) -> list[tuple[bool, int, bool]]:
-    """For every stage: whether it has the embedding, how many blocks it has, and whether it has the head."""
+    """Return for every stage whether it has the embedding, its number of blocks, and whether it has the
+    head.
+    """
     names = plan.profile.layers
     return [
         (
@@ -91,7 +93,7 @@ def held(plan: Plan) -> list[tuple[bool, int, bool]]:
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
 def test_megatrons_layout_has_every_stage_of_the_plan(stages: int) -> None:
-    """Embedding, so many decoder blocks and the head, on the stage where the plan has them."""
+    """Embedding, decoder blocks and head are on the same stage as in the plan."""
     plan = planned(stages)
     found = arguments(megatron_arguments(plan))
     rows = stages_of(found["--pipeline-model-parallel-layout"], stages)
@@ -108,7 +110,9 @@ def test_megatrons_layout_has_every_stage_of_the_plan(stages: int) -> None:
 
 
 def test_megatron_recomputes_what_the_plan_recomputes() -> None:
-    """All blocks uniformly; or as many on every stage as the stage with the most."""
+    """All blocks are recomputed uniformly, or the same number on every stage, that of the stage with the
+    most.
+    """
     found = arguments(megatron_arguments(planned(3, "always")))
     assert (found["--recompute-method"], found["--recompute-num-layers"]) == ("uniform", "1")
     plan = planned(3, "always")
@@ -120,7 +124,7 @@ def test_megatron_recomputes_what_the_plan_recomputes() -> None:
 
 @pytest.fixture
 def titan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchtitan's configuration as its documentation has it; test_read_back.py has the tool itself."""
+    """Return torchtitan's documented configuration; test_read_back.py has the tool itself."""
     names = ("torchtitan", "torchtitan.config", "torchtitan.distributed")
     modules = {
         name: types.ModuleType(name) for name in (*names, "torchtitan.distributed.activation_checkpoint")
@@ -142,7 +146,7 @@ def titan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fields(*known: str) -> Any:
-    """A class that takes these keywords alone."""
+    """Build a class that takes only these keywords."""
 
     def make(**given: Any) -> types.SimpleNamespace:
         assert set(given) <= set(known)
@@ -154,7 +158,7 @@ def fields(*known: str) -> Any:
 @pytest.mark.parametrize("stages", [1, 3, 5])
 @pytest.mark.usefixtures("titan")
 def test_torchtitans_configuration_names_every_module_once(stages: int) -> None:
-    """In order, on the stages of the plan, with its schedule and its batch."""
+    """Modules are in order, on the stages of the plan, with its schedule and its batch."""
     plan, found = planned(stages, schedule="gpipe"), dict[str, Any]()
     exec(torchtitan_config(plan), found)
     parts = found["parallelism"].module_fqns_per_model_part
@@ -176,7 +180,7 @@ def test_torchtitans_configuration_names_every_module_once(stages: int) -> None:
 
 
 def test_deepspeeds_configuration_divides_batch_and_blocks() -> None:
-    """As DeepSpeed demands, the batch is microbatches of that size; and its partition has all blocks."""
+    """As DeepSpeed requires, the batch is microbatches of that size; and its partition has all blocks."""
     plan = planned(3, "always", clip_norm=1.0)
     found = json.loads(deepspeed_config(plan))
     batch = found["train_micro_batch_size_per_gpu"] * found["gradient_accumulation_steps"]
@@ -191,7 +195,7 @@ def test_deepspeeds_configuration_divides_batch_and_blocks() -> None:
 
 @pytest.mark.usefixtures("titan")
 def test_replicas_and_shards_are_those_of_the_plan() -> None:
-    """Each tool is told what one replica computes of a microbatch, how many there are, and what they divide."""
+    """Each tool gets the microbatch of one replica, the number of replicas, and their sharded state."""
     plan = on_grids(2, 2)
     found = arguments(megatron_arguments(plan))
     assert (found["--micro-batch-size"], found["--global-batch-size"]) == ("1", "8")
@@ -215,7 +219,9 @@ def test_replicas_and_shards_are_those_of_the_plan() -> None:
 
 
 def test_all_that_a_tool_cannot_do_is_told_at_once() -> None:
-    """With the options of one plan that it can take, so that nobody plans four times."""
+    """One message lists everything, with the options of a plan that the tool supports, to avoid repeated
+    planning.
+    """
     plan = on_grids(2, 2, "parameters")
     mixed = replace(
         plan,
@@ -246,7 +252,7 @@ MOVED = Decision(
 
 
 def in_precision(precision: training.Precision) -> Plan:
-    """A plan whose training is said to be in another precision."""
+    """Return a plan whose training claims another precision."""
     plan = planned(3)
     assumed = replace(plan.profile.assumptions, precision=precision)
     return replace(
@@ -257,7 +263,7 @@ def in_precision(precision: training.Precision) -> Plan:
 
 
 def test_half_precision_is_the_one_that_the_tool_has() -> None:
-    """Megatron's and DeepSpeed's keep master weights; torchtitan's pipelines keep none."""
+    """Megatron's and DeepSpeed's half precision keep master weights; torchtitan's pipelines do not."""
     assert "--bf16" in arguments(megatron_arguments(in_precision("master-bfloat16")))
     assert "--fp16" in arguments(megatron_arguments(in_precision("master-float16")))
     assert json.loads(deepspeed_config(in_precision("master-bfloat16")))["bf16"] == {"enabled": True}
@@ -269,14 +275,14 @@ def test_half_precision_is_the_one_that_the_tool_has() -> None:
 
 
 def test_torchtitan_ties_no_weights_across_stages() -> None:
-    """It refuses such a model in a pipeline, and so do we; on one device it may."""
+    """torchtitan refuses such a model in a pipeline, and so does the export; on one device it is allowed."""
     with pytest.raises(UsageError, match="share weights: plan with --stages 1"):
         torchtitan_config(planned(3, tied=True))
     assert "tok_embeddings" in torchtitan_config(planned(1, tied=True))
 
 
 def test_layers_that_share_otherwise_are_refused() -> None:
-    """A parameter of a block that others use is nothing that the tools share."""
+    """The tools cannot share a parameter of a block with other layers."""
     plan = planned(3)
     shared = SharedParameter(name="block1.norm", users=(0, plan.profile.edges[2]), nbytes=4, gradient_bytes=4,
                              state_bytes=0)  # fmt: skip
@@ -291,7 +297,7 @@ def test_layers_that_share_otherwise_are_refused() -> None:
 @pytest.mark.parametrize("cut", [-1, -2])
 @pytest.mark.usefixtures("titan")
 def test_torchtitan_has_the_norm_where_the_plan_has_it(cut: int) -> None:
-    """With the head, or with the last block, as the plan cuts."""
+    """The norm is with the head, or with the last block, as the plan cuts."""
     plan, found = planned(3), dict[str, Any]()
     edge = plan.profile.edges[cut - 1]
     stages = (*plan.stages[:-2], replace(plan.stages[-2], stop=edge), replace(plan.stages[-1], start=edge))
@@ -303,7 +309,9 @@ def test_torchtitan_has_the_norm_where_the_plan_has_it(cut: int) -> None:
 
 @pytest.mark.parametrize("write", [megatron_arguments, torchtitan_config, deepspeed_config])
 def test_what_a_tool_cannot_do_is_refused(write: Any) -> None:
-    """Schedules, moved tensors, stages on several devices, and models that are no decoder, each by name."""
+    """Unsupported schedules, offloaded tensors, stages on several devices, and non-decoder models are refused
+    by name.
+    """
     plan = planned(3)
     for wrong, words in (
         (planned(3, schedule="pipedream"), "no schedule pipedream: plan with --schedule 1f1b"),
@@ -320,7 +328,9 @@ def test_what_a_tool_cannot_do_is_refused(write: Any) -> None:
 
 @pytest.mark.parametrize("write", [megatron_arguments, torchtitan_config])
 def test_models_that_read_no_tokens_are_refused(write: Any) -> None:
-    """Equal blocks between two layers are no language model if pictures go in; DeepSpeed takes any layers."""
+    """Equal blocks between two layers are not a language model if images go in; DeepSpeed takes any
+    layers.
+    """
     plan = planned(3)
     made = replace(plan.profile.fingerprint, lengths=(), inputs=("float32 (n, 256, 64)",))
     pictures = replace(plan, profile=replace(plan.profile, fingerprint=made))
@@ -330,7 +340,9 @@ def test_models_that_read_no_tokens_are_refused(write: Any) -> None:
 
 
 def test_slurms_script_is_one_that_bash_reads() -> None:
-    """Every directive is one of sbatch's, with a task for each host and a GPU for each of the plan's devices."""
+    """Every directive exists in sbatch, with a task for each host and a GPU for each of the plan's
+    devices.
+    """
     text = slurm_script(planned(3), "a plan.json")
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     known = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive"}
@@ -340,7 +352,9 @@ def test_slurms_script_is_one_that_bash_reads() -> None:
 
 
 def test_kubernetes_gets_a_service_and_a_job() -> None:
-    """Two documents of YAML; the job is indexed, with a pod for each host and a GPU for each device."""
+    """The result is two YAML documents; the job is indexed, with a pod for each host and a GPU for each
+    device.
+    """
     yaml = pytest.importorskip("yaml")
     service, job = yaml.safe_load_all(kubernetes_job(planned(3), "it's.json"))
     assert (service["kind"], job["kind"], job["apiVersion"]) == ("Service", "Job", "batch/v1")
@@ -359,7 +373,9 @@ def test_kubernetes_gets_a_service_and_a_job() -> None:
 
 @pytest.mark.parametrize("name", ["it's $HOME.json", "$(date).json", "a$$b.json", "-x y.json"])
 def test_a_launch_file_names_the_plan_whatever_it_is_called(name: str) -> None:
-    """To the shell, and to Kubernetes, which makes one dollar of two before the shell sees it."""
+    """The name is quoted for the shell, and for Kubernetes, which turns two dollars into one before the shell
+    sees it.
+    """
     yaml = pytest.importorskip("yaml")
     assert shlex.split(slurm_script(planned(3), name))[-1] == name
     _, job = yaml.safe_load_all(kubernetes_job(planned(3), name))
@@ -376,7 +392,7 @@ def test_a_name_that_is_no_line_of_text_is_refused(name: str, write: Any) -> Non
 
 
 def levels(events: list[dict[str, Any]]) -> list[int]:
-    """The bytes that are there after every event; no block overlaps another, and only what is there is freed."""
+    """Return the live bytes after every event; blocks do not overlap, and only live blocks are freed."""
     there, found = dict[int, int](), list[int]()
     for event in events:
         if event["action"] == "alloc":
@@ -391,7 +407,7 @@ def levels(events: list[dict[str, Any]]) -> list[int]:
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_a_snapshot_of_memory_is_as_high_as_the_trace(recompute: str) -> None:
-    """At its highest, on every device; and where an action ends, as the sample says."""
+    """The snapshot matches at the peak of every device, and at the end of each action its sample."""
     trace = simulate(planned(3, recompute))
     found = snapshot(trace)
     for device, events in zip(trace.devices, found["device_traces"], strict=True):
@@ -399,7 +415,9 @@ def test_a_snapshot_of_memory_is_as_high_as_the_trace(recompute: str) -> None:
 
 
 def test_torch_draws_the_snapshot() -> None:
-    """Its own tools read the file: the page of a timeline, the list of events and the sums of segments."""
+    """torch's own tools read the file: the page of a timeline, the list of events and the sums of
+    segments.
+    """
     read = pickle.loads(memory_snapshot(simulate(planned(3))))
     page = _memory_viz.trace_plot(read)
     assert "<html" in page.lower() or "<script" in page.lower()
@@ -410,7 +428,7 @@ def test_torch_draws_the_snapshot() -> None:
 def test_the_command_writes_every_format(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    """To a file or to stdout, the same, but bytes to a file alone; a trace is no plan."""
+    """Output to a file or to stdout is equal, but bytes go only to a file; a trace is not a plan."""
     monkeypatch.chdir(tmp_path)
     save(planned(3), "plan.json")
     save(simulate(planned(3)), "trace.json")

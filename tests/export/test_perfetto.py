@@ -14,7 +14,7 @@ from pipelines import equal_profile, make_cluster, make_plan, offload_all
 
 
 def traced() -> Trace:
-    """A pipeline of three stages whose messages take so long that several are under way at once."""
+    """Return a pipeline of three stages with messages long enough for several to be in flight."""
     plan = make_plan(
         equal_profile(6), (2, 2, 2), cluster=make_cluster(3, bytes_per_second=4.0), microbatches=6
     )
@@ -22,7 +22,9 @@ def traced() -> Trace:
 
 
 def test_every_action_and_every_byte_is_there() -> None:
-    """Complete events are the trace's, in microseconds; the counter's values add up to the bytes of each sample."""
+    """Complete events are the trace's, in microseconds; the counter's values add up to the bytes of each
+    sample.
+    """
     trace = traced()
     events = json.loads(perfetto(trace))["traceEvents"]
     for device in trace.devices:
@@ -37,7 +39,7 @@ def test_every_action_and_every_byte_is_there() -> None:
 
 
 def test_events_of_a_thread_do_not_overlap() -> None:
-    """On a thread one event comes after the other, as the format demands, though those of a stream overlap."""
+    """Events on a thread are consecutive, as the format demands, though those of a stream overlap."""
     trace = traced()
     threads, streams = defaultdict(list), defaultdict(list)
     for one in json.loads(perfetto(trace))["traceEvents"]:
@@ -49,12 +51,12 @@ def test_events_of_a_thread_do_not_overlap() -> None:
 
 
 def overlap(spans: list[tuple[float, float]]) -> bool:
-    """Whether two of the spans have more in common than their ends."""
+    """Return whether two of the spans share more than their ends."""
     return any(end > start + 1e-3 for (_, end), (start, _) in itertools.pairwise(sorted(spans)))
 
 
 def test_positions_of_a_dry_run_are_no_seconds() -> None:
-    """A trace without a clock keeps its positions as they are."""
+    """A trace without a clock keeps its positions unchanged."""
     trace = replace(traced(), source="dry run")
     first = next(one for one in json.loads(perfetto(trace))["traceEvents"] if one["ph"] == "X" and one["ts"])
     assert first["ts"] in {event.start_seconds for device in trace.devices for event in device.events}

@@ -24,13 +24,13 @@ from pipelines import random_profile
 
 
 def planned(schedule: str, microbatches: int = 5, *, stages: int = 3) -> Plan:
-    """As many stages as devices."""
+    """Return a plan with one stage per device."""
     cluster = Cluster.emulated((stages, 1 << 30))
     return plan(random_profile(7), cluster, microbatches=microbatches, schedule=schedule, planner="exact")
 
 
 def read(text: str) -> dict[int, list[schedules._Action | None]]:
-    """The actions of every rank, as torch reads a file of this text."""
+    """Return the actions of every rank, as torch reads a file of this text."""
     return {
         rank: [schedules._Action.from_str(cell) for cell in row]
         for rank, row in enumerate(csv.reader(io.StringIO(text)))
@@ -39,7 +39,7 @@ def read(text: str) -> dict[int, list[schedules._Action | None]]:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "torchgpipe"])
 def test_torch_accepts_the_schedule_and_adds_its_messages(schedule: str) -> None:
-    """torch finds every forward and backward once and in an order that it can run, and completes it with messages."""
+    """torch finds every forward and backward once and in a valid order, and adds the messages."""
     made = planned(schedule)
     actions = read(pipelining_csv(made))
     assert schedules._validate_schedule(actions, 3, 3, 5) == {0: 0, 1: 1, 2: 2}
@@ -48,7 +48,9 @@ def test_torch_accepts_the_schedule_and_adds_its_messages(schedule: str) -> None
 
 
 def test_a_stage_that_is_recomputed_in_parts_is_computed_once() -> None:
-    """A run inside a stage splits its forward and backward into parts; the file has each once for a microbatch."""
+    """A run inside a stage splits its forward and backward into parts; the file has each once for a
+    microbatch.
+    """
     made = planned("1f1b")
     stage = max(made.stages, key=lambda one: one.stop - one.start)
     number = made.stages.index(stage)
@@ -66,7 +68,7 @@ def test_stages_of_one_device_are_one_rank() -> None:
 
 
 def test_what_torch_has_no_schedule_for_is_refused() -> None:
-    """An endless schedule is refused by name."""
+    """An asynchronous schedule is refused by name."""
     with pytest.raises(UsageError, match="never flushes, as pipedream"):
         pipelining_csv(planned("pipedream"))
 
@@ -99,7 +101,9 @@ class Decoder(nn.Module):
 
 
 def test_torch_divides_the_model_at_the_points() -> None:
-    """Its own `pipeline` makes stages with the parameters of the plan's; together they compute the model's outputs."""
+    """torch's `pipeline` makes stages with the parameters of the plan's; together they compute the model's
+    outputs.
+    """
 
     def batch(size: int) -> tuple[Tensor, Tensor]:
         return torch.randint(0, 32, (size, 4)), torch.zeros(size)
@@ -129,7 +133,7 @@ def test_torch_divides_the_model_at_the_points() -> None:
 
 
 def test_a_stage_that_begins_with_a_second_call_has_no_point() -> None:
-    """torch knows modules, not their calls: it is refused by name."""
+    """torch identifies modules, not their calls: the plan is refused by name."""
     made = planned("gpipe")
     layers = tuple(f"one{f'@{n}' if n else ''}" for n in range(len(made.profile.layers)))
     again = replace(made, profile=replace(made.profile, layers=layers, blocks=()), prediction=None)

@@ -1,4 +1,4 @@
-"""Plans in other tools' files, read by the tools themselves where they are installed: `make tools` installs them."""
+"""Plans in other tools' files, read by the installed tools themselves: `make tools` installs them."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from pipelines import random_profile
 
 
 def installed(name: str) -> Any:
-    """A module of another tool; the test is skipped where it is missing."""
+    """Return a module of another tool; skip the test if it is missing."""
     return pytest.importorskip(name, exc_type=ImportError)
 
 
 def some_recomputed() -> Plan:
-    """A plan that recomputes the blocks of its second stage alone."""
+    """Return a plan that recomputes only the blocks of its second stage."""
     plan = planned(3, "always")
     return replace(plan, decisions=tuple(one for one in plan.decisions if one.stage == 1))
 
@@ -64,7 +64,7 @@ TITAN = ("one stage", "recomputed and clipped", "gpipe", "half", "replicas", "di
 
 @pytest.mark.parametrize("name", MEGATRON)
 def test_megatron_core_reads_layout_batch_and_recomputation(name: str) -> None:
-    """Its own classes take what its arguments become, and have the plan's stages and number of microbatches."""
+    """Megatron's classes accept the arguments, and have the plan's stages and number of microbatches."""
     layout = installed("megatron.core.transformer.pipeline_parallel_layer_layout")
     counting = installed("megatron.core.num_microbatches_calculator")
     config = installed("megatron.core.transformer.transformer_config")
@@ -93,7 +93,9 @@ def test_megatron_core_reads_layout_batch_and_recomputation(name: str) -> None:
 
 @pytest.mark.parametrize("name", MEGATRON)
 def test_megatrons_parser_accepts_the_arguments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parsed and validated as `pretrain_gpt.py` does it, beside the shape of a model, they mean the same."""
+    """Parsed and validated like in `pretrain_gpt.py`, with the shape of a model, the arguments keep their
+    meaning.
+    """
     own = installed("megatron.training.arguments")
     plan = PLANS[name]()
     shape = "--hidden-size 16 --num-attention-heads 2 --max-position-embeddings 8 --transformer-impl local"
@@ -124,8 +126,8 @@ def test_megatrons_parser_accepts_the_arguments(name: str, monkeypatch: pytest.M
 def test_torchtitan_reads_the_file_and_splits_a_model_by_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its ConfigManager takes the file's names in a configuration of its own Llama of as many blocks, its trainer's
-    checks pass, and the modules that it leaves on every stage are the plan's.
+    """torchtitan's ConfigManager accepts the file's names in a configuration of its Llama with the same
+    number of blocks, its trainer's checks pass, and every stage keeps the plan's modules.
     """
     manager = installed("torchtitan.config.manager")
     splitting = installed("torchtitan.distributed.pipeline_parallel")
@@ -202,7 +204,9 @@ print("READ", json.dumps([
 def test_deepspeed_reads_the_configuration_and_takes_its_partition(
     name: str, rank: int, tmp_path: Path
 ) -> None:
-    """Its own configuration has the plan's batch, clipping and precision, and a PipelineModule the stage's blocks."""
+    """DeepSpeed's configuration has the plan's batch, clipping and precision, and a PipelineModule the
+    stage's blocks.
+    """
     installed("deepspeed")
     plan = PLANS[name]()
     (tmp_path / "deepspeed.json").write_text(deepspeed_config(plan))
@@ -223,7 +227,7 @@ def test_deepspeed_reads_the_configuration_and_takes_its_partition(
 
 
 def environment(rank: int, size: int) -> dict[str, str]:
-    """What torchrun tells a process."""
+    """Return the environment that torchrun sets for a process."""
     told = {
         "RANK": rank,
         "WORLD_SIZE": size,
@@ -235,7 +239,7 @@ def environment(rank: int, size: int) -> dict[str, str]:
 
 
 def test_kubernetes_own_types_have_every_field() -> None:
-    """Its client makes its objects of the documents, required fields included, and loses nothing of them."""
+    """The Kubernetes client builds its objects from the documents, required fields included, without loss."""
     client = installed("kubernetes.client")
     yaml = installed("yaml")
     documents = list(yaml.safe_load_all(kubernetes_job(planned(3), "it's.json")))
@@ -270,7 +274,7 @@ PartitionName=main Nodes=ALL Default=YES State=UP
 
 @contextmanager
 def controller(folder: Path) -> Iterator[dict[str, str]]:
-    """A SLURM of 16 hosts with 8 GPUs each, that have never been started: the environment in which it answers."""
+    """Start a SLURM controller of 16 unstarted hosts with 8 GPUs each; return its environment."""
     if shutil.which("slurmctld") is None or shutil.which("sbatch") is None:
         pytest.skip("needs slurmctld and sbatch")
     with socket.socket() as free:
@@ -296,7 +300,7 @@ def controller(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def test_slurm_would_start_the_script(tmp_path: Path) -> None:
-    """`sbatch --test-only` finds as many hosts as the plan has; of a cluster with fewer GPUs on each it finds none."""
+    """`sbatch --test-only` finds the plan's number of hosts; with fewer GPUs per host it finds none."""
     many = plan(
         random_profile(24),
         load_cluster("3xdgx1-v100@25GB/s"),

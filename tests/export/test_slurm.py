@@ -1,4 +1,4 @@
-"""A SLURM of two machines, which are this one twice, starts what `pipefit export --to slurm` writes."""
+"""A SLURM of two machines, both simulated by this one, starts the script of `pipefit export --to slurm`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ MACHINE = "NodeName=127.0.0.{number} NodeHostname={here} NodeAddr=127.0.0.{numbe
 
 @contextmanager
 def machines(folder: Path) -> Iterator[dict[str, str]]:
-    """A controller and a daemon for each machine, all of which run here: the environment in which they answer."""
+    """Start a controller and a daemon for each machine, all on this one; return their environment."""
     if os.getuid() or any(shutil.which(daemon) is None for daemon in DAEMONS):
         pytest.skip("needs SLURM, and root to start it")
     (folder / "state").mkdir()
@@ -73,7 +73,7 @@ def machines(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def free_ports(count: int) -> list[int]:
-    """So many ports that nobody listens on."""
+    """Return this number of unused ports."""
     with ExitStack() as stack:
         found = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in found:
@@ -82,13 +82,13 @@ def free_ports(count: int) -> list[int]:
 
 
 def told(words: list[str], environment: dict[str, str], folder: Path | None = None) -> str:
-    """What a command prints, which may fail as long as nobody answers."""
+    """Return the output of a command, which may fail until the daemons respond."""
     done = subprocess.run(words, env=environment, cwd=folder, capture_output=True, text=True, check=False)
     return done.stdout
 
 
 def await_that(holds: Callable[[], bool]) -> None:
-    """Return when it holds."""
+    """Wait until a condition holds."""
     end = time.monotonic() + SECONDS
     while not holds():
         assert time.monotonic() < end
@@ -98,7 +98,9 @@ def await_that(holds: Callable[[], bool]) -> None:
 @pytest.mark.gallery
 @pytest.mark.timeout(300)
 def test_sbatch_trains_a_plan_across_two_machines(tmp_path: Path) -> None:
-    """The exported script, submitted as it is: a torchrun on each machine, and the numbers of a plain loop."""
+    """The exported script, submitted unchanged, runs torchrun on each machine and gives the numbers of a
+    plain loop.
+    """
     plan = plan_across()
     save(plan, tmp_path / "a plan.json")
     (tmp_path / "train.sbatch").write_text(slurm_script(plan, "a plan.json"))

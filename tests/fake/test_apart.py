@@ -1,4 +1,4 @@
-"""Work over fake GPUs leaves none in a process that may train on real ones. Here GPUs are only said to be there."""
+"""Work over fake GPUs leaves none in a process that may train on real ones. Real GPUs are simulated here."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ print("fake after:", follows_fake_streams())
 
 @pytest.fixture(autouse=True)
 def gpus() -> Iterator[None]:
-    """There are GPUs, and none is fake yet. Nor has this process run a backward, though other tests of it may have."""
+    """Simulate GPUs in a process without fake ones or an earlier backward, though other tests may have run
+    one.
+    """
     with (
         mock.patch.object(torch.cuda, "is_available", return_value=True),
         mock.patch.object(room, "run_a_backward"),
@@ -58,7 +60,7 @@ def gpus() -> Iterator[None]:
 
 
 def test_a_script_may_plan_certify_and_profile_before_it_trains() -> None:
-    """Nor does an error leave a fake GPU; answers are those of a process that has one."""
+    """An error does not leave a fake GPU either; results equal those of a process that has one."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
@@ -73,7 +75,7 @@ def test_a_script_may_plan_certify_and_profile_before_it_trains() -> None:
 
 
 def test_only_what_follows_cuda_is_done_in_a_fork() -> None:
-    """The CPU's kernels have threads, which a fork has not."""
+    """The CPU's kernels have threads, which a fork lacks."""
     assert apart("cuda", os.getpid) != os.getpid()
     assert apart("cpu", os.getpid) == os.getpid()
     with mock.patch.object(torch.cuda, "is_available", return_value=False):
@@ -84,7 +86,7 @@ def test_only_what_follows_cuda_is_done_in_a_fork() -> None:
     "error", [InfeasibleError("too large"), Undivided("Hooked", "has hooks on its steps")]
 )
 def test_an_error_of_ours_comes_from_the_fork(error: PipefitError) -> None:
-    """It is raised here; the work is not done a second time."""
+    """The error is raised here; the work is not repeated."""
     done = []
 
     def work() -> None:
@@ -97,7 +99,7 @@ def test_an_error_of_ours_comes_from_the_fork(error: PipefitError) -> None:
 
 
 def test_what_was_printed_before_is_printed_once(tmp_path: Path) -> None:
-    """A fork has a copy of what waits to be written, as it does where the output is a file."""
+    """A fork copies the unflushed output, if stdout is a file."""
     file = tmp_path / "output"
     with file.open("w") as output, mock.patch.object(sys, "stdout", output):
         print("before")
@@ -107,14 +109,14 @@ def test_what_was_printed_before_is_printed_once(tmp_path: Path) -> None:
 
 
 def test_warnings_tell_where_they_come_from() -> None:
-    """As if the work had been done here."""
+    """Warnings have the same location as if the work ran here."""
     with pytest.warns(PipefitWarning, match="assumed") as told:
         apart("cuda", lambda: warnings.warn("assumed", PipefitWarning, stacklevel=1))
     assert [one.filename for one in told] == [__file__]
 
 
 def test_a_fork_that_stands_still_or_is_killed_is_told() -> None:
-    """The work is not done here then: for want of memory it could end this process too."""
+    """The work is not repeated here: running out of memory could end this process too."""
     here = os.getpid()
     with pytest.raises(WorkerFailed, match=r"killed by SIGKILL, as where memory .* process of its own"):
         apart("cuda", lambda: signal.raise_signal(signal.SIGKILL if os.getpid() != here else signal.SIGINT))
@@ -127,8 +129,8 @@ def test_a_fork_that_stands_still_or_is_killed_is_told() -> None:
 
 @pytest.mark.parametrize("why", ["a failure of the fork's own", "no backward", "no pickle", "no process"])
 def test_what_a_fork_cannot_do_is_done_here(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error that is not ours may be of the fork alone; torch may refuse backwards there; some answers stay. A limit
-    of processes may be reached.
+    """A foreign error may be specific to the fork; torch may refuse backwards there; some results stay there.
+    A limit of processes may be reached.
     """
     here, done = os.getpid(), list[int]()
 

@@ -1,4 +1,4 @@
-"""The attention kernel that CUDA would take, and what it saves, against closed forms and torch's own rules."""
+"""CUDA's choice of attention kernel and its saved tensors, compared with closed forms and torch's rules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QKV = 4 * [ATTENDED]  # and the output
 
 
 def attend(fake: FakeTarget, dtype: torch.dtype, **options: object) -> Saved:
-    """The tensors that attention saves; its backward ran."""
+    """Return the tensors that attention saves, after its backward."""
     q, k, v = (torch.randn(B, H, T, D, dtype=dtype, device=fake.device, requires_grad=True) for _ in range(3))
     saved = Saved(lambda: F.scaled_dot_product_attention(q, k, v, **options))  # type: ignore[arg-type]
     assert isinstance(saved.result, Tensor)
@@ -31,7 +31,9 @@ def attend(fake: FakeTarget, dtype: torch.dtype, **options: object) -> Saved:
 @pytest.mark.parametrize("options", [{"is_causal": True}, {}, {"dropout_p": 0.1}])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_attention_is_flash(dtype: torch.dtype, options: dict[str, object]) -> None:
-    """Without a mask: q, k, v, the output and one float32 per query, no score matrix; dropout inside saves no mask."""
+    """Without a mask attention saves q, k, v, the output and one float32 per query, not the scores; dropout
+    inside saves no mask.
+    """
     with FakeTarget("cuda") as fake:
         kinds = attend(fake, dtype, **options).kinds
     assert sorted(kinds, key=str) == sorted([(s, dtype) for s in QKV] + [((B, H, T), torch.float32)], key=str)
@@ -41,7 +43,9 @@ def test_half_precision_attention_is_flash(dtype: torch.dtype, options: dict[str
     ("dtype", "options"), [(torch.float32, {"is_causal": True}), (torch.float32, {"dropout_p": 0.1})]
 )
 def test_single_precision_attention_is_efficient(dtype: torch.dtype, options: dict[str, object]) -> None:
-    """In float32: q, k, v, the output and one float32 per query, the queries rounded up to a multiple of 32."""
+    """In float32 attention saves q, k, v, the output and one float32 per query, the queries rounded up to a
+    multiple of 32.
+    """
     with FakeTarget("cuda") as fake:
         kinds = attend(fake, dtype, **options).kinds
     assert sorted(kinds, key=str) == sorted(
@@ -52,7 +56,9 @@ def test_single_precision_attention_is_efficient(dtype: torch.dtype, options: di
 @pytest.mark.parametrize("boolean", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_masked_attention_saves_the_mask_in_aligned_rows(dtype: torch.dtype, boolean: bool) -> None:
-    """A mask makes attention efficient; what is saved is a bias of the query's type, rows padded to eight elements."""
+    """A mask selects the efficient kernel, which saves a bias of the query's type with rows padded to eight
+    elements.
+    """
     with FakeTarget("cuda") as fake:
         mask = torch.ones(T, T, dtype=torch.bool if boolean else dtype, device=fake.device)
         saved = attend(fake, dtype, attn_mask=mask)
@@ -62,7 +68,9 @@ def test_masked_attention_saves_the_mask_in_aligned_rows(dtype: torch.dtype, boo
 
 
 def test_uneven_head_dimension_is_padded_for_flash() -> None:
-    """Flash saves q, k, v and output with head dimensions padded to a multiple of eight; the caller sees its own."""
+    """Flash saves q, k, v and output with head dimensions padded to a multiple of eight; the caller sees the
+    original.
+    """
     with FakeTarget("cuda") as fake:
         q = torch.randn(2, 4, 16, 20, dtype=HALF, device=fake.device, requires_grad=True)
         saved = Saved(lambda: F.scaled_dot_product_attention(q, q, q))
@@ -84,14 +92,18 @@ def test_uneven_head_dimension_is_padded_for_flash() -> None:
 def test_kernel_follows_shape_and_precision(
     kernel: SDPBackend, shape: tuple[int, ...], dtype: torch.dtype, options: dict[str, bool]
 ) -> None:
-    """CUDA's rules: flash to head dimension 256 in half precision, efficient in 16-byte steps, math for the rest."""
+    """CUDA's rules are: flash to head dimension 256 in half precision, efficient in 16-byte steps, math for
+    the rest.
+    """
     with FakeTarget("cuda") as fake:
         q = torch.empty(shape, dtype=dtype, device=fake.device)
         assert choose_kernel(q, q, q, **options) is kernel  # type: ignore[arg-type]
 
 
 def test_kernel_follows_lengths_and_heads() -> None:
-    """Causal attention over unequal lengths is not flash's; grouped heads are flash's, and else math's."""
+    """Causal attention over unequal lengths is not flash's; grouped heads are flash's, and otherwise
+    math's.
+    """
     with FakeTarget("cuda"):
         q, k = torch.empty(2, 8, 16, 32, dtype=HALF), torch.empty(2, 8, 24, 32, dtype=HALF)
         few = torch.empty(2, 2, 16, 32, dtype=HALF)
@@ -102,7 +114,9 @@ def test_kernel_follows_lengths_and_heads() -> None:
 
 
 def test_kernel_obeys_the_user() -> None:
-    """`sdpa_kernel` decides among the kernels that can run, in its order; if none can, the error names the enabled."""
+    """`sdpa_kernel` selects among the kernels that can run, in its order; if none can, the error names the
+    enabled ones.
+    """
     with FakeTarget("cuda") as fake:
         q = torch.empty(2, 4, 16, 32, dtype=HALF, device=fake.device)
         with sdpa_kernel(SDPBackend.MATH):
@@ -115,7 +129,9 @@ def test_kernel_obeys_the_user() -> None:
 
 
 def test_encoder_layer_takes_fused_attention_below_python() -> None:
-    """Attention inside nn.TransformerEncoderLayer is fused on the cuda target and saves no score matrix."""
+    """Attention inside nn.TransformerEncoderLayer is fused on the cuda target and does not save the
+    scores.
+    """
     with FakeTarget("cuda") as fake:
         layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).to(fake.device, HALF)
         saved = Saved(

@@ -1,4 +1,4 @@
-"""CUDA's autocast on fake devices, against torch's own kernels for it, which the CPU build of torch has too."""
+"""CUDA autocast on fake devices, compared with torch's own kernels, which the CPU build of torch includes."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and
 
 @pytest.fixture(autouse=True, scope="module")
 def oracle() -> Iterator[None]:
-    """The oracle too needs the shapes that torch lacks; and a build without CUDA has to be told which operators are not
-    composed of others there.
+    """Prepare the oracle: it needs the shapes that torch lacks, and a build without CUDA needs the list of
+    operators that are not composed there.
     """
     register_missing_shapes()
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -46,12 +46,14 @@ def oracle() -> Iterator[None]:
 
 
 def mixtures(low: torch.dtype) -> list[tuple[torch.dtype, ...]]:
-    """Dtypes of an operator's floating-point tensors, in turn."""
+    """Return dtypes of an operator's floating-point tensors, in turn."""
     return [(FLOAT,), (low,), (FLOAT, low), (DOUBLE,), (low, BF16 if low == HALF else HALF)]
 
 
 def test_the_lists_are_those_of_the_kernels_that_torch_registers() -> None:
-    """The header's lists, and what is known beside them, are all operators with a kernel for CUDA's autocast."""
+    """The header's lists, and the additional known operators, are exactly those with a kernel for CUDA
+    autocast.
+    """
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
     beside = {
         "aten::_cudnn_rnn",
@@ -68,7 +70,9 @@ def test_the_lists_are_those_of_the_kernels_that_torch_registers() -> None:
 
 @pytest.mark.parametrize("low", sampled([HALF, BF16], often=[HALF]))
 def test_every_listed_operator_casts_as_on_cuda(low: torch.dtype) -> None:
-    """Of every operator the same kernels reach the device, in order, with arguments and results of the same layout."""
+    """For every operator the same kernels reach the device, in order, with arguments and results of the same
+    layout.
+    """
     listed = sorted(SAMPLES.keys() & policies().keys() - {NEEDS_CUDA})
     cases = [(name, dtypes) for name in listed for dtypes in mixtures(low)]
     expected = [seen(case, on_cuda(*case, low)[1:]) for case in cases]
@@ -80,7 +84,7 @@ def test_every_listed_operator_casts_as_on_cuda(low: torch.dtype) -> None:
 
 
 def on_target(case: Case, fake: FakeTarget, low: torch.dtype) -> tuple[Kernels, str]:
-    """What reaches the target, and what is raised."""
+    """Return the calls that reach the target, and the exception."""
     name, dtypes = case
     arguments = made(SAMPLES[name], dtypes, str(fake.device))
     with torch.autocast("cuda", low), Kernels() as kernels:
@@ -88,7 +92,9 @@ def on_target(case: Case, fake: FakeTarget, low: torch.dtype) -> tuple[Kernels, 
 
 
 def seen(case: Case, ran: tuple[Kernels, str]) -> tuple[list[Any], str]:
-    """What is to be equal: kernels and the kind of exception; of attention the casts before the kernel alone."""
+    """Return the parts to compare: kernels and the kind of exception; for attention only the casts before the
+    kernel.
+    """
     (kernels, error), (name, dtypes) = ran, case
     casts = sum(dtypes[n % len(dtypes)] is FLOAT for n in range(3))
     calls = [call.described for call in kernels.calls]
@@ -97,7 +103,7 @@ def seen(case: Case, ran: tuple[Kernels, str]) -> tuple[list[Any], str]:
 
 @pytest.mark.parametrize("low", sampled([HALF, BF16], often=[BF16]))
 def test_every_listed_operator_saves_what_cuda_saves(low: torch.dtype) -> None:
-    """What autograd saves under autocast is what it saves when the kernels that reach CUDA are called one by one."""
+    """Autograd saves the same under autocast as when the kernels that reach CUDA are called one by one."""
     listed = sorted(SAMPLES.keys() & policies().keys() - {NEEDS_CUDA, ATTENTION, PARTLY_RECORDED})
     cases = [(name, dtypes) for name in listed for dtypes in mixtures(low)[:3]]
     reached = [on_cuda(*case, low) for case in cases]
@@ -116,7 +122,7 @@ def test_every_listed_operator_saves_what_cuda_saves(low: torch.dtype) -> None:
 
 
 def saved(call: Callable[[], Any]) -> list[tuple[str, int]] | str:
-    """Dtypes and bytes of the storages that a call saves for backward, or what it raises."""
+    """Return dtypes and bytes of the storages that a call saves for backward, or its exception."""
     kept: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -133,7 +139,9 @@ def saved(call: Callable[[], Any]) -> list[tuple[str, int]] | str:
 
 @pytest.mark.parametrize("dtypes", [(FLOAT, HALF), (HALF, FLOAT), (HALF, HALF), (FLOAT, FLOAT)])
 def test_grid_sampler_is_promoted(dtypes: Sequence[torch.dtype]) -> None:
-    """It computes in float32 if one of its tensors is of that type: the one operator that the CPU build cannot show."""
+    """grid_sampler computes in float32 if one of its tensors has that type: the one operator that the CPU
+    build cannot show.
+    """
     with FakeTarget("cuda") as fake, torch.autocast("cuda", HALF):
         found = overload(NEEDS_CUDA)(*made(SAMPLES[NEEDS_CUDA], dtypes, str(fake.device)))
         assert found.dtype == (FLOAT if FLOAT in dtypes else HALF)
@@ -141,7 +149,7 @@ def test_grid_sampler_is_promoted(dtypes: Sequence[torch.dtype]) -> None:
 
 
 def test_binary_cross_entropy_is_refused() -> None:
-    """As on CUDA, it may not be called under autocast, and may where autocast is off."""
+    """As on CUDA, the loss fails under autocast, and works with autocast off."""
     with FakeTarget("cuda") as fake, torch.autocast("cuda", BF16):
         x = torch.rand(4, device=fake.device)
         with pytest.raises(RuntimeError, match="unsafe to autocast"):
@@ -151,7 +159,9 @@ def test_binary_cross_entropy_is_refused() -> None:
 
 
 def test_weights_are_cast_once_in_a_context_as_on_the_cpu() -> None:
-    """Casts of parameters are kept until the outermost context ends, also those made where nothing is recorded."""
+    """Casts of parameters are cached until the outermost context ends, also those made without recording a
+    graph.
+    """
 
     def casts(kind: str, weight: Tensor, x: Tensor) -> list[tuple[int, ...]]:
         with Kernels() as kernels:
@@ -180,7 +190,7 @@ def test_weights_are_cast_once_in_a_context_as_on_the_cpu() -> None:
 
 
 def test_code_that_names_cuda_means_the_target() -> None:
-    """Autocast for `cuda` and for the target's own name are one: what is turned off or asked is true of both."""
+    """Autocast for `cuda` and for the target's name are one: switching and queries apply to both."""
     with FakeTarget("cuda") as fake:
         kind, x = fake.device.type, torch.ones(4, 4, device=fake.device)
         for outer, inner in (("cuda", kind), (kind, "cuda")):
@@ -224,7 +234,9 @@ def test_custom_functions_cast_what_they_are_given() -> None:
 
 
 def test_an_operator_with_casts_of_its_own_is_refused() -> None:
-    """One that casts under CUDA's autocast by a rule that no list of torch's has is refused by name when called."""
+    """An operator that casts under CUDA autocast by a rule outside torch's lists is refused by name when
+    called.
+    """
     library = torch.library.Library("pipefit_test_casts", "FRAGMENT")  # type: ignore[no-untyped-call]
     library.define("twice(Tensor x) -> Tensor")
     library.impl("twice", lambda x: 2 * x, "CompositeImplicitAutograd")
@@ -240,7 +252,7 @@ def test_an_operator_with_casts_of_its_own_is_refused() -> None:
 
 
 def test_torch_is_left_as_it_was() -> None:
-    """Outside a target `torch.autocast`, and what it calls, are torch's own."""
+    """Outside a target `torch.autocast`, and its callees, are torch's own."""
     before = autocast_mode.autocast.__init__, autocast_mode._cast, torch.clear_autocast_cache
     with FakeTarget("cuda"):
         pass
@@ -248,7 +260,7 @@ def test_torch_is_left_as_it_was() -> None:
 
 
 def test_softmax_of_float16_into_float32_is_one_kernel() -> None:
-    """On CUDA there is no float32 copy of its argument; elsewhere, and from bfloat16, there is."""
+    """On CUDA the float32 copy of its argument does not exist; elsewhere, and from bfloat16, it does."""
     for target, dtype, copies in (("cuda", HALF, 0), ("cuda", BF16, 1), ("cpu", HALF, 1)):
         with FakeTarget(target) as fake, Kernels() as kernels:  # type: ignore[arg-type]
             x = torch.ones(4, 8, device=fake.device, dtype=dtype, requires_grad=True)
@@ -258,7 +270,9 @@ def test_softmax_of_float16_into_float32_is_one_kernel() -> None:
 
 
 def test_what_asks_for_cuda_hears_that_it_is() -> None:
-    """On the target a fake tensor is on CUDA for Python code, as for `logsigmoid`, which keeps no buffer there."""
+    """On the target a fake tensor is on CUDA for Python code, as for `logsigmoid`, which keeps no buffer
+    there.
+    """
     for target in ("cpu", "cuda"):
         with FakeTarget(target) as fake:  # type: ignore[arg-type]
             x = torch.ones(4, 8, device=fake.device, requires_grad=True)
@@ -269,7 +283,7 @@ def test_what_asks_for_cuda_hears_that_it_is() -> None:
 
 
 def test_a_layer_norm_of_half_precision_returns_float32() -> None:
-    """On CUDA norms return float32 under autocast, on the CPU what they are given."""
+    """On CUDA norms return float32 under autocast, on the CPU the input's type."""
     for target, dtype in (("cuda", FLOAT), ("cpu", BF16)):
         with FakeTarget(target) as fake, torch.autocast(fake.device.type, BF16):  # type: ignore[arg-type]
             x = torch.ones(4, 8, device=fake.device)

@@ -1,4 +1,6 @@
-"""Layers by hand that look at values: trained as in a plain loop, counted as if all were selected, and named."""
+"""Manual layers that branch on values: trained as in a plain loop, counted with everything selected, and
+named.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
 class Experts(nn.Module):
-    """Every sample goes through the expert that a gate chooses for it."""
+    """Experts with a gate that chooses one per sample."""
 
     def __init__(self, experts: int = 4, width: int = 8) -> None:
         super().__init__()
@@ -41,13 +43,13 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(experts))
 
     def chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The weight and the number of each sample's expert."""
+        """Return the weight and the number of each sample's expert."""
         weights, numbers = self.gate(x).softmax(-1).max(-1)
         return weights[:, None], numbers
 
 
 class ByWhere(Experts):
-    """By the places of an expert's samples."""
+    """Selection by the indices of an expert's samples."""
 
     def forward(self, x: Tensor) -> Tensor:
         (weights, numbers), out = self.chosen(x), torch.zeros_like(x)
@@ -58,7 +60,7 @@ class ByWhere(Experts):
 
 
 class ByMask(Experts):
-    """By masks, and without the experts that nobody chose."""
+    """Selection by masks, without unused experts."""
 
     def forward(self, x: Tensor) -> Tensor:
         (weights, numbers), out = self.chosen(x), torch.zeros_like(x)
@@ -70,7 +72,7 @@ class ByMask(Experts):
 
 
 class ByCount(Experts):
-    """By the number of an expert's samples, which nothing can be assumed of."""
+    """Selection by the number of an expert's samples, for which no assumption is possible."""
 
     def forward(self, x: Tensor) -> Tensor:
         numbers = self.chosen(x)[1]
@@ -81,23 +83,23 @@ class ByCount(Experts):
 
 
 def batch(size: int) -> tuple[Tensor, Tensor]:
-    """Made-up regression data."""
+    """Return made-up regression data."""
     return torch.randn(size, 8), torch.randn(size, 8)
 
 
 def chosen_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The error where the target is positive."""
+    """Compute the error for positive targets."""
     return F.mse_loss(outputs[targets > 0], targets[targets > 0])
 
 
 def task_of(kind: type[nn.Module], loss: Callable[[Any, Any], Tensor] = F.mse_loss) -> Task:
-    """Experts between two layers."""
+    """Return a task with experts between two layers."""
     torch.manual_seed(1)
     return Task(chain([nn.Linear(8, 8), kind(), nn.Linear(8, 8)]), batch=batch, loss=loss, optimizer=SGD)
 
 
 def plainly(module: nn.Module, loss: Callable[[Any, Any], Tensor], *, last_first: bool) -> list[float]:
-    """Losses of a loop over microbatches without pipefit."""
+    """Return the losses of a loop over microbatches without pipefit."""
     optimizer, means = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9), []
     for step in range(STEPS):
         torch.manual_seed(step)
@@ -116,7 +118,9 @@ def plainly(module: nn.Module, loss: Callable[[Any, Any], Tensor], *, last_first
     ("kind", "loss"), [(ByWhere, F.mse_loss), (ByMask, F.mse_loss), (ByMask, chosen_loss)]
 )
 def test_experts_by_hand_are_trained(kind: type[nn.Module], loss: Callable[[Any, Any], Tensor]) -> None:
-    """A loop over experts, written by hand, trains to the numbers of a plain loop, and takes no more than planned."""
+    """A manual loop over experts trains to the numbers of a plain loop, and takes at most the planned
+    memory.
+    """
     task = task_of(kind, loss)
     assert isinstance(task.module, nn.Module)
     theirs = copy.deepcopy(task.module)
@@ -135,7 +139,9 @@ def test_experts_by_hand_are_trained(kind: type[nn.Module], loss: Callable[[Any,
 
 @pytest.mark.filterwarnings("ignore:peaks are without")
 def test_what_is_not_known_is_said() -> None:
-    """The profile and every plan name the operations whose results depend on values, and a dry run warns of them."""
+    """The profile and every plan name the operations whose results depend on values, and a dry run warns
+    about them.
+    """
     task = task_of(ByMask)
     found = profile(task, microbatch_size=SIZE)
     told = {kernel.operation: kernel.reason for kernel in found.kernels.unknown}
@@ -151,7 +157,7 @@ def test_what_is_not_known_is_said() -> None:
 
 
 def test_what_nothing_can_be_assumed_of_is_refused() -> None:
-    """The sentence names the layer, the line and the operation, and says how to make one of one's own."""
+    """The message names the layer, the line and the operation, and explains how to write a custom one."""
     with pytest.raises(UsageError) as refused:
         profile(task_of(ByCount), microbatch_size=SIZE)
     text = str(refused.value)
@@ -161,7 +167,7 @@ def test_what_nothing_can_be_assumed_of_is_refused() -> None:
 
 
 class Shrinks(nn.Module):
-    """Halves until a condition no longer holds."""
+    """A loop that halves until a condition no longer holds."""
 
     def forward(self, x: Tensor) -> Tensor:
         while x.norm() > 1:
@@ -170,7 +176,7 @@ class Shrinks(nn.Module):
 
 
 def test_a_loop_until_a_condition_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would go on for ever where every condition holds; the sentence has the line and the way out."""
+    """With every condition assumed true the loop would never end; the message has the line and the remedy."""
     monkeypatch.setattr("pipefit.profiler.update.Reading", partial(Reading, most=100))
     with pytest.raises(UsageError, match=r"layer 1 \(Shrinks\).*test_by_value.py:.*a fixed number of steps"):
         profile(task_of(Shrinks), microbatch_size=SIZE)
@@ -178,7 +184,7 @@ def test_a_loop_until_a_condition_ends_is_refused(monkeypatch: pytest.MonkeyPatc
 
 @torch.library.custom_op("pipefit_tests::by_count", mutates_args=())
 def by_count(x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
-    """Each row of `x` times the matrix of its number, matrix by matrix."""
+    """Multiply each row of `x` by the matrix of its number, matrix by matrix."""
     order = numbers.argsort()
     parts = x[order].split(torch.bincount(numbers, minlength=len(weights)).tolist())
     return torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])[order.argsort()]
@@ -186,7 +192,7 @@ def by_count(x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
 
 @by_count.register_fake
 def _(x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
-    """Its shape."""
+    """Return the output's shape."""
     return torch.empty_like(x)
 
 
@@ -195,7 +201,7 @@ def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 
 def _back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
-    """In products that look at no values."""
+    """Compute the gradient with products that do not depend on values."""
     x, numbers, weights = ctx.saved_tensors
     chosen = F.one_hot(numbers, len(weights)).to(x.dtype)
     return (
@@ -209,7 +215,7 @@ by_count.register_autograd(_back, setup_context=_keep)
 
 
 class ByOperator(nn.Module):
-    """What the refusal says: the part that counts is an operator of one's own."""
+    """The remedy of the refusal: the counting part is a custom operator."""
 
     def __init__(self, experts: int = 4, width: int = 8) -> None:
         super().__init__()
@@ -222,7 +228,7 @@ class ByOperator(nn.Module):
 
 
 class Between(nn.Module):
-    """A module that is traced, with the operator inside."""
+    """A traced module with the operator inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +242,7 @@ class Between(nn.Module):
 @pytest.mark.filterwarnings("ignore:peaks are without")
 @pytest.mark.parametrize("traced", [False, True])
 def test_an_operator_of_ones_own_is_a_way_out(traced: bool) -> None:
-    """With shapes and a backward of its own, it is planned and trained, by hand and traced."""
+    """An operator with custom shapes and backward is planned and trained, as a manual layer and traced."""
     task = task_of(ByOperator)
     task = replace(task, module=Between()) if traced else task
     assert isinstance(task.module, nn.Module)
@@ -264,7 +270,7 @@ SELECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("select", SELECTIONS.values(), ids=SELECTIONS)
 def test_assumptions_are_those_of_masks_that_select_all(select: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Shapes, strides and dtypes are those that torch returns for a mask without a False."""
+    """Shapes, strides and dtypes equal torch's for a mask that is all True."""
     x, mask = torch.randn(3, 5), torch.ones(3, 5, dtype=torch.bool)
     expected = select(x, mask)
     with FakeTarget("cpu") as fake:
@@ -273,7 +279,9 @@ def test_assumptions_are_those_of_masks_that_select_all(select: Callable[[Tensor
 
 
 def test_a_factory_is_not_given_made_up_numbers() -> None:
-    """A module that reads numbers from tensors while it is built has those numbers, and none is unknown."""
+    """A module that reads numbers from tensors during construction gets the real ones, and none is
+    unknown.
+    """
 
     class Rates(nn.Module):
         def __init__(self) -> None:
@@ -292,7 +300,7 @@ def test_a_factory_is_not_given_made_up_numbers() -> None:
 
 
 def test_products_of_two_dtypes_are_refused() -> None:
-    """Fake products are refused where real ones are: here a float32 batch meets a float64 model."""
+    """Fake products are refused like real ones: here a float32 batch meets a float64 model."""
     task = Task(nn.Sequential(nn.Linear(8, 8).double()), batch=batch, loss=F.mse_loss)
     with pytest.raises(
         UsageError, match=r"layer 0 \(Linear\).*a product of float64 and float32; give the data"

@@ -1,4 +1,4 @@
-"""Copies of a chain over fake tensors, as replicas of a stage have them."""
+"""Copies of a chain over fake tensors, as for replicas of a stage."""
 
 from __future__ import annotations
 
@@ -29,17 +29,19 @@ class Tied(nn.Module):
 
 
 def by_hand() -> nn.Module:
-    """A model that is no trace, with a batch norm that counts its batches."""
+    """Build an untraced model with a batch norm that counts its batches."""
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 4))
 
 
 def batch(size: int) -> tuple[Tensor, Tensor]:
-    """Rows of four numbers."""
+    """Return rows of four numbers."""
     return torch.randn(size, 4), torch.randn(size, 4)
 
 
 def tensors(chain: Chain) -> list[tuple[str, object]]:
-    """Every tensor of a chain in order: its name and what it is like, and which name had it first."""
+    """Return every tensor of a chain in order: its name and properties, and the first name of the same
+    tensor.
+    """
     named = [
         (f"{number}.{name}", tensor)
         for number, layer in enumerate(chain.layers)
@@ -56,13 +58,13 @@ def tensors(chain: Chain) -> list[tuple[str, object]]:
 
 
 def numbers(chain: Chain) -> list[int]:
-    """How many batches each batch norm of a chain has met, where that is known."""
+    """Return the number of batches seen by each batch norm of a chain, if known."""
     buffers = (buffer for layer in chain.layers for buffer in layer.module.buffers())
     return [int(one.constant) for one in buffers if getattr(one, "constant", None) is not None]
 
 
 def storages(chain: Chain) -> set[int]:
-    """The storages of a chain's tensors."""
+    """Return the storages of a chain's tensors."""
     parts = [layer.module for layer in chain.layers]
     return {t.untyped_storage()._cdata for part in parts for t in (*part.parameters(), *part.buffers())}
 
@@ -70,7 +72,9 @@ def storages(chain: Chain) -> set[int]:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("build", [Tied, by_hand])
 def test_a_copy_is_like_a_chain_that_is_made_again(target: Target, build: type[nn.Module]) -> None:
-    """Equal tensors, shared by the same layers, and the same known numbers; none is the original's."""
+    """The copy has equal tensors, shared by the same layers, and the same known numbers; none is the
+    original's.
+    """
     task = Task(build, batch=batch, loss=nn.functional.mse_loss)
     with FakeTarget(target) as fake:
         given, other = (fake_chain(task, fake, sample(task, 2)) for _ in range(2))

@@ -1,4 +1,6 @@
-"""Fingerprints: equal for one task wherever it is, different for whatever changes a cost, and in words."""
+"""Fingerprints: equal for one task on any machine, different for every change of a cost, and described in
+words.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Color(Enum):
 
 
 class Heads(nn.Module):
-    """Attention whose number of heads is in no parameter; traced, as it is no `nn.Sequential`."""
+    """Attention with a number of heads that is not in any parameter; traced, because it is not an
+    `nn.Sequential`.
+    """
 
     def __init__(self, heads: int = 2, rate: float = 0.1) -> None:
         super().__init__()
@@ -65,7 +69,7 @@ class Own(nn.Module):
 
 
 class Unpacked(nn.Module):
-    """Takes a tensor, or a tuple of one."""
+    """A layer that takes a tensor, or a tuple of one."""
 
     def forward(self, x: Tensor | tuple[Tensor]) -> Tensor:
         return x if isinstance(x, Tensor) else x[0]
@@ -118,7 +122,7 @@ HAND_WRITTEN = {
 
 
 def of(task: Task, size: int = 2, device: str = "") -> Fingerprint:
-    """As a profile has it; or of the chain on a real device, as a trainer has it."""
+    """Return the fingerprint as in a profile, or of the chain on a real device, as in a trainer."""
     made = profile(task, microbatch_size=size)
     if not device:
         return made.fingerprint
@@ -129,19 +133,19 @@ def of(task: Task, size: int = 2, device: str = "") -> Fingerprint:
 
 
 def in_one_stage(task: Task) -> Plan:
-    """A plan of all layers on one device."""
+    """Return a plan of all layers on one device."""
     return plan_of(task, [len(profile_of(task, 2).layers)])
 
 
 def whole(task: Task, chain: Chain, made: ModelProfile) -> Fingerprinted:
-    """With the loss, as a trainer makes it."""
+    """Return the chain with the loss, as a trainer builds it."""
     return with_loss(fingerprint(task, chain), chain, made.measurements[0])
 
 
 @pytest.mark.parametrize("name", sampled([*SMALL, *HAND_WRITTEN], often=["tied", "quantised", *HAND_WRITTEN]))
 def test_it_is_the_same_for_every_size_and_device(name: str) -> None:
-    """Profiled for two samples or four, for CPU or CUDA, of real tensors: one task, one fingerprint; and sizes that
-    agree where the microbatch size does.
+    """Profiles for two samples or four, for CPU or CUDA, and of real tensors have one fingerprint; sizes
+    agree if the microbatch size does.
     """
     task = HAND_WRITTEN.get(name) or gallery.task(name)
     made = profile(task, microbatch_size=2)
@@ -166,7 +170,7 @@ class Sized(nn.Module):
 
 
 def filled(x: Tensor) -> Tensor:
-    """Shifted to the right, as the inputs of a decoder."""
+    """Shift to the right, like the inputs of a decoder."""
     shifted = x.new_zeros(x.shape)
     shifted[:, 1:] = x[:, :-1].clone()
     shifted[:, 0] = 1.0
@@ -174,7 +178,7 @@ def filled(x: Tensor) -> Tensor:
 
 
 def among_all(x: Tensor) -> Tensor:
-    """Tokens of all samples in one row, of which some are chosen by number."""
+    """Select tokens by number from all samples in one row."""
     rows = x.reshape(len(x) * 6, 8)
     return torch.zeros_like(rows).index_add(0, torch.arange(6 * len(x)), rows).view(-1, 6, 8)
 
@@ -198,13 +202,13 @@ SIZED: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("operation", SIZED.values(), ids=SIZED)
 def test_no_operation_depends_on_how_many_samples_there_are(operation: Callable[[Tensor], Tensor]) -> None:
-    """One sample, of which parts lie in one piece, or three: a profile may hold all sizes, with the same layers."""
+    """A profile may hold all sizes, with the same layers: one sample, with contiguous parts, or three."""
     made = profile(sized(partial(Sized, operation)), microbatch_size=[1, 3])
     assert [found.microbatch_size for found in made.measurements] == [1, 3]
 
 
 def sized(module: Callable[[], nn.Module]) -> Task:
-    """Of a module on six vectors for each sample, without a target that it compares anything with."""
+    """Return the fingerprint of a module on six vectors for each sample, without a target."""
     return replace(
         BASE, module=module, batch=partial(batch, inputs=(6, 8)), loss=lambda y, _: y.pow(2).mean()
     )
@@ -219,7 +223,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_no_loss_depends_on_how_many_samples_there_are(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Functions of torch that the loss calls are those of every size, whichever kernels they run."""
+    """Functions of torch that the loss calls are equal for every size, whichever kernels they run."""
     task = replace(sized(partial(Sized, torch.relu)), loss=loss)
     assert len(profile(task, microbatch_size=[1, 3]).measurements) == 2
 
@@ -235,7 +239,7 @@ HF = {
     "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.gallery) for name in ("t5", "mixtral"))]
 )
 def test_models_of_transformers_are_the_same_for_one_sample_and_two(name: str) -> None:
-    """They shift words within each sample, make parts contiguous and look at them in other shapes."""
+    """The models shift tokens within each sample, make parts contiguous and view them in other shapes."""
     assert len(profile(hf(name, **HF[name]), microbatch_size=[1, 2]).measurements) == 2
 
 
@@ -248,7 +252,7 @@ BY_SIZE: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("operation", BY_SIZE.values(), ids=BY_SIZE)
 def test_another_model_at_another_size_is_refused(operation: Callable[[Tensor], Tensor]) -> None:
-    """One that asks how many samples there are, and computes something else, in its layers or in its loss."""
+    """A model that branches on the number of samples, in its layers or in its loss, is refused."""
     tasks = (
         sized(partial(Sized, operation)),
         replace(sized(partial(Sized, torch.relu)), loss=lambda y, _: operation(y).pow(2).mean()),
@@ -262,12 +266,12 @@ def test_another_model_at_another_size_is_refused(operation: Callable[[Tensor], 
 
 @pytest.mark.parametrize("task", HAND_WRITTEN.values(), ids=HAND_WRITTEN)
 def test_modules_on_the_meta_device_have_that_of_real_ones(task: Task) -> None:
-    """Tensors without bytes change nothing."""
+    """Tensors without bytes do not change the fingerprint."""
     assert of(task, device="meta") == of(task, device="cpu") == of(task)
 
 
 def test_it_is_the_same_in_every_process() -> None:
-    """Another process, whose hashes are randomised differently, prints what this one has."""
+    """Another process, with other hash randomisation, prints the same fingerprint."""
     program = (
         "import test_fingerprint as t; print([t.of(task).digest for task in (*t.HAND_WRITTEN.values(), "
         "t.TRACED)])"
@@ -284,7 +288,7 @@ def test_it_is_the_same_in_every_process() -> None:
 
 @pytest.mark.parametrize("watch", [sys.setprofile, sys.settrace])
 def test_it_is_the_same_under_a_profiler_and_a_debugger(watch: Callable[[object], None]) -> None:
-    """Python calls methods in another way then, and torch hands over an empty mapping where it was None."""
+    """Python calls methods differently then, and torch passes an empty mapping instead of None."""
     task = replace(TRACED, loss=lambda y, t: F.mse_loss(y.float().flatten(), t.flatten()))
     made = profile(task, microbatch_size=2)
     before = sys.getprofile(), sys.gettrace()
@@ -298,7 +302,7 @@ def test_it_is_the_same_under_a_profiler_and_a_debugger(watch: Callable[[object]
 
 
 def test_a_loss_that_fails_is_no_loss_of_another_plan() -> None:
-    """Its own words are told, in place of the guess that a plan was made for another loss."""
+    """The message quotes the loss's own error, instead of guessing that a plan was made for another loss."""
 
     def fails(y: Tensor, t: Tensor) -> Tensor:
         raise ZeroDivisionError("nothing to divide by")
@@ -364,7 +368,7 @@ OTHERS: list[tuple[Task, Task, str]] = [
 
 @pytest.mark.parametrize(("task", "other", "says"), OTHERS, ids=[says for *_, says in OTHERS])
 def test_a_plan_for_another_task_is_refused_in_words(task: Task, other: Task, says: str) -> None:
-    """In the dry run and in training, before anything runs."""
+    """The dry run and training refuse it before anything runs."""
     plan = in_one_stage(task)
     for run in (certify, Trainer):
         with pytest.raises(
@@ -375,7 +379,7 @@ def test_a_plan_for_another_task_is_refused_in_words(task: Task, other: Task, sa
 
 @pytest.mark.parametrize("task", list(dict.fromkeys(task for task, *_ in OTHERS)))
 def test_a_plan_is_for_its_own_task(task: Task) -> None:
-    """Both go on."""
+    """Both accept the plan."""
     for run in (certify, Trainer):
         run(task, in_one_stage(task))
 
@@ -391,13 +395,13 @@ SAME = {
 
 @pytest.mark.parametrize("task", SAME.values(), ids=SAME)
 def test_what_no_cost_depends_on_is_left_out(task: Task) -> None:
-    """Learning rate, weights, scheduler and name: the same fingerprint, and indeed the same costs."""
+    """Learning rate, weights, scheduler and name change neither the fingerprint nor the costs."""
     assert of(task) == of(BASE)
     assert profile(task, microbatch_size=2).measurements == profile(BASE, microbatch_size=2).measurements
 
 
 def test_tasks_of_one_fingerprint_cost_the_same() -> None:
-    """Of all tasks here: where fingerprints and sizes are equal, so are all costs; the costs of each are profiled."""
+    """For all tasks here, if fingerprints and sizes are equal, so are all profiled costs."""
     tasks = [BASE, TRACED, *SAME.values(), *(other for _, other, _ in OTHERS)]
     met: dict[object, object] = {}
     for task in tasks:
@@ -408,7 +412,7 @@ def test_tasks_of_one_fingerprint_cost_the_same() -> None:
 
 
 class Counting(nn.Linear):
-    """Counts its calls."""
+    """A layer that counts its calls."""
 
     def __init__(self) -> None:
         super().__init__(8, 4)
@@ -420,14 +424,14 @@ class Counting(nn.Linear):
 
 
 def test_what_profiling_itself_changes_is_left_out() -> None:
-    """A layer that counts its calls has been called by the profiler; the plan is for the task all the same."""
+    """The profiler calls a layer that counts its calls; the plan still matches the task."""
     task = replace(BASE, module=lambda: nn.Sequential(Counting()))
     for run in (certify, Trainer):
         run(task, plan_of(task, [1]))
 
 
 def test_several_differences_are_all_told() -> None:
-    """Optimizer and inputs at once, each in its words; many layers are counted."""
+    """Optimizer and inputs are both described; many layers are counted."""
     one = of(BASE)
     other = replace(one, inputs=("float32 (n, 9)",), optimizer="AdamW", layers=("?",) * 5)
     assert differences(one, one, "abcde") == []
@@ -439,7 +443,7 @@ def test_several_differences_are_all_told() -> None:
 
 
 def test_inputs_are_told_with_their_places() -> None:
-    """A dictionary in any order is the same; a setting among the inputs, and memory order, count."""
+    """The order of a dictionary does not matter; a setting among the inputs, and memory order, do."""
 
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -461,7 +465,9 @@ def test_inputs_are_told_with_their_places() -> None:
 
 
 class Words(nn.Module):
-    """Embeds tokens and labels them; its parameters and operations are those of every length."""
+    """A model that embeds tokens and labels them; its parameters and operations do not depend on the
+    length.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -472,7 +478,7 @@ class Words(nn.Module):
 
 
 def of_length(*lengths: int) -> Task:
-    """Sequences of tokens of two lengths."""
+    """Return sequences of tokens of two lengths."""
 
     def batch(size: int) -> tuple[dict[str, Tensor], Tensor]:
         tokens, more = (torch.randint(16, (size, length)) for length in lengths)
@@ -482,7 +488,7 @@ def of_length(*lengths: int) -> Task:
 
 
 def test_lengths_are_told_and_checked() -> None:
-    """A plan prints the length of its sequences; for a task, or a batch, of another one it is refused."""
+    """A plan prints the length of its sequences; a task, or a batch, of another length is refused."""
     assert of(of_length(6, 4)).lengths == (4, 6)
     task = of_length(6, 6)
     plan = in_one_stage(task)
@@ -499,7 +505,7 @@ def test_lengths_are_told_and_checked() -> None:
 
 
 def test_samples_without_lengths_are_counted_alone() -> None:
-    """Numbers that are no sequence of whole numbers have no length."""
+    """Numbers that are not a sequence of integers have no length."""
     plan = in_one_stage(BASE)
     assert plan.profile.fingerprint.lengths == () and "microbatches of 2, float32" in " ".join(
         str(plan).split()

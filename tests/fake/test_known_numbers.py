@@ -1,4 +1,4 @@
-"""Parameters that are made of numbers, such as gates and temperatures, on fake devices."""
+"""Numeric parameters, such as gates and temperatures, on fake devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from saving import TARGETS
 
 
 class Gated(nn.Module):
-    """A linear layer times a number that is trained."""
+    """A linear layer times a trained number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def test_they_are_cast_and_moved_and_their_numbers_are_not_known(target: Target)
 
 @pytest.mark.parametrize("precision", [None, "bfloat16", "master-bfloat16"])
 def test_a_factory_is_profiled_as_the_module_that_it_builds(precision: Precision | None) -> None:
-    """Whoever casts the parameters: the factory, or the task's precision."""
+    """The result is the same whether the factory or the task's precision casts the parameters."""
     dtype = torch.float32 if precision else torch.float64
 
     def build() -> nn.Module:

@@ -1,6 +1,6 @@
-"""Profiling, planning and certifying ask nothing of a GPU, and find the same where there is one.
+"""Profiling, planning and certifying do not use a GPU, and give the same results with one.
 
-A process that believes that it has a GPU, and fails on using it, does all three.
+Tested in a process that appears to have a GPU, and fails on using it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WIDTH = 16
 
 
 class Traced(nn.Module):
-    """Draws, normalises and attends; takes a copy more where there is a GPU."""
+    """A model that draws, normalises and attends; makes one more copy if there is a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def by_hand() -> nn.Module:
 
 
 def found() -> list[Any]:
-    """What is measured, planned, simulated and certified."""
+    """Return the measured, planned, simulated and certified results."""
     answers: list[Any] = []
     for module, target in ((Traced, "cuda"), (by_hand, "cuda"), (by_hand, "cpu")):
         task = Task(
@@ -73,7 +73,7 @@ def touched(*_: Any, **__: Any) -> Any:
 
 
 def with_a_gpu() -> list[Any]:
-    """The same in a process that shows one GPU, of which every use is an error."""
+    """Return the same from a process with one visible GPU, every use of which is an error."""
     with ExitStack() as stack:
         for owner, name, value in (
             (torch.cuda, "is_available", lambda: True),
@@ -99,7 +99,9 @@ def in_another_process() -> Any:
 
 
 def test_no_gpu_is_touched_and_all_is_as_without_one() -> None:
-    """Profiles, peaks and numbers are equal with and without a GPU; no context is made, nothing drawn or seeded."""
+    """Profiles, peaks and numbers are equal with and without a GPU; no context is made, nothing drawn or
+    seeded.
+    """
     torch.manual_seed(3)
     before = torch.get_rng_state()
     assert in_another_process() == json.loads(json.dumps(found()))

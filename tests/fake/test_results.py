@@ -1,4 +1,6 @@
-"""What is remembered of operations over fake tensors: what torch's own mode returns for the same arguments."""
+"""Cache of operations over fake tensors: it returns the results of torch's own mode for the same
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ aten = torch.ops.aten
 
 
 class Diary(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down the forms of all results, whose storages they have, and which of them are arguments."""
+    """Record of the forms of all results, their storages, and the arguments among them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -58,7 +60,7 @@ def form(tensor: Tensor, known: list[Tensor]) -> object:
 
 
 def trained(target: Target, name: str, optimizer: str) -> list[object]:
-    """What a step of training does under a meter."""
+    """Return a meter's record of a step of training."""
     build, shape = MODELS[name]
     with FakeTarget(target) as fake, Meter(0):
         model = build().to(fake.device)
@@ -73,7 +75,7 @@ def trained(target: Target, name: str, optimizer: str) -> list[object]:
 def test_training_does_the_same(
     monkeypatch: pytest.MonkeyPatch, target: Target, name: str, optimizer: str
 ) -> None:
-    """Each operation of training returns what torch returns that remembers nothing, at first and by memory."""
+    """Each operation of training returns torch's uncached result, at first and from the cache."""
     found = [trained(target, name, optimizer) for _ in range(2)]
     monkeypatch.setattr(QuickFakeMode, "_key", lambda *_: None)
     monkeypatch.setattr(torch._subclasses.FakeTensorMode, "cache", {})
@@ -81,7 +83,7 @@ def test_training_does_the_same(
 
 
 def calls(mode: QuickFakeMode, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The operations from now on of which torch is asked."""
+    """Record the operations that reach torch from now on."""
     found: list[str] = []
     run = mode._run
 
@@ -94,7 +96,7 @@ def calls(mode: QuickFakeMode, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_torch_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operation runs once for arguments of one form, and again where anything differs that results follow from."""
+    """An operation runs once for arguments of one form, and again for any difference that affects results."""
     with QuickFakeMode({}) as mode:
         asked = calls(mode, monkeypatch)
         x, rows = torch.empty(4, 6), torch.empty(6, 4).t()
@@ -109,7 +111,9 @@ def test_torch_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_depends_on_more_is_asked_each_time() -> None:
-    """Known numbers, results given as an argument, changes of form and storages without memory are torch's matter."""
+    """Known numbers, results given as an argument, changes of form and storages without memory are not
+    cached.
+    """
     with QuickFakeMode({}):
         x = torch.empty(4)
         for value in (2.0, 3.0):
@@ -136,7 +140,9 @@ def test_what_depends_on_more_is_asked_each_time() -> None:
 
 
 def test_an_argument_twice() -> None:
-    """An operation returns the argument that it changes, whether or not two were the same when it was first met."""
+    """An operation returns the argument that it changes, whether or not the first call had two equal
+    arguments.
+    """
     for first in (True, False):
         with QuickFakeMode({}):
             x, y = torch.empty(3), torch.empty(3)

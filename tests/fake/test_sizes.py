@@ -1,4 +1,4 @@
-"""Chains that are written for other numbers of samples, beside traces with so many."""
+"""Chains generated for other numbers of samples equal traces with these numbers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WIDTH = 6
 
 
 def told(chain: Chain) -> list[Any]:
-    """What a chain is, in texts and numbers."""
+    """Return a description of a chain in texts and numbers."""
     found: list[Any] = [
         chain.blocks,
         chain.inputs,
@@ -59,7 +59,7 @@ def told(chain: Chain) -> list[Any]:
 
 
 class Asking(nn.Module):
-    """Does more where there are so many samples."""
+    """A model with additional operations at one number of samples."""
 
     def __init__(self, more: Callable[[int], bool]) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Asking(nn.Module):
 
 
 def asking(more: Callable[[int], bool]) -> Task:
-    """The task of a model that asks how many samples there are."""
+    """Return the task of a model that branches on the number of samples."""
 
     def batch(size: int) -> tuple[Tensor, Tensor]:
         return torch.randn(size, WIDTH), torch.randn(size, WIDTH)
@@ -80,7 +80,7 @@ def asking(more: Callable[[int], bool]) -> Task:
 
 
 def traces(task: Task, *wanted: int) -> list[int]:
-    """The sizes that are traced where chains of these sizes are asked for, in this order."""
+    """Return the traced sizes when chains of these sizes are requested, in this order."""
     found = list[int]()
 
     def counted(task: Task, fake: FakeTarget, like: Any) -> Chain:
@@ -99,7 +99,7 @@ def traces(task: Task, *wanted: int) -> list[int]:
     [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.gallery) for name in gallery.MODELS],
 )
 def test_a_chain_that_is_written_is_that_of_a_trace(name: str) -> None:
-    """In the names, code and tensors of all layers, in its blocks and in the shapes of its ends."""
+    """The names, code and tensors of all layers, the blocks and the shapes of the ends are equal."""
     task = gallery.task(name)
     with FakeTarget("cpu") as fake:
         traced = fake_chain(task, fake, sample(task, 3))
@@ -111,21 +111,23 @@ def test_a_chain_that_is_written_is_that_of_a_trace(name: str) -> None:
 
 
 def test_a_profile_of_a_chain_that_is_written_is_that_of_a_trace() -> None:
-    """Bytes, work, fingerprint and the digest of sizes."""
+    """Bytes, work, fingerprint and the digest of sizes are equal."""
     task = build("gpt", layers=1, hidden=16, heads=2, sequence=8, vocabulary=50)
     known = OnDemand(task, target="cuda", sizes=(1, 2, 4))
     assert known(2) == profile(task, microbatch_size=2, target="cuda")
 
 
 def test_two_traces_do_for_all_sizes() -> None:
-    """The smallest and the largest; where a single sample is another model, the next one is traced too."""
+    """The smallest and the largest size are traced; if a single sample is another model, the next size is
+    traced too.
+    """
     assert traces(asking(lambda _: False), 3, 2, 5, 8, 1) == [1, 8]
     assert traces(asking(lambda samples: samples == 1), 3, 2, 5, 8, 1) == [1, 8, 2]
     assert traces(asking(lambda samples: samples < 3), 3, 2, 5) == [1, 8, 2, 3, 5]
 
 
 def test_a_chain_by_hand_is_made_once() -> None:
-    """It does not depend on the number of samples; each that is asked for has the form of its batch."""
+    """The chain does not depend on the number of samples; each requested one has the form of its batch."""
     task = build("mlp", widths=(8,), inputs=4)
     assert traces(task, 3, 2, 5, 1) == [1]
     assert traces(task, 8, 2, 5, 1) == [8]
@@ -145,8 +147,8 @@ def test_a_chain_by_hand_is_made_once() -> None:
 
 
 def test_of_equal_layers_one_is_copied_and_run() -> None:
-    """A survey of a chain that is kept copies a layer of each kind, however many there are, and leaves its layers as
-    they were: a batch norm has counted no batch, and no parameter has a gradient.
+    """A survey of a cached chain copies a layer of each kind, whatever their number, and leaves its layers
+    unchanged: a batch norm has counted no batch, and no parameter has a gradient.
     """
 
     def surveyed(layers: int) -> tuple[int, ModelProfile, Chain]:
@@ -171,8 +173,8 @@ def test_of_equal_layers_one_is_copied_and_run() -> None:
 
 
 def test_lines_of_code_are_traced_where_they_are_told() -> None:
-    """They take a quarter of a trace. One without is made again with them where a block could not be divided, and from
-    then on at once. torch 2.11 cannot leave them out.
+    """Lines take a quarter of a trace. A trace without them is repeated with them if a block could not be
+    divided, and later traces have them at once. torch 2.11 cannot omit them.
     """
     emits, always = list[bool](), not hasattr(fx.config, "do_not_emit_stack_traces")
 
@@ -191,7 +193,7 @@ def test_lines_of_code_are_traced_where_they_are_told() -> None:
 
 
 def test_a_trace_serves_a_task_with_another_optimizer() -> None:
-    """Master weights are the optimizer's: a model in bfloat16 is traced once, with them and without."""
+    """Master weights belong to the optimizer: a model in bfloat16 is traced once, with them and without."""
     task = replace(asking(lambda _: False), precision="bfloat16")
     chains, other = Chains(task, (2,)), replace(task, precision="master-bfloat16")
     first = OnDemand(task, target="cuda", chains=chains)(2)
@@ -207,13 +209,13 @@ def test_sizes_of_which_none_lies_between_are_traced_when_they_are_asked_for() -
 
 
 def alone(one: Measurement) -> Measurement:
-    """A measurement without what samples do to each other, which is found once for all sizes."""
+    """Return a measurement without interactions between samples, which are found once for all sizes."""
     kinds = tuple(replace(kind, coupled="") for kind in one.kinds)
     return replace(one, kinds=kinds, loss=replace(one.loss, coupled=""))
 
 
 def test_a_model_that_is_another_one_between_is_profiled_by_traces() -> None:
-    """A size that is held against its trace and differs: from then on profiles are those of traces."""
+    """After a size differs from its trace, profiles come from traces."""
     task = asking(lambda samples: samples == 4)
     known = OnDemand(task, sizes=(1, 2, 4, 8))
     assert known(4) != profile(task, microbatch_size=4)
@@ -224,7 +226,7 @@ def test_a_model_that_is_another_one_between_is_profiled_by_traces() -> None:
 
 
 def test_a_plan_has_the_profile_of_a_trace() -> None:
-    """Of a model that is another one at the size that is chosen, and of a refusal."""
+    """The profile equals a trace's for a model that differs at the chosen size, and for a refusal."""
     task = asking(lambda samples: samples == 2)
     room = plan(task, Cluster.emulated((1, 1 << 30)), microbatch_size=2, microbatches=2).prediction
     assert room is not None
@@ -248,6 +250,6 @@ def test_a_plan_has_the_profile_of_a_trace() -> None:
     ],
 )
 def test_numbers_are_the_same_or_in_proportion(few: str, many: str, between: str | None) -> None:
-    """Of two and eight samples; what grows otherwise, or is other code, has no template."""
+    """Templates exist for two and eight samples; other growth, or other code, has none."""
     found = Template.of(few, 2, many, 8)
     assert (None if found is None else found.at(4)) == between

@@ -1,4 +1,4 @@
-"""Fake devices: what each target saves for backward, against real CPU training, closed forms and, with a GPU, CUDA."""
+"""Saved tensors of fake devices, compared with real CPU training, closed forms and, with a GPU, CUDA."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def test_private_interfaces_are_where_we_expect() -> None:
-    """Each private name of torch that fake devices rest on exists: when this goes red, so does nothing else first."""
+    """Each private name of torch that fake devices use exists: this test fails before all others."""
     assert callable(backend_registration._setup_privateuseone_for_python_backend)
     assert torch._C._get_privateuse1_backend_name() in ("privateuseone", FAKE_CUDA)
     assert callable(torch._C._dispatch_has_kernel_for_dispatch_key)
@@ -51,7 +51,9 @@ def test_private_interfaces_are_where_we_expect() -> None:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_model_trains_after_it_was_moved_to_a_fake_device(target: Target, name: str) -> None:
-    """Forward, backward and step run, for a model built plainly and then moved, in single and half precision."""
+    """Forward, backward and step run, for a model built plainly and then moved, in single and half
+    precision.
+    """
     build, shape = MODELS[name]
     with FakeTarget(target) as fake:
         for dtype in (torch.float32, torch.bfloat16):
@@ -90,7 +92,9 @@ def test_state_of_every_optimizer_is_as_large_as_the_parameters(target: Target, 
 
 
 def forward_saves(name: str) -> Saved:
-    """What a model of the table saves, built and run on the default device in single precision."""
+    """Return the saved tensors of a model of the table, built and run on the default device in single
+    precision.
+    """
     build, shape = MODELS[name]
     model = build()
     return Saved(lambda: model(torch.randn(shape)), model.parameters())
@@ -105,7 +109,9 @@ def test_cpu_target_saves_what_the_cpu_saves(name: str) -> None:
 
 
 def test_cpu_target_misses_the_lstm_workspace_only() -> None:
-    """The one thing unseen of an LSTM on the CPU target is oneDNN's workspace, whose size torch does not know."""
+    """Only oneDNN's workspace of an LSTM is missing on the CPU target, because torch does not know its
+    size.
+    """
     real = forward_saves("lstm")
     with FakeTarget("cpu"):
         fake = forward_saves("lstm")
@@ -116,7 +122,7 @@ def test_cpu_target_misses_the_lstm_workspace_only() -> None:
 
 @pytest.mark.parametrize(("target", "dtype"), [("cpu", HALF), ("cuda", torch.bool)])
 def test_dropout_saves_the_targets_mask(target: Target, dtype: torch.dtype) -> None:
-    """CUDA's dropout saves a boolean mask, the CPU's one of the input's type; one per element, and nothing else."""
+    """CUDA's dropout saves only a boolean mask, the CPU's only one of the input's type, one element each."""
     with FakeTarget(target) as fake:
         x = torch.randn(4, 8, dtype=HALF, device=fake.device, requires_grad=True)
         assert Saved(lambda: F.dropout(x, 0.1)).kinds == [((4, 8), dtype)]
@@ -152,8 +158,8 @@ def test_normalisations_keep_single_precision_statistics() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_what_has_a_kernel_on_cuda_is_one_operation(dtype: torch.dtype) -> None:
-    """Torch composes such operators of others on devices without a kernel: an RMS norm would keep five tensors, and the
-    backward of a SiLU would take as many for itself.
+    """Torch composes such operators from others on devices without a kernel: an RMS norm would keep five
+    tensors, and the backward of a SiLU would allocate the same number.
     """
     with FakeTarget("cuda") as fake:
         known = torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1")
@@ -181,7 +187,7 @@ def test_default_optimizers_take_foreach_on_cuda_only(name: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_meter_sees_every_storage(target: Target) -> None:
-    """Over a step with AdamW a meter holds parameters and state at rest, exactly, and nothing else remains."""
+    """Over a step with AdamW a meter holds exactly parameters and state at rest, and nothing more remains."""
     with FakeTarget(target) as fake, Meter() as meter:
         model = cnn().to(fake.device)
         held = sum(t.nbytes for t in model.state_dict().values())
@@ -211,7 +217,9 @@ def test_cpu_meter_agrees_with_real_training() -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_nothing_real_is_allocated(target: Target) -> None:
-    """A model of a terabyte, built plainly and moved, trains; an operator without known shapes is refused by name."""
+    """A model of a terabyte, built plainly and moved, trains; an operator without known shapes is refused by
+    name.
+    """
     with FakeTarget(target) as fake:
         model = nn.Linear(2**19, 2**19).to(fake.device)
         train(model, torch.randn(8, 2**19, device=fake.device), OPTIMIZERS["sgd-fused"](model.parameters()))
@@ -235,7 +243,9 @@ def test_fake_keeps_shape_strides_and_dtype(target: Target) -> None:
 
 
 def test_contexts_nest_and_leave_no_trace() -> None:
-    """Targets nest in any order; afterwards tensors are real again and torch's lists of types are as before."""
+    """Targets nest in any order; afterwards tensors are real again and torch's lists of types are as
+    before.
+    """
     before = list(optimizer._foreach_supported_types)
     with FakeTarget("cuda") as outer, FakeTarget("cpu"), outer:
         assert torch.zeros(2, device=outer.device).device == outer.device
@@ -257,7 +267,9 @@ def test_cuda_target_leaves_real_training_alone() -> None:
 
 
 def test_cpu_target_fills_no_device_slot() -> None:
-    """Only the cuda target registers a backend; a second one changes nothing; backward may have run before."""
+    """Only the cuda target registers a backend; a second one changes nothing; backward may have run
+    before.
+    """
     code = (
         "import torch; from pipefit.fake_cuda.target import FakeTarget\n"
         "name = torch._C._get_privateuse1_backend_name\n"
@@ -288,7 +300,9 @@ def test_unknown_target_is_refused() -> None:
 
 
 def _layers(device: torch.device) -> dict[str, list[int]]:
-    """Bytes of each storage that typical layers save on `device`, without the few bytes of random seeds."""
+    """Return the bytes of each storage that typical layers save on `device`, without the few bytes of random
+    seeds.
+    """
     kernels = [
         SDPBackend.FLASH_ATTENTION,
         SDPBackend.EFFICIENT_ATTENTION,
@@ -340,7 +354,9 @@ def _run(*arguments: str, gpus: bool = False) -> str:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device to compare with")
 @pytest.mark.parametrize("where", ["this machine", "a machine without a GPU"])
 def test_cuda_saves_what_the_target_predicts(where: str) -> None:
-    """Each layer's saved storages on a real GPU are those predicted beside it, and on a machine without any."""
+    """Each layer's saved storages on a real GPU equal the table's, and the prediction on a machine without
+    any.
+    """
     predicted = json.loads(_run(__file__, gpus=where == "this machine"))
     assert predicted == _layers(torch.device("cuda", 0))
 

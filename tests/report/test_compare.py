@@ -1,4 +1,4 @@
-"""Predicted beside measured."""
+"""Comparison of predicted and measured traces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 def trace_of(*peaks: int, seconds: tuple[float, ...] = (2.0, 1.0), source: str = "measured") -> Trace:
-    """A trace with these peaks, reached in the second of two steps."""
+    """Return a trace with these peaks, reached in the second of two steps."""
     devices = tuple(
         DeviceTrace(
             device=number,
@@ -37,7 +37,9 @@ def trace_of(*peaks: int, seconds: tuple[float, ...] = (2.0, 1.0), source: str =
 
 
 def test_a_comparison_is_a_subtraction() -> None:
-    """Bytes apart are measured minus predicted, and the share is of what was measured; seconds are the last step's."""
+    """The difference in bytes is measured minus predicted, and the share is of the measured bytes; seconds
+    are the last step's.
+    """
     found = compare(trace_of(90, 0, source="simulated"), trace_of(100, 0, seconds=(9.0, 4.0)))
     assert [row.difference_bytes for row in found.devices] == [10, 0]
     assert [row.difference for row in found.devices] == [0.1, None]
@@ -48,7 +50,9 @@ def test_a_comparison_is_a_subtraction() -> None:
 
 
 def test_estimated_seconds_are_called_so() -> None:
-    """A simulation without measured seconds says it in its trace, and a comparison on its side of the sentence."""
+    """A simulation without measured seconds says so in its trace, and a comparison in the simulated half of
+    the sentence.
+    """
     guessed = simulate(make_plan(equal_profile(2, backward_seconds=None), (1, 1)))
     known = simulate(make_plan(equal_profile(2), (1, 1)))
     assert (guessed.estimated, known.estimated) == (True, False)
@@ -64,7 +68,7 @@ def test_estimated_seconds_are_called_so() -> None:
 
 
 def test_what_a_gpu_holds_is_a_table_of_its_own() -> None:
-    """Three numbers and the lines on top of them for each device with an allocator, and their sum beside its memory."""
+    """Each device with an allocator has three numbers and their overhead, and the sum next to its memory."""
     trace = trace_of(100, 200, 0, source="dry run")
     held = AllocatorPeaks(
         settings="", requested_bytes=100, allocated_bytes=512, reserved_bytes=600, workspaces=2, workspace_bytes=64,
@@ -91,7 +95,7 @@ def test_what_a_gpu_holds_is_a_table_of_its_own() -> None:
 
 
 def test_what_a_gpu_has_held_says_nothing_of_its_process() -> None:
-    """A trace of training has the allocator's three numbers; what is outside of it was not measured."""
+    """A trace of training has the allocator's three numbers; memory outside of it was not measured."""
     held = AllocatorPeaks(
         settings="", requested_bytes=100, allocated_bytes=512, reserved_bytes=600, retries=1
     )
@@ -106,8 +110,8 @@ def test_what_a_gpu_has_held_says_nothing_of_its_process() -> None:
 
 
 def test_a_gpu_whose_process_does_not_fit_is_told() -> None:
-    """The device that lacks most, by how many bytes, and the reserve to plan with: all that is no tensor, in whole MiB.
-    Nothing is told where all processes fit.
+    """The message names the device that lacks most, the missing bytes, and the reserve to plan with: all
+    non-tensor memory, in whole MiB. It is absent if all processes fit.
     """
     trace = trace_of(100 * MIB, 100 * MIB, source="dry run")
     trace = replace(
@@ -140,7 +144,7 @@ def test_a_dry_run_has_no_seconds_to_compare() -> None:
 
 
 def test_traces_of_different_devices_are_refused() -> None:
-    """One device against two is a mistake, not zero bytes."""
+    """One device compared with two is a mistake, not zero bytes."""
     with pytest.raises(UsageError, match="different devices, 0 and 0, 1"):
         compare(trace_of(1), trace_of(1, 1))
 

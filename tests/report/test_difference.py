@@ -1,4 +1,4 @@
-"""What two plans, or two traces, do otherwise."""
+"""Differences between two plans, or two traces."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = PROFILE.layers
 
 
 def recomputing(plan: Plan, start: int, stop: int, why: str = "") -> Plan:
-    """The plan with a run of layers of its first stage recomputed."""
+    """Return the plan with a run of layers of its first stage recomputed."""
     return replace(
         plan,
         decisions=(Decision(stage=0, subject=Run(start=start, stop=stop), what=What.RECOMPUTE, why=why),),
@@ -36,7 +36,9 @@ def recomputing(plan: Plan, start: int, stop: int, why: str = "") -> Plan:
 
 
 def test_a_plan_beside_itself_is_the_same() -> None:
-    """Nothing was asked otherwise, nothing moved, no byte and no second differ."""
+    """A plan compared with itself has no changed options, no moved layers, and no difference in bytes or
+    seconds.
+    """
     plan = make_plan(PROFILE, (2, 4))
     found = difference_of_plans(plan, plan)
     assert (found.asked, found.changes) == ((), ())
@@ -48,7 +50,7 @@ def test_a_plan_beside_itself_is_the_same() -> None:
 def test_layers_that_went_to_another_device_are_named(
     first: tuple[int, int], second: tuple[int, int]
 ) -> None:
-    """They are those between the two boundaries."""
+    """The moved layers are those between the two boundaries."""
     found = difference_of_plans(make_plan(PROFILE, first), make_plan(PROFILE, second))
     (change,) = found.changes
     low, high = sorted((first[0], second[0]))
@@ -59,7 +61,7 @@ def test_layers_that_went_to_another_device_are_named(
 
 
 def test_recomputed_layers_are_named_with_their_reason_and_their_price() -> None:
-    """What is recomputed only afterwards, what only before, and neither where both do it."""
+    """Layers recomputed only in the second plan, or only in the first, are listed; those in both are not."""
     kept = make_plan(equal_profile(6), (4, 2))
     one, two = recomputing(kept, 0, 3), recomputing(kept, 1, 4, why="it is cheap")
     changes = difference_of_plans(one, two).changes
@@ -81,14 +83,14 @@ def test_recomputed_layers_are_named_with_their_reason_and_their_price() -> None
     ("factor", "told"), [(1.5, "50.0 % longer"), (0.5, "50.0 % shorter"), (62.4, "62.4 times as")]
 )
 def test_a_step_of_many_times_the_length_is_told_in_times(factor: float, told: str) -> None:
-    """Percents are for what is less than twice as long."""
+    """Percents are for ratios below two."""
     plan = make_plan(PROFILE, (4, 2))
     found = replace(difference_of_plans(plan, plan), before_seconds=2.0, after_seconds=2 * factor)
     assert f"a step that is {told}" in " ".join(plain(describe_difference(found)).split())
 
 
 def test_bytes_by_category_add_up_to_the_change_of_a_peak() -> None:
-    """For every device, of plans that differ in split and in what is recomputed."""
+    """The sum holds for every device, for plans that differ in split and in recomputation."""
     kept = make_plan(PROFILE, (4, 2))
     for other in (make_plan(PROFILE, (2, 4)), recomputing(kept, 0, 2)):
         found = difference_of_plans(kept, other)
@@ -99,7 +101,7 @@ def test_bytes_by_category_add_up_to_the_change_of_a_peak() -> None:
 
 
 def test_what_moves_away_is_named_by_what_it_is_and_where_it_goes() -> None:
-    """Saved tensors, state and updates on a host, each in its words."""
+    """Saved tensors, state and updates on a host each have specific words."""
     plan, host = make_plan(equal_profile(4), (2, 2)), parse_place("host0")
     saved = SavedTensors(tensors=((0, 0),))
     decided = [
@@ -114,7 +116,7 @@ def test_what_moves_away_is_named_by_what_it_is_and_where_it_goes() -> None:
 
 
 def test_how_devices_share_a_stage_is_told() -> None:
-    """On the same devices: other degrees, what replicas divide, and in how many buckets they sum."""
+    """On the same devices, other degrees, sharded state, and numbers of buckets are named."""
     plan = gridded(2, 1, 1, 1, samples=12)
     ways: dict[str, tuple[Sharding, int]] = {
         "": ("none", 1),
@@ -137,12 +139,12 @@ def test_how_devices_share_a_stage_is_told() -> None:
     [(1, 1, ""), (1, 4, "4 shards"), (4, 1, "4 replicas"), (2, 2, "2 replicas of 2 shards")],
 )
 def test_replicas_and_shards_of_as_many_devices_have_other_words(data: int, tensor: int, words: str) -> None:
-    """Four devices may be either, or both."""
+    """Four devices may be replicas, shards, or both."""
     assert Grid(devices=tuple(range(data * tensor)), data=data, tensor=tensor).sharing == words
 
 
 def test_a_share_of_the_microbatches_is_another_treatment() -> None:
-    """Layers that are recomputed for half of the microbatches alone are not those that always are."""
+    """Layers recomputed for half of the microbatches differ from layers that always are."""
     plan = recomputing(make_plan(equal_profile(6), (4, 2)), 0, 3)
     some = replace(plan.decisions[0], microbatches=Microbatches(taken=1, every=2))
     told = [str(change) for change in difference_of_plans(plan, replace(plan, decisions=(some,))).changes]
@@ -151,7 +153,9 @@ def test_a_share_of_the_microbatches_is_another_treatment() -> None:
 
 
 def test_how_far_from_its_use_a_change_happens_is_told() -> None:
-    """The same tensor that comes back earlier, or has longer to leave, and a run that is recomputed earlier."""
+    """A tensor that returns earlier, or has longer to leave, and a run that is recomputed earlier are
+    named.
+    """
     plan, host = make_plan(equal_profile(4), (2, 2)), parse_place("host0")
     saved = SavedTensors(tensors=((0, 0),))
     decided = Decision(stage=0, subject=saved, what=What.OFFLOAD, place=host)
@@ -171,7 +175,9 @@ def test_how_far_from_its_use_a_change_happens_is_told() -> None:
 
 
 def test_tensors_that_one_plan_alone_moves_are_named() -> None:
-    """Of a layer of which the other plan moves another one: by operation and bytes, equal ones counted."""
+    """If the plans offload different tensors of a layer, they are listed by operation and bytes, equal ones
+    counted.
+    """
     plan, host = make_plan(PROFILE, (3, 3)), parse_place("host0")
     costs = plan.measurement.costs
     layer = next(number for number, cost in enumerate(costs[:3]) if len(cost.saved) > 1)
@@ -188,14 +194,14 @@ def test_tensors_that_one_plan_alone_moves_are_named() -> None:
 
 
 def test_what_was_asked_otherwise_is_told() -> None:
-    """Schedule and microbatches, in the words of a plan's head."""
+    """Schedule and microbatches have the words of a plan's head."""
     plan = make_plan(equal_profile(4), (2, 2))
     other = replace(plan, training=replace(plan.training, schedule="gpipe"))
     assert difference_of_plans(plan, other).asked == (f"{plan.training.schedule}, then gpipe",)
 
 
 def test_traces_of_other_devices_are_told_apart() -> None:
-    """A device that is in one trace alone has no peak in the other; `compare` would refuse them."""
+    """A device in only one trace has no peak in the other; `compare` would refuse them."""
     one, two = simulate(make_plan(PROFILE, (2, 4))), simulate(make_plan(PROFILE, (2, 2, 2)))
     found = difference_of_traces(one, two)
     assert [row.before_bytes for row in found.devices] == [*one.peak_bytes, None]
@@ -205,7 +211,7 @@ def test_traces_of_other_devices_are_told_apart() -> None:
 def test_the_command_prints_text_or_json_and_refuses_two_kinds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two plans or two traces, in lines of at most 80 columns; a plan and a trace are no pair."""
+    """Two plans or two traces give lines of at most 80 columns; a plan and a trace are refused."""
     monkeypatch.chdir(tmp_path)
     one, two = make_plan(PROFILE, (2, 4)), make_plan(PROFILE, (4, 2))
     save(one, "one.json")

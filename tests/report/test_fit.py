@@ -1,4 +1,4 @@
-"""The answer of a search as text, JSON and page, from documents alone."""
+"""The answer of a search as text, JSON and page, from documents only."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ BUDGET = 1 << 20
 
 
 def attempt(value: int, budget: int) -> Attempt:
-    """A plan of as many layers over two devices that have `budget`."""
+    """Return a plan of this number of layers over two devices that have `budget`."""
     costs = replace(random_profile(value), model="mine <b>")
     made = plan(costs, Cluster.emulated((2, budget)), batch_size=2, microbatches=2, allow_infeasible=True)
     return Attempt(value=value, plan=made)
 
 
 def example() -> Fit:
-    """Four layers fit, six do not, and five are refused."""
+    """Return a search: four layers fit, six do not, and five are refused."""
     need = max(attempt(4, BUDGET).peak_bytes)
     tried = tuple(attempt(value, need if value != 6 else need // 2) for value in (2, 4, 6))
     return Fit(
@@ -39,7 +39,7 @@ def example() -> Fit:
 
 
 def test_the_text_has_the_answer_the_limit_and_the_miss() -> None:
-    """The first line has the answer, a row each value, the last line by how much the next one misses."""
+    """The first line has the answer, each value a row, and the last line the miss of the next value."""
     fit = example()
     lines = plain(describe_fit(fit)).splitlines()
     assert lines[0].startswith("layers=4 is the largest that fits: mine <b> of ")
@@ -49,14 +49,16 @@ def test_the_text_has_the_answer_the_limit_and_the_miss() -> None:
 
 
 def test_the_text_says_where_the_model_ended_the_search() -> None:
-    """Without a value beyond, the model's own refusal is told; without that either, that nothing larger was asked."""
+    """Without a larger value, the text quotes the model's refusal; without that either, it says that no
+    larger value was tried.
+    """
     fit = replace(example(), beyond=None)
     assert plain(describe_fit(fit)).endswith("layers=5 is refused: five is odd.")
     assert plain(describe_fit(replace(fit, refused={}))).endswith("No larger value was to be tried.")
 
 
 def test_the_peaks_of_a_dry_run_count() -> None:
-    """What a dry run found stands for what was planned, in the verdict and in JSON."""
+    """Dry-run peaks replace planned ones, in the verdict and in JSON."""
     planned = example().best
     heavier = replace(planned, certified_bytes=tuple(peak + 7 for peak in planned.peak_bytes))
     assert planned.fits and not heavier.fits
@@ -66,7 +68,7 @@ def test_the_peaks_of_a_dry_run_count() -> None:
 
 
 def test_the_chart_has_a_point_for_every_value_higher_where_more_is_needed() -> None:
-    """Every value that was tried has its circle, whose height follows its peak, and a ring marks the answer."""
+    """Every tried value has a circle, whose height follows its peak, and a ring marks the answer."""
     fit = example()
     circles = re.findall(r'<circle class="(good|bad|ring)" cx="([0-9.]+)" cy="([0-9.]+)"', growth(fit))
     points = [(float(x), float(y), kind) for kind, x, y in circles if kind != "ring"]
@@ -79,7 +81,7 @@ def test_the_chart_has_a_point_for_every_value_higher_where_more_is_needed() -> 
 
 
 def test_the_page_of_a_search_shows_the_plan_too_and_no_tag_of_a_name() -> None:
-    """The page has what was tried and the plan that fits; a name with a tag in it is text there."""
+    """The page has the tried values and the plan that fits; a name with a tag in it is text there."""
     made = fit_page(example())
     assert "layers=4 is the largest that fits" in made and "What fills each device at its peak" in made
     assert "mine &lt;b&gt;" in made and "mine <b>" not in made

@@ -1,4 +1,4 @@
-"""The controls of a page: what each position says is a plan's."""
+"""Controls of a page: each position shows the figures of a plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLAN = make_plan(random_profile(6), (2, 2, 2), microbatches=4)
 
 
 def grid_of(plan: Plan) -> dict[str, list[list[float]]]:
-    """The data of a page's controls."""
+    """Return the data of a page's controls."""
     found = re.search(r'id="grid">(.*?)</script>', lesson(plan))
     assert found is not None
     data: dict[str, list[list[float]]] = json.loads(found[1])
@@ -35,7 +35,7 @@ def grid_of(plan: Plan) -> dict[str, list[list[float]]]:
 
 
 def test_every_position_is_a_plan_of_lowest_peak_that_is_simulated() -> None:
-    """Peaks and seconds at four corners and in the middle; with the links as they are, or of another rate."""
+    """Peaks and seconds match at four corners and in the middle, with unchanged links or another rate."""
     axes = axes_of(PLAN)
     assert axes is not None
     found = dict(zip(product(*axes), points(PLAN, axes), strict=True))
@@ -58,7 +58,7 @@ def test_every_position_is_a_plan_of_lowest_peak_that_is_simulated() -> None:
 
 
 def test_more_microbatches_leave_less_waiting() -> None:
-    """What the control teaches first: the bubble of a pipeline shrinks."""
+    """The bubble of a pipeline shrinks with more microbatches."""
     axes = axes_of(PLAN)
     assert axes is not None
     found = dict(zip(product(*axes), points(PLAN, axes), strict=True))
@@ -67,7 +67,7 @@ def test_more_microbatches_leave_less_waiting() -> None:
 
 
 def test_the_grid_has_the_plans_own_place_and_a_row_for_each_position() -> None:
-    """Controls begin where the plan is; a schedule without an end has no grid."""
+    """Controls start at the plan's position; an asynchronous schedule has no grid."""
     data = grid_of(PLAN)
     assert len(data["rows"]) == len(list(product(*data["axes"])))
     assert [axis[place] for axis, place in zip(data["axes"], places_of(PLAN), strict=True)] == [
@@ -81,13 +81,15 @@ def test_the_grid_has_the_plans_own_place_and_a_row_for_each_position() -> None:
 
 
 def test_a_model_of_many_layers_has_controls() -> None:
-    """Of as many numbers of microbatches as any other."""
+    """The model has the same number of microbatch options as any other."""
     axes = axes_of(make_plan(equal_profile(300), (150, 150), microbatches=4))
     assert axes is not None and axes.microbatches == (1, 4, 16) and axes.devices == (1, 2)
 
 
 def test_a_plan_of_replicas_has_the_grid_of_what_one_of_them_computes() -> None:
-    """Microbatches have the size of a slice, and controls begin at as many devices as there are stages."""
+    """Microbatches have the size of a local batch, and controls start at the number of devices that equals
+    the stages.
+    """
     costs = equal_profile(6)
     (one,) = costs.measurements
     both = replace(costs, measurements=(one, replace(one, microbatch_size=2)))
@@ -111,7 +113,9 @@ def test_a_plan_of_replicas_has_the_grid_of_what_one_of_them_computes() -> None:
 
 
 def test_the_plans_own_figures_stand_beside_the_grid() -> None:
-    """Its peak, budget and step; that it moves tensors; and controls begin as near as they reach."""
+    """The page has the plan's peak, budget and step, and says that it offloads tensors; controls start at the
+    nearest position.
+    """
     made = planned(
         PLAN.profile,
         PLAN.cluster,
@@ -139,19 +143,19 @@ def test_the_plans_own_figures_stand_beside_the_grid() -> None:
 
 
 def places_of(plan: Plan) -> list[int]:
-    """Where the controls begin."""
+    """Return the initial positions of the controls."""
     return [int(value) for value in re.findall(r'value="(\d+)"', lesson(plan))]
 
 
 def test_controls_are_labelled_and_reached_by_the_keyboard() -> None:
-    """Each is a native control within its label, and what they say is announced."""
+    """Each is a native control within its label, and its output is announced."""
     text = lesson(PLAN)
     assert len(re.findall(r'<label>[a-z]+ <input type="range"', text)) == 4
     assert 'role="status" aria-live="polite"' in text
 
 
 def test_a_browser_moves_the_controls(tmp_path: Path) -> None:
-    """A change of each control changes what is told, to the row of the grid, and nothing fails."""
+    """A change of each control shows the matching row of the grid, without errors."""
     script = """<script>
     const failed = []; addEventListener("error", (event) => failed.push(event.message));
     const wait = setInterval(() => {

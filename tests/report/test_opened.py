@@ -1,4 +1,4 @@
-"""Pages as a person has them: opened in real time, walked through with a keyboard, printed; nothing on the console."""
+"""Pages in real use: opened in real time, navigated by keyboard, printed; the console stays empty."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ SECONDS = 1.0  # in which a page is open
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
-    """One browser for all pages."""
+    """Open one browser for all pages."""
     with opened(tmp_path_factory.mktemp("browser")) as one:
         yield one
 
 
 def shown(browser: Opened, folder: Path, made: str, *, width: int = 1280) -> Opened:
-    """The browser with this page open."""
+    """Return the browser with this page open."""
     (folder / "page.html").write_text(made, encoding="utf-8")
     browser.load(folder / "page.html", width=width)
     return browser
 
 
 def with_all_sections() -> Plan:
-    """A plan with copies and an alternative whose options are long."""
+    """Return a plan with copies and an alternative with long options."""
     other = Alternative(
         what="fewest devices", schedule="eager-1f1b", stages=1, devices=1, microbatches=16, peak_bytes=3 << 20,
         step_seconds=1.25, asked_by="--objective peak --recompute always --microbatches 64 --shard parameters",
@@ -52,13 +52,15 @@ def with_all_sections() -> Plan:
 def test_a_page_opens_within_a_second(
     browser: Opened, tmp_path: Path, devices: int, microbatches: int
 ) -> None:
-    """All that its thread has done until everything is drawn, in seconds of a processor: load does not count."""
+    """The limit applies to the processor seconds of the page's thread until everything is drawn, independent
+    of machine load.
+    """
     made = page(planned(layers=devices + 8, devices=devices, microbatches=microbatches))
     assert 0 < shown(browser, tmp_path, made).cpu_seconds() < SECONDS
 
 
 def test_devices_that_do_nothing_take_no_room_in_the_timeline(browser: Opened, tmp_path: Path) -> None:
-    """Of three devices, of which two have stages, two have rows; each of the three has its bar and can be chosen."""
+    """Of three devices, the two with stages have rows; each of the three has its bar and can be chosen."""
     made = replace(planned(devices=2), cluster=planned(devices=3).cluster, prediction=None)
     at = shown(browser, tmp_path, page(made))
     labels = "[...document.querySelectorAll('#timeline text')].map((one) => one.textContent)"
@@ -71,7 +73,9 @@ def test_devices_that_do_nothing_take_no_room_in_the_timeline(browser: Opened, t
 def test_keys_that_are_pressed_walk_through_the_page_and_nothing_complains(
     browser: Opened, tmp_path: Path
 ) -> None:
-    """The tabulator reaches the timeline and the sliders; there arrows read actions off and move the controls."""
+    """The tab key reaches the timeline and the sliders; the arrow keys read actions and move the controls
+    there.
+    """
     at = shown(browser, tmp_path, page(with_all_sections()))
     where = "document.activeElement.id || document.activeElement.dataset.axis"
 
@@ -94,7 +98,7 @@ def test_keys_that_are_pressed_walk_through_the_page_and_nothing_complains(
 
 
 def test_complaints_are_heard(browser: Opened, tmp_path: Path) -> None:
-    """What is written on the console, what is thrown, and what the page's policy refuses."""
+    """Console messages, exceptions, and policy violations are recorded."""
     wrong = """<script>console.error("written"); (async () => { throw new Error("thrown"); })();</script>
     <img src="https://example.invalid/picture.png"></body>"""
     at = shown(browser, tmp_path, page(planned()).replace("</body>", wrong))
@@ -104,7 +108,9 @@ def test_complaints_are_heard(browser: Opened, tmp_path: Path) -> None:
 
 
 def test_a_page_is_read_on_paper(browser: Opened, tmp_path: Path) -> None:
-    """On A4, bars and legends have their colours, nothing is cut at the side, and controls are gone."""
+    """On A4, bars and legends have their colours, the text is not cut at the side, and controls are
+    hidden.
+    """
     at = shown(browser, tmp_path, page(with_all_sections()), width=720)
     at.ask("Emulation.setEmulatedMedia", media="print")
     wide = '[...document.querySelectorAll(".wide, section, .device")]'

@@ -1,4 +1,4 @@
-"""The page of a plan: its data, its pictures, and how it behaves in a browser."""
+"""The page of a plan: its data, its pictures, and its behaviour in a browser."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LARGEST_PAGE = 2_000_000  # bytes
 def planned(
     *, layers: int = 6, devices: int = 3, microbatches: int = 4, seed: int = 3, schedule: str = "1f1b"
 ) -> Plan:
-    """Random layers, split over devices with room for all of them."""
+    """Draw layers, split over devices with room for all of them."""
     return plan(
         replace(random_profile(layers, seed=seed), model="mine <script>alert(1)</script>"),
         Cluster.emulated((devices, 1 << 30)),
@@ -51,7 +51,7 @@ def planned(
 
 
 def with_copies(made: Plan) -> Plan:
-    """The plan with a saved tensor of its first layer on the host."""
+    """Return the plan with a saved tensor of its first layer on the host."""
     tensors = SavedTensors(tensors=((0, 0),))
     decided = Decision(
         stage=0, subject=tensors, what=What.OFFLOAD, place=parse_place("host"), why="as <asked>"
@@ -60,12 +60,12 @@ def with_copies(made: Plan) -> Plan:
 
 
 def sums(differences: list[int]) -> list[int]:
-    """What the differences add up to, number by number."""
+    """Return the cumulative sums of the differences, number by number."""
     return list(itertools.accumulate(differences))
 
 
 def unpacked(made: str) -> list[dict[str, Any]]:
-    """The data in a page, as its script reads it."""
+    """Return the data in a page, as its script reads it."""
     text = re.search(r'<script type="application/gzip" id="scenes">([^<]*)</script>', made)
     assert text
     found: list[dict[str, Any]] = json.loads(gzip.decompress(base64.b64decode(text[1])))
@@ -74,7 +74,7 @@ def unpacked(made: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "pipedream"])
 def test_the_page_holds_every_event_and_every_byte_of_the_trace(schedule: str) -> None:
-    """Actions, lanes and categories in the page's data are those of the trace; times are within a tick of its own."""
+    """Actions, lanes and categories in the page's data equal the trace's; times are within a tick of it."""
     made = planned(schedule=schedule)
     trace = simulate(made)
     (drawn,) = unpacked(page(made))
@@ -97,7 +97,7 @@ def test_the_page_holds_every_event_and_every_byte_of_the_trace(schedule: str) -
 
 
 def test_a_trace_with_too_many_events_is_shown_by_its_last_steps() -> None:
-    """Of three steps, with room for the events of two, the last two are in the data, from their begin on."""
+    """Of three steps, with room for the events of two, the last two are in the data from their begin on."""
     trace = simulate(planned(), steps=3)
     one = sum(event.step == 2 for device in trace.devices for event in device.events)
     drawn = scene(trace, "simulated", most=2 * max(one, samples_of(trace, 2)))
@@ -107,7 +107,7 @@ def test_a_trace_with_too_many_events_is_shown_by_its_last_steps() -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_what_is_numbered_beyond_the_last_step_is_drawn(steps: int) -> None:
-    """The events of an evaluation, or of a step that failed, are in the data of a trace with fewer steps."""
+    """The events of an evaluation, or of a failed step, are in the data of a trace with fewer steps."""
     whole = simulate(planned(), steps=3)
     drawn = scene(replace(whole, steps=steps, step_seconds=whole.step_seconds[:steps]), "measured")
     told = sum(len(lane["words"]) for device in drawn["devices"] for lane in device["lanes"])
@@ -116,24 +116,28 @@ def test_what_is_numbered_beyond_the_last_step_is_drawn(steps: int) -> None:
 
 
 def samples_of(trace: Trace, step: int) -> int:
-    """How many samples of memory a step has."""
+    """Return the number of memory samples of a step."""
     return sum(sample.step == step for device in trace.devices for sample in device.memory)
 
 
 def test_a_page_needs_no_other_file_and_runs_nothing_of_a_name() -> None:
-    """No address, no source and no style from elsewhere; a tag in the model's name or in a reason is text."""
+    """The page uses no external address, source or style; a tag in the model's name or in a reason is
+    text.
+    """
     made = page(with_copies(planned()))
     assert not re.search(r"(?:src|href)\s*=|@import|url\((?!#)|https?:", made)
     assert "<script>alert" not in made and "mine &lt;script&gt;" in made and "as &lt;asked&gt;" in made
 
 
 def events(made: str) -> int:
-    """How many are in a page."""
+    """Return the number of events in a page."""
     return sum(len(lane["words"]) for device in unpacked(made)[0]["devices"] for lane in device["lanes"])
 
 
 def test_an_event_takes_a_few_bytes_of_a_page() -> None:
-    """What 64 microbatches more add to a page on 4 devices, thousands of events, is below three bytes for each."""
+    """For 64 more microbatches on 4 devices, thousands of events, the page grows by less than three bytes
+    each.
+    """
     small, large = (page(planned(layers=4, devices=4, microbatches=count)) for count in (8, 72))
     more = events(large) - events(small)
     assert more > 2500
@@ -149,13 +153,13 @@ def test_the_page_of_a_large_plan_is_small() -> None:
 
 
 def test_equal_plans_have_equal_pages() -> None:
-    """Nothing of the day or the machine is in a page."""
+    """The page contains neither the date nor the machine."""
     made = planned()
     assert page(made) == page(made)
 
 
 def test_messages_of_a_step_are_values_and_gradients_of_every_microbatch() -> None:
-    """Between neighbours, every microbatch's values go one way and as many bytes of gradients the other."""
+    """Between neighbours, every microbatch's values go one way and the same bytes of gradients the other."""
     made = planned()
     flows, neighbours = traffic(made), set[Stretch]()
     for stage, after in itertools.pairwise(made.stages):
@@ -169,7 +173,7 @@ def test_messages_of_a_step_are_values_and_gradients_of_every_microbatch() -> No
 
 
 def test_copies_go_to_their_place_and_come_back() -> None:
-    """What is moved to the host in every microbatch passes the link in both directions, once for each."""
+    """Tensors offloaded in every microbatch pass the link in both directions, once for each."""
     made = with_copies(planned())
     flows = traffic(made)
     device, host = Member.device(made.stages[0].device), Member.host(0)
@@ -178,7 +182,7 @@ def test_copies_go_to_their_place_and_come_back() -> None:
 
 
 def test_the_picture_has_every_device_and_every_stretch() -> None:
-    """A box for each device and for the host that is used, an arrow for each stretch; a large cluster has none."""
+    """Each device and the used host have a box, each stretch an arrow; a large cluster has none."""
     made = with_copies(planned())
     flows = traffic(made)
     drawn = topology(made, flows)
@@ -188,7 +192,9 @@ def test_the_picture_has_every_device_and_every_stretch() -> None:
 
 
 def test_replicas_send_their_sums_around_a_ring() -> None:
-    """Of two replicas each sends all gradients of its stage to the other, which is what a sum over two takes."""
+    """Each of two replicas sends all gradients of its stage to the other, the cost of an all-reduce over
+    two.
+    """
     costs = equal_profile(6)
     (one,) = costs.measurements
     both = replace(costs, measurements=(one, replace(one, microbatch_size=2)))
@@ -208,7 +214,7 @@ def test_replicas_send_their_sums_around_a_ring() -> None:
 
 
 def test_of_many_devices_the_picture_has_the_hosts() -> None:
-    """A box for each with its number of devices, and an arrow for what passes from one to another."""
+    """Each host has a box with its number of devices, and each connection in use an arrow."""
     cluster = load_cluster("3xdgx1-v100@25GB/s")
     made = plan(
         random_profile(24), cluster, batch_size=2, microbatches=2, planner="uniform", data=1, tensor=1
@@ -226,7 +232,7 @@ def test_of_many_devices_the_picture_has_the_hosts() -> None:
 
 @pytest.mark.parametrize(("count", "folds"), [(20, 2), (16, 0)])
 def test_bars_of_many_devices_that_are_alike_are_folded(count: int, folds: int) -> None:
-    """Each device has its bar still; those of a run of equal ones are below the first of them."""
+    """Each device still has its bar; bars of a run of equal ones are below the first of them."""
     one, two = (device for device in simulate(planned(devices=2)).devices)
     devices = tuple(replace(two if number == 9 else one, device=number) for number in range(count))
     made = markup.peaks(Trace(source="simulated", steps=1, devices=devices, step_seconds=(1.0,)))
@@ -238,7 +244,9 @@ def test_bars_of_many_devices_that_are_alike_are_folded(count: int, folds: int) 
 
 
 def test_bars_of_devices_that_are_nearly_empty_end_at_the_largest_peak() -> None:
-    """Otherwise nothing would be seen; what devices have is said above them. Others end at the largest budget."""
+    """Otherwise the bars would be invisible; the budgets stand above them. Other bars end at the largest
+    budget.
+    """
     devices = simulate(planned(devices=2)).devices
     peak = max(device.peak_bytes for device in devices)
     for times, end in ((16, 16 * peak), (17, peak)):
@@ -252,7 +260,7 @@ def test_bars_of_devices_that_are_nearly_empty_end_at_the_largest_peak() -> None
 
 
 def test_decisions_have_no_column_without_words() -> None:
-    """Why a plan by hand does something may not be known."""
+    """The reasons of a manual plan may be unknown."""
     told = with_copies(planned())
     (decision,) = told.decisions
     heads = [
@@ -266,7 +274,7 @@ def test_decisions_have_no_column_without_words() -> None:
 
 
 def test_a_page_says_which_devices_would_run_out_of_memory() -> None:
-    """A plan that does not fit is headed by the devices that are over, not by `fits`."""
+    """The head of a plan that does not fit names the devices over budget, instead of `fits`."""
     made = planned()
     tight = replace(made, cluster=Cluster.emulated((3, max(simulate(made).peak_bytes) - 1)), prediction=None)
     assert (
@@ -277,7 +285,7 @@ def test_a_page_says_which_devices_would_run_out_of_memory() -> None:
 
 
 def test_a_page_says_that_little_is_left_of_a_gpu() -> None:
-    """From 95 % of a budget; an emulated device's bytes are exact, and it fits."""
+    """The warning starts at 95 % of a budget; an emulated device's bytes are exact, so it fits."""
     made = planned()
     highest = max(simulate(made).peak_bytes)
     cluster = Cluster.emulated((3, highest + highest // 50)).reserving([0] * 3)
@@ -289,7 +297,7 @@ def test_a_page_says_that_little_is_left_of_a_gpu() -> None:
 
 @pytest.mark.parametrize(("longer", "told_as"), [(1.25, "+25 %"), (0.999, "+0 %")])
 def test_plans_that_were_not_chosen_are_told_with_their_prices(longer: float, told_as: str) -> None:
-    """A row for each alternative: what it is best at, what it takes, by how much its step is longer, how to ask."""
+    """Each alternative has a row: its advantage, its memory, its longer step, and the command for it."""
     made = planned()
     assert made.prediction is not None and "not chosen" not in page(made)
     other = Alternative(
@@ -305,7 +313,9 @@ def test_plans_that_were_not_chosen_are_told_with_their_prices(longer: float, to
 
 
 def test_a_page_holds_peaks_against_budgets_that_leave_a_reserve() -> None:
-    """Figure, bars and verdict are of budgets, as in the plan's own table; what only a whole device holds is over."""
+    """Figure, bars and verdict use budgets, as in the plan's table; a plan that needs the whole device is
+    over.
+    """
     made = planned()
     highest = max(simulate(made).peak_bytes)
     cluster = Cluster.emulated((3, 2 * highest))
@@ -320,7 +330,7 @@ def test_a_page_holds_peaks_against_budgets_that_leave_a_reserve() -> None:
 
 
 def test_a_figure_stays_beside_its_unit_on_a_page() -> None:
-    """In words and under figures, where a line may be broken at any other space."""
+    """Figures and units do not break, in sentences and under figures, unlike other spaces."""
     words = page(planned())
     told = "".join(re.findall(r"<p>.*?</p>|<span>.*?</span>", words))
     assert re.search(r"[0-9]\N{NO-BREAK SPACE}(B|[KMG]iB)\b", told) and not re.search(
@@ -329,7 +339,7 @@ def test_a_figure_stays_beside_its_unit_on_a_page() -> None:
 
 
 def test_a_recomputed_run_is_told_by_the_names_of_its_layers() -> None:
-    """A decision's row says what is recomputed by the names of the profile."""
+    """A decision's row names the recomputed layers as in the profile."""
     made = planned()
     stage = made.stages[0]
     decided = Decision(stage=0, subject=Run(start=stage.start, stop=stage.stop), what=What.RECOMPUTE)
@@ -338,7 +348,7 @@ def test_a_recomputed_run_is_told_by_the_names_of_its_layers() -> None:
 
 
 def test_layers_that_fill_a_device_are_told_with_the_largest_first() -> None:
-    """In the table of every device bytes fall; of more layers than are told one by one, the others are one row."""
+    """Bytes fall in the table of every device; layers beyond the listed ones are one row."""
     made = page(planned(layers=30, devices=2))
     tables = re.findall(r"<summary>device .*?</details>", made, flags=re.DOTALL)
     assert len(tables) == 2 and re.search(r"<td>\d+ others</td>", made)
@@ -352,7 +362,7 @@ def test_layers_that_fill_a_device_are_told_with_the_largest_first() -> None:
 
 
 def test_devices_alike_are_filled_in_one_table_under_their_peak() -> None:
-    """Two stages of two replicas have two tables, not four, each headed by what its devices have at their peak."""
+    """Two stages of two replicas have two tables, not four, each headed by their devices' peak."""
     costs = equal_profile(6)
     (one,) = costs.measurements
     stages = tuple(
@@ -385,7 +395,7 @@ def test_a_measured_trace_is_drawn_beside_the_plan() -> None:
 
 
 def test_a_trace_alone_has_a_page() -> None:
-    """What train or certify saved is drawn without a plan."""
+    """A trace saved by train or certify is drawn without a plan."""
     assert "What fills each device at its peak" in page(replace(simulate(planned()), source="measured"))
 
 
@@ -394,12 +404,12 @@ def test_a_trace_alone_has_a_page() -> None:
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Callable[[str], str]:
-    """A function from a page to what a browser has made of it."""
+    """Return a function that renders a page in a browser."""
     return partial(browsed, folder=tmp_path)
 
 
 def test_a_browser_draws_a_large_plan_with_few_shapes(opened: Callable[[str], str]) -> None:
-    """The script comes to its end, draws bars and memory, and no more than 3,000 shapes of them."""
+    """The script finishes, draws bars and memory, with at most 3,000 shapes."""
     seen = opened(page(planned(layers=10, devices=8, microbatches=64)))
     assert 'data-ready="yes"' in seen
     timeline = seen[seen.index('id="timeline"') : seen.index('id="readout"')]
@@ -408,7 +418,9 @@ def test_a_browser_draws_a_large_plan_with_few_shapes(opened: Callable[[str], st
 
 
 def test_a_film_shows_what_every_device_holds_and_leaves_the_page_as_it_was(tmp_path: Path) -> None:
-    """In its middle each bar has the bytes of that moment's sample; stopped, and at its end, all is as before."""
+    """In the middle of the film each bar has the bytes of that moment's sample; when stopped, and at its end,
+    the page is restored.
+    """
     script = """<script>
     const failed = []; addEventListener("error", (event) => failed.push(event.message));
     const find = (id) => document.getElementById(id), bars = () => find("bars").outerHTML;
@@ -452,8 +464,9 @@ def test_a_film_shows_what_every_device_holds_and_leaves_the_page_as_it_was(tmp_
 def test_controls_and_keys_change_what_is_shown_and_everything_can_be_read(
     tmp_path: Path, *, dark: bool
 ) -> None:
-    """Zooming, walking, choosing a device and going to the peak leave no error, and the readout names an action. Texts
-    have a contrast of 4.5 and controls one of 3, focused ones too (WCAG 2.2 AA), in the scheme that was asked for.
+    """Zooming, walking, choosing a device and going to the peak raise no error, and the readout names an
+    action. Texts have a contrast of 4.5 and controls one of 3, focused ones too (WCAG 2.2 AA), in the
+    requested scheme.
     """
     script = f"""<script>{CONTRASTS}
     const failed = []; addEventListener("error", (event) => failed.push(event.message));

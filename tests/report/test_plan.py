@@ -1,4 +1,4 @@
-"""What a printed plan says, checked against the plan."""
+"""The printed plan matches the plan."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def made(**options: object) -> Plan:
 
 
 def said(shown: Plan) -> str:
-    """What the plan prints, wherever its lines are broken."""
+    """Return the plan's printed text without line breaks."""
     return " ".join(str(shown).split())
 
 
 def test_no_line_is_longer_than_80_columns() -> None:
-    """Long names go on in the next line, the bar and the counts give way, and no figure is cut."""
+    """Long names continue on the next line, the bar and the counts give way, and no figure is cut."""
     shown = made(stages=4)
     names = tuple(f"{'decoder.' * 9}{n}" for n in range(30))
     for one in (shown, replace(shown, profile=replace(shown.profile, layers=names))):
@@ -51,7 +51,7 @@ def test_no_line_is_longer_than_80_columns() -> None:
 
 
 def test_many_devices_of_a_stage_are_named_in_short() -> None:
-    """So that lines stay within 80 columns."""
+    """The short form keeps lines within 80 columns."""
     shown = gridded(64, 1, samples=64)
     assert re.search(r"\n +0 +0-63 +layer0 ", str(shown))
     assert max(map(len, str(shown).splitlines())) <= 80
@@ -62,7 +62,7 @@ def test_many_devices_of_a_stage_are_named_in_short() -> None:
 )
 @pytest.mark.parametrize("planner", ["joint", "exact"])
 def test_one_of_a_kind_is_not_said_in_the_plural(planner: str, stages: int, batch: int, layers: int) -> None:
-    """Whatever is counted: stages, microbatches, samples, arrangements, splits."""
+    """Singular and plural are right for stages, microbatches, samples, arrangements and splits."""
     shown = said(plan(profile(alike(layers)), devices(*[AMPLE] * stages), batch_size=batch, planner=planner))
     nouns = "(stage|microbatch|sample|layer|split|arrangement)"
     assert not re.search(rf"(?<![-0-9.,])1 {nouns}e?s\b", shown), shown
@@ -70,7 +70,7 @@ def test_one_of_a_kind_is_not_said_in_the_plural(planner: str, stages: int, batc
 
 
 def test_one_arrangement_was_searched() -> None:
-    """Where the bound leaves out all others, the verb is one of a single thing."""
+    """If the bound excludes all other arrangements, the verb is singular."""
     shown = said(
         plan(profile(alike(4)), devices(AMPLE, AMPLE), batch_size=8, microbatches=8, schedule="1f1b", data=1)
     )
@@ -78,7 +78,9 @@ def test_one_arrangement_was_searched() -> None:
 
 
 def test_how_devices_share_stages_is_said() -> None:
-    """Stages that share alike are said together; of one device each, nothing is."""
+    """Stages with equal sharing are listed together; for stages of one device each, the sentence is
+    absent.
+    """
     made = gridded(1, 2, 4, 2, samples=4)
     assert "replica" not in said(gridded(1, 1))
     assert "Stages 1 and 3 have 2 replicas. Stage 2 has 4 replicas." in said(made)
@@ -88,7 +90,7 @@ def test_how_devices_share_stages_is_said() -> None:
 
 
 def test_many_stages_that_share_alike_are_said_as_a_run() -> None:
-    """Sixteen numbers one by one would fill a line."""
+    """Sixteen separate numbers would fill a line."""
     pairs = [Stage(start=n, stop=n + 1, grid=Grid(devices=(2 * n, 2 * n + 1), data=2)) for n in range(6)]
     pairs[4] = replace(pairs[4], grid=Grid.of(8))
     assert list(told_sharing(pairs)) == ["Stages 0 to 3 and 5 have 2 replicas."]
@@ -96,7 +98,9 @@ def test_many_stages_that_share_alike_are_said_as_a_run() -> None:
 
 
 def test_every_stage_has_a_row_with_its_layers_peak_and_budget() -> None:
-    """Layers by name, their count, the peak in bytes and as a part of the budget, with a bar of that length."""
+    """Each row has the layers by name, their count, the peak in bytes and as a part of the budget, with a bar
+    of that length.
+    """
     shown = made()
     for stage, row in zip(shown.stages, stage_table(shown).rows, strict=True):
         peak = shown.prediction.peak_bytes[stage.device]
@@ -108,7 +112,9 @@ def test_every_stage_has_a_row_with_its_layers_peak_and_budget() -> None:
 
 
 def test_a_plan_with_a_stage_that_ends_inside_a_block_tells_layers() -> None:
-    """All rows count and name what the heading says: blocks where every stage is of whole blocks, otherwise layers."""
+    """All rows count and name the unit of the heading: blocks if every stage has whole blocks, otherwise
+    layers.
+    """
     taken = made()
     blocks = Block(name="first", layers=5), Block(name="rest", layers=25)
     for cut, heading, named, counts in (
@@ -128,7 +134,7 @@ def test_a_plan_with_a_stage_that_ends_inside_a_block_tells_layers() -> None:
 
 
 def test_a_device_that_is_too_small_is_marked() -> None:
-    """In its row, and in the sentence on what limits."""
+    """The mark is in its row, and in the sentence on the limit."""
     shown = plan(
         profile(vgg_like()), devices(*[9000] * 4), training("1f1b", 8), planner="exact", allow_infeasible=True
     )
@@ -138,14 +144,14 @@ def test_a_device_that_is_too_small_is_marked() -> None:
 
 
 def test_an_exact_plan_is_called_proven_and_covers_all_splits() -> None:
-    """With the number of splits."""
+    """The sentence has the number of splits."""
     text = said(made(planner="exact"))
     assert "Proven optimal: no split brings the peak of the fullest device below" in text
     assert f"all {comb(29, 3):,} splits" in text
 
 
 def test_a_baseline_is_proven_only_for_what_it_minimises() -> None:
-    """Its sentence names its own measure, and claims nothing of memory."""
+    """The sentence names the planner's measure, and claims nothing about memory."""
     text = said(made(planner="uniform"))
     assert "It minimises only the blocks of the longest stage: 8 is the lowest possible." in text
     assert "splits of" not in text
@@ -156,7 +162,7 @@ def test_a_baseline_is_proven_only_for_what_it_minimises() -> None:
     [(None, "does not tell how far"), (0.0, "does not tell how far"), (1000.0, "at most 100.0 % above")],
 )
 def test_an_unproven_plan_says_how_far_it_may_be_off(bound: float | None, says: str) -> None:
-    """The gap to the bound, or that there is none."""
+    """The sentence gives the gap to the bound, or says that there is none."""
     shown = made()
     provenance = replace(shown.provenance, value=2000.0, bound=bound)
     assert says in said(replace(shown, provenance=provenance))
@@ -166,14 +172,14 @@ def test_an_unproven_plan_says_how_far_it_may_be_off(bound: float | None, says: 
     "wrong", [{"value": 10**400}, {"bound": -1.0}, {"seconds": float("inf")}, {"value": "much"}]
 )
 def test_a_measure_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
-    """A size too large for any text, a negative bound, endless seconds, and what is no number are named."""
+    """A size too large for any text, a negative bound, infinite seconds, and non-numbers are named."""
     with pytest.raises(UsageError, match=next(iter(wrong))):
         replace(made().provenance, **wrong)
 
 
 def test_little_room_on_a_gpu_is_called_tight() -> None:
-    """From 95 % of what its tensors may take, or of the device where a dry run told what its process takes; never on
-    emulated devices, whose bytes are exact.
+    """The threshold is 95 % of the tensors' budget, or of the device if a dry run reported its process's
+    memory; emulated devices never are tight, because their bytes are exact.
     """
     cluster = Cluster.preset("dgx1-v100").reserving([1 << 30] * 8)
     budget, memory = cluster.budgets[0], cluster.devices[0].memory_bytes
@@ -200,7 +206,9 @@ def test_little_room_on_a_gpu_is_called_tight() -> None:
 
 
 def test_equal_stages_wait_for_the_ideal_bubble() -> None:
-    """Of four equal stages on fast links, with four microbatches under GPipe, (4 - 1) / (4 + 4 - 1) of a step."""
+    """Four equal stages on fast links, with four microbatches under GPipe, are idle (4 - 1) / (4 + 4 - 1) of
+    a step.
+    """
     made_by_hand = make_plan(equal_profile(4), [1] * 4, microbatches=4, schedule="gpipe")
     shown = replace(
         made_by_hand,
@@ -213,7 +221,9 @@ def test_equal_stages_wait_for_the_ideal_bubble() -> None:
 
 
 def test_a_device_that_runs_forwards_again_is_not_waiting() -> None:
-    """One device computes all the time, however much of it is recomputation, and no ideal bubble is named for that."""
+    """One device computes all the time, however much of it is recomputation, and no ideal bubble is named for
+    it.
+    """
     for recompute in ("never", "always"):
         alone = plan(profile(alike(8)), devices(AMPLE), training("gpipe", 4), recompute=recompute)
         assert "Devices wait 0 % of it." in said(alone)
@@ -223,12 +233,12 @@ def test_a_device_that_runs_forwards_again_is_not_waiting() -> None:
 
 
 def waits(shown: Plan) -> str:
-    """What the explanation says."""
+    """Return the explanation's idle share."""
     return said(shown).partition("Devices wait ")[2].partition(" %")[0]
 
 
 def waits_of(trace: Trace) -> float:
-    """The percentage of the last step in which no action runs, from the events themselves."""
+    """Return the percentage of the last step without a running action, from the events."""
     length = trace.step_seconds[-1]
     events = [event for device in trace.devices for event in device.events if event.stream is Stream.COMPUTE]
     busy = sum(event.end_seconds - event.start_seconds for event in events if event.step == trace.steps - 1)
@@ -244,7 +254,9 @@ def test_a_plan_written_by_hand_is_explained_as_far_as_it_goes() -> None:
 
 
 def test_where_the_peaks_hold_is_one_sentence() -> None:
-    """Processor, instructions, torch and threads of the profile; nothing for kernels that were not measured."""
+    """The sentence names processor, instructions, torch and threads of the profile; it is absent for
+    unmeasured kernels.
+    """
     shown = made()
     assumed = replace(
         shown.profile.assumptions, cpu="Some CPU (1/2/3)", capability="AVX9", torch="7.1", threads=3
@@ -258,7 +270,9 @@ def test_where_the_peaks_hold_is_one_sentence() -> None:
 
 
 def test_a_plan_says_whether_its_seconds_were_measured() -> None:
-    """Where the profile holds them, on what; otherwise the parts of the device's figures that estimates reckon with."""
+    """If the profile has measured seconds, the plan names their device; otherwise, the parts of the device's
+    figures that estimates use.
+    """
     measured = made()
     assumed = replace(measured.profile.assumptions, device="cuda:0")
     measured = replace(measured, profile=replace(measured.profile, assumptions=assumed))
@@ -275,7 +289,7 @@ def test_a_plan_says_whether_its_seconds_were_measured() -> None:
 
 
 def test_kernels_that_could_not_be_measured_are_named() -> None:
-    """The first of them with the reason, and the number of others; nothing where all are known."""
+    """The first has its reason, the others are counted; the sentence is absent if all are known."""
     shown = made()
     known = Kernel(operation="aten.mm(float32[1x1])", peak_bytes=4)
     unknown = [

@@ -1,4 +1,6 @@
-"""What is left of a run that ran out of memory: which layers held what, what was asked for, what would have fitted."""
+"""Report on a run that ran out of memory: layers and their bytes, the failed request, and alternatives that
+fit.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +35,18 @@ TASK = task_of(lambda: [nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(
 
 @cache
 def roomy() -> Plan:
-    """A plan of two stages on devices with room for all."""
+    """Return a plan of two stages on devices with room for all."""
     return plan_of(TASK, (2, 3), size=4, microbatches=4)
 
 
 def capped(nbytes: int) -> Plan:
-    """The same plan on devices of so many bytes."""
+    """Return the same plan on devices with these bytes."""
     return replace(roomy(), cluster=Cluster.emulated((2, nbytes)))
 
 
 @cache
 def ran_out(nbytes: int) -> PostMortem:
-    """What a step on devices of so many bytes leaves, in this process."""
+    """Return the remains of a step on devices with these bytes, in this process."""
     plan = capped(nbytes)
     trainer = trainer_of(TASK, (2, 3), size=4, microbatches=4, memory_bytes=nbytes, profiled=plan.profile)
     with pytest.raises(OutOfMemory) as caught:
@@ -54,15 +56,15 @@ def ran_out(nbytes: int) -> PostMortem:
 
 
 def caps() -> list[int]:
-    """Memory with which the run ends at its first forwards, at a backward, and at the update."""
+    """Return memory with which the run ends at its first forwards, at a backward, and at the update."""
     highest = max(simulate(roomy()).peak_bytes)
     return [highest // 2, highest * 3 // 4, highest - 1]
 
 
 @pytest.mark.parametrize("place", range(3))
 def test_the_moment_is_the_one_allocation_that_did_not_fit(place: int) -> None:
-    """What was held fits, and what was asked for on top of it does not; both are whole tensors of the action's own
-    peak, of which a run with room tells no less.
+    """The held bytes fit, and the failed request on top of them does not; both are whole tensors of the
+    action's peak, which equals that of a run with room.
     """
     found = ran_out(caps()[place])
     assert (
@@ -84,7 +86,7 @@ def test_the_moment_is_the_one_allocation_that_did_not_fit(place: int) -> None:
 
 @pytest.mark.parametrize("place", range(3))
 def test_layers_hold_what_the_device_holds_as_the_action_begins(place: int) -> None:
-    """Parameters, gradients and optimizer state of all layers are those that the meter counted at the moment."""
+    """Parameters, gradients and optimizer state of all layers equal the meter's counts at that moment."""
     found = ran_out(caps()[place])
     told = contents_at(found.plan, found.device, found.moment)
     assert told is not None
@@ -104,7 +106,9 @@ def test_layers_hold_what_the_device_holds_as_the_action_begins(place: int) -> N
 
 
 def test_a_dry_run_s_moment_is_the_first_action_that_is_over() -> None:
-    """Of its worst device, with all actions before it below what the device has; a plan that fits leaves nothing."""
+    """The moment is on the worst device, with all earlier actions within the device's memory; a plan that
+    fits has none.
+    """
     plan = capped(caps()[1])
     found = of_dry_run(plan, certify(TASK, plan))
     assert found is not None and not found.asked_bytes
@@ -118,7 +122,9 @@ def test_a_dry_run_s_moment_is_the_first_action_that_is_over() -> None:
 
 
 def test_every_remedy_fits_and_is_what_it_says() -> None:
-    """Each is simulated within its budgets; those for the same devices come first, the fastest first."""
+    """Each remedy is simulated within its budgets; those for the same devices come first, the fastest
+    first.
+    """
     found = ran_out(caps()[2])
     told = remedies(found)
     assert len(told) >= 2
@@ -133,7 +139,9 @@ def test_every_remedy_fits_and_is_what_it_says() -> None:
 
 
 def test_what_a_run_took_beyond_its_plan_is_left_free_by_remedies() -> None:
-    """A moment larger than the plan's own prediction of it: every remedy for the same devices leaves as much."""
+    """If the moment exceeds the plan's prediction, every remedy for the same devices leaves the difference
+    free.
+    """
     found = ran_out(caps()[2])
     more = list(found.moment.bytes)
     more[-1] += 3 << 20
@@ -151,7 +159,9 @@ def test_what_a_run_took_beyond_its_plan_is_left_free_by_remedies() -> None:
      ("CUBLAS_STATUS_ALLOC_FAILED", 0)],
 )  # fmt: skip
 def test_a_gpu_s_words_tell_what_was_asked_for(said: str, asked: int) -> None:
-    """The allocator's peak is without it, so that it is added; a library that says nothing adds nothing."""
+    """The allocator's peak excludes the failed request, so it is added; a library without a message adds
+    nothing.
+    """
 
     class Peaks:
         def end(self, step: int, seconds: float) -> MemorySample:
@@ -163,7 +173,7 @@ def test_a_gpu_s_words_tell_what_was_asked_for(said: str, asked: int) -> None:
 
 
 def test_a_later_failure_that_is_no_action_s_has_no_post_mortem() -> None:
-    """What an earlier step has left is not told of another error, and a step with room again trains."""
+    """Another error does not report the remains of an earlier step, and a step with room again trains."""
     plan = capped(caps()[0])
     trainer = trainer_of(TASK, (2, 3), size=4, microbatches=4, memory_bytes=caps()[0], profiled=plan.profile)
     for _ in range(2):
@@ -174,7 +184,7 @@ def test_a_later_failure_that_is_no_action_s_has_no_post_mortem() -> None:
 
 
 def test_workers_send_it_to_their_parent() -> None:
-    """The error of a training by workers has it, of the device whose worker failed first."""
+    """The error of a training by workers has the post-mortem of the device whose worker failed first."""
     with pytest.raises(OutOfMemory) as caught:
         train(partial(_task), capped(caps()[0]), steps=1)
     found = caught.value.post_mortem
@@ -190,7 +200,7 @@ def _task() -> object:
 
 
 def test_impossible_ones_are_refused() -> None:
-    """A device that the run did not have, and more asked for than would have been held."""
+    """A device outside the run, and a request above the held bytes, are refused."""
     found = ran_out(caps()[0])
     with pytest.raises(UsageError, match="no device 7"):
         replace(found, device=7)
@@ -199,7 +209,9 @@ def test_impossible_ones_are_refused() -> None:
 
 
 def test_its_page_and_its_text_say_what_was_asked_for_and_what_would_fit() -> None:
-    """Both have the head, the categories, the layers and the remedies; the page draws the run and the plan."""
+    """Both have the head, the categories, the layers and the remedies; the page draws the run and the
+    plan.
+    """
     found = ran_out(caps()[0])
     made, text = page(found), plain(describe_post_mortem(found))
     for words in (
@@ -216,7 +228,7 @@ def test_its_page_and_its_text_say_what_was_asked_for_and_what_would_fit() -> No
 def test_a_command_that_runs_out_leaves_it_beside_its_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The sentence has the command that makes the page, which then does; --post-mortem names the file."""
+    """The sentence has the command that makes the page, which then works; --post-mortem names the file."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_model.py").write_text("from test_post_mortem import TASK\n\ndef build(): return TASK\n")
     monkeypatch.setattr("pipefit.cli.model.resolve", lambda *_: TASK)
@@ -234,8 +246,9 @@ def test_a_command_that_runs_out_leaves_it_beside_its_plan(
 def test_a_page_shows_the_device_that_ran_out_whichever_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At first, at a click on its bar, and in the other trace, whose devices are more; of a run with all devices and of
-    one that has the trace of the device alone, though another one is fuller.
+    """The page shows the device at first, after a click on its bar, and in the other trace, which has more
+    devices; for a run with all devices and for one with only that device's trace, though another one is
+    fuller.
     """
     script = """<script>
     const failed = []; addEventListener("error", (event) => failed.push(event.message));

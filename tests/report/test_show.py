@@ -18,7 +18,9 @@ carried out 2: 1SEND_B0"""
 
 
 def test_a_program_is_shown_with_all_that_its_actions_name() -> None:
-    """Bundles and what other bodies join are shown beside the actions; a device without any has no paragraph."""
+    """Bundles and transfers joined by other bodies are shown next to the actions; a device without any has no
+    paragraph.
+    """
     head, *lines = describe(parse_program(TEXT, placement=((0,), (2,)), microbatches=1))
     assert head == "program of 2 stages and 1 microbatch"
     assert lines == [line for line in TEXT.splitlines() if not line.endswith(":")]

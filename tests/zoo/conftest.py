@@ -1,4 +1,4 @@
-"""What the zoo's tests share."""
+"""Shared fixtures of the zoo's tests."""
 
 from __future__ import annotations
 
@@ -7,4 +7,6 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def small_models_run_on_one_thread(one_thread: None) -> None:
-    """Models this small are slower on several threads, and profiles assume one for kernels' temporary memory."""
+    """Run on one thread: models this small are slower on several, and profiles assume one for kernels'
+    workspaces.
+    """

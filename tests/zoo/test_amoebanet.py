@@ -1,4 +1,4 @@
-"""AmoebaNet-D against the published parameter counts, its genotype written out by hand, and its pairs."""
+"""AmoebaNet-D matches the published parameter counts, an explicit genotype, and its pairs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def test_published_parameter_counts(layers: int, filters: int, count: int) -> No
 
 
 def test_order_of_the_cells() -> None:
-    """Three stems, then normal cells in three equal groups with a reduction between them, then the classifier."""
+    """The order is three stems, then normal cells in three equal groups with a reduction between them, then
+    the classifier.
+    """
     names = [name for name, _ in described(layers=6).named_children()]
     first, second, third = (["normal1", "normal2"], ["normal3", "normal4"], ["normal5", "normal6"])
     groups = [*first, "reduction1", *second, "reduction2", *third]
@@ -60,7 +62,9 @@ def test_order_of_the_cells() -> None:
 
 
 def test_pairs_and_shapes() -> None:
-    """Every cell hands on its result and the very tensor that came in; reductions double channels, halve the sides."""
+    """Every cell passes on its result and the very tensor that came in; reductions double channels, halve the
+    sides.
+    """
     torch.manual_seed(0)
     chain = chain_of(**SMALL)
     values: Any = build("amoebanet", **SMALL).batch(2)[0]
@@ -116,7 +120,9 @@ def test_a_reduction_cell_by_hand() -> None:
 
 
 def test_a_halved_skip_sees_every_other_pixel() -> None:
-    """Of a larger skip, one half of the channels reads pixels of even rows and columns, the other those of odd ones."""
+    """One half of a larger skip's channels reads pixels of even rows and columns, the other those of odd
+    ones.
+    """
     halving: Any = chain_of(**SMALL).get_submodule("normal1.enter_skip")
     halving.norm.eval()
     even = torch.zeros(1, 24, 6, 6)
@@ -127,7 +133,9 @@ def test_a_halved_skip_sees_every_other_pixel() -> None:
 
 
 def test_average_pools_have_the_same_weights() -> None:
-    """`pooling="average"` replaces the 3 x 3 maximum pools alone: weights are the same, the 2 x 2 ones stay."""
+    """`pooling="average"` replaces only the 3 x 3 maximum pools: weights are the same, the 2 x 2 ones
+    stay.
+    """
     maximum, average = described(**SMALL), described(**SMALL, pooling="average")
     assert {n: p.shape for n, p in maximum.named_parameters()} == {
         n: p.shape for n, p in average.named_parameters()
@@ -140,7 +148,7 @@ def test_average_pools_have_the_same_weights() -> None:
 
 
 def test_the_loss_falls_by_a_third_on_fresh_batches() -> None:
-    """A tiny one lowers its median loss on fresh batches by a third within 24 steps."""
+    """A tiny model lowers its median loss on fresh batches by a third within 24 steps."""
     torch.manual_seed(0)
     task = build("amoebanet", **SMALL, lr=0.01)
     chain = task.build()

@@ -1,4 +1,4 @@
-"""BERT against its closed form, torch's own encoder layer, and what the mask means."""
+"""BERT matches its closed form, torch's own encoder layer, and the meaning of the mask."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def parameters(module: nn.Module) -> int:
 def test_parameters_are_those_of_the_closed_form(
     layers: int, hidden: int, vocabulary: int, sequence: int
 ) -> None:
-    """V H + S H + 4 H + L (12 H^2 + 13 H) + H^2 + 3 H + V H + V parameters in L + 3 layers."""
+    """The model has V H + S H + 4 H + L (12 H^2 + 13 H) + H^2 + 3 H + V H + V parameters in L + 3 layers."""
     chain = chain_of(layers=layers, hidden=hidden, vocabulary=vocabulary, sequence=sequence)
     ends = (
         vocabulary * hidden + sequence * hidden + 4 * hidden,
@@ -66,7 +66,9 @@ def test_a_tied_head_is_the_embedding() -> None:
 
 
 def test_a_span_head_has_two_scores_a_token() -> None:
-    """H^2 + 3 H + V H + V parameters of the other head become 2 H + 2, in one layer less; tying it is refused."""
+    """H^2 + 3 H + V H + V parameters of the other head become 2 H + 2, in one layer less; tying it is
+    refused.
+    """
     usual, span = chain_of(), chain_of(head="span")
     assert parameters(usual) - parameters(span) == 24**2 + 3 * 24 + 31 * 24 + 31 - (2 * 24 + 2)
     assert [name for name, _ in span.named_children()] == ["embedding", "block0", "block1", "head"]
@@ -154,7 +156,9 @@ def test_all_text_is_of_the_first_segment() -> None:
 
 
 def test_the_mask_travels_untouched() -> None:
-    """Every layer up to the transform hands on (hidden, mask), the mask the very tensor that came in."""
+    """Every layer up to the transform passes on (hidden, mask), the mask being the very tensor that came
+    in.
+    """
     chain = chain_of()
     (tokens, mask), _ = models.build("bert", **SMALL).batch(3)
     values: Any = (tokens, mask)
@@ -170,7 +174,7 @@ def test_the_mask_travels_untouched() -> None:
 
 
 def test_without_mask_all_are_tensors() -> None:
-    """With `mask=False` the inputs and what every layer hands on are plain tensors."""
+    """With `mask=False` the inputs and the outputs of every layer are plain tensors."""
     task = models.build("bert", **SMALL, mask=False)
     values, _ = task.batch(3)
     for layer in chain_of(mask=False):
@@ -201,7 +205,9 @@ def test_a_mask_of_all_text_is_no_mask() -> None:
 
 
 def test_a_batch_hides_tokens_and_pads() -> None:
-    """About 15 % of tokens are replaced, the rest equal their targets; text is a prefix of at least half the length."""
+    """About 15 % of tokens are replaced, the rest equal their targets; text is a prefix of at least half the
+    length.
+    """
     torch.manual_seed(0)
     (tokens, mask), targets = models.build("bert", vocabulary=1000, sequence=101).batch(200)
     replaced = tokens != targets

@@ -1,4 +1,4 @@
-"""Configurations of other tools as models of ours."""
+"""Configurations of other tools as models of the zoo."""
 
 from __future__ import annotations
 
@@ -29,19 +29,21 @@ LLAMA = (
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to work in."""
+    """Create an empty working folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def parameters(model: str) -> int:
-    """How many a model has, built over tensors without bytes."""
+    """Return a model's number of parameters, from tensors without bytes."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in resolve(model, []).build().parameters())
 
 
 def test_megatrons_gpt_has_the_parameters_of_its_formula(here: Path) -> None:
-    """V H + S H + L (12 H^2 + 13 H) + 2 H with the head tied, and V padded to a multiple of 128 for each rank."""
+    """The model has V H + S H + L (12 H^2 + 13 H) + 2 H parameters with the head tied, and V padded to a
+    multiple of 128 for each rank.
+    """
     (here / "gpt.args").write_text(GPT)
     hidden, words = 64, 256
     assert (
@@ -54,7 +56,9 @@ def test_megatrons_gpt_has_the_parameters_of_its_formula(here: Path) -> None:
 
 
 def test_megatrons_llama_has_the_parameters_of_its_formula(here: Path) -> None:
-    """Two matrices of words; in a block queries, keys and values of two groups, the output, three of SwiGLU, norms."""
+    """Two matrices of words and, in a block, queries, keys and values of two groups, the output, three of
+    SwiGLU, and norms add up.
+    """
     (here / "llama.args").write_text(LLAMA)
     hidden, words, inner = 64, 256, 96
     block = hidden * (hidden + 2 * hidden // 2) + hidden**2 + 3 * hidden * inner + 2 * hidden
@@ -99,7 +103,7 @@ def test_megatrons_llama_has_the_parameters_of_its_formula(here: Path) -> None:
     ],
 )
 def test_what_is_no_decoder_of_ours_is_refused(text: str, words: str, here: Path) -> None:
-    """By the name of the argument."""
+    """The message names the argument."""
     (here / "wrong.args").write_text(text)
     with pytest.raises(UsageError, match=words):
         megatron("wrong.args")
@@ -116,7 +120,7 @@ def test_a_missing_file_and_a_missing_tool_are_sentences() -> None:
 
 
 def test_a_plans_own_arguments_say_part_of_it(here: Path) -> None:
-    """What `pipefit export --to megatron` writes is read too; it lacks the model's width."""
+    """The output of `pipefit export --to megatron` is read too; it lacks the model's width."""
     (here / "plan.args").write_text(
         "--num-layers 4\n--pipeline-model-parallel-layout 'Et|t|ttL'\n--clip-grad 0.0\n--seq-length 64\n"
     )
@@ -126,7 +130,7 @@ def test_a_plans_own_arguments_say_part_of_it(here: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama3_debugmodel", "llama3_8b", "llama3_70b"])
 def test_torchtitans_llama_has_its_parameters(name: str) -> None:
-    """As many as torchtitan's own model has, where it is installed."""
+    """The number equals that of torchtitan's own model, if it is installed."""
     registry = pytest.importorskip("torchtitan.models.llama3.config_registry", exc_type=ImportError)
     with torch.device("meta"):
         whole = getattr(registry, name)().model_spec.model.build()

@@ -1,4 +1,4 @@
-"""Peaks of the convolutional families over three stages: the allocator's are those certified and simulated."""
+"""Peaks of the convolutional families over three stages: allocator, dry run and simulator agree."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def accounts_of(
     size: int = 2,
     schedule: str = "1f1b",
 ) -> list[Account]:
-    """Two steps of three microbatches, over three equal stages where no split is given."""
+    """Run two steps of three microbatches, over three equal stages without a given split."""
     task = build(name, **settings)
     found = profile(task, microbatch_size=size)
     layers = len(found.layers)
@@ -63,7 +63,9 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("name", "settings", "schedule"), sampled(FAMILIES, often=FAMILIES[:3]))
 def test_three_accounts_agree(name: str, settings: dict[str, Any], schedule: str) -> None:
-    """The dry run's peak of every device in every step is the allocator's to the byte, the simulator's to 0.1 %."""
+    """The dry run's peak of every device in every step is the allocator's to the byte, the simulator's to 0.1
+    %.
+    """
     found = accounts_of(name, settings, schedule=schedule)
     assert len(found) == 6
     assert [account.dry_run_bytes for account in found] == [account.oracle_bytes for account in found]
@@ -72,13 +74,15 @@ def test_three_accounts_agree(name: str, settings: dict[str, Any], schedule: str
 
 @lru_cache
 def amoebanet() -> tuple[Task, ModelProfile]:
-    """A small AmoebaNet and what it costs."""
+    """Return a small AmoebaNet and its costs."""
     task = build("amoebanet", **AMOEBANET)
     return task, profile(task, microbatch_size=2)
 
 
 def is_exact_when_cut(ends: list[int], recompute: Recompute) -> bool:
-    """Whether the simulator's peaks are those of the dry run, to the byte, with stages between these ends."""
+    """Return whether the simulator's peaks equal the dry run's, to the byte, with stages between these
+    ends.
+    """
     task, found = amoebanet()
     stages = tuple(
         Stage(start=start, stop=stop, grid=Grid.of(number))
@@ -96,8 +100,8 @@ def is_exact_when_cut(ends: list[int], recompute: Recompute) -> bool:
 
 @pytest.mark.parametrize("recompute", sampled(RECOMPUTE, often=("always",)))
 def test_the_simulator_is_exact_where_every_layer_is_a_stage(recompute: Recompute) -> None:
-    """Batch norm's buffers are copied and freed as counted, wherever a stage begins and ends; the classifier, the last
-    one, uses one of two values.
+    """Batch norm's buffers are copied and freed as counted, at every boundary of a stage; the last layer, the
+    classifier, uses one of two values.
     """
     assert is_exact_when_cut([*range(len(amoebanet()[1].layers) + 1)], recompute)
 
@@ -105,7 +109,7 @@ def test_the_simulator_is_exact_where_every_layer_is_a_stage(recompute: Recomput
 @pytest.mark.gallery
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_the_simulator_is_exact_wherever_and_however(recompute: Recompute) -> None:
-    """Every layer but the first is once a stage between longer ones, and the classifier is one."""
+    """Every layer except the first is once a stage between longer ones, and the classifier is one."""
     layers = len(amoebanet()[1].layers)
     ends = [sorted({0, cut, min(cut + 1, layers - 1), layers - 1, layers}) for cut in range(1, layers)]
     assert [one for one in ends if not is_exact_when_cut(one, recompute)] == []
@@ -115,12 +119,14 @@ PASSING: dict[str, Any] = UNET | {"depth": 3, "width": 2, "channels": 1, "dropou
 
 
 def test_the_dry_run_follows_gradients_that_pass_by() -> None:
-    """A skip's gradient, a slice of a larger one, crosses the layers inside: the dry run sees what it keeps alive."""
+    """A skip's gradient, part of a larger one, crosses the layers inside: the dry run counts the storage that
+    it keeps alive.
+    """
     found = accounts_of("unet", PASSING, split=(12, 3, 6), size=1, schedule="gpipe")
     assert [account.dry_run_bytes for account in found] == [account.oracle_bytes for account in found]
 
 
 def test_the_simulator_follows_gradients_that_pass_by() -> None:
-    """The simulator, too, counts the whole of a larger gradient for as long as a slice of it passes by."""
+    """The simulator, too, counts the whole larger gradient as long as a part of it is in use."""
     found = accounts_of("unet", PASSING, split=(12, 3, 6), size=1, schedule="gpipe")
     assert max(abs(account.simulator_error) for account in found) <= 0.001

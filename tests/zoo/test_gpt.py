@@ -1,4 +1,4 @@
-"""GPT against its closed form, torch's own encoder layer, and what causal means."""
+"""GPT matches its closed form, torch's own encoder layer, and causality."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parameters(module: nn.Module) -> int:
 def test_parameters_are_those_of_the_closed_form(
     layers: int, hidden: int, vocabulary: int, sequence: int
 ) -> None:
-    """2 V H + S H + L (12 H^2 + 13 H) + 2 H parameters in L + 3 layers."""
+    """The model has 2 V H + S H + L (12 H^2 + 13 H) + 2 H parameters in L + 3 layers."""
     chain = chain_of(layers=layers, hidden=hidden, vocabulary=vocabulary, sequence=sequence)
     block = 12 * hidden**2 + 13 * hidden
     assert parameters(chain) == 2 * vocabulary * hidden + sequence * hidden + layers * block + 2 * hidden
@@ -45,7 +45,7 @@ def test_parameters_are_those_of_the_closed_form(
 
 
 def test_published_parameter_count() -> None:
-    """The default is GPT-2 small: its 124,439,808 parameters, and a head of its own."""
+    """The default is GPT-2 small: its 124,439,808 parameters, and a separate head."""
     with torch.device("meta"):
         chain = models.gpt().build()
     assert isinstance(chain, nn.Sequential)
@@ -139,7 +139,7 @@ def test_both_attentions_agree() -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_attention_drops_only_in_training(attention: str) -> None:
-    """Attention's own dropout is on in training and off in evaluation."""
+    """Attention's internal dropout is on in training and off in evaluation."""
     attend = chain_of(attention=attention, dropout=0.5).get_submodule("block0.attention")
     hidden = torch.randn(2, 10, 24)
     assert not torch.equal(attend(hidden), attend(hidden))

@@ -27,7 +27,7 @@ sizes = st.integers(1, 50)
 @settings(max_examples=50)
 @given(st.lists(sizes, min_size=1, max_size=6), sizes, sizes)
 def test_parameters_are_those_of_the_closed_form(widths: list[int], inputs: int, classes: int) -> None:
-    """Linear and activation per width and the head: (before + 1) x after parameters for each linear layer."""
+    """Each linear layer, including the head, has (before + 1) x after parameters."""
     chain = chain_of(widths=tuple(widths), inputs=inputs, classes=classes)
     ends = [inputs, *widths, classes]
     assert parameters(chain) == sum((ends[i] + 1) * ends[i + 1] for i in range(len(ends) - 1))
@@ -42,7 +42,7 @@ def test_default_is_uneven() -> None:
 
 
 def test_layers_are_named_after_their_part_and_place() -> None:
-    """Layers are named after what they are and their place; dropout layers exist only where there is dropout."""
+    """Layers are named after their kind and place; dropout layers exist only if there is dropout."""
     plain = chain_of(widths=(4, 2), activation="gelu")
     assert [name for name, _ in plain.named_children()] == ["linear0", "gelu0", "linear1", "gelu1", "head"]
     dropped = chain_of(widths=(4,), activation="tanh", dropout=0.25)

@@ -1,4 +1,4 @@
-"""The families of the MPress paper: counts of parameters by closed form, and beside the paper's names."""
+"""The families of the MPress paper: parameter counts by closed form, compared with the paper's names."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ def parameters(module: nn.Module) -> int:
 
 
 def named(size: str) -> float:
-    """The number of parameters that a name says."""
+    """Return the number of parameters in a name."""
     return float(size.removesuffix("B")) * 1e9
 
 
 @pytest.mark.parametrize("size", GPT_LAYERS)
 def test_gpt_has_the_papers_parameters(size: str) -> None:
-    """V H + S H + L (12 H^2 + 13 H) + 2 H of blocks that grow 25 at a time: within 1.1 per cent of the name."""
+    """V H + S H + L (12 H^2 + 13 H) + 2 H parameters, with blocks in steps of 25, are within 1.1 per cent of
+    the name.
+    """
     with torch.device("meta"):
         chain = models.build("mpress-gpt", size=size).build()
     assert isinstance(chain, nn.Sequential)
@@ -33,7 +35,9 @@ def test_gpt_has_the_papers_parameters(size: str) -> None:
 
 @pytest.mark.parametrize("size", BERT_SHAPES)
 def test_bert_has_the_papers_parameters(size: str) -> None:
-    """V H + S H + 4 H + L (12 H^2 + 13 H) + 2 H + 2: within 1 per cent of the name, BERT large within 5."""
+    """V H + S H + 4 H + L (12 H^2 + 13 H) + 2 H + 2 parameters are within 1 per cent of the name, BERT large
+    within 5.
+    """
     with torch.device("meta"):
         chain = models.build("mpress-bert", size=size).build()
     assert isinstance(chain, nn.Sequential)
@@ -45,14 +49,16 @@ def test_bert_has_the_papers_parameters(size: str) -> None:
 
 
 def test_the_smallest_bert_is_bert_large() -> None:
-    """24 blocks of hidden size 1024 with 16 heads, and what Hugging Face counts without the pooler: 334,094,338."""
+    """The model has 24 blocks of hidden size 1024 with 16 heads, and Hugging Face's count without the pooler:
+    334,094,338.
+    """
     with torch.device("meta"):
         assert parameters(models.mpress_bert().build()) == 334_094_338
     assert models.mpress_bert().name == "bert-0.35B"
 
 
 def test_settings_reach_the_model() -> None:
-    """Plain operations, dropout and attention are those asked for."""
+    """Plain operations, dropout and attention follow the settings."""
     with torch.device("meta"):
         bert = models.mpress_bert(unfused=True, dropout=0.3).build()
         gpt = models.mpress_gpt(attention="sdpa", dropout=0.2).build()

@@ -1,4 +1,4 @@
-"""ResNet against torchvision's layout and parameter counts."""
+"""ResNet matches torchvision's layout and parameter counts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_published_parameter_counts(blocks: tuple[int, ...], count: int) -> None
 
 
 def test_resnet101_is_resnet_with_its_blocks() -> None:
-    """`resnet101` is `resnet` with its blocks, settings and all; 40 layers."""
+    """`resnet101` is `resnet` with its blocks and settings; it has 40 layers."""
     assert parameters(described("resnet101")) == 44_549_160
     assert len(described("resnet101")) == 40
     narrow = [
@@ -54,7 +54,7 @@ RESNETS = ("resnet", "resnet101")
 
 
 def test_layers_are_named_after_their_part_and_place() -> None:
-    """The stem's four layers, blocks by group and place, and the end's three."""
+    """The names are the stem's four layers, blocks by group and place, and the end's three."""
     blocks = ["block1_1", "block1_2", "block2_1"]
     names = [name for name, _ in described(**SMALL).named_children()]
     assert names == ["conv", "norm", "relu", "pool", *blocks, "avgpool", "flatten", "head"]
@@ -73,7 +73,9 @@ def test_sides_and_channels() -> None:
 @pytest.mark.parametrize("inplace", [True, False])
 @pytest.mark.parametrize("name", ["block1_1", "block1_2", "block2_1"])
 def test_a_block_by_hand(name: str, inplace: bool) -> None:
-    """1 x 1, 3 x 3 with the stride, 1 x 1, batch norm after each; the input, projected where shapes differ, adds."""
+    """A block has 1 x 1, 3 x 3 with the stride, 1 x 1, batch norm after each; it adds the input, projected if
+    shapes differ.
+    """
     torch.manual_seed(0)
     block: Any = chain_of(**SMALL, inplace=inplace).get_submodule(name)
     images = torch.randn(2, block.conv1.in_channels, 8, 8)
@@ -99,7 +101,7 @@ def test_inplace_is_a_setting() -> None:
 
 
 def test_smallest_image_trains_alone() -> None:
-    """The smallest image that is accepted trains in a batch of one, which batch norm refuses of a single pixel."""
+    """The smallest accepted image trains in a batch of one, which batch norm refuses for a single pixel."""
     task = build("resnet", blocks=(1, 1), width=4, num_classes=3, image_size=9)
     images, targets = task.batch(1)
     task.loss(task.build()(images), targets).backward()

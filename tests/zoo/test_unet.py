@@ -1,4 +1,6 @@
-"""U-Net against the published parameter counts, a closed form of its layers, and what its long skips carry."""
+"""U-Net matches the published parameter counts, a closed form of its layers, and the content of its long
+skips.
+"""
 
 from __future__ import annotations
 
@@ -46,18 +48,18 @@ def test_published_parameter_counts(convolutions: int, width: int, millions: flo
 
 @pytest.mark.parametrize(("depth", "convolutions"), [(1, 1), (2, 3), (5, 2)])
 def test_every_block_but_the_last_has_a_step_behind_it(depth: int, convolutions: int) -> None:
-    """(2 D + 1) (B + 1) layers: blocks with a step behind each but the last, and the head."""
+    """There are (2 D + 1) (B + 1) layers: blocks with a step after each but the last, and the head."""
     assert len(described(depth=depth, convolutions=convolutions)) == (2 * depth + 1) * (convolutions + 1)
 
 
 def test_layers_are_named_after_their_part_and_place() -> None:
-    """Layers are named after what they do, their level and their place."""
+    """Layers are named after their function, their level and their place."""
     down, up = ["encode1_1", "down1", "encode2_1", "down2"], ["up2", "decode2_1", "up1", "decode1_1"]
     assert [name for name, _ in chain_of(**SMALL).named_children()] == [*down, "bottom_1", *up, "head"]
 
 
 def test_what_crosses_each_cut() -> None:
-    """Each layer hands on its result and the encoders' results that a decoder still needs, untouched."""
+    """Each layer passes on its result and the encoders' results that a decoder still needs, untouched."""
     chain = chain_of(**SMALL)
     values: Any = build("unet", **SMALL).batch(2)[0]
     shapes, seen = [], []
@@ -76,7 +78,7 @@ def test_what_crosses_each_cut() -> None:
 
 
 def test_the_skips_carry_the_details() -> None:
-    """A change that the pools do not see still reaches the logits, through the first skip."""
+    """A change invisible to the pools still reaches the logits, through the first skip."""
     torch.manual_seed(0)
     chain = chain_of(**SMALL)
     encoded = chain[:1](torch.randn(1, 3, 8, 8))

@@ -1,4 +1,6 @@
-"""GELU and layer norm of plain operations, against torch's own: the same numbers, three times the saved bytes."""
+"""GELU and layer norm of plain operations match torch's own: the same numbers, three times the saved
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ PAIRS = {
 
 
 def outcome(module: nn.Module, hidden: Tensor, weights: Tensor) -> list[Tensor]:
-    """The output, and the gradients of the input and of all parameters."""
+    """Return the output, and the gradients of the input and of all parameters."""
     x = hidden.clone().requires_grad_()
     out = module(x)
     (out * weights).sum().backward()
@@ -40,7 +42,7 @@ def test_the_numbers_are_those_of_the_fused_kernel(name: str) -> None:
 
 
 def saved_bytes(module: nn.Module, hidden: Tensor) -> int:
-    """Bytes of the distinct storages that the forward keeps, its parameters left out."""
+    """Return the bytes of the distinct storages that the forward keeps, without its parameters."""
     own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     kept: dict[int, Tensor] = {}
 
@@ -56,7 +58,7 @@ def saved_bytes(module: nn.Module, hidden: Tensor) -> int:
 
 @pytest.mark.parametrize(("name", "plain_rows", "fused_rows"), [("gelu", 0, 0), ("norm", 1, 2)])
 def test_plain_operations_save_three_times_as_much(name: str, plain_rows: int, fused_rows: int) -> None:
-    """Of n bytes: 3 n against n, beside the numbers that layer norm keeps for each row."""
+    """Plain operations save 3 n bytes and fused ones n, in addition to layer norm's numbers for each row."""
     hidden = torch.randn(3, 7, 24).requires_grad_() * 1.0
     plain, fused = (make() for make in PAIRS[name])
     n, rows = 3 * 7 * 24 * 4, 3 * 7 * 4
@@ -65,7 +67,7 @@ def test_plain_operations_save_three_times_as_much(name: str, plain_rows: int, f
 
 
 def test_a_bert_of_plain_operations_has_the_same_logits() -> None:
-    """From the same weights, which have the same names, to rounding."""
+    """From the same weights, with the same names, logits are equal up to rounding."""
     small: dict[str, Any] = {
         "layers": 2,
         "hidden": 24,

@@ -1,4 +1,4 @@
-"""VGG-11 against torchvision's layout and parameter count."""
+"""VGG-11 matches torchvision's layout and parameter count."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def test_published_parameter_count() -> None:
 
 
 def test_layers_are_torchvisions_in_its_order() -> None:
-    """Thirty layers: 21 features, pool, flatten, 7 classifier, of torchvision's types in its order."""
+    """The thirty layers are 21 features, pool, flatten and 7 classifier layers, of torchvision's types in its
+    order.
+    """
     conv, relu, pool, linear, drop = nn.Conv2d, nn.ReLU, nn.MaxPool2d, nn.Linear, nn.Dropout
     one, two = [conv, relu, pool], [conv, relu, conv, relu, pool]
     features = [*one, *one, *two, *two, *two]
@@ -58,7 +60,9 @@ def test_dropout_and_inplace_are_settings() -> None:
 
 @pytest.mark.parametrize(("width", "classes"), [(1, 1), (2, 10), (8, 3)])
 def test_parameters_are_those_of_the_closed_form(width: int, classes: int) -> None:
-    """Convolutions of 3 x 3 over w, 2w, 4w, 4w, 8w, ... channels and the classifier's three products, plus biases."""
+    """Convolutions of 3 x 3 over w, 2w, 4w, 4w, 8w, ... channels and the classifier's three products, plus
+    biases, add up.
+    """
     convolutions = 9 * (3 * width + (2 + 8 + 16 + 32 + 3 * 64) * width**2) + 43 * width
     classifier = (
         (8 * 49 * width + 1) * 64 * width + (64 * width + 1) * 64 * width + (64 * width + 1) * classes

@@ -1,4 +1,4 @@
-"""What holds for every model of the zoo, and what `build` refuses."""
+"""Common properties of all models of the zoo, and refusals of `build`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def small(case: str, **settings: Any) -> Task:
 
 
 def calm(case: str, **settings: Any) -> Task:
-    """Small and without dropout."""
+    """Return small settings without dropout."""
     return small(case, **settings, **({"dropout": 0.0} if case in DROPPING else {}))
 
 
@@ -64,7 +64,7 @@ def chain_of(task: Task) -> nn.Sequential:
 
 
 class Counter(TorchDispatchMode):
-    """Counts the operations that reach torch."""
+    """Mode that counts the operations that reach torch."""
 
     count = 0
 
@@ -75,7 +75,7 @@ class Counter(TorchDispatchMode):
 
 @contextmanager
 def half(dtype: torch.dtype) -> Iterator[None]:
-    """Float tensors are born in `dtype`."""
+    """Create float tensors in `dtype`."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -112,7 +112,9 @@ def test_built_on_a_device_context(name: str) -> None:
 
 @pytest.mark.parametrize("name", sampled(models.MODELS, often=("mlp", "gpt", "bert", "resnet", "unet")))
 def test_default_size_trains_under_fake_tensors(name: str) -> None:
-    """Weights, batch, loss and gradients of the default size are fake where the mode is on: no memory, no waiting."""
+    """Weights, batch, loss and gradients of the default size are fake under the mode, without memory or
+    waiting.
+    """
     with FakeTensorMode(allow_non_fake_inputs=True):  # text from files is real
         task = models.build(name)
         chain = chain_of(task)
@@ -137,7 +139,7 @@ def test_every_parameter_learns(case: str) -> None:
 @every_small
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_model_in_half_precision_has_a_loss_in_single(case: str, dtype: torch.dtype) -> None:
-    """After `.to(dtype)`, inputs of that type too, gradients are of that type and the loss is float32."""
+    """After `.to(dtype)`, with inputs of that type, gradients have that type and the loss is float32."""
     torch.manual_seed(0)
     task = small(case)
     chain = chain_of(task).to(dtype)
@@ -151,7 +153,7 @@ def test_a_model_in_half_precision_has_a_loss_in_single(case: str, dtype: torch.
     "case", sampled(["vgg11", "gpt", "bert", "mlp", "resnet", "unet"], often=["gpt", "mlp", "unet"])
 )
 def test_the_data_can_be_learned(case: str) -> None:
-    """The default optimizer lowers the loss on fresh batches to below four fifths of where guessing starts."""
+    """The default optimizer lowers the loss on fresh batches to below four fifths of a guess's."""
     torch.manual_seed(0)
     task = calm(case, **({"width": 8} if case in ("vgg11", "unet") else {}))
     chain = chain_of(task)
@@ -166,7 +168,7 @@ def test_the_data_can_be_learned(case: str) -> None:
 
 @every_small
 def test_batches_follow_the_default_generator(case: str) -> None:
-    """The same seed gives the same batch of the asked size, the next draw another one."""
+    """The same seed gives the same batch of the requested size, the next draw another one."""
     task = small(case)
 
     def draw() -> list[torch.Tensor]:
@@ -199,7 +201,7 @@ def _copy(values: Any) -> Any:
 
 @every_small
 def test_any_split_computes_the_same(case: str) -> None:
-    """Cut anywhere, with what crosses the cut handed over as a tensor or tuple, the output is the whole chain's."""
+    """Cut anywhere, with the crossing values passed as a tensor or tuple, the output is the whole chain's."""
     torch.manual_seed(0)
     task = calm(case)
     chain = chain_of(task)
@@ -262,7 +264,7 @@ def test_transformers_default_to_adamw_and_the_others_to_sgd(
 
 
 def test_unknown_model_lists_the_models() -> None:
-    """A wrong model name is refused with the names that exist."""
+    """A wrong model name is refused with the existing names."""
     with pytest.raises(UsageError) as refusal:
         models.build("gtp")
     names = "amoebanet, bert, gpt, gpt-stdlib, mlp, mpress-bert, mpress-gpt, resnet, resnet101, unet, vgg11"
@@ -273,7 +275,7 @@ def test_unknown_model_lists_the_models() -> None:
 
 @every_name
 def test_unknown_setting_lists_the_settings(name: str) -> None:
-    """A wrong setting is refused with every setting that exists and its default."""
+    """A wrong setting is refused with all existing settings and their defaults."""
     with pytest.raises(UsageError) as refusal:
         models.build(name, hiden=3)
     sentence = str(refusal.value)
@@ -357,14 +359,14 @@ RATE = "must be a finite number above 0, or None, not"
     ],
 )
 def test_wrong_values_are_refused(name: str, settings: dict[str, Any], sentence: str) -> None:
-    """A value that cannot be is refused in one sentence: model, setting, what would do, what was given."""
+    """An invalid value is refused in one sentence: model, setting, valid values, the given value."""
     with pytest.raises(UsageError) as refusal:
         models.build(name, **settings)
     assert str(refusal.value) == sentence
 
 
 def test_a_direct_call_is_checked_too() -> None:
-    """Calling a model's own function refuses what `build` refuses, in the same words."""
+    """Calling a model's own function gives the same refusals as `build`, in the same words."""
     with pytest.raises(UsageError, match="gpt: layers must be a whole number, 1 to 10,000, not 0"):
         models.gpt(layers=0)
 
@@ -384,5 +386,5 @@ def test_a_direct_call_is_checked_too() -> None:
     ],
 )
 def test_values_at_the_edge_are_accepted(name: str, settings: dict[str, Any]) -> None:
-    """The smallest sizes, whole numbers for shares and rates, and None where it is the default, are fine."""
+    """The smallest sizes, whole numbers for shares and rates, and None as a default are accepted."""
     assert models.build(name, **settings).name == name
