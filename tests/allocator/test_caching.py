@@ -208,9 +208,7 @@ def test_as_torch_reuses_oversize_blocks() -> None:
         found.free(block)
     found.allocate(120 * MIB)
     assert found.reserved == 120 * MIB
-    assert (
-        found.retries == 1
-    )  # of the request that failed: for the last one oversize blocks are given back before
+    assert found.retries == 1  # the failed request; for the last one oversize blocks are given back before
 
 
 def test_as_torch_tells_segments_in_a_snapshot() -> None:

@@ -17,7 +17,7 @@ def row(way: str, speed: float, model: str) -> Row:
 
 
 def test_every_way_leaves_out_one_thing() -> None:
-    """Each variant allows all techniques but one, except the first, with all, and the last, with none."""
+    """Each variant of joint allows all techniques but one, except the variants with all and with none."""
     all_of_it = WAYS["all"].means
     for name, (planner, means) in WAYS.items():
         fields = ("recompute", "host", "peers", "mapping", "striping", "ahead")
@@ -34,9 +34,7 @@ def test_the_table_has_a_column_for_each_model() -> None:
 
 
 def test_the_longest_lived_half_is_more_than_half_of_the_activations() -> None:
-    """With more stages the offloaded half leaves fewer activations, at no cost while copies are shorter than
-    passes.
-    """
+    """More stages leave fewer activations on the devices, at no cost while copies are shorter than passes."""
     left = []
     for stages in (8, 16):
         found = re.fullmatch(

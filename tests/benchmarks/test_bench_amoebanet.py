@@ -48,9 +48,9 @@ from pipefit.schema.json_io import load_cluster
 from sampled import sampled
 
 ROOM = 1 << 20
-OFTEN = sampled(SCHEDULES, often=["except_last"])  # the ways to recompute of every run
+OFTEN = sampled(SCHEDULES, often=["except_last"])  # kinds of recomputation in every run
 BASELINES = (TORCHGPIPE, SOLVED, "uniform", "parameters", "time", "first_last")
-FRONT_HEAVY = TorchgpipeSplits((0, 8, 9, 10, 11), (0, 3, 6, 9, 11))  # in place of what is measured
+FRONT_HEAVY = TorchgpipeSplits((0, 8, 9, 10, 11), (0, 3, 6, 9, 11))  # in place of measurements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

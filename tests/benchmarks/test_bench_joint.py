@@ -35,7 +35,7 @@ def test_a_question_is_answered_by_all_plans_and_by_joint() -> None:
 
 
 def test_gaps_are_told_in_per_cent() -> None:
-    """A plan can be a tenth above the fastest, which is a fifth above the bound."""
+    """Gaps are in per cent: this plan is a tenth above the fastest, which is a fifth above the bound."""
     answer = bench_joint.Answer(bound=10.0, fastest=12.0, joint=13.2)
     cells = bench_joint.row("1f1b", [answer])
     assert cells == ("1f1b", "1", "20.0", "20.0", "20.0", "10.0", "10.0", "10.0", "0.833")

@@ -23,7 +23,7 @@ from pipefit.schema.cluster import Cluster
 from sampled import sampled
 
 OFTEN = sampled(("never", "except_last", "except_one"), often=("except_last",))
-BY_TIME = (0, 3, 8, 13, 30)  # in place of what is measured, at the size of the paper
+BY_TIME = (0, 3, 8, 13, 30)  # in place of measurements, at the paper's size
 
 
 def small_chain() -> nn.Sequential:

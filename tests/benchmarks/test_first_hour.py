@@ -135,7 +135,7 @@ def test_no_part_takes_ten_minutes_and_all_no_more_than_is_said(
             raise subprocess.TimeoutExpired("part", timeout)
 
     monkeypatch.setattr(subprocess, "Popen", Endless)
-    monkeypatch.setattr(first_hour, "described", dict)  # which asks other programs
+    monkeypatch.setattr(first_hour, "described", dict)  # it runs other programs
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     path = tmp_path / "hour.json"
     assert main(["--dry", "--json", str(path), "--minutes", "25"]) == 1

@@ -19,7 +19,7 @@ from pipefit.timing import Exchange, Group, Hop, brought_by_owners, sum_for_all,
 from pipelines import make_cluster
 from profiles_in_slices import gridded
 
-REACHED = 0.92  # of the rate of a ring, by a tree of NCCL
+REACHED = 0.92  # share of a ring's rate that NCCL's trees reach
 HEAD = """name = "made"
 backend = "{backend}"
 kinds.fast = {{ flops = {{ float32 = 1e13 }}, memory_bandwidth = "1TB/s" }}
@@ -170,9 +170,7 @@ def up_and_down(every: Sequence[dict[int, int]], nbytes: int, pieces: int) -> li
 def test_a_ring_sends_what_its_rounds_send(members: list[int]) -> None:
     """Every member has one part for each member, and passes one on in every round until all have all sums."""
     count, part = len(members), 60
-    held = [
-        [{(member, number)} for number in range(count)] for member in members
-    ]  # which addends each part has
+    held = [[{(member, number)} for number in range(count)] for member in members]  # addends of each part
     sent = [0] * count
     for turn in range(2 * (count - 1)):
         moving = [(n, (n - turn) % count) for n in range(count)]

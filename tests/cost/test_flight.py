@@ -208,8 +208,8 @@ def test_an_input_is_released_only_by_the_layer_that_saved_it_first(
 
 
 def test_a_backward_is_never_below_where_it_begins() -> None:
-    """The level at a backward's start counts as its peak, even if no kernel needs more: frozen layers have no
-    spans.
+    """The level at a backward's start counts as its peak, even if every kernel needs less: frozen layers have
+    no spans.
     """
     frozen = layer((value(5, requires_grad=False),), (value(8, requires_grad=False),), saved=(OWN,), later=())
     model = measurement([frozen] * 2, layer((value(8),), (value(4),)))

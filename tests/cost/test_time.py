@@ -38,7 +38,7 @@ KIND = DeviceKind(
         (Alike(1, 10**11, 3 * 10**9), "float16", 3.001),  # bound by moving bytes
         (Alike(1000, 10**9, 0), "float16", 2.0),  # half of it the constant
         (Alike(1, 0, 0), "float16", 0.001),
-        (Alike(1, 2 * 10**12, 10**9, "float16"), "float32", 2.001),  # its own dtype, not that of the model
+        (Alike(1, 2 * 10**12, 10**9, "float16"), "float32", 2.001),  # the operation's dtype, not the model's
         (Alike(1, 2 * 10**12, 10**9, "float32"), "float16", 10.001),
     ],
 )

@@ -300,8 +300,8 @@ def test_the_device_that_limits_may_be_any_replica() -> None:
 
 
 def test_the_batch_is_said_in_one_way() -> None:
-    """The batch is given by samples, by microbatches, or by neither; a growing batch has no initial number of
-    samples.
+    """The batch is given by samples, by microbatches, or by neither; a growing batch starts without a number
+    of samples.
     """
     pair = Demand(cluster=PAIR.cluster)
     said = [

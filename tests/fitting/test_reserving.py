@@ -59,8 +59,8 @@ def counted_wrongly(by: int) -> ModelProfile:
 
 
 def test_a_plan_that_a_dry_run_refuses_is_planned_again() -> None:
-    """Gradients smaller than planned cannot be moved: the final plan moves none, and says why. Without
-    another plan the refusal is the answer.
+    """Gradients of another size than planned cannot be moved: the final plan moves none, and says why.
+    Without another plan the refusal is the answer.
     """
     wrong, ample, tight = (
         counted_wrongly(by=4),
@@ -223,7 +223,7 @@ def test_a_worker_between_two_others_takes_what_is_reserved_for_it() -> None:
 
 
 def test_a_dry_run_is_told() -> None:
-    """A dry run of many devices is reported after the search, with its time."""
+    """Progress announces the dry run after the search; for many devices it takes as long."""
     heard = list[str]()
     made = planned(1)(gpus(1 << 32))
     proposal = Proposal(made, lambda: Answer(made))
@@ -279,7 +279,7 @@ def test_a_plan_is_not_found_again_where_its_tensors_had_room_to_spare() -> None
 
 
 def test_a_reserve_that_leaves_nothing_is_refused() -> None:
-    """A process that lacks its whole device is refused before planning."""
+    """A process that needs its device's whole memory leaves none for tensors and is refused."""
     make = planned(1)
     with pytest.raises(InfeasibleError, match="That leaves nothing to tensors"):
         plan_reserving(stack(), gpus(MIB), lambda tiny: replace(make(gpus(1 << 32)), cluster=tiny))

@@ -107,7 +107,7 @@ def test_few_are_judged(limit: int) -> None:
 def test_a_model_that_refuses_everything_is_left_in_peace() -> None:
     """After a run of refusals the search stops, without an edge."""
     asked: list[int] = []
-    assert edge(asked.append, range(1, 1 << 40)) == (None, None)  # what append returns is a refusal
+    assert edge(asked.append, range(1, 1 << 40)) == (None, None)  # append returns None: a refusal
     assert len(asked) == PATIENCE
 
 

@@ -45,7 +45,7 @@ SAMPLE = (  # for every run of the tests: one of each family
 )  # fmt: skip
 # Every run compares the bytes of these as well; the others take longer
 COMPARED = ("keywords", "two towers", "graph convolutions", "domains", "probe", "time major", "centring")
-CHAINS = ("strided", "skips", "time major", "encoder")  # of layers that no zoo has, for tests of other things
+CHAINS = ("strided", "skips", "time major", "encoder")  # models with layers outside the zoo, for other tests
 
 
 @cache

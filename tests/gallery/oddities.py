@@ -46,7 +46,7 @@ class Reversed(torch.autograd.Function):
         return -ctx.factor * gradient, None
 
 
-reverse = Reversed.apply  # a name of its own, as models often give it
+reverse = Reversed.apply  # a custom name, as models often have
 
 
 class Quantised(nn.Module):

@@ -26,7 +26,7 @@ from pipefit.schema.profile import ModelProfile
 from tight import cluster, keeping_layer
 
 BATCH = 4
-NEVER_SLOWER = 1 + 2e-3  # an arrangement has to gain a thousandth, and so has a step of any search
+NEVER_SLOWER = 1 + 2e-3  # an arrangement must gain a thousandth, and so must each search step
 
 
 def sized(rng: Random, layers: int) -> Callable[[int], ModelProfile]:
@@ -172,7 +172,7 @@ def test_sizes_divide_the_batch_and_double_at_least() -> None:
         assert all(other >= 2 * one for one, other in pairwise(sizes))
         assert not any(batch % size == 0 for size in range(2 * sizes[-1], batch + 1))
     assert sizes_of(64) == (1, 2, 4, 8, 16, 32, 64)
-    assert sizes_of(1 << 32) == tuple(1 << power for power in range(33))  # it does not count to there
+    assert sizes_of(1 << 32) == tuple(1 << power for power in range(33))  # computed without counting that far
 
 
 @pytest.mark.parametrize("seed", range(20))

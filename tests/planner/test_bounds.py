@@ -208,15 +208,13 @@ def test_what_all_devices_lend_is_what_they_have() -> None:
         bound(Case(chain, cluster([memory] * 2, host_rate=1e-9, peer_rate=1.0), training("1f1b", 4)))
         for memory in (150, 60)
     ]
-    kept = (
-        4 * (2.0 + 2.0) + 4.0 + 1.0
-    )  # of the second stage, once the first microbatch is there, and an update
+    kept = 4 * (2.0 + 2.0) + 4.0 + 1.0  # the second stage after the first microbatch arrives, and an update
     assert found[0] == pytest.approx(kept)
     assert found[1] == pytest.approx(kept + 80 / (50 / 2 + 50 / 4), rel=1e-3)
 
 
 def test_versions_of_weights_take_memory() -> None:
-    """Two layers of 100 bytes with as much state, on devices of 250 bytes: the first device has a second
+    """Two layers have 100 bytes and 100 of state each, on devices of 250 bytes: the first device has a second
     weight version and offloads 50 bytes of it every step, at 0.1 byte/s.
     """
     layers = [keeping_layer(0, 0, 100, 1.0)] * 2

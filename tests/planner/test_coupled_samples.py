@@ -1,5 +1,5 @@
-"""Default plans have no replicas if the samples of a batch are coupled, by whatever operation, and replicas
-would change the numbers.
+"""Coupled samples of a batch, by any operation: default plans avoid replicas that would change
+the numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipefit.report.plan import sentences
 from pipefit.runtime.engine.passes import seed_layer
 
 WIDTH, CLASSES = 64, 8
-SIZE = 128  # samples in a microbatch, so many that replicas are the fastest
+SIZE = 128  # samples in a microbatch, enough for replicas to be fastest
 TWO = Cluster.emulated((2, 64 << 20))
 
 
@@ -134,7 +134,7 @@ profiled = cache(partial(profile, microbatch_size=(SIZE, SIZE // 2)))
 
 @pytest.mark.parametrize("name", COUPLED)
 def test_coupled_samples_have_no_replicas_unless_asked_for(name: str) -> None:
-    """The profile says why samples are coupled; a default plan has no replicas and says so; requested
+    """The profile says why samples are coupled; a default plan avoids replicas and says so; requested
     replicas come with a warning.
     """
     task, reason = COUPLED[name]

@@ -28,7 +28,9 @@ SCHEDULES = "gpipe", "torchgpipe", "1f1b", "eager-1f1b"
 
 
 def lowest(found: Simulation, budgets: tuple[int, ...]) -> float:
-    """Return the lowest peak of all plans; if budgets differ, the lowest share on any choice of devices."""
+    """Return a plan's highest peak; if budgets differ, its lowest possible share of budgets over all choices
+    of devices.
+    """
     peaks = [max(found.peak_bytes[device] for device in stage.devices) for stage in found.plan.stages]
     if len(set(budgets)) == 1:
         return max(peaks)
@@ -121,7 +123,7 @@ def test_replicas_exchange_as_many_bytes_as_the_simulator_says(seed: int) -> Non
             for one in profile.measurements[0].shared
             if inside & set(one.users) and set(one.users) - inside
         ]
-        apart = sum(one.gradient_bytes for one in split)  # summed with the other stages' ones
+        apart = sum(one.gradient_bytes for one in split)  # summed with those of other stages
         assert (
             tables.gradients[start, stop]
             == stage.collective_bytes(Action(Kind.REDUCE, 0, layers=layers)) + apart
@@ -221,7 +223,7 @@ def test_there_have_to_be_replicas_that_divide() -> None:
 def test_a_search_that_ends_early_is_no_worse_than_one_for_whole_replicas(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A search that ends before its proof is no worse than the plan of whole replicas, a candidate from the
+    """A search that ends before its proof still considers the plan of whole replicas, a candidate from the
     start.
     """
     monkeypatch.setattr("pipefit.planner.hybrid.search.WORK", 0)

@@ -1,4 +1,4 @@
-"""Devices of many budgets: the search distinguishes as many budgets as it can, and its plan fits."""
+"""Devices of many budgets: the search distinguishes budgets as far as it can, and its plan fits."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def test_what_is_cheap_is_not_bought_with_more_than_a_slight_part_of_a_budget() 
 
 @pytest.mark.parametrize("planner", sampled(["joint", "exact"], often=["exact"]))
 def test_twenty_devices_of_as_many_budgets_have_a_plan_that_fits(planner: str) -> None:
-    """Twenty devices of twenty budgets have a plan that fits: its bound is at most its peak, and the smallest
-    budget alone is no better.
+    """Twenty devices of twenty budgets have a plan that fits; its peak is between its bound and that of
+    devices with the smallest budget.
     """
     profile, most = costs(3, 20), 20
     low = max(plan(profile, devices(*[AMPLE] * most), training=HOW, planner="exact").prediction.peak_bytes)

@@ -62,7 +62,7 @@ def every_plan(
                     made = written(profile, cluster, how, (0, *cuts, layers), chosen, options.recompute)
                     try:
                         peaks = Simulation(made).peak_bytes
-                    except UsageError:  # what they exchange cannot be divided, or not be held by replicas
+                    except UsageError:  # their exchanged values cannot be divided, or held by replicas
                         continue
                     yield made, tuple(peaks[stage.devices[0]] for stage in made.stages)
 
@@ -262,7 +262,9 @@ def test_advice_about_replicas_can_be_followed(size: int, data: int, batch: int 
 
 
 def test_a_sum_of_replicas_takes_the_way_of_its_size() -> None:
-    """A sum of few bytes uses trees, of more bytes a ring, of none no time, for replicas as for shards."""
+    """A sum of few bytes uses trees, of more bytes a ring, and of zero bytes takes no time, for replicas as
+    for shards.
+    """
     ways, sizes = (Line(3.0, 1.0), Line(1.0, 2.0)), [1, 2, 3, 50]
     found = together_seconds(ways, np.array([0, *sizes]))
     assert [*found] == [0, 3, 5, 6, 53]

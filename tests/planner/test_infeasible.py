@@ -98,7 +98,7 @@ def test_the_memory_that_would_fit_fits_and_a_byte_less_does_not(seed: int) -> N
 
 @pytest.mark.parametrize("budget", [4500, 5000, 6000, 7000, 8000, 9000])
 def test_the_number_of_devices_that_would_fit_fits_and_one_less_does_not(budget: int) -> None:
-    """The suggested number of devices is found by search, up to eight times as many."""
+    """The suggested number of devices is found by search, up to eight times the given one."""
     chain, how = profile(alike(40, size=100)), training("gpipe", 2)
     text = refusal(chain, devices(budget, budget), how)
     count = int(re.search(r"(\d+) devices of [\d.]+ KiB", text)[1])

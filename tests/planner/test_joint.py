@@ -22,7 +22,7 @@ from sampled import seeds
 from tight import Case, fastest, random_case
 
 SCHEDULES = ("1f1b", "gpipe", "torchgpipe", "eager-1f1b")
-GAP = 0.10  # above the fastest of all plans, where every one can be tried
+GAP = 0.10  # above the fastest of all plans, if all can be tried
 
 
 def planned(case: Case, *, allow_infeasible: bool = False) -> Plan:

@@ -148,7 +148,7 @@ def test_what_is_allowed_besides_never_makes_a_plan_slower(seed: int, layers: in
 
 def test_what_cannot_fit_or_be_faster_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Impossible techniques are not searched: without recomputation this device cannot be faster, and a
-    single device has no peers.
+    single device lacks peers.
     """
     layers = [keeping_layer(0, 100, 0, 2.0)] * 2
     chain = profile(measurement(layers, layer((value(0), value(1)), (value(4),), seconds=0.0)))

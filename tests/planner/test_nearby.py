@@ -79,7 +79,7 @@ def test_no_plan_of_equal_degrees_and_none_with_a_cut_moved_is_faster(seed: int)
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_plan_within_what_another_takes_is_found_as_without_that(seed: int) -> None:
-    """If the best plan is faster than a known one it is found; otherwise no plan is invented."""
+    """If the best plan is faster than a known one it is found; otherwise none is invented."""
     asked = question(seed)
     best = mixed(asked)
     if best is None:

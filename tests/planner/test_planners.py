@@ -41,7 +41,7 @@ CASES = {
 }
 
 
-SLOW = ("bayesian", "mcap_bo")  # which try a few cases in every run, and all of them in the gallery
+SLOW = ("bayesian", "mcap_bo")  # tried on a few cases in every run, on all in the gallery
 EVERY = [(planner, case) for planner in PLANNERS for case in CASES]
 OFTEN = [
     (p, c)
@@ -75,7 +75,7 @@ def test_a_plan_holds_every_layer_once_and_predicts_every_device(
     assert best.prediction
     assert made.decisions or fullness(best) <= fullness(
         made
-    )  # what is recomputed or moved may empty them further
+    )  # recomputation and offload may empty them further
 
 
 def with_runs(chain: Measurement, how: Training) -> ModelProfile:

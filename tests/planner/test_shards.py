@@ -55,7 +55,7 @@ def lowest(of: ModelProfile) -> int:
                 if sum(degree.devices for degree in degrees) <= 3:
                     try:
                         found.append(max(Simulation(written(of, (0, *cuts, blocks), degrees)).peak_bytes))
-                    except UsageError:  # stages that share a parameter hold other parts of it
+                    except UsageError:  # stages with a shared parameter hold different parts of it
                         continue
     return min(found)
 

@@ -78,7 +78,7 @@ def test_the_bound_holds_for_plans_that_move_state_and_update_elsewhere(seed: in
     try:
         simulation = Simulation(written(rng, asked))
         peak = max(simulation.peak_bytes)
-    except UsageError:  # what this schedule does not carry out
+    except UsageError:  # unsupported by this schedule
         return
     rates = [link.bytes_per_second for link in asked.cluster.links if link.members[1].number == 0]
     on = cluster([peak] * 2, host_rate=rates[0], peer_rate=100.0)

@@ -23,8 +23,8 @@ PAPER = {
     "t5": (384, 50, 8, 74, 9, "peers"),
     "t6": (1152, 12, 14, 222, 27, "recompute"),
 }
-STAGES, FORWARD = 5, 0.8  # of a stage's seconds, the part of its forward: copies have time as a step begins
-FULL = {"t1"}  # whose peers have nothing to spare
+STAGES, FORWARD = 5, 0.8  # the forward's share of a stage's seconds: copies have time at the start of a step
+FULL = {"t1"}  # their peers have no spare memory
 
 
 def costs_of(megabytes: int, interval: float, recompute: float, host: float, peer: float) -> TensorCosts:
@@ -137,7 +137,7 @@ def test_mpress_never_adds_more_than_any_technique(seed: int) -> None:
 
 
 def test_peers_are_not_taken_for_nothing() -> None:
-    """If peers add as much as recomputation, their memory is left to others."""
+    """Peers that add no less than recomputation leave their memory to others."""
     costs = TensorCosts(nbytes=1, interval_seconds=0.0, recompute_seconds=0.004, peer_seconds=0.004)
     assert mpress_choice(costs) is Technique.RECOMPUTE
 

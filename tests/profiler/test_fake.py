@@ -108,9 +108,7 @@ def test_a_storage_that_two_layers_hold_counts_once(inplace: bool) -> None:
     _, forward = flights.apply(loaded, parse_action("0F0"))
     assert arriving.after_bytes == ROW
     assert forward.after_bytes == activation + output
-    assert (
-        sum(layer.cost.saved_bytes for layer in storages.layers) == ROW + 2 * activation
-    )  # what a plain sum would say
+    assert sum(layer.cost.saved_bytes for layer in storages.layers) == ROW + 2 * activation  # the plain sum
 
 
 def test_layers_that_are_alike_are_measured_once() -> None:

@@ -31,7 +31,7 @@ from tiny import plan_of, task_of
 
 GPIPE = Training(batch_size=4, microbatches=4, schedule="gpipe")
 TRUE = AdditiveCosts(mem_isolated=tuple(range(100, 112)), mem_added=(100, *range(21, 32)), training=GPIPE)
-TASK = task_of(lambda: [nn.Linear(8, 8)])  # no run of it happens where peaks are made up
+TASK = task_of(lambda: [nn.Linear(8, 8)])  # never run, since peaks are made up
 
 
 class MadeUp:

@@ -17,7 +17,7 @@ from pipefit.profiler import profile
 from pipefit.schema.layer_costs import LayerCost
 from pipefit.schema.training import Precision
 
-SEEDS = 24  # of flash attention's dropout: two 8-byte numbers and their place
+SEEDS = 24  # flash attention's dropout: two 8-byte numbers with alignment
 SIZES = [(2, 32, 64, 4), (3, 64, 96, 6)]
 PUBLISHED = [(4, 2048, 6144, 64), (4, 512, 1024, 16)]  # GPT of 22 billion parameters; BERT-large
 

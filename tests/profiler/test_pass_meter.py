@@ -127,7 +127,7 @@ def test_products_are_timed_by_the_dtype_of_their_operands(adapters: torch.dtype
     for cost in found.at(2).costs:
         for alike in (*cost.forward.operations, *cost.backward.operations):
             flops[alike.dtype] += alike.number * alike.flops
-    assert flops.pop("") == 0  # what is not a product
+    assert flops.pop("") == 0  # operations other than products
     of_base, of_adapters = 2 * 2 * 64 * 64, 2 * 2 * 64 * 4 * 2
     expected = Counter(
         {"bfloat16": 3 * of_base}

@@ -87,11 +87,11 @@ def test_by_positions_a_block_keeps_two_values_whole(ranks: int) -> None:
     tokens = BATCH * SEQUENCE
     whole = 2 * (
         VALUE + 2 * FLOAT * tokens
-    )  # of the norms: an input each, and a mean and a deviation of a token
+    )  # the norms: an input each, and a mean and a deviation of each token
     kept = (
         saved[0] + VALUE,
         saved[1],
-    )  # plain ranks also keep the whole input of the block, which is the one before's
+    )  # plain ranks also keep the whole input of the block, shared with the block before
     assert kept[0] - kept[1] == whole - whole // ranks
     costs = [along.costs[number] for number in block(along)]
     large = [

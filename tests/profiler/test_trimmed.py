@@ -52,7 +52,7 @@ class MadeUp:
         return peak
 
     def profile(self, store: Path, devices: int = 4, **options: object) -> AdditiveCosts:
-        task = task_of(lambda: [nn.Linear(8, 8)])  # no run of it happens where peaks are made up
+        task = task_of(lambda: [nn.Linear(8, 8)])  # never run, since peaks are made up
         return profile_trimmed(
             task, profile_of(alike(12)), Cluster.emulated((devices, self.memory_bytes)),
             Training(batch_size=4, microbatches=4, schedule="gpipe"), store=store, run=self, **options,

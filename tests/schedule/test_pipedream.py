@@ -77,7 +77,7 @@ def _drawn(actions: tuple[Action, ...]) -> Iterator[str]:
             compute, copied = f"{action.kind.value}{action.microbatch}", False
         elif action.kind is Kind.STASH and not action.wait:
             mark, copied = "|", True
-        elif action.kind is Kind.STASH and not copied:  # joined later than right behind the update
+        elif action.kind is Kind.STASH and not copied:  # joined later than right after the update
             if compute:
                 yield compute
             compute = ">"
@@ -150,7 +150,7 @@ class Weights:
         self.newest: list[int] = []
         self.current = self.newest
         self.of: dict[int, list[int]] = {}  # by microbatch in flight
-        self.met: list[int] = []  # gradients that are not in any weights yet
+        self.met: list[int] = []  # gradients not yet in any weights
         self.learnt: dict[int, list[int]] = {}  # by microbatch, the gradients in its weights
         self.most_held = self.most_in_flight = 0
 

@@ -98,7 +98,7 @@ NEXT = "0F1[0:2] 0F1[2:4] 0WAIT_STASH-1 0B0[2:4] 0REDUCE0[2:4] 0B0[0:2] 0WAIT_RE
 UNSHARD = "0UNSHARD-1 0WAIT_UNSHARD-1"
 WITHOUT_END: list[
     tuple[str, int, Sharding, str, str]
-] = [  # schedule, buckets, what is divided, a step, its drain
+] = [  # schedule, buckets, divided state, a step, its drain
     (
         *("pipedream", 2, "none"),
         f"0F0[0:2] 0F0[2:4] {SUMS} 0STASH-1 0WAIT_REDUCE-1[2:4] 0WAIT_REDUCE-1[0:2] 0STEP-1 0WAIT_STASH-1",

@@ -80,7 +80,7 @@ def test_replicas_that_divide_state_cost_what_the_account_says(seed: int) -> Non
     size, data = rng.choice(((4, 2), (6, 3), (4, 4)))
     made = hostile(rng, 2 + small_first(seed, largest=7))
     model = replace(
-        made,  # no layer changes what it computes with, and the loss bears no gradients
+        made,  # no layer changes its inputs, and the loss makes no gradients
         kinds=tuple(replace(kind, fed_back=(), fed_back_bytes=0, unrepeatable="") for kind in made.kinds),
         loss=replace(made.loss, backward_later=made.loss.backward_first, inner_later=made.loss.inner_first),
     )
@@ -482,8 +482,8 @@ def test_a_run_is_recomputed_inside_a_stage() -> None:
     target, saved, passed = 4, 24, 8
     assert list(found.values()) == [
         8 + target,
-        saved + passed + target,  # layer 0's value is what layer 1 would save
-        saved + 2 * passed + target,  # it is kept, and layer 1's value is there
+        saved + passed + target,  # layer 1 would save layer 0's value
+        saved + 2 * passed + target,  # it is kept, next to layer 1's value
         saved + passed + saved + 4,  # layer 2 saved the latter, and the loss 4
         saved + saved + saved + 4,  # layer 1 has saved its input and 16 more
         saved + saved + passed + 32,  # a gradient travels, another stays

@@ -149,8 +149,8 @@ def test_devices_that_stand_for_others_tell_the_same_floats(seed: int) -> None:
 
 
 def test_collectives_that_are_ready_at_once_keep_their_order() -> None:
-    """The first device of a stage sums with its replicas before it sums shared parameters; the other stage's
-    first device, which stands for others, takes no part in that order.
+    """A stage's first device takes part in that stage's sum before the sum of shared parameters; the other
+    stage's first device, which stands for others, takes no part in the former.
     """
     grids = (11, 7, 6, 1, 13, 0, 2, 12), (15, 3, 8, 5, 4, 10, 14, 9)
     plan = Plan(

@@ -129,9 +129,7 @@ def test_two_transfers_over_two_wires_do_not_wait() -> None:
 
 
 def test_a_wire_goes_to_the_transfer_that_was_ready_first() -> None:
-    """Device 0's send is posted at second 4, after computing ahead; device 1's send at second 3 still takes
-    the wire first.
-    """
+    """Device 0 runs ahead to a send at second 4; device 1's send, ready at second 3, takes the wire first."""
     found = run(LATE_REQUEST, chain("wire", "wire", speed=8.0), 4)
     assert found["1SEND_F0"] == (3.0, 4.0)
     found = run(LATE_REQUEST, chain("wire", "wire", speed=4.0), 4)
@@ -238,7 +236,7 @@ class Fluid:
     def __init__(self, plan: Plan, program: Program, duplex: Fraction) -> None:
         self.plan, self.program, self.duplex, self.time = plan, program, duplex, Fraction(0)
         self.at = [0] * len(program.actions)
-        self.busy = [Fraction(0)] * len(program.actions)  # until when
+        self.busy = [Fraction(0)] * len(program.actions)  # end time
         self.posted: dict[Action, Fraction] = {}
         self.moving: dict[Action, Moving] = {}  # in the order in which they became ready
         self.ended: set[Action] = set()

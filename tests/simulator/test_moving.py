@@ -276,10 +276,10 @@ V100_PROCESS = (512 << 20) + 5 * 100_000_000 + 2 * 8_519_680
 @pytest.mark.parametrize(
     ("preset", "place", "bytes_per_second", "latency_seconds", "capacity_bytes"),
     [
-        ("gh200", "host", 450e9 * 0.71, 1e-5, 480 * 10**9),  # NVLink-C2C, and what copies reach of it
+        ("gh200", "host", 450e9 * 0.71, 1e-5, 480 * 10**9),  # NVLink-C2C, and the rate that copies reach
         ("dgx1-v100", "host", 15.75e9 * 0.66, 1e-5, 768 * 10**9),
         ("dgx1-v100", "device3", 2 * 25e9 * 0.9, 1e-5, (32510 << 20) - V100_PROCESS),
-        ("dgx2-a100", "disk", 7.88e9 * 0.5, 1.1e-4, 6 * 10**12),  # behind the host's link
+        ("dgx2-a100", "disk", 7.88e9 * 0.5, 1.1e-4, 6 * 10**12),  # over the host's link
     ],
 )
 def test_a_place_is_room_a_rate_and_a_latency(
@@ -344,7 +344,7 @@ def test_shares_add_up_to_the_tensor(nbytes: int, shares: list[int]) -> None:
         abs(part - nbytes * share / sum(shares)) <= unit
         for (_, part), share in zip(found, shares, strict=True)
     )
-    assert unit == 1 or min(part for _, part in found) >= 256  # the last one ends where the tensor does
+    assert unit == 1 or min(part for _, part in found) >= 256  # the last one ends with the tensor
 
 
 # -------------------------------------------------------------------- all at once

@@ -132,7 +132,7 @@ def test_an_update_on_the_host_runs_beside_the_device() -> None:
     assert times["0STEP[0:1]@host"] == (8.0, 12.0)
     assert times["0STEP[1:2]"] == (8.0, 11.0)
     assert times["0RELOAD[0.parameters]@host"] == (12.0, 14.0)
-    assert set(levels(trace, Category.OPTIMIZER, 0).values()) == {0, 16}  # that of layer 1
+    assert set(levels(trace, Category.OPTIMIZER, 0).values()) == {0, 16}  # layer 1's state
 
 
 def test_a_host_updates_for_one_device_after_the_other() -> None:

@@ -55,7 +55,7 @@ def plans(schedule: str, count: int, *, shares: bool = False, replicas: bool = F
         plan = moving_states(
             moving(plan, rng), rng, ("optimizer", "gradients", "parameters")[: rng.randint(1, 3)]
         )
-        if schedule != "pipedream" and rng.random() < 0.5:  # all stages do something together, too
+        if schedule != "pipedream" and rng.random() < 0.5:  # adds an action common to all stages
             plan = replace(plan, training=replace(plan.training, clip_norm=1.0))
         each = Microbatches(1, 2) if shares else Microbatches()
         made = (d if isinstance(d.subject, State) else replace(d, microbatches=each) for d in plan.decisions)

@@ -1,10 +1,10 @@
-"""Builds torch's own caching allocator over a driver without a GPU, into the folder that is named.
+"""Build torch's caching allocator over a driver without a GPU, into the given folder.
 
     python tests/allocator/own/build.py build/allocator
 
-Of torch's CUDA build only libc10_cuda.so and libc10.so are taken, with their headers; those of CUDA come from NVIDIA's
-packages. `driver.c` and `idle.c` are the libcudart and the NVML that these libraries look for. Downloads half a
-gigabyte with pip, which has to reach an index with torch's CUDA build, and compiles for ten seconds.
+From torch's CUDA build only libc10_cuda.so and libc10.so are used, with their headers; CUDA's headers come from
+NVIDIA's packages. `driver.c` and `idle.c` replace the libcudart and the NVML of these libraries. The script
+downloads half a gigabyte with pip, from an index with torch's CUDA build, and compiles for ten seconds.
 """
 
 from __future__ import annotations

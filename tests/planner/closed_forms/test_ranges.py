@@ -105,7 +105,7 @@ def test_a_storage_that_is_still_needed_is_not_released() -> None:
     assert band.backward_later_peak[0, 1] == 200 - 8
     assert (
         band.backward_later_peak[1, 0] == 200 + 3 - 3
-    )  # what the loss saved has gone for the gradient it gave
+    )  # the loss's saved tensors are freed, its gradient remains
 
 
 @pytest.mark.parametrize("seed", range(60))
