@@ -171,7 +171,7 @@ def test_a_large_block_keeps_up_to_one_mebibyte() -> None:
 
 
 def test_as_torch_rounds_up_by_divisions() -> None:
-    """`test_allocator_settings`: 84 MiB of floats take 84 MiB, or with four divisions the next of them."""
+    """`test_allocator_settings`: 84 MiB of floats take 84 MiB, or the next of four divisions."""
     nbytes = 21 * MIB * 4
     for text, expected in {
         "": nbytes,
@@ -187,7 +187,7 @@ def test_as_torch_rounds_up_by_divisions() -> None:
 
 
 def test_as_torch_caps_a_process() -> None:
-    """`test_set_per_process_memory_fraction`: 0.499 of the memory is there, and 0.5 and a byte is not."""
+    """`test_set_per_process_memory_fraction`: 0.499 of the memory can be allocated, 0.5 and a byte cannot."""
     total = 8 * GIB
     found = allocator("per_process_memory_fraction:0.5", total)
     found.free(found.allocate(int(total * 0.499)))

@@ -99,7 +99,7 @@ ENTRY = "_ZN3c1016CachingAllocator26AcceleratorAllocatorConfig24roundup_power2_d
 def test_settings_are_those_that_torch_makes_of_the_text(
     torch_says: dict[str, list[object]], text: str
 ) -> None:
-    """Sizes and divisions are equal, for sizes on both sides of all intervals."""
+    """Sizes and divisions equal torch's, for sizes on both sides of all intervals."""
     found = AllocatorSettings.parse(text)
     large, split, rounding, divisions = torch_says[text]
     assert found.large_segment_bytes == large

@@ -204,7 +204,7 @@ def test_the_model_of_the_job_has_average_pools() -> None:
 
 @pytest.mark.gallery
 def test_the_job_itself_in_miniature() -> None:
-    """AmoebaNet under GPipe with recomputation: a dry run is what its plan says, to the byte."""
+    """AmoebaNet's dry run under GPipe with recomputation equals its plan, to the byte."""
     given = MINIATURE.setting(MINIATURE.profile(32), 32, "except_last")
     edges = splitters(lambda _: FRONT_HEAVY)[OURS](given)
     peaks = certify(given.task, plan_at(given, edges)).peak_bytes

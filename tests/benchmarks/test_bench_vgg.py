@@ -94,9 +94,7 @@ def test_composed_peaks_are_those_of_real_training(recompute: Recompute) -> None
 
 @pytest.mark.parametrize("recompute", OFTEN)
 def test_simulated_peaks_compose_to_those_of_dry_runs(recompute: Recompute) -> None:
-    """Simulated peaks compose to the dry runs' for every split and device, to the byte: the quick truth is
-    the slow one.
-    """
+    """Simulated peaks compose to the dry runs' for every split and device, to the byte."""
     own = setting(recompute)
     assert bench.composed(own, bench.runs_of(own, bench.covering(own), truth="simulator")) == truth(recompute)
 

@@ -19,7 +19,7 @@ from pipefit.schema.training import Training
 from pipefit.timing import Seconds, host_update_seconds, layer_seconds, seconds
 from pipelines import equal_profile
 
-# Products reach 1e12 FLOP/s in float16, 2e11 in float32; kernels 1e9 bytes per second; an operation costs a millisecond
+# Products reach 1e12 FLOP/s in float16, 2e11 in float32; kernels 1e9 byte/s; an operation costs 1 ms
 KIND = DeviceKind(
     name="k",
     flops={"float32": 4e11, "float16": 4e12},

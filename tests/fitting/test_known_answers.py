@@ -130,8 +130,8 @@ def test_lora_of_8b_fits_24_gib_recomputed() -> None:
 
 
 def test_qlora_of_8b_fits_16_gib() -> None:
-    """Weights of blocks take half a byte and a float32 scale for every 64, 3.66 GiB; embeddings, the last layer and 65
-    norms 2 bytes, 1.96 GiB; adapters 16 bytes, 0.63 GiB. Inputs and logits are those of LoRA.
+    """Weights of blocks take half a byte and a float32 scale for every 64, 3.66 GiB; embeddings, the last
+    layer and 65 norms 2 bytes, 1.96 GiB; adapters 16 bytes, 0.63 GiB. Inputs and logits are those of LoRA.
     """
     found = pipefit.fit(low_rank.qlora(), "1x-rtx-4080")
     base = 32 * BLOCK_WEIGHTS // 2 + 32 * BLOCK_WEIGHTS // 64 * 4 + 2 * (2 * 128256 * 4096 + 65 * 4096)
@@ -143,8 +143,8 @@ def test_qlora_of_8b_fits_16_gib() -> None:
 
 
 def test_mixtral_8x7b_fits_eight_h100_by_offload_alone() -> None:
-    """State is 16 bytes x 46.7e9 = 696 GiB, 87 GiB on each of 8 devices of 78. Without 12 bytes of optimizer state and
-    float32 gradients on the device, ZeRO-3 with every block recomputed takes 69 GiB.
+    """State is 16 bytes x 46.7e9 = 696 GiB, 87 GiB on each of 8 devices of 78. Without 12 bytes of optimizer
+    state and float32 gradients on the device, ZeRO-3 with every block recomputed takes 69 GiB.
     """
     found = looked("mixtral", {}, 4096, "hgx-h100")
     assert found.precisions[0].state_bytes == 16 * NUMBERS["8x7B"]

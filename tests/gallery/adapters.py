@@ -100,7 +100,9 @@ class Adapted(Block):
 
 
 class Prompted(Base):
-    """Trained words before the given ones; all else is frozen, and the embedding is the head (Lester et al., 2021)."""
+    """Trained words before the given ones; the rest is frozen, the embedding is the head (Lester et al.,
+    2021).
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -69,7 +69,8 @@ def train(
     draws: Sequence[int] = (),
     seed: int = 0,
 ) -> list[Step]:
-    """Train `module` on `batches` in microbatches of `size` samples, whose backwards run `last_first` or first to last.
+    """Train `module` on `batches` in microbatches of `size` samples, with backwards `last_first` or first to
+    last.
 
     `draws` are the layers of the random operations of one microbatch.
     """

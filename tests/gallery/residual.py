@@ -171,7 +171,7 @@ class DenseNet121Block(nn.ModuleDict):
 
 
 class DenseBlocks(nn.Module):
-    """Blocks of dense layers with transitions between them as torchvision arranges them, two channels of growth."""
+    """Dense blocks with transitions between them as torchvision arranges them, two channels of growth."""
 
     def __init__(self, blocks: tuple[int, ...], growth: int = 2) -> None:
         super().__init__()

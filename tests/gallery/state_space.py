@@ -36,7 +36,7 @@ class SelectiveScan(nn.Module):
 
 
 class Diagonal(nn.Module):
-    """A kernel as long as the sequence, made of decaying exponentials, by Fourier transforms (Gu et al., 2022)."""
+    """A sequence-long kernel of decaying exponentials, applied by Fourier transforms (Gu et al., 2022)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -145,7 +145,7 @@ def test_no_plan_fits_where_a_layer_alone_takes_more() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_bound_of_equal_stages_without_messages_is_the_step(schedule: str) -> None:
-    """With ample memory and stages of equal time, a step is the first line: (P - 1 + M) (f + b)."""
+    """With ample memory and stages of equal time, the bound is the step: (P - 1 + M) (f + b)."""
     layers = [keeping_layer(1, 1, 0, 1.0) for _ in range(3)]
     loss = layer((value(1), value(1)), (value(4),), seconds=0.0)
     case = Case(

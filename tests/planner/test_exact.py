@@ -1,4 +1,4 @@
-"""The exact planner against the exhaustive one, which shares none of its search, and against its own claims."""
+"""The exact planner against the exhaustive one, a separate search, and against its claims."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_the_same_question_has_the_same_answer() -> None:
 
 
 def test_one_device_holds_everything() -> None:
-    """A pipeline of one stage is a plan too."""
+    """A single device holds a pipeline of one stage."""
     plan = asked(exact, profile(plain(Random(2), 9)), devices(AMPLE), training("gpipe", 3))
     assert plan.split == (9,)
 

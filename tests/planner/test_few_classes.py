@@ -65,7 +65,7 @@ def test_classes_that_differ_least_become_one_with_what_the_smallest_has() -> No
 
 
 def test_what_is_cheap_is_not_bought_with_more_than_a_slight_part_of_a_budget() -> None:
-    """Budgets that differ by three percent become one class, those that differ by half do not."""
+    """Budgets that differ by three per cent become one class, those that differ by half stay apart."""
     found = few_classes(question(60, 60, 31, 31, 30, 30), lambda sizes: len(sizes) == 1, lambda _: True)
     assert [one.devices for one in found.classes] == [(0, 1), (2, 3, 4, 5)]
 

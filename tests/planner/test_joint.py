@@ -138,7 +138,7 @@ def test_what_is_pinned_stays() -> None:
 
 
 def test_it_trains_what_fits_under_no_split() -> None:
-    """Half of what the leanest split needs is enough for a chain of layers that keep much."""
+    """A chain of layers that keep much trains with half of the leanest split's memory."""
     case = random_case(Random(1), ("1f1b",), layers=3)
     with pytest.raises(InfeasibleError):
         plan(case.profile, case.cluster, case.training, planner="exact")

@@ -66,7 +66,7 @@ def test_saved_tensors_name_whose_storage_they_are(
 
 
 def test_norms_and_dropout_keep_storages_of_their_own() -> None:
-    """LayerNorm keeps its input and two numbers a row; dropout on the CPU keeps a mask as large as its input."""
+    """LayerNorm keeps its input and two numbers a row; CPU dropout keeps a mask as large as its input."""
     norm, dropout = behind_a_linear(lambda: nn.LayerNorm(WIDTH)), behind_a_linear(nn.Dropout)
     assert sorted(tensor.nbytes for tensor in norm.saved if tensor.origin.kind == "own") == [4 * SIZE] * 2
     assert INPUT in norm.saved_storages

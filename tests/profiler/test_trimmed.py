@@ -1,4 +1,4 @@
-"""Trimmed profiling: on made-up peaks, and by real runs of a small model against the dry run of whole pipelines."""
+"""Trimmed profiling: made-up peaks, and real runs of a small model against dry runs of whole pipelines."""
 
 from __future__ import annotations
 

@@ -70,7 +70,9 @@ def test_a_run_inside_a_stage_goes_forward_again_as_early_as_it_is_told(
 
 
 def test_a_middle_stage_posts_receives_ahead_and_joins_sends_behind() -> None:
-    """1F1B, three stages, two microbatches: the whole program of the middle one and of the last."""
+    """Receives are posted ahead and sends joined late in the whole 1F1B program of the middle and last of
+    three stages, with two microbatches.
+    """
     program = lower(chain_plan("1f1b", 2, (0, 1, 2, 3)))
     assert " ".join(map(str, program.actions[1])) == (
         "1RECV_F0 1RECV_F1 1WAIT_RECV_F0 1F0 1SEND_F0 1RECV_B0 1WAIT_RECV_F1 1F1 1WAIT_SEND_F0 1SEND_F1 "
@@ -83,7 +85,7 @@ def test_a_middle_stage_posts_receives_ahead_and_joins_sends_behind() -> None:
 
 
 def test_an_early_recomputation_changes_no_message() -> None:
-    """The first of two stages under 1F1B, recomputed one compute action early: sends and receives as without it."""
+    """The first of two 1F1B stages, recomputed one compute action early, keeps its sends and receives."""
     plan = chain_plan("1f1b", 2, (0, 1, 2))
     early = replace(plan, decisions=(recomputed(0, ahead=1),))
     assert " ".join(map(str, lower(early).actions[0])) == (

@@ -96,7 +96,9 @@ def _drawn(actions: tuple[Action, ...]) -> Iterator[str]:
 def test_the_parts_of_an_endless_schedule_are_as_drawn(
     schedule: str, stages: int, microbatches: int, first: str, body: str, drain: str
 ) -> None:
-    """The first step fills the pipeline, every later one is the body, and the drain ends what is in flight."""
+    """The first step fills the pipeline, later steps are the body, and the drain ends the microbatches in
+    flight.
+    """
     plan = plan_of(schedule, stages, microbatches)
     assert [drawn(program) for program in step_programs(plan)] == [first, body]
     assert drawn(lower(plan, entered=1000)) == body
@@ -218,7 +220,7 @@ def test_two_buffered_holds_two_versions(stages: int, more: int) -> None:
 @pytest.mark.parametrize("schedule", ENDLESS)
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
 def test_a_full_pipeline_has_no_bubble(schedule: str, stages: int) -> None:
-    """Stages of equal time without messages compute all the time: a step takes M times a forward and a backward."""
+    """Stages of equal time without messages are never idle: a step takes M times a forward and a backward."""
     microbatches = stages + 1
     costs = equal_profile(stages, parameter_bytes=0)
     plan = make_plan(costs, [1] * stages, microbatches=microbatches, schedule=schedule)
@@ -228,7 +230,7 @@ def test_a_full_pipeline_has_no_bubble(schedule: str, stages: int) -> None:
 
 
 def test_two_buffered_needs_a_microbatch_for_every_stage() -> None:
-    """With fewer, a third version would be needed; the error says so."""
+    """Fewer microbatches than stages would need a third version; the error says so."""
     with pytest.raises(
         UsageError, match="needs as many microbatches in a step as there are stages, 4, not 3"
     ):

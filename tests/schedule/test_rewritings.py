@@ -182,7 +182,7 @@ def test_two_stages_of_a_device_that_share_a_parameter_are_refused() -> None:
 
 
 def test_communication_stands_around_pieces() -> None:
-    """The first piece of a forward receives and the last one sends; of a backward, the other way round."""
+    """A forward's first piece receives and its last one sends, a backward's likewise."""
     plan = make_plan(equal_profile(9), [3, 3, 3], microbatches=1, decisions=(run(4, 5, stage=1),))
     (_, middle, _) = recomputed(computes(plan, schedule_named("1f1b"), 1), plan)
     assert words(middle) == "1F0[3:4] 1N0[4:5] 1F0[5:6] 1B0[5:6] 1R0[4:5] 1B0[4:5] 1B0[3:4]"
@@ -297,7 +297,7 @@ def test_tensors_of_one_decision_move_as_a_bundle() -> None:
 
 
 def test_what_the_backward_needs_first_decides_when_a_bundle_is_back() -> None:
-    """Tensors of layers 0 and 2 in pieces: the reload is joined before the backward of the last of them."""
+    """A bundle of tensors of layers 0 and 2 in pieces is back before the backward of the later layer."""
     plan = one_stage(move((0, 0), (2, 0)), run(1, 2), layers=3, microbatches=3)
     text = words(list(lower(plan).actions[0]))
     assert "0RELOAD1#0@host 0WAIT_RELOAD1#0@host 0B1[2:3] 0R1[1:2] 0B1[1:2] 0B1[0:1]" in text

@@ -89,7 +89,7 @@ def one_each(schedule: str, stage: int, stages: int, microbatches: int) -> list[
 def test_a_schedule_is_the_table_drawn_by_hand(
     schedule: str, stages: int, microbatches: int, drawn: str
 ) -> None:
-    """Every stage computes in the order of the papers' figures, with fewer microbatches than stages too."""
+    """Every stage computes in the order of the papers' figures, also with fewer microbatches than stages."""
     assert table(schedule, stages, microbatches) == drawn
 
 
@@ -201,7 +201,7 @@ def most_in_flight(schedule: str, stage: int, stages: int, microbatches: int) ->
 
 
 def test_an_unknown_schedule_is_refused_with_the_choices() -> None:
-    """The error lists the schedules that exist."""
+    """The error lists the existing schedules."""
     with pytest.raises(
         UsageError, match="choose one of gpipe, 1f1b, eager-1f1b, torchgpipe, pipedream, pipedream-2bw"
     ):

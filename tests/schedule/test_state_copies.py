@@ -121,8 +121,8 @@ def test_what_is_recomputed_needs_its_parameters_again() -> None:
 
 
 def test_an_evaluation_has_all_parameters() -> None:
-    """Parameters are reloaded before an evaluation's first forward and freed after its last one; it has no
-    gradients.
+    """Parameters are reloaded before an evaluation's first forward and freed after its last one; gradients do
+    not exist.
     """
     plan = one_stage(move("parameters", 0, 2), move("parameters", 2, 3), move("gradients", 0, 3))
     text = str(lower_evaluation(plan, microbatches=1)).splitlines()[0]

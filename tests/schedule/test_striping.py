@@ -39,7 +39,7 @@ def test_a_dgx1_stripes_by_lanes() -> None:
 
 
 def test_symmetric_links_get_equal_blocks() -> None:
-    """Behind a switch every peer takes an equal block."""
+    """Peers on a switch take equal blocks."""
     dgx2 = Cluster.preset("dgx2-a100")
     assert striped(dgx2, 2) == parse_place("+".join(f"device{n}*1" for n in (0, 1, 3, 4, 5, 6, 7)))
 

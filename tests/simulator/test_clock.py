@@ -31,7 +31,7 @@ COMPUTE_SECONDS = {Kind.FORWARD: 2, Kind.BACKWARD: 3, Kind.STEP: 1}  # for each 
 def test_equal_stages_and_free_links_leave_the_closed_form_bubble(
     schedule: str, stages: int, microbatches: int
 ) -> None:
-    """A step takes M+P-1 microbatch times, so that (P-1)/(M+P-1) of it is bubble, on every device."""
+    """A step takes M+P-1 microbatch times, with a bubble of (P-1)/(M+P-1), on every device."""
     profile = equal_profile(stages, forward_seconds=1.0, backward_seconds=2.0)
     trace = simulate(make_plan(profile, [1] * stages, microbatches=microbatches, schedule=schedule), steps=1)
     assert trace.step_seconds == (3.0 * (microbatches + stages - 1),)
@@ -40,7 +40,7 @@ def test_equal_stages_and_free_links_leave_the_closed_form_bubble(
 
 
 def test_steps_follow_one_another_without_a_barrier() -> None:
-    """Stage 0 starts step two while the last stage still updates in step one; step times add up to the end."""
+    """Stage 0 starts step two during the last stage's update in step one; step times add up to the end."""
     profile = equal_profile(2, update_seconds=5.0)
     trace = simulate(make_plan(profile, [1, 1], microbatches=2), steps=3)
     ends = [
@@ -117,7 +117,7 @@ def run(text: str, cluster: Cluster, microbatches: int) -> dict[str, tuple[float
 
 
 def test_two_transfers_over_one_wire_take_twice_as_long() -> None:
-    """Messages that are ready together queue on the wire that they share."""
+    """Messages that are ready together queue on a shared wire."""
     found = run(FORWARD_CHAIN, chain("wire", "wire"), 2)
     assert sorted([found["0SEND_F1"], found["1SEND_F0"]]) == [(3.0, 4.0), (4.0, 5.0)]
 
@@ -138,7 +138,7 @@ def test_a_wire_goes_to_the_transfer_that_was_ready_first() -> None:
 
 
 def test_both_ends_of_a_message_are_busy_for_as_long() -> None:
-    """A message lasts latency and bytes over bandwidth, on the communication streams of sender and receiver."""
+    """A message lasts latency plus bytes over bandwidth, on the comm streams of sender and receiver."""
     cluster = make_cluster(2, bytes_per_second=4.0, latency_seconds=0.5)
     trace = simulate(make_plan(equal_profile(2), [1, 1], microbatches=1, cluster=cluster), steps=1)
     sent, received = ([e for e in d.events if e.stream is Stream.COMMUNICATION] for d in trace.devices)
@@ -422,7 +422,7 @@ def test_the_same_question_has_the_same_answer() -> None:
 def test_a_program_of_another_plan_is_refused(
     steps: int, microbatches: int, stages: int, message: str
 ) -> None:
-    """Stages and microbatches must be those of the plan, and there must be a step to simulate."""
+    """A program with stages or microbatches of another plan is refused, and so are zero steps."""
     plan = make_plan(equal_profile(2), [1, 1], microbatches=4)
     other = lower(make_plan(equal_profile(2), [2 // stages] * stages, microbatches=microbatches))
     with pytest.raises(UsageError, match=message):

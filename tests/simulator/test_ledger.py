@@ -26,9 +26,9 @@ from pipefit.simulator import Costs, Simulation, simulate
 from pipelines import equal_profile, make_cluster, make_plan, random_profile
 
 # Device 0 of two, under GPipe with two microbatches. One layer: parameters 32, input 8 (saved), output 8 (not
-# saved), saved tensors 16, scratch 4. A forward peaks at 8 + 16 + 4 = 28 and leaves 24 saved; a backward peaks
-# at 8 + 32 + 4 = 44 the first time and at 8 + 32 + 8 = 48 later. The first stage sends no gradient back.
-# Optimizer state is 64, with 4 of scratch.
+# saved), saved tensors 16, scratch 4. A forward peaks at 8 + 16 + 4 = 28 and leaves 24 saved. A backward
+# peaks at 8 + 32 + 4 = 44 the first time and at 8 + 32 + 8 = 48 later. The first stage sends no gradient
+# back. Optimizer state is 64, with 4 of scratch.
 BY_HAND = {  # the highest total during the action: first step, later steps (64 bytes of state more, no growth in STEP)
     "0LOAD0": 32 + 8,
     "0F0": 40 + 28,
@@ -56,7 +56,9 @@ def test_a_small_program_adds_up_as_by_hand() -> None:
 
 
 def test_gradients_that_a_step_leaves_are_there_in_the_next_one() -> None:
-    """Without an update, the second step's first backward allocates none: it peaks as a later one of the first step."""
+    """Without an update, gradients stay: the second step's first backward peaks like a later one of the
+    first.
+    """
     plan = make_plan(equal_profile(2), [1, 1], microbatches=2, schedule="gpipe")
     samples = simulate(plan, program=lower(plan, update=False), steps=2).devices[0].memory
     found = {
@@ -134,7 +136,9 @@ def test_an_effect_splits_its_peak_without_remainder(
 def test_categories_add_up_and_end_where_they_began(
     schedule: str, recompute: Recompute, stages: int, microbatches: int, seed: int
 ) -> None:
-    """For random layers, no category is negative, a device's peak is its highest sample, and nothing leaks."""
+    """For random layers, categories are never negative, a device's peak is its highest sample, and nothing
+    leaks.
+    """
     model = random_profile(2 * stages, seed)
     plan = make_plan(model, [2] * stages, microbatches=microbatches, schedule=schedule, recompute=recompute)
     simulation = Simulation(plan, steps=3)
@@ -316,7 +320,7 @@ def test_messages_out_of_order_are_refused(lines: tuple[str, str], message: str)
 
 
 def test_a_middle_stage_has_nothing_to_load() -> None:
-    """LOAD belongs to the first stage and the last."""
+    """LOAD belongs to the first and the last stage; a middle stage is refused."""
     plan = make_plan(equal_profile(3), [1, 1, 1], microbatches=1)
     with pytest.raises(UsageError, match="device 1: 1LOAD0 has nothing to load"):
         simulate(

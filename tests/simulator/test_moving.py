@@ -59,7 +59,7 @@ def test_a_tensor_that_is_away_lowers_the_peak() -> None:
 
 
 def test_copies_run_beside_computing_and_the_join_waits_for_them() -> None:
-    """16 bytes at 4 a second do not hide behind a forward of a second, so the join waits for the rest."""
+    """A copy of 16 bytes at 4 a second outlasts a forward of a second, so the join waits for the rest."""
     trace = run((AWAY + BACK).format(place="host"), make_cluster(1, bytes_per_second=4.0))
     times = {e.action: (e.start_seconds, e.end_seconds) for e in trace.devices[0].events}
     assert times["0OFFLOAD0[0.0]@host"] == (1.0, 5.0)
@@ -305,7 +305,7 @@ def test_a_place_is_room_a_rate_and_a_latency(
 
 @pytest.mark.parametrize(("peers", "lanes"), [([3], 2), ([1, 2], 2), ([3, 4], 4), ([1, 3, 4], 5), (None, 6)])
 def test_a_striped_tensor_takes_the_time_of_all_lanes_together(peers: list[int] | None, lanes: int) -> None:
-    """On a DGX-1, n bytes go out over k lanes in the latency of a link and n / (k x 22.5 GB/s)."""
+    """On a DGX-1, n bytes leave over k lanes in a link's latency plus n / (k x 22.5 GB/s)."""
     dgx1, nbytes = Cluster.preset("dgx1-v100"), 60 << 20
     plan = make_plan(equal_profile(2, kept_bytes=nbytes), [2], microbatches=1, cluster=dgx1)
     text = (AWAY + BACK).format(place=striped(dgx1, 0, peers))

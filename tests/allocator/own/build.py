@@ -2,9 +2,10 @@
 
     python tests/allocator/own/build.py build/allocator
 
-From torch's CUDA build only libc10_cuda.so and libc10.so are used, with their headers; CUDA's headers come from
-NVIDIA's packages. `driver.c` and `idle.c` replace the libcudart and the NVML of these libraries. The script
-downloads half a gigabyte with pip, from an index with torch's CUDA build, and compiles for ten seconds.
+From torch's CUDA build only libc10_cuda.so and libc10.so are used, with their headers; CUDA's headers come
+from NVIDIA's packages. `driver.c` and `idle.c` replace the libcudart and the NVML of these libraries. The
+script downloads half a gigabyte with pip, from an index with torch's CUDA build, and compiles for ten
+seconds.
 """
 
 from __future__ import annotations
