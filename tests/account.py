@@ -336,7 +336,9 @@ class StageAccount:
             self._start(flight, action)
 
     def _join(self, flight: Flight, action: Action) -> None:
-        """Free sent and offloaded tensors; received and reloaded tensors are already counted."""
+        """Free sent tensors and mark offloaded ones as away; received and reloaded tensors arrived at the
+        start.
+        """
         if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
             self.device.release((action.kind, id(flight)))
         elif action.kind is Kind.REDUCE and self.shard in ("gradients", "parameters"):
@@ -388,7 +390,7 @@ class StageAccount:
                 self._step(layers)
 
     def put_away(self, subjects: Iterable[Subject]) -> None:
-        """Offload parameters before the first step."""
+        """Mark offloaded parameters as away before the first step."""
         for subject in subjects:
             assert subject.what == "parameters"
             for weights in self._parameters(subject):
@@ -404,11 +406,15 @@ class StageAccount:
         return [weights for weights in self.device.held_by(self._of("newest")) if weights.layer in layers]
 
     def _parameters(self, subject: Subject) -> list[Storage]:
-        """Return the newest weights of one layer without their copies, as they move between updates."""
+        """Return the newest weights of one layer, without half-precision copies, as they move between
+        updates.
+        """
         return [one for one in self._newest(range(subject.layer, subject.layer + 1)) if not one.copy]
 
     def _keep_weights(self, layers: range) -> None:
-        """Keep a copy of the newest weights as an older version, without copying if there is room."""
+        """Turn the newest weights into an older version, with room for gradients and state, and create their
+        copy as the newest.
+        """
         for old in self._newest(layers):
             assert not old.away, "weights that are copied are away"
             old.nbytes += 0 if old.copy else self._room(old.layer)
@@ -723,8 +729,8 @@ class StageAccount:
                 self.device.let_go(self._of("parameter gradients"), gradient)
 
     def _room(self, layer: int) -> int:
-        """Allocate a layer's gradients and optimizer state if every version but the newest has room for them;
-        shared ones belong to their first user.
+        """Return the bytes of a layer's gradients and optimizer state if every version but the newest has
+        room for them; shared ones count for their first user.
         """
         if not self.everything:
             return 0

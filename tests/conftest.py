@@ -56,8 +56,8 @@ def plans_are_not_compared(request: pytest.FixtureRequest, monkeypatch: pytest.M
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Freeze imported objects and raise the garbage collector's threshold: collection would find nothing in
-    them, and tests leave little garbage.
+    """Turn off the garbage collector during collection, when imports leave no garbage, and raise its
+    threshold: tests leave little.
     """
     gc.disable()
     try:

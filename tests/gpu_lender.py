@@ -14,7 +14,7 @@ from pipefit.schema.cluster import Cluster
 
 
 def lend(arenas: Sequence[Arena], pipe: Connection) -> None:
-    """Announce these arenas; on request, report the arenas that no longer hold only their initial zeros."""
+    """Zero and announce these arenas; on request, report the arenas that no longer hold only zeros."""
     torch.cuda.set_device(0)
     memory = CudaMemory(
         Cluster.emulated((2, 1)), arenas, lambda number: torch.device("cuda", 0), CudaDriver()

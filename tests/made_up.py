@@ -259,7 +259,7 @@ def chain(rng: Random, like: Settings) -> Measurement:
 
 
 def _knowing_unused(layers: Sequence[LayerCost], loss: LayerCost) -> tuple[list[LayerCost], LayerCost]:
-    """Mark values without a gradient as unused, and drop the gradients passed on from them."""
+    """Mark values without a gradient as unused, and drop the gradients that they would pass on."""
     found, outputs = list[LayerCost](), loss.outputs
     for cost in (loss, *reversed(layers)):
         none = GradientOrigin(kind="none")
@@ -312,7 +312,9 @@ def _shared_parameter(rng: Random, number: int, count: int, size: int, early: fl
 
 
 def _buffers(rng: Random, layers: Sequence[LayerCost]) -> tuple[SharedBuffer, ...]:
-    """Draw a buffer for the layers that have any, as large as all of them; the same for plain attributes."""
+    """Draw a buffer shared by layers that have any, at most as large as the smallest of theirs; the same for
+    plain attributes.
+    """
     found = []
     for name, sizes in (
         ("mask", [cost.buffer_bytes for cost in layers]),
@@ -356,8 +358,8 @@ def _layer(
 def _keeping_layer(
     inputs: tuple[Value, ...], outputs: tuple[Value, ...], weight: int, state: int
 ) -> LayerCost:
-    """Draw a layer that saves its input and as many additional bytes; its passes need the same again, its
-    update the gradient.
+    """Build a layer that saves its input and the same number of additional bytes; its passes need the same
+    again, its update the gradient.
     """
     inward, outward = inputs[0].nbytes, outputs[0].nbytes
     spans = (2 * inward + outward, ()), (2 * inward, (0,))

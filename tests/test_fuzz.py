@@ -115,7 +115,7 @@ def test_a_document_with_an_unknown_dtype_is_refused(
 
 
 def test_a_rate_for_no_dtype_of_torch_is_refused() -> None:
-    """An unknown dtype used to be dropped silently, so that products were timed at the rate of float32."""
+    """Without the refusal, products of that dtype would be timed at the rate of float32."""
     with pytest.raises(UsageError, match="'bf16' is no dtype of torch"):
         DeviceKind(name="one", flops={"float32": 1e12, "bf16": 2e12}, memory_bandwidth=1e9)
 

@@ -17,7 +17,7 @@ PLAN = "plan zoo:mlp --cluster 2x-rtx-3090 --batch-size 8 --planner uniform -o p
 
 @pytest.mark.parametrize("system", ["win32", pytest.param("darwin", marks=pytest.mark.gallery)])
 def test_plans_and_pages_are_made_and_workers_refused(system: str, tmp_path: Path) -> None:
-    """A plan with its dry run, a page and an overview work; the message on training by workers gives an
+    """A plan with its dry run, a page and `doctor` work; the message on training by workers gives an
     alternative.
     """
     lines = (

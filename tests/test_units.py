@@ -37,7 +37,7 @@ def test_a_part_is_a_size_or_a_percentage() -> None:
 
 
 def test_a_rate_in_bits_is_refused_with_its_bytes() -> None:
-    """Networks are sold in bits; reading them as bytes would make every plan eight times too fast."""
+    """Networks are sold in bits; a figure in bits read as bytes would be eight times too fast."""
     assert [parse_rate(text) for text in ("25GB/s", "1.5 MiB/s", "2000")] == [25 * 10**9, 3 << 19, 2000]
     for bits, words in (
         ("200Gb/s", "write 25GB/s"),
@@ -51,7 +51,9 @@ def test_a_rate_in_bits_is_refused_with_its_bytes() -> None:
 
 
 def test_a_number_without_a_unit_is_a_slip_if_it_is_small() -> None:
-    """A device memory of 24 is refused; 1048576 is valid, and so is a reserve of zero."""
+    """`24` is refused with the suggestion of `24GiB`; `24B` and `1024` are valid, and so is zero if
+    allowed.
+    """
     for text in ("24", "1023"):
         with pytest.raises(UsageError, match=f"{text}GiB"):
             parse_bytes(text)

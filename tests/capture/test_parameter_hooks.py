@@ -59,8 +59,8 @@ def traced() -> nn.Module:
 
 
 def hooked(module: Callable[[], nn.Module]) -> nn.Module:
-    """Return the module with a hook on the gradient of its first weight, and on the accumulated gradient of
-    its second.
+    """Return the module with a hook on the gradient of its first weight, and a post-accumulate hook on its
+    second.
     """
     torch.manual_seed(5)
     made = module()

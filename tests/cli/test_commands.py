@@ -256,8 +256,8 @@ def test_the_version_and_help_need_no_command(capsys: pytest.CaptureFixture[str]
 
 
 def test_garbage_is_looked_for_less_often_in_a_process_of_its_own() -> None:
-    """A command's objects are frozen, and the interpreter does not collect them at exit. A process that calls
-    `main` with arguments keeps its settings.
+    """A command's imports and objects are frozen, and the interpreter does not collect them at exit. A
+    process that calls `main` with arguments keeps its settings.
     """
     script = """
         import gc, sys
@@ -361,7 +361,7 @@ def test_a_limit_of_the_system_is_named(
 def test_the_timeout_holds_for_the_start_too(
     given: list[str], seconds: tuple[float, float], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If given, the timeout applies to the start, which takes longer than an action."""
+    """A given timeout applies to the start too, whose default is longer than an action's."""
     asked = []
 
     def train(*_: object, **options: object) -> None:

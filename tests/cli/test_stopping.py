@@ -90,7 +90,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 
 def left_by(temporary: str) -> list[str]:
-    """Return files in a folder of temporary files, and the processes that own it, after they had time to
+    """Return files in a folder of temporary files, and the processes that use it, after they had time to
     end.
     """
     until, word = time.monotonic() + 60, f"TMPDIR={temporary}".encode()

@@ -90,7 +90,7 @@ def test_options_about_checkpoints_need_a_folder_for_them(
 def test_a_folder_with_checkpoints_of_another_training_is_refused(
     plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Even earlier steps are refused: two trainings in one folder would remove each other's checkpoints."""
+    """Checkpoints of earlier steps are refused too: two trainings in one folder would remove each other's."""
     model, runs = ["resuming:named", "--set", "name=dropout"], str(tmp_path / "runs")
     assert main(line(plan, *model, "--save", runs, steps=1)) == 0
     assert main([*line(plan, *model, "--save", str(tmp_path / "other"), steps=2), "--seed", "5"]) == 0

@@ -32,8 +32,8 @@ WORD = re.compile(r"(\d+)(SEND_F|SEND_B|RECV_F|RECV_B|REDUCE|AGREE)(\d*)(.*)")
 
 
 def test_collectives_and_orders_by_itself() -> None:
-    """Sums in addition to loops work; programs that must end do, programs that must hang hang, and mismatches
-    are named.
+    """Sums equal plain loops; programs that must end do, programs that must hang hang, and mismatches are
+    named.
     """
     found = subprocess.run([FOLDER / "check_nccl"], capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout

@@ -129,8 +129,8 @@ def test_a_fork_that_stands_still_or_is_killed_is_told() -> None:
 
 @pytest.mark.parametrize("why", ["a failure of the fork's own", "no backward", "no pickle", "no process"])
 def test_what_a_fork_cannot_do_is_done_here(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A foreign error may be specific to the fork; torch may refuse backwards there; some results stay there.
-    A limit of processes may be reached.
+    """The work runs here after a foreign error, which may be specific to the fork, if torch refuses the
+    fork's backward, if a result cannot be pickled, or at a limit of processes.
     """
     here, done = os.getpid(), list[int]()
 

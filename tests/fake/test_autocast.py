@@ -33,8 +33,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and
 
 @pytest.fixture(autouse=True, scope="module")
 def oracle() -> Iterator[None]:
-    """Prepare the oracle: it needs the shapes that torch lacks, and a build without CUDA needs the list of
-    operators that are not composed there.
+    """Prepare the oracle: register the shapes that torch lacks, and CUDA kernels for operators that CUDA does
+    not compose.
     """
     register_missing_shapes()
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -51,7 +51,7 @@ def mixtures(low: torch.dtype) -> list[tuple[torch.dtype, ...]]:
 
 
 def test_the_lists_are_those_of_the_kernels_that_torch_registers() -> None:
-    """The header's lists, and the additional known operators, are exactly those with a kernel for CUDA
+    """The header's lists, and the few additional known operators, are all operators with a kernel for CUDA
     autocast.
     """
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")

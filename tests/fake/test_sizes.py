@@ -59,7 +59,7 @@ def told(chain: Chain) -> list[Any]:
 
 
 class Asking(nn.Module):
-    """A model with additional operations at one number of samples."""
+    """A model with one more operation at some numbers of samples."""
 
     def __init__(self, more: Callable[[int], bool]) -> None:
         super().__init__()
@@ -173,8 +173,8 @@ def test_of_equal_layers_one_is_copied_and_run() -> None:
 
 
 def test_lines_of_code_are_traced_where_they_are_told() -> None:
-    """Lines take a quarter of a trace. A trace without them is repeated with them if a block could not be
-    divided, and later traces have them at once. torch 2.11 cannot omit them.
+    """Source lines take a quarter of a trace. A trace without them is repeated with them if a block cannot be
+    divided, and later traces include them at once. torch 2.11 cannot omit them.
     """
     emits, always = list[bool](), not hasattr(fx.config, "do_not_emit_stack_traces")
 
@@ -215,7 +215,7 @@ def alone(one: Measurement) -> Measurement:
 
 
 def test_a_model_that_is_another_one_between_is_profiled_by_traces() -> None:
-    """After a size differs from its trace, profiles come from traces."""
+    """If a checked size differs from its trace, later profiles come from traces."""
     task = asking(lambda samples: samples == 4)
     known = OnDemand(task, sizes=(1, 2, 4, 8))
     assert known(4) != profile(task, microbatch_size=4)
@@ -226,7 +226,9 @@ def test_a_model_that_is_another_one_between_is_profiled_by_traces() -> None:
 
 
 def test_a_plan_has_the_profile_of_a_trace() -> None:
-    """The profile equals a trace's for a model that differs at the chosen size, and for a refusal."""
+    """The profile equals a trace's for a model that differs at the chosen size; an infeasible question is
+    refused.
+    """
     task = asking(lambda samples: samples == 2)
     room = plan(task, Cluster.emulated((1, 1 << 30)), microbatch_size=2, microbatches=2).prediction
     assert room is not None
@@ -250,6 +252,8 @@ def test_a_plan_has_the_profile_of_a_trace() -> None:
     ],
 )
 def test_numbers_are_the_same_or_in_proportion(few: str, many: str, between: str | None) -> None:
-    """Templates exist for two and eight samples; other growth, or other code, has none."""
+    """A template of two and eight samples exists if numbers are equal or proportional; other growth, or other
+    code, has none.
+    """
     found = Template.of(few, 2, many, 8)
     assert (None if found is None else found.at(4)) == between

@@ -81,7 +81,7 @@ def test_the_grid_has_the_plans_own_place_and_a_row_for_each_position() -> None:
 
 
 def test_a_model_of_many_layers_has_controls() -> None:
-    """The model has the same number of microbatch options as any other."""
+    """The controls offer the same numbers of microbatches as for a small model."""
     axes = axes_of(make_plan(equal_profile(300), (150, 150), microbatches=4))
     assert axes is not None and axes.microbatches == (1, 4, 16) and axes.devices == (1, 2)
 

@@ -70,7 +70,7 @@ def test_one_of_a_kind_is_not_said_in_the_plural(planner: str, stages: int, batc
 
 
 def test_one_arrangement_was_searched() -> None:
-    """If the bound excludes all other arrangements, the verb is singular."""
+    """If one arrangement was searched, the verb is singular."""
     shown = said(
         plan(profile(alike(4)), devices(AMPLE, AMPLE), batch_size=8, microbatches=8, schedule="1f1b", data=1)
     )
