@@ -174,7 +174,7 @@ def test_a_layer_that_no_replicas_can_have_is_told_where_all_stages_have_them(pl
 
 
 def test_replicas_that_keep_too_much_recompute_and_move_saved_tensors() -> None:
-    """If nothing else fits, a plan with replicas offloads tensors, and state only if the
+    """A plan with replicas that fits only by techniques offloads tensors, and state only if the
     replicas divide it.
     """
     profile = sized(plain(Random(3), 4), 4, 2)

@@ -108,7 +108,7 @@ def test_a_fast_host_updates_what_a_slow_link_would_have_to_carry(schedule: str,
 
 
 def test_gradients_and_parameters_move_where_nothing_else_is_enough() -> None:
-    """Gradients and parameters are offloaded only if nothing else is enough and they may be."""
+    """Gradients and parameters are offloaded only if needed and allowed."""
     layers = [keeping_layer(1, 2, 40, 1.0) for _ in range(12)]
     chain = profile(measurement(layers, layer((value(1), value(1)), (value(4),), seconds=0.5)))
     asked = needed(case(Random(1), "1f1b")._replace(profile=chain), 0.5)

@@ -58,7 +58,7 @@ def test_the_rates_of_the_machine_give_the_same_choices(name: str) -> None:
 
 @pytest.mark.parametrize("name", PAPER)
 def test_the_joint_planner_decides_so(name: str) -> None:
-    """In a pipeline with the tensor's live interval, `joint` decides as the table does, and nothing else.
+    """In a pipeline with the tensor's live interval, `joint` makes just the table's decision.
 
     For the first tensor the host link carries 21 ms in every 19.5 ms, as each microbatch moves: peers are 7 %
     faster if they have room; otherwise the host is right.

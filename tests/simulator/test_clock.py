@@ -172,7 +172,7 @@ def test_a_message_waits_for_the_receiver_to_post() -> None:
 
 
 def test_stages_on_one_device_hand_over_in_no_time() -> None:
-    """A message between two stages of one device takes no wire and no time."""
+    """A message between two stages of one device is immediate, without a wire."""
     plan = make_plan(equal_profile(2), [1, 1], microbatches=1, cluster=make_cluster(2, bytes_per_second=1.0))
     text = (
         "0LOAD0 0F0 0SEND_F0 1RECV_F0 1WAIT_RECV_F0 0WAIT_SEND_F0 1LOAD0 1F0 0RECV_B0 1B0 1SEND_B0 1WAIT_SEND_B0 "
@@ -393,7 +393,7 @@ def test_agreements_that_come_twice_are_two() -> None:
 
 
 def test_a_deadlock_in_a_sum_names_the_sum() -> None:
-    """A deadlocked sum names the waiting device and its action, which has no single partner."""
+    """A deadlocked sum names the waiting device and its action, which lacks a single partner."""
     text = """
     device 0: 0LOAD0 0F0 0SEND_F0 0WAIT_SEND_F0 0RECV_B0 0WAIT_RECV_B0 0B0 {} 0LOAD1 0F1 0SEND_F1 0WAIT_SEND_F1
     device 1: 1RECV_F0 1WAIT_RECV_F0 1LOAD0 1F0 1B0 1SEND_B0 1WAIT_SEND_B0 1RECV_F1 1WAIT_RECV_F1 1AGREE 1WAIT_AGREE

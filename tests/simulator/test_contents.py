@@ -94,7 +94,7 @@ def test_state_that_moves_counts_as_none() -> None:
 
 
 def test_a_device_without_a_stage_has_no_contents() -> None:
-    """A device without a stage has no layers in the table."""
+    """A device without a stage has an empty table."""
     plan = make_plan(equal_profile(4), (2, 2), cluster=make_cluster(3))
     assert contents(plan, 1) is not None
     assert contents(plan, 2) is None
