@@ -30,7 +30,7 @@ class Spot(nn.Linear):
 
     def __init__(self, accident: str) -> None:
         super().__init__(WIDTH, WIDTH)
-        self._accident = accident  # private, as it is no setting of the model
+        self._accident = accident  # private: not a setting of the model
 
     def forward(self, values: Tensor) -> Tensor:
         if mp.parent_process() is not None:

@@ -174,7 +174,7 @@ class Flight:
         self.inputs: list[Storage | None] = []
         self.targets: list[Storage | None] = []
         self.values: list[Storage | None] = []  # at the next layer forward
-        self.gradients: list[Gradient | None] = []  # of the values behind the next layer backward
+        self.gradients: list[Gradient | None] = []  # of the values at the next layer backward
         self.kept: dict[
             int, tuple[list[Storage | None], list[Storage | None]]
         ] = {}  # by the first layer of an N
@@ -209,7 +209,7 @@ class StageAccount:
         self.device, self.start, self.stop, self.number = device, start, stop, number
         self.last = stop == len(measurement.layers)
         self.costs = dict(enumerate(measurement.costs))
-        self.loss = len(measurement.layers)  # the loss is the layer behind the last
+        self.loss = len(measurement.layers)  # the loss is the layer after the last
         self.costs[self.loss] = measurement.loss
         self.layers = range(start, stop + self.last)
         self.shared = [s for s in measurement.shared if len(self._users(s)) > 0]
@@ -476,7 +476,7 @@ class StageAccount:
         assert isinstance(subject.what, int)
         numbers = [tensor.index for tensor in self.costs[subject.layer].saved]
         found = flight.saved[subject.layer][numbers.index(subject.what)]
-        return found or Storage(0)  # what is a parameter further back takes no bytes of its own
+        return found or Storage(0)  # a parameter from further back takes no additional bytes
 
     # ---------------------------------------------------------------- forward
 

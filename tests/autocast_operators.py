@@ -240,7 +240,7 @@ def on_cuda(name: str, dtypes: Sequence[torch.dtype], low: torch.dtype) -> tuple
 
 def raised(call: Callable[[], Any]) -> str:
     """Return the message of the exception that a call raises, or an empty text."""
-    logging.disable(logging.CRITICAL)  # fake tensors log what they raise
+    logging.disable(logging.CRITICAL)  # fake tensors log the exceptions they raise
     try:
         call()
     except Exception as error:  # noqa: BLE001 -- whatever torch raises

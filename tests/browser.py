@@ -25,8 +25,8 @@ def browsed(made: str, folder: Path, *, dark: bool = False) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
 
 
-# A function of a page: every text, control and focused control with too little contrast (WCAG 2.2, 1.4.3 and 1.4.11),
-# and elements that the tab key does not reach. A text is compared with the colour painted beneath it.
+# A function of a page: every text, control and focused control with too little contrast (WCAG 2.2, 1.4.3 and
+# 1.4.11), and elements that the tab key does not reach. A text is compared with the colour beneath it.
 CONTRASTS = """
 const numbers = (text) => (text.match(/[0-9.]+(e-?[0-9]+)?/g) || []).map(Number);
 function colour(text) {  // red, green and blue from 0 to 1, and how opaque

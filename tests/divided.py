@@ -1,4 +1,6 @@
-"""Models whose layers tensor shards divide, and plans of stages on grids, for `tests/runtime/test_shards.py`."""
+"""Models whose layers tensor shards divide, and plans of stages on grids, for
+`tests/runtime/test_shards.py`.
+"""
 
 from __future__ import annotations
 

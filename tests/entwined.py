@@ -1,4 +1,5 @@
-"""Layers whose parameters get gradients in one memory: with each other, with values, or as parts of larger tensors.
+"""Layers whose parameters get gradients in one memory: with each other, with values, or as parts of larger
+tensors.
 
 Values are of shape (samples, 8, 8), parameters of shape (8, 8).
 """

@@ -14,7 +14,7 @@ from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
 
-IN_BLOCKS = ("gradients", "parameters")  # of which planners divide a stage in a bucket for each block
+IN_BLOCKS = ("gradients", "parameters")  # planners shard a stage with a bucket for each block
 
 
 def every_plan(

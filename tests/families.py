@@ -1,9 +1,10 @@
-"""Families of Hugging Face transformers as small models, and what becomes of each: the table of docs/models.md.
+"""Families of Hugging Face transformers as small models, and their results: the table of docs/models.md.
 
-    PYTHONPATH=src:tests python -m families rwkv mpt     # writes these rows anew; without names, all
+    PYTHONPATH=src:tests python -m families rwkv mpt     # rewrites these rows; without names, all
 
-Each is traced, cut into a chain, and compared with the module on two microbatches: losses, gradients and buffers. They
-have two layers and the sizes of `SMALL`, no dropout, and one setting more where `MORE` says so.
+Each is traced, cut into a chain, and compared with the module on two microbatches: losses, gradients and
+buffers. They have two layers and the sizes of `SMALL`, no dropout, and one more setting for those in
+`MORE`.
 """
 
 from __future__ import annotations

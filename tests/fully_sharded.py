@@ -16,13 +16,15 @@ WORKERS = 2
 
 
 def fully_sharded(rank: int, folder: str, task: Task, batches: list[tuple[Tensor, Tensor]]) -> None:
-    """Train on slices of the batches; the first worker writes all parameters to `parameters.pt` in the folder."""
+    """Train on slices of the batches; the first worker writes all parameters to `parameters.pt` in the
+    folder.
+    """
     dist.init_process_group("gloo", rank=rank, world_size=WORKERS, init_method=f"file://{folder}/meet")
     torch.manual_seed(0)
     module = task.build()
     mesh = init_device_mesh("cpu", (WORKERS,))
     for part in (*(layer for layer in module.children() if list(layer.parameters())), module):
-        # Gradients are summed: on gloo a mean silently does nothing (PyTorch issue 162338), so the loss is divided
+        # Gradients are summed and the loss is divided: on gloo a mean does nothing (PyTorch issue 162338)
         fully_shard(part, mesh=mesh).set_gradient_divide_factor(1.0)
     optimizer = task.optimizer(module.parameters())
     for inputs, targets in batches:

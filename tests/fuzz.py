@@ -220,7 +220,7 @@ def wrong(words: list[str], folder: Path, *, nbytes: int = 0) -> str:
             code = main(words)
     except Hangs:
         return f"takes more than {SECONDS} s"
-    except BaseException as error:  # noqa: BLE001 - it is told
+    except BaseException as error:  # noqa: BLE001 - it is reported
         return f"raises {type(error).__name__}: {error}"[:300]
     said, after = err.getvalue(), state(folder)
     named = {os.path.normpath(word.partition("=")[2] or word) for word in words}
@@ -293,7 +293,7 @@ def fuzz(folder: Path, *, files: int, command_lines: int, seed: int) -> list[str
         ["checkpoint", "checkpoints"],
         ["report", "trace.json", "-o", "page.html"],
     ):
-        wrong(words, folder)  # what is imported once is imported
+        wrong(words, folder)  # imported modules stay imported
     for (name, content, readers), _ in zip(file_cases(folder, random), range(files), strict=False):
         given = folder / ("given" if "/" in name else f"given{Path(name).suffix}")
         if "/" in name:

@@ -88,7 +88,7 @@ def measured(path: Path) -> dict[str, Any]:
             said = "loaded"
         except FileError as error:
             said = str(error)
-        except BaseException as error:  # noqa: BLE001 - it is told, and fails the test
+        except BaseException as error:  # noqa: BLE001 - it is reported, and fails the test
             said = f"raised {type(error).__name__}: {error}"[:300]
         seconds = time.process_time() - start
         found = {"memory": memory("VmHWM") - before, "seconds": seconds, "said": said}

@@ -2,10 +2,10 @@
 
 It reads a program's text and shares no code with `pipefit`. A fixed point over all actions:
 
-    a computation or a join is over     when all computations and joins before it on its device are, and, for a join,
-                                        its start is complete
-    a start may run                     when all computations and joins before it are over, and every earlier start of
-                                        its line on its device (in a sum: of its stage) is complete
+    a computation or a join is over     when all computations and joins before it on its device are, and, for
+                                        a join, its start is complete
+    a start may run                     when all computations and joins before it are over, and every earlier
+                                        start of its line on its device (in a sum: of its stage) is complete
     a start is complete                 when it and its counterparts at the other ends of the line may run
 
 NCCL's communicators determine the line of a start; under gloo every message is a separate line.

@@ -28,7 +28,7 @@ def measured_peaks(task: Task, plan: Plan, *, steps: int = 2, seed: int = 0) -> 
     `[rank][step]`.
     """
     unmetered = replace(plan, cluster=replace(plan.cluster, backend="cpu"))
-    with _observed():  # so that what is freed later has a known size
+    with _observed():  # so that later frees have known sizes
         trainer = Trainer(task, unmetered, seed=seed)
     levels = [_resident(runner) for runner in trainer.runners]
     peaks: list[list[int]] = [[] for _ in trainer.runners]

@@ -211,7 +211,7 @@ def unbroken(
 
 # -------------------------------------------------------------------- tasks that workers can build
 
-SEED = 1000  # of trainings by workers, so that a batch can tell its step from the seed before it
+SEED = 1000  # for trainings by workers: a batch can tell its step from the seed before it
 
 
 def named(name: str) -> Task:

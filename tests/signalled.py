@@ -28,7 +28,7 @@ class Stubborn(nn.Linear):
 
     def __init__(self, number: int) -> None:
         super().__init__(WIDTH, WIDTH)
-        self._number = number  # private, as it is no setting of the model
+        self._number = number  # private: not a setting of the model
 
     def forward(self, values: Tensor) -> Tensor:
         """Return a result of shape (batch, width)."""
@@ -55,6 +55,6 @@ if __name__ == "__main__":
     timer = threading.Timer(float(sys.argv[2]), os.kill, (os.getpid(), signal.Signals[sys.argv[1]]))
     timer.daemon = True
     timer.start()
-    progress.FIRST_SECONDS = 1e6  # what is being done is no part of what is looked at
+    progress.FIRST_SECONDS = 1e6  # no progress lines
     sys.argv[:3] = ["pipefit"]
     sys.exit(main())

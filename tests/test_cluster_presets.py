@@ -10,7 +10,8 @@ from pipefit.schema.devices import Link, Member, MemberKind, Overheads
 from pipefit.schema.json_io import is_cluster, load_cluster
 from pipefit.schema.presets import card_names, is_preset, machine_names, nearest, preset_text
 
-# devices, MiB that the driver offers, GB/s between devices 0 and 1, GB/s to the host, TFLOP/s in half precision
+# devices, MiB that the driver offers, GB/s between devices 0 and 1, GB/s to the host,
+# TFLOP/s in half precision
 EXPECTED = {
     "4x-a100-80gb": (4, 81050, 100, 31.5, 312),
     "dgx-a100": (8, 81050, 300, 31.5, 312),
@@ -36,8 +37,8 @@ EXPECTED = {
     "1x-v100-16gb": (1, 16158, None, 15.75, 112),
     "8x-v100-32gb": (8, 32501, 15.75, 15.75, 112),
 }
-# Measured GB/s of copies between devices 0 and 1, to the host, and to the host in each direction while both directions
-# are busy; GB of the host, and of its disk
+# Measured GB/s of copies between devices 0 and 1, to the host, and to the host in each direction while both
+# directions are busy; GB of the host, and of its disk
 MEASURED = {
     "4x-a100-80gb": (86, 24.8, (24 + 11) / 2, 512, 0),
     "dgx-a100": (517 / 2, 24.8, (24 + 11) / 2, 2000, 0),

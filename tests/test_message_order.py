@@ -244,7 +244,7 @@ def test_a_program_that_ends_is_accepted(case: str) -> None:
     parse_program(text, placement=tuple((device,) for device in placement), microbatches=2)
 
 
-# -------------------------------------------------------------------- stages on several devices, asynchronous bodies
+# -------------------------------------------------------- stages on several devices, asynchronous bodies
 
 GRID = ((0,), (1, 2))
 HALVES = """

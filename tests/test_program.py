@@ -211,7 +211,7 @@ def test_the_empty_program_of_an_unused_device_survives_its_text() -> None:
     assert parse_program(str(program), placement=((1,),), microbatches=1) == program
 
 
-# -------------------------------------------------------------------- grids, parts, bundles, asynchronous schedules
+# -------------------------------------------------------- grids, parts, bundles, asynchronous schedules
 
 
 TWO_BY_ONE = ((0, 1), (2,))  # stage 0 on devices 0 and 1, stage 1 on device 2

@@ -104,7 +104,7 @@ def test_compaction_adds_up_as_by_hand() -> None:
         for s in simulate(compacted()).devices[0].memory
         if s.step == 0
     }
-    saved = 16 + 8  # of a layer: storage of its own, and its input
+    saved = 16 + 8  # of a layer: its storage, and its input
     assert held["0F0[0:3]"] == 3 * saved
     assert held["0N0[3:6]"] == 3 * saved + 8  # its input, which goes on living
     assert held["0F0[6:9]"] == 3 * saved + 8 + 3 * saved + 100

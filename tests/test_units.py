@@ -14,7 +14,9 @@ SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 @given(st.floats(1e-12, 1e15))
 def test_a_number_is_itself_to_three_digits_without_an_exponent(value: float) -> None:
-    """It reads back as the value within half of its third digit, and holds digits, commas and a point only."""
+    """It reads back as the value within half of its third digit, and holds digits, commas and a point
+    only.
+    """
     text = format_number(value)
     assert set(text) <= set("0123456789,.")
     assert abs(float(text.replace(",", "")) - value) <= 0.00501 * value

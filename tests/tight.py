@@ -28,7 +28,8 @@ from pipefit.simulator.assembled import Assembled, Parts
 
 INPUT = Origin(kind="input", index=0)
 KEEP, RECOMPUTE, JOINED, HOST, PEER = "keep", "recompute", "joined", "host", "peer"
-# joined: recomputed in one run with the layer before; peer: lent by the next device, or by the first to the last
+# joined: recomputed in one run with the layer before
+# peer: lent by the next device, or by the first to the last
 EVERY = KEEP, RECOMPUTE, JOINED, HOST, PEER
 KIND = DeviceKind(name="tight", flops={"float32": 1.0}, memory_bandwidth=1.0)
 

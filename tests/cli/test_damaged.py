@@ -25,7 +25,7 @@ UPDATED = {
     "place": "host",
 }
 AS_PROGRAM = ["simulate", "report", "export", "diff first", "diff second", "certify", "train"]
-AS_TIMES = AS_PROGRAM[:5]  # what asks how long a step takes
+AS_TIMES = AS_PROGRAM[:5]  # commands that need the duration of a step
 LINES = {
     "simulate": "simulate bad.json",
     "report": "report bad.json -o page.html",

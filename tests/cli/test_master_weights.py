@@ -56,7 +56,7 @@ def test_fit_counts_the_copies(capsys: pytest.CaptureFixture[str]) -> None:
         "1KiB",
         "--json",
     ]
-    line += ["--planner", "exact"]  # joint would free memory by what it recomputes and moves
+    line += ["--planner", "exact"]  # joint would free memory by recomputation and offloading
     needed = {}
     for precision in ("bfloat16", "master-bfloat16"):
         assert main([*line, "--precision", precision]) == 0

@@ -97,7 +97,7 @@ def left_by(temporary: str) -> list[str]:
     while True:
         found = [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")]
         for process in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):  # it has ended, or is somebody else's
+            with suppress(OSError):  # it has ended, or belongs to another user
                 found += [process.parent.name] if word in process.read_bytes().split(b"\0") else []
         if not found or time.monotonic() > until:
             return found

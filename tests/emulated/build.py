@@ -93,7 +93,7 @@ def cuda(folder: Path, lib: Path) -> None:
         (lib / name).symlink_to(NAMES[0])
     driver = (
         lib / "libcuda.so.1"
-    )  # which programs open by its name: a library of its own, with all of the other's
+    )  # programs open it by its name: a separate library with all of the other's symbols
     driver.unlink()
     run(f"gcc -shared -o {driver} -Wl,-soname,{driver.name} -Wl,--no-as-needed -L{lib} -l:{NAMES[0]}")
 

@@ -106,7 +106,7 @@ def test_megatrons_parser_accepts_the_arguments(name: str, monkeypatch: pytest.M
         monkeypatch.setenv(key, str(value))
     monkeypatch.setattr(
         own, "get_device_arch_version", lambda: 10, raising=False
-    )  # it asks a GPU where ranks divide
+    )  # it queries a GPU if ranks shard
     read = own.parse_args()
     own.validate_args(read)
     assert (read.pipeline_model_parallel_size, read.data_parallel_size) == (len(plan.stages), grid.data)

@@ -26,7 +26,7 @@ ATTENTION = "aten::scaled_dot_product_attention"  # which kernel it takes is not
 PARTLY_RECORDED = (
     "aten::cosine_similarity"  # records no gradients for a part of itself, which a replay would record
 )
-NEEDS_CUDA = "aten::grid_sampler"  # asks cuDNN, which the CPU build has not
+NEEDS_CUDA = "aten::grid_sampler"  # queries cuDNN, which the CPU build lacks
 
 pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 

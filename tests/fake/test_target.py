@@ -130,11 +130,12 @@ def test_dropout_saves_the_targets_mask(target: Target, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize(("target", "megabytes"), [("cuda", 822), ("cpu", 906)])
 def test_gpt2_block_saves_the_published_sizes(target: Target, megabytes: int) -> None:
-    """A GPT-2 block (hidden 4096, 32 heads, 2 x 1024 tokens, fp16) saves 822 MB with CUDA's masks, 906 with the CPU's.
+    """A GPT-2 block (hidden 4096, 32 heads, 2 x 1024 tokens, fp16) saves 822 MB with CUDA's masks, 906 with
+    the CPU's.
 
-    In units of one activation, 16 MiB, with a = 8 of them per attention matrix: inputs of four Linears and two norms
-    (5 + 4), q, k, v (3), softmax and its dropout's output (2a), four of 4 for the GELU, and the masks of the dropouts
-    (a + 2 units, halved when boolean), plus two norms' statistics.
+    In units of one activation, 16 MiB, with a = 8 of them per attention matrix: inputs of four Linears and
+    two norms (5 + 4), q, k, v (3), softmax and its dropout's output (2a), four of 4 for the GELU, and the
+    masks of the dropouts (a + 2 units, halved when boolean), plus two norms' statistics.
     """
     unit, scores = 2 * 1024 * 4096 * 2, 8
     masks = (scores + 2) * unit // (2 if target == "cuda" else 1)
@@ -255,7 +256,9 @@ def test_contexts_nest_and_leave_no_trace() -> None:
 
 
 def test_cuda_target_leaves_real_training_alone() -> None:
-    """After a cuda target the process still trains on the CPU, forks random state, and has no accelerator to use."""
+    """After a cuda target the process still trains on the CPU, forks random state, and has no accelerator to
+    use.
+    """
     with FakeTarget("cuda") as fake:
         torch.zeros(2, device=fake.device, requires_grad=True).sum().backward()
     if not torch.cuda.is_available():

@@ -309,7 +309,7 @@ def test_plans_that_were_not_chosen_are_told_with_their_prices(longer: float, to
     cells = re.findall(r"<td[^>]*>(.*?)</td>", rows)
     step = format_seconds(other.step_seconds)
     assert cells == ["fewest devices", "1", "1", "2", "gpipe", "3.00 MiB", step, told_as, "--stages 1"]
-    assert "Fewest devices: 1 device" not in told  # in words it would be told twice
+    assert "Fewest devices: 1 device" not in told  # a sentence would repeat it
 
 
 def test_a_page_holds_peaks_against_budgets_that_leave_a_reserve() -> None:

@@ -44,7 +44,9 @@ PUBLISHED = [
     sampled(PUBLISHED, often=PUBLISHED[:2]),
 )
 def test_published_parameter_counts(layers: int, filters: int, count: int) -> None:
-    """AmoebaNet-D (L, F) has the parameters of the GPipe and mCAP papers in L + 6 layers, counted without memory."""
+    """AmoebaNet-D (L, F) has the parameters of the GPipe and mCAP papers in L + 6 layers, counted without
+    memory.
+    """
     with FakeTensorMode():
         chain = chain_of(layers=layers, filters=filters)
     assert parameters(chain) == count
@@ -103,7 +105,9 @@ def test_a_normal_cell_by_hand() -> None:
 
 
 def test_a_reduction_cell_by_hand() -> None:
-    """A reduction cell computes its five sums, striding where an operation reads an input, and joins states 4 to 6."""
+    """A reduction cell computes its five sums, striding where an operation reads an input, and joins states 4
+    to 6.
+    """
     torch.manual_seed(0)
     cell: Any = chain_of(**SMALL).get_submodule("reduction1")
     images, skip = torch.randn(2, 64, 8, 8), torch.randn(2, 48, 8, 8)

@@ -50,7 +50,9 @@ def test_parameters_are_those_of_the_closed_form(
 
 
 def test_published_parameter_count() -> None:
-    """The default is BERT base: 109,514,298 parameters with a tied decoder, so a vocabulary x hidden more untied."""
+    """The default is BERT base: 109,514,298 parameters with a tied decoder, so a vocabulary x hidden more
+    untied.
+    """
     with torch.device("meta"):
         chain = models.bert().build()
     assert isinstance(chain, nn.Module)
@@ -78,7 +80,9 @@ def test_a_span_head_has_two_scores_a_token() -> None:
 
 @pytest.mark.parametrize("mask", [True, False])
 def test_an_answer_stands_between_hidden_tokens(mask: bool) -> None:
-    """Targets are the places of hidden tokens in the text, in order; the loss is the mean of both cross entropies."""
+    """Targets are the places of hidden tokens in the text, in order; the loss is the mean of both cross
+    entropies.
+    """
     task = models.build("bert", **SMALL, head="span", mask=mask)
     inputs, places = task.batch(40)
     tokens = inputs[0] if mask else inputs
@@ -106,7 +110,9 @@ def test_layers_are_named_after_their_part_and_place() -> None:
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_block_is_a_postnorm_encoder_layer(attention: str, masked: bool) -> None:
-    """A block's output and input gradient are those of torch's own post-norm layer, same padding, same weights."""
+    """A block's output and input gradient are those of torch's own post-norm layer, same padding, same
+    weights.
+    """
     block = chain_of(attention=attention).get_submodule("block1")
     for parameter in block.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -185,7 +191,9 @@ def test_without_mask_all_are_tensors() -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_nothing_reads_the_padding(attention: str) -> None:
-    """Changing tokens in the padding leaves the text's logits as they were; changing the text changes them all."""
+    """Changing tokens in the padding leaves the text's logits as they were; changing the text changes them
+    all.
+    """
     chain = chain_of(attention=attention)
     tokens = torch.randint(31, (2, 10))
     mask = torch.arange(10) < torch.tensor([[5], [8]])

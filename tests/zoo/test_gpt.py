@@ -54,7 +54,9 @@ def test_published_parameter_count() -> None:
 
 
 def test_a_tied_head_is_the_embedding() -> None:
-    """With `tied` the default has the 124,439,808 parameters of GPT-2 small, and one weight gets both gradients."""
+    """With `tied` the default has the 124,439,808 parameters of GPT-2 small, and one weight gets both
+    gradients.
+    """
     with torch.device("meta"):
         assert parameters(models.gpt(tied=True).build()) == 124_439_808
     chain = chain_of(tied=True)
@@ -82,7 +84,9 @@ def test_layers_are_named_after_their_part_and_place() -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_block_is_a_prenorm_encoder_layer(attention: str) -> None:
-    """A block's output and input gradient are those of torch's own pre-norm layer, causally masked, same weights."""
+    """A block's output and input gradient are those of torch's own pre-norm layer, causally masked, same
+    weights.
+    """
     block = chain_of(attention=attention).get_submodule("block1")
     for parameter in block.parameters():
         nn.init.normal_(parameter, std=0.3)

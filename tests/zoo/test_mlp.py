@@ -60,7 +60,9 @@ def test_the_mean_tells_the_class() -> None:
 
 
 def test_loss_of_microbatches() -> None:
-    """The mean of the losses of equal microbatches is the loss of the batch; uniform logits lose log(classes)."""
+    """The mean of the losses of equal microbatches is the loss of the batch; uniform logits lose
+    log(classes).
+    """
     torch.manual_seed(0)
     task = models.build("mlp", classes=7)
     outputs, (_, targets) = torch.randn(6, 7), task.batch(6)

@@ -61,7 +61,9 @@ def test_layers_are_named_after_their_part_and_place() -> None:
 
 
 def test_sides_and_channels() -> None:
-    """The stem quarters the image; every group but the first halves it; channels are four times the inner ones."""
+    """The stem quarters the image; every group but the first halves it; channels are four times the inner
+    ones.
+    """
     chain, values, shapes = chain_of(**SMALL), build("resnet", **SMALL).batch(2)[0], []
     for layer in chain:
         values = layer(values)
@@ -94,7 +96,9 @@ def test_a_block_by_hand(name: str, inplace: bool) -> None:
 
 
 def test_inplace_is_a_setting() -> None:
-    """Every ReLU is in place by default, as torchvision's are, and none with `inplace=False`; weights are the same."""
+    """Every ReLU is in place by default, as torchvision's are, and none with `inplace=False`; weights are the
+    same.
+    """
     for inplace in (True, False):
         chain = described(**SMALL, inplace=inplace)
         assert {module.inplace for module in chain.modules() if isinstance(module, nn.ReLU)} == {inplace}

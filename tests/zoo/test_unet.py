@@ -87,7 +87,9 @@ def test_the_skips_carry_the_details() -> None:
 
 
 def test_one_block_by_hand() -> None:
-    """A block's first convolution changes the channels, and each is followed by instance norm and leaky ReLU."""
+    """A block's first convolution changes the channels, and each is followed by instance norm and leaky
+    ReLU.
+    """
     chain = chain_of(**SMALL | {"convolutions": 3})
     sizes = [(layer.conv.in_channels, layer.conv.out_channels) for layer in map(chain.get_submodule, BLOCKS)]
     assert sizes == [*[(4, 8), (8, 8), (8, 8)], *[(8, 16), (16, 16), (16, 8)], *[(16, 4), (4, 4), (4, 4)]]
@@ -104,7 +106,9 @@ BLOCKS = [f"{block}_{place}" for block in ("encode2", "bottom", "decode2") for p
 
 
 def test_targets_are_per_pixel() -> None:
-    """Every pixel has a class, that of its patch; the patches are as large as a pixel of the deepest images."""
+    """Every pixel has a class, that of its patch; the patches are as large as a pixel of the deepest
+    images.
+    """
     images, targets = build("unet", **SMALL | {"image_size": 16, "channels": 2}).batch(3)
     assert images.shape == (3, 2, 16, 16)
     assert targets.shape == (3, 16, 16)

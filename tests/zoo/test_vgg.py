@@ -21,7 +21,9 @@ def parameters(module: nn.Module) -> int:
 
 
 def test_published_parameter_count() -> None:
-    """The default has torchvision's 132,863,336 parameters, 102,764,544 of them in the first fully connected layer."""
+    """The default has torchvision's 132,863,336 parameters, 102,764,544 of them in the first fully connected
+    layer.
+    """
     chain = chain_of()
     assert parameters(chain) == 132_863_336
     assert parameters(chain.get_submodule("fc1")) == 102_764_544
@@ -83,7 +85,9 @@ def test_any_image_size(size: int) -> None:
 
 @pytest.mark.parametrize("width", [2, 16])
 def test_signals_keep_their_scale(width: int) -> None:
-    """At the start, logits and the gradient at the first layer are neither vanishing nor exploding, at any width."""
+    """At the start, logits and the gradient at the first layer are neither vanishing nor exploding, at any
+    width.
+    """
     torch.manual_seed(0)
     task = build("vgg11", width=width, image_size=64, num_classes=10)
     chain = task.build()
