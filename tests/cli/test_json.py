@@ -112,7 +112,7 @@ def test_a_result_is_one_document(line: str, keys: set[str], capsys: pytest.Capt
 def test_an_answer_is_what_its_schema_says(
     line: str, code: int, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every field is present, with its type, and there are no others."""
+    """The answer has exactly the fields of its schema, with their types."""
     save(make_plan(PLAN.profile, (3, 3)), "other.json")
     found = told(f"{line} --json", capsys, code)
     assert TypeAdapter(ANSWERS[kind]).validate_json(json.dumps(found), strict=True) == found

@@ -36,9 +36,7 @@ def recomputing(plan: Plan, start: int, stop: int, why: str = "") -> Plan:
 
 
 def test_a_plan_beside_itself_is_the_same() -> None:
-    """A plan compared with itself has no changed options, no moved layers, and no difference in bytes or
-    seconds.
-    """
+    """A plan compared with itself shows the same options, layers, bytes and seconds."""
     plan = make_plan(PROFILE, (2, 4))
     found = difference_of_plans(plan, plan)
     assert (found.asked, found.changes) == ((), ())
@@ -201,7 +199,7 @@ def test_what_was_asked_otherwise_is_told() -> None:
 
 
 def test_traces_of_other_devices_are_told_apart() -> None:
-    """A device in only one trace has no peak in the other; `compare` would refuse them."""
+    """A device in only one trace lacks a peak in the other; `compare` would refuse them."""
     one, two = simulate(make_plan(PROFILE, (2, 4))), simulate(make_plan(PROFILE, (2, 2, 2)))
     found = difference_of_traces(one, two)
     assert [row.before_bytes for row in found.devices] == [*one.peak_bytes, None]

@@ -67,7 +67,7 @@ def test_more_microbatches_leave_less_waiting() -> None:
 
 
 def test_the_grid_has_the_plans_own_place_and_a_row_for_each_position() -> None:
-    """Controls start at the plan's position; an asynchronous schedule has no grid."""
+    """Controls start at the plan's position; a plan with an asynchronous schedule is without a grid."""
     data = grid_of(PLAN)
     assert len(data["rows"]) == len(list(product(*data["axes"])))
     assert [axis[place] for axis, place in zip(data["axes"], places_of(PLAN), strict=True)] == [

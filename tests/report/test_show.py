@@ -18,8 +18,8 @@ carried out 2: 1SEND_B0"""
 
 
 def test_a_program_is_shown_with_all_that_its_actions_name() -> None:
-    """Bundles and transfers joined by other bodies are shown next to the actions; a device without any has no
-    paragraph.
+    """Bundles and transfers joined by other bodies are shown next to the actions; devices without actions are
+    left out.
     """
     head, *lines = describe(parse_program(TEXT, placement=((0,), (2,)), microbatches=1))
     assert head == "program of 2 stages and 1 microbatch"
