@@ -12,7 +12,7 @@ from made_up import AMPLE, devices, plain, skewed
 from pipefit.errors import UsageError
 from pipefit.planner import arrangements, plan
 from pipefit.planner.hybrid import Hybrid, Least, fastest
-from pipefit.planner.hybrid import fastest as fitting
+from pipefit.planner.hybrid import fastest_plans as fitting
 from pipefit.planner.problem import Question
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training

@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from pipefit.lowering import lower
 from pipefit.runtime.comm import transport
@@ -33,8 +32,8 @@ def begun_of(tensors: list[Any]) -> tuple[list[Any], list[Any]]:
         return what
 
     start, end = (
-        mock.patch.object(ProcessGroup, name, lambda group, device, name=name: called((name, device)))
-        for name in ("_start_coalescing", "_end_coalescing")
+        mock.patch.object(transport, name, lambda group, device, name=name: called((name, device)))
+        for name in ("start_coalescing", "end_coalescing")
     )
     with start, end:
         works = begin_together(None, tensors, [partial(called, n) for n in range(len(tensors))])  # type: ignore[arg-type]
@@ -46,7 +45,7 @@ def test_on_a_gpu_they_are_one(count: int) -> None:
     """NCCL transfers are coalesced between a start and an end, and waited for together; a single one too,
     because torch would make a separate communicator for it.
     """
-    start, end = (("_start_coalescing", OnGpu.device), ("_end_coalescing", OnGpu.device))
+    start, end = (("start_coalescing", OnGpu.device), ("end_coalescing", OnGpu.device))
     assert begun_of([OnGpu()] * count) == ([start, *range(count), end], [end])
 
 
@@ -55,8 +54,8 @@ def test_what_cannot_begin_holds_nothing_back(ends: Exception | None) -> None:
     """A transfer that fails to begin does not block the group's next transfers, and its error is raised."""
     begins = [mock.Mock(), mock.Mock(side_effect=RuntimeError("a peer is gone"))]
     with (
-        mock.patch.object(ProcessGroup, "_start_coalescing"),
-        mock.patch.object(ProcessGroup, "_end_coalescing", side_effect=ends) as end,
+        mock.patch.object(transport, "start_coalescing"),
+        mock.patch.object(transport, "end_coalescing", side_effect=ends) as end,
         pytest.raises(RuntimeError, match="a peer is gone"),
     ):
         begin_together(None, [OnGpu(), OnGpu()], begins)  # type: ignore[arg-type, list-item]

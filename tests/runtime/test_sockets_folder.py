@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from pipefit.runtime.launch import processes
+from pipefit.runtime.launch import sockets_folder
 
 SECONDS = 300  # for a loaded machine
 SCRIPT = f"""
 import os, signal, sys
-sys.path.insert(0, {str(Path(processes.__file__).parent)!r})
+sys.path.insert(0, {str(Path(sockets_folder.__file__).parent)!r})
 import sockets_folder
 from multiprocessing.util import get_temp_dir
 def mkdir(folder, mode):
@@ -68,7 +68,7 @@ def test_what_the_program_made_before_stays_its_own(tmp_path: Path, monkeypatch:
     unchanged.
     """
     monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(processes, "get_temp_dir", (tmp_path / "theirs").mkdir)
-    processes.make_sockets_folder()
+    monkeypatch.setattr(sockets_folder, "get_temp_dir", (tmp_path / "theirs").mkdir)
+    sockets_folder.make_sockets_folder()
     assert tempfile.tempdir is None
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]

@@ -179,15 +179,15 @@ def _holds_fakes(module: nn.Module) -> bool:
 # ---- Sending weights between workers
 
 
-def _numbers(plan: Plan, worker: int) -> Iterator[int]:
-    """Yield the numbers of the layers of a worker's stages."""
+def _numbers(chain: Chain, plan: Plan, worker: int) -> Iterator[int]:
+    """Yield the numbers of the layers of a worker's stages, of a chain that may be another model's."""
     for number in plan.stages_of(plan.workers[worker]):
-        yield from range(plan.stages[number].start, plan.stages[number].stop)
+        yield from range(plan.stages[number].start, min(plan.stages[number].stop, len(chain.layers)))
 
 
 def _own(chain: Chain, plan: Plan, worker: int) -> list[ChainLayer]:
     """Return the layers of a worker's stages."""
-    return [chain.layers[number] for number in _numbers(plan, worker)]
+    return [chain.layers[number] for number in _numbers(chain, plan, worker)]
 
 
 def _tensors(chain: Chain, plan: Plan, worker: int, kept: Mapping[int, Container[int]]) -> list[Tensor]:
@@ -197,7 +197,7 @@ def _tensors(chain: Chain, plan: Plan, worker: int, kept: Mapping[int, Container
     tensors of its layers.
     """
     result: dict[tuple[bool, int], Tensor] = {}
-    for number in _numbers(plan, worker):
+    for number in _numbers(chain, plan, worker):
         layer = chain.layers[number]
         parameters = tuple(layer.module.parameters()) if number in kept[plan.workers[worker]] else ()
         for parameter in _strided(parameters):

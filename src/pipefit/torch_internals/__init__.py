@@ -6,6 +6,7 @@ the others.
 """
 
 import torch
+import torch.distributed
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,10 +18,12 @@ __all__ = [
     "TorchDispatchMode",
     "backward_id",
     "below_autograd",
+    "end_coalescing",
     "is_functorch_tensor",
     "negative_view",
     "pytree",
     "saved_tensors_hooks_on_top",
+    "start_coalescing",
     "storage_uses",
     "unscale_gradients",
     "without_dispatch_modes",
@@ -37,3 +40,5 @@ negative_view = torch._neg_view
 below_autograd = torch._C._AutoDispatchBelowAutograd
 without_torch_function = torch._C.DisableTorchFunction
 is_functorch_tensor = torch._C._functorch.is_functorch_wrapped_tensor
+start_coalescing = torch.distributed.ProcessGroup._start_coalescing
+end_coalescing = torch.distributed.ProcessGroup._end_coalescing

@@ -29,7 +29,7 @@ from pipefit.schema.actions import SENDS, Action, Kind, Message, Placement, coll
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Channel, Program, channel, channels
 from pipefit.tensor_parallel import Collectives, Loan, ProcessGroupCollectives
-from pipefit.torch_internals.process_groups import end_coalescing, start_coalescing
+from pipefit.torch_internals import end_coalescing, start_coalescing
 
 # ---- Transfers of several tensors
 # NCCL executes a message or collective of several tensors as one, in one kernel with one latency. A message
