@@ -9,7 +9,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,6 +16,7 @@ import pytest
 
 from pipefit.cli import main
 from pipefit.processes import beside, forking, forks_left
+from process_tree import is_running
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has forks of this kind")
 
@@ -28,20 +28,12 @@ def _two_cores() -> Any:
         yield
 
 
-def is_there(process: int) -> bool:
-    """Return whether a process runs; one that has ended without being waited for does not."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def is_gone(process: int) -> bool:
     """Return whether a process ends within a while."""
     deadline = time.monotonic() + 60
-    while is_there(process) and time.monotonic() < deadline:
+    while is_running(process) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return not is_there(process)
+    return not is_running(process)
 
 
 def asleep() -> None:
@@ -190,9 +182,9 @@ def test_a_fork_ends_when_nobody_asks_for_it() -> None:
         files = len(os.listdir("/proc/self/fd"))
         process, sleeping = beside(own, asleep)
         found = process()
-        assert is_there(found)
+        assert is_running(found)
         del process, sleeping
-        assert not is_there(found)
+        assert not is_running(found)
         assert len(os.listdir("/proc/self/fd")) == files
 
 
@@ -220,7 +212,7 @@ def test_a_fork_ends_with_its_process(how: signal.Signals, does: str) -> None:
     ) as process:
         assert process.stdout is not None
         fork = int(process.stdout.readline())
-        assert is_there(fork)
+        assert is_running(fork)
         process.send_signal(how)
         try:
             process.wait(60)

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from process_tree import is_running
 from sampled import sampled
 
 HERE = Path(__file__).parents[2] / "benchmarks" / "gpu"
@@ -176,8 +177,8 @@ def test_what_is_ended_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.Monkey
     done = alone("constants", Namespace(kind="hgx-h100", scale="dry"), 1.5)
     assert done["rows"] == [row]
     assert done["failure"] == "longer than 2 s, which were left"
-    stat, deadline = Path(f"/proc/{child.read_text()}/stat"), time.monotonic() + 60
-    while stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] not in "ZX":
+    deadline = time.monotonic() + 60
+    while is_running(int(child.read_text())):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert concluded([done], []) == 1

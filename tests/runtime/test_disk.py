@@ -29,6 +29,7 @@ from pipefit.schema.decisions import Decision, SavedTensors, What
 from pipefit.schema.devices import Link, parse_place
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import Stream
+from process_tree import descendants, open_files
 from samples import samples
 from tiny import batch_of, plan_of
 
@@ -52,29 +53,10 @@ def emulated(folder: Path | None = None, *, disk_bytes: int = 1 << 20, host_byte
     return replace(cluster, hosts=(replace(cluster.hosts[0], memory_bytes=host_bytes),))
 
 
-def open_files(folder: Path) -> list[str]:
+def files_in(folder: Path) -> list[str]:
     """Return the files in a folder that this process or its descendants have open."""
-    return [found for process in family(os.getpid()) for found in files_of(process) if str(folder) in found]
-
-
-def family(process: int) -> list[int]:
-    """Return a process and its descendants."""
-    try:
-        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    except OSError:  # it has ended
-        return []
-    return [process, *(one for child in children for one in family(int(child)))]
-
-
-def files_of(process: int) -> list[str]:
-    """Return the open files of a process."""
-    found = []
-    for link in Path(f"/proc/{process}/fd").glob("*"):
-        try:
-            found.append(os.readlink(link))
-        except OSError:
-            continue
-    return found
+    family = (os.getpid(), *descendants(os.getpid()))
+    return [name for process in family for name in open_files(process) if str(folder) in name]
 
 
 def slot_in(folder: Path, nbytes: int, buffer_bytes: int) -> DiskSlot:
@@ -130,9 +112,9 @@ def test_a_file_has_its_blocks_from_the_start_and_no_name(tmp_path: Path) -> Non
     file = nameless_file(Arena(DISK, 0, 3, 1 << 20), str(tmp_path))
     assert os.fstat(file.fileno()).st_blocks * 512 >= 3 << 20
     assert os.listdir(tmp_path) == []
-    assert len(open_files(tmp_path)) == 1
+    assert len(files_in(tmp_path)) == 1
     file.close()
-    assert open_files(tmp_path) == []
+    assert files_in(tmp_path) == []
 
 
 @pytest.mark.parametrize(("outward", "words"), [(True, "written to"), (False, "read from")])
@@ -167,11 +149,11 @@ def test_workers_move_to_the_disk_what_one_process_moves(tmp_path: Path) -> None
     seen: list[tuple[int, list[str]]] = []
 
     def look(*_: Any) -> None:
-        seen.append((len(open_files(tmp_path)), os.listdir(tmp_path)))
+        seen.append((len(files_in(tmp_path)), os.listdir(tmp_path)))
 
     losses, trace = pipefit.train(make_chain, plan, steps=2, on_step=look)
     assert seen[0] == (2, [])
-    assert open_files(tmp_path) == []
+    assert files_in(tmp_path) == []
     assert samples(trace) == samples(certify(make_chain(), plan, steps=2))
     trainers = [Trainer(make_chain(), one) for one in (plan, replace(plan, decisions=()))]
     for step in range(2):
@@ -188,7 +170,7 @@ def test_without_a_named_folder_files_are_where_temporary_ones_are(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     plan = to_disk(emulated())
     trainer = Trainer(make_chain(), plan)
-    assert len(open_files(tmp_path)) == 1
+    assert len(files_in(tmp_path)) == 1
     trainer.step(batch_of(make_chain(), plan))
 
 
@@ -198,7 +180,7 @@ def test_a_worker_that_dies_leaves_nothing_on_the_disk(tmp_path: Path, accident:
     with pytest.raises(WorkerFailed, match="worker 1"):
         pipefit.train(partial(make_chain, accident), to_disk(emulated(tmp_path)), steps=2)
     assert mp.active_children() == []
-    assert os.listdir(tmp_path) == [] and open_files(tmp_path) == []
+    assert os.listdir(tmp_path) == [] and files_in(tmp_path) == []
 
 
 def test_copies_take_the_time_of_the_disk(tmp_path: Path) -> None:

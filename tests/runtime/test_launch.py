@@ -42,6 +42,7 @@ from pipefit.runtime.launch import launch
 from pipefit.runtime.launch.launch import Watch
 from pipefit.runtime.launch.processes import forks, start, tunables
 from pipefit.schema.plan import Plan
+from process_tree import children, command
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 300  # for a loaded machine; a worker needs about four
@@ -65,34 +66,29 @@ def _sleep_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """Check after every test that workers are gone, even as zombies, as soon as the fork server has checked."""
-    before = set(children())
+    before = set(own_children())
     yield
     assert mp.active_children() == []
     until = time.monotonic() + 60
-    while not set(children()) <= before and time.monotonic() < until:
+    while not set(own_children()) <= before and time.monotonic() < until:
         time.sleep(0.01)
-    assert set(children()) <= before
+    assert set(own_children()) <= before
 
 
-def children(of: str = "") -> list[str]:
+def own_children() -> list[str]:
     """Return the command lines of this process's and its fork server's children, except multiprocessing's two
     helpers and their folder's remover, which stay.
     """
-    found, parent = [], of or str(os.getpid())
-    for number in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-        command = Path(f"/proc/{number}/cmdline").read_bytes().decode().replace("\0", " ")
-        if not of and "multiprocessing.forkserver import main" in command:
-            found += children(number)
-        elif not any(word in command for word in ("resource_tracker", "rmtree(sys.argv[1]")):
-            found.append(f"{number} {command}")
-    return found
+    mine, server = children(os.getpid()), fork_servers()
+    listed = [n for n in mine if n not in server] + [n for process in server for n in children(process)]
+    commands = {number: command(number) for number in listed}
+    stays = ("resource_tracker", "rmtree(sys.argv[1]")
+    return [f"{n} {line}" for n, line in commands.items() if not any(word in line for word in stays)]
 
 
 def fork_servers() -> list[int]:
     """Return the running fork servers of this process."""
-    listed = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    commands = {number: Path(f"/proc/{number}/cmdline").read_bytes() for number in listed}
-    return [int(number) for number, command in commands.items() if b"multiprocessing.forkserver" in command]
+    return [n for n in children(os.getpid()) if "multiprocessing.forkserver import main" in command(n)]
 
 
 FAILED_FIRST = "worker 1 (device 1, layer 2)"
@@ -278,7 +274,7 @@ def test_without_the_fork_server_a_worker_ends_as_it_ends(dies: bool) -> None:
     def kill(report: StepReport) -> None:
         if report.step == 1:
             (server,) = fork_servers()
-            (_, last) = [int(line.split()[0]) for line in children(str(server))]
+            (_, last) = children(server)
             os.kill(server, signal.SIGKILL)
             if dies:
                 os.kill(last, signal.SIGKILL)

@@ -25,6 +25,7 @@ from pipefit.schema.actions import Action, Kind
 from pipefit.schema.decisions import Decision, Run, SavedTensors, What
 from pipefit.schema.devices import Link, parse_place
 from pipefit.schema.plan import Plan
+from process_tree import command, descendants, is_running, mappings, open_files
 from tiny import plan_of
 
 ROOT = Path(__file__).parents[2]
@@ -62,36 +63,15 @@ def points(device: int) -> list[Action]:
 # -------------------------------------------------------------------- leftovers
 
 
-def descendants(of: int) -> list[int]:
-    """Return a process's descendants."""
-    try:
-        own = Path(f"/proc/{of}/task/{of}/children").read_text().split()
-    except OSError:  # it has ended
-        return []
-    return [number for child in map(int, own) for number in (child, *descendants(child))]
-
-
 def helpers() -> set[int]:
     """Return multiprocessing's two processes and their folder's remover, which stay."""
-    words = (b"multiprocessing.forkserver import main", b"resource_tracker", b"rmtree(sys.argv[1]")
-    return {
-        n
-        for n in descendants(os.getpid())
-        if any(w in Path(f"/proc/{n}/cmdline").read_bytes() for w in words)
-    }
+    words = ("multiprocessing.forkserver import main", "resource_tracker", "rmtree(sys.argv[1]")
+    return {n for n in descendants(os.getpid()) if any(word in command(n) for word in words)}
 
 
 def nameless(process: int) -> list[str]:
     """Return pipefit's memory files that a process has open or mapped."""
-    found = [
-        line for line in Path(f"/proc/{process}/maps").read_text().splitlines() if "memfd:pipefit" in line
-    ]
-    for file in Path(f"/proc/{process}/fd").iterdir():
-        try:
-            found += [name for name in (os.readlink(file),) if "memfd:pipefit" in name]
-        except OSError:  # the one that lists them
-            continue
-    return found
+    return [line for line in (*mappings(process), *open_files(process)) if "memfd:pipefit" in line]
 
 
 def left(folder: Path, shared: set[str]) -> list[str]:
@@ -201,7 +181,7 @@ def test_a_parent_that_is_killed_leaves_nothing(word: str, monkeypatch: pytest.M
             parent.kill()
     until = time.monotonic() + SECONDS
     while found := [
-        *filter(alive, started),
+        *filter(is_running, started),
         *(p.name for p in folder.iterdir() if not p.name.startswith(THEIRS[1])),
     ]:
         assert time.monotonic() < until, found
@@ -209,11 +189,3 @@ def test_a_parent_that_is_killed_leaves_nothing(word: str, monkeypatch: pytest.M
     for path in folder.iterdir():
         path.rmdir()
     folder.rmdir()
-
-
-def alive(number: int) -> bool:
-    """Check that this process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

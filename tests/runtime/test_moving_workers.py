@@ -25,6 +25,7 @@ from pipefit.schema.devices import Host, Link, parse_place
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import Stream, Trace
 from pipefit.simulator import simulate
+from process_tree import descendants, mappings
 from samples import samples
 from tiny import plan_of
 
@@ -50,17 +51,10 @@ def moved(plan: Plan, *places: str, behind: int = 1, ahead: int = 0) -> Plan:
     return replace(plan, decisions=decisions)
 
 
-def segments(process: int | None = None) -> list[str]:
+def segments() -> list[str]:
     """Return the arenas that this process or its descendants have mapped."""
-    number = process or os.getpid()
-    try:
-        found = [
-            line for line in Path(f"/proc/{number}/maps").read_text().splitlines() if "pipefit-arena" in line
-        ]
-        children = Path(f"/proc/{number}/task/{number}/children").read_text().split()
-    except OSError:  # it has ended
-        return []
-    return found + [line for child in children for line in segments(int(child))]
+    family = (os.getpid(), *descendants(os.getpid()))
+    return [line for process in family for line in mappings(process) if "pipefit-arena" in line]
 
 
 def test_workers_move_what_one_process_moves() -> None:

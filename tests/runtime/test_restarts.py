@@ -28,6 +28,7 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.texts import counted
+from process_tree import children, environment
 from resuming import SEED, mortal, named, plan_for, undisturbed
 
 SPLIT = (3, 3)
@@ -263,7 +264,7 @@ def test_a_script_of_ones_own_is_started_again_by_torchrun(tmp_path: Path) -> No
 
 def worker_of(torchrun: int, rank: str) -> int:
     """Return the process of torchrun's worker of that rank."""
-    for child in Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split():
-        if f"\0RANK={rank}\0".encode() in Path(f"/proc/{child}/environ").read_bytes():
-            return int(child)
+    for child in children(torchrun):
+        if f"RANK={rank}" in environment(child):
+            return child
     raise AssertionError("there is none")

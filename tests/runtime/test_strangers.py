@@ -28,6 +28,7 @@ from pipefit.runtime.comm.transport import TOKEN
 from pipefit.runtime.launch.launch import _Supervisor
 from pipefit.runtime.launch.orders import Orders
 from pipefit.runtime.launch.processes import forks, start
+from process_tree import children, open_files
 from resuming import SEED, patient, plan_for, undisturbed
 
 ROOT = Path(__file__).parents[2]
@@ -37,12 +38,7 @@ STEPS = 6
 
 def ports(process: int) -> list[tuple[str, int]]:
     """Return the address and port of every TCP socket at which a process listens."""
-    inodes = set[str]()
-    for file in Path(f"/proc/{process}/fd").iterdir():
-        try:
-            inodes.add(os.readlink(file).removeprefix("socket:[").removesuffix("]"))
-        except OSError:  # closed meanwhile
-            continue
+    inodes = {name.removeprefix("socket:[").removesuffix("]") for name in open_files(process)}
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     found = [row[1].split(":") for row in rows if row[3] == LISTENING and row[9] in inodes]
     return [(socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)) for address, port in found]
@@ -199,11 +195,10 @@ def test_under_torchrun_a_stranger_costs_one_of_its_restarts(restarts: int, tmp_
         stderr=subprocess.PIPE,
         text=True,
     ) as run:
-        children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
         while run.poll() is None:
-            with suppress(OSError):
-                for child in children.read_text().split() if len(met) < 3 else ():
-                    impersonate(int(child), met, "leaves", tmp_path / "flags")
+            for child in children(run.pid) if len(met) < 3 else ():
+                with suppress(OSError):
+                    impersonate(child, met, "leaves", tmp_path / "flags")
             time.sleep(0.01)
         out, err = run.communicate()
     assert len(met) == 3 and "PeerLost" in err
