@@ -1,28 +1,78 @@
-"""A page in a browser after its script has run."""
+"""Pages in Chromium, driven by Playwright."""
 
 from __future__ import annotations
 
 import shutil
-import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
+_READY = "document.documentElement.dataset.ready === 'yes'"
 
 
-def browsed(made: str, folder: Path, *, dark: bool = False) -> str:
-    """Return a page as a light or dark browser renders it; skip the test without a browser."""
+class Opened:
+    """An open page whose script is ready. `complaints` are console errors, exceptions, and policy violations."""
+
+    def __init__(self, page: Any, file: Path) -> None:
+        self.page, self.complaints = page, list[str]()
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("console", self._heard)
+        self._protocol = page.context.new_cdp_session(page)
+        self._protocol.send("Performance.enable", {"timeDomain": "threadTicks"})
+        page.goto(file.as_uri())
+        page.wait_for_function(_READY)
+
+    def _heard(self, message: Any) -> None:
+        if message.type in ("error", "warning", "assert"):
+            self.complaints.append(message.text)
+
+    def cpu_seconds(self) -> float:
+        """Return the total time of the page's tasks on its thread."""
+        metrics = self._protocol.send("Performance.getMetrics")["metrics"]
+        return next(float(metric["value"]) for metric in metrics if metric["name"] == "TaskDuration")
+
+    def evaluate(self, expression: str) -> Any:
+        """Evaluate an expression or await its promise."""
+        return self.page.evaluate(expression)
+
+    def press(self, *keys: str) -> None:
+        """Press keys one after the other."""
+        for key in keys:
+            self.page.keyboard.press(key)
+
+
+Opener = Callable[..., Opened]
+
+
+@contextmanager
+def browsing(folder: Path) -> Iterator[Opener]:
+    """Start a browser; skip the test without one.
+
+    Yields a function that opens the HTML of a page, in a window of `width` pixels, light or `dark`.
+    """
     if CHROMIUM is None:
         pytest.skip("needs chromium")
+    from playwright.sync_api import sync_playwright
+
     file = folder / "page.html"
-    file.write_text(made, encoding="utf-8")
-    command = [
-        str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}",
-        "--window-size=1280,1000", "--virtual-time-budget=5000",
-        f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--dump-dom", file.as_uri(),
-    ]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+
+        def opened(made: str, *, width: int = 1280, dark: bool = False) -> Opened:
+            for context in browser.contexts:
+                context.close()
+            file.write_text(made, encoding="utf-8")
+            context = browser.new_context(
+                viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light"
+            )
+            return Opened(context.new_page(), file)
+
+        yield opened
+        browser.close()
 
 
 # A function of a page: every text, control and focused control with too little contrast (WCAG 2.2, 1.4.3 and

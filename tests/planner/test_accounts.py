@@ -41,7 +41,7 @@ def test_each_technique_is_told_by_what_the_plan_would_be_without_it() -> None:
     whole = Simulation(plan)
     found, left_out = accounts(plan, whole)
     assert not left_out
-    assert [(one.what, one.layers) for one in found] == [("move to host", 1), ("recompute", 2)]
+    assert [(one.what, one.layers) for one in found] == [("offload to host", 1), ("recompute", 2)]
     for one, other in zip(found, reversed(plan.decisions), strict=True):
         without = Simulation(replace(plan, decisions=tuple(d for d in plan.decisions if d is not other)))
         assert one.freed_bytes == without.peak_bytes[0] - whole.peak_bytes[0] > 0
@@ -51,7 +51,7 @@ def test_each_technique_is_told_by_what_the_plan_would_be_without_it() -> None:
 
 def test_a_table_tells_what_is_hidden_and_what_a_gib_costs() -> None:
     """The table fits eighty columns, also for offloads over many devices."""
-    long = "move to " + "+".join(f"device{n}*{n + 1}" for n in range(8))
+    long = "offload to " + "+".join(f"device{n}*{n + 1}" for n in range(8))
     rows = [
         Compaction(stage=0, what=long, layers=3, freed_bytes=1 << 31, added_seconds=0.0),
         Compaction(stage=1, what="recompute", layers=12, freed_bytes=1 << 31, added_seconds=4.0),

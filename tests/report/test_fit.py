@@ -83,5 +83,5 @@ def test_the_chart_has_a_point_for_every_value_higher_where_more_is_needed() -> 
 def test_the_page_of_a_search_shows_the_plan_too_and_no_tag_of_a_name() -> None:
     """The page has the tried values and the plan that fits; a name with a tag in it is text there."""
     made = fit_page(example())
-    assert "layers=4 is the largest that fits" in made and "What fills each device at its peak" in made
+    assert "layers=4 is the largest that fits" in made and "Peak memory of each device" in made
     assert "mine &lt;b&gt;" in made and "mine <b>" not in made

@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from opened import Opened, opened
+from browser import Opener
 from pipefit.report.page import page
 from pipefit.schema.plan import Alternative, Plan
 from report.test_page import planned, with_copies
 
 SECONDS = 1.0  # in which a page is open
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
-    """Open one browser for all pages."""
-    with opened(tmp_path_factory.mktemp("browser")) as one:
-        yield one
-
-
-def shown(browser: Opened, folder: Path, made: str, *, width: int = 1280) -> Opened:
-    """Return the browser with this page open."""
-    (folder / "page.html").write_text(made, encoding="utf-8")
-    browser.load(folder / "page.html", width=width)
-    return browser
 
 
 def with_all_sections() -> Plan:
@@ -49,20 +33,18 @@ def with_all_sections() -> Plan:
     [(4, 40), pytest.param(32, 256, marks=pytest.mark.gallery)],
     ids=["4", "32 devices"],
 )
-def test_a_page_opens_within_a_second(
-    browser: Opened, tmp_path: Path, devices: int, microbatches: int
-) -> None:
+def test_a_page_opens_within_a_second(opened: Opener, devices: int, microbatches: int) -> None:
     """The limit applies to the processor seconds of the page's thread until everything is drawn, independent
     of machine load.
     """
     made = page(planned(layers=devices + 8, devices=devices, microbatches=microbatches))
-    assert 0 < shown(browser, tmp_path, made).cpu_seconds() < SECONDS
+    assert 0 < opened(made).cpu_seconds() < SECONDS
 
 
-def test_devices_that_do_nothing_take_no_room_in_the_timeline(browser: Opened, tmp_path: Path) -> None:
+def test_devices_that_do_nothing_take_no_room_in_the_timeline(opened: Opener) -> None:
     """Of three devices, the two with stages have rows; each of the three has its bar and can be chosen."""
     made = replace(planned(devices=2), cluster=planned(devices=3).cluster, prediction=None)
-    at = shown(browser, tmp_path, page(made))
+    at = opened(page(made))
     labels = "[...document.querySelectorAll('#timeline text')].map((one) => one.textContent)"
     assert [one for one in at.evaluate(labels) if one.startswith("device")] == ["device 0", "device 1"]
     assert at.evaluate("document.querySelectorAll('button.device').length") == 3
@@ -70,13 +52,11 @@ def test_devices_that_do_nothing_take_no_room_in_the_timeline(browser: Opened, t
     assert at.evaluate("document.getElementById('device').value") == "2" and at.complaints == []
 
 
-def test_keys_that_are_pressed_walk_through_the_page_and_nothing_complains(
-    browser: Opened, tmp_path: Path
-) -> None:
+def test_keys_that_are_pressed_walk_through_the_page_and_nothing_complains(opened: Opener) -> None:
     """The tab key reaches the timeline and the sliders; the arrow keys read actions and move the controls
     there.
     """
-    at = shown(browser, tmp_path, page(with_all_sections()))
+    at = opened(page(with_all_sections()))
     where = "document.activeElement.id || document.activeElement.dataset.axis"
 
     def go_to(name: str) -> None:
@@ -97,22 +77,22 @@ def test_keys_that_are_pressed_walk_through_the_page_and_nothing_complains(
     assert at.complaints == []
 
 
-def test_complaints_are_heard(browser: Opened, tmp_path: Path) -> None:
+def test_complaints_are_heard(opened: Opener) -> None:
     """Console messages, exceptions, and policy violations are recorded."""
     wrong = """<script>console.error("written"); (async () => { throw new Error("thrown"); })();</script>
     <img src="https://example.invalid/picture.png"></body>"""
-    at = shown(browser, tmp_path, page(planned()).replace("</body>", wrong))
+    at = opened(page(planned()).replace("</body>", wrong))
     at.evaluate("new Promise((done) => setTimeout(done, 50))")
     found, at.complaints = " ".join(at.complaints), []
     assert "written" in found and "thrown" in found and "Content Security Policy" in found
 
 
-def test_a_page_is_read_on_paper(browser: Opened, tmp_path: Path) -> None:
+def test_a_page_is_read_on_paper(opened: Opener) -> None:
     """On A4, bars and legends have their colours, the text is not cut at the side, and controls are
     hidden.
     """
-    at = shown(browser, tmp_path, page(with_all_sections()), width=720)
-    at.ask("Emulation.setEmulatedMedia", media="print")
+    at = opened(page(with_all_sections()), width=720)
+    at.page.emulate_media(media="print")
     wide = '[...document.querySelectorAll(".wide, section, .device")]'
     cut = "one.getClientRects().length && one.scrollWidth > one.clientWidth + 1"
     assert at.evaluate(f"{wide}.filter((one) => {cut}).map((one) => one.textContent)") == []
@@ -121,5 +101,4 @@ def test_a_page_is_read_on_paper(browser: Opened, tmp_path: Path) -> None:
     assert at.evaluate(coloured) is True
     controls = '[...document.querySelectorAll("button:not(.device), select, input")]'
     assert at.evaluate(f"{controls}.filter((one) => one.getClientRects().length).length") == 0
-    assert at.printed().startswith(b"%PDF") and at.complaints == []
-    at.ask("Emulation.setEmulatedMedia", media="")
+    assert at.page.pdf(width="8.27in", height="11.69in").startswith(b"%PDF") and at.complaints == []

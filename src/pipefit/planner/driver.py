@@ -93,7 +93,9 @@ def _technique(decision: Decision) -> str:
     """Return the name of a decision's technique."""
     if decision.what is What.RECOMPUTE:
         return "recompute"
-    what = f"move {decision.subject.kind} state to" if isinstance(decision.subject, State) else "move to"
+    what = (
+        f"offload {decision.subject.kind} state to" if isinstance(decision.subject, State) else "offload to"
+    )
     return f"{what} {decision.place}"
 
 

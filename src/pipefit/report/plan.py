@@ -81,7 +81,7 @@ _HIDDEN = 1e-4  # share of a step below which added time is hidden behind other 
 def table(compactions: Sequence[Compaction], step_seconds: float) -> Iterator[Table]:
     """Yield a table with a row for every compaction and its price per byte; nothing if there are none."""
     if compactions:
-        columns = ("stage", "memory is freed by", "layers", "peak", "step", "a GiB costs")
+        columns = ("stage", "technique", "layers", "peak", "step", "cost per GiB")
         yield Table(columns, tuple(_compactions_row(compaction, step_seconds) for compaction in compactions))
 
 
@@ -91,13 +91,24 @@ def _compactions_row(one: Compaction, step_seconds: float) -> tuple[str, ...]:
         if one.freed_bytes
         else "none"
     )
-    what = one.what if len(one.what) <= 30 else f"{one.what[:29]}\N{HORIZONTAL ELLIPSIS}"
+    what = one.what if len(one.what) <= 31 else f"{one.what[:30]}\N{HORIZONTAL ELLIPSIS}"
     head = str(one.stage), what, str(one.layers), freed
     if abs(one.added_seconds) <= _HIDDEN * step_seconds:
         return (*head, "hidden", "nothing" if one.freed_bytes > 0 else "-")
     added = format_seconds(abs(one.added_seconds))
     price = f"{format_seconds(one.added_seconds / one.freed_bytes * 2**30)}" if one.freed_bytes > 0 else "-"
     return (*head, f"{'+' if one.added_seconds > 0 else '-'}{added}", price if one.added_seconds > 0 else "-")
+
+
+def effect(one: Compaction, step_seconds: float) -> str:
+    """Describe a compaction's technique, the bytes that it frees, and the seconds that it adds."""
+    frees = f"frees {format_bytes(one.freed_bytes)}" if one.freed_bytes > 0 else "frees nothing"
+    if abs(one.added_seconds) <= _HIDDEN * step_seconds:
+        cost = "adds no time"
+    else:
+        change = "adds" if one.added_seconds > 0 else "saves"
+        cost = f"{change} {format_seconds(abs(one.added_seconds))} a step"
+    return f"{one.what} ({counted(one.layers, 'layer')}) {frees} and {cost}"
 
 
 # ---- The plan

@@ -17,7 +17,16 @@ from pipefit.report.fit import describe_fit
 from pipefit.report.page import markup
 from pipefit.report.page.charts import growth, lesson, topology, traffic
 from pipefit.report.page.scenes import KINDS, packed, scene
-from pipefit.report.plan import describe_plan, freed, head, predicted_seconds, priced, sentences, stage_table
+from pipefit.report.plan import (
+    describe_plan,
+    effect,
+    freed,
+    head,
+    predicted_seconds,
+    priced,
+    sentences,
+    stage_table,
+)
 from pipefit.report.post_mortem import categories, describe_remedies, filled, largest, layers
 from pipefit.report.traces import Comparison, compare, describe_comparison, describe_trace
 from pipefit.schema.decisions import ALL_MICROBATCHES, Decision, Run, SavedTensors, State
@@ -32,7 +41,7 @@ from pipefit.texts import counted, numbered
 from pipefit.units import format_bytes, format_number, format_seconds
 
 _MOST_DECISIONS, _MOST_STRETCHES = 200, 40
-_STRETCHES = {"messages": "k6", "copies": "k4", "sums": "k8"}  # traffic on links, by colour
+_STRETCHES = {"messages": "k6", "copies": "k4", "collectives": "k8"}  # traffic on links, by colour
 
 
 def page(document: Plan | Trace | PostMortem, measured: Trace | None = None) -> str:
@@ -59,7 +68,10 @@ def fit_page(fit: Fit) -> str:
     best = fit.best.plan
     trace = _simulated(best)
     chart = f'<div class="wide">{growth(fit)}</div>'
-    sections = [_section("What fits", html([answer]), chart, html(more)), *_sections(best, trace)]
+    sections = [
+        _section("Largest size that fits", html([answer]), chart, *map(markup.folded, more)),
+        *_sections(best, trace),
+    ]
     return _assembled(
         f"{best.profile.model}: {fit.named(fit.best.value)}", "".join(sections), [_scene(best, trace)]
     )
@@ -78,20 +90,18 @@ def _post_mortem_page(found: PostMortem) -> str:
         found.trace, devices=tuple(ended if one is found.traced else one for one in found.trace.devices)
     )
     sections = [
-        markup.head(
-            plan.profile.model, f"device {found.device} ran out of memory", told, _lacked(found), fits=False
-        ),
+        markup.head(f"Device {found.device} ran out of memory", told, _lacked(found), fits=False),
         _section(
-            "What held the memory",
+            "Memory by category",
             f'<div class="legend">{markup.legend(used)}</div>',
             bar,
             html([categories(found)]),
         ),
-        _section("Which layers held it", html(layers(found))),
-        _section("What would have fitted", html(describe_remedies(found))),
-        _section("Over time", _drawing()),
-        _section("What if", lesson(plan)),
-        _section("The plan in words", html(describe_plan(plan))),
+        _section("Plans that would have fitted", html(describe_remedies(found))),
+        _section("Timeline and memory", _drawing()),
+        _section("Largest layers", *map(markup.folded, layers(found))),
+        _section("Explore other plans", lesson(plan)),
+        _section("Summary", html(describe_plan(plan))),
     ]
     title = f"{plan.profile.model}: out of memory on device {found.device}"
     return _assembled(title, "".join(sections), [_scene(plan, run), _scene(plan, planned)])
@@ -150,23 +160,23 @@ def _section(title: str, *parts: str) -> str:
 
 def _sections(plan: Plan | None, trace: Trace, comparison: Comparison | None = None) -> Iterator[str]:
     yield _head(plan, trace)
+    yield _section("Timeline and memory", _drawing())
     bars = f'<div class="devices">{markup.peaks(trace)}</div>'
     names = [(f"c{n}", category.value) for n, category in enumerate(CATEGORIES) if _uses(trace, n)]
-    yield _section(
-        "What fills each device at its peak", f'<div class="legend">{markup.legend(names)}</div>', bars
-    )
-    yield _section("Over time", _drawing())
+    legend = f'<div class="legend">{markup.legend(names)}</div>'
+    yield _section("Peak memory of each device", legend, bars)
     if comparison is not None:
-        yield _section("Predicted beside measured", html(describe_comparison(comparison)))
+        yield _section("Predicted and measured", *map(markup.folded, describe_comparison(comparison)))
     if plan is None:
-        yield _section("In figures", html(describe_trace(trace)))
+        yield _section("Figures", *map(markup.folded, describe_trace(trace)))
         return
-    yield _section("Which layers fill a device", *_filled(plan, trace))
-    yield _section("What is done about memory", *_decided(plan))
-    yield _section("What if", lesson(plan))
-    yield _section("What passes over the links in a step", *_links(plan, trace))
-    yield _section("Plans that were not chosen", html(priced(plan.alternatives, predicted_seconds(plan))))
-    yield _section("The plan in words", html([stage_table(plan), *sentences(plan)]))
+    yield _section("Stages", *_stages(plan))
+    yield _section("Largest layers and activations", *_filled(plan, trace))
+    yield _section("Communication in a step", *_links(plan, trace))
+    alternatives = priced(plan.alternatives, predicted_seconds(plan))
+    yield _section("Alternatives", *map(markup.folded, alternatives))
+    yield _section("Explore other plans", lesson(plan))
+    yield _section("Summary", html(sentences(plan)))
 
 
 def _uses(trace: Trace, category: int) -> bool:
@@ -174,47 +184,49 @@ def _uses(trace: Trace, category: int) -> bool:
 
 
 def _head(plan: Plan | None, trace: Trace) -> str:
-    over = [one.device for one in trace.devices if one.budget_bytes and one.peak_bytes > one.budget_bytes]
-    tight = (
-        plan
-        and plan.prediction
-        and any(plan.prediction.is_tight(plan.cluster, worker) for worker in plan.workers)
-    )
-    room = "fits, tightly" if tight else "fits"
-    verdict = (
-        f"device{'s' * (len(over) > 1)} {', '.join(map(str, over))} would run out of memory" if over else room
-    )
-    title = plan.profile.model if plan else f"A {trace.source} trace"
-    where = html([head(plan)]) if plan else ""
-    return markup.head(title, verdict, where, list(_facts(plan, trace)), fits=not over)
+    """Return the answer: whether the training fits, by how much, what limits it, and how fast it is."""
+    where = html([head(plan)]) if plan else f"<p>A {markup.text(trace.source)} trace.</p>"
+    over = [device for device in trace.devices if 0 < device.budget_bytes < device.peak_bytes]
+    return markup.head(_verdict(plan, trace), where, list(_facts(plan, trace)), fits=not over)
+
+
+def _verdict(plan: Plan | None, trace: Trace) -> str:
+    """Say whether every device has room, and how much room the fullest has or lacks."""
+    known = [device for device in trace.devices if device.budget_bytes]
+    if not known:
+        return f"A {trace.source} trace"
+    fullest = max(known, key=lambda device: device.peak_bytes / device.budget_bytes)
+    room = fullest.budget_bytes - fullest.peak_bytes
+    if room < 0:
+        return f"Does not fit: device {fullest.device} lacks {format_bytes(-room)}"
+    prediction = plan.prediction if plan else None
+    tight = plan and prediction and any(prediction.is_tight(plan.cluster, device) for device in plan.workers)
+    return f"Fits{' tightly' if tight else ''}, with {format_bytes(room)} to spare on device {fullest.device}"
 
 
 def _facts(plan: Plan | None, trace: Trace) -> Iterator[tuple[str, str, str]]:
-    """Yield the main figures."""
+    """Yield the main figures: name, figure, explanation."""
     fullest = max(
         trace.devices, key=lambda device: device.peak_bytes / (device.budget_bytes or 1), default=None
     )
     if fullest is not None and fullest.budget_bytes:
         share = f"{100 * fullest.peak_bytes / fullest.budget_bytes:.1f} %"
-        sizes = f"{format_bytes(fullest.peak_bytes)} of {format_bytes(fullest.budget_bytes)}"
-        yield "fullest device", share, f"device {fullest.device}: {sizes}"
+        sizes = f"of the {format_bytes(fullest.budget_bytes)} of device {fullest.device}, which limits"
+        yield "highest peak", format_bytes(fullest.peak_bytes), f"{share} {sizes}"
     if not (seconds := trace.last_seconds):
         return
-    yield "a step takes", format_seconds(seconds), "estimated" if trace.estimated else trace.source
+    yield "step", format_seconds(seconds), "estimated" if trace.estimated else trace.source
     if plan is not None:
         yield "samples per second", format_number(plan.training.batch_size / seconds), _of_batch(plan)
-    waiting = [
+    idle = [
         1 - busy for device, busy in zip(trace.devices, trace.utilisation(), strict=True) if device.events
     ]
-    if waiting:
-        yield "devices wait", f"{100 * max(0.0, sum(waiting) / len(waiting)):.0f} %", "of a step, on average"
+    if idle:
+        yield "idle", f"{100 * max(0.0, sum(idle) / len(idle)):.0f} %", "of the step, mean of the devices"
     made = plan.provenance if plan else None
     if made and made.bound and made.objective.unit == "seconds":
-        yield (
-            "above the bound",
-            f"{100 * (made.value / made.bound - 1):.1f} %",
-            "no plan can be faster by more",
-        )
+        gap = f"{100 * (made.value / made.bound - 1):.1f} %"
+        yield "gap to the lower bound", gap, "no plan is faster by more"
 
 
 def _of_batch(plan: Plan) -> str:
@@ -222,9 +234,11 @@ def _of_batch(plan: Plan) -> str:
 
 
 def _drawing() -> str:
-    """Return the element that the script fills, and its controls."""
+    """Return the element that the script fills, its controls and its legends."""
     kinds = markup.legend([(f"k{n}", name) for n, name in enumerate(KINDS)])
-    return _asset("drawing.html").replace("<!--KINDS-->", kinds)
+    categories = markup.legend([(f"c{n}", category.value) for n, category in enumerate(CATEGORIES)])
+    drawing = _asset("drawing.html").replace("<!--KINDS-->", kinds)
+    return drawing.replace("<!--CATEGORIES-->", categories)
 
 
 def _filled(plan: Plan, trace: Trace) -> Iterator[str]:
@@ -232,10 +246,7 @@ def _filled(plan: Plan, trace: Trace) -> Iterator[str]:
 
     Equal devices share a table.
     """
-    yield (
-        "<p>What each layer has as the action begins at which its device is fullest, and what that adds.</p>"
-    )
-    shares = [device.peak_bytes / (device.budget_bytes or 1) for device in trace.devices]
+    yield "<p>The memory of each layer as the fullest action of its device begins, and what that action adds.</p>"
     alike: dict[tuple[str, str], list[int]] = {}
     for device, result in enumerate(all_contents(plan, trace)):
         if result is not None:
@@ -243,32 +254,44 @@ def _filled(plan: Plan, trace: Trace) -> Iterator[str]:
             table = html([filled(plan, result), *([largest(plan, result)] if result.tensors else [])])
             alike.setdefault((peak, table), []).append(device)
     for (peak, table), devices in alike.items():
-        told = f"device{'s' * (len(devices) > 1)} {numbered(devices)}, {peak}"
-        opened = " open" if any(shares[device] == max(shares) for device in devices) else ""
-        yield f"<details{opened}><summary>{markup.text(told)}</summary>{table}</details>"
+        summary = f"device{'s' * (len(devices) > 1)} {numbered(devices)}, {peak}"
+        yield f'<details><summary>{markup.text(summary)}</summary><div class="wide">{table}</div></details>'
 
 
-def _decided(plan: Plan) -> Iterator[str]:
-    """Yield every decision with its reason, after its effects on its stage."""
-    yield html(freed(plan))
+def _stages(plan: Plan) -> Iterator[str]:
+    """Yield the table of stages, a sentence for each stage that saves memory, and every decision in a fold."""
+    yield markup.folded(stage_table(plan))
+    lines = list(_savings(plan))
+    yield f"<ul>{''.join(f'<li>{markup.sentence(line)}</li>' for line in lines)}</ul>" if lines else ""
     if not plan.decisions:
-        yield "<p>Nothing is recomputed or moved away.</p>"
+        yield "<p>Every stage keeps all tensors on its devices; no stage recomputes.</p>"
         return
     shown = plan.decisions[:_MOST_DECISIONS]
     rows = tuple((str(decision.stage), *_decision(plan, decision)) for decision in shown)
+    columns = ("stage", "technique", "layers", "target", "reason")
+    used = [place for place in range(len(columns)) if any(row[place] != "-" for row in rows)]
+    table = Table(columns, rows).part(used)
     left = len(plan.decisions) - len(shown)
-    yield f"<details{' open' if len(rows) <= 12 else ''}><summary>{counted(len(plan.decisions), 'decision')}</summary>"
-    columns = ("stage", "what", "of what", "where to", "why")
-    told = [place for place in range(len(columns)) if any(row[place] != "-" for row in rows)]
-    yield html([Table(tuple(columns[n] for n in told), tuple(tuple(row[n] for n in told) for row in rows))])
-    yield f"<p>and {left} more</p></details>" if left else "</details>"
+    more = f"<p>and {left} more</p>" if left else ""
+    summary = counted(len(plan.decisions), "decision")
+    yield f'<details><summary>{summary}</summary><div class="wide">{html([*freed(plan), table])}</div>{more}</details>'
+
+
+def _savings(plan: Plan) -> Iterator[str]:
+    """Yield a sentence for each stage with techniques: what they free and what they cost."""
+    compactions = plan.prediction.compactions if plan.prediction else ()
+    step = predicted_seconds(plan)
+    for stage in range(len(plan.stages)):
+        own = [one for one in compactions if one.stage == stage]
+        if own:
+            yield f"Stage {stage}: {'; '.join(effect(one, step) for one in own)}."
 
 
 def _decision(plan: Plan, decision: Decision) -> tuple[str, str, str, str]:
     what = (
         decision.what.value
         if decision.microbatches == ALL_MICROBATCHES
-        else f"{decision.what.value}, of some"
+        else f"{decision.what.value} in some microbatches"
     )
     return what, _subject(plan, decision), str(decision.place or "-"), decision.why or "-"
 
@@ -302,6 +325,8 @@ def _links(plan: Plan, trace: Trace) -> Iterator[str]:
         taken = plan.cluster.route(stretch.source, stretch.target).seconds(nbytes)
         share = f"{100 * taken / seconds:.1f} %" if seconds else "-"
         rows.append((str(stretch.source), str(stretch.target), stretch.what, format_bytes(nbytes), share))
-    yield html([Table(("from", "to", "what", "bytes", "of a step"), tuple(rows))])
+    yield markup.folded(
+        Table(("from", "to", "traffic", "bytes", "share of the step"), tuple(rows), title="traffic by link")
+    )
     if len(flows) > len(rows):
         yield f"<p>and {len(flows) - len(rows)} more, of fewer bytes</p>"

@@ -199,7 +199,7 @@ class Stretch(NamedTuple):
 
     source: Member
     target: Member
-    what: str  # messages, copies or sums
+    what: str  # messages, copies or collectives
 
 
 def traffic(plan: Plan) -> dict[Stretch, int]:
@@ -220,14 +220,14 @@ def traffic(plan: Plan) -> dict[Stretch, int]:
                 result[stretch] += sizes(message)
             elif action.kind in COPIES and action.place is not None:
                 _add_copy(result, plan, device, action, moved[device](action))
-    for hop in _sums(plan, program):
-        result[Stretch(Member.device(hop.source), Member.device(hop.target), "sums")] += hop.nbytes
+    for hop in _collectives(plan, program):
+        result[Stretch(Member.device(hop.source), Member.device(hop.target), "collectives")] += hop.nbytes
     return {
         stretch: nbytes for stretch, nbytes in result.items() if nbytes and stretch.source != stretch.target
     }
 
 
-def _sums(plan: Plan, program: Program) -> Iterator[Hop]:
+def _collectives(plan: Plan, program: Program) -> Iterator[Hop]:
     """Yield the hops of every collective, by the algorithm of its predicted seconds."""
     result: dict[tuple[Hashable, int], tuple[Collected, list[int]]] = {}
     costs, moved = Costs.of(plan), moved_by_devices(plan, program)

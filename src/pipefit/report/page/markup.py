@@ -7,11 +7,12 @@ from html import escape
 from itertools import groupby
 
 from pipefit.schema.trace import CATEGORIES, DeviceTrace, Trace
-from pipefit.tables import kept_together
-from pipefit.texts import printable
+from pipefit.tables import Block, html, kept_together
+from pipefit.texts import counted, printable
 from pipefit.units import format_bytes
 
 _MANY = 16  # devices from which on equal bars are folded
+_MOST_ROWS = 10  # of a table that is shown unfolded
 _EMPTY = 16  # bars show nothing if devices have this multiple of the bytes that they hold
 
 
@@ -20,15 +21,15 @@ def text(words: str) -> str:
     return escape(printable(words))
 
 
-def _sentence(words: str) -> str:
+def sentence(words: str) -> str:
     """Escape words as `text`, without line breaks between figures and units."""
     return escape(kept_together(printable(words)))
 
 
-def head(title: str, verdict: str, where: str, facts: Sequence[tuple[str, str, str]], *, fits: bool) -> str:
-    """Return the top of a page: its subject, whether it fits, and figures; `where` is HTML."""
+def head(verdict: str, where: str, facts: Sequence[tuple[str, str, str]], *, fits: bool) -> str:
+    """Return the top of a page: the verdict, its subject and figures; `where` is HTML."""
     return (
-        f'<header><h1>{text(title)} <em class="{"fits" if fits else "over"}">{verdict}</em></h1>{where}'
+        f'<header><h1 class="{"fits" if fits else "over"}">{sentence(verdict)}</h1>{where}'
         f'<dl class="tiles">{tiles(facts)}</dl></header>'
     )
 
@@ -36,7 +37,7 @@ def head(title: str, verdict: str, where: str, facts: Sequence[tuple[str, str, s
 def tiles(facts: Sequence[tuple[str, str, str]]) -> str:
     """Return the main figures: name, figure, and comparison of each."""
     return "".join(
-        f"<div><dt>{text(name)}</dt><dd><b>{text(figure)}</b> <span>{_sentence(beside)}</span></dd></div>"
+        f"<div><dt>{text(name)}</dt><dd><b>{text(figure)}</b> <span>{sentence(beside)}</span></dd></div>"
         for name, figure, beside in facts
     )
 
@@ -61,7 +62,7 @@ def peaks(trace: Trace) -> str:
     budgets = sorted({device.budget_bytes for device in trace.devices if device.budget_bytes > largest})
     have = " to ".join(map(format_bytes, dict.fromkeys((*budgets[:1], *budgets[-1:]))))
     beyond = (
-        f"<p>{_sentence(f'Bars end at {format_bytes(largest)}. Devices have {have}.')}</p>" if budgets else ""
+        f"<p>{sentence(f'Bars end at {format_bytes(largest)}. Devices have {have}.')}</p>" if budgets else ""
     )
     bars = "".join(_alike(tuple(run), largest, fewest) for _, run in groupby(trace.devices, key=_bar))
     return beyond + bars
@@ -100,6 +101,14 @@ def _peak(device: DeviceTrace, largest: int) -> str:
         f'<span class="bar">{parts}{cap}</span><span class="figure{" over" if over else ""}">'
         f"{format_bytes(device.peak_bytes)} <small>{share}{at}</small></span></button>"
     )
+
+
+def folded(block: Block) -> str:
+    """Return a block as HTML; a table of more than ten rows is folded under its title or size."""
+    if isinstance(block, str) or len(block.rows) <= _MOST_ROWS:
+        return html([block])
+    summary = f"{f'{block.title}, ' if block.title else ''}{counted(len(block.rows), 'row')}"
+    return f'<details><summary>{text(summary)}</summary><div class="wide">{html([block])}</div></details>'
 
 
 def legend(names: Iterable[tuple[str, str]]) -> str:

@@ -1,7 +1,7 @@
 "use strict";
 // Draws the traces of this page. Everything visible is a function of `state`; whatever changes it calls `draw`.
 (async () => {
-  const MOST_BARS = 2400, LABELS = 84, MARGIN = 8;
+  const MOST_BARS = 2400, LABELS = 84, MARGIN = 8, MEMORY = 270;
   const byId = (id) => document.getElementById(id);
   const [timeline, memory, readout] = ["timeline", "memory", "readout"].map(byId);
   const peaks = [...document.querySelectorAll(".device")];
@@ -57,11 +57,16 @@
 
   function timeText(ticks) {
     if (!state.scene.clock) return `position ${Math.round(ticks * state.scene.tick)}`;
-    const seconds = ticks * state.scene.tick;
+    return secondsText(ticks * state.scene.tick);
+  }
+
+  function secondsText(seconds) {
     if (seconds === 0) return "0 s";
     const [factor, unit] = seconds < 1e-3 ? [1e6, "us"] : seconds < 1 ? [1e3, "ms"] : [1, "s"];
     return `${Number((seconds * factor).toPrecision(4))} ${unit}`;
   }
+
+  const stepBegin = (tick) => state.scene.steps[Math.max(0, after(state.scene.steps, tick) - 1)] || 0;  // of the step at a moment
 
   // ------------------------------------------------------------------ scales
 
@@ -74,15 +79,17 @@
     const span = (state.to - state.from) * (state.scene.clock ? state.scene.tick : 1);
     const rough = span / Math.max(2, plot() / 110), power = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 5, 10].map((n) => n * power).find((size) => size >= rough) / (state.scene.clock ? state.scene.tick : 1);
-    const found = [];
-    for (let n = Math.ceil(state.from / step); n * step <= state.to; n += 1) found.push(n * step);
+    const found = [], start = stepBegin(state.from + 1e-6 * (state.to - state.from));
+    for (let n = Math.ceil((state.from - start) / step - 1e-9); start + n * step <= state.to; n += 1) found.push(start + n * step);
     return found;
   }
 
+  const mark = (tick) => timeText(tick - stepBegin(state.from + 1e-6 * (state.to - state.from)));  // since the step in view began
+
   function rules(height) {
     const lines = marks().map((tick) => `<line class="rule" x1="${place(tick)}" x2="${place(tick)}" y1="16" y2="${height}"/>` +
-      (place(tick) < LABELS + plot() - 40 ? `<text class="soft" x="${place(tick) + 3}" y="11">${timeText(tick)}</text>` :
-        `<text class="soft" x="${place(tick) - 3}" y="11" text-anchor="end">${timeText(tick)}</text>`));
+      (place(tick) < LABELS + plot() - 40 ? `<text class="soft" x="${place(tick) + 3}" y="11">${mark(tick)}</text>` :
+        `<text class="soft" x="${place(tick) - 3}" y="11" text-anchor="end">${mark(tick)}</text>`));
     const steps = state.scene.steps.slice(1).filter((tick) => tick > state.from && tick < state.to)
       .map((tick) => `<line class="cap" x1="${place(tick)}" x2="${place(tick)}" y1="16" y2="${height}"/>`);
     return lines.join("") + steps.join("");
@@ -95,13 +102,13 @@
 
   function rows() {  // where every lane is, of the devices that do anything
     const busy = (device) => device.lanes.some((lane) => lane.starts.length), found = [];
-    const crowded = state.scene.devices.filter(busy).length > 16;
+    const count = state.scene.devices.filter(busy).length, crowded = count > 16, roomy = count <= 4;
     let y = 20;
     state.scene.devices.forEach((device, number) => {
       if (!busy(device)) return;
       const top = y;
       device.lanes.forEach((lane, n) => {
-        const height = n === 0 ? (crowded ? 9 : 19) : (crowded ? 3 : 6);
+        const height = n === 0 ? (crowded ? 9 : roomy ? 30 : 19) : (crowded ? 3 : roomy ? 9 : 6);
         found.push({ device: number, lane, y, height, main: n === 0 });
         y += height + 1;
       });
@@ -147,14 +154,14 @@
       return `<rect class="k${kind}" x="${start.toFixed(2)}" y="${top.toFixed(1)}" width="${Math.max(.4, wide - (wide > 3)).toFixed(2)}" height="${height.toFixed(1)}"/>`;
     });
     const label = row.main && row.height > 12 && microbatch >= 0 && wide > 6.5 * String(microbatch).length + 2;
-    return parts.join("") + (label ? `<text class="on" x="${((start + end) / 2).toFixed(1)}" y="${row.y + 13}">${microbatch}</text>` : "");
+    return parts.join("") + (label ? `<text class="on" x="${((start + end) / 2).toFixed(1)}" y="${row.y + row.height / 2 + 4}">${microbatch}</text>` : "");
   }
 
   function drawTimeline() {
     const { found, height } = rows();
     const labels = found.filter((row) => row.main).map((row) => (row.device === state.device ?
       `<rect class="chosen" x="0" y="${row.y - 2}" width="${width()}" height="${row.span + 3}"/>` : "") +
-      `<text x="2" y="${row.y + (row.height > 12 ? 13 : 9)}">device ${state.scene.devices[row.device].number}</text>`);
+      `<text x="2" y="${row.y + (row.height > 12 ? row.height / 2 + 4 : 9)}">device ${state.scene.devices[row.device].number}</text>`);
     timeline.innerHTML = `<svg width="${width()}" height="${height}">${labels.join("")}${rules(height)}` +
       `${allBars(found).map(bar).join("")}${cursorLine(height)}</svg>`;
   }
@@ -174,8 +181,15 @@
     return found;
   }
 
+  function levels(most) {  // about five round sizes up to `most`, in units of 1024
+    const power = 1024 ** Math.max(0, Math.floor(Math.log(most / 2) / Math.log(1024))), found = [];
+    const step = [.5, 1, 2, 5, 10, 20, 50, 100, 200, 500].map((n) => n * power).find((size) => most / size <= 6) || 1024 * power;
+    for (let n = 0; n * step <= most; n += 1) found.push(n * step);
+    return found;
+  }
+
   function drawMemory() {
-    const device = state.scene.devices[state.device], height = 230, low = height - 8, shown = samples(device);
+    const device = state.scene.devices[state.device], height = MEMORY, low = height - 8, shown = samples(device);
     const capped = device.budget && device.budget <= state.scene.scale;
     const most = 1.06 * Math.max(capped ? device.budget : 1, ...shown.map(({ n }) => device.memory.totals[n]));
     const level = (count) => low - count / most * (low - 22), right = LABELS + plot();
@@ -189,9 +203,14 @@
       return `<polygon class="c${category}" points="${points.join(" ")}"><title>${escaped(state.scene.categories[category])}</title></polygon>`;
     });
     const cap = capped ? `<line class="cap" x1="${LABELS}" x2="${right}" y1="${level(device.budget)}" y2="${level(device.budget)}"/>` +
-      `<text class="soft" x="2" y="${level(device.budget) + 4}">${bytesText(device.budget)}</text>` : device.budget ? `<text class="soft" x="2" y="26">of ${bytesText(device.budget)}</text>` : "";
-    memory.innerHTML = `<svg width="${width()}" height="${height}"><text x="2" y="${low}">device ${device.number}</text>` +
-      `${areas.join("")}${rules(height)}${cap}${cursorLine(height)}</svg>`;
+      `<text class="soft" x="${LABELS + 6}" y="${level(device.budget) - 5}">budget ${bytesText(device.budget)}</text>` : device.budget ? `<text class="soft" x="${right}" y="26" text-anchor="end">budget ${bytesText(device.budget)}</text>` : "";
+    const sizes = levels(most).filter((count) => !capped || Math.abs(level(count) - level(device.budget)) > 14).map((count) =>
+      `<line class="rule" x1="${LABELS}" x2="${right}" y1="${level(count)}" y2="${level(count)}"/>` +
+      `<text class="soft" x="${LABELS - 6}" y="${level(count) + 4}" text-anchor="end">${bytesText(count).replace(/\.0+ /, " ")}</text>`);
+    memory.innerHTML = `<svg width="${width()}" height="${height}"><text x="2" y="11">device ${device.number}</text>` +
+      `${sizes.join("")}${areas.join("")}${rules(height)}${cap}${cursorLine(height)}</svg>`;
+    const used = device.memory.bytes.map((row) => row.some((count) => count));
+    [...byId("categories").children].forEach((entry, n) => { entry.hidden = !used[n]; });
   }
 
   // ------------------------------------------------------------------ reading off
@@ -203,7 +222,7 @@
 
   function read(lane) {
     if (state.cursor === null) return;
-    const device = state.scene.devices[state.device], parts = [`device ${device.number}${device.name ? `, ${device.name}` : ""}`, timeText(state.cursor)];
+    const device = state.scene.devices[state.device], parts = [`device ${device.number}${device.name ? `, ${device.name}` : ""}`, timeText(state.cursor - stepBegin(state.cursor))];
     for (const one of lane ? [lane] : device.lanes) {
       const n = running(one, state.cursor);
       if (n >= 0) parts.push(`${action(one, n)} (${state.scene.kinds[kindOf(one, n)]}, ${timeText(one.lengths[n])})`);
@@ -266,6 +285,8 @@
   function show(scene) {  // of the device that was chosen, if the scene has it
     const place = placeOf(state.scene.devices[state.device].number, scene);
     Object.assign(state, { scene, device: place < 0 ? fullest(scene) : place, from: 0, to: scene.end, cursor: null });
+    const kinds = new Set(scene.devices.flatMap((device) => device.lanes.flatMap((lane) => lane.words.map((word) => scene.wordKinds[word]))));
+    [...byId("kinds").children].forEach((entry, n) => { entry.hidden = !kinds.has(n); });
     byId("device").innerHTML = scene.devices.map((device) => `<option value="${device.number}">${device.number}${device.name ? ` (${escaped(device.name)})` : ""}</option>`).join("");
     lastStep();
   }
@@ -290,7 +311,7 @@
       byId("whatif-peak").textContent = `${bytesText(peak)} of ${bytesText(budget)}`;
       byId("whatif-peak").className = over ? "figure over" : "figure";
       byId("whatif").textContent = `${over ? "Does not fit. " : "Fits. "}A step takes ${text(seconds)}: `
-        + `${rate >= 100 ? Math.round(rate).toLocaleString("en") : rate.toPrecision(3)} samples per second; devices wait ${Math.round(100 * waiting)} % of it.`;
+        + `${rate >= 100 ? Math.round(rate).toLocaleString("en") : rate.toPrecision(3)} samples per second; devices are idle ${Math.round(100 * waiting)} % of it.`;
     };
     controls.forEach((control) => control.addEventListener("input", tell));
     tell();
@@ -329,13 +350,13 @@
       state.cursor = from + Math.max(0, share) * (to - from);
       document.querySelectorAll("line.cursor").forEach((line) => ["x1", "x2"].forEach((x) => line.setAttribute(x, place(state.cursor))));
       found.forEach((row) => holding(row, scene.devices[placeOf(row.dataset.device)], state.cursor));
-      heading.textContent = `What fills each device at ${timeText(state.cursor)}`;
+      heading.textContent = `Memory of each device at ${timeText(state.cursor - stepBegin(state.cursor))}`;
       next = requestAnimationFrame(frame);
     };
     byId("play").textContent = "stop";
     state.cursor = from;
     draw();
-    readout.textContent = "The space bar ends the film.";
+    readout.textContent = "The space bar stops the playback.";
     next = requestAnimationFrame(frame);
   }
 

@@ -29,13 +29,13 @@ _MESSAGE, _COPY = "messages", "copies"
 _KINDS = {
     Kind.FORWARD: "forward",
     Kind.FORWARD_ONLY: "forward",
-    Kind.RECOMPUTE: "forward again",
+    Kind.RECOMPUTE: "recompute",
     Kind.BACKWARD: "backward",
     Kind.INPUT_GRADIENTS: "backward",
     Kind.WEIGHT_GRADIENTS: "backward",
     Kind.STEP: "update",
-    Kind.OFFLOAD: "copy away",
-    Kind.RELOAD: "copy back",
+    Kind.OFFLOAD: "offload",
+    Kind.RELOAD: "reload",
 }
 KINDS = (*dict.fromkeys(_KINDS.values()), "send", "receive", "collective")
 _NUMBERED = re.compile(r"([0-9]+[A-Z_]+)(-?[0-9]+)?(.*)")  # stage and kind, microbatch, rest
