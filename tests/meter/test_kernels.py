@@ -12,8 +12,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +27,6 @@ from pipefit.measure import machine
 from pipefit.measure.cpu import Meter
 from pipefit.measure.kernels import Cache, Kernels, key_of, text_of
 from pipefit.measure.machine import this_machine
-from pipefit.schema.json_text import adapter
 from pipefit.schema.layer_costs import Kernel, KernelMemory, Layout
 
 aten = torch.ops.aten
@@ -419,16 +416,11 @@ def test_workers_that_write_at_once_lose_nothing(cache: Path) -> None:
 
 def test_only_what_was_added_is_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second read of the cache parses only added lines: a process parses each line once."""
-    parsed: list[int] = []
-
-    def counting(of: type[KernelMemory]) -> Any:
-        made = adapter(of)
-        return SimpleNamespace(
-            dump_json=made.dump_json,
-            validate_json=lambda line, strict: (parsed.append(1), made.validate_json(line, strict=strict))[1],
-        )
-
-    monkeypatch.setattr(cache_module, "adapter", counting)
+    parsed: list[bytes] = []
+    add = cache_module._Kernels.add
+    monkeypatch.setattr(
+        cache_module._Kernels, "add", lambda self, line: (parsed.append(line), add(self, line))[1]
+    )
     for entry in range(10):
         Cache(this_machine(1)).add([Kernel(operation=str(entry), peak_bytes=entry)])
         assert set(Cache(this_machine(1)).read()) == {str(number) for number in range(entry + 1)}
@@ -458,6 +450,23 @@ def test_a_line_that_is_not_as_it_was_written_is_not_believed(
     assert not again.read()
     again.add([Kernel(operation="z", peak_bytes=1)])
     assert dict(again.read()) == {"z": Kernel(operation="z", peak_bytes=1)}
+
+
+def test_an_entry_that_is_no_kernel_is_unknown(cache: Path) -> None:
+    """An entry of a line that is as it was written, but no kernel, is unknown; its neighbours are known. So are
+    operations whose names need escapes.
+    """
+    ours = Cache(this_machine(1))
+    good = [Kernel(operation=name, peak_bytes=1) for name in ("a", 'b "é" {"operation":"c"}', "d\n")]
+    ours.add(good)
+    entries = b'{"operation":"x","peak_bytes":-1},{"operation":"y","peak_bytes":"1"},{"operation":"z","peak_bytes":2}'
+    with ours.path.open("ab") as file:
+        file.write(cache_module._signed(b'{"kernels":[%s]}' % entries) + b"\n")
+    cache_module._reader.cache_clear()
+    found = Cache(this_machine(1)).read()
+    assert [found.get(name) for name in ("x", "y")] == [None, None]
+    assert found["z"].peak_bytes == 2
+    assert [found[one.operation] for one in good] == good
 
 
 def test_a_damaged_line_makes_the_file_count_as_empty(cache: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
 import threading
 import warnings
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from pipefit.errors import PipefitWarning
+from pipefit.errors import PipefitError, PipefitWarning
 from pipefit.measure.machine import Machine, flags, this_machine, threads_of
 from pipefit.schema.file_access import NO_LINK, replace_file
 from pipefit.schema.json_text import adapter
@@ -81,13 +82,50 @@ class Cache:
             os.close(file)
 
 
+_ENTRY = re.compile(rb'\{"operation":("(?:[^"\\]|\\.)*")')
+
+
+class _Kernels(Mapping[str, Kernel]):
+    """Kernels by their operation. Each is read when it is looked up: a file holds ten thousands of them, of
+    which a process needs a few.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[bytes, bytes | Kernel] = {}  # by the operation as JSON
+
+    def add(self, line: bytes) -> None:
+        """Add the kernels of a line."""
+        entries = list(_ENTRY.finditer(line))
+        for entry, end in zip(entries, [*(one.start() for one in entries[1:]), len(line)], strict=True):
+            self._entries[entry[1]] = line[entry.start() : end]
+
+    def __getitem__(self, operation: str) -> Kernel:
+        key = json.dumps(operation, ensure_ascii=False).encode()
+        entry = self._entries[key]
+        if isinstance(entry, bytes):
+            text = entry.decode()
+            try:
+                _, end = json.JSONDecoder().raw_decode(text)
+                entry = adapter(Kernel).validate_json(text[:end], strict=True)
+            except (PipefitError, ValueError) as error:
+                raise KeyError(operation) from error
+            self._entries[key] = entry
+        return entry
+
+    def __iter__(self) -> Iterator[str]:
+        return map(json.loads, self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
 class _Reader:
     """The part of a file that has been read so far."""
 
     def __init__(self, path: Path, header: bytes) -> None:
         self._path, self._header = path, header
         self._file, self._end = 0, 0  # its inode, and the number of bytes read
-        self._kernels: dict[str, Kernel] = {}
+        self._kernels = _Kernels()
         self._lock = threading.Lock()
         self.broken = False
 
@@ -101,15 +139,15 @@ class _Reader:
         try:
             status = self._path.lstat()
             if status.st_ino != self._file or status.st_size < self._end:
-                self._file, self._end, self._kernels, self.broken = status.st_ino, 0, {}, False
+                self._file, self._end, self._kernels, self.broken = status.st_ino, 0, _Kernels(), False
             if stat.S_ISLNK(status.st_mode):
                 raise ValueError("it is a link")
             if status.st_size > self._end and not self.broken:
                 self._read_on()
         except FileNotFoundError:
-            self._file, self._end, self._kernels, self.broken = 0, 0, {}, False
-        except (OSError, ValueError):  # includes errors of pydantic and of our checks
-            self._kernels, self.broken = {}, True
+            self._file, self._end, self._kernels, self.broken = 0, 0, _Kernels(), False
+        except (OSError, ValueError):
+            self._kernels, self.broken = _Kernels(), True
 
     def _read_on(self) -> None:
         """Read the lines that were added; a line without an end is still being written."""
@@ -123,8 +161,7 @@ class _Reader:
             if line + b"\n" != self._header:
                 if line != _signed(text := line[_DIGITS + 1 :]):
                     raise ValueError("a line is not as it was written")
-                memory: KernelMemory = adapter(KernelMemory).validate_json(text, strict=True)
-                self._kernels.update((kernel.operation, kernel) for kernel in memory.kernels)
+                self._kernels.add(text)
 
 
 def _signed(text: bytes) -> bytes:
