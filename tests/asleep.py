@@ -11,11 +11,13 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-import pytest
+from typing import TYPE_CHECKING
 
 from pipefit.runtime.launch import launch
 from pipefit.runtime.launch.launch import Watch
+
+if TYPE_CHECKING:  # workers import this module, and pytest takes them half a second
+    import pytest
 
 _FOLDER = "PIPEFIT_TEST_ASLEEP"  # in which those who sleep have a file
 
