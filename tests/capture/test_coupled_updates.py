@@ -165,3 +165,27 @@ def test_parameters_of_others_stay_as_they_are() -> None:
     before = [parameter.tolist() for parameter in module.parameters()]
     assert not couples(task, module)
     assert [parameter.tolist() for parameter in module.parameters()] == before
+
+
+def test_a_class_with_fixed_options_is_tried_once() -> None:
+    """Further models with a class and options that are known are not tried again; with other options, other
+    kinds of parameters or a function, which may depend on anything, they are.
+    """
+    made = list[object]()
+
+    class Counting(torch.optim.SGD):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            made.append(self)
+            super().__init__(*args, **options)
+
+    def asked(optimizer: Callable[..., Optimizer], chain: Callable[[], list[nn.Module]] = layers) -> bool:
+        made.clear()
+        task = task_of(chain, optimizer=optimizer)
+        assert not couples(task, task.build())
+        return bool(made)
+
+    assert asked(partial(Counting, lr=0.1))
+    assert not asked(partial(Counting, lr=0.1))
+    assert asked(partial(Counting, lr=0.2))
+    assert asked(partial(Counting, lr=0.1), lambda: [nn.Conv1d(8, 4, 1)])
+    assert [asked(lambda groups: Counting(groups, lr=0.1)) for _ in range(2)] == [True, True]

@@ -6,7 +6,8 @@ on its stage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -78,6 +79,7 @@ def _wanted(options: ParameterOptions, name: str, parameter: nn.Parameter) -> di
 _SIDE, _STEPS, _TOLERANCE = 4, 3, 1e-5
 _EACH = 2  # parameters of a kind, which may be coupled too
 _MOST = 16  # kinds of parameters that are tried, at most
+_KNOWN: dict[Hashable, bool] = {}  # answers of this process
 
 
 class _Kind(NamedTuple):
@@ -100,6 +102,32 @@ def couples(task: Task, module: nn.Module) -> bool:
     or hold other parameters than they were given.
     """
     kinds = [kind for kind in _kinds(task, module) for _ in range(_EACH)]
+    key = _key(task.optimizer, kinds)
+    if key is None:
+        return _couples(task, kinds)
+    if key not in _KNOWN:
+        _KNOWN[key] = _couples(task, kinds)
+    return _KNOWN[key]
+
+
+def _key(optimizer: object, kinds: Sequence[_Kind]) -> Hashable:
+    """Return what determines the answer of a class with fixed options; None for other functions, which may
+    depend on anything.
+    """
+    function, given, options = optimizer, (), {}
+    if isinstance(optimizer, partial):
+        function, given, options = optimizer.func, optimizer.args, optimizer.keywords
+    tried = tuple((tuple(kind.options.items()), kind.dimensions) for kind in kinds)
+    key = function, given, tuple(options.items()), tried
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key if isinstance(function, type) else None
+
+
+def _couples(task: Task, kinds: Sequence[_Kind]) -> bool:
+    """Try the optimizer on small parameters of these kinds."""
     with without_dispatch_modes(), torch.random.fork_rng(devices=[]):
         try:
             alone, again = (_updated(task, kinds, at_once=False, seed=seed) for seed in (0, 1))
