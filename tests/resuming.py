@@ -6,6 +6,7 @@ import itertools
 import multiprocessing as mp
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -286,6 +287,20 @@ def mortal(folder: str, name: str = "dropout", seed: int = SEED) -> Task:
     if deaths:
         mock.patch.object(DeviceRunner, "_timed", timed).start()
     return replace(FEATURES[name].task(), batch=batch)
+
+
+def leaving(folder: str, seed: int = SEED, left: str = "a fork") -> Task:
+    """Return the task of `mortal` whose workers leave a process that outlives them, and whose number is a
+    file `left-PID` in `folder`.
+    """
+    if mp.current_process().name.startswith("pipefit-worker"):
+        if left == "a program":
+            pid = subprocess.Popen(["sleep", "300"], close_fds=False).pid
+        elif not (pid := os.fork()):
+            time.sleep(300)
+            os._exit(0)
+        Path(folder, f"left-{pid}").touch()
+    return mortal(folder, seed=seed)
 
 
 def faulty(fault: str, place: str, worker: int, step: int, once: str = "") -> Task:

@@ -28,6 +28,7 @@ class Training:
     runs: Path
     seed: int
     steps: int = STEPS
+    task: tuple[str, ...] = ("resuming:mortal",)
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def command(self, *more: str, seed: bool = True) -> list[str]:
@@ -36,7 +37,7 @@ class Training:
         plan = self.runs.parent / "plan.json"
         if not plan.exists():
             save(plan_for("dropout", "1f1b", (3, 3)), plan)
-        command = ["train", str(plan), "resuming:mortal", "--no-numbers", "--json"]
+        command = ["train", str(plan), *self.task, "--no-numbers", "--json"]
         command += [
             "--set",
             f"folder='{self.folder}'",

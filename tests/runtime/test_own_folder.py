@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -20,14 +21,14 @@ from typing import Any
 import pytest
 
 from pipefit.checkpoints import find, folders, hold
-from pipefit.checkpoints.hold import LOCK, check_holder
+from pipefit.checkpoints.hold import LOCK, Hold, check_holder, new_owner
 from pipefit.cli import main
 from pipefit.errors import DamagedCheckpoint, FileError, NotSaved, PipefitWarning, UsageError
 from pipefit.runtime import train
 from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.checkpoint.saving import Saving
 from resuming import SEED, batches_of, mortal, named, plan_for, trainer_for, undisturbed
-from trainings import EVERY, ROOT, STEPS, Training
+from trainings import EVERY, ROOT, SECONDS, STEPS, Training
 
 NEXT = SEED + 50  # the seed of another training
 Begin = Callable[..., Training]
@@ -79,6 +80,58 @@ def test_a_second_training_is_refused_while_the_first_one_lives(
     assert "restart 1 of 1 goes on after step" in said
     assert len(trainings_in(tmp_path / "runs")) == 1
     assert not (tmp_path / "runs" / LOCK).exists()
+
+
+@pytest.fixture
+def leaving(begin: Begin, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Training]:
+    """Return a training whose workers each leave a process; it ends with the test."""
+    yield begin("first", SEED, task=("resuming:leaving", "--set", f"left='{request.param}'"))
+    for left in (tmp_path / "first").glob("left-*"):
+        os.kill(int(left.name.partition("-")[2]), signal.SIGKILL)
+
+
+LEFT = pytest.mark.parametrize(
+    "leaving", ["a fork", pytest.param("a program", marks=pytest.mark.gallery)], indirect=True
+)
+
+
+@LEFT
+def test_a_process_that_a_worker_leaves_holds_no_folder(leaving: Training, tmp_path: Path) -> None:
+    """The folder of a killed training is free although processes that its model has started still run, as a
+    data loader's do for a while.
+    """
+    leaving.waits_at(1)
+    leaving.start()
+    leaving.until_at(1)
+    leaving.processes[-1].kill()
+    until = time.monotonic() + SECONDS
+    while refused(tmp_path / "runs"):
+        assert time.monotonic() < until, "the folder stays held"
+        time.sleep(0.05)
+
+
+@LEFT
+def test_the_death_of_a_worker_that_leaves_processes_is_noticed(leaving: Training, tmp_path: Path) -> None:
+    """A worker that is killed is named at once although processes that its model has started keep its files
+    open.
+    """
+    leaving.dies_at("1-5-1F0")
+    process = leaving.start("--timeout", "200")
+    process.wait(SECONDS)
+    out, said = (
+        os.read(file.fileno(), 1 << 16).decode() for file in (process.stdout, process.stderr) if file
+    )
+    assert process.returncode == 5 and "steps done: 5" in out
+    assert re.search(r"^pipefit: worker 1 \(.*\) failed at 1F0: killed by signal 9", said, re.MULTILINE), said
+
+
+def refused(runs: Path) -> bool:
+    """Return whether a folder is held, by holding it for a moment."""
+    try:
+        Hold(runs, new_owner("a plan")).release()
+    except FileError:
+        return True
+    return False
 
 
 WHAT_HAPPENS = ("ends", "worker killed", "killed", "killed and resumed")

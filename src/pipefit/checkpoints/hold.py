@@ -249,6 +249,15 @@ class Hold:
             os.pwrite(self.file, json.dumps(asdict(self.owner), indent=1).encode(), 0)
 
 
+def keep(file: int) -> None:
+    """Keep a hold that another process has passed on as an open file, until this process ends.
+
+    Forks and programs that this process starts do not keep it: if they live longer, the folder must be free.
+    """
+    os.set_inheritable(file, False)
+    _PASSED.append(file)
+
+
 def check_holder(directory: Path, owner: Owner) -> None:
     """Check that the lock file in `directory` names this run, or is empty.
 
@@ -357,6 +366,7 @@ def _lives(owner: Owner) -> bool:
 
 
 _HOLDS: weakref.WeakSet[Hold] = weakref.WeakSet()
+_PASSED: list[int] = []
 
 
 def _ours() -> list[Hold]:
@@ -379,10 +389,10 @@ def _released(path: Path, file: int, process: int) -> None:
 
 def _let_go_in_forks() -> None:
     """Drop the parent's holds in a fork: if it lives longer, the folder must be free."""
-    for hold in list(_HOLDS):
-        if hold._give_up.detach():
-            with suppress(OSError):
-                os.close(hold.file)
+    for file in (*_PASSED, *(hold.file for hold in list(_HOLDS) if hold._give_up.detach())):
+        with suppress(OSError):
+            os.close(file)
+    _PASSED.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -343,7 +343,7 @@ def launch(
     return trace
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Worker:
     """One worker as the parent sees it."""
 
@@ -359,6 +359,12 @@ class _Worker:
         """Read the heartbeat: note the time if the worker has begun another action."""
         if self.heartbeat.beats != self.beats:
             self.beats, self.last_sign = self.heartbeat.beats, now
+
+
+def _heard(workers: Sequence[_Worker], seconds: float) -> list[_Worker]:
+    """Return the workers with a report, or that have ended; wait for a report for at most `seconds`."""
+    ready = wait([worker.pipe for worker in workers], timeout=seconds)
+    return [worker for worker in workers if worker.pipe in ready or worker.process.exit_code() is not None]
 
 
 @dataclass
@@ -433,12 +439,11 @@ class _Supervisor:
             PipefitError: the root cause, if a worker failed.
         """
         while waiting := [worker for worker in self.workers if worker.result is None]:
-            heard = wait([worker.pipe for worker in waiting], timeout=_POLL_SECONDS)
+            heard = _heard(waiting, _POLL_SECONDS)
             seen = list(self._sightings(heard, self.watch.now()))  # before `on_step`, which may take any time
             hangs = hanging(seen)
-            for worker in waiting:
-                if worker.pipe in heard:
-                    self._hear(worker)
+            for worker in heard:
+                self._hear(worker)
             if any(worker.error for worker in waiting):
                 self._raise_cause()
             if hangs is not None:
@@ -478,6 +483,8 @@ class _Supervisor:
 
     def _hear(self, worker: _Worker) -> None:
         try:
+            if not worker.pipe.poll():  # it has ended, and a process that it has started keeps its pipe open
+                raise EOFError
             kind, *words = worker.pipe.recv()
         except (EOFError, OSError):
             code, action = worker.process.exit_code(_ENDING_SECONDS), worker.heartbeat.action
@@ -531,12 +538,10 @@ class _Supervisor:
         until = time.monotonic() + _GRACE_SECONDS
         while (rest := until - time.monotonic()) > 0:
             pending = [w for w in self.workers if w.error is None and w.result is None]
-            heard = wait([w.pipe for w in pending], timeout=rest) if pending else []
-            if not heard:
+            if not pending:
                 break
-            for worker in pending:
-                if worker.pipe in heard:
-                    self._hear(worker)
+            for worker in _heard(pending, min(rest, _POLL_SECONDS)):
+                self._hear(worker)
         failures = {n: (w.error, w.last_sign) for n, w in enumerate(self.workers) if w.error is not None}
         raise self._error_of(root_cause(failures))
 
@@ -597,7 +602,7 @@ class _Supervisor:
             return self.start_seconds, "start_seconds"
         return self.timeout_seconds, "timeout_seconds"
 
-    def _sightings(self, heard: Sequence[object], now: float) -> Iterator[Sighting]:
+    def _sightings(self, heard: Sequence[_Worker], now: float) -> Iterator[Sighting]:
         """Yield the states of workers that have not finished; a worker with an unread report is not
         silent.
         """
@@ -606,7 +611,7 @@ class _Supervisor:
             if worker.result is None:
                 yield Sighting(
                     rank=rank,
-                    silent_seconds=0.0 if worker.pipe in heard else now - worker.last_sign,
+                    silent_seconds=0.0 if worker in heard else now - worker.last_sign,
                     limit_seconds=self._limit(rank)[0],
                     waits=self._waits(rank),
                 )

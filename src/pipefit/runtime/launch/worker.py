@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from pipefit.capture.task import Task
+from pipefit.checkpoints.hold import keep
 from pipefit.errors import (
     FileError,
     LimitMet,
@@ -84,7 +85,7 @@ class Assignment:
     orders: Orders
     meeting: Passed  # an empty file, through which the workers meet
     token: str  # authenticates the workers to each other
-    hold: Passed | None = None  # the lock on the checkpoint folder, which the first worker keeps open
+    hold: Passed | None = None  # the lock on the checkpoint folder, for the first worker, which saves
 
 
 class Heartbeat:
@@ -139,6 +140,8 @@ def work(assignment: Assignment, inherited: Inherited, pipe: Connection, heartbe
     """Run the whole life of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # terminals send Ctrl-C to all; the parent stops all
     inherited.take_over()
+    if assignment.hold is not None:
+        keep(assignment.hold.number)
     heartbeat.watch(partial(_end_fork, assignment.plan.workers[assignment.rank], pipe))
     with suppress(OSError):
         os.dup2(2, 1)  # the model's prints go to stderr: stdout belongs to the parent's result
