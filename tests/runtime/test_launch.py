@@ -221,21 +221,27 @@ def test_a_second_interrupt_waits_until_all_is_cleared_away(monkeypatch: pytest.
         pipefit.train(accidents.make, plan_of(), steps=1000, on_step=stop)
 
 
-def test_workers_that_cannot_be_started_are_a_failure_by_name() -> None:
+@pytest.mark.parametrize("more", [1, 14])
+def test_workers_that_cannot_be_started_are_a_failure_by_name(
+    more: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Workers that cannot start for lack of file descriptors are a failure with the reason and the limit to
-    raise. With some descriptors, the next run trains.
+    raise, and without a traceback of a start that failed halfway. With enough descriptors, the next run
+    trains.
     """
     plan, processes = plan_of(), resource.getrlimit(resource.RLIMIT_NOFILE)
     ensure_running()
-    fewest = len(os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (fewest, processes[1]))
+    files = len(os.listdir("/proc/self/fd")) - 1 + more
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, processes[1]))
     try:
         with pytest.raises(
-            WorkerFailed, match=r"^worker 0 of 2 cannot be started: Too many open files; .*ulimit"
+            WorkerFailed,
+            match=rf"^2 workers cannot be started: Too many open files; .*{files} files here \(ulimit -n\)",
         ):
             pipefit.train(accidents.make, plan, steps=1)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, processes)
+    assert "Traceback" not in capfd.readouterr().err
     losses, _ = pipefit.train(accidents.make, plan, steps=1)
     assert len(losses) == 1
 

@@ -19,7 +19,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ _TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"  # other C lib
 _IMPORTED = ["pipefit.runtime.launch.launching", "torch._dynamo.config"]
 _UNKNOWN = 255  # exit code that multiprocessing reports if the fork server is gone
 _LEAST = 4  # processes and threads of a worker: itself, its parent watcher, two of gloo
+_FILES, _FILES_EACH = 12, 4  # open files of this process for the first worker's start, and for each worker
 
 
 def obstacle(error: OSError) -> str:
@@ -60,12 +61,16 @@ def check_room(workers: int) -> None:
     """Check that `workers` workers can probably be started, without starting any.
 
     At least the number of threads that the workers have as processes and threads is started here, because the
-    system counts both equally. With a limited address space there is no check: the threads might not fit,
-    although the workers would.
+    system counts both equally. With a limited address space threads are not tried: they might not fit,
+    although the workers would. As many files are opened as this process needs for the workers: without them,
+    a start would fail halfway.
 
     Raises:
         OSError: the system refuses.
     """
+    with ExitStack() as opened:
+        for _ in range(_FILES + _FILES_EACH * workers):
+            opened.enter_context(open(os.devnull, "rb", buffering=0))
     if addresses():
         return
     if not room_for_threads(_LEAST * workers):
