@@ -32,6 +32,16 @@ def test_five_lines_make_a_plain_loop_a_pipeline(capsys: pytest.CaptureFixture[s
     assert piped == pytest.approx(plain, rel=1e-3, abs=2e-5)
 
 
+def test_three_lines_keep_a_budget(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A budget below the loop's need changes no loss."""
+    planned = losses("budget_loop.py", capsys)
+    monkeypatch.setattr("pipefit.apply", lambda *_, **__: "no plan")
+    assert losses("budget_loop.py", capsys) == planned
+    assert len(planned) == 50
+
+
 def test_the_restarting_loop_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pipefit.largest.overview import fit
     from pipefit.largest.task_plans import plan
     from pipefit.lowering import lower
+    from pipefit.own_loop import Handle, LoopPlan, apply
     from pipefit.planner import plan_again
     from pipefit.profiler import profile
     from pipefit.runtime import Trainer, certify, certify_numbers, train
@@ -49,7 +50,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Cluster",
     "FileError",
+    "Handle",
     "InfeasibleError",
+    "LoopPlan",
     "LossNotFinite",
     "ModelProfile",
     "OutOfMemory",
@@ -64,6 +67,7 @@ __all__ = [
     "UsageError",
     "WorkerFailed",
     "__version__",
+    "apply",
     "certify",
     "certify_numbers",
     "chain",
@@ -103,6 +107,7 @@ _HOMES = {
     "schema.program": ("Program",),
     "runtime": ("Trainer", "certify", "certify_numbers", "train"),
     "lowering": ("lower",),
+    "own_loop": ("Handle", "LoopPlan", "apply"),
     "simulator": ("simulate",),
     "schema.trace": ("Trace",),
     "schema.training": ("Training",),

@@ -370,6 +370,21 @@ def written_storages(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return {storage_key(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
 
 
+def updates_statistics(func: Any, given: Mapping[str, Any]) -> bool:
+    """Return whether a normalization with these arguments changes its statistics, which its schema may not
+    say.
+    """
+    return any(given.get(name) for name in _FEEDBACK_TRAINING) or "with_update" in str(func)
+
+
+def statistics_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+    """Return the storages of the statistics that a call of `func` changes."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    if not updates_statistics(func, given):
+        return set()
+    return {storage_key(given[name]) for name in _STATISTICS if isinstance(given.get(name), Tensor)}
+
+
 def given_storages(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
     """Return the storages of all tensors among the arguments of an operation."""
     return {storage_key(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
@@ -536,7 +551,7 @@ class Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         changed = changed_arguments(func)
         read = given
-        if any(given.get(name) for name in _FEEDBACK_TRAINING) or "with_update" in str(func):
+        if updates_statistics(func, given):
             changed |= set(_STATISTICS)
             read = {name: item for name, item in given.items() if name not in _STATISTICS}
         self.reads_numbers |= reads_a_number(func, args)

@@ -1,0 +1,284 @@
+"""`apply`: plan a loop, certify the plan, and install it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pipefit.errors import InfeasibleError, PipefitError, UsageError, in_one_line
+from pipefit.fake_cuda.apart import apart
+from pipefit.measure.kernels import Kernels
+from pipefit.own_loop.certifying import peaks_of
+from pipefit.own_loop.choice import Choices, Variable
+from pipefit.own_loop.installing import PlannedForward, check_free, install
+from pipefit.own_loop.loop import Loop
+from pipefit.own_loop.offloading import HostTensors
+from pipefit.own_loop.plan import LoopPlan
+from pipefit.own_loop.recording import Recording, record
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.devices import DeviceKind, Member
+from pipefit.schema.profile import Target
+from pipefit.texts import kind_of
+from pipefit.units import format_bytes, parse_bytes
+
+_MOST_TRIES = 8  # dry runs of one answer
+_CPU = DeviceKind(name="cpu", flops={"float32": 1e11}, memory_bandwidth=2e10)
+_GPU = DeviceKind(
+    name="gpu",
+    flops={"float32": 6e13, "bfloat16": 3e14, "float16": 3e14},
+    memory_bandwidth=2e12,
+)
+_COPY_BYTES_PER_SECOND = {"cpu": 5e9, "cuda": 2e10}  # to the host, if no device is named
+
+
+class Handle:
+    """A plan that is installed on a module."""
+
+    def __init__(self, plan: LoopPlan, planned: Sequence[PlannedForward]) -> None:
+        self.plan = plan
+        self._planned = list(planned)
+
+    def remove(self) -> None:
+        """Take the plan off the module, which is then as it was. A second call does nothing."""
+        for forward in self._planned:
+            forward.remove()
+        self._planned.clear()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __str__(self) -> str:
+        return str(self.plan)
+
+    def __repr__(self) -> str:
+        return f"<Handle: {len(self._planned)} planned submodules>"
+
+
+def apply(
+    module: nn.Module,
+    *,
+    budget: int | str | None = None,
+    batch: Any = None,
+    optimizer: Optimizer | Sequence[Optimizer] | Callable[[Any], Optimizer] | None = None,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    step: Callable[[Any], Any] | None = None,
+    state: Sequence[Any] = (),
+    device: str | None = None,
+    offload: bool = True,
+    plan: LoopPlan | None = None,
+) -> Handle:
+    """Make the user's own training loop keep a memory budget; return a handle that takes the plan off.
+
+    Args:
+        module: the model. Submodules get another `forward`; all else stays as it is.
+        budget: bytes, or a size such as `"20 GiB"`, of one device: parameters, gradients, optimizer state, batch
+            and everything else that the loop allocates there.
+        batch: a batch as the loop gets it, or a function that makes one. `(inputs, targets)`: a tuple of inputs
+            is the module's positional arguments, a dictionary its keyword arguments. A dictionary alone is
+            inputs.
+        optimizer: the loop's optimizer, or several, or a function of the parameters that makes it.
+        loss: (outputs, targets) -> loss. None if the module returns the loss, or outputs with a `loss`.
+        step: one step of the loop, as a function of a batch: for gradient accumulation, autocast, loss scaling
+            or clipping. None is the plain loop: `zero_grad`, forward, loss, backward, `step`.
+        state: other objects that `step` changes, such as a `GradScaler` or a copy of the model.
+        device: a card such as `rtx4090` or `a100-80gb`, whose kernels and rates count. None is the module's
+            device.
+        offload: whether saved tensors may move to the host.
+        plan: an earlier answer, installed as it is, without a dry run.
+
+    Raises:
+        InfeasibleError: no decisions keep the budget; says the least peak.
+        UsageError: the request is wrong, or the loop cannot run over fake tensors.
+    """
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"apply takes an nn.Module, not {kind_of(module)}")
+    check_free(module)
+    if plan is None:
+        if budget is None or batch is None:
+            raise UsageError("apply needs a budget and a batch, or a plan of an earlier call")
+        loop = _loop(module, batch, optimizer, loss, step, state)
+        site = _site(module, device, offload=offload)
+        budget_bytes = parse_bytes(budget) if isinstance(budget, str) else int(budget)
+        plan = apart(site.target, lambda: planned(loop, budget_bytes, site))
+    here = next((p.device for p in module.parameters()), torch.device("cpu"))
+    return Handle(plan, install(module, plan.decisions, HostTensors.of(here)))
+
+
+def _loop(
+    module: nn.Module,
+    batch: Any,
+    optimizer: Any,
+    loss: Any,
+    step: Any,
+    state: Sequence[Any],
+) -> Loop:
+    """Return the loop that a call of `apply` describes."""
+    optimizers: tuple[Optimizer, ...] = ()
+    make = None
+    if isinstance(optimizer, Optimizer):
+        optimizers = (optimizer,)
+    elif isinstance(optimizer, (tuple, list)):
+        optimizers = tuple(optimizer)
+    elif optimizer is not None:
+        make = optimizer
+    if step is not None and make is not None:
+        raise UsageError("a step uses an optimizer that exists: pass it as optimizer=, not its class")
+    return Loop(
+        module=module,
+        batch=batch,
+        optimizers=optimizers,
+        make_optimizer=make,
+        loss=loss,
+        step=step,
+        state=tuple(state),
+    )
+
+
+# ---- The device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """The device of the loop: whose kernels run, at which rates, and how fast it copies to its host."""
+
+    target: Target
+    kind: DeviceKind
+    copy_bytes_per_second: float  # 0 if nothing may be offloaded
+
+
+def _site(module: nn.Module, device: str | None, *, offload: bool) -> Site:
+    """Return the device's figures: of a named card, or of a usual one of the module's device type.
+
+    Raises:
+        UsageError: no card has this name.
+    """
+    if device is None:
+        here = next((p.device.type for p in module.parameters()), "cpu")
+        target: Target = "cuda" if here == "cuda" else "cpu"
+        kind, rate = (_GPU if target == "cuda" else _CPU), _COPY_BYTES_PER_SECOND[target]
+    else:
+        cluster = Cluster.preset(f"1x-{device}")
+        nbytes = 1 << 30
+        target, kind = "cuda", cluster.devices[0].kind
+        rate = nbytes / cluster.seconds([(Member.device(0), Member.host(0), nbytes)])
+    return Site(target=target, kind=kind, copy_bytes_per_second=rate if offload else 0.0)
+
+
+# ---- The plan
+
+
+def planned(loop: Loop, budget_bytes: int, site: Site) -> LoopPlan:
+    """Return the cheapest certified plan.
+
+    Raises:
+        InfeasibleError: no decisions keep the budget.
+    """
+    kernels = Kernels(torch.get_num_threads()) if site.target == "cpu" else None
+    try:
+        recording = record(loop, site.target, kernels, site.kind)
+    except PipefitError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"the loop fails over fake tensors ({in_one_line(error)}): if it trains without pipefit, pass every "
+            "object with tensors that it uses besides module and optimizer as state="
+        ) from error
+    result = _Search(loop, budget_bytes, site, kernels, recording).plan()
+    if kernels is not None:
+        kernels.keep()
+    return result
+
+
+class _Search:
+    """Choices for a budget, each certified by a dry run."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        budget_bytes: int,
+        site: Site,
+        kernels: Kernels | None,
+        recording: Recording,
+    ) -> None:
+        self._loop, self._budget, self._site, self._kernels = loop, budget_bytes, site, kernels
+        self._recording = recording
+        self._choices = Choices(recording, site.copy_bytes_per_second, overlaps=site.target == "cuda")
+        self._certified: dict[frozenset[Variable], tuple[int, int]] = {}
+
+    def plan(self) -> LoopPlan:
+        """Return the cheapest plan that is certified to keep the budget.
+
+        Raises:
+            InfeasibleError: there is none.
+        """
+        self._approach()
+        fitting = [c for c, peaks in self._certified.items() if max(peaks) <= self._budget]
+        if not fitting:
+            self._certify(self._choices.smallest())
+            fitting = [c for c, peaks in self._certified.items() if max(peaks) <= self._budget]
+        if not fitting:
+            raise self._lacking()
+        costs = self._choices.seconds
+        best = min(fitting, key=lambda chosen: (sum(costs[v] for v in chosen), max(self._certified[chosen])))
+        return self._plan_of(best)
+
+    def _approach(self) -> None:
+        """Certify the best choice for the budget, then for smaller ones or larger ones as its peak demands."""
+        limit, low, high = self._budget, 0, 2 * self._budget
+        for _ in range(_MOST_TRIES):
+            chosen = self._choices.fitting(limit)
+            if chosen is None:
+                low = limit
+            else:
+                peak = max(self._certify(chosen))
+                error = peak - self._choices.peak(chosen)
+                if peak <= self._budget:
+                    low = limit
+                    if error >= 0 or limit >= high - 1:
+                        return
+                else:
+                    high = min(high, limit)
+            following = self._budget - error if chosen is not None else (low + high) // 2
+            limit = following if low < following < high else (low + high) // 2
+            if high - low <= max(self._budget >> 12, 1):
+                return
+
+    def _certify(self, chosen: frozenset[Variable]) -> tuple[int, int]:
+        """Return the peaks of the loop under these decisions."""
+        if chosen not in self._certified:
+            decisions = self._choices.decisions(chosen)
+            self._certified[chosen] = peaks_of(self._loop, decisions, self._site.target, self._kernels)
+        return self._certified[chosen]
+
+    def _plan_of(self, chosen: frozenset[Variable]) -> LoopPlan:
+        steady = self._recording.seconds[self._recording.ends[0] :]
+        return LoopPlan(
+            budget_bytes=self._budget,
+            peak_bytes=self._certified[chosen],
+            plain_bytes=self._recording.peaks,
+            decisions=self._choices.decisions(chosen),
+            step_seconds=float(steady.sum()),
+            refused=tuple(sorted(self._choices.refused.items())),
+            gap=self._recording.gap,
+        )
+
+    def _lacking(self) -> InfeasibleError:
+        """Return the error that says what would be needed."""
+        least = min(max(peaks) for peaks in self._certified.values())
+        lasting = sum(s.nbytes for s in self._recording.storages if s.lasting)
+        error = InfeasibleError(
+            f"the loop does not fit {format_bytes(self._budget)}: the least peak of all decisions is "
+            f"{format_bytes(least)} ({least:,} bytes), {format_bytes(least - self._budget)} more. Parameters, "
+            f"buffers and state take {format_bytes(lasting)} before the first step; a smaller batch takes less "
+            "of the rest"
+        )
+        error.found = {"least_bytes": least}
+        return error

@@ -1,0 +1,139 @@
+"""Another `forward` for each planned submodule of the user's module.
+
+It is an attribute of the instance. Class, parameters, buffers, hooks and state dict stay as they are. A copy
+or a pickle of the module gets the plain `forward` of its class, so files do not mention pipefit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipefit.errors import UsageError
+from pipefit.own_loop.offloading import HostTensors, is_parameter
+from pipefit.own_loop.plan import Decision
+from pipefit.torch_internals import backward_id
+
+FORWARD = "forward"
+
+
+class PlannedForward:
+    """A submodule's `forward` under a decision."""
+
+    def __init__(self, module: nn.Module, decision: Decision, host: HostTensors) -> None:
+        self.module, self.decision, self.host = module, decision, host
+        self.before = vars(module).get(FORWARD)  # another tool's forward
+        self.inner: Callable[..., Any] = module.forward
+        functools.update_wrapper(self, self.inner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or backward_id() >= 0:  # the latter: within another recomputation
+            return self.inner(*args, **kwargs)
+        if self.decision.technique == "recompute":
+            return self._recomputed(args, kwargs)
+        fixed = {t.untyped_storage()._cdata for t in (*self.module.parameters(), *self.module.buffers())}
+        with self.host.saving(
+            self.decision.moved, lambda t: is_parameter(t) or t.untyped_storage()._cdata in fixed
+        ):
+            return self.inner(*args, **kwargs)
+
+    def _recomputed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = {name: self.module.get_buffer(name).clone() for name in self.decision.buffers}
+        return checkpoint(
+            self.inner,
+            *args,
+            use_reentrant=False,
+            context_fn=lambda: (nullcontext(), _Again(self.module, self.decision.name, before)),
+            **kwargs,
+        )
+
+    def remove(self) -> None:
+        """Give the module its former `forward`, unless another tool has replaced this one."""
+        if vars(self.module).get(FORWARD) is self:
+            if self.before is None:
+                del vars(self.module)[FORWARD]
+            else:
+                vars(self.module)[FORWARD] = self.before
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle and copy as the plain `forward`."""
+        if self.before is not None:
+            return functools.partial, (self.before,)
+        return getattr, (self.module, FORWARD)
+
+
+class _Again:
+    """The context of every second forward of a call: the module has copies of the buffers that its forward
+    writes, as they were `before` the first one.
+
+    Raises:
+        RuntimeError: the forward writes a buffer that it did not write when it was planned.
+    """
+
+    def __init__(self, module: nn.Module, name: str, before: dict[str, Tensor]) -> None:
+        self._module, self._name, self._before = module, name, before
+        self._present: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
+        self._others: list[tuple[str, Tensor, int]] = []
+
+    def __enter__(self) -> None:
+        self._others = [
+            (name, buffer, buffer._version)
+            for name, buffer in self._module.named_buffers()
+            if name not in self._before
+        ]
+        for name, value in self._before.items():
+            parent, _, own = name.rpartition(".")
+            buffers = self._module.get_submodule(parent)._buffers
+            self._present.append((buffers, own, buffers[own]))
+            buffers[own] = value.clone()
+
+    def __exit__(self, *_: object) -> None:
+        for buffers, own, value in self._present:
+            buffers[own] = value
+        self._present.clear()
+        others, self._others = self._others, []
+        for name, buffer, version in others:
+            if buffer._version != version:
+                raise RuntimeError(
+                    f"{self._name} has written its buffer {name} in a recomputation, but did not when it was "
+                    "planned: plan again with a batch that makes it do so"
+                )
+
+
+def install(module: nn.Module, decisions: Sequence[Decision], host: HostTensors) -> list[PlannedForward]:
+    """Give planned submodules of `module` another `forward`.
+
+    Raises:
+        UsageError: a decision names no submodule, one that is compiled, or one that has a plan already.
+    """
+    modules = dict(module.named_modules(remove_duplicate=False))
+    for decision in decisions:
+        if decision.name not in modules:
+            raise UsageError(f"the plan is for another module: this one has no submodule {decision.name!r}")
+    check_free(module)
+    planned = [PlannedForward(modules[decision.name], decision, host) for decision in decisions]
+    for forward in planned:
+        vars(forward.module)[FORWARD] = forward
+    return planned
+
+
+def check_free(module: nn.Module) -> None:
+    """Check that the module has no plan, and that none of its submodules is compiled.
+
+    Raises:
+        UsageError: it has, or one is.
+    """
+    for name, part in module.named_modules():
+        if isinstance(vars(part).get(FORWARD), PlannedForward):
+            raise UsageError("the module has a plan already: call remove() of its handle first")
+        if getattr(part, "_compiled_call_impl", None) is not None or hasattr(part, "_orig_mod"):
+            raise UsageError(
+                f"{name or 'the module'} is compiled, and what a compiled call saves is decided by the compiler: "
+                "apply the plan to the module as it was before torch.compile"
+            )

@@ -1,0 +1,331 @@
+"""The user's training loop, and the loop over fake tensors in their own objects.
+
+The user's module, loss and optimizers run as they are: their tensors are replaced by fake ones in place, and
+everything is put back afterwards. So closures, hooks and subclasses work as in training, and an error in the
+middle changes nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from inspect import getclosurevars
+from threading import get_ident
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+from weakref import ref
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from pipefit.capture.by_value import updating
+from pipefit.errors import UsageError
+from pipefit.fake_cuda.target import FakeTarget
+from pipefit.schema.trace import Category
+from pipefit.texts import kind_of
+from pipefit.torch_internals import pytree
+from pipefit.torch_internals.loss_scaling import always_stepping
+
+# ---- Fake tensors in place of real ones
+
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+
+
+class Stand:
+    """Fake tensors for the real ones of some objects: equal tensors and storages for equal ones."""
+
+    def __init__(self, fake: FakeTarget) -> None:
+        self._fake = fake
+        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}  # by id; the real one stays alive with its id
+        self._storages: dict[int, Tensor] = {}
+        self._containers: dict[int, tuple[Any, Any]] = {}
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Every fake tensor so far."""
+        return [fake for _, fake in self._tensors.values()]
+
+    def tensor(self, real: Tensor) -> Tensor:
+        """Return the fake tensor for a real one, with a fake gradient if it has a gradient.
+
+        Raises:
+            UsageError: the tensor is of a subclass, whose memory is its own affair.
+        """
+        if id(real) not in self._tensors:
+            if type(real) not in _PLAIN:
+                raise UsageError(
+                    f"a tensor of the model is a {type(real).__name__}, which has no dry run yet: apply the plan "
+                    "before the model is sharded or quantized"
+                )
+            made = self._made(real)
+            if isinstance(real, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=real.requires_grad)
+            else:
+                made.requires_grad_(real.requires_grad and real.is_leaf)
+            self._tensors[id(real)] = real, made
+            if real.is_leaf and real.grad is not None:
+                made.grad = self.tensor(real.grad)
+        return self._tensors[id(real)][1]
+
+    def again(self, real: Tensor) -> Tensor:
+        """Return a new fake tensor for a tensor of a batch."""
+        return self._fake.fake(real).requires_grad_(real.requires_grad)
+
+    def _made(self, real: Tensor) -> Tensor:
+        storage = real.untyped_storage()
+        whole = storage.nbytes() == real.numel() * real.element_size() and not real.storage_offset()
+        if storage._cdata not in self._storages:
+            if whole or storage.nbytes() % real.element_size():
+                return self._storages.setdefault(storage._cdata, self._fake.fake(real))
+            flat = torch.empty(storage.nbytes() // real.element_size(), dtype=real.dtype, device="meta")
+            self._storages[storage._cdata] = self._fake.fake(flat)
+        base = self._storages[storage._cdata]
+        with torch.no_grad():
+            return torch.as_strided(
+                base.view(real.dtype) if base.is_contiguous() else base,
+                real.shape,
+                real.stride(),
+                int(real.storage_offset()),
+            )
+
+    def value(self, value: Any) -> Any:
+        """Return a copy of a value of plain containers with fake tensors; other objects are returned as they
+        are.
+        """
+        if isinstance(value, Tensor):
+            return self.tensor(value)
+        if isinstance(value, ref):
+            target = value()
+            return ref(self.tensor(target)) if isinstance(target, Tensor) else value
+        if type(value) not in (list, tuple, dict, defaultdict, OrderedDict):
+            return value
+        if id(value) in self._containers:
+            return self._containers[id(value)][1]
+        if isinstance(value, tuple):
+            made: Any = tuple(self.value(item) for item in value)
+            return made if any(a is not b for a, b in zip(made, value, strict=True)) else value
+        made = defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
+        self._containers[id(value)] = value, made
+        if isinstance(value, list):
+            made.extend(map(self.value, value))
+        else:
+            made.update((self.value(key), self.value(item)) for key, item in value.items())
+        return made
+
+
+@contextmanager
+def _replaced(objects: Sequence[Any], stand: Stand) -> Iterator[None]:
+    """Replace all tensors in the attributes of `objects` by fake ones in the body."""
+    attributes = [(one, dict(vars(one))) for one in objects]
+    registered: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (table, dict(table))
+        for one in objects
+        if isinstance(one, nn.Module)
+        for table in (one._parameters, one._buffers)
+    ]
+    try:
+        for table, before in registered:
+            table.update({name: None if t is None else stand.tensor(t) for name, t in before.items()})
+        for one, before in attributes:
+            hooks = {name for name, value in before.items() if isinstance(value, OrderedDict)}
+            kept = hooks | {"_parameters", "_buffers", "_modules"} if isinstance(one, nn.Module) else hooks
+            vars(one).update({name: stand.value(value) for name, value in before.items() if name not in kept})
+        yield
+    finally:
+        for one, before in attributes:
+            vars(one).clear()
+            vars(one).update(before)
+        for table, before in registered:
+            table.clear()
+            table.update(before)
+
+
+# ---- The loop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """A training loop.
+
+    Args:
+        module: the user's module.
+        batch: a batch as the loop gets it, or a function that makes one.
+        optimizers: the optimizers.
+        make_optimizer: parameters -> optimizer, in place of `optimizers`.
+        loss: (outputs, targets) -> loss; None if the module returns the loss.
+        step: one step of the loop, `step(batch)`; None for the plain loop.
+        state: further objects with tensors or counters that a step changes.
+    """
+
+    module: nn.Module
+    batch: Any
+    optimizers: tuple[Optimizer, ...] = ()
+    make_optimizer: Callable[[Any], Optimizer] | None = None
+    loss: Callable[[Any, Any], Tensor] | None = None
+    step: Callable[[Any], Any] | None = None
+    state: tuple[Any, ...] = field(default=())
+
+    def _objects(self) -> list[Any]:
+        """Return every object whose tensors are replaced in a dry run."""
+        reached = [one for function in (self.loss, self.step) for one in _reached(function, set())]
+        given = [self.module, *self.optimizers, *self.state, self.loss, *reached]
+        modules = {id(m): m for one in given if isinstance(one, nn.Module) for m in one.modules()}
+        others = {id(one): one for one in given if _has_attributes(one) and id(one) not in modules}
+        return [*modules.values(), *others.values()]
+
+    @contextmanager
+    def over_fakes(self, fake: FakeTarget, meter: Any) -> Iterator[Callable[[int], Iterator[int]]]:
+        """Yield a function that runs some steps over fake tensors, and yields the number of each one at its end.
+
+        `meter` counts from the parameters on. Random states and the user's objects are put back.
+        """
+        numbers = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        stand = Stand(fake)
+        gc.disable()  # cycles live until a collection, which no plan can rely on
+        try:
+            with (
+                fake,
+                torch.enable_grad(),
+                _replaced(self._objects(), stand),
+                counted_states(meter),
+                always_stepping(),
+                _reading_updates(),
+            ):
+                optimizers = self.optimizers
+                if self.make_optimizer is not None:
+                    optimizers = (self.make_optimizer(self.module.parameters()),)
+                meter.tag(self._resident(stand), Category.PARAMETERS)
+
+                def run(steps: int) -> Iterator[int]:
+                    batches = (self._made_batch(stand, meter) for _ in range(steps))
+                    yield from self._steps(batches) if self.step else self._plain(batches, optimizers)
+
+                with meter:
+                    yield run
+        finally:
+            gc.enable()
+            random.setstate(numbers[0])
+            np.random.set_state(numbers[1])
+            torch.set_rng_state(numbers[2])
+
+    def _resident(self, stand: Stand) -> list[Tensor]:
+        return [
+            t for made in stand.tensors for t in (made, made.grad if made.is_leaf else None) if t is not None
+        ]
+
+    def _made_batch(self, stand: Stand, meter: Any) -> Any:
+        """Return a new fake batch, counted by the meter."""
+        batch = self.batch() if callable(self.batch) else self.batch
+        if isinstance(batch, Mapping):
+            batch = dict(batch)
+        made = pytree.tree_map_only(Tensor, stand.again, batch)
+        meter.tag([t for t in pytree.tree_leaves(made) if isinstance(t, Tensor)], Category.BOUNDARY)
+        return made
+
+    def _steps(self, batches: Iterator[Any]) -> Iterator[int]:
+        assert self.step is not None
+        for number, batch in enumerate(batches):
+            self.step(batch)
+            yield number
+
+    def _plain(self, batches: Iterator[Any], optimizers: Sequence[Optimizer]) -> Iterator[int]:
+        """Run the loop of torch's tutorials; its outputs and loss live until the next step replaces them."""
+        for number, batch in enumerate(batches):
+            inputs, targets = batch if isinstance(batch, (tuple, list)) else (batch, None)
+            for optimizer in optimizers or (self.module,):
+                optimizer.zero_grad()
+            outputs = call(self.module, inputs)
+            loss = loss_of(outputs, targets, self.loss)
+            torch.autograd.backward(loss)
+            for optimizer in optimizers:
+                optimizer.step()
+            yield number
+
+
+def _has_attributes(one: Any) -> bool:
+    """Return whether an object may keep tensors in attributes."""
+    return hasattr(one, "__dict__") and not isinstance(one, (type, ModuleType, FunctionType))
+
+
+def _reached(function: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield the objects that a function uses by name, from around it and from its module, and so on through
+    functions of that module.
+    """
+    if isinstance(function, MethodType):
+        yield function.__self__
+        function = function.__func__
+    if isinstance(function, partial):
+        yield from (one for one in (*function.args, *function.keywords.values()) if _has_attributes(one))
+        function = function.func
+    if not isinstance(function, FunctionType) or id(function) in seen:
+        return
+    seen.add(id(function))
+    used = getclosurevars(function)
+    for one in (*used.nonlocals.values(), *used.globals.values()):
+        if isinstance(one, FunctionType) and one.__module__ == function.__module__:
+            yield from _reached(one, seen)
+        elif _has_attributes(one):
+            yield one
+
+
+def call(module: nn.Module, inputs: Any) -> Any:
+    """Call a module: a tuple of inputs is its positional arguments, a dictionary its keyword arguments."""
+    if isinstance(inputs, dict):
+        return module(**inputs)
+    return module(*inputs) if isinstance(inputs, tuple) else module(inputs)
+
+
+def loss_of(outputs: Any, targets: Any, loss: Callable[[Any, Any], Tensor] | None) -> Tensor:
+    """Return the loss of a module's outputs.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if loss is not None:
+        return loss(outputs, targets)
+    result = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", outputs)
+    if not isinstance(result, Tensor):
+        raise UsageError(
+            f"the module returns {kind_of(outputs)} without a loss: pass loss=, a function of outputs and targets"
+        )
+    return result
+
+
+@contextmanager
+def _reading_updates() -> Iterator[None]:
+    """Count numbers that optimizers read, such as their steps, as numbers that change no memory."""
+    stack = ExitStack()
+    before = register_optimizer_step_pre_hook(lambda *_: stack.enter_context(updating()))
+    after = register_optimizer_step_post_hook(lambda *_: stack.pop_all().close())
+    try:
+        with stack:
+            yield
+    finally:
+        before.remove()
+        after.remove()
+
+
+@contextmanager
+def counted_states(meter: Any) -> Iterator[None]:
+    """Let the meter count the states of torch's generator that a recomputation keeps: they are real tensors."""
+    get, thread = torch.get_rng_state, get_ident()
+
+    def counted() -> Tensor:
+        state = get()
+        if get_ident() == thread:  # kernels are measured on other threads
+            meter.tag([state], Category.ACTIVATIONS)
+        return state
+
+    torch.get_rng_state = counted
+    try:
+        yield
+    finally:
+        torch.get_rng_state = get

@@ -1,0 +1,395 @@
+"""One dry run of the plain loop, as data: calls of submodules, lives of storages, and who saves them.
+
+The loop runs twice over fake tensors. The first run is as in training, and dates the death of every storage. In
+the second, the graph holds no storages (a saved tensor is made anew when backward asks for it), which dates
+their natural deaths: from there on only the graph keeps them. Times are numbers of operations, which are equal
+in both runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from pipefit.fake_cuda.target import FakeTarget
+from pipefit.measure.cpu import Tracked
+from pipefit.measure.kernels import Kernels
+from pipefit.own_loop.installing import FORWARD
+from pipefit.own_loop.loop import Loop
+from pipefit.profiler.feedback import statistics_written
+from pipefit.profiler.pass_meter import PassMeter
+from pipefit.schema.devices import DeviceKind
+from pipefit.schema.layer_costs import Alike, Work
+from pipefit.texts import kind_of
+from pipefit.timing import seconds
+from pipefit.torch_internals import backward_id, pytree
+
+STEPS = 2  # the first step makes gradients and optimizer state; later ones are equal
+
+
+@dataclass(slots=True, kw_only=True)
+class Storage:
+    """A storage's life: alive during operations `born` to `died - 1`; `natural` is `died` if no graph held it."""
+
+    nbytes: int
+    born: int
+    died: int
+    natural: int
+    lasting: bool  # parameter, buffer, gradient or optimizer state
+    writes: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class Saved:
+    """A tensor that autograd saved: its storage, its number in each open call, and its last use."""
+
+    storage: int
+    numbers: tuple[tuple[int, int], ...]  # (call, number), outermost call first
+    used: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """A call of a submodule: operations `enter` to `exit - 1`, and its backward from `back` to before `done`."""
+
+    name: str
+    path: tuple[int, ...]  # calls around it and itself, outermost first
+    enter: int
+    args: tuple[int, ...]  # storages of its arguments
+    exit: int = 0
+    back: int | None = None
+    done: int = 0
+    refusal: str = ""  # why it cannot run a second time
+    buffers: tuple[tuple[str, int], ...] = ()  # written buffers, and their bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """The plain loop."""
+
+    storages: list[Storage]
+    saved: list[Saved]
+    calls: list[Call]
+    before: np.ndarray[Any, np.dtype[np.int64]]  # bytes before each operation
+    high: np.ndarray[Any, np.dtype[np.int64]]  # most bytes during each operation
+    seconds: np.ndarray[Any, np.dtype[np.float64]]  # of each operation
+    ends: tuple[int, ...]  # of the steps
+    state_bytes: int  # of a generator's state, if it counts
+    gap: str  # memory in kernels that could not be measured
+
+    @property
+    def peaks(self) -> tuple[int, int]:
+        """Peaks of the first step and of later ones."""
+        first = self.ends[0]
+        return int(self.high[:first].max()), int(self.high[first:].max())
+
+
+def record(loop: Loop, target: Any, kernels: Kernels | None, kind: DeviceKind) -> Recording:
+    """Record the loop on a target.
+
+    Raises:
+        UsageError: the loop cannot run over fake tensors.
+    """
+    plain, away = (_run(loop, target, kernels, kind, saves=saves) for saves in (True, False))
+    aligned = len(plain.high) == len(away.high) and len(plain.lives) == len(away.lives)
+    for number, storage in enumerate(plain.lives):
+        natural = away.lives[number].died if aligned else storage.died
+        storage.natural = min(max(natural, storage.born + 1), storage.died)
+    counts = kernels is not None
+    return Recording(
+        storages=plain.lives,
+        saved=plain.saved,
+        calls=plain.finished_calls(),
+        before=np.array(plain.before, np.int64),
+        high=np.array(plain.high, np.int64),
+        seconds=np.array(plain.seconds),
+        ends=tuple(plain.ends),
+        state_bytes=torch.get_rng_state().nbytes if counts else 0,
+        gap="" if kernels is None else kernels.memory.gap,
+    )
+
+
+def _run(loop: Loop, target: Any, kernels: Kernels | None, kind: DeviceKind, *, saves: bool) -> _Recorder:
+    fake = FakeTarget(target)
+    recorder = _Recorder(kernels, fake.device, kind)
+    with loop.over_fakes(fake, recorder) as run:
+        recorder.mark_lasting()
+        with (
+            _watched(loop.module, recorder),
+            saved_tensors_hooks(recorder.pack if saves else recorder.forget, recorder.unpack),
+        ):
+            for _ in run(STEPS):
+                recorder.ends.append(recorder.now)
+            recorder.close()
+    return recorder
+
+
+# ---- The recorder
+
+
+@dataclass(slots=True)
+class _Form:
+    """The form of a tensor, from which an equal one can be made."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _Recorder(PassMeter):  # type: ignore[no-untyped-call]
+    """A meter that records every operation, call and saved tensor of a loop."""
+
+    def __init__(self, kernels: Kernels | None, place: torch.device, kind: DeviceKind) -> None:
+        super().__init__(kernels, place)
+        self._kind = kind
+        self.lives: list[Storage] = []
+        self.saved: list[Saved] = []
+        self.calls: list[Call] = []
+        self.before: list[int] = []
+        self.high: list[int] = []
+        self.seconds: list[float] = []
+        self.ends: list[int] = []
+        self._number: dict[int, int] = {}  # storage key -> number, of live storages
+        self._open: list[int] = []
+        self._saved_in: dict[int, int] = {}  # open call -> saved tensors so far
+        self._closed = False
+        self._silent = False  # operations of the recorder itself
+
+    @property
+    def now(self) -> int:
+        """Number of operations so far."""
+        return len(self.high)
+
+    def mark_lasting(self) -> None:
+        for storage in self.lives:
+            storage.lasting = True
+
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._silent:
+            return func(*args, **kwargs)
+        if self._spent:
+            self._release_scalars()
+        self.before.append(self.total)
+        self._peak = self.total
+        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is not None:
+            for call in self._open:
+                self.calls[call].refusal = "it draws from a generator of its own"
+        out = super().operation(func, args, kwargs)
+        for key in self.written | statistics_written(func, args, kwargs):
+            if key in self._number:
+                self.lives[self._number[key]].writes.append(self.now)
+        self.written.clear()
+        self.high.append(self._peak)
+        work = Work.of(Alike(number, *each) for each, number in self._operations.items())
+        self._operations.clear()
+        self.seconds.append(seconds(work, self._kind))
+        return out
+
+    def _track(self, tensor: Tensor) -> Tracked:
+        key = tensor.untyped_storage()._cdata
+        if key not in self._live:
+            self._number[key] = len(self.lives)
+            nbytes = tensor.untyped_storage().nbytes()
+            self.lives.append(Storage(nbytes=nbytes, born=self.now, died=0, natural=0, lasting=False))
+        return super()._track(tensor)
+
+    def _died(self, tracked: Tracked) -> None:
+        if not self._closed:
+            self.lives[self._number.pop(tracked.key)].died = self.now
+        super()._died(tracked)
+
+    def close(self) -> None:
+        """End the record: storages that still exist die after the last operation."""
+        for number in self._number.values():
+            self.lives[number].died = self.now + 1
+        self._closed = True
+
+    # ---------------------------------------------------------------- saved tensors
+
+    def _site(self, tensor: Tensor) -> int | None:
+        number = self._number.get(tensor.untyped_storage()._cdata)
+        if number is None:
+            return None
+        numbers = tuple((call, self._saved_in[call]) for call in self._open)
+        self.saved.append(Saved(storage=number, numbers=numbers))
+        return len(self.saved) - 1
+
+    def pack(self, tensor: Tensor) -> tuple[int | None, Any]:
+        site = self._site(tensor)
+        self._count()
+        return site, tensor if tensor.is_leaf else self._detached(tensor)
+
+    def forget(self, tensor: Tensor) -> tuple[int | None, Any]:
+        """Save the form of a tensor instead of it, unless it lasts."""
+        site = self._site(tensor)
+        self._count()
+        if site is None or self.lives[self.saved[site].storage].lasting:
+            return site, tensor if tensor.is_leaf else self._detached(tensor)
+        return site, _Form(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+    def _count(self) -> None:
+        for call in self._open:
+            self._saved_in[call] += 1
+
+    def _detached(self, tensor: Tensor) -> Tensor:
+        with self._silently():
+            return tensor.detach()
+
+    def unpack(self, packed: tuple[int | None, Any]) -> Tensor:
+        site, value = packed
+        if site is not None:
+            saved = self.saved[site]
+            saved.used = self.now
+            for call, _ in saved.numbers:
+                own = self.calls[call]
+                own.back = self.now if own.back is None else own.back
+                own.done = self.now + 1
+        if not isinstance(value, _Form):
+            return value  # type: ignore[no-any-return]
+        with self._silently():
+            return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=value.device)
+
+    @contextmanager
+    def _silently(self) -> Iterator[None]:
+        before, self._silent = self._silent, True
+        try:
+            yield
+        finally:
+            self._silent = before
+
+    # ---------------------------------------------------------------- calls
+
+    def enter(self, name: str, args: Any) -> Call:
+        """Begin a call."""
+        own = len(self.calls)
+        leaves = pytree.tree_leaves(args)
+        numbers = [
+            self._number.get(leaf.untyped_storage()._cdata) for leaf in leaves if isinstance(leaf, Tensor)
+        ]
+        call = Call(
+            name=name,
+            path=(*self._open, own),
+            enter=self.now,
+            args=tuple(dict.fromkeys(n for n in numbers if n is not None)),
+            refusal=_refused_argument(leaves),
+        )
+        self.calls.append(call)
+        self._open.append(own)
+        self._saved_in[own] = 0
+        return call
+
+    def leave(self, call: Call, module: nn.Module) -> None:
+        """End a call: find what it wrote."""
+        self._open.pop()
+        call.exit = self.now
+        written = {
+            name: self._number[key]
+            for name, tensor in (*module.named_parameters(), *module.named_buffers())
+            if (key := tensor.untyped_storage()._cdata) in self._number
+            and any(at >= call.enter for at in self.lives[self._number[key]].writes)
+        }
+        buffers = dict(module.named_buffers())
+        call.buffers = tuple((name, self.lives[n].nbytes) for name, n in written.items() if name in buffers)
+        for name in written:
+            if name not in buffers:
+                call.refusal = call.refusal or f"its forward changes its parameter {name}"
+
+    def finished_calls(self) -> list[Call]:
+        """Return all calls, with the refusals that only the rest of the step shows."""
+        for call in self.calls:
+            until = self.now if call.back is None else call.back
+            for number in call.args:
+                if any(call.enter <= at < until for at in self.lives[number].writes):
+                    call.refusal = call.refusal or "its input is changed in place before its backward"
+        return self.calls
+
+
+_SIMPLE = (Tensor, int, float, complex, str, bytes, type(None), Enum, slice, range)
+_TORCHS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _refused_argument(leaves: Sequence[Any]) -> str:
+    """Return why a second forward may get other arguments; empty if it gets the same."""
+    for leaf in leaves:
+        if not isinstance(leaf, (*_SIMPLE, *_TORCHS)) and not callable(leaf):
+            return f"it is given {kind_of(leaf)}, which its forward may change"
+    return ""
+
+
+# ---- Calls of submodules, watched
+
+
+@contextmanager
+def _watched(module: nn.Module, recorder: _Recorder) -> Iterator[None]:
+    """Record every call of a submodule in the body."""
+    parts = [(name, part) for name, part in module.named_modules() if name]
+    before = [(part, vars(part).get(FORWARD)) for _, part in parts]
+    for name, part in parts:
+        vars(part)[FORWARD] = _watching(name, part, part.forward, recorder)
+    try:
+        yield
+    finally:
+        for part, forward in before:
+            if forward is None:
+                vars(part).pop(FORWARD, None)
+            else:
+                vars(part)[FORWARD] = forward
+
+
+def _watching(
+    name: str, module: nn.Module, forward: Callable[..., Any], recorder: _Recorder
+) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def watching(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or backward_id() >= 0:
+            return forward(*args, **kwargs)
+        call, attributes, state = recorder.enter(name, (args, kwargs)), _attributes(module), _states()
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            recorder.leave(call, module)
+            if state != _states():
+                call.refusal = call.refusal or "it draws random numbers outside torch"
+            if (changed := _changed(attributes, _attributes(module))) is not None:
+                call.refusal = call.refusal or f"its forward sets {changed}"
+
+    return watching
+
+
+_Attributes = dict[tuple[int, str], tuple[str, Any, int]]
+
+
+def _attributes(module: nn.Module) -> _Attributes:
+    """Return every attribute of a module and its submodules, with its value and length."""
+    result: _Attributes = {}
+    for path, part in module.named_modules():
+        for table in (vars(part), part._buffers, part._parameters):
+            for name, value in table.items():
+                length = len(value) if isinstance(value, (list, dict, set)) else 0
+                result[id(table), name] = f"{path}.{name}".lstrip("."), value, length
+    return result
+
+
+def _changed(before: _Attributes, after: _Attributes) -> str | None:
+    """Return the name of an attribute that is another one, or of another length, or new."""
+    for key, (name, value, length) in after.items():
+        if key not in before or before[key][1] is not value or before[key][2] != length:
+            return name
+    return None
+
+
+def _states() -> tuple[Any, ...]:
+    """Return the states of Python's and NumPy's generators."""
+    name, keys, *rest = np.random.get_state()
+    return random.getstate(), name, np.asarray(keys).tobytes(), *rest

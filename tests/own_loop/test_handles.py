@@ -1,0 +1,189 @@
+"""The module stays the user's: class, state, hooks, copies, files, and everything after `remove`."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from own_loop_models import Language, Model, classes, convolutional, mean_square, mlp, tokens, vectors
+from own_loop_oracle import train
+from pipefit.errors import InfeasibleError, UsageError
+from pipefit.own_loop import Decision, LoopPlan, apply
+
+LANGUAGE = Model(name="language", build=Language, batch=tokens, loss=classes)
+
+
+def plan_of(**techniques: str) -> LoopPlan:
+    """Return a plan with these decisions, by submodule with `__` for dots."""
+    decisions = tuple(
+        Decision(name=name.replace("__", "."), technique=technique, moved=tuple(range(100)))
+        for name, technique in techniques.items()
+    )
+    return LoopPlan(
+        budget_bytes=1 << 40, peak_bytes=(0, 0), plain_bytes=(0, 0), decisions=decisions, step_seconds=1.0
+    )
+
+
+def test_everything_about_the_module_stays() -> None:
+    """Class, attributes, parameters, state dict and hooks are the same objects while a plan is installed."""
+    module = Language()
+    module.blocks[0].register_forward_hook(lambda *_: None)
+    before = [(type(m), list(vars(m)), dict(m._forward_hooks)) for m in module.modules()]
+    parameters, state = list(module.parameters()), module.state_dict()
+    handle = apply(module, plan=plan_of(blocks__0="recompute", blocks__1="offload"))
+    assert [type(m) for m in module.modules()] == [kind for kind, _, _ in before]
+    assert [dict(m._forward_hooks) for m in module.modules()] == [hooks for _, _, hooks in before]
+    assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
+    assert list(module.state_dict()) == list(state)
+    handle.remove()
+    handle.remove()
+    assert [(type(m), list(vars(m)), dict(m._forward_hooks)) for m in module.modules()] == before
+
+
+def test_planning_changes_nothing() -> None:
+    """A dry run leaves parameters, gradients, optimizer state, random states and attributes alone."""
+    module = convolutional()
+    optimizer = torch.optim.AdamW(module.parameters())
+    inputs = torch.randn(4, 3, 16, 16)
+    classes(module(inputs), torch.zeros(4, dtype=torch.int64)).backward()
+    optimizer.step()
+    tensors = [
+        *module.state_dict().values(),
+        *(p.grad for p in module.parameters()),
+        *(t for state in optimizer.state.values() for t in state.values()),
+    ]
+    before = copy.deepcopy(tensors), torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    with apply(
+        module,
+        budget=10**9,
+        batch=(inputs, torch.zeros(4, dtype=torch.int64)),
+        optimizer=optimizer,
+        loss=classes,
+    ):
+        pass
+    after = [
+        *module.state_dict().values(),
+        *(p.grad for p in module.parameters()),
+        *(t for state in optimizer.state.values() for t in state.values()),
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(before[0], after, strict=True))
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(tensors, after, strict=True))
+    assert torch.equal(before[1], torch.get_rng_state())
+    assert before[2] == random.getstate()
+    assert (before[3] == np.random.get_state()[1]).all()
+
+
+def test_copies_and_files_are_plain() -> None:
+    """Copies, pickles and saved models run the plain forward of their class, with their own parameters."""
+    module = mlp()
+    apply(module, plan=plan_of(**{"0": "recompute", "1": "offload"}))
+    file = io.BytesIO()
+    torch.save(module, file)
+    assert b"pipefit" not in file.getvalue()
+    file.seek(0)
+    x = torch.randn(3, 32)
+    copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module)), torch.load(file, weights_only=False)]
+    for one in copies:
+        with torch.no_grad():
+            for parameter in one.parameters():
+                parameter.zero_()
+        assert torch.equal(one(x), torch.zeros(3, 32))
+    assert not torch.equal(module(x), torch.zeros(3, 32))
+
+
+@pytest.mark.parametrize("technique", ["recompute", "offload"])
+def test_second_backwards_and_second_derivatives(technique: str) -> None:
+    """`retain_graph` and `create_graph` give the gradients of the module without a plan."""
+
+    def gradients(module: nn.Module) -> list[torch.Tensor]:
+        x = torch.linspace(-1, 1, 64).reshape(2, 32).requires_grad_()
+        y = module(x).square().sum()
+        first = torch.autograd.grad(y, x, retain_graph=True)[0]
+        again, *rest = torch.autograd.grad(y, [x, *module.parameters()], create_graph=True)
+        second = torch.autograd.grad(again.square().sum(), list(module.parameters()), allow_unused=True)
+        return [first, again, *rest, *(t for t in second if t is not None)]
+
+    torch.manual_seed(0)
+    module = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(2)])
+    plain = gradients(module)
+    apply(module, plan=plan_of(**{"0": technique, "1": technique}))
+    assert all(torch.equal(a, b) for a, b in zip(plain, gradients(module), strict=True))
+
+
+def test_a_saved_tensor_that_changes_is_an_error() -> None:
+    """A change in place of a saved tensor is an error under a plan too, as autograd's own."""
+
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(512, 512)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x).exp()
+            y.mul_(2)
+            return y
+
+    module = nn.Sequential(Changing())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        module(torch.randn(4, 512)).sum().backward()
+    apply(module, plan=plan_of(**{"0": "offload"}))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        module(torch.randn(4, 512)).sum().backward()
+
+
+def test_a_budget_that_cannot_be_kept_says_what_would_do() -> None:
+    """The error names the least peak; that peak as the budget is kept."""
+    module = Language()
+    optimizer = torch.optim.AdamW(module.parameters())
+    with pytest.raises(InfeasibleError, match=r"does not fit 10\.00 KiB: the least peak") as raised:
+        apply(module, budget="10 KiB", batch=tokens(), optimizer=optimizer, loss=classes)
+    least = raised.value.found["least_bytes"]
+    handle = apply(module, budget=least, batch=tokens(), optimizer=optimizer, loss=classes)
+    assert max(handle.plan.peak_bytes) <= least
+
+
+def test_what_a_plan_prints() -> None:
+    """The handle lists every decision: submodule, technique, bytes, seconds."""
+    module = Language()
+    text = str(apply(module, plan=plan_of(blocks__0="recompute", blocks__1="offload")))
+    assert "within a budget of 1.00 TiB" in text
+    assert "blocks.0" in text
+    assert "recompute" in text
+
+
+def test_a_plan_is_applied_again() -> None:
+    """A plan made once serves an equal module without a dry run."""
+    first = Language()
+    optimizer = torch.optim.AdamW(first.parameters())
+    plain = apply(first, budget=10**9, batch=tokens(), optimizer=optimizer, loss=classes)
+    plain.remove()
+    budget = int(max(plain.plan.peak_bytes) * 0.75)
+    handle = apply(first, budget=budget, batch=tokens(), optimizer=optimizer, loss=classes)
+    second = Language()
+    again = apply(second, plan=handle.plan)
+    assert again.plan == handle.plan
+    ran = train(LANGUAGE, second, torch.optim.AdamW(second.parameters()))
+    assert (ran.peaks[0], max(ran.peaks[1:])) == handle.plan.peak_bytes
+
+
+def test_impossible_requests() -> None:
+    """Compiled modules, second plans, unknown submodules and half a request are refused by name."""
+    module = mlp()
+    with pytest.raises(UsageError, match="budget and a batch"):
+        apply(module, budget=1)
+    with pytest.raises(UsageError, match="no submodule 'head'"):
+        apply(module, plan=plan_of(head="recompute"))
+    apply(module, plan=plan_of(**{"0": "recompute"}))
+    with pytest.raises(UsageError, match="has a plan already"):
+        apply(module, plan=plan_of(**{"0": "recompute"}))
+    compiled = mlp()
+    compiled[1].compile()
+    with pytest.raises(UsageError, match="1 is compiled"):
+        apply(compiled, budget=10**9, batch=vectors(), loss=mean_square)

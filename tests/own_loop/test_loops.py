@@ -1,0 +1,136 @@
+"""`apply` in loops as people write them: accumulation, autocast, loss scaling, clipping, two optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from own_loop_models import Language, classes, convolutional, images, mlp, tokens, vectors
+from own_loop_oracle import bytes_of, peaks_of
+from pipefit.own_loop import apply
+
+Step = Callable[[Any], Any]
+Made = tuple[nn.Module, tuple[torch.optim.Optimizer, ...], Step, Callable[[], Any]]
+
+
+def accumulated() -> Made:
+    """Four microbatches a step."""
+    module = Language(dropout=0.1)
+    optimizer = torch.optim.AdamW(module.parameters())
+
+    def step(batch: Any) -> None:
+        for ids, labels in batch:
+            (classes(module(ids), labels) / len(batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return module, (optimizer,), step, lambda: [tokens() for _ in range(3)]
+
+
+def autocast() -> Made:
+    """Under autocast to bfloat16, with clipping."""
+    module = Language(dropout=0.1)
+    optimizer = torch.optim.AdamW(module.parameters())
+
+    def step(batch: Any) -> None:
+        ids, labels = batch
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = classes(module(ids), labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return module, (optimizer,), step, tokens
+
+
+def scaled() -> Made:
+    """With a gradient scaler, a scheduler and an average of the weights."""
+    module = convolutional()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu")
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    average = torch.optim.swa_utils.AveragedModel(module)
+
+    def step(batch: Any) -> None:
+        inputs, labels = batch
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = classes(module(inputs), labels)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        average.update_parameters(module)
+
+    return module, (optimizer,), step, images
+
+
+def adversarial() -> Made:
+    """A generator and a discriminator with an optimizer each."""
+    module = nn.ModuleDict({"g": mlp(), "d": mlp()})
+    of_g = torch.optim.Adam(module["g"].parameters())
+    of_d = torch.optim.Adam(module["d"].parameters())
+
+    def step(batch: Tensor) -> None:
+        real, noise = batch
+        fake = module["g"](noise)
+        loss = module["d"](real).sigmoid().mean() - module["d"](fake.detach()).sigmoid().mean()
+        of_d.zero_grad()
+        loss.backward()
+        of_d.step()
+        of_g.zero_grad()
+        module["d"](fake).sigmoid().mean().backward()
+        of_g.step()
+
+    return module, (of_g, of_d), step, vectors
+
+
+LOOPS = {make.__name__: make for make in (accumulated, autocast, scaled, adversarial)}
+
+
+def trained(name: str, budget: int | None) -> tuple[list[int], dict[str, Tensor], Any]:
+    """Train three steps; return the peaks of each, the final state, and the handle."""
+    torch.manual_seed(0)
+    module, optimizers, step, batch = LOOPS[name]()
+    others = [one for one in (c.cell_contents for c in step.__closure__) if isinstance(one, nn.Module)]
+    handle = None
+    if budget is not None:
+        torch.manual_seed(3)
+        handle = apply(module, budget=budget, batch=batch(), optimizer=optimizers, step=step)
+    torch.manual_seed(7)
+    batches = [batch() for _ in range(3)]
+
+    def loop() -> None:
+        for one in batches:
+            with record_function("step"):
+                step(one)
+
+    tensors = [t for one in (module, *others) for t in (*one.parameters(), *one.buffers())]
+    peaks = peaks_of(loop, bytes_of(tensors) + bytes_of(batches[0]), "step")
+    return peaks, {k: v.clone() for one in (module, *others) for k, v in one.state_dict().items()}, handle
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_step_of_the_user(name: str) -> None:
+    """The peaks of the user's own step equal the allocator's events, and its numbers do not change."""
+    plain_peaks, plain, _ = trained(name, None)
+    budget = int(max(plain_peaks) * 0.8)
+    peaks, state, handle = trained(name, budget)
+    assert handle is not None
+    assert handle.plan.decisions
+    counted = 4 if name == "scaled" else 0  # a number that a fake scaler keeps longer
+    assert [
+        have - has for have, has in zip(handle.plan.peak_bytes, (peaks[0], max(peaks[1:])), strict=True)
+    ] in (
+        [0, 0],
+        [0, counted],
+    )
+    assert max(peaks) <= budget
+    assert all(torch.equal(value, plain[key]) for key, value in state.items())

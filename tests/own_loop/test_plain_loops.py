@@ -1,0 +1,66 @@
+"""`apply` in plain loops: the budget is kept, peaks equal the allocator's events, and numbers do not change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from own_loop_models import MODELS, Model
+from own_loop_oracle import Trained, train
+from pipefit.errors import InfeasibleError
+from pipefit.own_loop import Handle, apply
+from sampled import sampled
+
+BY_NAME = {model.name: model for model in MODELS}
+PARTS = (1.0, 0.85, 0.7, 0.55)
+CASES = [(name, part, offload) for name in BY_NAME for part in PARTS for offload in (True, False)]
+OFTEN = {
+    ("mlp, dropout", 0.85, False),
+    ("language, dropout", 0.7, True),
+    ("language, tied", 0.55, False),
+    ("keywords and own loss", 0.7, True),
+    ("batch norm", 0.7, False),
+    ("u-net", 0.85, True),
+    ("buffers in use", 0.85, False),
+    ("siamese", 0.7, True),
+}
+
+
+def trained(model: Model, budget: int | None, *, offload: bool = True) -> tuple[Trained, Handle | None]:
+    """Train a model with and without a plan."""
+    torch.manual_seed(0)
+    module = model.build()
+    optimizer = model.optimizer(module.parameters())
+    handle = None
+    if budget is not None:
+        torch.manual_seed(3)
+        handle = apply(
+            module, budget=budget, batch=model.batch(), optimizer=optimizer, loss=model.loss, offload=offload
+        )
+    return train(model, module, optimizer), handle
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("name", "part", "offload"), sampled(CASES, OFTEN))
+def test_the_budget_is_kept_to_the_byte(name: str, part: float, offload: bool) -> None:
+    """Certified peaks of the first and of later steps equal the allocator's events and are within the budget;
+    losses, parameters and buffers are bitwise those of the plain loop. A budget is refused only with a least
+    peak above it.
+    """
+    model = BY_NAME[name]
+    plain, _ = trained(model, None)
+    budget = int(max(plain.peaks) * part)
+    try:
+        planned, handle = trained(model, budget, offload=offload)
+    except InfeasibleError as error:
+        assert error.found["least_bytes"] > budget  # noqa: PT017
+        return
+    assert handle is not None
+    allocated = planned.peaks[0], max(planned.peaks[1:])
+    if model.above:
+        assert all(have >= has for have, has in zip(handle.plan.peak_bytes, allocated, strict=True))
+    else:
+        assert handle.plan.peak_bytes == allocated
+    assert max(planned.peaks) <= budget
+    assert planned.equals(plain)
+    assert bool(handle.plan.decisions) == (max(handle.plan.plain_bytes) > budget)
