@@ -19,7 +19,7 @@ from pipefit.capture import Chain, Task
 from pipefit.capture.copying import copied
 from pipefit.capture.graph_layer import GraphLayer
 from pipefit.capture.sample import sample
-from pipefit.capture.sizes import Template
+from pipefit.capture.sizes import Family, Size, Sketch
 from pipefit.errors import InfeasibleError
 from pipefit.fake_cuda import chain as sizes
 from pipefit.fake_cuda.chain import Chains, fake_chain
@@ -242,18 +242,57 @@ def test_a_plan_has_the_profile_of_a_trace() -> None:
 @pytest.mark.parametrize(
     ("few", "many", "between"),
     [
-        ("view(x, [2, 7, 3])", "view(x, [8, 7, 3])", "view(x, [4, 7, 3])"),
-        ("view(x_2, [6, 0.5, -1])", "view(x_2, [24, 0.5, -1])", "view(x_2, [12, 0.5, -1])"),
-        ("expand(x, [4])", "expand(x, [64])", None),  # the square
-        ("expand(x, [3])", "expand(x, [9])", None),  # one more
-        ("mul(x, 0.5)", "mul(x, 0.125)", None),
-        ("view(x, [2])", "reshape(x, [8])", None),
-        ("view(x, [2])", "view(x, [8, 1])", None),
+        ([2, 7, 3], [8, 7, 3], [4, 7, 3]),
+        ([6, -1], [24, -1], [12, -1]),
+        ([-2], [-8], [-4]),
+        ([4], [64], None),  # the square
+        ([3], [9], None),  # one more
     ],
 )
-def test_numbers_are_the_same_or_in_proportion(few: str, many: str, between: str | None) -> None:
-    """A template of two and eight samples exists if numbers are equal or proportional; other growth, or other
-    code, has none.
+def test_numbers_are_the_same_or_in_proportion(
+    few: list[int], many: list[int], between: list[int] | None
+) -> None:
+    """Numbers for two and eight samples that are equal or proportional have a size; other growth has none."""
+    found = [Size.of(one, 2, other, 8) for one, other in zip(few, many, strict=True)]
+    assert (None if None in found else [size.at(4) for size in found if size]) == between
+
+
+class Reshaping(nn.Module):
+    """A model whose one operation takes these arguments."""
+
+    def __init__(self, operation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.operation = nn.Linear(WIDTH, WIDTH), operation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.operation(self.linear(x)).sum()
+
+
+@pytest.mark.parametrize(
+    ("operation", "derived"),
+    [
+        (lambda x: x.view(len(x), 2, 3), True),
+        (lambda x: x.expand(len(x), len(x), WIDTH), True),
+        (lambda x: x[: len(x) // 2], False),  # half a number for each sample
+        (lambda x: x / len(x), True),  # an integer divisor
+        (lambda x: x * (1 / len(x)), False),  # a float that depends on the samples
+        (lambda x: x.view(len(x), 2, 3) if len(x) < 4 else x.view(len(x), WIDTH), False),
+        (lambda x: x.new_ones(len(x) ** 2) + x.mean(), False),
+    ],
+)
+def test_chains_are_derived_of_proportional_operations(
+    operation: Callable[[Tensor], Tensor], derived: bool
+) -> None:
+    """Chains of two and eight samples form a family unless operations differ in more than proportional
+    integers; a derived chain equals the trace.
     """
-    found = Template.of(few, 2, many, 8)
-    assert (None if found is None else found.at(4)) == between
+    task = Task(lambda: Reshaping(operation), batch=asking(bool).batch, loss=None, name="reshaping")
+    with FakeTarget("cpu") as fake:
+        few, many, between = (fake_chain(task, fake, sample(task, size)) for size in (2, 8, 4))
+        family = Family.of(few, 2, Sketch.of(many), 8)
+        assert (family is not None) == derived
+        if family is not None:
+            assert family.has(between, 4)
+            made = sizes.chain_again(few, fake)
+            family.write(made, 4)
+            assert told(made) == told(between)

@@ -11,12 +11,13 @@ import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 
 from pipefit.capture.chain import ChainLayer, own_module
 from pipefit.capture.flat import Context, Role, context, plain, role, value
@@ -195,13 +196,15 @@ Entered = list[AbstractContextManager[Any]]
 _PERMUTE, _LAID_OUT = torch.ops.aten.permute.default, "laid_out"  # name of permutes between layers
 
 
-class Code(NamedTuple):
-    """The generated text of a layer, and the function that it defines.
+@dataclass(frozen=True)
+class Code:
+    """The graph of a layer, its text as Python, and the function that the text defines.
 
     `operations` is the text without the permutations between layers, which may depend on the number of
     samples.
     """
 
+    graph: fx.Graph
     text: str
     operations: str
     run: Callable[..., Values]
@@ -211,26 +214,24 @@ class Code(NamedTuple):
         """Return the code of a graph."""
         code, plain = graph.python_code("self"), _without_layouts(graph)
         operations = code if plain is graph else plain.python_code("self")
-        return _code(code.src, operations.src, code.globals)
+        names = dict(code.globals)
+        exec(_compiled(code.src), names)  # noqa: S102 -- the text is torch.fx's own
+        return Code(graph, code.src, operations.src, names["forward"])
 
-    def rewritten(self, text: str, operations: str) -> Code:
-        """Return other code that calls the same functions; `operations` are those of the new text."""
-        return _code(text, operations, self.run.__globals__)
+    def __deepcopy__(self, memo: object) -> Code:
+        return self
 
-    @property
-    def functions(self) -> Mapping[str, object]:
-        """The functions that the code calls, by name."""
-        return {
-            name: value
-            for name, value in self.run.__globals__.items()
-            if name not in ("forward", "__builtins__")
-        }
+    def with_numbers(self, number: Callable[[int], int]) -> Code:
+        """Return the code with each integer argument of an operation replaced by `number(argument)`."""
 
+        def replaced(item: Any) -> Any:
+            return number(item) if type(item) is int else item
 
-def _code(text: str, operations: str, names: Mapping[str, Any]) -> Code:
-    own = dict(names)
-    exec(_compiled(text), own)  # noqa: S102 -- the text is torch.fx's own
-    return Code(text, operations, own["forward"])
+        graph = copy.deepcopy(self.graph)
+        for node in graph.nodes:
+            node.args = map_aggregate(node.args, replaced)
+            node.kwargs = map_aggregate(node.kwargs, replaced)
+        return Code.of(graph)
 
 
 class GraphLayer(nn.Module):
@@ -238,11 +239,11 @@ class GraphLayer(nn.Module):
 
     Its parameters, buffers and modules have the model's names, which may be arbitrary. So all other
     attributes are named `pipefit_...` or `_pipefit_...`. The texts count as settings, which are equal for
-    equal layers; the function does not, because each layer has its own.
+    equal layers; the code does not, because each layer has its own.
     """
 
     pipefit_texts: tuple[str, str]
-    _pipefit_run: Callable[..., Values]
+    _pipefit_code: Code
 
     def __init__(self, graph: fx.Graph) -> None:
         super().__init__()
@@ -251,18 +252,18 @@ class GraphLayer(nn.Module):
     @property
     def pipefit_code(self) -> Code:
         """The layer's code."""
-        return Code(*self.pipefit_texts, self._pipefit_run)
+        return self._pipefit_code
 
     @pipefit_code.setter
     def pipefit_code(self, code: Code) -> None:
-        self.pipefit_texts, self._pipefit_run = (code.text, code.operations), code.run
+        self.pipefit_texts, self._pipefit_code = (code.text, code.operations), code
 
     def forward(self, values: Tensor | Values) -> Tensor | Values:
         """Return the layer's outputs; a tensor if there is only one."""
         values = (values,) if isinstance(values, Tensor) else values
         entered: Entered = []
         try:
-            outputs = self._pipefit_run(self, entered, values[0].device, *values)
+            outputs = self.pipefit_code.run(self, entered, values[0].device, *values)
         finally:
             while entered:
                 leave(entered)

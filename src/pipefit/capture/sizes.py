@@ -12,86 +12,83 @@ compares it with a trace (`Family.has`). A trace of GPT-2 takes a second, a deri
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
-from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch import fx
+from torch.fx.node import map_aggregate
 
 from pipefit.capture.chain import Chain, ChainLayer, layout
-from pipefit.capture.graph_layer import GraphLayer
+from pipefit.capture.graph_layer import Code, GraphLayer
 from pipefit.capture.whole_modules import CustomFunction
 from pipefit.torch_internals import OpOverload
 
-NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d*)?(?:e[+-]?\d+)?")
 
+class Size(NamedTuple):
+    """A number in an operation: `fixed`, or `each` for every sample."""
 
-class Template(NamedTuple):
-    """Code with gaps: the text around them, and each gap's number, as text or as a multiple of the
-    samples.
-    """
-
-    around: tuple[str, ...]
-    numbers: tuple[str | int, ...]
+    fixed: int
+    each: int
 
     @staticmethod
-    def of(few: str, a: int, many: str, b: int) -> Template | None:
-        """Return the template of two texts of code, for `a` and `b` samples; None if they differ
-        otherwise.
-        """
-        around = NUMBER.split(few)
-        if around != NUMBER.split(many):
+    def of(one: int, few: int, other: int, many: int) -> Size | None:
+        """Return the size that is `one` for `few` samples and `other` for `many`; None if there is none."""
+        if one == other:
+            return Size(one, 0)
+        if one % few or one * many != other * few:
             return None
-        pairs = zip(NUMBER.findall(few), NUMBER.findall(many), strict=True)
-        numbers = tuple(one if one == other else _each(one, a, other, b) for one, other in pairs)
-        known = tuple(number for number in numbers if number is not None)
-        return Template(tuple(around), known) if len(known) == len(numbers) else None
+        return Size(0, one // few)
 
-    def at(self, samples: int) -> str:
-        """Return the code for this number of samples."""
-        numbers = (str(samples * number) if isinstance(number, int) else number for number in self.numbers)
-        return "".join(part for pair in zip_longest(self.around, numbers, fillvalue="") for part in pair)
+    def at(self, samples: int) -> int:
+        """Return the number for so many samples."""
+        return self.fixed + self.each * samples
 
 
-def _each(one: str, a: int, other: str, b: int) -> int | None:
-    """Return a number per sample, given it for `a` and for `b` samples; None if not in proportion."""
-    if not (one.isdigit() and other.isdigit()) or int(one) % a or int(one) * b != int(other) * a:
-        return None
-    return int(one) // a
+Numbers = tuple[tuple[int, ...], ...]  # for each traced layer, in the order of its operations' arguments
 
 
 class Sketch(NamedTuple):
-    """A traced chain without its tensors, for comparison: texts and numbers, and the code of each layer.
-
-    `codes` has for every traced layer its code, and its operations.
-    """
+    """A traced chain without its tensors, for comparison: the numbers, and everything else."""
 
     described: tuple[object, ...]
-    codes: tuple[tuple[str, str], ...]
+    numbers: Numbers
 
     @staticmethod
     def of(chain: Chain) -> Sketch | None:
         """Return the sketch of a chain; None for a chain that is not traced."""
         if not chain.traced:
             return None
-        codes = (module.pipefit_code for module in _modules(chain))
-        return Sketch(tuple(_described(chain)), tuple((code.text, code.operations) for code in codes))
+        numbers: list[tuple[int, ...]] = []
+        described: list[object] = [
+            chain.name,
+            chain.blocks,
+            (chain.inputs, chain.outputs, chain.targets),
+            (chain.autocast, chain.packing),
+            [shared.places for shared in chain.shared],
+        ]
+        for layer in chain.layers:
+            described += _described(layer)
+            if isinstance(layer.module, GraphLayer):
+                operations, own = _operations(layer.module.pipefit_code.graph)
+                described.append(operations)
+                numbers.append(own)
+        return Sketch(tuple(described), tuple(numbers))
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """The chains of a traced model for all numbers of samples from `few` to `many`.
 
-    `chain` is the chain for `few` samples, `described` is common to all, and `codes` are templates of every
-    layer's code and operations.
+    `chain` is the chain for `few` samples, `described` is common to all, and `sizes` are those of each traced
+    layer.
     """
 
     chain: Chain
     few: int
     many: int
     described: tuple[object, ...]
-    codes: tuple[tuple[Template, Template], ...]
+    sizes: tuple[tuple[Size, ...], ...]
 
     @staticmethod
     def of(chain: Chain, few: int, other: Sketch | None, many: int) -> Family | None:
@@ -99,66 +96,71 @@ class Family:
         own = Sketch.of(chain)
         if own is None or other is None or own.described != other.described:
             return None
-        codes = list[tuple[Template, Template]]()
-        for ours, theirs in zip(own.codes, other.codes, strict=True):
-            code, operations = (
-                Template.of(one, few, another, many) for one, another in zip(ours, theirs, strict=True)
-            )
-            if code is None or operations is None:
+        sizes: list[tuple[Size, ...]] = []
+        for ours, theirs in zip(own.numbers, other.numbers, strict=True):
+            pairs = zip(ours, theirs, strict=True)
+            of_layer = [Size.of(one, few, another, many) for one, another in pairs]
+            known = tuple(size for size in of_layer if size is not None)
+            if len(known) < len(of_layer):
                 return None
-            codes.append((code, operations))
-        return Family(chain, few, many, own.described, tuple(codes))
+            sizes.append(known)
+        return Family(chain, few, many, own.described, tuple(sizes))
 
     def write(self, chain: Chain, samples: int) -> None:
         """Turn `chain`, a copy of the family's chain with its own layers, into one for `samples` samples."""
-        for module, (code, operations) in zip(_modules(chain), self._at(samples), strict=True):
-            module.pipefit_code = module.pipefit_code.rewritten(code, operations)
+        known: dict[object, Code] = {}  # equal layers have equal code
+        for module, numbers in zip(_modules(chain), self._at(samples), strict=True):
+            key = module.pipefit_code.text, numbers
+            if key not in known:
+                following = iter(numbers)
+                known[key] = module.pipefit_code.with_numbers(lambda _, rest=following: next(rest))  # type: ignore[misc]
+            module.pipefit_code = known[key]
 
     def has(self, chain: Chain, samples: int) -> bool:
         """Return whether a chain traced with this number of samples equals the result of `write`."""
         return Sketch.of(chain) == Sketch(self.described, self._at(samples))
 
-    def _at(self, samples: int) -> tuple[tuple[str, str], ...]:
-        return tuple((code.at(samples), operations.at(samples)) for code, operations in self.codes)
+    def _at(self, samples: int) -> Numbers:
+        return tuple(tuple(size.at(samples) for size in of_layer) for of_layer in self.sizes)
 
 
 def _modules(chain: Chain) -> Sequence[GraphLayer]:
     return [layer.module for layer in chain.layers if isinstance(layer.module, GraphLayer)]
 
 
-def _described(chain: Chain) -> Iterator[object]:
-    """Yield everything of a traced chain except its tensors and the code of its layers."""
-    yield chain.name, chain.blocks, chain.inputs, chain.outputs, chain.targets, chain.autocast, chain.packing
-    yield [shared.places for shared in chain.shared]
-    for layer in chain.layers:
-        yield list(_described_layer(layer))
-
-
-def _described_layer(layer: ChainLayer) -> Iterator[object]:
-    """Yield everything of a layer except its code: names, tensors' layouts, and the functions that it
-    calls.
-    """
+def _described(layer: ChainLayer) -> Iterator[object]:
+    """Yield everything of a layer except its operations: names, and layouts of tensors."""
     module = layer.module
     yield layer.name, dict(layer.originals), layer.autocast, layer.packing, layer.orders, layer.leaves
     yield [(name, layout(parameter)) for name, parameter in module.named_parameters(remove_duplicate=False)]
     yield [(name, layout(buffer)) for name, buffer in module.named_buffers(remove_duplicate=False)]
-    yield module.training
-    if isinstance(module, GraphLayer):
-        functions = module.pipefit_code.functions
-        yield type(module).__name__, {name: _called(function) for name, function in functions.items()}
-    else:
-        yield type(module)
+    yield module.training, type(module).__name__
 
 
-def _called(function: object) -> object:
-    """Return a comparable key of a function: its name if that is unique, otherwise the function."""
-    match function:
+def _operations(graph: fx.Graph) -> tuple[list[object], tuple[int, ...]]:
+    """Return the operations of a graph without their integers, in comparable form, and the integers."""
+    numbers: list[int] = []
+
+    def without_number(item: Any) -> Any:
+        if type(item) is int:
+            numbers.append(item)
+            return int
+        return item.name if isinstance(item, fx.Node) else _comparable(item)
+
+    operations: list[object] = []
+    for node in graph.nodes:
+        given = map_aggregate(node.args, without_number), map_aggregate(node.kwargs, without_number)
+        operations.append((node.op, node.name, _comparable(node.target), given))
+    return operations, tuple(numbers)
+
+
+def _comparable(item: object) -> object:
+    """Return a key of a function or a plain argument that is equal in another trace, and can be pickled."""
+    match item:
         case CustomFunction():
-            return function.function
-        case ModuleType():
-            return "module", function.__name__
+            return item.function
         case OpOverload():
-            return "operator", str(function)
+            return "operator", str(item)
         case float():
-            return "number", repr(function)  # NaN does not equal itself
-    return function
+            return "number", repr(item)  # NaN does not equal itself
+    return item

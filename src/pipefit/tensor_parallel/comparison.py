@@ -14,7 +14,6 @@ as long as two forwards and backwards of the block; sequences are shortened if t
 
 from __future__ import annotations
 
-import ast
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -22,7 +21,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise, product
 from math import sqrt
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -51,8 +49,8 @@ from pipefit.units import format_bytes
 
 # ---- Shorter batches for traced layers, so that large layers can be compared cheaply
 #
-# A traced layer holds sequence lengths as numbers in its code. A shortened copy has the short batch's lengths
-# instead, in whole layers as in divided ones; the rest of the code is unchanged. If an equal number means
+# A traced layer holds sequence lengths as arguments of its operations. A shortened copy has the short batch's
+# lengths instead, in whole layers as in divided ones; all other arguments are unchanged. If an equal number means
 # something else, the shortened layer fails, or both layers compute something else.
 
 _SHORT, _FEW, _EXPERTS = 8, 2, 8  # positions, samples, and experts of a token at most
@@ -108,16 +106,17 @@ class Shortening:
         if not self.length or not isinstance(module, GraphLayer):
             return module
         made = copy.copy(module)
-        code = module.pipefit_code
-        made.pipefit_code = code._replace(run=_recompiled(code.text, code.run, self._number))
+        made.pipefit_code = module.pipefit_code.with_numbers(self._number)
         return made
 
     def _number(self, number: int) -> int:
-        """Return what replaces a number in code.
+        """Return what replaces an integer argument of an operation.
 
         Replaced are numbers of positions of a sequence or of all samples, also one more or less; multiples of
         pairs of positions, as for several heads; and expert assignments of all tokens.
         """
+        if number < 0:
+            return -self._number(-number)
         for samples, more in product((1, self.samples), (0, 1, -1)):
             if number == samples * (self.length + more):
                 return samples * (_SHORT + more)
@@ -134,27 +133,6 @@ class Shortening:
         if not self.length:
             return tensor[:_FEW] if self.samples else tensor
         return tensor if tensor.ndim < 2 else torch.stack([self.held(one) for one in tensor])
-
-
-def _recompiled(code: str, run: Callable[..., Any], number: Callable[[int], int]) -> Callable[..., Any]:
-    """Return the function of generated code with its numbers replaced."""
-    assert isinstance(run, FunctionType)
-    tree = ast.fix_missing_locations(_Numbers(number).visit(ast.parse(code)))
-    names = dict(run.__globals__)
-    exec(compile(tree, "<pipefit short layer>", "exec"), names)  # noqa: S102 -- the text is torch.fx's own
-    result: Callable[..., Any] = names["forward"]
-    return result
-
-
-class _Numbers(ast.NodeTransformer):
-    """Replaces integers in code."""
-
-    def __init__(self, number: Callable[[int], int]) -> None:
-        self._number = number
-
-    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
-        is_whole = isinstance(node.value, int) and not isinstance(node.value, bool)
-        return ast.Constant(self._number(node.value)) if is_whole else node  # type: ignore[arg-type]
 
 
 class _NothingDropped(TorchDispatchMode):  # type: ignore[no-untyped-call]
