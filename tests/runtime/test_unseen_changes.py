@@ -327,18 +327,27 @@ def test_what_autograd_saves_is_its_own_to_refuse() -> None:
     check(*planned(SavedWell, recompute="always"))
 
 
-@pytest.mark.parametrize(
-    ("build", "by_hand", "why"),
-    [
-        (Keeping, True, "its backward reads 'average', which its forward changes and does not save"),
-        (Keeping, False, "its backward reads 'average', which its forward changes and does not save"),
-        (KeepingItself, True, "its backward reads 'average', which its forward changes and does not save"),
-        (Hooked, True, "its backward reads 'average', which its forward changes and does not save"),
-        (Following, True, "its backward changes 'average', with which its forward computes"),
-        (Input, True, "its forward changes what it is given where autograd does not see it"),
-    ],
-)
-def test_what_nobody_would_check_is_refused(build: type[nn.Module], by_hand: bool, why: str) -> None:
-    """A change that nothing could detect later is refused by the profiler, with the layer and the tensor."""
-    with pytest.raises(UsageError, match=f"layer .*{why}"):
-        profiled(build, by_hand)
+@pytest.mark.compares_plans
+@pytest.mark.parametrize("build", [Keeping, KeepingItself, Hooked, Following])
+def test_what_autograd_cannot_check_is_refused_at_the_start(build: type[nn.Module]) -> None:
+    """A backward that reads or changes a tensor outside autograd is refused by name before anything is
+    trained, if several microbatches in flight would give other numbers than plain training; otherwise it
+    trains as plainly.
+    """
+    task, several = planned(build)
+    with pytest.raises(UsageError, match=r"trains by this plan otherwise than plainly: .*on device 0"):
+        Trainer(task, several)
+    check(*planned(build, schedule="1f1b"))
+
+
+def test_a_traced_layer_that_keeps_its_average_is_refused() -> None:
+    """The chain is compared with the module, whatever the plan."""
+    task, plan = planned(Keeping, by_hand=False, schedule="1f1b")
+    with pytest.raises(UsageError, match=r"computes as a chain other numbers than as a module: the gradient"):
+        Trainer(task, plan)
+
+
+def test_an_input_changed_unseen_is_refused() -> None:
+    """A layer that changes its input where autograd does not see it is refused by the profiler."""
+    with pytest.raises(UsageError, match=r"layer .*its forward changes what it is given where autograd"):
+        profiled(Input)

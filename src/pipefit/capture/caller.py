@@ -20,11 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipefit.capture.copying import is_empty
-from pipefit.capture.refused import copy_of, refuse_module
+from pipefit.capture.copying import copy_of, is_empty
+from pipefit.capture.refusals import refuse_module
+from pipefit.capture.structure import named_tensors
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
-from pipefit.torch_internals import pytree, saved_tensors_hooks_on_top
+from pipefit.torch_internals import saved_tensors_hooks_on_top
 from pipefit.torch_internals.fake_tensors import FakeTensor, FakeTensorMode, active_fake_mode
 
 # ---- State that a loss keeps between its calls
@@ -191,16 +192,13 @@ def refuse_gradients(batch: tuple[Any, Any], name: str) -> None:
     Raises:
         UsageError: a tensor does. The message says which one, and what to do.
     """
-    for what, tree in zip(("inputs", "targets"), batch, strict=True):
-        for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                raise UsageError(
-                    f"{what}{pytree.keystr(path)} of a batch of {name} requires a gradient, and a pipeline "
-                    "returns "
-                    "none to the caller: pass its detach(), or, if a module that is to be trained made it, "
-                    "make that "
-                    "module a part of the task's"
-                )
+    for what, tensor in named_tensors(batch):
+        if tensor.requires_grad:
+            raise UsageError(
+                f"{what} of a batch of {name} requires a gradient, and a pipeline returns none to the caller: "
+                "pass its detach(), or, if a module that is to be trained made it, make that module a part of "
+                "the task's"
+            )
 
 
 def on_a_copy(task: Task) -> Task:

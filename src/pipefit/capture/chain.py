@@ -12,13 +12,13 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pipefit.capture.copying import constants, held_tensors, hooks_of, named_constants, standing_in
-from pipefit.capture.storages import Orders, as_made, contiguous, storage_key
+from pipefit.capture.storages import Orders, as_made, contiguous, orders_of, storage_key
 from pipefit.capture.structure import Tree, Values
 from pipefit.errors import UsageError
 from pipefit.schema.layer_costs import Packing
@@ -351,6 +351,25 @@ def packed(values: Values, packing: Packing) -> Tensor | Values | list[Tensor]:
     if packing == "bare":
         return values[0] if len(values) == 1 else values
     return values if packing == "tuple" else list(values)
+
+
+class Form(NamedTuple):
+    """Form in which values pass to the next layer."""
+
+    packing: Packing = "bare"
+    orders: Orders = ()
+
+
+def passed_on(outputs: Any, where: str, *, is_last: bool) -> tuple[Values, Form]:
+    """Return the outputs of layer `where` as the next layer gets them, contiguous, and their form.
+
+    Those of the last layer stay as they are.
+    """
+    values, packing = as_values(outputs, where), packing_of(outputs)
+    if is_last:
+        return values, Form(packing)
+    orders = orders_of(values)
+    return contiguous(values, orders), Form(packing, orders)
 
 
 def packing_of(outputs: Any) -> Packing:

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipefit.capture.refusals import Refusal
+from pipefit.capture.refusals import STRANGER, Refusal
 from pipefit.capture.storages import flat, placed, storage_key
+from pipefit.errors import UsageError, in_one_line
 from pipefit.torch_internals import pytree, without_dispatch_modes
 from pipefit.torch_internals.fake_tensors import FakeTensor, active_fake_mode
 
@@ -33,17 +34,6 @@ from pipefit.torch_internals.fake_tensors import FakeTensor, active_fake_mode
 # them. Both exist before and after what a plan counts, so they add nothing to it. A parameter among them is
 # refused: its gradient would be on the loss's device alone, where no optimizer has the parameter. A loss may
 # change its tensors or replace its buffers; these are restored.
-
-_WAY_OUT = (
-    "register it in the layer too, as several may have one parameter, or freeze it (requires_grad_(False)); "
-    "a loss "
-    "with parameters is a part of the module, which returns it (loss=None), and weight decay an option of "
-    "the optimizer"
-)
-STRANGER = (
-    "it computes with a parameter that it does not have, and whose gradient would be lost on its device",
-    _WAY_OUT,
-)
 
 
 @dataclass(slots=True)
@@ -250,6 +240,34 @@ def copied(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
         mock.patch.dict(dispatch, {**_COPIED, torch.Generator: _generator, FunctionType: function}),
     ):
         return copy.deepcopy(module)
+
+
+def copy_of(module: nn.Module, name: str, convert: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Return a copy of `module`, the model `name`, with each tensor replaced by `convert(tensor)`.
+
+    Raises:
+        UsageError: the module cannot be copied. The message names the innermost part that cannot.
+    """
+    try:
+        return copied(module, convert)
+    except Exception as error:
+        place, part = _innermost(module, convert)
+        raise UsageError(
+            f"{f'{place} of {name}' if place else name} ({type(part).__name__}) cannot be copied "
+            f"({in_one_line(error)}), and a profile is made of a copy: give it a __deepcopy__, or pass a "
+            "function that builds the module"
+        ) from error
+
+
+def _innermost(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> tuple[str, nn.Module]:
+    """Return path and module of the last part, from outside to inside, that cannot be copied."""
+    result = "", module
+    for place, part in module.named_modules():
+        try:
+            copied(part, convert)
+        except Exception:  # noqa: BLE001 -- whatever a copy of the user's part raises
+            result = place, part
+    return result
 
 
 # -------------------------------------------------------------------- tensors

@@ -32,8 +32,14 @@ from pipefit.capture.cuda_autocast import casting_for
 from pipefit.capture.flat import draws, mutated_arguments
 from pipefit.capture.hugging_face import cache_class, caches_without_copies, configure
 from pipefit.capture.random_state import put_back, refuse_foreign_draws
-from pipefit.capture.refusals import REMEDY, Refusal, refuse_export
-from pipefit.capture.refused import RefusingStrangers, refuse_hooks, refusing
+from pipefit.capture.refusals import (
+    REMEDY,
+    Refusal,
+    RefusingStrangers,
+    refuse_export,
+    refuse_hooks,
+    refusing,
+)
 from pipefit.capture.storages import storage_key
 from pipefit.capture.structure import closed, opened
 from pipefit.capture.whole_modules import call_the_modules, call_them, kept_whole, whole_modules

@@ -18,11 +18,12 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from pipefit.capture.refusals import (
+    SHAPE,
+    SPARSE,
+    TRANSFORM,
+    refuse_node,
     refuse_object,
     refuse_operation,
-    refuse_shape,
-    refuse_sparse,
-    refuse_transform,
 )
 from pipefit.capture.storages import storage_key
 from pipefit.capture.whole_modules import call_whole
@@ -352,13 +353,13 @@ def _refuse(name: str, node: fx.Node) -> None:
     """
     made = pytree.tree_leaves(node.meta.get("val"))
     if any(map(_by_value, made)):
-        refuse_shape(name, node)
+        refuse_node(name, node, *SHAPE)
     if node.target in _SCALARS or isinstance(node.target, HigherOrderOperator):
         refuse_operation(name, node)
     if any(map(_transformed, made)):
-        refuse_transform(name, node)
+        refuse_node(name, node, *TRANSFORM)
     if any(isinstance(item, Tensor) and item.layout is not torch.strided for item in made):
-        refuse_sparse(name, node)
+        refuse_node(name, node, *SPARSE)
 
 
 def _transformed(item: Any) -> bool:

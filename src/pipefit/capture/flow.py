@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from pipefit.capture.flat import draws, groups, mutated_arguments, nbytes, role, sources, value
-from pipefit.capture.refusals import line_of, refuse_value
+from pipefit.capture.refusals import line_of, refuse_node
 from pipefit.capture.storages import is_dense
 from pipefit.capture.whole_modules import call_whole
 from pipefit.torch_internals import OpOverload
@@ -157,7 +157,7 @@ class Flow:
             for target in mutated_arguments(node):
                 root = self._group[target]
                 if _kind(root) == "input":
-                    refuse_value(self.model, node, f"it changes its input {root.name} in place")
+                    refuse_node(self.model, node, f"it changes its input {root.name} in place")
                 result.setdefault(root, []).append(node)
         return result
 

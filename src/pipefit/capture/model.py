@@ -20,7 +20,7 @@ from pipefit.capture.chain import Chain, ChainLayer, own_module, packing_of
 from pipefit.capture.copying import hooks_of
 from pipefit.capture.parameter_groups import WHY, couples
 from pipefit.capture.random_state import seed_torch
-from pipefit.capture.refused import refuse_module
+from pipefit.capture.refusals import refuse_module
 from pipefit.capture.sample import in_mode, sample
 from pipefit.capture.structure import Tree
 from pipefit.capture.task import Task

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from pipefit.capture.refusals import Refusal
+from pipefit.capture.refusals import DRAWS, Refusal
 from pipefit.schema.profile import Target
 
 
@@ -50,12 +50,6 @@ def seed_all(seed: int) -> None:
 # A trace would draw once and keep the numbers, and a recomputation would draw others than the first forward.
 # Draws are detected by changes of state, in 20 microseconds for each call of a module.
 
-_REASON = (
-    "its forward draws random numbers from Python's or numpy's generator, which a trace would freeze and a "
-    "recomputation would not repeat"
-)
-_REMEDY = "draw them with torch (torch.rand), whose draws plans repeat, or turn that off"
-
 
 @contextmanager
 def torch_draws_alone() -> Iterator[None]:
@@ -67,7 +61,7 @@ def torch_draws_alone() -> Iterator[None]:
     before = python_state()
     yield
     if python_state() != before:
-        raise Refusal(_REASON, _REMEDY)
+        raise Refusal(*DRAWS)
 
 
 def refuse_foreign_draws(module: nn.Module) -> None:
@@ -79,7 +73,7 @@ def refuse_foreign_draws(module: nn.Module) -> None:
 
     def end(part: nn.Module, *_: Any) -> None:
         if begun.pop() != python_state():
-            raise Refusal(_REASON, _REMEDY, module=part)
+            raise Refusal(*DRAWS, module=part)
 
     for part in module.modules():
         part.register_forward_pre_hook(begin)

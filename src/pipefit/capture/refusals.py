@@ -1,69 +1,221 @@
-"""Errors for models that cannot be captured: which module, which line of code, why, and the remedy."""
+"""Models that cannot be captured, planned or trained: all reasons with their remedies, and who raises them.
+
+`refuse_module` checks a module before it is copied. `refusing` replaces functions of torch that a forward may
+not call, so that calls raise a `Refusal`. `refuse_export` and `explained` translate errors of a trace and of a
+run over fake tensors; `refuse_node` refuses an operation of a trace. Errors name the module, the line of the
+user's code, the reason and the remedy.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import os
 import re
+import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
+from unittest import mock
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.jit import ScriptModule
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from pipefit.capture.hugging_face import advice
-from pipefit.errors import UsageError
-from pipefit.torch_internals import HigherOrderOperator
+from pipefit.capture.storages import extent, storage_key
+from pipefit.errors import UsageError, in_one_line
+from pipefit.torch_internals import HigherOrderOperator, pytree
+
+# ---- Reasons and remedies
 
 REMEDY = "give pipefit the parts instead, pipefit.chain([...]) in the order they run, or change that line"
 VALUES = (
     "compute it without looking at values (torch.where), or give pipefit the parts instead, "
-    "pipefit.chain([...]) in "
-    "the order they run: what is inside a part may look at values"
+    "pipefit.chain([...]) in the order they run: what is inside a part may look at values"
+)
+LAZY_REMEDY = (
+    "write the sizes out (Linear for LazyLinear), or call the module on a small batch and pass the module "
+    "itself"
 )
 _OUTSIDE = "leave the labels out of the inputs and give Task(..., loss=...)"
 _WITHOUT = "see whether the module takes such a batch without pipefit"
-_CAUSAL = (
-    "nn.Transformer and its parts compare a mask with a causal one, which depends on values",
-    (
-        "say what it is, with is_causal=True or False beside the mask (tgt_is_causal, src_is_causal of "
-        "nn.Transformer)"
-    ),
+_PADDED = "give the recurrent layer the padded batch, and mask what lies behind the end of each sequence"
+_OPERATOR = "make that a torch.library.custom_op with a register_fake, which says what shapes it returns"
+_OBJECT = "it computes with {}, which is no tensor, such as a torch.Generator of its own"
+
+
+class Reason(NamedTuple):
+    """A reason for which a model is refused, and the remedy."""
+
+    reason: str
+    remedy: str = REMEDY
+
+
+# Operations of a trace
+
+TRANSFORM = Reason("it runs under torch.vmap or another transform of torch.func")
+SHAPE = Reason("a shape depends on the values of a tensor", VALUES)
+SPARSE = Reason("it makes a sparse tensor, whose memory no plan knows", "use dense tensors")
+SCALAR = Reason("it reads a tensor's value into Python (.item(), int() or float() of a tensor)", VALUES)
+
+# Calls in a forward. Checkpoints and compiled code inside a layer would hold other memory than the profile
+# says. A traced model would also lose effects that are not operations.
+
+_CHECKPOINT = Reason(
+    "it calls torch.utils.checkpoint, which plans cannot hold yet",
+    "turn that off (gradient_checkpointing_disable() of a Hugging Face model) and plan with "
+    "recompute='always'",
 )
-PADDED = "give the recurrent layer the padded batch, and mask what lies behind the end of each sequence"
-_PACKED = "it packs sequences (pack_padded_sequence), and values alone tell how many rows that are", PADDED
-_ASKING = {"is_compiling", "is_torchdynamo_compiling", "is_exporting", "is_torchdynamo_exporting"}
+_COMPILED = Reason(
+    "it calls what torch.compile has compiled, or torch.cond, whose memory is unknown",
+    "give pipefit the module or function as it was before, and torch.where for torch.cond",
+)
+_FORKS = Reason(
+    "it forks this process (os.fork, multiprocessing), and what another process does is in no profile",
+    "do that in the function that makes batches, or in a torch.library.custom_op with a register_fake",
+)
+_INFERENCE = Reason("it runs under torch.inference_mode(), which a trace loses", "use torch.no_grad()")
+_BACKWARD = Reason(
+    "it computes gradients inside its forward (torch.autograd.grad, .backward()), where a trace loses weights",
+    "write that gradient out as operations, or in a torch.autograd.Function",
+)
+_TENSOR_HOOK = Reason(
+    "it registers a hook on a tensor, which a trace loses", f"use a torch.autograd.Function, or {REMEDY}"
+)
+_SAVED_HOOKS = Reason(
+    "it saves tensors through hooks (saved_tensors_hooks, save_on_cpu), which a trace loses",
+    "leave them out, and let the plan recompute",
+)
+_DATA_SET = Reason(
+    "it puts other data into a tensor (x.data = ...), which a trace loses",
+    "use x.copy_() under torch.no_grad()",
+)
+DRAWS = Reason(
+    "its forward draws random numbers from Python's or numpy's generator, which a trace would freeze and a "
+    "recomputation would not repeat",
+    "draw them with torch (torch.rand), whose draws plans repeat, or turn that off",
+)
+
+# Parameters that the module does not have
+
+_STRANGER = Reason(
+    "it computes with a parameter that none of its modules has, or that it reaches by a name from outside, "
+    "and a trace would never train that",
+    "register it, or freeze it (requires_grad_(False))",
+)
+STRANGER = Reason(
+    "it computes with a parameter that it does not have, and whose gradient would be lost on its device",
+    "register it in the layer too, as several may have one parameter, or freeze it (requires_grad_(False)); "
+    "a loss with parameters is a part of the module, which returns it (loss=None), and weight decay an option "
+    "of the optimizer",
+)
+
+# Errors of torch, by their message
+
+_CAUSAL = Reason(
+    "nn.Transformer and its parts compare a mask with a causal one, which depends on values",
+    "say what it is, with is_causal=True or False beside the mask (tgt_is_causal, src_is_causal of "
+    "nn.Transformer)",
+)
+_PACKED = Reason(
+    "it packs sequences (pack_padded_sequence), and values alone tell how many rows that are", _PADDED
+)
 _GIVE = (
     "give it among the inputs what it otherwise makes by itself, as a model of transformers may make its "
     f"attention_mask and decoder_attention_mask, or {REMEDY}"
 )
-_LONGEST = 200  # characters of a foreign exception that are quoted
-_TORCH = str(Path(torch.__file__).parent)
-_OURS = str(Path(__file__).parent)
-_OBJECT = "it computes with {}, which is no tensor, such as a torch.Generator of its own"
-_REASONS = (
-    (r"DynamicOutputShape|data-dependent shape", "a shape depends on the values of a tensor", VALUES),
+_OF_TRACES = (
+    (r"DynamicOutputShape|data-dependent shape", SHAPE),
     (
         r"[Dd]ata-dependent|DataDependent|guard on|unbacked",
-        "what runs next depends on the values of a tensor",
-        VALUES,
+        Reason("what runs next depends on the values of a tensor", VALUES),
     ),
-    (r"\.numpy\(\)|numpy", "it turns a tensor into a numpy array", REMEDY),
+    (r"\.numpy\(\)|numpy", Reason("it turns a tensor into a numpy array")),
     (
         r"[Uu]nsupported ?[Oo]perator|no fake impl|Meta kernel",
-        "it uses an operator of unknown shapes",
-        REMEDY,
+        Reason("it uses an operator of unknown shapes"),
     ),
-    (r"FakeTensor", "it needs the values of a tensor", VALUES),
-    (
-        r"argument of type: .*Generator",
-        _OBJECT.format("an argument"),
-        REMEDY,
-    ),  # torch 2.11 raises this before the program exists
+    (r"FakeTensor", Reason("it needs the values of a tensor", VALUES)),
+    (r"argument of type: .*Generator", Reason(_OBJECT.format("an argument"))),  # torch 2.11
 )
+_OF_RUNS = (
+    (
+        r"SparseTensorImpl|SparseCPU|[Ss]parse layout",
+        "no plan knows the memory of sparse tensors and gradients: use dense ones (sparse=False)",
+    ),
+    (
+        r"a product of",
+        "give the data, the module and all its parts one dtype, as Task(..., precision='float32') does",
+    ),
+    (
+        r"saves nothing has no backward|support saved tensor hooks",
+        (
+            "no plan holds gradients inside a forward: write them out as operations, or in a "
+            "torch.autograd.Function"
+        ),
+    ),
+    (r"without an end", "let the loop make a fixed number of steps"),
+    (r"closure", "use an optimizer that steps without a closure, such as AdamW or SGD"),
+    (
+        r"only supports 2D parameters",
+        (
+            "let a class of your own step matrices with it and the rest with another, by options that groups=... "
+            "gives"
+        ),
+    ),
+    (r"does not support dense gradients", "use Adam or AdamW"),
+    (r"capturable=True", "leave capturable out: it is for steps that a GPU records"),
+    (
+        r"differentiated Tensors?",
+        (
+            "a loss cannot differentiate one output by another: let the module return that gradient, written as "
+            "operations"
+        ),
+    ),
+    (r"_pack_padded_sequence", _PADDED),
+    (r"_ctc_loss\.default", "give the lengths of ctc_loss as tensors, not as numbers"),
+    (
+        r"convert all Tensors to FakeTensors",
+        (
+            "it computes with a tensor from outside, which no device would have: make that a buffer or a "
+            "parameter of it"
+        ),
+    ),
+    (
+        r"DynamicOutputShape|DataDependent",
+        f"what it returns depends on values, and nothing can be assumed of it: {_OPERATOR}",
+    ),
+    (r"[Uu]nsupported ?[Oo]perator|no fake impl", f"its shapes are not known: {_OPERATOR}"),
+    (
+        r"numpy|FakeTensor|unpack the object",
+        f"it needs values, and a profile has none: use torch, or {_OPERATOR}",
+    ),
+)
+
+# Tensors of a module
+
+_LAZY = f"has no shape yet, as in lazy modules before their first call: {LAZY_REMEDY}"
+_MADE_IN_INFERENCE = (
+    "was made inside torch.inference_mode(), where no tensor can be trained: make the model outside of it"
+)
+_META = (
+    "is on the meta device and has no numbers: it can be profiled and planned, but not run; build it outside "
+    'of torch.device("meta")'
+)
+_NO_MEMORY = (
+    "has no memory, since another training in this process divides it between replicas or has moved it away: "
+    "make a model of its own for each training (Task of a function that builds it)"
+)
+
+
+# ---- Exceptions
 
 
 class Refusal(Exception):
@@ -97,59 +249,306 @@ class LooksAtValues(UsageError):
         self.path, self.why, self.whole = path, why, whole
 
 
+# ---- Modules before a copy
+
+
+def refuse_module(module: nn.Module, name: str) -> None:
+    """Check that `module`, the model `name`, can be planned and trained.
+
+    Raises:
+        UsageError: a part cannot. The message names the part, the reason and the remedy.
+    """
+    for place, part in module.named_modules():
+        if reason := _unusable(part):
+            raise UsageError(f"{f'{place} of {name}' if place else name} {reason}")
+    _refuse_tensors(module, name, is_lazy, _LAZY)
+    _refuse_tensors(module, name, torch.is_inference, _MADE_IN_INFERENCE)
+    _refuse_shared_memory(module, name)
+
+
+def refuse_meta(module: nn.Module, name: str) -> None:
+    """Check that `module`, the model `name`, has values, so that it can run.
+
+    Raises:
+        UsageError: a parameter or buffer is on the meta device.
+    """
+    _refuse_tensors(module, name, lambda tensor: tensor.is_meta, _META)
+
+
+def refuse_without_memory(module: nn.Module, name: str) -> None:
+    """Check that the parameters of `module`, the model `name`, have memory.
+
+    Raises:
+        UsageError: another training in this process took the memory of a parameter. The message names it.
+    """
+
+    def is_moved(tensor: Tensor) -> bool:
+        is_empty = not tensor.untyped_storage().nbytes()
+        return isinstance(tensor, nn.Parameter) and is_empty and tensor.numel() > 0
+
+    _refuse_tensors(module, name, is_moved, _NO_MEMORY)
+
+
+def _unusable(part: nn.Module) -> str:
+    """Return why a module itself cannot be planned, or ""."""
+    kind = type(part)
+    if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None:
+        return (
+            "is compiled by torch.compile, so that its memory is unknown: give pipefit the module as it was "
+            "before"
+        )
+    if isinstance(part, ScriptModule):
+        return (
+            "is a TorchScript module (torch.jit.script or torch.jit.trace), which can be neither copied nor "
+            "followed: give pipefit the module as it was before"
+        )
+    if kind.__module__.startswith(("torch.ao.nn.quantized", "torch.nn.quantized")):
+        return f"is a quantised {kind.__name__}, which cannot be trained: train the module as it was before"
+    return ""
+
+
+def _refuse_tensors(module: nn.Module, name: str, is_refused: Callable[[Tensor], bool], reason: str) -> None:
+    for place, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_refused(tensor):
+            raise UsageError(f"{place} of {name} {reason}")
+
+
+def _refuse_shared_memory(module: nn.Module, name: str) -> None:
+    """Check that trained tensors of different submodules do not overlap in memory.
+
+    Layers of two stages have separate memory. One tensor may have several names.
+
+    Raises:
+        UsageError: two tensors overlap. The message names them.
+    """
+    tensors = dict[int, tuple[str, Tensor]]()
+    for place, tensor in (*module.named_parameters(), *module.named_buffers()):
+        tensors.setdefault(id(tensor), (place, tensor))
+    dense = [(place, tensor) for place, tensor in tensors.values() if tensor.layout is torch.strided]
+    run, storage, reached = list[tuple[str, Tensor]](), 0, 0
+    for place, tensor in sorted(dense, key=lambda named: (storage_key(named[1]), *extent(named[1]))):
+        begin, end = extent(tensor)
+        if storage_key(tensor) != storage or begin >= reached:
+            run, storage, reached = [], storage_key(tensor), 0
+        run.append((place, tensor))
+        reached = max(reached, end)
+        apart = [one for one in run if one[0].rpartition(".")[0] != run[0][0].rpartition(".")[0]]
+        if apart and any(isinstance(one, nn.Parameter) and one.requires_grad for _, one in run):
+            raise UsageError(
+                f"{run[0][0]} and {apart[0][0]} of {name} are two tensors in the same memory, which two "
+                "stages would train apart: make them one parameter (b.weight = a.weight), or give one of them "
+                "a copy"
+            )
+
+
+# ---- Calls that a forward may not make, which raise with the module and the line
+
+_TORCH, _LAYERS = str(Path(torch.__file__).parent), str(Path(nn.__file__).parent)
+_GENERATOR = (  # the first from torch 2.14 on; the second only calls it there
+    "_checkpoint_without_reentrant_generator_impl"
+    if hasattr(checkpoint, "_checkpoint_without_reentrant_generator_impl")
+    else "_checkpoint_without_reentrant_generator"
+)
+
+
+@contextmanager
+def refusing(*, traced: bool) -> Iterator[None]:
+    """Let a forward in the body raise a `Refusal` at forbidden calls; `traced` adds those that a trace
+    loses.
+    """
+    with ExitStack() as patches:
+        for owner, name, replacement in _replacements(traced=traced):
+            patches.enter_context(mock.patch.object(owner, name, replacement))
+        yield
+
+
+def refuse_hooks(module: nn.Module) -> None:
+    """Check that no part of a module to be traced has hooks on its backward.
+
+    Raises:
+        Refusal: one has. The message names it.
+    """
+    for path, part in module.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
+            raise Refusal(
+                f"{path or 'it'} has hooks on its backward, which a trace loses",
+                f"take them off, or {REMEDY}",
+            )
+
+
+class RefusingStrangers(TorchFunctionMode):
+    """A mode in which a forward of `module` raises a `Refusal` if it uses a foreign trained parameter.
+
+    The trace runs a copy of the module. A parameter that is not the copy's would become a constant: a
+    parameter of no module, or one of the original module, reached by a name from outside.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._own: set[int] = set()  # empty until the forward begins: an export replaces parameters
+        module.register_forward_pre_hook(lambda *_: self._begin(module))
+
+    def _begin(self, module: nn.Module) -> None:
+        self._own = set(map(id, module.parameters()))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in pytree.tree_leaves((args, kwargs)) if self._own else ():
+            if isinstance(value, nn.Parameter) and value.requires_grad and id(value) not in self._own:
+                raise Refusal(*_STRANGER)
+        return func(*args, **(kwargs or {}))
+
+
+def _replacements(*, traced: bool) -> Iterator[tuple[Any, str, Any]]:
+    """Yield (owner, attribute name, replacement) for every patch."""
+    yield checkpoint, _GENERATOR, _refuser(_CHECKPOINT)
+    yield checkpoint.CheckpointFunction, "apply", _refuser(_CHECKPOINT)
+    if hasattr(os, "fork"):
+        yield os, "fork", _refuser(_FORKS)
+    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if compiler is not None:  # otherwise nothing is compiled
+        yield compiler, "set_eval_frame", _unless_compiled(compiler.set_eval_frame)
+    if traced:
+        yield torch.inference_mode, "__enter__", _refuse_inference
+        yield Tensor, "register_hook", _refuser(_TENSOR_HOOK)
+        yield torch.autograd, "_engine_run_backward", _refuser(_BACKWARD)
+        yield torch.autograd.graph.saved_tensors_hooks, "__enter__", _refuser(_SAVED_HOOKS)
+        yield Tensor, "data", property(_data, _set_data)
+
+
+def _refuser(reason: Reason) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise Refusal(*reason)
+
+    return refuse
+
+
+def _refuse_inference(context: torch.inference_mode) -> None:
+    """Refuse `torch.inference_mode`, unless it is turned off."""
+    if context.mode:
+        raise Refusal(*_INFERENCE)
+    _enter_inference(context)
+
+
+_enter_inference = torch.inference_mode.__enter__
+
+
+def _data(tensor: Tensor) -> Tensor:
+    """Return `tensor.data`; for a traced model's code as an operation, which the trace sees."""
+    return tensor.detach() if _asked_by_a_model() else _DATA.__get__(tensor)
+
+
+def _set_data(tensor: Tensor, data: Tensor) -> None:
+    if _asked_by_a_model():
+        raise Refusal(*_DATA_SET)
+    _DATA.__set__(tensor, data)
+
+
+_DATA: Any = Tensor.__base__.__dict__["data"]
+
+
+def _asked_by_a_model() -> bool:
+    """Return whether a model's code or a layer of torch.nn reads the attribute, not torch's internals."""
+    file = sys._getframe(2).f_code.co_filename
+    return file.startswith(_LAYERS) or not file.startswith(_TORCH)
+
+
+def _unless_compiled(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `set_eval_frame` that refuses calls from compiled functions, but not from others."""
+
+    def set_eval_frame(*args: Any) -> Any:
+        if sys._getframe(1).f_code.co_name == "compile_wrapper":
+            raise Refusal(*_COMPILED)
+        return original(*args)
+
+    return set_eval_frame
+
+
+# ---- Errors of a trace, and of a run over fake tensors
+
+_LONGEST = 200  # characters of a foreign exception that are quoted
+_NOT_THE_USERS = (_TORCH, str(Path(__file__).parent.parent), contextlib.__file__, "<")
+_ASKING = {"is_compiling", "is_torchdynamo_compiling", "is_exporting", "is_torchdynamo_exporting"}
+
+
+def explained(error: BaseException) -> str:
+    """Return the line of the user's code that raised `error`, its message, and the remedy, if one is
+    known.
+    """
+    message = in_one_line(error)
+    remedy = next((words for pattern, words in _OF_RUNS if re.search(pattern, message)), "")
+    line = _own_line(error)
+    return f"{f'({line}) ' if line else ''}{message}{f'; {remedy}' if remedy else ''}"
+
+
 def refuse_export(error: BaseException, name: str, root: nn.Module, *, own_loss: bool) -> NoReturn:
     """Raise an error that says why `torch.export` failed on `root`, a copy of model `name`.
 
     `own_loss` says that the copy was to return its loss.
     """
     paths = {part: path for path, part in root.named_modules()}
-    where, line = _innermost(error.__traceback__, paths)
+    where, line = _innermost(error, paths), _own_line(error)
+    settings = advice(root)
     if isinstance(error, Refusal):
         if error.module is not None:
             where, line = paths[error.module], _definition(error.module)
-        setting = f", or {advice(root)}" if advice(root) else ""
-        line = line or (_definition(root) if _has_run(error) else "")
-        sentence = _sentence(name, where, line, f"{error}{setting}")
+        has_run = any(
+            frame.f_code.co_name == "_call_impl" for frame, _ in traceback.walk_tb(error.__traceback__)
+        )
+        line = line or (_definition(root) if has_run else "")
+        sentence = _sentence(name, where, line, f"{error}{f', or {settings}' if settings else ''}")
         if error.in_a_whole_module:
             raise LooksAtValues(sentence, where, _why(line, error.reason)) from error
         raise UsageError(sentence) from error
     reason, remedy = _reason(error)
-    ways = [advice(root), _OUTSIDE if own_loss and not where and remedy == VALUES else "", remedy]
+    ways = [settings, _OUTSIDE if own_loss and not where and remedy == VALUES else "", remedy]
     text = f"{reason}; {', or '.join(way for way in ways if way)}"
     sentence = _sentence(name, where, line or _definition(root), text)
     if remedy == VALUES:
-        raise LooksAtValues(sentence, where, _why(line, reason, advice(root))) from error
+        raise LooksAtValues(sentence, where, _why(line, reason, settings)) from error
     raise UsageError(sentence) from error
 
 
-def _reason(error: BaseException) -> tuple[str, str]:
+def _reason(error: BaseException) -> Reason:
     """Return why torch.export failed, and the remedy."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    if any(frame.f_code.co_name == "_detect_is_causal_mask" for frame, _ in frames):
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if any(frame.f_code.co_name == "_detect_is_causal_mask" for frame in frames):
         return _CAUSAL
-    if any(isinstance(frame.f_locals.get("orig_input"), PackedSequence) for frame, _ in frames):
+    if any(isinstance(frame.f_locals.get("orig_input"), PackedSequence) for frame in frames):
         return _PACKED
-    text = " ".join(str(error).split("\n\n")[0].split())[:_LONGEST]
-    for pattern, reason, remedy in _REASONS:
+    for pattern, reason in _OF_TRACES:
         if re.search(pattern, f"{type(error).__name__}: {error}"):
-            return reason, remedy
+            return reason
+    text = " ".join(str(error).split("\n\n")[0].split())[:_LONGEST]
     if type(error).__module__.startswith("torch"):
-        return f"torch.export cannot follow it ({type(error).__name__}: {text})", REMEDY
+        return Reason(f"torch.export cannot follow it ({type(error).__name__}: {text})")
     raised = f"raises {type(error).__name__}: {text}"
-    codes = (frame.f_code for frame, _ in frames)
-    if any(
-        _ASKING & set(code.co_names) for code in codes if not code.co_filename.startswith((_TORCH, _OURS))
-    ):
-        return (
-            f"it asks whether it is being compiled, takes another way while it is traced, and {raised}",
-            _GIVE,
+    codes = (frame.f_code for frame in frames if not frame.f_code.co_filename.startswith(_NOT_THE_USERS))
+    if any(_ASKING & set(code.co_names) for code in codes):
+        return Reason(
+            f"it asks whether it is being compiled, takes another way while it is traced, and {raised}", _GIVE
         )
-    return f"it {raised}", f"{_WITHOUT}; if it does, {REMEDY}"
+    return Reason(f"it {raised}", f"{_WITHOUT}; if it does, {REMEDY}")
 
 
-def _has_run(error: BaseException) -> bool:
-    """Return whether the error was raised while a module ran."""
-    return any(frame.f_code.co_name == "_call_impl" for frame, _ in traceback.walk_tb(error.__traceback__))
+def _own_line(error: BaseException) -> str:
+    """Return the innermost line of the user's code that raised `error`; empty if there is none."""
+    lines = [
+        f"{frame.f_code.co_filename}:{number}"
+        for frame, number in traceback.walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith(_NOT_THE_USERS)
+    ]
+    return lines[-1] if lines else ""
+
+
+def _innermost(error: BaseException, paths: Mapping[nn.Module, str]) -> str:
+    """Return the path of the innermost module whose forward raised `error`."""
+    where = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        running = frame.f_locals.get(names[0]) if names else None
+        if frame.f_code.co_name == "forward" and isinstance(running, nn.Module) and running in paths:
+            where = paths[running]
+    return where
 
 
 def _definition(module: nn.Module) -> str:
@@ -158,19 +557,14 @@ def _definition(module: nn.Module) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
 
 
-def refuse_transform(name: str, node: fx.Node) -> NoReturn:
-    """Raise an error: the operation `node` of model `name` runs under a function transform."""
-    _refuse_node(name, node, "it runs under torch.vmap or another transform of torch.func", REMEDY)
+# ---- Operations of a trace
 
 
-def refuse_shape(name: str, node: fx.Node) -> NoReturn:
-    """Raise an error: the shape of the result of `node` in model `name` depends on values."""
-    _refuse_node(name, node, "a shape depends on the values of a tensor", VALUES)
-
-
-def refuse_sparse(name: str, node: fx.Node) -> NoReturn:
-    """Raise an error: the operation `node` of model `name` makes a sparse tensor."""
-    _refuse_node(name, node, "it makes a sparse tensor, whose memory no plan knows", "use dense tensors")
+def refuse_operation(name: str, node: fx.Node) -> NoReturn:
+    """Raise an error: `node` of model `name` reads a number, or holds a function of its own."""
+    if isinstance(node.target, HigherOrderOperator):
+        refuse_node(name, node, f"{node.target} holds a function of its own")
+    refuse_node(name, node, *SCALAR)
 
 
 def refuse_object(name: str, what: str) -> NoReturn:
@@ -180,28 +574,14 @@ def refuse_object(name: str, what: str) -> NoReturn:
     raise UsageError(_sentence(name, "", "", f"{_OBJECT.format(what)}; {REMEDY}"))
 
 
-def refuse_operation(name: str, node: fx.Node) -> NoReturn:
-    """Raise an error: the operation `node` of model `name` cannot be part of a layer."""
-    reason, remedy = "it reads a tensor's value into Python (.item(), int() or float() of a tensor)", VALUES
-    if isinstance(node.target, HigherOrderOperator):
-        reason, remedy = f"{node.target} holds a function of its own", REMEDY
-    _refuse_node(name, node, reason, remedy)
-
-
-def _refuse_node(name: str, node: fx.Node, reason: str, remedy: str) -> NoReturn:
-    where, line = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()][-1:], line_of(node)
-    sentence = _sentence(name, "".join(where), line, f"{reason}; {remedy}")
-    raise (
-        LooksAtValues(sentence, "".join(where), _why(line, reason))
-        if remedy == VALUES
-        else UsageError(sentence)
-    )
-
-
-def refuse_value(name: str, node: fx.Node, reason: str) -> NoReturn:
-    """Raise an error: `node` of model `name` does something that layers may not, for this reason."""
-    path = node.meta.get("stack") or ("",)
-    raise UsageError(_sentence(name, path[-1], line_of(node), f"{reason}; {REMEDY}"))
+def refuse_node(name: str, node: fx.Node, reason: str, remedy: str = REMEDY) -> NoReturn:
+    """Raise an error: the operation `node` of model `name` cannot be part of a layer, for this reason."""
+    stack = node.meta.get("stack") or [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    where, line = "".join(stack[-1:]), line_of(node)
+    sentence = _sentence(name, where, line, f"{reason}; {remedy}")
+    if remedy == VALUES:
+        raise LooksAtValues(sentence, where, _why(line, reason))
+    raise UsageError(sentence)
 
 
 def line_of(node: fx.Node) -> str:
@@ -209,26 +589,6 @@ def line_of(node: fx.Node) -> str:
     lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     own = [f"{file}:{number}" for file, number in lines if not file.startswith(_TORCH)]
     return own[-1] if own else ""
-
-
-def _innermost(trace: TracebackType | None, paths: Mapping[nn.Module, str]) -> tuple[str, str]:
-    """Return the path of the innermost running module, and the innermost line of the user's code."""
-    where = line = ""
-    for frame, number in traceback.walk_tb(trace):
-        file, running = frame.f_code.co_filename, _first_argument(frame)
-        if frame.f_code.co_name == "forward" and isinstance(running, nn.Module) and running in paths:
-            where = paths[running]
-            if not file.startswith(_TORCH):
-                line = f"{file}:{number}"
-        elif line and not file.startswith((_TORCH, _OURS, "<")):
-            line = f"{file}:{number}"
-    return where, line
-
-
-def _first_argument(frame: FrameType) -> Any:
-    """Return the first argument of a frame: a method's self."""
-    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-    return frame.f_locals.get(names[0]) if names else None
 
 
 def _why(line: str, reason: str, setting: str = "") -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pipefit.capture.caller import refuse_gradients
 from pipefit.capture.copying import real
 from pipefit.capture.storages import laid_out, sample_order
-from pipefit.capture.structure import opened
+from pipefit.capture.structure import named_tensors, opened
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitError, UsageError, in_one_line
 from pipefit.texts import counted, kind_of
@@ -61,16 +61,10 @@ def _refuse_strange(batch: Sample, name: str) -> None:
     Raises:
         UsageError: one is sparse, nested or on the meta device. The message names it.
     """
-    for what, tree in zip(("inputs", "targets"), batch, strict=True):
-        for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
-            if isinstance(leaf, Tensor) and (
-                leaf.layout is not torch.strided or leaf.is_nested or leaf.is_meta
-            ):
-                kind = "nested" if leaf.is_nested else "meta" if leaf.is_meta else "sparse"
-                raise UsageError(
-                    f"{what}{pytree.keystr(path)} of a batch of {name} is a {kind} tensor: give dense ones, "
-                    "with values"
-                )
+    for what, tensor in named_tensors(batch):
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+            kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else "sparse"
+            raise UsageError(f"{what} of a batch of {name} is a {kind} tensor: give dense ones, with values")
 
 
 def _made(task: Task, size: int) -> Any:
@@ -96,16 +90,13 @@ def check_samples(batch: Sample, size: int, name: str) -> None:
     Raises:
         UsageError: one does not. The message names it.
     """
-    for what, tree in zip(("inputs", "targets"), batch, strict=True):
-        for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
-            if isinstance(leaf, Tensor) and (leaf.ndim == 0 or leaf.shape[0] != size):
-                raise UsageError(
-                    f"{what}{pytree.keystr(path)} of a batch of {name} has the shape {tuple(leaf.shape)} "
-                    "where a "
-                    f"batch of {counted(size, 'sample')} was asked for: every tensor of a batch holds its "
-                    "samples "
-                    "along dimension 0; what is the same for all samples belongs into the module"
-                )
+    for what, tensor in named_tensors(batch):
+        if tensor.ndim == 0 or tensor.shape[0] != size:
+            raise UsageError(
+                f"{what} of a batch of {name} has the shape {tuple(tensor.shape)} where a batch of "
+                f"{counted(size, 'sample')} was asked for: every tensor of a batch holds its samples along "
+                "dimension 0; what is the same for all samples belongs into the module"
+            )
 
 
 def pair(batch: Any, who: str) -> Sample:

@@ -7,7 +7,7 @@ to stay equal.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -80,6 +80,15 @@ pytree.register_pytree_node(
 
 
 # ---- Trees
+
+
+def named_tensors(batch: tuple[Any, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a batch with their names, such as `inputs['x']`."""
+    for what, tree in zip(("inputs", "targets"), batch, strict=True):
+        for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
+            if isinstance(leaf, Tensor):
+                yield f"{what}{pytree.keystr(path)}", leaf
+
 
 Values = tuple[Tensor, ...]
 _WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)

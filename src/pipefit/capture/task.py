@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 
-from pipefit.capture.refused import LAZY_REMEDY
+from pipefit.capture.refusals import LAZY_REMEDY
 from pipefit.errors import PipefitError, UsageError, in_one_line
 from pipefit.schema.training import Precision
 from pipefit.schema.validation import check_types

@@ -14,9 +14,9 @@ from torch import fx, nn
 
 from pipefit.capture import capture
 from pipefit.capture.chain import Chain, ChainLayer
-from pipefit.capture.copying import copied
+from pipefit.capture.copying import copied, copy_of
 from pipefit.capture.model import with_batch
-from pipefit.capture.refused import copy_of, refuse_module
+from pipefit.capture.refusals import refuse_module
 from pipefit.capture.sample import Sample, in_mode, sample
 from pipefit.capture.sizes import Family, Sketch
 from pipefit.capture.task import Task

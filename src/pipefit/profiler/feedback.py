@@ -423,9 +423,6 @@ class Feedback:
     unrepeatable: str  # in words; empty if copies of buffers suffice
     parameters: frozenset[str]  # parameters that it changes
     unseen: tuple[str, ...]  # tensors that it changes unseen by autograd, as by `x.data`
-    in_place: frozenset[str]  # all tensors that it changes in place
-    runs_python: bool  # whether its backward runs Python: a custom function or a module hook
-    read: frozenset[str]  # all tensors that it computes with
     coupled: str  # why it couples the samples of a microbatch, in words, or empty
     draws: bool  # whether it draws random numbers
 
@@ -465,9 +462,6 @@ def feedback(
         unrepeatable=_unrepeatable(names, draws=sources.draws),
         parameters=parameters,
         unseen=tuple(one.name for one in held if one.is_unseen(written)),
-        in_place=frozenset(one.name for one in held if one.is_in_place(written)),
-        runs_python=any(map(_is_of_a_layer, nodes(outputs))),
-        read=frozenset(one.name for one in (*buffers, *others) if one.storage in read),
         coupled=sources.coupled,
         draws=sources.draws_any,
     )
@@ -570,14 +564,6 @@ class Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._met.append(storage)
             self._known[storage._cdata] = self._known.get(storage._cdata, frozenset()) | sources
         return out
-
-
-def _is_of_a_layer(node: object) -> bool:
-    """Return whether a graph node is a custom function that is not pipefit's."""
-    if not isinstance(node, BackwardCFunction):
-        return False
-    function = type(node)._forward_cls  # type: ignore[attr-defined]
-    return not function.__module__.startswith("pipefit.")
 
 
 def _kept_by_custom_functions(outputs: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from pipefit.capture.by_value import assumptions
 from pipefit.capture.caller import reachable
 from pipefit.capture.chain import held_storages
-from pipefit.capture.copying import STRANGER, constants, held_tensors, noticing
-from pipefit.capture.refusals import Refusal
+from pipefit.capture.copying import constants, held_tensors, noticing
+from pipefit.capture.refusals import STRANGER, Refusal
 from pipefit.capture.storages import storage_key
 from pipefit.capture.structure import Values
 from pipefit.measure.cpu import Tracked, saving_nothing
@@ -37,7 +37,7 @@ from pipefit.profiler.feedback import (
     nodes,
     plain_attributes,
 )
-from pipefit.profiler.pass_meter import Layouts, PassMeter, dense, gradients_in, gradients_like, layouts_of
+from pipefit.profiler.pass_meter import Layouts, PassMeter, dense, gradients_in, layouts_of
 from pipefit.profiler.update import LayerGroups, MakeOptimizer, Peak, updates_of
 from pipefit.runtime.engine.flight import GraphEnds, backward, born_apart, enter, leave
 from pipefit.runtime.optim.half_precision import WeightCopy, cast_by, using
@@ -160,65 +160,10 @@ def _identity(tensor: Tensor) -> object:
     return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
-# ---- Backwards that use tensors of their layer which autograd has not saved for them
+# ---- Tensors of a loss that its forward changes, such as a center that follows earlier values
 #
-# In plain training the backward of a microbatch precedes the forward of the next, so it finds the values that
-# its own forward left. In a pipeline other forwards come between. Autograd checks the tensors that it saved,
-# but not attributes of a context, the module itself on a context, or hooks on gradients: a layer whose
-# backward reads through these what its forward changes, or changes what its forward reads, would train with
-# wrong gradients. It is refused by name.
-#
-# Only layers that change their tensors run once more for this check. Layers that change only integer counts,
-# as batch norm does, are skipped unless their backward runs Python code.
-
-
-def check_backward(
-    forward: Callable[[GraphEnds], Values], module: nn.Module, found: Feedback, written: Set[str]
-) -> None:
-    """Check that a backward of `module` does not depend on how many other forwards preceded it.
-
-    Args:
-        forward: runs the layer forward, at the start of a graph.
-        found: the tensors that the forward changes and reads.
-        written: the names of tensors that the backward changes in place.
-
-    Raises:
-        Refusal: the backward depends on them. The message names the tensor.
-    """
-    for name in sorted(written & found.read):
-        raise Refusal(
-            f"its backward changes {name!r}, with which its forward computes: in a pipeline other "
-            "microbatches go "
-            "forward before that",
-            f"change {name!r} in the forward, or after the optimizer's step",
-        )
-    held = held_tensors(module)
-    if any(found.runs_python or held[name].is_floating_point() for name in found.in_place):
-        read = _read_unsaved(forward, module)
-        for name in sorted(read & found.in_place):
-            raise Refusal(
-                f"its backward reads {name!r}, which its forward changes and does not save, as by an "
-                "attribute of a "
-                "context or a hook: with several microbatches in flight it would read the numbers of another "
-                "one",
-                f"keep {name!r} by ctx.save_for_backward, or a clone of it",
-            )
-
-
-def _read_unsaved(forward: Callable[[GraphEnds], Values], module: nn.Module) -> set[str]:
-    """Return the names of tensors of `module` that a backward reads, except those that autograd saved for
-    it.
-    """
-    graph, saved, reads = GraphEnds(), Saved(), Reads()
-    with saved:
-        values = forward(graph)
-    leave(graph, values)
-    graph.incoming = gradients_like(values)
-    held = {name: storage_key(tensor) for name, tensor in held_tensors(module).items()}
-    del values
-    with reads:
-        backward(graph)
-    return {name for name, storage in held.items() if storage in reads.storages - saved.versions.keys()}
+# A loss runs once for each microbatch, on the last stage, in the order of plain training. Its changes happen
+# once: it is neither recomputed nor replicated. Its tensors are not copied, unlike the buffers of layers.
 
 
 class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -235,46 +180,14 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class Saved(torch.autograd.graph.saved_tensors_hooks):
-    """Hooks that record the versions of tensors that autograd saves for the backward, by storage."""
-
-    def __init__(self) -> None:
-        self.versions: dict[int, int] = {}
-        super().__init__(self._pack, lambda tensor: tensor)
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        self.versions[storage_key(tensor)] = tensor._version
-        return tensor.detach()  # the tensor itself may be the result of the node that saves it
-
-
-# ---- Tensors of a loss that its forward changes, such as a center that follows earlier values
-#
-# A loss runs once for each microbatch, on the last stage, in the order of plain training. Its changes happen
-# once: it is neither recomputed nor replicated. Its tensors are not copied, unlike the buffers of layers.
-
-
 def changed_by_loss(forward: Callable[[], object], loss: object) -> str:
-    """Return what `forward`, which runs `loss` over fake tensors, changes, to follow "which"; or "".
-
-    Raises:
-        Refusal: it changes a tensor that it saved for its backward, unseen by autograd.
-    """
-    saved, before = Saved(), [one for one in reachable(loss) if isinstance(one, Tensor)]
-    with noticing() as stood_in, Reads() as reads, Sources(()) as sources, saved:
+    """Return what `forward`, which runs `loss` over fake tensors, changes, to follow "which"; or ""."""
+    before = [one for one in reachable(loss) if isinstance(one, Tensor)]
+    with noticing() as stood_in, Reads() as reads, Sources(()) as sources:
         forward()
     kept = set(map(id, reachable(loss)))
     held = held_tensors(loss) if isinstance(loss, nn.Module) else {}
     names = {id(tensor): repr(name) for name, tensor in held.items()}
-    for real, fake in stood_in.pairs:
-        key = storage_key(fake)
-        if key in sources.in_place and saved.versions.get(key) == 0:  # autograd counts changes that it sees
-            raise Refusal(
-                f"it changes {names.get(id(real), 'a tensor')}, which it saves for its backward, where "
-                "autograd does "
-                "not see it (x.data): with several microbatches in flight it would compute with another "
-                "one's",
-                "compute with a clone",
-            )
     replaced = [one for one in before if id(one) not in kept and storage_key(one) in reads.storages]
     changed = [
         *stood_in.replaced,
@@ -396,7 +309,6 @@ class LayerMeter:
         self.layouts: Layouts = ()
         self._by_value = False  # whether the forward depends on values, so results were assumed
         self.anchor = torch.empty(0, device=device, requires_grad=True)
-        self._left = set[str]()  # names of tensors that a backward changes in place
 
     def measure(
         self, optimizer: MakeOptimizer, groups: LayerGroups = (), *, arriving: Layouts | None = None
@@ -420,7 +332,6 @@ class LayerMeter:
         self.layouts = later.layouts
         _check_buffer_shapes(shapes, _buffer_shapes(self.module))
         second = self._feedback(attributes)
-        self._check_backward(second)
         self.changed_buffers = second.changed
         held = held_storages(self.module).values()
         cost = LayerCost(
@@ -551,17 +462,6 @@ class LayerMeter:
             self.meter.forget_graphs()
         return result
 
-    def _check_backward(self, second: Feedback) -> None:
-        """Check that a backward does not depend on how many other forwards preceded it.
-
-        Raises:
-            Refusal: it does.
-        """
-        with self.meter:
-            check_backward(self._forward, self.module, second, self._left)
-            self.meter.forget_graphs()
-        self._drop_gradients()
-
     def changed_by_loss(self, loss: object) -> str:
         """Return what a forward of the loss changes of its own; see the function `changed_by_loss`."""
         with self.meter:
@@ -655,9 +555,6 @@ class LayerMeter:
         del incoming
         with born_apart(self.module.parameters()):
             backward(graph)
-        self._left |= {
-            n for n, t in held_tensors(self.module).items() if storage_key(t) in self.meter.written
-        }
         outgoing = self._outgoing(graph)
         work, spans = self.meter.work, self.meter.spans
         gradients = gradients_of(self.meter, outgoing, given, usual)

@@ -19,17 +19,16 @@ from pipefit.capture.caller import left_as_found
 from pipefit.capture.chain import (
     Chain,
     ChainLayer,
+    Form,
     Shared,
     SharedStorage,
-    as_values,
     module_settings,
-    packing_of,
+    passed_on,
     shared_storages,
 )
 from pipefit.capture.copying import unchanged_constants
 from pipefit.capture.parameter_groups import parameter_groups
-from pipefit.capture.refused import refusing
-from pipefit.capture.storages import Orders, contiguous, orders_of
+from pipefit.capture.refusals import refusing
 from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
@@ -130,13 +129,6 @@ def _refuse(what: str, number: int, reason: str) -> NoReturn:
 Progress = Callable[[int, int, str], None]
 
 
-class _Form(NamedTuple):
-    """Form in which values pass to the next layer."""
-
-    packing: Packing = "bare"
-    orders: Orders = ()
-
-
 class _Metered(NamedTuple):
     """The meter of a kind, the measured layer, and the layouts of arriving and returned gradients."""
 
@@ -205,9 +197,9 @@ class Survey:
         self._met: list[int] = []  # the first kind of every layer
         self._fewer: dict[tuple[int, Layouts], int] = {}
         self._again: dict[tuple[int, tuple[Layouts, ...]], tuple[int, tuple[Layouts, ...]]] = {}
-        self._known: dict[object, tuple[int, Sequence[Tensor], _Form]] = {}
+        self._known: dict[object, tuple[int, Sequence[Tensor], Form]] = {}
         self._changed: list[frozenset[str]] = []  # by kind: names of buffers that a forward changes
-        self.form = _Form(packing)
+        self.form = Form(packing)
         self._memory = ValueMemory()  # memory of the values before the next layer
 
     def layer(self, layer: ChainLayer, values: Sequence[Tensor], *, is_last: bool) -> Sequence[Tensor]:
@@ -227,19 +219,17 @@ class Survey:
 
     def _measure(
         self, layer: ChainLayer, values: Sequence[Tensor], shared: Sequence[str], *, is_last: bool
-    ) -> tuple[int, Sequence[Tensor], _Form]:
+    ) -> tuple[int, Sequence[Tensor], Form]:
         """Measure a new kind, whose parameters `shared` other layers use too.
 
         Returns its number, its outputs, and their form.
         """
-        form = _Form()
+        form = Form()
 
         def call(values: Values) -> Values:
             nonlocal form
-            outputs = layer.outputs(values)
-            result = as_values(outputs, layer.name)
-            form = _Form(packing_of(outputs), () if is_last else orders_of(result))
-            return result if is_last else contiguous(result, form.orders)
+            result, form = passed_on(layer.outputs(values), layer.name, is_last=is_last)
+            return result
 
         others = [parameter for name, parameter in layer.module.named_parameters() if name in shared]
         meter = LayerMeter(call, layer.module, values, self.kernels, others, autocast=layer.autocast)

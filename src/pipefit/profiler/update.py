@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 
 from pipefit.capture.by_value import NUMBERS, Reading, reading, updating
 from pipefit.capture.random_state import torch_draws_alone
-from pipefit.capture.refusals import Refusal
-from pipefit.capture.refused import why
+from pipefit.capture.refusals import Refusal, explained
 from pipefit.errors import PipefitError, UsageError
 from pipefit.measure.kernels import Kernels
 from pipefit.profiler.pass_meter import PassMeter
@@ -55,7 +54,7 @@ def named(what: str, values: Sequence[Tensor]) -> Iterator[None]:
     except Exception as error:
         shapes = ", ".join(f"{dtype_name(value.dtype)} {tuple(value.shape)}" for value in values)
         assumed = _ASSUMED if numbers.count else ""
-        raise UsageError(f"{what} cannot be run on {shapes}: {why(error)}{assumed}") from error
+        raise UsageError(f"{what} cannot be run on {shapes}: {explained(error)}{assumed}") from error
 
 
 # ---- Updates

@@ -31,7 +31,7 @@ from pipefit.capture.chain import Chain, ChainLayer
 from pipefit.capture.copying import constants, copied
 from pipefit.capture.model import built, capture
 from pipefit.capture.random_state import put_back, seed_torch
-from pipefit.capture.refused import refuse_meta, refuse_without_memory
+from pipefit.capture.refusals import refuse_meta, refuse_without_memory
 from pipefit.capture.sample import Sample
 from pipefit.capture.storages import flat, storage_key
 from pipefit.capture.task import Task

@@ -27,15 +27,13 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.capture.caller import recording
-from pipefit.capture.chain import Chain, ChainLayer, as_values, module_settings, packing_of
+from pipefit.capture.chain import Chain, ChainLayer, Form, as_values, module_settings, passed_on
 from pipefit.capture.comparison import ALLOWED, Difference, difference, largest
 from pipefit.capture.copying import copied
 from pipefit.capture.graph_layer import GraphLayer
 from pipefit.capture.random_state import put_back, seed_torch
-from pipefit.capture.storages import Orders, contiguous, orders_of
 from pipefit.capture.structure import Values
 from pipefit.errors import PipefitError, UsageError, in_one_line
-from pipefit.schema.layer_costs import Packing
 from pipefit.tensor_parallel.collectives import Collectives
 from pipefit.tensor_parallel.forms import assembled
 from pipefit.tensor_parallel.lockstep import in_lockstep
@@ -155,13 +153,6 @@ _WIDER = {torch.complex32: torch.complex128, torch.complex64: torch.complex128}
 _WIDER |= dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64)
 
 
-class Form(NamedTuple):
-    """Form in which values pass to the next layer."""
-
-    packing: Packing = "bare"
-    orders: Orders = ()
-
-
 class Made(NamedTuple):
     """Results of a block: outputs and their form, gradients of inputs and parameters, buffers."""
 
@@ -269,9 +260,14 @@ class Block:
                 stack.enter_context(mode)
             for number, layer in zip(self.block, layers, strict=True):
                 seed_torch(number, target="cpu")
-                is_end = number + 1 == len(self.chain.layers)
-                shortened = replace(layer, module=self.size.shortened(layer.module))
-                result, form = _through(shortened, result, form, is_end=is_end)
+                shortened = replace(
+                    layer,
+                    module=self.size.shortened(layer.module),
+                    packing=form.packing,
+                    orders=form.orders,
+                )
+                is_last = number + 1 == len(self.chain.layers)
+                result, form = passed_on(shortened.outputs(result), layer.name, is_last=is_last)
             if self.is_last:
                 seed_torch(len(self.chain.layers), target="cpu")
                 result = (loss(result, form),)
@@ -353,14 +349,6 @@ class Block:
                 yield from difference(f"{what} on rank {rank}", expected, own, floor)
         else:
             yield from difference(what, expected, assembled(shards, there), floor)
-
-
-def _through(layer: ChainLayer, values: Values, form: Form, *, is_end: bool) -> tuple[Values, Form]:
-    """Return the outputs of a layer and their form; contiguous, except for the last layer."""
-    outputs = replace(layer, packing=form.packing, orders=form.orders).outputs(values)
-    result = as_values(outputs, layer.name)
-    form = Form(packing_of(outputs), () if is_end else orders_of(result))
-    return result if is_end else contiguous(result, form.orders), form
 
 
 def _backward(values: Values) -> None:

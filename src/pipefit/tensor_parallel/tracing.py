@@ -20,14 +20,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
-from pipefit.capture.chain import Chain, ChainLayer, as_values, packed, packing_of
+from pipefit.capture.chain import Chain, ChainLayer, Form, packed, passed_on
 from pipefit.capture.exporting import export
 from pipefit.capture.flat import context, flatten, groups, mutated_arguments, role, stack, sweep, value
 from pipefit.capture.graph_layer import Binding
-from pipefit.capture.storages import Orders, as_made, contiguous, orders_of
+from pipefit.capture.storages import as_made
 from pipefit.capture.structure import Values
 from pipefit.errors import UsageError
-from pipefit.schema.layer_costs import Packing
 from pipefit.torch_internals import OpOverload, pytree
 
 _NOT_MADE_ANEW = (torch.ops.aten.copy_.default,)  # torch lacks a derivative of the out-of-place operator
@@ -140,7 +139,7 @@ class _Stage(nn.Module):
 
     def forward(self, *given: Tensor) -> tuple[Values, tuple[Values, ...]]:
         targets, values = given[len(given) - self._targets :], given[: len(given) - self._targets]
-        form, crossing = _Form(self._packing), list[Values]()
+        form, crossing = Form(self._packing), list[Values]()
         for number, layer in enumerate(self.layers):
             values, form = layer(values, form)
             if number + 1 in self._edges:
@@ -149,19 +148,11 @@ class _Stage(nn.Module):
                 )  # separate from the next layer's inputs, which it may change in place
         return self._end(values, targets, form), tuple(crossing)
 
-    def _end(self, values: Values, targets: Values, form: _Form) -> Values:
+    def _end(self, values: Values, targets: Values, form: Form) -> Values:
         if self._chain is None or self.criterion is None:
             return values
         wanted = None if self._chain.targets is None else self._chain.targets.rebuild(targets)
         return (self.criterion(replace(self._chain, packing=form.packing).rebuild(values), wanted),)
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """Form in which values pass to the next layer."""
-
-    packing: Packing = "bare"
-    orders: Orders = ()
 
 
 class _Layer(nn.Module):
@@ -176,17 +167,15 @@ class _Layer(nn.Module):
         self.module = layer.module
         self._ends_block, self._is_last, self._name = ends_block, is_last, layer.name
 
-    def forward(self, values: Values, form: _Form) -> tuple[Values, _Form]:
+    def forward(self, values: Values, form: Form) -> tuple[Values, Form]:
         try:
             outputs = self.module(packed(as_made(values, form.orders), form.packing))
         except Exception as error:
             error.add_note(self._name)
             raise
-        result = as_values(outputs, self._name)
-        form = _Form(packing_of(outputs), () if self._is_last else orders_of(result))
+        result, form = passed_on(outputs, self._name, is_last=self._is_last)
         if self._is_last:
             return tuple(_aliases((v,))[0] if isinstance(v, nn.Parameter) else v for v in result), form
-        result = contiguous(result, form.orders)
         return _aliases(result) if self._ends_block else result, form
 
 

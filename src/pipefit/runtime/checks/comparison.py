@@ -34,7 +34,7 @@ from pipefit.capture.comparison import (
     with_fewer_blocks,
 )
 from pipefit.capture.model import built, capture
-from pipefit.capture.refused import refuse_meta
+from pipefit.capture.refusals import refuse_meta
 from pipefit.capture.sample import Sample, sample
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitWarning, UsageError, in_one_line

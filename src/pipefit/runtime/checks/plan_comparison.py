@@ -118,11 +118,11 @@ class PlanNumbers:
         more = f", and {rest} more" if rest > 0 else ""
         told = ", ".join(self.differences[:_TOLD])
         return (
-            f"{self.name} trains by this plan otherwise than plainly: after {STEPS} steps {told}{more}. That "
-            "is a "
-            "fault of pipefit, which you would help us to find: report it with the plan; another one may be "
-            "right, and "
-            "numbers=False (train --no-numbers) trains by this one nonetheless"
+            f"{self.name} trains by this plan otherwise than plainly: after {STEPS} steps {told}{more}. "
+            "Either a backward uses tensors that autograd does not track (an attribute of a context, a hook), "
+            "and with several microbatches in flight finds those of another one: keep them by "
+            "ctx.save_for_backward. Or it is a fault of pipefit: report it with the plan; another plan may be "
+            "right, and numbers=False (train --no-numbers) trains by this one nonetheless"
         )
 
 

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.capture.chain import Chain, ChainLayer, Shared, give_own_copies
-from pipefit.capture.copying import named_constants
+from pipefit.capture.copying import copy_of, named_constants
 from pipefit.capture.model import capture
-from pipefit.capture.refused import copy_of
 from pipefit.capture.sample import Sample, sample
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
