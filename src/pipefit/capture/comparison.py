@@ -31,7 +31,7 @@ from pipefit.capture.exporting import arguments
 from pipefit.capture.flat import plain
 from pipefit.capture.random_state import put_back, seed_all
 from pipefit.capture.refusals import REMEDY
-from pipefit.capture.sample import Sample
+from pipefit.capture.sample import Sample, samples_of
 from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitError, UsageError, in_one_line
@@ -414,9 +414,7 @@ def compare(task: Task, chain: Chain, batches: Sequence[Sample], *, target: Targ
             plain,
             ours,
             name=task.name,
-            microbatch_size=len(
-                next(leaf for leaf in pytree.tree_leaves(batches[0]) if isinstance(leaf, Tensor))
-            ),
+            microbatch_size=samples_of(batches[0]),
             untouched={name: buffer.cpu() for name, buffer in module.named_buffers()},
             precisions={
                 *(parameter.dtype for parameter in module.parameters()),

@@ -20,6 +20,27 @@ from pipefit.torch_internals import pytree
 Sample = tuple[Any, Any]
 
 
+def samples_of(batch: Sample) -> int:
+    """Return the number of samples of a batch."""
+    return len(next(leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)))
+
+
+def rows(batch: Sample, first: int, end: int) -> Sample:
+    """Return samples `first` to `end - 1` of a batch."""
+    result: Sample = pytree.tree_map_only(Tensor, lambda tensor: tensor[first:end], batch)
+    return result
+
+
+def joined(*batches: Sample) -> Sample:
+    """Return a batch of the samples of all `batches`; other leaves are those of the first."""
+
+    def together(*leaves: Any) -> Any:
+        return torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0]
+
+    result: Sample = pytree.tree_map(together, *batches)
+    return result
+
+
 def in_mode(module: nn.Module, training: bool) -> nn.Module:
     """Return `module` in its current mode for training, otherwise in evaluation mode."""
     return module if training else module.eval()

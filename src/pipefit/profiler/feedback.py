@@ -35,7 +35,7 @@ from pipefit.capture.comparison import evaluated
 from pipefit.capture.copying import is_empty, named_constants
 from pipefit.capture.model import built, is_chain
 from pipefit.capture.refusals import Refusal
-from pipefit.capture.sample import Sample, check_samples, sample
+from pipefit.capture.sample import Sample, check_samples, rows, sample, samples_of
 from pipefit.capture.storages import storage_key
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitError
@@ -158,19 +158,14 @@ def _is_apart(whole: Task, batch: Sample, *, training: bool) -> bool:
     determined.
     """
     assert isinstance(whole.module, nn.Module)
-    half = len(next(leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))) // 2
-    asked = [batch, batch, _rows(batch, 0, half), _rows(batch, half, 2 * half)]
+    half = samples_of(batch) // 2
+    asked = [batch, batch, rows(batch, 0, half), rows(batch, half, 2 * half)]
     one, again, *parts = evaluated(whole, asked, traced=not is_chain(whole.module), training=training)
     mean = sum(parts) / len(parts)
     largest = max(abs(one), abs(mean), SMALLEST)
     return (
         one == again and isfinite(mean) and abs(mean - one) > rounding(whole.precision or "float32") * largest
     )
-
-
-def _rows(batch: Sample, first: int, end: int) -> Sample:
-    result: Sample = pytree.tree_map_only(Tensor, lambda tensor: tensor[first:end], batch)
-    return result
 
 
 def _is_cheap(measurement: Measurement) -> bool:

@@ -9,7 +9,7 @@ one process without a network can determine the memory of a rank.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -157,7 +157,7 @@ class Alone:
         return tensor
 
 
-# ---- Conversions between forms: six autograd functions, each the transpose of another
+# ---- Conversions between forms: six differentiable functions, each the transpose of another
 #
 #     copy     R -> C        forward nothing,                  backward sums the gradients
 #     reduce   parts -> R    forward sums partial results,     backward nothing
@@ -175,8 +175,7 @@ class Alone:
 
 def copied(whole: Tensor, group: Collectives) -> Tensor:
     """Return `whole`, whose gradients are summed over the ranks."""
-    made: Tensor = _Copy.apply(whole, group)  # type: ignore[no-untyped-call]
-    return made
+    return _converted(whole, _view, lambda gradient: _summed(gradient, group))
 
 
 def reduced(partial: Tensor, group: Collectives) -> Tensor:
@@ -187,26 +186,49 @@ def reduced(partial: Tensor, group: Collectives) -> Tensor:
 
 def gathered(part: Tensor, form: Split, size: int, group: Collectives) -> Tensor:
     """Return the whole of the ranks' parts; its divided dimension has `size`."""
-    made: Tensor = _Gather.apply(part, form, size, group)  # type: ignore[no-untyped-call]
-    return made
+    return _converted(
+        part,
+        lambda own: join(group.all_gather(own), form, size),
+        lambda gradient: take(gradient, form, group.rank, group.size),
+    )
 
 
 def sliced(whole: Tensor, form: Split, group: Collectives) -> Tensor:
     """Return this rank's part of `whole`."""
-    made: Tensor = _Slice.apply(whole, form, group)  # type: ignore[no-untyped-call]
-    return made
+    size = whole.shape[form.dim]
+    return _converted(
+        whole,
+        lambda value: take(value, form, group.rank, group.size),
+        lambda gradient: join(group.all_gather(gradient), form, size),
+    )
 
 
 def spread(part: Tensor, form: Split, size: int, group: Collectives) -> Tensor:
     """Return the whole of the ranks' parts, like `gathered`, but sum its gradients over the ranks."""
-    made: Tensor = _Spread.apply(part, form, size, group)  # type: ignore[no-untyped-call]
-    return made
+    return _converted(
+        part,
+        lambda own: join(group.all_gather(own), form, size),
+        lambda gradient: _part_of_sum(gradient, form, group),
+    )
 
 
 def scattered(partial: Tensor, form: Split, group: Collectives) -> Tensor:
     """Return this rank's part of the sum of all ranks' partial results."""
-    made: Tensor = _Scatter.apply(partial, form, group)  # type: ignore[no-untyped-call]
-    return made
+    size = partial.shape[form.dim]
+    return _converted(
+        partial,
+        lambda own: _part_of_sum(own, form, group),
+        lambda gradient: join(group.all_gather(gradient), form, size),
+    )
+
+
+def _view(whole: Tensor) -> Tensor:
+    return whole.view_as(whole)
+
+
+def _summed(gradient: Tensor, group: Collectives) -> Tensor:
+    """Return the sum over the ranks of a clone, because other code may hold autograd's gradient."""
+    return group.all_reduce(gradient.clone(memory_format=torch.contiguous_format))
 
 
 def _part_of_sum(partial: Tensor, form: Split, group: Collectives) -> Tensor:
@@ -214,16 +236,24 @@ def _part_of_sum(partial: Tensor, form: Split, group: Collectives) -> Tensor:
     return group.all_to_all(dealt(partial, form, group.size)).sum(0)
 
 
-class _Copy(torch.autograd.Function):
+Conversion = Callable[[Tensor], Tensor]
+
+
+def _converted(tensor: Tensor, forward: Conversion, backward: Conversion) -> Tensor:
+    """Return `forward(tensor)`, whose backward is `backward`."""
+    made: Tensor = _Convert.apply(tensor, forward, backward)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Convert(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: Collectives) -> Tensor:
-        ctx.group = group
-        return whole.view_as(whole)
+    def forward(ctx: Any, tensor: Tensor, there: Conversion, back: Conversion) -> Tensor:
+        ctx.back = back
+        return there(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        # A clone, because other code may hold autograd's gradient
-        return ctx.group.all_reduce(gradient.clone(memory_format=torch.contiguous_format)), None
+        return ctx.back(gradient), None, None
 
 
 class _Reduce(torch.autograd.Function):
@@ -235,47 +265,3 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, form: Split, size: int, group: Collectives) -> Tensor:
-        ctx.form, ctx.group = form, group
-        return join(group.all_gather(part), form, size)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return take(gradient, ctx.form, ctx.group.rank, ctx.group.size), None, None, None
-
-
-class _Slice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, form: Split, group: Collectives) -> Tensor:
-        ctx.form, ctx.size, ctx.group = form, whole.shape[form.dim], group
-        return take(whole, form, group.rank, group.size)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return join(ctx.group.all_gather(gradient), ctx.form, ctx.size), None, None
-
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, form: Split, size: int, group: Collectives) -> Tensor:
-        ctx.form, ctx.group = form, group
-        return join(group.all_gather(part), form, size)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _part_of_sum(gradient, ctx.form, ctx.group), None, None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, form: Split, group: Collectives) -> Tensor:
-        ctx.form, ctx.size, ctx.group = form, partial.shape[form.dim], group
-        return _part_of_sum(partial, form, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return join(ctx.group.all_gather(gradient), ctx.form, ctx.size), None, None

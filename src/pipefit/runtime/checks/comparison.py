@@ -35,7 +35,7 @@ from pipefit.capture.comparison import (
 )
 from pipefit.capture.model import built, capture
 from pipefit.capture.refusals import refuse_meta
-from pipefit.capture.sample import Sample, sample
+from pipefit.capture.sample import Sample, rows, sample, samples_of
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitWarning, UsageError, in_one_line
 from pipefit.runtime.checks import plan_comparison
@@ -54,7 +54,6 @@ from pipefit.tensor_parallel.comparison import LONGEST_SECONDS as LONGEST_DIVIDE
 from pipefit.tensor_parallel.comparison import compare_blocks
 from pipefit.texts import counted
 from pipefit.timing import seconds
-from pipefit.torch_internals import pytree
 from pipefit.units import format_bytes
 
 LONGEST_SECONDS = 10.0
@@ -175,9 +174,9 @@ def comparable(
     assert isinstance(whole.module, nn.Module)
     cost_of, chosen = dict(zip(names, measurement.costs, strict=True)), list[Row]()
     costs = cost_of
-    rows = {row: [name for name in names if row.leaves_out(name)] for row in rows_of(whole.module)}
+    layers_of = {row: [name for name in names if row.leaves_out(name)] for row in rows_of(whole.module)}
     for row, left_out in sorted(
-        rows.items(), key=lambda item: -_seconds([cost_of[name] for name in item[1]])
+        layers_of.items(), key=lambda item: -_seconds([cost_of[name] for name in item[1]])
     ):
         if left_out and obstacle(list(costs.values()), measurement.loss):
             chosen.append(row)
@@ -387,8 +386,8 @@ def _slices_apart(whole: Task, plan: Plan, chain: Chain, batch: Sample, data: in
     Raises:
         NotComparable: the model draws random numbers in evaluation too.
     """
-    count = len(next(leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))) // data
-    slices = [_rows(batch, first, first + count) for first in range(0, count * data, count)]
+    count = samples_of(batch) // data
+    slices = [rows(batch, first, first + count) for first in range(0, count * data, count)]
     one, again, *parts = evaluated(
         whole, [batch, batch, *slices], traced=chain.traced, target=plan.cluster.target
     )
@@ -411,7 +410,7 @@ def _compare_trace(whole: Task, plan: Plan, batches: Sequence[Sample], data: int
         UsageError: they compute other numbers.
     """
     size, target = plan.training.microbatch_size // data, plan.cluster.target
-    slices = [_rows(batch, 0, size) for batch in batches]
+    slices = [rows(batch, 0, size) for batch in batches]
     chain = capture(whole, *slices[0], target=target)
     compare(whole, _measured(chain, plan, plan.profile.at(size)), slices, target=target).check()
 
@@ -433,7 +432,7 @@ def _compare_rows(whole: Task, plan: Plan, chain: Chain, batch: Sample, data: in
     size = plan.training.microbatch_size // data
     sliced = chain.measured(plan.profile.at(size))
     entire = values_before(first, whole, chain.measured(plan.measurement), batch, target=target)
-    slices = (_rows(batch, start, start + size) for start in range(0, size * data, size))
+    slices = (rows(batch, start, start + size) for start in range(0, size * data, size))
     parts = zip(*(values_before(first, whole, sliced, one, target=target) for one in slices), strict=True)
     for number, own, others in zip(changing, entire, parts, strict=True):
         for value, dimension in enumerate(plan.division(number).dimensions):
@@ -455,12 +454,6 @@ def _close(one: Tensor, other: Tensor, plan: Plan) -> bool:
     """Return whether two values are equal up to rounding."""
     one, other = one.double(), other.double()
     return torch.allclose(one, other, rtol=0, atol=tolerance(plan) * float(one.abs().max()), equal_nan=True)
-
-
-def _rows(batch: Sample, first: int, end: int) -> Sample:
-    """Return samples `first` to `end - 1` of a batch."""
-    result: Sample = pytree.tree_map_only(Tensor, lambda tensor: tensor[first:end], batch)
-    return result
 
 
 def _too_much(costs: Sequence[LayerCost], loss: LayerCost) -> str:

@@ -17,13 +17,12 @@ from torch import Tensor
 
 from pipefit.capture.chain import Chain
 from pipefit.capture.comparison import NotComparable, evaluated
-from pipefit.capture.sample import Sample
+from pipefit.capture.sample import Sample, joined
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 from pipefit.runtime.engine.batches import Cut
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Precision
-from pipefit.torch_internals import pytree
 
 ROUNDED, ROUNDED_HALF = 1e-4, 0.03  # relative; models of float64 use float32 too
 LEFT_OUT = -100  # the default target that losses ignore
@@ -49,7 +48,7 @@ def what_microbatches_change(whole: Task, plan: Plan, chain: Chain, batches: Seq
     if plan.training.microbatches == 1 or plan.training.schedule == "pipedream":
         return ""
     first, second = batches
-    asked = [first, second, _joined(first, second), first]
+    asked = [first, second, joined(first, second), first]
     try:
         one, other, together, again = evaluated(whole, asked, traced=chain.traced, target=plan.cluster.target)
     except NotComparable:
@@ -104,11 +103,3 @@ def check_left_out(plan: Plan, cut: Cut) -> None:
                 "meant, with "
                 f"data={data}"
             )
-
-
-def _joined(first: Sample, second: Sample) -> Sample:
-    """Join the samples of both."""
-    joined: Sample = pytree.tree_map(
-        lambda one, other: torch.cat([one, other]) if isinstance(one, Tensor) else one, first, second
-    )
-    return joined

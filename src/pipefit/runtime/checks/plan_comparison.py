@@ -46,7 +46,7 @@ from pipefit.capture.plain_training import (
     train_plainly,
 )
 from pipefit.capture.random_state import put_back, python_state, seed_all
-from pipefit.capture.sample import Sample
+from pipefit.capture.sample import Sample, joined
 from pipefit.capture.task import Task
 from pipefit.errors import OutOfMemory, UsageError, in_one_line
 from pipefit.lowering import Entered, is_endless, whole_run
@@ -372,7 +372,7 @@ class _Net:
             execution.drop_gradients()
             try:
                 execution.run(
-                    execution.cut(_together(step)), program, 1, training=True, around=Means if means else None
+                    execution.cut(joined(*step)), program, 1, training=True, around=Means if means else None
                 )
             finally:
                 if recorder is not None:
@@ -519,17 +519,6 @@ def _shifted(batches: Sequence[Sample], first: int, size: int) -> Sample:
         leaves.append(pool[torch.arange(first, first + size) % len(pool)])
     result: Sample = pytree.tree_unflatten(leaves, specs[0][1])
     return result
-
-
-def _together(microbatches: Sequence[Sample]) -> tuple[Any, Any]:
-    """Join the microbatches of a step to one batch."""
-    flat = [pytree.tree_flatten(batch) for batch in microbatches]
-    joined = [
-        torch.cat(list(leaves)) if isinstance(leaves[0], Tensor) else leaves[0]
-        for leaves in zip(*(result for result, _ in flat), strict=True)
-    ]
-    batch: tuple[Any, Any] = pytree.tree_unflatten(joined, flat[0][1])
-    return batch
 
 
 def _copied(batch: Sample) -> Sample:
