@@ -28,6 +28,7 @@ from pipefit.schema.devices import parse_place
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.json_io import dumps, load, load_cluster, save
 from pipefit.schema.layer_costs import Collective, Work
+from pipefit.schema.loop_plan import LoopDecision, LoopPlan
 from pipefit.schema.plan import Objective, Plan, Prediction, Provenance
 from pipefit.schema.post_mortem import PostMortem
 from pipefit.schema.profile import ModelProfile, Shares, Whole
@@ -139,8 +140,19 @@ BODY = parse_program(
 DIED = PostMortem(
     plan=PLAN, trace=TRACE, device=0, moment=TRACE.devices[0].memory[0], asked_bytes=1, sentence="no room"
 )
-DOCUMENTS = [PLAN, PLAN.profile, PLAN.cluster, lower(PLAN), TRACE, DIED]
-IDS = ["plan", "profile", "cluster", "program", "trace", "post-mortem"]
+LOOP = LoopPlan(
+    budget_bytes=9,
+    peak_bytes=(7, 8),
+    plain_bytes=(10, 11),
+    decisions=(
+        LoopDecision(name="h.0", technique="offload", moved=(0, 2), saved_bytes=3, seconds=0.5),
+        LoopDecision(name="h.1", technique="recompute", buffers=("mean",)),
+    ),
+    step_seconds=1.0,
+    refused=(("h.2", "it sets balance"),),
+)
+DOCUMENTS = [PLAN, PLAN.profile, PLAN.cluster, lower(PLAN), TRACE, DIED, LOOP]
+IDS = ["plan", "profile", "cluster", "program", "trace", "post-mortem", "loop-plan"]
 MAKERS = [
     "pipefit plan",
     "pipefit profile",
@@ -148,6 +160,7 @@ MAKERS = [
     "pipefit.lower",
     "pipefit simulate",
     "pipefit train",
+    "pipefit.apply",
 ]
 
 

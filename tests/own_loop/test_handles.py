@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ from torch import nn
 
 from own_loop_models import Language, Model, classes, convolutional, mean_square, mlp, tokens, vectors
 from own_loop_oracle import train
+from pipefit import load, save
 from pipefit.errors import InfeasibleError, UsageError
-from pipefit.own_loop import Decision, LoopPlan, apply
+from pipefit.own_loop import LoopDecision, LoopPlan, apply
 
 LANGUAGE = Model(name="language", build=Language, batch=tokens, loss=classes)
 
@@ -23,7 +25,7 @@ LANGUAGE = Model(name="language", build=Language, batch=tokens, loss=classes)
 def plan_of(**techniques: str) -> LoopPlan:
     """Return a plan with these decisions, by submodule with `__` for dots."""
     decisions = tuple(
-        Decision(name=name.replace("__", "."), technique=technique, moved=tuple(range(100)))
+        LoopDecision(name=name.replace("__", "."), technique=technique, moved=tuple(range(100)))
         for name, technique in techniques.items()
     )
     return LoopPlan(
@@ -158,8 +160,8 @@ def test_what_a_plan_prints() -> None:
     assert "recompute" in text
 
 
-def test_a_plan_is_applied_again() -> None:
-    """A plan made once serves an equal module without a dry run."""
+def test_a_plan_is_applied_again(tmp_path: Path) -> None:
+    """A saved plan serves an equal module without a dry run."""
     first = Language()
     optimizer = torch.optim.AdamW(first.parameters())
     plain = apply(first, budget=10**9, batch=tokens(), optimizer=optimizer, loss=classes)
@@ -167,7 +169,8 @@ def test_a_plan_is_applied_again() -> None:
     budget = int(max(plain.plan.peak_bytes) * 0.75)
     handle = apply(first, budget=budget, batch=tokens(), optimizer=optimizer, loss=classes)
     second = Language()
-    again = apply(second, plan=handle.plan)
+    save(handle.plan, tmp_path / "loop.json")
+    again = apply(second, plan=load(tmp_path / "loop.json", LoopPlan))
     assert again.plan == handle.plan
     ran = train(LANGUAGE, second, torch.optim.AdamW(second.parameters()))
     assert (ran.peaks[0], max(ran.peaks[1:])) == handle.plan.peak_bytes

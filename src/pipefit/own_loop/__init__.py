@@ -13,7 +13,7 @@ steps) is at most the budget, and the estimated time lost is least.
 
 Parts, each a module that imports only earlier ones:
 
-1. `plan`: `LoopPlan`, the answer as data. Frozen; it prints itself, and it can be saved and applied again.
+1. `schema.loop_plan`: `LoopPlan`, the answer as a document: printed, saved and applied again.
 2. `loop`: `Loop`, the user's loop. `Loop.over_fakes(target)` runs it over fake tensors: their module, loss and
    optimizers, whose tensors are replaced in place and put back.
 3. `offloading`: saved tensors on the host: one host copy for each storage, returned at the first use.
@@ -31,6 +31,6 @@ the allocator's events.
 """
 
 from pipefit.own_loop.face import Handle, apply
-from pipefit.own_loop.plan import Decision, LoopPlan
+from pipefit.schema.loop_plan import LoopDecision, LoopPlan
 
-__all__ = ["Decision", "Handle", "LoopPlan", "apply"]
+__all__ = ["Handle", "LoopDecision", "LoopPlan", "apply"]

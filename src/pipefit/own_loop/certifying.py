@@ -10,13 +10,13 @@ from pipefit.measure.kernels import Kernels
 from pipefit.own_loop.installing import install
 from pipefit.own_loop.loop import Loop
 from pipefit.own_loop.offloading import HostTensors
-from pipefit.own_loop.plan import Decision
 from pipefit.own_loop.recording import STEPS
+from pipefit.schema.loop_plan import LoopDecision
 from pipefit.schema.profile import Target
 
 
 def peaks_of(
-    loop: Loop, decisions: Sequence[Decision], target: Target, kernels: Kernels | None
+    loop: Loop, decisions: Sequence[LoopDecision], target: Target, kernels: Kernels | None
 ) -> tuple[int, int]:
     """Return the certified peaks of the first step and of later ones, in bytes."""
     fake = FakeTarget(target)

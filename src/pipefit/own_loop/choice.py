@@ -25,8 +25,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from pipefit.own_loop.plan import Decision, Technique
 from pipefit.own_loop.recording import Call, Recording
+from pipefit.schema.loop_plan import LoopDecision, Technique
 
 SMALLEST_BYTES = 1024  # a smaller storage is not worth a copy
 _COPY_SECONDS = 1e-5  # to start the copies of a call
@@ -306,7 +306,7 @@ class Choices:
             if value_of(row, chosen) > limit:
                 yield -1 - number, row
 
-    def decisions(self, chosen: frozenset[Variable]) -> tuple[Decision, ...]:
+    def decisions(self, chosen: frozenset[Variable]) -> tuple[LoopDecision, ...]:
         """Return the decisions, in the order of the calls."""
         order = dict.fromkeys(call.name for call in self.recording.calls)
         buffers: dict[str, dict[str, None]] = defaultdict(dict)
@@ -314,7 +314,7 @@ class Choices:
             buffers[call.name].update(dict.fromkeys(name for name, _ in call.buffers))
         by_name = {variable.name: variable for variable in chosen}
         return tuple(
-            Decision(
+            LoopDecision(
                 name=name,
                 technique=by_name[name].technique,
                 moved=self.moved[name] if by_name[name].technique == "offload" else (),
@@ -453,7 +453,7 @@ class _Programme:
             constraints=LinearConstraint(matrix, -np.inf, limits),
             integrality=integral,
             bounds=Bounds(np.zeros(count), upper),
-            options={"time_limit": _SEARCH_SECONDS, "mip_rel_gap": 1e-6},
+            options={"time_limit": _SEARCH_SECONDS, "mip_rel_gap": 1e-6, "presolve": False},
         )
         if result.x is None:
             return None

@@ -18,10 +18,10 @@ from pipefit.own_loop.choice import Choices, Variable
 from pipefit.own_loop.installing import PlannedForward, check_free, install
 from pipefit.own_loop.loop import Loop
 from pipefit.own_loop.offloading import HostTensors
-from pipefit.own_loop.plan import LoopPlan
 from pipefit.own_loop.recording import Recording, record
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import DeviceKind, Member
+from pipefit.schema.loop_plan import LoopPlan
 from pipefit.schema.profile import Target
 from pipefit.texts import kind_of
 from pipefit.units import format_bytes, parse_bytes

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipefit.errors import UsageError
 from pipefit.own_loop.offloading import HostTensors, is_parameter
-from pipefit.own_loop.plan import Decision
+from pipefit.schema.loop_plan import LoopDecision
 from pipefit.torch_internals import backward_id
 
 FORWARD = "forward"
@@ -26,7 +26,7 @@ FORWARD = "forward"
 class PlannedForward:
     """A submodule's `forward` under a decision."""
 
-    def __init__(self, module: nn.Module, decision: Decision, host: HostTensors) -> None:
+    def __init__(self, module: nn.Module, decision: LoopDecision, host: HostTensors) -> None:
         self.module, self.decision, self.host = module, decision, host
         self.before = vars(module).get(FORWARD)  # another tool's forward
         self.inner: Callable[..., Any] = module.forward
@@ -106,7 +106,7 @@ class _Again:
                 )
 
 
-def install(module: nn.Module, decisions: Sequence[Decision], host: HostTensors) -> list[PlannedForward]:
+def install(module: nn.Module, decisions: Sequence[LoopDecision], host: HostTensors) -> list[PlannedForward]:
     """Give planned submodules of `module` another `forward`.
 
     Raises:
@@ -129,6 +129,10 @@ def check_free(module: nn.Module) -> None:
     Raises:
         UsageError: it has, or one is.
     """
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise UsageError(
+            "apply the plan to the module inside of DistributedDataParallel, before it is wrapped"
+        )
     for name, part in module.named_modules():
         if isinstance(vars(part).get(FORWARD), PlannedForward):
             raise UsageError("the module has a plan already: call remove() of its handle first")

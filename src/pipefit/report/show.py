@@ -18,6 +18,7 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import Member, MemberKind
 from pipefit.schema.fit import Fit, Overview
 from pipefit.schema.layer_costs import KernelMemory, LayerCost, SavedTensor, Work
+from pipefit.schema.loop_plan import LoopPlan
 from pipefit.schema.plan import Plan
 from pipefit.schema.post_mortem import PostMortem
 from pipefit.schema.profile import AdditiveCosts, Measurement, ModelProfile, samples
@@ -325,11 +326,38 @@ def _figures(tensors: list[SavedTensor]) -> tuple[str, str, str]:
     return str(len(tensors)), format_bytes(sum(sizes.values())), format_bytes(max(sizes.values()))
 
 
+# ---- Plans for loops
+
+
+def describe_loop_plan(plan: LoopPlan) -> list[Block]:
+    """Describe a plan for a loop: its peaks, its cost, and a row for each decision."""
+    first, steady = map(format_bytes, plan.peak_bytes)
+    share = plan.lost_seconds / plan.step_seconds if plan.step_seconds else 0.0
+    peaks = (
+        f"Peak {steady} within a budget of {format_bytes(plan.budget_bytes)}; first step {first}; "
+        f"without the plan {format_bytes(max(plan.plain_bytes))}."
+    )
+    cost = f"A step takes about {share:.1%} longer."
+    if not plan.decisions:
+        cost = "Every submodule keeps its saved tensors."
+    blocks: list[Block] = [f"{peaks}\n{cost}"]
+    if plan.decisions:
+        rows = tuple(
+            (d.name, d.technique, format_bytes(d.saved_bytes), format_seconds(d.seconds))
+            for d in plan.decisions
+        )
+        blocks.append(Table(("submodule", "technique", "frees", "costs a step"), rows))
+    notes = [f"{name} is not recomputed: {why}." for name, why in plan.refused]
+    if plan.gap:
+        notes.append(plan.gap)
+    return [*blocks, "\n".join(notes)] if notes else blocks
+
+
 # ---- Any document
 
 Shows = (
-    Cluster | Comparison | Difference | Fit | Measurement | ModelProfile | Overview | Plan | PostMortem | Program
-    | Trace | UncheckedProgram
+    Cluster | Comparison | Difference | Fit | LoopPlan | Measurement | ModelProfile | Overview | Plan | PostMortem
+    | Program | Trace | UncheckedProgram
 )  # fmt: skip
 
 
@@ -350,6 +378,7 @@ _WORDS: dict[type, Callable[[Any], list[Block]]] = {
     Comparison: describe_comparison,
     Difference: describe_difference,
     Fit: describe_fit,
+    LoopPlan: describe_loop_plan,
     Measurement: describe_measurement,
     ModelProfile: describe_profile,
     Overview: describe_overview,

@@ -29,6 +29,7 @@ from pipefit.schema import file_access
 from pipefit.schema.cluster import Cluster, parse_emulated
 from pipefit.schema.file_access import obstacle, replace_file
 from pipefit.schema.json_text import JsonText, Refusal, adapter
+from pipefit.schema.loop_plan import LoopPlan
 from pipefit.schema.plan import Plan
 from pipefit.schema.post_mortem import PostMortem
 from pipefit.schema.presets import is_preset
@@ -230,8 +231,8 @@ __all__ = [
     "schema",
 ]
 
-Document = Cluster | ModelProfile | Plan | PostMortem | Program | Trace
-Loaded = TypeVar("Loaded", Cluster, ModelProfile, Plan, PostMortem, Program, Trace)
+Document = Cluster | LoopPlan | ModelProfile | Plan | PostMortem | Program | Trace
+Loaded = TypeVar("Loaded", Cluster, LoopPlan, ModelProfile, Plan, PostMortem, Program, Trace)
 
 LARGEST_BYTES = 512 << 20
 LARGEST_TOML_BYTES = (
@@ -269,6 +270,7 @@ _KINDS = {
     "cluster": _Kind(Cluster, Cluster, "write one, or use a preset"),
     "profile": _Kind(ModelProfile, ModelProfile, "make one with pipefit profile"),
     "plan": _Kind(Plan, Plan, "make one with pipefit plan"),
+    "loop-plan": _Kind(LoopPlan, LoopPlan, "make one with pipefit.apply"),
     "program": _Kind(Program, ProgramText, "make one with pipefit.lower"),
     "trace": _Kind(Trace, Trace, "make one with pipefit simulate, certify or train"),
     "post-mortem": _Kind(PostMortem, PostMortem, "pipefit train and certify leave one where memory runs out"),

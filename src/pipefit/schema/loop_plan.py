@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pipefit.tables import Block, Shown, Table
-from pipefit.units import format_bytes, format_seconds
+from pipefit.errors import UsageError
+from pipefit.schema.validation import check_types
+from pipefit.tables import Shown
 
 Technique = Literal["recompute", "offload"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class LoopDecision:
     """What happens in the calls of one submodule to the tensors that autograd saves there.
 
     Args:
@@ -24,6 +25,8 @@ class Decision:
         saved_bytes: bytes that the calls of a step no longer hold until backward.
         seconds: estimated time lost in a step.
     """
+
+    __pydantic_config__ = {"extra": "forbid"}
 
     name: str
     technique: Technique
@@ -45,39 +48,28 @@ class LoopPlan(Shown):
         step_seconds: estimated time of a step without the decisions.
         refused: submodules that cannot be recomputed, with the reason.
         gap: memory inside kernels that could not be measured, as a phrase; empty if there is none.
+
+    Raises:
+        UsageError: a submodule has two decisions, or a field has another type.
     """
+
+    __pydantic_config__ = {"extra": "forbid"}
 
     budget_bytes: int
     peak_bytes: tuple[int, int]
     plain_bytes: tuple[int, int]
-    decisions: tuple[Decision, ...]
+    decisions: tuple[LoopDecision, ...]
     step_seconds: float
     refused: tuple[tuple[str, str], ...] = ()
     gap: str = ""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        names = [decision.name for decision in self.decisions]
+        if len(set(names)) < len(names):
+            raise UsageError("a loop plan decides once for each submodule")
 
     @property
     def lost_seconds(self) -> float:
         """Estimated seconds that the decisions add to a step."""
         return sum(decision.seconds for decision in self.decisions)
-
-    def _blocks(self) -> list[Block]:
-        first, steady = map(format_bytes, self.peak_bytes)
-        share = self.lost_seconds / self.step_seconds if self.step_seconds else 0.0
-        peaks = (
-            f"Peak {steady} within a budget of {format_bytes(self.budget_bytes)}; first step {first}; "
-            f"without the plan {format_bytes(max(self.plain_bytes))}."
-        )
-        cost = f"A step takes about {share:.1%} longer."
-        if not self.decisions:
-            cost = "Every submodule keeps its saved tensors."
-        blocks: list[Block] = [f"{peaks}\n{cost}"]
-        if self.decisions:
-            rows = tuple(
-                (d.name, d.technique, format_bytes(d.saved_bytes), format_seconds(d.seconds))
-                for d in self.decisions
-            )
-            blocks.append(Table(("submodule", "technique", "frees", "costs a step"), rows))
-        notes = [f"{name} is not recomputed: {why}." for name, why in self.refused]
-        if self.gap:
-            notes.append(self.gap)
-        return [*blocks, "\n".join(notes)] if notes else blocks
