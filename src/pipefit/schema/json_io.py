@@ -270,10 +270,10 @@ _KINDS = {
     "cluster": _Kind(Cluster, Cluster, "write one, or use a preset"),
     "profile": _Kind(ModelProfile, ModelProfile, "make one with pipefit profile"),
     "plan": _Kind(Plan, Plan, "make one with pipefit plan"),
-    "loop-plan": _Kind(LoopPlan, LoopPlan, "make one with pipefit.apply"),
     "program": _Kind(Program, ProgramText, "make one with pipefit.lower"),
     "trace": _Kind(Trace, Trace, "make one with pipefit simulate, certify or train"),
     "post-mortem": _Kind(PostMortem, PostMortem, "pipefit train and certify leave one where memory runs out"),
+    "loop-plan": _Kind(LoopPlan, LoopPlan, "make one with pipefit.apply"),
 }
 
 
