@@ -122,7 +122,12 @@ KILLS = {  # phases, and where a worker is killed then
     "save": "save",
     "end": "finish",
 }
-EXCHANGES = {"replicas": ("0REDUCE", "0WAIT_REDUCE"), "pipedream": ("0SEND_F1", "1SEND_B1")}  # by worker
+EXCHANGES = {  # by worker
+    "replicas": ("0REDUCE", "0WAIT_REDUCE"),
+    "pipedream": ("0SEND_F1", "1SEND_B1"),
+    "pipedream-2bw": ("0WAIT_RECV_B1", "1WAIT_RECV_F1"),
+}
+UPDATES = {"pipedream": ("0STEP1", "1STEP1"), "pipedream-2bw": ("0STEP-1", "1STEP3")}  # by worker
 
 
 @cache
@@ -149,8 +154,8 @@ def assert_survived(folder: Path, name: str, phase: str, worker: int) -> None:
     """
     stage = 0 if name == "replicas" else worker
     place = KILLS[phase].format(stage=stage) or EXCHANGES[name][worker]
-    if (name, phase) == ("pipedream", "update"):
-        place = f"{stage}STEP1"  # one for each microbatch
+    if phase == "update" and name in UPDATES:
+        place = UPDATES[name][worker]
     once = folder / "once"
     once.touch()
     runs = folder / "runs"

@@ -232,6 +232,21 @@ def test_a_checkpoint_under_another_steps_name_is_refused(tmp_path: Path) -> Non
     assert find(best).manifest.step == 6  # a name that says nothing of a step
 
 
+@pytest.mark.parametrize("name", ["step-000000002", "step-0000000\N{ARABIC-INDIC DIGIT TWO}"])
+def test_a_step_has_one_name(name: str, tmp_path: Path) -> None:
+    """A copy of a checkpoint under another spelling of its step is skipped with a message: training would
+    save at the same step again.
+    """
+    for step in (1, 2):
+        write(tmp_path, step)
+    shutil.copytree(tmp_path / "step-00000002", tmp_path / name)
+    with pytest.raises(FileError, match="it has been renamed; give it its own name back, step-00000002"):
+        find(tmp_path / name)
+    shutil.rmtree(tmp_path / "step-00000002")
+    with pytest.warns(PipefitWarning, match=f"{name} is passed over: .* renamed"):
+        assert find(tmp_path).manifest.step == 1
+
+
 def test_a_step_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     """A link named as a step is not followed, even if it is the given path; a link of another name is."""
     folder = write(tmp_path / "elsewhere", 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import json
@@ -109,6 +110,30 @@ def test_a_fork_of_a_holder_holds_nothing(tmp_path: Path) -> None:
         os.waitpid(child, 0)
 
 
+def test_a_process_that_keeps_the_lock_of_an_ended_holder_is_told(tmp_path: Path) -> None:
+    """If a holder has ended but a process that it has started keeps the lock, as a stopped worker or a fork
+    by a library does, the error says so: nobody waits for the holder.
+    """
+    told, tell = os.pipe()
+    holder = os.fork()
+    if not holder:
+        hold = Hold(tmp_path, new_owner("a plan"))
+        child = ctypes.CDLL(None).fork()  # without Python's handlers
+        if child:
+            os.write(tell, str(child).encode())
+            os._exit(0)
+        while not hold.released:
+            time.sleep(1)
+    os.waitpid(holder, 0)
+    child = int(os.read(told, 16))
+    try:
+        said = "that process is not found here, but one that it started may hold the folder: fuser .*"
+        with pytest.raises(FileError, match=rf"process {holder} on .* saves to .*; {said}{LOCK} names it$"):
+            Hold(tmp_path, OWNER)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
 def test_an_object_that_is_not_used_keeps_nobody_of_its_process_out(tmp_path: Path) -> None:
     """An unused holder does not block a later training of the same process; one that is writing does."""
     first = Hold(tmp_path, OWNER)
@@ -124,14 +149,25 @@ def test_an_object_that_is_not_used_keeps_nobody_of_its_process_out(tmp_path: Pa
     second.release()
 
 
+def other_file(path: Path) -> None:
+    """Make a path a second name of a file with a text."""
+    (path.parent / "other").write_text("text")
+    path.hardlink_to(path.parent / "other")
+
+
 @pytest.mark.parametrize(
-    "put", [os.mkfifo, lambda path: path.symlink_to("/dev/null"), Path.mkdir], ids=["pipe", "link", "folder"]
+    "put",
+    [os.mkfifo, lambda path: path.symlink_to("/dev/null"), Path.mkdir, other_file],
+    ids=["pipe", "link", "folder", "hard link"],
 )
 def test_what_is_no_file_is_not_locked(put: Any, tmp_path: Path) -> None:
     """A pipe or a link in place of the lock file is refused, without a wait or a write."""
     put(tmp_path / LOCK)
-    with pytest.raises(FileError, match=r"training.lock.* (cannot be opened|is not a regular file)"):
+    with pytest.raises(
+        FileError, match=r"training.lock.* (cannot be opened|is not a regular file|has other names)"
+    ):
         Hold(tmp_path, OWNER)
+    assert not (tmp_path / "other").exists() or (tmp_path / "other").read_text() == "text"
 
 
 @pytest.mark.parametrize(
@@ -208,6 +244,16 @@ def test_the_start_of_a_process_is_known() -> None:
         assert abs(started - time.time()) < 60
         process.kill()
     assert process_start(process.pid) is None
+
+
+def test_a_run_has_the_same_name_if_the_clock_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that torchrun restarts belong to the same run although the clock has been set meanwhile, which
+    also changes the time of the system's start.
+    """
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    before, usual = new_owner("").run, process_start
+    monkeypatch.setattr(holds, "process_start", lambda pid: (usual(pid) or 0.0) + 3600)
+    assert new_owner("").run == before
 
 
 def test_workers_that_torchrun_starts_again_are_of_one_run(monkeypatch: pytest.MonkeyPatch) -> None:

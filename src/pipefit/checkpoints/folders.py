@@ -271,7 +271,7 @@ def _opened(folder: Path) -> Checkpoint:
                 f"{_named(folder)} is a symbolic link, and links are not followed: name what it leads to"
             )
         manifest = cast("Manifest", loads(_read(folder / MANIFEST), Manifest, _named(folder / MANIFEST)))
-        if match and int(match[1]) != manifest.step:
+        if match and folder.name != folder_of(folder.parent, manifest.step).name:
             raise FileError(
                 f"{_named(folder)} holds the checkpoint of step {manifest.step}: it has been renamed; give "
                 "it its own "

@@ -107,13 +107,8 @@ def process_start(pid: int) -> float | None:
 
     Return None if there is none, or it is unknown.
     """
+    ticks = _start_ticks(pid)
     try:
-        ticks = int(
-            Path(f"/proc/{pid}/stat")
-            .read_text(encoding="utf-8", errors="replace")
-            .rpartition(")")[2]
-            .split()[19]
-        )
         boot = next(
             int(line.split()[1])
             for line in Path("/proc/stat").read_text().splitlines()
@@ -121,7 +116,19 @@ def process_start(pid: int) -> float | None:
         )
     except (OSError, ValueError, IndexError, StopIteration):
         return None
-    return boot + ticks / os.sysconf("SC_CLK_TCK")
+    return None if ticks is None else boot + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Return the start of a process in clock ticks since the system's start; None if it is unknown.
+
+    It stays the same if the clock is set.
+    """
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return int(status.rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +154,15 @@ def _agent() -> _Agent | None:
         several = int(os.environ["WORLD_SIZE"]) > int(os.environ["LOCAL_WORLD_SIZE"])
     if (several and job != "none") or started is None:
         return _Agent(job, started or time.time())
-    return _Agent(f"{socket.gethostname()} {os.getppid()} {started}", started)
+    return _Agent(f"{socket.gethostname()} {os.getppid()} {_start_ticks(os.getppid())} {_boot()}", started)
+
+
+def _boot() -> str:
+    """Return the identity of the system's start; empty if it is unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return ""
 
 
 # ---- Holds
@@ -225,7 +240,7 @@ class Hold:
                     continue
                 holder = _holder_of(file)
                 os.close(file)
-                raise FileError(_held(self.directory, holder)) from None
+                raise FileError(_locked_by(self.directory, holder)) from None
             except FileError:
                 os.close(file)
                 raise
@@ -288,6 +303,14 @@ def _held(directory: Path, holder: Owner | None) -> str:
     return f"{who} saves to {_named(directory)}: {_WAY_OUT}"
 
 
+def _locked_by(directory: Path, holder: Owner | None) -> str:
+    """Return the message about a locked folder, whose holder may have left the lock to another process."""
+    here = holder is not None and holder.host == socket.gethostname()
+    gone = holder is not None and here and _start_ticks(holder.pid) is None
+    more = "; that process is not found here, but one that it started may hold the folder: fuser {} names it"
+    return _held(directory, holder) + (more.format(_named(directory / LOCK)) if gone else "")
+
+
 def _opened(path: Path) -> int:
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINK, 0o666)
@@ -297,9 +320,11 @@ def _opened(path: Path) -> int:
             "to "
             "another folder"
         ) from None
-    if not stat.S_ISREG(os.fstat(file).st_mode):
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         os.close(file)
-        raise FileError(f"{_named(path)} is not a regular file: remove it, or save to another folder")
+        what = "has other names" if stat.S_ISREG(status.st_mode) else "is not a regular file"
+        raise FileError(f"{_named(path)} {what}: remove it, or save to another folder")
     return file
 
 
