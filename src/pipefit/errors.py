@@ -3,8 +3,8 @@
     PipefitError            1   base class: catch this one
     ├── UsageError          2   the request is wrong: an option, a size, a name
     ├── InfeasibleError     3   no plan fits; says which device, by how much, and what would help
-    ├── OutOfMemory         4   a run exceeded a device's memory; says where, at which action, what held the
-    bytes ├── WorkerFailed        5   a worker died, hung or raised; names the one that failed first
+    ├── OutOfMemory         4   a run exceeded a device's memory; says where, and what held the bytes
+    ├── WorkerFailed        5   a worker died, hung or raised; names the one that failed first
     │   ├── PeerLost            error of the other workers: a message does not arrive
     │   └── LimitMet            a worker met a limit of the system on its process
     ├── FileError           6   a document is missing, truncated, of another version, or for another model
