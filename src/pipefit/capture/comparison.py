@@ -49,7 +49,7 @@ ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.
 # Gradients (as a share of the largest), losses and buffers below this size are compared as if they had it:
 # rounding alone may make them.
 _SMALLEST = 1e-3
-_TOLD = 3  # printed differences
+_PRINTED = 3  # printed differences
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class Numbers:
 
     @property
     def _refusal(self) -> str:
-        told, rest = self.differences[:_TOLD], len(self.differences) - _TOLD
+        told, rest = self.differences[:_PRINTED], len(self.differences) - _PRINTED
         more = f", and {rest} more" if rest > 0 else ""
         return (
             f"{self.name} computes as a chain other numbers than as a module: "
@@ -585,11 +585,11 @@ def _losses(
             waiting.append((loss.reshape(()), torch.get_rng_state()))
         del loss  # free the graph
         while waiting and (not in_flight or number + 1 == len(batches)):
-            _go_backward(*waiting.popleft())
+            _run_backward(*waiting.popleft())
     return losses
 
 
-def _go_backward(loss: Tensor, draws: Tensor) -> None:
+def _run_backward(loss: Tensor, draws: Tensor) -> None:
     """Run the backward of a microbatch, with the random state `draws` that followed its forward."""
     torch.set_rng_state(draws)
     torch.autograd.backward(loss)

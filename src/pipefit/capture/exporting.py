@@ -42,7 +42,7 @@ from pipefit.capture.refusals import (
 )
 from pipefit.capture.storages import storage_key
 from pipefit.capture.structure import closed, opened
-from pipefit.capture.whole_modules import call_the_modules, call_them, kept_whole, whole_modules
+from pipefit.capture.whole_modules import call_custom_functions, call_modules, whole_functions, whole_modules
 from pipefit.errors import PipefitError, UsageError
 from pipefit.schema.profile import Target
 from pipefit.texts import kind_of
@@ -210,7 +210,7 @@ class RecordingContiguous(TorchFunctionMode):
 # a module may return anything in addition to its loss.
 
 _CACHE = "the cache of keys and values, which training does not fill"
-_ENDINGS_PLAIN = (Tensor, int, float, str, type(None))
+_PLAIN_OUTPUTS = (Tensor, int, float, str, type(None))
 
 
 def the_loss(outputs: Any, name: str) -> Tensor:
@@ -247,7 +247,7 @@ def everything(outputs: Any, name: str) -> Any:
     )
     leaves = pytree.tree_flatten_with_path(tree)[0]
     for path, leaf in leaves:
-        if not isinstance(leaf, _ENDINGS_PLAIN):
+        if not isinstance(leaf, _PLAIN_OUTPUTS):
             raise Refusal(
                 f"it returns a {type(leaf).__name__}{f' as {pytree.keystr(path)}' if path else ''}, which is "
                 "neither a "
@@ -365,7 +365,7 @@ def export(
                 no_negative_variance(),
                 RefusingStrangers(own),
                 RecordingContiguous(),
-                kept_whole() as calls,
+                whole_functions() as calls,
                 whole_modules(own, whole) as parts,
             ):
                 program = torch.export.export(own, args, kwargs, strict=False)
@@ -374,8 +374,8 @@ def export(
             raise
         except Exception as error:  # noqa: BLE001 -- whatever the user's forward raised
             refuse_export(error, name, own, own_loss=own_loss)
-    call_them(program, calls)
-    call_the_modules(program, parts)
+    call_custom_functions(program, calls)
+    call_modules(program, parts)
     return program
 
 

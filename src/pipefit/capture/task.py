@@ -28,7 +28,7 @@ MOST_MODULES = 200_000  # per model; a mixture of 384 experts in 61 layers has f
 
 
 @contextmanager
-def of_an_end(name: str) -> Iterator[None]:
+def limited_modules(name: str) -> Iterator[None]:
     """Limit the number of modules that this thread creates in the body for the model `name`.
 
     Raises:
@@ -159,7 +159,7 @@ class Task:
         """
         assert not isinstance(self.module, nn.Module)
         try:
-            with of_an_end(self.name):
+            with limited_modules(self.name):
                 made = self.module()
         except (
             PipefitError,

@@ -102,7 +102,7 @@ class CustomFunction:
         return tuple(leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor))
 
 
-class _Call:
+class _FunctionCall:
     """A call during a trace."""
 
     def __init__(self, function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -156,7 +156,7 @@ class _Trace:
     """The calls of a trace, and torch's progress with the current one."""
 
     def __init__(self) -> None:
-        self.calls: list[_Call] = []
+        self.calls: list[_FunctionCall] = []
         self.begun: type[Function] | None = None  # torch reads its forward next
         self.returned: type[Function] | None = None  # torch reads its setup_context next
 
@@ -179,7 +179,7 @@ class _Trace:
         has_context = function.setup_context is Function.setup_context
 
         def forward(*given: Any) -> Any:
-            call = _Call(function, given[1:] if has_context else given, {})
+            call = _FunctionCall(function, given[1:] if has_context else given, {})
             if not (tensors := call.given.tensors):
                 return plain(*given)
             self.calls.append(call)
@@ -207,7 +207,7 @@ def _(tensors: list[Tensor], call: int) -> list[Tensor]:
     """Return the results of a call over fake tensors."""
     trace = _trace.get()
     assert trace is not None
-    with not_kept():  # custom functions inside this one belong to it
+    with functions_as_they_are():  # custom functions inside this one belong to it
         return trace.calls[call].results(tensors)
 
 
@@ -219,7 +219,7 @@ def _asked(function: type[Function], name: str) -> Any:
 
 
 @contextmanager
-def not_kept() -> Iterator[None]:
+def functions_as_they_are() -> Iterator[None]:
     """Call custom functions in the body as they are, inside code that is one operation of the trace."""
     token = _trace.set(None)
     try:
@@ -229,7 +229,7 @@ def not_kept() -> Iterator[None]:
 
 
 @contextmanager
-def kept_whole() -> Iterator[list[_Call]]:
+def whole_functions() -> Iterator[list[_FunctionCall]]:
     """Turn calls of custom functions traced in the body into single operations; yield the list of calls."""
     trace = _Trace()
     token = _trace.set(trace)
@@ -241,7 +241,7 @@ def kept_whole() -> Iterator[list[_Call]]:
         _trace.reset(token)
 
 
-def call_them(program: ExportedProgram, calls: Sequence[_Call]) -> None:
+def call_custom_functions(program: ExportedProgram, calls: Sequence[_FunctionCall]) -> None:
     """Let the operations that stand for `calls` call the functions."""
     for node in nodes_of(program, torch.ops.pipefit.custom_function.default):
         tensors, number = node.args
@@ -254,8 +254,8 @@ def call_them(program: ExportedProgram, calls: Sequence[_Call]) -> None:
 
 Form = tuple[str, tuple[int, ...]] | int | float | str | bool | type | None  # (dtype, shape) of a tensor
 
-_WHOLE_MODULES_PLAIN = (int, float, str, bool, type(None))
-_GIVEN = (*_WHOLE_MODULES_PLAIN, torch.dtype, torch.device)
+_PLAIN_RESULTS = (int, float, str, bool, type(None))
+_GIVEN = (*_PLAIN_RESULTS, torch.dtype, torch.device)
 
 
 def call_whole(
@@ -308,7 +308,7 @@ def _form(leaf: Any) -> Form:
     """Return dtype and shape of a tensor, a plain value itself, and the class of anything else."""
     if isinstance(leaf, Tensor):
         return dtype_name(leaf.dtype), tuple(leaf.shape)
-    return leaf if isinstance(leaf, _WHOLE_MODULES_PLAIN) else type(leaf)
+    return leaf if isinstance(leaf, _PLAIN_RESULTS) else type(leaf)
 
 
 def _words(forms: Sequence[Form]) -> str:
@@ -322,7 +322,7 @@ def _words(forms: Sequence[Form]) -> str:
 # -------------------------------------------------------------------- the trace
 
 
-class _WholeModulesCall(NamedTuple):
+class _ModuleCall(NamedTuple):
     """A call during a trace: the non-tensor arguments of `call_whole`, and fake tensors like its results."""
 
     path: str
@@ -332,7 +332,7 @@ class _WholeModulesCall(NamedTuple):
     results: list[Tensor]
 
 
-_calls: ContextVar[list[_WholeModulesCall] | None] = ContextVar(
+_calls: ContextVar[list[_ModuleCall] | None] = ContextVar(
     "calls of whole modules in the trace that is going on", default=None
 )
 
@@ -342,7 +342,7 @@ torch.library.define(
 
 
 @torch.library.register_fake("pipefit::whole_module")  # type: ignore[untyped-decorator]
-def _whole_modules_(
+def _like_the_results(
     parameters: list[Tensor], buffers: list[Tensor], given: list[Tensor], call: int
 ) -> list[Tensor]:
     """Return fake tensors like the results of the call."""
@@ -352,9 +352,9 @@ def _whole_modules_(
 
 
 @contextmanager
-def whole_modules(root: nn.Module, paths: Collection[str]) -> Iterator[list[_WholeModulesCall]]:
+def whole_modules(root: nn.Module, paths: Collection[str]) -> Iterator[list[_ModuleCall]]:
     """Keep the parts of `root`, a traced fake copy, at `paths` whole in the body; yield the list of calls."""
-    calls: list[_WholeModulesCall] = []
+    calls: list[_ModuleCall] = []
     token = _calls.set(calls)
     for path in paths:
         if any(path.startswith(f"{other}.") for other in paths):
@@ -370,7 +370,7 @@ def whole_modules(root: nn.Module, paths: Collection[str]) -> Iterator[list[_Who
 class _Whole:
     """The forward of a part that stays whole, during a trace."""
 
-    def __init__(self, path: str, part: nn.Module, calls: list[_WholeModulesCall]) -> None:
+    def __init__(self, path: str, part: nn.Module, calls: list[_ModuleCall]) -> None:
         self._path, self._part, self._calls = path, part, calls
         self._mode = _Assuming(allow_non_fake_inputs=True)
         self._like = copied(part, self._fake)  # a fake copy that is run for the results of calls
@@ -389,7 +389,7 @@ class _Whole:
         parameters, buffers = list(self._part.parameters()), list(self._part.buffers())
         if not (parameters or buffers or tensors):
             self._refuse("neither it nor its arguments hold a tensor")
-        self._calls.append(_WholeModulesCall(self._path, given, forms, opposite, made))
+        self._calls.append(_ModuleCall(self._path, given, forms, opposite, made))
         results = iter(torch.ops.pipefit.whole_module(parameters, buffers, tensors, len(self._calls) - 1))
         return pytree.tree_unflatten(
             [next(results) if isinstance(form, tuple) else form for form in forms], packing
@@ -411,13 +411,13 @@ class _Whole:
         forms = {tuple(map(_form, pytree.tree_leaves(returned))) for returned in result.values()}
         if len(forms) > 1:
             self._refuse("how many values it returns, or their shapes or numbers, depends on values")
-        if not all(isinstance(form, (tuple, *_WHOLE_MODULES_PLAIN)) for form in next(iter(forms))):
+        if not all(isinstance(form, (tuple, *_PLAIN_RESULTS)) for form in next(iter(forms))):
             self._refuse("it returns something other than tensors, numbers, texts and None")
         return next(iter(result.values())), False not in result
 
     def _once(self, given: Given) -> Any:
         """Return the results of a call over separate fake tensors."""
-        with without_dispatch_modes(), without_torch_function(), not_kept(), reading(Reading()):
+        with without_dispatch_modes(), without_torch_function(), functions_as_they_are(), reading(Reading()):
             fakes = [self._argument(tensor) for tensor in given.tensors]
             args, kwargs = given.with_tensors(fakes)
             with self._mode:
@@ -461,7 +461,7 @@ class _Assuming(FakeTensorMode):  # type: ignore[no-untyped-call]
             return result
 
 
-def call_the_modules(program: ExportedProgram, calls: Sequence[_WholeModulesCall]) -> None:
+def call_modules(program: ExportedProgram, calls: Sequence[_ModuleCall]) -> None:
     """Let the operations that stand for `calls` call the modules, which they name by path."""
     for node in nodes_of(program, torch.ops.pipefit.whole_module.default):
         parameters, buffers, tensors, number = node.args

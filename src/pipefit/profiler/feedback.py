@@ -369,7 +369,7 @@ def updates_statistics(func: Any, given: Mapping[str, Any]) -> bool:
     """Return whether a normalization with these arguments changes its statistics, which its schema may not
     say.
     """
-    return any(given.get(name) for name in _FEEDBACK_TRAINING) or "with_update" in str(func)
+    return any(given.get(name) for name in _TRAINING_FLAGS) or "with_update" in str(func)
 
 
 def statistics_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
@@ -405,7 +405,7 @@ def changed_inputs(inputs: Sequence[Tensor], versions: Sequence[int], written: S
 # ---- Feedback of a forward
 
 _STATISTICS = ("running_mean", "running_var")
-_FEEDBACK_TRAINING = ("training", "train", "use_input_stats")
+_TRAINING_FLAGS = ("training", "train", "use_input_stats")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

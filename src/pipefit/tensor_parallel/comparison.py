@@ -388,7 +388,7 @@ _PASSES, _COPIES = (
     6,
     4,
 )  # forward and backward of a block, and its parameters and gradients, both whole and divided
-_TOLD = 3  # printed differences
+_PRINTED = 3  # printed differences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -515,11 +515,11 @@ class _Blocks:
             raise NotComparable(f"{self._name(one.block)} makes no finite numbers of such inputs")
         result = list(one.differences(whole, ranks))
         if far := [each for each in result if each.apart is None or not each.apart <= one.allowed]:
-            more = f", and {len(far) - _TOLD} more" if len(far) > _TOLD else ""
+            more = f", and {len(far) - _PRINTED} more" if len(far) > _PRINTED else ""
             raise UsageError(
                 f"{self._name(one.block)} of {self.chain.name}, divided between {self.divided.ranks} "
                 "tensor-parallel "
-                f"ranks, computes other numbers than whole: {', '.join(map(str, far[:_TOLD]))}{more} "
+                f"ranks, computes other numbers than whole: {', '.join(map(str, far[:_PRINTED]))}{more} "
                 f"({one.allowed:.0e} of the largest value is allowed{one.size.said}). Nothing was trained. "
                 "Give its "
                 "stage one shard (Grid(tensor=1), or --tensor 1 for all stages) and report the layer: this "

@@ -86,7 +86,7 @@ def trace(
     graph = flatten(program, name, autocasts=dtype is not None)
     cuts = _without_marks(graph, program)
     _without_casts_to_itself(graph)
-    _made_anew(graph)
+    _make_out_of_place(graph)
     inputs = {r.index: node for node in graph.nodes if (r := role(node)) and r.kind == "input"}
     return TracedStage(
         graph=graph,
@@ -283,7 +283,7 @@ def _without_casts_to_itself(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _made_anew(graph: fx.Graph) -> None:
+def _make_out_of_place(graph: fx.Graph) -> None:
     """Replace in-place operations that only users of the value see by operations that make new values."""
     order = {node: number for number, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):

@@ -85,17 +85,17 @@ class Steps:
                 self._operation(node)
         last = len(stage.layers) - (0 if stage.has_loss else 1)
         self._end_blocks(stage.block(last))
-        self.outputs = [self._had(node, R, last) for node in stage.graph.output_node().args[0]]  # type: ignore[union-attr, arg-type]
+        self.outputs = [self._in_form(node, R, last) for node in stage.graph.output_node().args[0]]  # type: ignore[union-attr, arg-type]
 
     def _end_blocks(self, block: int) -> None:
         """End all blocks before `block`: values that cross are replicated."""
         for number in range(len(self.crossing), block):
             layer = self.stage.edges[number] - 1
-            self.crossing.append([self._had(node, R, layer) for node in self.stage.cuts[number]])
+            self.crossing.append([self._in_form(node, R, layer) for node in self.stage.cuts[number]])
 
     def _operation(self, node: fx.Node) -> None:
         way, layer = self.choice.ways[node], self.stage.layer_of[node]
-        operands = {source: self._had(source, form, layer) for source, form in way.operands.items()}
+        operands = {source: self._in_form(source, form, layer) for source, form in way.operands.items()}
         made = self._key(node, way.result, layer)
         self._known.add(made)
         self.all.append(Step(layer=layer, made=made, call=way.call, operands=operands, context=context(node)))
@@ -104,7 +104,7 @@ class Steps:
         if way.scattered and node in self.choice.trained:
             self._note("all_gather", "backward", layer, way.summed)
 
-    def _had(self, node: fx.Node, form: Form, layer: int) -> Key:
+    def _in_form(self, node: fx.Node, form: Form, layer: int) -> Key:
         """Return the value in that form, adding a conversion if it does not exist yet."""
         key = self._key(node, form, layer)
         if key in self._known:
@@ -114,8 +114,8 @@ class Steps:
             direct = form == R or (
                 form == C and isinstance(home, Split) and self._key(node, R, layer) not in self._known
             )
-            start = self._had(node, home if direct else R, layer)
-            call = self._seam(node, start.form, form, layer)
+            start = self._in_form(node, home if direct else R, layer)
+            call = self._conversion(node, start.form, form, layer)
             self.all.append(Step(layer=layer, made=key, call=call, operands={node: start}, context=()))
         self._known.add(key)
         return key
@@ -131,7 +131,7 @@ class Steps:
         is_here = is_stored(node) or self.stage.block(made) == self.stage.block(layer)
         return self.choice.home.get(node, R) if is_here else R
 
-    def _seam(self, node: fx.Node, start: Form, form: Form, layer: int) -> Call:
+    def _conversion(self, node: fx.Node, start: Form, form: Form, layer: int) -> Call:
         is_trained = node in self.choice.trained
         if isinstance(start, Split):
             assert not isinstance(form, Split)

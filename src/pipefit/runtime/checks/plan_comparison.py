@@ -73,7 +73,7 @@ STEPS = 2
 _EXACT = 1e-4  # of an update: the tolerated difference between two ways to train
 _ROUNDINGS = 10  # times the effect of a rounding error on plain training
 _NOISE = 0.1  # of a gradient: with a larger share of rounding, its update is not compared
-_TOLD = 3  # differences that are printed
+_PRINTED = 3  # differences that are printed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +114,9 @@ class PlanNumbers:
 
     @property
     def _refusal(self) -> str:
-        rest = len(self.differences) - _TOLD
+        rest = len(self.differences) - _PRINTED
         more = f", and {rest} more" if rest > 0 else ""
-        told = ", ".join(self.differences[:_TOLD])
+        told = ", ".join(self.differences[:_PRINTED])
         return (
             f"{self.name} trains by this plan otherwise than plainly: after {STEPS} steps {told}{more}. "
             "Either a backward uses tensors that autograd does not track (an attribute of a context, a hook), "
@@ -153,7 +153,7 @@ def compare_plan(
         raise NotComparable(f"schedule {plan.training.schedule} trains with older weights than a plain loop")
     steps = _steps(batches, plan.training.microbatch_size, microbatches)
     with put_back(), recording("comparing numbers"), casting_for(plan.cluster.target):
-        net = _Net(whole, plan, chain, steps, held)
+        net = _PlanComparison(whole, plan, chain, steps, held)
         try:
             with tensors_put_back(net.module):
                 return net.compare()
@@ -190,7 +190,7 @@ def enough_microbatches(plan: Plan) -> int:
 
 
 @dataclass(slots=True)
-class _Net:
+class _PlanComparison:
     """One comparison."""
 
     whole: Task
@@ -204,16 +204,16 @@ class _Net:
         draws = Draws() if drew and not self._threads else None
         runners, start = self._as_planned(draws, means=drew and self._threads)
         around = partial(self._around, draws, slices, means=drew and self._threads)
-        plain, shaken = (self._plainly(slices, around, shaken=shaken) for shaken in (False, True))
+        plain, perturbed = (self._plainly(slices, around, perturbed=perturbed) for perturbed in (False, True))
         if not all(map(isfinite, plain.losses)):
             raise NotComparable(
                 f"the losses of {self.whole.name} are {plain.losses} before anything is trained"
             )
-        noisy = _noisy(plain, shaken)
+        noisy = _noisy(plain, perturbed)
         result, count, left_out = list[str](), 0, set[str]()
         for runner in runners:
             for number, stage in runner.stages.items():
-                for pair in _pairs(stage, start, plain, shaken):
+                for pair in _pairs(stage, start, plain, perturbed):
                     if pair.of_parameter in noisy:
                         left_out.add(pair.what)
                         continue
@@ -295,13 +295,13 @@ class _Net:
         except Exception as error:
             raise NotComparable(f"{self.whole.name} cannot be copied ({in_one_line(error)})") from error
 
-    def _plainly(self, slices: int, around: Any, *, shaken: bool) -> Trained:
-        """Train a copy of the module plainly, from parameters that are `shaken` by a rounding error if
+    def _plainly(self, slices: int, around: Any, *, perturbed: bool) -> Trained:
+        """Train a copy of the module plainly, from parameters that are `perturbed` by a rounding error if
         set.
         """
         (own,), loss_of = self._copies([self.module])
-        if shaken:
-            _shake(own, self.whole)
+        if perturbed:
+            _perturb(own, self.whole)
         try:
             with plainly(self.whole, "training"):
                 return train_plainly(
@@ -415,7 +415,7 @@ class _Pair:
     of_parameter: str
     ours: Tensor
     plain: Tensor
-    shaken: Tensor
+    perturbed: Tensor
     start: Tensor | None
 
     @property
@@ -430,7 +430,7 @@ class _Pair:
             return None if torch.equal(self.ours, self.plain) else "not equal"
         start = torch.zeros_like(self.plain) if self.start is None else self.start.to(self.plain.dtype)
         update = _length(self.plain - start)
-        far, rounding = _length(self.ours - self.plain), _length(self.shaken - self.plain)
+        far, rounding = _length(self.ours - self.plain), _length(self.perturbed - self.plain)
         allowed = (
             _EXACT * update + _ROUNDINGS * rounding + torch.finfo(self.plain.dtype).eps * _length(self.plain)
         )
@@ -447,45 +447,50 @@ def _length(tensor: Tensor) -> float:
     )
 
 
-def _pairs(stage: StageRunner, start: Trained, plain: Trained, shaken: Trained) -> Iterator[_Pair]:
+def _pairs(stage: StageRunner, start: Trained, plain: Trained, perturbed: Trained) -> Iterator[_Pair]:
     """Yield a pair for every tensor of a stage that plain training has too."""
-    state, shards, runs = StageState.of([stage]), stage.shards, (plain, shaken, start)
+    state, shards, runs = StageState.of([stage]), stage.shards, (plain, perturbed, start)
 
     def pair(what: str, name: str, ours: Tensor, *values: Tensor) -> _Pair:
         result = [value if shards is None else shards.part(name, value) for value in values]
         return _Pair(
-            what=what, of_parameter=name, ours=ours, plain=result[0], shaken=result[1], start=result[2]
+            what=what, of_parameter=name, ours=ours, plain=result[0], perturbed=result[1], start=result[2]
         )
 
     for name, tensor in state.tensors.items():
         yield pair(name, name, tensor, *(run.of_replica(name, stage.replica) for run in runs))
     for name, tensor in state.master_weights.items():
-        copies = plain.masters[name], shaken.masters[name], start.tensors[name]
+        copies = plain.masters[name], perturbed.masters[name], start.tensors[name]
         yield pair(f"the float32 copy of {name}", name, tensor, *copies)
     for name, kept in state.optimizer.items():
-        known, again = plain.optimizer.get(name, {}), shaken.optimizer.get(name, {})
+        known, again = plain.optimizer.get(name, {}), perturbed.optimizer.get(name, {})
         if shards is not None:
             known, again = shards.part_of_state(name, known), shards.part_of_state(name, again)
         for key in kept.keys() & known.keys():
             what = f"{key} of {name}"
             yield _Pair(
-                what=what, of_parameter=name, ours=kept[key], plain=known[key], shaken=again[key], start=None
+                what=what,
+                of_parameter=name,
+                ours=kept[key],
+                plain=known[key],
+                perturbed=again[key],
+                start=None,
             )
 
 
-def _noisy(plain: Trained, shaken: Trained) -> set[str]:
+def _noisy(plain: Trained, perturbed: Trained) -> set[str]:
     """Return the names of parameters whose gradients are rounding errors, as those of biases before a
     norm.
     """
     result = set[str]()
-    for one, other in zip(plain.gradients, shaken.gradients, strict=False):
+    for one, other in zip(plain.gradients, perturbed.gradients, strict=False):
         for name, gradient in one.items():
             if name in other and _length(gradient - other[name]) > _NOISE * _length(gradient):
                 result.add(name)
     return result
 
 
-def _shake(module: nn.Module, task: Task) -> None:
+def _perturb(module: nn.Module, task: Task) -> None:
     """Change every parameter by a rounding error of the precision that it computes in."""
     draws = torch.Generator().manual_seed(0)
     with torch.no_grad():
