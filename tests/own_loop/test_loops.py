@@ -134,3 +134,55 @@ def test_a_step_of_the_user(name: str) -> None:
     )
     assert max(peaks) <= budget
     assert all(torch.equal(value, plain[key]) for key, value in state.items())
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("begun", [False, True], ids=["new", "begun"])
+def test_optimizer_state_on_the_host(begun: bool) -> None:
+    """On request state is on the host between steps: the peak is lower, certified, and the numbers stay."""
+
+    def trained(budget: int | None) -> tuple[list[int], list[Tensor], Any]:
+        torch.manual_seed(0)
+        module = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4)])
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        data = torch.randn(256, 128), torch.randn(256, 128)
+        handle = None
+        if begun:
+            nn.functional.mse_loss(module(data[0]), data[1]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if budget is not None:
+            handle = apply(
+                module,
+                budget=budget,
+                batch=data,
+                optimizer=optimizer,
+                loss=nn.functional.mse_loss,
+                offload=False,
+                state_on_host=True,
+            )
+
+        def loop() -> None:
+            for _ in range(3):
+                with record_function("step"):
+                    optimizer.zero_grad()
+                    outputs = module(data[0])
+                    loss = nn.functional.mse_loss(outputs, data[1])
+                    loss.backward()
+                    optimizer.step()
+
+        here = [state["momentum_buffer"] for state in optimizer.state.values()] if handle is None else []
+        small = [s["momentum_buffer"] for s in optimizer.state.values() if s["momentum_buffer"].nbytes < 1024]
+        resident = bytes_of([*module.parameters()]) + bytes_of(data) + bytes_of(here or small)
+        peaks = peaks_of(loop, resident, "step")
+        states = [state["momentum_buffer"].clone() for state in optimizer.state.values()]
+        if handle is not None:
+            handle.remove()
+        assert len(optimizer.state_dict()["state"]) == 8
+        return peaks, [*(p.detach() for p in module.parameters()), *states], handle
+
+    plain_peaks, plain, _ = trained(None)
+    peaks, planned, handle = trained(10**9)
+    assert handle.plan.peak_bytes == (peaks[0], max(peaks[1:]))
+    assert max(peaks) <= max(plain_peaks) - 4 * 128 * 128 * 4
+    assert all(torch.equal(a, b) for a, b in zip(plain, planned, strict=True))

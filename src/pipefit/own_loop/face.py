@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from pipefit.own_loop.choice import Choices, Variable
 from pipefit.own_loop.installing import PlannedForward, check_free, install
 from pipefit.own_loop.loop import Loop
 from pipefit.own_loop.offloading import HostTensors
+from pipefit.own_loop.optimizer_state import StateOnHost, on_host
 from pipefit.own_loop.recording import Recording, record
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import DeviceKind, Member
@@ -39,15 +40,20 @@ _COPY_BYTES_PER_SECOND = {"cpu": 5e9, "cuda": 2e10}  # to the host, if no device
 class Handle:
     """A plan that is installed on a module."""
 
-    def __init__(self, plan: LoopPlan, planned: Sequence[PlannedForward]) -> None:
+    def __init__(
+        self, plan: LoopPlan, planned: Sequence[PlannedForward], states: Sequence[StateOnHost] = ()
+    ) -> None:
         self.plan = plan
-        self._planned = list(planned)
+        self._planned, self._states = list(planned), list(states)
 
     def remove(self) -> None:
         """Take the plan off the module, which is then as it was. A second call does nothing."""
         for forward in self._planned:
             forward.remove()
+        for state in self._states:
+            state.remove()
         self._planned.clear()
+        self._states.clear()
 
     def __enter__(self) -> Handle:
         return self
@@ -73,6 +79,7 @@ def apply(
     state: Sequence[Any] = (),
     device: str | None = None,
     offload: bool = True,
+    state_on_host: bool = False,
     plan: LoopPlan | None = None,
 ) -> Handle:
     """Make the user's own training loop keep a memory budget; return a handle that takes the plan off.
@@ -92,6 +99,7 @@ def apply(
         device: a card such as `rtx4090` or `a100-80gb`, whose kernels and rates count. None is the module's
             device.
         offload: whether saved tensors may move to the host.
+        state_on_host: whether the optimizer's state is on the host between its steps; it returns for each step.
         plan: an earlier answer, installed as it is, without a dry run.
 
     Raises:
@@ -104,12 +112,18 @@ def apply(
     if plan is None:
         if budget is None or batch is None:
             raise UsageError("apply needs a budget and a batch, or a plan of an earlier call")
-        loop = _loop(module, batch, optimizer, loss, step, state)
+        loop = replace(_loop(module, batch, optimizer, loss, step, state), state_on_host=state_on_host)
         site = _site(module, device, offload=offload)
         budget_bytes = parse_bytes(budget) if isinstance(budget, str) else int(budget)
         plan = apart(site.target, lambda: planned(loop, budget_bytes, site))
-    here = next((p.device for p in module.parameters()), torch.device("cpu"))
-    return Handle(plan, install(module, plan.decisions, HostTensors.of(here)))
+    optimizers = _optimizers(optimizer) if plan.state_on_host else ()
+    if plan.state_on_host and not optimizers:
+        raise UsageError(
+            "the plan keeps optimizer state on the host: pass the optimizer itself as optimizer="
+        )
+    host = HostTensors.of(next((p.device for p in module.parameters()), torch.device("cpu")))
+    planned_parts = install(module, plan.decisions, host)
+    return Handle(plan, planned_parts, [on_host(one, host.pool) for one in optimizers])
 
 
 def _loop(
@@ -121,14 +135,8 @@ def _loop(
     state: Sequence[Any],
 ) -> Loop:
     """Return the loop that a call of `apply` describes."""
-    optimizers: tuple[Optimizer, ...] = ()
-    make = None
-    if isinstance(optimizer, Optimizer):
-        optimizers = (optimizer,)
-    elif isinstance(optimizer, (tuple, list)):
-        optimizers = tuple(optimizer)
-    elif optimizer is not None:
-        make = optimizer
+    optimizers = _optimizers(optimizer)
+    make = None if optimizers else optimizer
     if step is not None and make is not None:
         raise UsageError("a step uses an optimizer that exists: pass it as optimizer=, not its class")
     return Loop(
@@ -140,6 +148,13 @@ def _loop(
         step=step,
         state=tuple(state),
     )
+
+
+def _optimizers(optimizer: Any) -> tuple[Optimizer, ...]:
+    """Return the optimizers among what a caller passes; none if it is a function that makes one."""
+    if isinstance(optimizer, Optimizer):
+        return (optimizer,)
+    return tuple(optimizer) if isinstance(optimizer, (tuple, list)) else ()
 
 
 # ---- The device
@@ -266,6 +281,7 @@ class _Search:
             plain_bytes=self._recording.peaks,
             decisions=self._choices.decisions(chosen),
             step_seconds=float(steady.sum()),
+            state_on_host=self._loop.state_on_host,
             refused=tuple(sorted(self._choices.refused.items())),
             gap=self._recording.gap,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import random
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from pipefit.capture.by_value import updating
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.target import FakeTarget
+from pipefit.own_loop.optimizer_state import on_no_host
 from pipefit.schema.trace import Category
 from pipefit.texts import kind_of
 from pipefit.torch_internals import pytree
@@ -95,6 +96,15 @@ class Stand:
                 real.stride(),
                 int(real.storage_offset()),
             )
+
+    def forget(self, numbers: Set[int]) -> None:
+        """Let go of fake tensors, by their ids."""
+        gone = [key for key, (_, fake) in self._tensors.items() if id(fake) in numbers]
+        storages = {self._tensors[key][1].untyped_storage()._cdata for key in gone}
+        for key in gone:
+            del self._tensors[key]
+        kept = {key: t for key, t in self._storages.items() if t.untyped_storage()._cdata not in storages}
+        self._storages = kept
 
     def value(self, value: Any) -> Any:
         """Return a copy of a value of plain containers with fake tensors; other objects are returned as they
@@ -172,6 +182,7 @@ class Loop:
     loss: Callable[[Any, Any], Tensor] | None = None
     step: Callable[[Any], Any] | None = None
     state: tuple[Any, ...] = field(default=())
+    state_on_host: bool = False  # whether optimizer state is on the host between steps
 
     def _objects(self) -> list[Any]:
         """Return every object whose tensors are replaced in a dry run."""
@@ -198,10 +209,17 @@ class Loop:
                 counted_states(meter),
                 always_stepping(),
                 _reading_updates(),
+                ExitStack() as stack,
             ):
                 optimizers = self.optimizers
                 if self.make_optimizer is not None:
                     optimizers = (self.make_optimizer(self.module.parameters()),)
+                if self.state_on_host:
+                    before = _state_of(optimizers)
+                    for one in optimizers:
+                        stack.callback(on_no_host(one).remove)
+                    stand.forget(before.keys() - _state_of(optimizers).keys())
+                    before.clear()
                 meter.tag(self._resident(stand), Category.PARAMETERS)
 
                 def run(steps: int) -> Iterator[int]:
@@ -248,6 +266,12 @@ class Loop:
             for optimizer in optimizers:
                 optimizer.step()
             yield number
+
+
+def _state_of(optimizers: Sequence[Optimizer]) -> dict[int, Tensor]:
+    """Return the tensors in the states of optimizers, by id."""
+    values = (value for one in optimizers for state in one.state.values() for value in state.values())
+    return {id(value): value for value in values if isinstance(value, Tensor)}
 
 
 def _has_attributes(one: Any) -> bool:

@@ -340,6 +340,8 @@ def describe_loop_plan(plan: LoopPlan) -> list[Block]:
     cost = f"A step takes about {share:.1%} longer."
     if not plan.decisions:
         cost = "Every submodule keeps its saved tensors."
+    if plan.state_on_host:
+        cost += "\nOptimizer state is on the host between steps: each step copies it there and back."
     blocks: list[Block] = [f"{peaks}\n{cost}"]
     if plan.decisions:
         rows = tuple(

@@ -46,6 +46,7 @@ class LoopPlan(Shown):
         plain_bytes: the same without them.
         decisions: submodules that do not keep their saved tensors.
         step_seconds: estimated time of a step without the decisions.
+        state_on_host: whether the optimizer's state is on the host between steps.
         refused: submodules that cannot be recomputed, with the reason.
         gap: memory inside kernels that could not be measured, as a phrase; empty if there is none.
 
@@ -60,6 +61,7 @@ class LoopPlan(Shown):
     plain_bytes: tuple[int, int]
     decisions: tuple[LoopDecision, ...]
     step_seconds: float
+    state_on_host: bool = False
     refused: tuple[tuple[str, str], ...] = ()
     gap: str = ""
 
