@@ -25,14 +25,12 @@ import torch
 
 from pipefit.checkpoints.hold import Owner
 from pipefit.errors import FileError, UnreadableCheckpoint, UsageError
-from pipefit.schema.json_text import JsonText, Refusal, adapter
+from pipefit.schema.json_text import adapter, checked, json_object
 from pipefit.schema.profile import Fingerprint
-from pipefit.schema.validation import parsed, sentence
 
 VERSION = 2
 SHARD = re.compile(r"worker-\d{5}\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_HEADER = frozenset({"pipefit", "version", "sha256"})
 _END = '"\n}'  # end of the header, after the digest
 _LARGEST = 1 << 60  # bytes; above all sizes of tensors and files
 _MOST_DIMENSIONS = 64  # torch's limit
@@ -254,23 +252,17 @@ def loads(content: bytes, kind: type[Manifest] | type[Part], source: str) -> Man
         UnreadableCheckpoint: it is of another version.
         FileError: `content` is something else, or damaged: the message has the reason and the place.
     """
-    try:
-        content.decode()  # only a check: the parser reads bytes
-        text = JsonText(content)
-        header = text.header(*_HEADER)
-    except UnicodeDecodeError as error:
-        raise FileError(f"{source} is not text: byte {error.start} is not UTF-8") from None
-    except Refusal as refusal:
-        raise FileError(sentence(refusal, source)) from None
-    if header.get("pipefit") != _kind(kind):
+    data = json_object(content, source)
+    header = {name: data.pop(name, None) for name in ("pipefit", "version", "sha256")}
+    if header["pipefit"] != _kind(kind):
         raise FileError(f"{source} is not the manifest of a checkpoint; name a folder that pipefit has saved")
-    if header.get("version") != VERSION or type(header["version"]) is not int:
+    if header["version"] != VERSION or type(header["version"]) is not int:
         raise UnreadableCheckpoint(
             f"{source} is not of version {VERSION}, which this pipefit reads: load the checkpoint with the "
             "pipefit "
             "that has saved it"
         )
-    digest = header.get("sha256")
+    digest = header["sha256"]
     if (
         not isinstance(digest, str)
         or not _DIGEST.fullmatch(digest)
@@ -279,7 +271,7 @@ def loads(content: bytes, kind: type[Manifest] | type[Part], source: str) -> Man
         raise FileError(
             f"{source} is damaged: its bytes are not those that were saved (their SHA-256 differs)"
         )
-    return parsed(kind, text, source, ignored=_HEADER)
+    return checked(kind, data, source)
 
 
 def joined_settings(known: Sequence[dict[str, Setting]]) -> dict[str, Setting] | None:

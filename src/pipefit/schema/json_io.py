@@ -5,9 +5,8 @@ A document is one object: its kind, its version, and the fields of the dataclass
     {"pipefit": "plan", "version": 2, "profile": {...}, "cluster": {...}, ...}
 
 Loading checks everything: a file that loads is a valid document, and any other file fails with one sentence
-that says what is wrong and where. It needs at most ten times the size of the file and 64 MiB more. Nothing in
-a file names code. Saving replaces a file atomically. Both take one pass over the text. Clusters may also be
-TOML, a name, or emulated: `load_cluster`.
+that says what is wrong and where. Files have at most `LARGEST_BYTES`. Nothing in a file names code. Saving
+replaces a file atomically. Clusters may also be TOML, a name, or emulated: `load_cluster`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from pipefit.errors import FileError, UsageError
 from pipefit.schema import file_access
 from pipefit.schema.cluster import Cluster, parse_emulated
 from pipefit.schema.file_access import obstacle, replace_file
-from pipefit.schema.json_text import JsonText, Refusal, adapter
+from pipefit.schema.json_text import adapter, checked, json_object, utf8_text
 from pipefit.schema.loop_plan import LoopPlan
 from pipefit.schema.plan import Plan
 from pipefit.schema.post_mortem import PostMortem
@@ -36,7 +35,7 @@ from pipefit.schema.presets import is_preset
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.program import Program, parse_program
 from pipefit.schema.trace import Trace
-from pipefit.schema.validation import instance, parsed, sentence
+from pipefit.schema.validation import instance
 from pipefit.texts import kind_of, printable, shortened
 from pipefit.units import parse_rate
 
@@ -234,7 +233,7 @@ __all__ = [
 Document = Cluster | LoopPlan | ModelProfile | Plan | PostMortem | Program | Trace
 Loaded = TypeVar("Loaded", Cluster, LoopPlan, ModelProfile, Plan, PostMortem, Program, Trace)
 
-LARGEST_BYTES = 512 << 20
+LARGEST_BYTES = 256 << 20
 LARGEST_TOML_BYTES = (
     128 << 10
 )  # users write TOML; its parser needs a hundred times the size of a malicious text
@@ -242,7 +241,6 @@ MOST_ACTIONS = 1 << 18  # of a program in a file; reading them takes half a seco
 _OPEN = ("/dev/std", "/dev/fd/", "/proc/")  # files that a process has open, and may be writing to
 _WORD = re.compile(r"\S+")
 _MACHINES = re.compile(r"([0-9]{1,9})x([^@]+)@([^@]+)")
-_HEADER = frozenset({"pipefit", "version"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,10 +387,9 @@ def load(path: str | os.PathLike[str], type_: type[Any] | None = None) -> Any:
     source = _named(path)
     expected = None if type_ is None else name_of_kind(type_)
     content = file_access.content(path, source, LARGEST_BYTES, "documents have")
-    _text(content, source)  # only checked: the reader works on bytes
-    text = JsonText(content)
-    name = _check_header(text, source, expected)
-    stored: Any = parsed(_KINDS[name].stored, text, source, ignored=_HEADER)
+    data = json_object(content, source)
+    name = _check_header(data.pop("pipefit", None), data.pop("version", None), source, expected)
+    stored: Any = checked(_KINDS[name].stored, data, source)
     return _program(stored, source) if isinstance(stored, ProgramText) else stored
 
 
@@ -422,27 +419,15 @@ def load_cluster(name_or_path: str) -> Cluster:
     if suffix == ".toml":
         source = _named(name_or_path)
         what = "a cluster in TOML, which JSON may exceed, has"
-        text = _text(file_access.content(name_or_path, source, LARGEST_TOML_BYTES, what), source)
-        return Cluster.parse(text, source)
+        content = file_access.content(name_or_path, source, LARGEST_TOML_BYTES, what)
+        return Cluster.parse(utf8_text(content, source), source)
     if suffix == ".json" or os.sep in name_or_path:
         return load(name_or_path, Cluster)
     return Cluster.preset(name_or_path)
 
 
-def _text(content: bytes, source: str) -> str:
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise FileError(f"{source} is not text: byte {error.start} is not UTF-8") from None
-
-
-def _check_header(text: JsonText, source: str, expected: str | None) -> str:
+def _check_header(name: object, version: object, source: str, expected: str | None) -> str:
     """Check the kind and version of a document, and return its kind."""
-    try:
-        header = text.header(*_HEADER)
-    except Refusal as refusal:
-        raise FileError(sentence(refusal, source)) from None
-    name, version = header.get("pipefit"), header.get("version")
     if not isinstance(name, str) or name not in _KINDS:
         said = (
             f"it says it is a {shortened(name)!r}"

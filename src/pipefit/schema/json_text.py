@@ -1,426 +1,185 @@
-"""Reading of JSON text as a checked type, piece by piece.
+"""JSON texts as checked types.
 
-Parsing a whole file before checking it costs up to fifty times its size (`[[],[],...]`), and collecting every
-mistake costs more. Therefore the types lead: an object whose type is a dataclass is read key by key, a list
-in pieces of 16 KiB, and pydantic checks each piece. Memory is limited to the text, the values that are valid
-so far, and one piece; the first mistake ends the reading.
+A text is read twice. `json` parses it and finds what pydantic overlooks: keys that appear twice, objects with
+thousands of keys, and the place of a syntax error. Then pydantic checks it, in strict mode: `"3"` is not 3 and
+`true` is not 1. Checking ends at the first wrong element of a list, because collecting the mistakes of a
+malicious text takes gigabytes. Reading needs at most eighty times the size of the text.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Mapping
 from functools import cache
-from math import isfinite
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from pipefit.texts import counted, shortened
+from pipefit.errors import FileError
+from pipefit.texts import printable, shortened
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
-    from pydantic_core import ErrorDetails
+    from pydantic_core import SchemaValidator, ValidationError
 
 T = TypeVar("T")
-_Scanner = Callable[[str, int], tuple[Any, int]]
-Path = tuple[str | int, ...]
 
-_PIECE = 1 << 14  # bytes; limits the mistakes that pydantic collects
-_GLANCE = 1 << 8  # bytes scanned first; most single values are shorter
 _MOST_KEYS = 4096  # of one object; objects with free keys hold options, or figures by dtype
-_LONGEST_NUMBER = 40  # characters; the largest sensible size has 20
-_MOST_POOLED = 1 << 16  # distinct elements of a list that are kept, so that equal ones are one object
-
-_SPACE = re.compile(rb"[ \t\n\r]*")
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-# After digits are mapped to equal ones, a number that may be infinite or absurdly long contains one of these.
-# A regular expression for the same check takes half of the reading time.
-_DIGITS = bytes.maketrans(b"123456789E", b"000000000e")
-_UNUSUAL = (b"e000", b"0" * _LONGEST_NUMBER)
-_KEYS = dict[str, Any]  # type of an object if only its keys are needed
-_MEANINGS = {
-    "unexpected_keyword_argument": "this key is not known",
-    "missing": "this is missing",
-    "json_invalid": "a text in it is not Unicode",
-}
-
-
-class Refusal(Exception):
-    """An invalid text: the reason and the path.
-
-    If `damage`, the text is not JSON, or is cut off; otherwise the value at `path` is invalid. `more` says
-    that other values are invalid too.
-    """
-
-    def __init__(self, what: str, path: Path = (), *, more: bool = False, damage: bool = False) -> None:
-        super().__init__(what)
-        self.what, self.path, self.more, self.damage = what, path, more, damage
+_LARGEST = 10**40  # above every sensible size, and below the largest float
+_WORDS = "true", "false", "null", "-0"  # a text may be cut off in one of them
+_FIRST = "unexpected_keyword_argument", "finite_number"  # mistakes that explain others, such as missing keys
 
 
 @cache
 def adapter(kind: Any) -> TypeAdapter[Any]:
-    """Return pydantic's reader and writer of a type; cached, because building one takes milliseconds."""
+    """Return pydantic's writer of a type; cached, because building one takes milliseconds."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
 
 
-class JsonText:
-    """The UTF-8 bytes of a JSON text. Positions are in bytes."""
+def utf8_text(content: bytes, source: str) -> str:
+    """Decode a file's content, without a byte order mark.
 
-    def __init__(self, content: bytes) -> None:
-        self.content = content
-        self._after = 0  # end of the last key's value
-
-    def read(self, kind: type[T], ignored: frozenset[str] = frozenset()) -> T:
-        """Read the one object in the text as a dataclass `kind`, without the keys in `ignored`.
-
-        Raises:
-            Refusal: the first mistake.
-        """
-        try:
-            value, end = self._object(kind, self._start(), (), ignored)
-        except RecursionError:
-            raise Refusal("is not valid: it is nested too deeply", damage=True) from None
-        if self._skip_space(end) < len(self.content):
-            raise self._syntax("Extra data", self._skip_space(end))
-        return cast("T", value)
-
-    def header(self, *names: str) -> dict[str, Any]:
-        """Return the values of these top-level keys if present and short.
-
-        Reads no further than the last of them.
-
-        Raises:
-            Refusal: the text up to there is not JSON, or does not hold an object.
-        """
-        result: dict[str, Any] = {}
-        try:
-            for key, at in self._keys(self._start(), ()):
-                if key in names:
-                    end = self._end(at)
-                    result[key] = None if end is None else _loaded(self.content[at:end])
-                    if end is None or len(result) == len(names):
-                        break
-                _, self._after = self._value(Any, at, ())
-        except RecursionError:
-            raise Refusal("is not a document: it is nested too deeply", damage=True) from None
-        return result
-
-    # ---- Values of a type
-
-    def _value(self, kind: Any, at: int, path: Path) -> tuple[Any, int]:
-        """Read the value at `at`.
-
-        Returns the value and its end. Small values are read in one piece, others by their parts.
-        """
-        end = self._end(at)
-        if end is not None:
-            return (None if kind is Any else _checked(kind, self.content[at:end], path)), end
-        first = self.content[at : at + 1]
-        kind = self._member(kind, at) if isinstance(kind, UnionType) else kind
-        if first == b"{" and (kind is Any or is_dataclass(kind) or get_origin(kind) is dict):
-            return self._object(kind, at, path)
-        if first == b"[" and (kind is Any or (get_origin(kind) is tuple and get_args(kind)[-1] is ...)):
-            return self._array(Any if kind is Any else get_args(kind)[0], at, path)
-        if first == b'"':
-            return self._string(kind, at, path)
-        if first in (b"{", b"["):
-            self._refuse_unless(kind, b"{}" if first == b"{" else b"[]", at, path)
-        raise self._damaged(at)
-
-    def _object(
-        self, kind: Any, at: int, path: Path, ignored: frozenset[str] = frozenset()
-    ) -> tuple[Any, int]:
-        """Read an object key by key: the fields of a dataclass, or any keys."""
-        known, values = (
-            _fields(kind) if isinstance(kind, type) and is_dataclass(kind) else None,
-            dict[str, Any](),
-        )
-        free = get_args(kind)[1] if get_origin(kind) is dict else Any
-        for key, start in self._keys(at, path):
-            here = (*path, key)
-            if known is not None and key not in known and key not in ignored:
-                raise Refusal(_MEANINGS["unexpected_keyword_argument"], here)
-            if key in ignored or kind is Any:
-                _, self._after = self._value(Any, start, here)
-                continue
-            values[key], self._after = self._value(free if known is None else known[key], start, here)
-        return (_made(kind, values, path) if known is not None else values), self._after
-
-    def _array(self, kind: Any, at: int, path: Path) -> tuple[tuple[Any, ...], int]:
-        """Read a list of one element type, in runs of elements that fit into a piece."""
-        result: list[Any] = []
-        pool: dict[Any, Any] = {}
-        at = self._skip_space(at + 1)
-        single_until = at  # no run of elements ends within a piece before this position
-        while not (not result and self.content[at : at + 1] == b"]"):
-            end = self._run_end(at) if at >= single_until else None
-            here = len(result)
-            if end is not None and kind is not Any:
-                run = _checked(tuple[kind, ...], b"[%b]" % self.content[at:end], path, here)
-                pooled = _poolable(kind) and len(pool) < _MOST_POOLED
-                result += map(pool.setdefault, run, run) if pooled else run
-            elif end is None:
-                single_until = max(single_until, at + _PIECE)
-                value, end = self._value(kind, at, (*path, here))
-                result += () if kind is Any else (value,)
-            at = self._skip_space(end)
-            if self.content[at : at + 1] != b",":
-                break
-            at = self._skip_space(at + 1)
-        if self.content[at : at + 1] != b"]":
-            raise self._syntax("Expecting ',' delimiter", at)
-        return tuple(result), at + 1
-
-    def _string(self, kind: Any, at: int, path: Path) -> tuple[Any, int]:
-        """Read a text that is longer than a piece, or damaged."""
-        match = _STRING.match(self.content, at)
-        if match is None:
-            raise Refusal(_CUT_OFF, damage=True)
-        if kind is Any:
-            return None, match.end()
-        self._refuse_unless(kind, b'""', at, path)
-        try:
-            _loaded(match[0])
-        except json.JSONDecodeError as error:
-            raise self._syntax(error.msg, at + error.pos) from None
-        return _checked(kind, match[0], path), match.end()
-
-    def _member(self, kind: UnionType, at: int) -> Any:
-        """Choose the union member for the long value at `at`; among several dataclasses, by its keys."""
-        several = [
-            get_arg for get_arg in get_args(kind) if isinstance(get_arg, type) and is_dataclass(get_arg)
-        ]
-        if len(several) > 1 and self.content[at : at + 1] == b"{":
-            keys = set(self._object(_KEYS, at, ())[0])
-            return next((one for one in several if keys <= _fields(one).keys()), several[0])
-        others = [get_arg for get_arg in get_args(kind) if get_arg is not NoneType]
-        return others[0] if len(others) == 1 else kind
-
-    def _refuse_unless(self, kind: Any, empty: bytes, at: int, path: Path) -> None:
-        """Refuse the long value at `at` if the type does not even accept an empty one."""
-        from pydantic import ValidationError
-
-        shown = self.content[at : at + _GLANCE].decode(errors="replace")
-        if get_origin(kind) is tuple and empty == b"[]":
-            raise Refusal(
-                f"a list of {counted(len(get_args(kind)), 'value')} is expected, not {shortened(shown)}", path
-            )
-        try:
-            adapter(kind).validate_json(empty, strict=True)
-        except ValidationError as refused:
-            raise Refusal(_meaning(refused.errors(include_url=False)[0], shown), path) from None
-
-    # ---- Ends of values
-
-    def _end(self, at: int) -> int | None:
-        """Return the end of the value at `at`; None if it does not end within a piece."""
-        for size in (_GLANCE, _PIECE):
-            window = self.content[at : at + size]
-            length = _scan(window)
-            cut = length == len(window) and at + size < len(self.content)  # perhaps in the middle of a number
-            if length is not None and not cut:
-                return at + length
-        return None
-
-    def _run_end(self, at: int) -> int | None:
-        """Return the end of the complete elements from `at` on within a piece; None if not easily found."""
-        window = self.content[at : at + _PIECE]
-        last = _LAST.get(window[:1], b",")
-        stop = window.rfind(last) + len(last) - 1  # without the comma
-        if stop <= 0:
-            return None
-        return at + stop if _scan(b"[%b]" % window[:stop]) == stop + 2 else None
-
-    def _keys(self, at: int, path: Path) -> Iterator[tuple[str, int]]:
-        """Yield the keys of the object at `at`, each with the start of its value.
-
-        The caller sets `_after` to the value's end.
-        """
-        seen = set[str]()
-        at = self._skip_space(at + 1)
-        while not (not seen and self.content[at : at + 1] == b"}"):
-            match = _STRING.match(self.content, at)
-            if match is None:
-                raise self._damaged(at, "Expecting property name enclosed in double quotes")
-            key, at = self._key(match), self._skip_space(match.end())
-            if self.content[at : at + 1] != b":":
-                raise self._syntax("Expecting ':' delimiter", at)
-            if key in seen:
-                raise Refusal(_twice(key), path)
-            if len(seen) == _MOST_KEYS:
-                raise Refusal(f"it has more than {_MOST_KEYS} keys", path)
-            seen.add(key)
-            yield key, self._skip_space(at + 1)
-            at = self._skip_space(self._after)
-            if self.content[at : at + 1] != b",":
-                break
-            at = self._skip_space(at + 1)
-        if self.content[at : at + 1] != b"}":
-            raise self._syntax("Expecting ',' delimiter", at)
-        self._after = at + 1
-
-    def _key(self, match: re.Match[bytes]) -> str:
-        try:
-            return str(_loaded(match[0]))
-        except json.JSONDecodeError as error:
-            raise self._syntax(error.msg, match.start() + error.pos) from None
-
-    def _start(self) -> int:
-        """Return the start of the one object."""
-        at = self._skip_space(3 if self.content.startswith(b"\xef\xbb\xbf") else 0)
-        if at == len(self.content):
-            raise Refusal("is empty: make it again, or copy it again", damage=True)
-        if self.content[at : at + 1] == b"{":
-            return at
-        if self.content[at : at + 1] != b"[" and self._end(at) is None:
-            raise self._damaged(at)
-        raise Refusal("is JSON, but not a pipefit document: it holds no object", damage=True)
-
-    def _skip_space(self, at: int) -> int:
-        match = _SPACE.match(self.content, at)
-        assert match is not None  # the pattern also matches an empty text
-        return match.end()
-
-    # ---- Damage
-
-    def _damaged(self, at: int, expected: str = "Expecting value") -> Refusal:
-        return self._syntax("Unterminated string" if self.content[at : at + 1] == b'"' else expected, at)
-
-    def _syntax(self, what: str, at: int) -> Refusal:
-        """Return the refusal of a text that is not JSON at `at`, or is cut off there."""
-        start = self._skip_space(at)
-        rest = self.content[start : start + _LONGEST]
-        if what.startswith("Unterminated") or any(word.startswith(rest) for word in _WORDS):
-            return Refusal(_CUT_OFF, damage=True)
-        line = self.content.count(b"\n", 0, at) + 1
-        column = at - self.content.rfind(b"\n", 0, at)
-        return Refusal(f"is not JSON: {what} at line {line}, column {column}", damage=True)
-
-
-_CUT_OFF = "is cut off: make it again, or copy it again"
-_WORDS = b"true", b"false", b"null", b"-0"
-_LONGEST = 6  # bytes, one more than the longest word
-_LAST = {
-    b"{": b"},",
-    b'"': b'",',
-    b"[": b"],",
-}  # end of an element before the next one, by its first character
-
-
-def _scan(window: bytes) -> int | None:
-    """Return the length of the value at the start of `window`; None if it is incomplete, or not JSON."""
-    digits = window.translate(_DIGITS, b"+")
-    scan = _scan_carefully if any(unusual in digits for unusual in _UNUSUAL) else _scan_quickly
-    try:
-        return scan(window.decode("latin-1"), 0)[1]  # one character for each byte, as only the length matters
-    except (json.JSONDecodeError, RecursionError):
-        return None
-
-
-def _pairs(pairs: list[tuple[str, Any]]) -> None:
-    """Refuse an object with duplicate keys. Returns nothing, because only the length matters here."""
-    if len(dict(pairs)) != len(pairs):
-        raise Refusal(_twice(Counter(key for key, _ in pairs).most_common(1)[0][0]))
-
-
-def _loaded(content: bytes) -> Any:
-    """Load a JSON text in UTF-8.
-
-    Given bytes, `json` would guess the encoding from zeros among the first of them.
+    Raises:
+        FileError: it is not UTF-8; `source` names it.
     """
-    return json.loads(content.decode())
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise FileError(f"{source} is not text: byte {error.start} is not UTF-8") from None
 
 
-def _twice(key: str) -> str:
-    return f"the key {shortened(key)!r} appears twice in one object"
+def json_object(content: bytes, source: str) -> dict[str, Any]:
+    """Parse a text that holds one object.
+
+    Raises:
+        FileError: it holds something else, or is damaged; `source` names it.
+    """
+    text = utf8_text(content, source).rstrip()
+    if not text:
+        raise FileError(f"{source} is empty: make it again, or copy it again")
+    try:
+        data = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise FileError(f"{source} {_damage(text, error)}") from None
+    except RecursionError:
+        raise FileError(f"{source} is not valid: it is nested too deeply") from None
+    except ValueError as error:  # of the two functions above, or a number with thousands of digits
+        raise FileError(f"{source} is not valid: {error}") from None
+    if not isinstance(data, dict):
+        raise FileError(f"{source} is JSON, but not a pipefit document: it holds no object")
+    return data
 
 
-def _number(text: str) -> float:
-    if not isfinite(float(text)):
-        raise Refusal(f"{text[:_LONGEST_NUMBER]} is not a finite number")
-    return 0.0
+def checked(kind: type[T], data: Mapping[str, Any], source: str) -> T:
+    """Convert parsed JSON or TOML to a dataclass `kind`.
+
+    Raises:
+        FileError: names `source`, the first mistake and its place.
+    """
+    from pydantic_core import PydanticSerializationError, ValidationError, to_json
+
+    try:
+        text = to_json(data, inf_nan_mode="constants", fallback=str)
+        result: T = _reader(cast("Any", kind)).validate_json(text, strict=True)
+    except PydanticSerializationError as error:
+        reason = "it is nested too deeply" if "depth" in str(error) else "a text in it is not Unicode"
+        raise FileError(f"{source} is not valid: {reason}") from None
+    except ValidationError as error:
+        raise FileError(f"{source} is not valid: {_first_mistake(error, data)}") from None
+    return result
 
 
-def _whole_number(text: str) -> int:
-    if len(text) > _LONGEST_NUMBER:
-        raise Refusal(f"{text[:_LONGEST_NUMBER]}... is not a number that anything here can have")
-    return 0
+# ---- Parsing
 
 
-_scan_quickly: _Scanner = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_number).raw_decode
-_scan_carefully: _Scanner = json.JSONDecoder(
-    object_pairs_hook=_pairs, parse_constant=_number, parse_float=_number, parse_int=_whole_number
-).raw_decode
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {shortened(key)!r} appears twice in one object")
+    if len(result) > _MOST_KEYS:
+        first = shortened(next(iter(result)))
+        raise ValueError(f"the object that begins with {first!r} has more than {_MOST_KEYS} keys")
+    return result
 
 
-# ---- Types
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is not a finite number")
+
+
+def _damage(text: str, error: json.JSONDecodeError) -> str:
+    """Describe a syntax error; a text may also be cut off."""
+    rest = text[error.pos :]
+    if error.msg.startswith("Unterminated") or any(word.startswith(rest) for word in _WORDS):
+        return "is cut off: make it again, or copy it again"
+    return f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+
+
+# ---- Checking
 
 
 @cache
-def _poolable(kind: Any) -> bool:
-    """Return whether equal elements of a list of this type may be one object: numbers, and tuples of
-    numbers.
+def _reader(kind: Any) -> SchemaValidator:
+    """Return a validator of a type that stops at a list's first mistake and limits numbers."""
+    from pydantic import TypeAdapter
+    from pydantic_core import SchemaValidator
+
+    schema = TypeAdapter(kind).core_schema
+    _limit(schema)
+    return SchemaValidator(schema)
+
+
+def _limit(schema: Any) -> None:
+    """Add the limits to all parts of a pydantic schema."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "tuple":
+            schema["fail_fast"] = True
+        elif schema.get("type") == "float":
+            schema["allow_inf_nan"] = False
+        elif schema.get("type") == "int":
+            schema["gt"], schema["lt"] = -_LARGEST, _LARGEST
+    for part in schema.values() if isinstance(schema, dict) else schema:
+        if isinstance(part, dict | list | tuple):
+            _limit(part)
+
+
+def _first_mistake(refused: ValidationError, data: Any) -> str:
+    """Return the place and the meaning of the mistake that explains the most."""
+    errors = refused.errors(include_url=False, include_input=False)
+    mistakes = [error for kind in _FIRST for error in errors if error["type"] == kind]
+    error = (mistakes or errors)[0]
+    place, value = _found(error["loc"], data)
+    kind = error["type"]
+    if kind == "missing":
+        place, meaning = place + _part_text(error["loc"][-1]), "this is missing"
+    elif kind == "unexpected_keyword_argument":
+        meaning = "this key is not known"
+    elif kind == "json_invalid":  # of a text that `to_json` wrote
+        meaning = "it is nested too deeply"
+    elif kind == "value_error":  # raised by a dataclass's own check
+        meaning = str(error["ctx"]["error"])
+    else:
+        expected = error["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+        verb = "keys and values are" if kind == "dataclass_type" else f"{expected} is"
+        meaning = f"{verb} expected, not {shortened(json.dumps(value, default=str))}"
+    more = " (and more)" if len(errors) > 1 else ""
+    return f"{place.removeprefix('.')}{': ' if place else ''}{meaning}{more}"
+
+
+def _found(location: tuple[int | str, ...], data: Any) -> tuple[str, Any]:
+    """Follow a location as far as it names keys and elements, and not types.
+
+    Returns its text, such as `.stages[1].start`, and the value there.
     """
-    return kind in (int, float) or (get_origin(kind) is tuple and set(get_args(kind)) <= {int, float})
+    place = ""
+    for part in location:
+        is_key = isinstance(data, dict) and part in data
+        is_element = isinstance(data, list) and isinstance(part, int) and part < len(data)
+        if is_key or is_element:
+            place, data = place + _part_text(part), data[part]
+    return place, data
 
 
-@cache
-def _fields(kind: type) -> dict[str, Any]:
-    """Return the type of every field of a dataclass."""
-    hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind) if field.init}
-
-
-def _made(kind: Any, values: dict[str, Any], path: Path) -> Any:
-    """Construct a dataclass from valid values; its own checks may still refuse them together."""
-    required = (f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING)
-    missing = [name for name in required if name not in values]
-    if missing:
-        raise Refusal(_MEANINGS["missing"], (*path, missing[0]), more=len(missing) > 1)
-    try:
-        return kind(**values)
-    except ValueError as error:  # raised by the dataclass's own check
-        raise Refusal(str(error), path) from None
-
-
-def _checked(kind: Any, text: bytes, path: Path, first: int = 0) -> Any:
-    """Parse and check a small text as a `kind`. `first` is the number of the first element of a run."""
-    from pydantic import ValidationError
-
-    try:
-        return adapter(kind).validate_json(text, strict=True)
-    except ValidationError as refused:
-        raise _first(refused, path, first) from None
-
-
-def _first(refused: Any, path: Path, first: int) -> Refusal:
-    """Return the first of pydantic's errors as a refusal.
-
-    Unknown keys come first, because they often misspell missing ones.
-    """
-    errors = sorted(
-        refused.errors(include_url=False), key=lambda error: error["type"] != "unexpected_keyword_argument"
-    )
-    error, place = errors[0], errors[0]["loc"]
-    if first and place:
-        place = (place[0] + first, *place[1:])
-    return Refusal(_meaning(error), (*path, *place), more=len(errors) > 1)
-
-
-def _meaning(error: ErrorDetails, shown: str | None = None) -> str:
-    if "recursion limit" in str(error.get("ctx")):
-        return "it is nested too deeply"
-    if error["type"] in _MEANINGS:
-        return _MEANINGS[error["type"]]
-    if error["type"] == "value_error":  # raised by a dataclass's own check
-        return str(error["ctx"]["error"])
-    given = shortened(json.dumps(error["input"], default=str) if shown is None else shown)
-    if error["type"] == "dataclass_type":
-        return f"keys and values are expected, not {given}"
-    expected = error["msg"].removeprefix("Input should be ").removeprefix("a valid ")
-    return f"{expected} is expected, not {given}"
+def _part_text(part: int | str) -> str:
+    return f"[{part}]" if isinstance(part, int) else f".{printable(part)}"

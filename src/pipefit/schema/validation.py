@@ -1,26 +1,20 @@
-"""Checks that turn outside data into checked types.
+"""Checks of Python values: fields of frozen dataclasses, and arguments.
 
-An error is one sentence that names the mistake and its place.
-
-The types are the frozen dataclasses. Values are strict: `"3"` is not 3 and `true` is not 1. Documents are
-read in pieces (`schema.json_text`), so a malicious file costs no more memory than a valid one of its size.
-Python values are checked at construction: `check_types(self)` in `__post_init__` takes about a microsecond
-and imports nothing; `whole` and `number` check arguments.
+An error is one sentence that names the mistake. `check_types(self)` in `__post_init__` takes about a
+microsecond and imports nothing; `whole`, `number` and `instance` check arguments. (`schema.json_text` checks
+files.)
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import chain
-from math import isfinite
 from types import UnionType
-from typing import Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-from pipefit.errors import FileError, UsageError
-from pipefit.schema.json_text import JsonText, Refusal
-from pipefit.texts import printable, shortened, unknown
+from pipefit.errors import UsageError
+from pipefit.texts import shortened, unknown
 
 # ---- Names of torch's dtypes, for use without torch
 
@@ -44,8 +38,6 @@ def check_dtype(name: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------
-
-T = TypeVar("T")
 
 LONGEST_SECONDS = 1e9  # longer waits do not fit torch's clocks
 
@@ -134,58 +126,6 @@ def number(name: str, value: float, *, below: float) -> float:
     if not _is_float(value) or not 0 < value < below:
         raise UsageError(f"{name} must be a number above 0 and below {below:g}, not {_repeated(value)}")
     return value
-
-
-def validated(kind: type[T], data: object, source: str) -> T:
-    """Convert `data` from a TOML file to a `kind`.
-
-    Raises:
-        FileError: names `source`, the first mistake and its place.
-    """
-    try:
-        text = json.dumps(data, allow_nan=False, default=str)
-    except ValueError:
-        where = _path_text(_not_finite(data) or ())
-        raise FileError(f"{source} is not valid: {where}: a number must be finite") from None
-    except RecursionError:
-        raise FileError(f"{source} is not valid: it is nested too deeply") from None
-    return parsed(kind, JsonText(text.encode()), source)
-
-
-def parsed(kind: type[T], text: JsonText, source: str, *, ignored: frozenset[str] = frozenset()) -> T:
-    """Read the one object in `text` as a `kind`; top-level keys in `ignored` are skipped.
-
-    Raises:
-        FileError: names `source`, the first mistake and its place.
-    """
-    try:
-        return text.read(kind, ignored)
-    except Refusal as refusal:
-        raise FileError(sentence(refusal, source)) from None
-
-
-def sentence(refusal: Refusal, source: str) -> str:
-    """Format a refusal as an error message about `source`."""
-    if refusal.damage:
-        return f"{source} {refusal.what}"
-    where = _path_text(refusal.path)
-    more = " (and more)" if refusal.more else ""
-    return f"{source} is not valid: {f'{where}: ' if where else ''}{refusal.what}{more}"
-
-
-def _not_finite(data: object) -> tuple[str | int, ...] | None:
-    """Return the path in lists and dictionaries to the first number that is not finite; None if all are."""
-    if isinstance(data, float):
-        return None if isfinite(data) else ()
-    inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    result = ((key, path) for key, value in inner if (path := _not_finite(value)) is not None)
-    return next(((key, *path) for key, path in result), None)
-
-
-def _path_text(path: Sequence[str | int]) -> str:
-    """Format a path: `stages[1].start` for `("stages", 1, "start")`."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{printable(part)}" for part in path)
-    return text.removeprefix(".")
 
 
 # ---- Annotations to checks

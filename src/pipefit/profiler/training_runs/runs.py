@@ -19,9 +19,9 @@ from pipefit.lowering.passes.recomputation import Recompute
 from pipefit.planner.closed_forms.surroundings import surroundings
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.file_access import content, replace_file
+from pipefit.schema.json_text import checked
 from pipefit.schema.profile import Fingerprint, ModelProfile, differences
 from pipefit.schema.training import Training
-from pipefit.schema.validation import validated
 from pipefit.texts import counted
 from pipefit.units import format_bytes
 
@@ -324,7 +324,7 @@ class Runs:
     def _load(self) -> dict[Stages, Outcome]:
         try:
             result = json.loads(content(self.path, "it", _LARGEST_BYTES, "records have"))
-            made = validated(Conditions, result["conditions"], f"the conditions in {self.path}")
+            made = checked(Conditions, result["conditions"], f"the conditions in {self.path}")
             outcomes = dict(map(_outcome, result["runs"]))
         except (OSError, ValueError, KeyError, TypeError, RecursionError, FileError) as error:
             raise FileError(

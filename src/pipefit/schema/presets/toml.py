@@ -64,7 +64,7 @@ from pipefit.schema.devices import (
     Overheads,
     parse_member,
 )
-from pipefit.schema.validation import validated
+from pipefit.schema.json_text import checked
 from pipefit.texts import printable, shortened
 from pipefit.units import KIB, WHOLE, parse_bytes, parse_part, parse_rate
 
@@ -180,7 +180,7 @@ def parse_cluster(text: str, source: str, make: Maker[Made_co]) -> Made_co:
         data = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
         raise FileError(f"{source} is not TOML: {error or 'nested too deeply'}") from None
-    written = validated(ClusterText, data, source)
+    written = checked(ClusterText, data, source)
     try:
         return _cluster(written, make)
     except UsageError as error:
