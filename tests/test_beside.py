@@ -104,7 +104,7 @@ def test_there_are_no_more_forks_than_cores() -> None:
         assert beside(own)[0]() != os.getpid()
 
 
-@pytest.mark.parametrize("call", ["os.fork", "os.pipe", "os.memfd_create"])
+@pytest.mark.parametrize("call", ["os.fork", "os.pipe"])
 def test_where_no_process_is_to_be_had_work_is_done_here(call: str) -> None:
     """Work runs here if a user or a container has reached its limit of processes or open files."""
     with forking(), mock.patch(call, side_effect=BlockingIOError(11, "Resource temporarily unavailable")):

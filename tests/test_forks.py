@@ -15,7 +15,8 @@ import pytest
 
 from pipefit import processes
 from pipefit.processes import Fork
-from test_beside import is_gone, is_there
+from process_tree import is_running
+from test_beside import is_gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has forks of this kind")
 
@@ -27,24 +28,32 @@ def impatience() -> Iterator[None]:
         yield
 
 
-def test_what_a_fork_writes_is_read() -> None:
-    """All output is read, even if larger than a pipe's buffer; then nothing, and its status is known once."""
+def test_what_a_fork_answers_is_received() -> None:
+    """All answers arrive, even if larger than a pipe's buffer; then none, and the status is known once."""
+    answers = [b"0123456789" * 100_000, b"", b"last"]
+    fork = Fork(lambda: answers)
+    assert [fork.receive() for _ in range(4)] == [*answers, None]
+    assert (fork.end(), fork.end(), fork.receive()) == (0, 0, None)
 
-    def work(writing: int) -> None:
-        with open(writing, "wb", closefd=False) as file:
-            file.write(b"0123456789" * 100_000)
 
-    fork = Fork(work)
-    assert b"".join(iter(lambda: fork.read(1 << 20), b"")) == b"0123456789" * 100_000
-    assert (fork.end(), fork.end(), fork.read(1)) == (0, 0, b"")
+def asleep() -> list[bytes]:
+    """Sleep for long."""
+    time.sleep(1000)
+    return []
+
+
+def killed() -> list[bytes]:
+    """Kill the process that calls it."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    return []
 
 
 def test_how_a_fork_has_ended_is_known() -> None:
     """The status is known if the fork ends by its own signal, or by ours, in the middle of its work."""
-    killed = Fork(lambda _: os.kill(os.getpid(), signal.SIGTERM))
-    assert killed.read(1) == b""
-    assert os.WTERMSIG(killed.end()) == signal.SIGTERM
-    assert os.WTERMSIG(Fork(lambda _: time.sleep(1000)).end()) == signal.SIGKILL
+    fork = Fork(killed)
+    assert fork.receive() is None
+    assert os.WTERMSIG(fork.end()) == signal.SIGTERM
+    assert os.WTERMSIG(Fork(asleep).end()) == signal.SIGKILL
 
 
 @pytest.mark.usefixtures("impatience")
@@ -61,9 +70,9 @@ def test_a_fork_that_waits_for_a_lock_of_a_lost_thread_is_given_up() -> None:
     thread.start()
     held.wait(60)
     try:
-        fork = Fork(lambda _: lock.acquire(timeout=20))
+        fork = Fork(lambda: [bytes(lock.acquire(timeout=20))])
         with pytest.raises(TimeoutError, match="stood still"):
-            fork.read(1)
+            fork.receive()
         assert os.WTERMSIG(fork.end()) == signal.SIGKILL
     finally:
         done.set()
@@ -75,31 +84,30 @@ def test_a_fork_that_waits_for_a_lock_of_a_lost_thread_is_given_up() -> None:
 def test_a_fork_that_works_is_waited_for(does: str) -> None:
     """A working fork is waited for, however long it takes, also if its own fork works."""
 
-    def compute(writing: int) -> None:
+    def compute() -> list[bytes]:
         until = time.process_time() + 0.3
         while time.process_time() < until:
             pass
-        os.write(writing, b"found")
+        return [b"answer"]
 
-    def wait(writing: int) -> None:
-        inner = Fork(compute)
-        os.write(writing, inner.read(5))
+    def wait() -> list[bytes]:
+        return [Fork(compute).receive() or b""]
 
-    assert Fork(compute if does == "computes" else wait).read(5) == b"found"
+    assert Fork(compute if does == "computes" else wait).receive() == b"answer"
 
 
 @pytest.mark.usefixtures("impatience")
 def test_a_fork_that_is_stopped_is_waited_for() -> None:
     """A stopped fork is waited for until the user continues it."""
 
-    def work(writing: int) -> None:
+    def work() -> list[bytes]:
         os.kill(os.getpid(), signal.SIGSTOP)
-        os.write(writing, b"found")
+        return [b"answer"]
 
     fork = Fork(work)
     later = threading.Timer(0.6, os.kill, (fork._process, signal.SIGCONT))
     later.start()
-    assert fork.read(5) == b"found"
+    assert fork.receive() == b"answer"
     later.join()
 
 
@@ -107,13 +115,13 @@ _PROGRAM = """
 import os, time
 from pipefit.processes import Fork
 
-def work(writing):
-    os.write(writing, str(os.getpid()).encode())
+def work():
+    yield str(os.getpid()).encode()
     time.sleep(1000)
 
 fork = Fork(work)
-print(fork.read(20).decode(), flush=True)
-fork.read(1)
+print(fork.receive().decode(), flush=True)
+fork.receive()
 """
 
 
@@ -125,7 +133,7 @@ def test_a_fork_ends_with_a_process_that_waits_for_it(how: signal.Signals) -> No
     ) as process:
         assert process.stdout is not None
         fork = int(process.stdout.readline())
-        assert is_there(fork)
+        assert is_running(fork)
         process.send_signal(how)
         process.wait(60)
     assert is_gone(fork)

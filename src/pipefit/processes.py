@@ -1,7 +1,7 @@
 """Processes: forks that work in parallel and end with this process, signals, and the system's limits.
 
-    fork = Fork(lambda writing: os.write(writing, b"found"))
-    fork.read(100)                                              # b"found"; then b"", as it has ended
+    fork = Fork(lambda: [b"first", b"second"])
+    fork.receive()                                              # b"first"; None after the last
     fork.end()                                                  # 0, its status
 
 A fork has only one of this process's threads. A lock that another thread held at that moment stays locked in
@@ -18,22 +18,24 @@ import logging
 import os
 import pickle
 import re
-import select
 import signal
 import sys
 import time
 import warnings
 import weakref
 from _thread import allocate_lock, stack_size, start_new_thread
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pipefit.errors import all_lines, no_memory
 from pipefit.units import format_bytes
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 # ---- Garbage collection
 
@@ -173,91 +175,9 @@ def _of_control_groups() -> list[int]:
     return result
 
 
-# ---- Forks
+# ---- Orphans
 
-LOOKS, LOOK_SECONDS = 60, 1.0  # a fork that has slept through this many consecutive looks stands still
-_DIE_WITH_PARENT, _ADOPT, _ADOPTS = (
-    1,
-    36,
-    37,
-)  # prctl's PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER and PR_GET_...
-
-
-class Fork:
-    """A process, forked from this one on Linux, that calls `work` with the descriptor of a pipe.
-
-    It ends silently after `work`, even if `work` raises. It also ends with this process, and when this object
-    is garbage-collected.
-
-    Raises:
-        OSError: the system has no process or pipe for it.
-    """
-
-    def __init__(self, work: Callable[[int], object]) -> None:
-        self._reading, writing = os.pipe()
-        self._parent = parent = os.getpid()
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # about threads: see `read`
-                self._process = os.fork()
-        except OSError:
-            os.close(self._reading)
-            os.close(writing)
-            raise
-        if self._process == 0:
-            try:
-                os.close(self._reading)
-                _end_with(parent)
-                work(writing)
-            finally:
-                os._exit(0)
-        os.close(writing)
-        self._ending = weakref.finalize(self, _end, self._process, parent, self._reading)
-
-    def read(self, most: int) -> bytes:
-        """Return up to `most` bytes that the fork has written, as soon as any exist.
-
-        Returns nothing after the fork's end, and in another fork.
-
-        Raises:
-            TimeoutError: the fork stands still.
-        """
-        if not self._ending.alive or os.getpid() != self._parent:
-            return b""
-        poll = select.poll()
-        poll.register(self._reading)
-        before, left = 0.0, LOOKS
-        while not poll.poll(LOOK_SECONDS * 1000):
-            now = time.clock_gettime(~self._process << 3 | 2)  # as `clock_getcpuclockid`; of all threads
-            left = left - 1 if now == before and self._sleeps() else LOOKS
-            before = now
-            if not left:
-                raise TimeoutError(
-                    f"process {self._process} has stood still for {LOOKS * LOOK_SECONDS:.0f} s"
-                )
-        return os.read(self._reading, most)
-
-    def end(self) -> int:
-        """End the fork; return its status as `os.waitpid` does, or 0 if it was ended before."""
-        return self._ending() or 0
-
-    def _sleeps(self) -> bool:
-        """Return whether the fork waits for something other than a processor or a disk, and is not
-        stopped.
-        """
-        return Path(f"/proc/{self._process}/stat").read_text().rpartition(")")[2].split()[0] == "S"
-
-
-def _end(process: int, parent: int, reading: int) -> int:
-    """End a fork of `parent`, if that is this process; return its exit status."""
-    os.close(reading)
-    status = 0
-    if os.getpid() == parent:
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            _, status = os.waitpid(process, 0)
-    return status
+_ADOPT, _ADOPTS = 36, 37  # prctl's PR_SET_CHILD_SUBREAPER and PR_GET_CHILD_SUBREAPER
 
 
 def adopt_orphans(adopts: bool) -> bool:
@@ -272,13 +192,86 @@ def adopt_orphans(adopts: bool) -> bool:
     return bool(before.value)
 
 
-def _end_with(parent: int) -> None:
-    """Make this fork of `parent` end with it, and on a signal."""
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    if os.getppid() != parent:
-        raise ProcessLookupError(parent)
-    for number in ENDING:
-        signal.signal(number, signal.SIG_DFL)
+# ---- Forks
+
+LOOKS, LOOK_SECONDS = 60, 1.0  # a fork that has slept through this many consecutive looks stands still
+_DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
+
+
+class Fork:
+    """A process, forked from this one on Linux, that sends the `answers`.
+
+    It ends silently after the last, even if `answers` raises. It also ends with this process, and when this
+    object is garbage-collected. It waits with more than 64 KiB until they are received.
+
+    Raises:
+        OSError: the system has no process or pipe for it.
+    """
+
+    def __init__(self, answers: Callable[[], Iterable[bytes]]) -> None:
+        from multiprocessing.connection import Pipe  # takes ten milliseconds
+
+        self._receiving, sending = Pipe(duplex=False)
+        self._parent = os.getpid()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # about threads: see `receive`
+            self._process = os.fork()
+        if self._process == 0:
+            try:
+                ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+                for number in ENDING:
+                    signal.signal(number, signal.SIG_DFL)
+                for answer in answers():
+                    sending.send_bytes(answer)
+            finally:
+                os._exit(0)
+        sending.close()
+        self._ending = weakref.finalize(self, _end, self._process, self._parent, self._receiving)
+
+    def receive(self) -> bytes | None:
+        """Return the next answer, as soon as it exists; None after the last, and in another fork.
+
+        Raises:
+            TimeoutError: the fork stands still.
+        """
+        if not self._ending.alive or os.getpid() != self._parent:
+            return None
+        before, left = 0.0, LOOKS
+        while not self._receiving.poll(LOOK_SECONDS):
+            now = time.clock_gettime(~self._process << 3 | 2)  # as `clock_getcpuclockid`; of all threads
+            left = left - 1 if now == before and self._sleeps() else LOOKS
+            before = now
+            if not left:
+                raise TimeoutError(
+                    f"process {self._process} has stood still for {LOOKS * LOOK_SECONDS:.0f} s"
+                )
+        try:
+            return self._receiving.recv_bytes()
+        except EOFError:
+            return None
+
+    def end(self) -> int:
+        """End the fork; return its status as `os.waitpid` does, or 0 if it was ended before."""
+        return self._ending() or 0
+
+    def _sleeps(self) -> bool:
+        """Return whether the fork waits for something other than a processor or a disk, and is not
+        stopped.
+        """
+        return Path(f"/proc/{self._process}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+
+
+def _end(process: int, parent: int, receiving: Connection) -> int:
+    """End a fork of `parent`, if that is this process; return its exit status."""
+    receiving.close()
+    if os.getpid() != parent:
+        return 0
+    with suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
+    try:
+        return os.waitpid(process, 0)[1]
+    except ChildProcessError:
+        return 0
 
 
 # ---- Parallel work: a fork computes on another core, so that commands are faster on two cores
@@ -295,11 +288,7 @@ def _end_with(parent: int) -> None:
 
 T = TypeVar("T")
 
-_LENGTH = 8  # bytes in which the fork sends the length of a result
-
-_forks: ContextVar[weakref.WeakSet[_Fork] | None] = ContextVar(
-    "_forks", default=None
-)  # running; None outside
+_forks: ContextVar[weakref.WeakSet[_Works[Any]] | None] = ContextVar("_forks", default=None)  # that run
 
 
 @contextmanager
@@ -319,8 +308,11 @@ def forks_left() -> int:
     """Return the number of further forks that have a core while this process waits for them; 0 outside of
     `forking`.
     """
-    running, cores = _forks.get(), len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
-    return 0 if running is None or cores == 1 else max(0, cores - len(running))
+    running = _forks.get()
+    if running is None:
+        return 0
+    cores = len(os.sched_getaffinity(0))
+    return max(0, cores - len(running)) if cores > 1 else 0
 
 
 def beside(
@@ -334,85 +326,65 @@ def beside(
     requested; so too with `forks` False, or if `check`, which the fork calls first, raises. `check` is for
     works that some processes cannot do, and that might misinterpret the obstacle as another failure.
     """
-    running = _forks.get() if forks else None
-    fork = None
-    if running is not None and len(running) < len(os.sched_getaffinity(0)) > 1:
+    if forks and forks_left():
         with suppress(OSError):  # no process or file available, as under ulimit or in a container
-            fork = _Fork(works, check)
-            running.add(fork)
-    return tuple(_later(fork, number, work) for number, work in enumerate(works))
+            shared = _Works(works, check)
+            return tuple(cache(partial(shared.result, number)) for number in range(len(works)))
+    return tuple(map(cache, works))
 
 
-def _later(fork: _Fork | None, number: int, work: Callable[[], T]) -> Callable[[], T]:
-    @cache
-    def found() -> T:
-        told = None if fork is None else fork.result(number)
-        if told is None:
-            return work()
+class _Works(Generic[T]):
+    """Works that a fork does, and their results so far."""
+
+    def __init__(self, works: Sequence[Callable[[], T]], check: Callable[[], object] | None) -> None:
+        self._works, self._answers = works, list[bytes]()
+        self._fork: Fork | None = Fork(partial(_silent_answers, works, check))
+        if (running := _forks.get()) is not None:
+            running.add(self)
+
+    def result(self, number: int) -> T:
+        """Return the result of a work; do it here if the fork has not done it silently."""
+        while self._fork is not None and len(self._answers) <= number:
+            self._receive(self._fork)
+        if number >= len(self._answers):
+            return self._works[number]()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings of other packages' classes as they are unpickled
-            taken: T = pickle.loads(told)  # noqa: S301 - our own fork wrote it
-        return taken
+            result: T = pickle.loads(self._answers[number])  # noqa: S301 - our own fork wrote it
+        return result
 
-    return found
-
-
-class _Fork:
-    """A process that computes results, writes each to shared memory, and then sends its length."""
-
-    def __init__(self, works: Sequence[Callable[[], object]], check: Callable[[], object] | None) -> None:
-        self._results = results = os.memfd_create("pipefit-results")
-        weakref.finalize(self, os.close, results)
-        self._ends, self._count = [0], len(works)  # offsets at which results end
-
-        def serve(telling: int) -> None:
-            _be_unseen()
-            if check is not None:
-                check()
-            _serve(works, results, telling)
-
-        self._fork = Fork(serve)
-
-    def result(self, number: int) -> bytes | None:
-        """Return a work's pickled result; None if it did not end silently."""
-        while len(self._ends) <= number + 1:
-            try:
-                told = self._fork.read(_LENGTH)
-            except TimeoutError:
-                told = b""
-            if not told:
-                self._stop()
-                return None
-            self._ends.append(self._ends[-1] + int.from_bytes(told, "little"))
-        start, end = self._ends[number : number + 2]
-        found = os.pread(self._results, end - start, start)
-        if len(self._ends) > self._count:
-            self._stop()
-        return found
-
-    def _stop(self) -> None:
-        self._fork.end()
-        if (running := _forks.get()) is not None:
-            running.discard(self)
+    def _receive(self, fork: Fork) -> None:
+        """Wait for the next answer; end the fork after the last."""
+        answer = None
+        with suppress(TimeoutError):
+            answer = fork.receive()
+        if answer is not None:
+            self._answers.append(answer)
+        if answer is None or len(self._answers) == len(self._works):
+            fork.end()
+            self._fork = None
+            if (running := _forks.get()) is not None:
+                running.discard(self)
 
 
-def _be_unseen() -> None:
-    """Make this process a silent fork: redirect its streams, whose locks another thread may hold."""
+def _silent_answers(
+    works: Sequence[Callable[[], object]], check: Callable[[], object] | None
+) -> Iterator[bytes]:
+    """Yield the pickled results until a work prints or warns.
+
+    The fork's streams are replaced, because another thread may have held their locks.
+    """
     _forks.set(None)
     logging.disable()
     said = os.memfd_create("pipefit-said")
     for stream in (1, 2):
         os.dup2(said, stream)
     sys.stdout = sys.stderr = os.fdopen(said, "w", buffering=1, encoding="utf-8", closefd=False)
-
-
-def _serve(works: Sequence[Callable[[], object]], results: int, telling: int) -> None:
-    """Run the works until one is not silent, and hand over the results so far."""
+    if check is not None:
+        check()
     for work in works:
         with warnings.catch_warnings(record=True) as warned:
-            result = pickle.dumps(work())
-        if warned or os.fstat(1).st_size:
+            answer = pickle.dumps(work())
+        if warned or os.fstat(said).st_size:
             return
-        with open(results, "wb", closefd=False) as file:
-            file.write(result)
-        os.write(telling, len(result).to_bytes(_LENGTH, "little"))
+        yield answer

@@ -32,7 +32,6 @@ from pipefit.schema.profile import Target
 
 T = TypeVar("T")
 
-_CHUNK_BYTES = 1 << 20
 _ALONE = "in a process of its own, as pipefit plan, fit, certify and profile do"
 _Warned = list[tuple[Warning, type[Warning], str, int]]
 
@@ -74,9 +73,9 @@ def run_a_backward() -> None:
 def _told(work: Callable[[], T]) -> tuple[T, PipefitError | None, _Warned] | None:
     """Return a fork's answer or error, and its warnings; None if it could not do the work."""
     _flush()  # otherwise the fork would write the output again
-    fork = Fork(lambda writing: _write(writing, _answer(work)))
+    fork = Fork(lambda: [_answer(work)])
     try:
-        answer = b"".join(iter(lambda: fork.read(_CHUNK_BYTES), b""))
+        answer = fork.receive()
     except TimeoutError as error:
         raise WorkerFailed(
             f"work over fake GPUs is done in a fork, and {error}, as where another thread held a lock at the "
@@ -85,7 +84,7 @@ def _told(work: Callable[[], T]) -> tuple[T, PipefitError | None, _Warned] | Non
         ) from None
     finally:
         status = fork.end()
-    if os.WIFSIGNALED(status):
+    if answer is None and os.WIFSIGNALED(status):
         name = signal.Signals(os.WTERMSIG(status)).name
         raise WorkerFailed(
             f"work over fake GPUs is done in a fork, which was killed by {name}, as where memory runs out: "
@@ -93,11 +92,6 @@ def _told(work: Callable[[], T]) -> tuple[T, PipefitError | None, _Warned] | Non
             f"before, or do it {_ALONE}"
         )
     return pickle.loads(answer) if answer else None  # noqa: S301 - our own fork wrote it
-
-
-def _write(writing: int, answer: bytes) -> None:
-    with open(writing, "wb", closefd=False) as file:  # closed when the process ends
-        file.write(answer)
 
 
 def _answer(work: Callable[[], object]) -> bytes:
