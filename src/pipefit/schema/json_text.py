@@ -155,6 +155,8 @@ def _first_mistake(refused: ValidationError, data: Any) -> str:
         place, meaning = place + _part_text(error["loc"][-1]), "this is missing"
     elif kind == "unexpected_keyword_argument":
         meaning = "this key is not known"
+    elif kind == "finite_number":
+        meaning = "a number must be finite"
     elif kind == "json_invalid":  # of a text that `to_json` wrote
         meaning = "it is nested too deeply"
     elif kind == "value_error":  # raised by a dataclass's own check
