@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from pipefit.errors import UsageError
 from pipefit.lowering import lower
+from pipefit.report import show
 from pipefit.report.difference import difference_of_plans
 from pipefit.report.show import describe
 from pipefit.report.traces import compare
@@ -36,8 +38,9 @@ DOCUMENTS = [
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda one: type(one).__name__)
 def test_a_document_is_a_line(document: object) -> None:
-    """The repr gives the kind and subject in one line of at most two terminal widths."""
+    """The repr gives the kind and subject in one line of at most two terminal widths; `str` is one line too."""
     text = repr(document)
+    assert isinstance(document, Program) or "\n" not in str(document)
     assert text.startswith(f"<{type(document).__name__}: ") and text.endswith(">")
     assert "\n" not in text and len(text) < 160
 
@@ -60,10 +63,10 @@ class Cells(HTMLParser):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda one: type(one).__name__)
-def test_a_notebook_shows_a_document_as_tables(document: Any) -> None:
+def test_a_document_is_shown_as_tables(document: Any) -> None:
     """Every cell of the tables that `pipefit show` prints is there, and every tag that opens closes."""
     reader = Cells()
-    reader.feed(document._repr_html_())
+    reader.feed(show.html(document))
     assert reader.open == []
     tables = [block for block in describe(document) if isinstance(block, Table)]
     assert {cell for table in tables for row in table.rows for cell in row if cell} <= set(reader.texts)
@@ -71,10 +74,16 @@ def test_a_notebook_shows_a_document_as_tables(document: Any) -> None:
 
 
 @pytest.mark.parametrize("document", [PLAN, PLAN.profile, TRACE, FIT], ids=lambda one: type(one).__name__)
-def test_a_printed_document_is_what_is_shown(document: Any) -> None:
-    """`print` gives the output of `pipefit show` in lines of 80 columns."""
-    assert str(document) == plain(describe(document), 80)
-    assert max(map(len, str(document).splitlines())) <= 80
+def test_the_text_of_a_document_is_what_is_shown(document: Any) -> None:
+    """`text` gives the output of `pipefit show` in lines of 80 columns."""
+    assert show.text(document) == plain(describe(document), 80)
+    assert max(map(len, show.text(document).splitlines())) <= 80
+
+
+def test_only_documents_have_a_text() -> None:
+    """Other objects are refused by their type."""
+    with pytest.raises(UsageError, match="a int is not a document"):
+        show.text(3)
 
 
 def test_names_from_outside_are_no_html() -> None:

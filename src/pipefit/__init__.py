@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pipefit.own_loop import Handle, LoopPlan, apply
     from pipefit.planner import plan_again
     from pipefit.profiler import profile
+    from pipefit.report.show import html, text
     from pipefit.runtime import Trainer, certify, certify_numbers, train
     from pipefit.schema.cluster import Cluster
     from pipefit.schema.json_io import load, load_cluster, save
@@ -72,6 +73,7 @@ __all__ = [
     "certify_numbers",
     "chain",
     "fit",
+    "html",
     "load",
     "load_cluster",
     "lower",
@@ -80,6 +82,7 @@ __all__ = [
     "profile",
     "save",
     "simulate",
+    "text",
     "train",
 ]
 
@@ -104,6 +107,7 @@ _HOMES = {
     "planner": ("plan_again",),
     "schema.profile": ("ModelProfile",),
     "profiler": ("profile",),
+    "report.show": ("html", "text"),
     "schema.program": ("Program",),
     "runtime": ("Trainer", "certify", "certify_numbers", "train"),
     "lowering": ("lower",),

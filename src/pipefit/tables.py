@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
-from importlib import import_module
 from itertools import zip_longest
 from typing import TYPE_CHECKING, TextIO
 
@@ -125,29 +124,6 @@ def write(blocks: Sequence[Block], stream: TextIO | None = None, width: int = _E
 def html(blocks: Iterable[Block]) -> str:
     """Format the blocks as HTML: tables, and a paragraph for each line of text."""
     return "".join(_html_table(block) if isinstance(block, Table) else _html_lines(block) for block in blocks)
-
-
-class Shown:
-    """A base class of documents that print as text of 80 columns, and as tables in a notebook.
-
-    `report.show` describes each kind of document; it is imported when needed.
-    """
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        """Return the description as text."""
-        return plain(self._blocks(), 80)
-
-    def _repr_html_(self) -> str:
-        """Return the description as HTML, for notebooks."""
-        return html(self._blocks())
-
-    def _blocks(self) -> list[Block]:
-        result: list[Block] = import_module("pipefit.report.show").describe(
-            self
-        )  # a module above all documents
-        return result
 
 
 def _html_lines(words: str) -> str:

@@ -24,6 +24,7 @@ from pipefit.errors import PipefitWarning, UsageError
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.planner import plan
 from pipefit.profiler import profile
+from pipefit.report.show import text
 from pipefit.runtime import Trainer, certify
 from pipefit.schema.json_io import load_cluster
 from pipefit.simulator import simulate
@@ -149,7 +150,7 @@ def test_what_is_not_known_is_said() -> None:
         "as if every mask selected all and every condition held" in told["aten._local_scalar_dense.default"]
     )
     made = plan(found, load_cluster("emulated:2x64MiB"), batch_size=SIZE * COUNT, stages=2)
-    said = " ".join(str(made).split())
+    said = " ".join(text(made).split())
     assert "Peaks are without what kernels take inside aten._local_scalar_dense.default" in said
     assert "counted as if every mask selected all" in said
     with pytest.warns(PipefitWarning, match="every mask selected all"):

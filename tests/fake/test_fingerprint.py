@@ -29,6 +29,7 @@ from pipefit.fake_cuda.target import FakeTarget
 from pipefit.models.hugging_face import hf
 from pipefit.profiler import profile
 from pipefit.profiler.training_runs.trimmed import profile_trimmed
+from pipefit.report.show import text
 from pipefit.runtime import Trainer, certify
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Fingerprint, ModelProfile, differences
@@ -492,7 +493,7 @@ def test_lengths_are_told_and_checked() -> None:
     assert of(of_length(6, 4)).lengths == (4, 6)
     task = of_length(6, 6)
     plan = in_one_stage(task)
-    assert "microbatches of 2 samples of length 6, float32" in " ".join(str(plan).split())
+    assert "microbatches of 2 samples of length 6, float32" in " ".join(text(plan).split())
     for run in (certify, Trainer):
         with pytest.raises(
             FileError, match="it was made for samples of length 6, not lengths 4 and 6: profile and"
@@ -508,7 +509,7 @@ def test_samples_without_lengths_are_counted_alone() -> None:
     """Numbers that are not a sequence of integers have no length."""
     plan = in_one_stage(BASE)
     assert plan.profile.fingerprint.lengths == () and "microbatches of 2, float32" in " ".join(
-        str(plan).split()
+        text(plan).split()
     )
 
 

@@ -11,6 +11,7 @@ import pipefit
 from pipefit.models.hugging_face import hf
 from pipefit.planner import plan as planned
 from pipefit.report.fit import describe_overview
+from pipefit.report.show import text
 from pipefit.schema.fit import Overview
 from pipefit.tables import plain
 from pipefit.units import GIB
@@ -126,7 +127,7 @@ def test_lora_of_8b_fits_24_gib_recomputed() -> None:
     assert found.precisions[0].state_bytes == state
     assert every_block_recomputed(found) == pytest.approx(state + INPUTS + 3 * LOGITS, rel=0.005)
     kept, recomputed, _ = found.reaches[0].largest
-    assert kept is None and recomputed is not None and recomputed.fits and len(str(found).splitlines()) <= 40
+    assert kept is None and recomputed is not None and recomputed.fits and len(text(found).splitlines()) <= 40
 
 
 def test_qlora_of_8b_fits_16_gib() -> None:
@@ -139,7 +140,7 @@ def test_qlora_of_8b_fits_16_gib() -> None:
         base + 16 * ADAPTERS + INPUTS + 3 * LOGITS, rel=0.005
     )
     kept, recomputed, _ = found.reaches[0].largest
-    assert kept is None and recomputed is not None and recomputed.fits and len(str(found).splitlines()) <= 40
+    assert kept is None and recomputed is not None and recomputed.fits and len(text(found).splitlines()) <= 40
 
 
 def test_mixtral_8x7b_fits_eight_h100_by_offload_alone() -> None:

@@ -20,6 +20,7 @@ from pipefit.largest.task_plans import plan_reserving as reserving_of_proposals
 from pipefit.memory.cuda_allocator import AllocatorSettings
 from pipefit.planner import Answer, Means, plan
 from pipefit.profiler import profile
+from pipefit.report.show import text
 from pipefit.runtime import certify
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import Device, DeviceKind, Host, Link, Overheads
@@ -203,7 +204,7 @@ def test_what_fits_at_once_is_the_planner_s_own_plan() -> None:
     assert (found.stages, found.cluster) == (make(cluster).stages, cluster)
     trace = certify(stack(), found, allocator=AllocatorSettings())
     assert found.prediction.processes == tuple(device.allocator for device in trace.devices)
-    assert "By a dry run the process of device" in " ".join(str(found).split())
+    assert "By a dry run the process of device" in " ".join(text(found).split())
 
 
 def test_a_worker_between_two_others_takes_what_is_reserved_for_it() -> None:

@@ -20,6 +20,7 @@ from pipefit.planner.bounds import simple_bound
 from pipefit.planner.evaluation import Evaluator
 from pipefit.planner.open_choices import sizes_of
 from pipefit.processes import forking
+from pipefit.report import show
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
@@ -224,7 +225,7 @@ def test_alternatives_are_what_their_options_ask_for() -> None:
         else:
             assert one.devices < len(made.workers) and again.prediction.step_seconds <= one.step_seconds
         assert len(again.workers) == one.devices
-        assert f"{one.what.capitalize()}: {one.devices} device" in str(made)
+        assert f"{one.what.capitalize()}: {one.devices} device" in show.text(made)
 
 
 @pytest.mark.parametrize(("weights", "leaner"), [(10, True), (5000, False)])
@@ -253,7 +254,7 @@ def test_a_plan_that_is_hardly_leaner_is_no_alternative(weights: int, leaner: bo
 def test_a_single_arrangement_has_no_alternatives() -> None:
     """Without choices nothing is priced and no choices are reported."""
     made = plan(profile(alike(8)), devices(*[AMPLE] * 2), batch_size=8, schedule="1f1b", stages=2)
-    assert made.alternatives == () and "chosen from" not in str(made)
+    assert made.alternatives == () and "chosen from" not in show.text(made)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import differences
 from pipefit.schema.trace import CATEGORIES, DeviceTrace, Trace
 from pipefit.simulator import simulate
-from pipefit.tables import Block, Shown, Table
+from pipefit.tables import Block, Table
 from pipefit.texts import counted, numbered
 from pipefit.units import format_bytes, format_number, format_seconds
 
@@ -83,7 +83,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference(Shown):
+class Difference:
     """All differences. Seconds are those of the last step, None without a clock; rates are None for
     traces.
     """

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
+from pipefit import tables
 from pipefit.errors import UsageError
 from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.report.difference import Difference, describe_difference
@@ -25,7 +26,7 @@ from pipefit.schema.profile import AdditiveCosts, Measurement, ModelProfile, sam
 from pipefit.schema.program import Program, UncheckedProgram
 from pipefit.schema.trace import Trace
 from pipefit.tables import Block, Table
-from pipefit.texts import counted, numbered, shortened
+from pipefit.texts import counted, kind_of, numbered, shortened
 from pipefit.units import format_bytes, format_flops, format_seconds
 
 # ---- Clusters: devices, hosts, and link rates
@@ -363,10 +364,34 @@ Shows = (
 )  # fmt: skip
 
 
+def text(document: Shows) -> str:
+    """Return the description of a document in lines of 80 columns, as `pipefit show` prints it.
+
+    Raises:
+        UsageError: not a document.
+    """
+    return tables.plain(describe(document), 80)
+
+
+def html(document: Shows) -> str:
+    """Return the description of a document as HTML, for notebooks.
+
+    Raises:
+        UsageError: not a document.
+    """
+    return tables.html(describe(document))
+
+
 def describe(document: Shows) -> list[Block]:
-    """Describe a document of any kind."""
-    words = next(words for kind, words in _WORDS.items() if isinstance(document, kind))
-    return words(document)
+    """Describe a document of any kind.
+
+    Raises:
+        UsageError: not a document.
+    """
+    for kind, describe_kind in _WORDS.items():
+        if isinstance(document, kind):
+            return describe_kind(document)
+    raise UsageError(f"{kind_of(document)} is not a document that can be described")
 
 
 def describe_program(program: UncheckedProgram) -> list[Block]:

@@ -9,7 +9,7 @@ from pipefit.errors import UsageError
 from pipefit.schema.json_io import CompareAnswer
 from pipefit.schema.plan import TIGHT, fullness
 from pipefit.schema.trace import CATEGORIES, AllocatorPeaks, DeviceTrace, Trace
-from pipefit.tables import Block, Shown, Table
+from pipefit.tables import Block, Table
 from pipefit.texts import counted
 from pipefit.units import format_bytes, format_seconds
 
@@ -36,7 +36,7 @@ class DeviceComparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison(Shown):
+class Comparison:
     """Two traces of the same devices.
 
     Seconds are those of the last step, None for a dry run, which is without times.

@@ -19,7 +19,6 @@ from pipefit.schema.devices import MOST_DEVICES, Backend, Device, DeviceKind, Ho
 from pipefit.schema.presets import cards_asked, preset_text
 from pipefit.schema.presets.toml import parse_cluster
 from pipefit.schema.validation import check_types, instance, whole
-from pipefit.tables import Shown
 from pipefit.texts import counted, shortened
 from pipefit.units import WHOLE, format_bytes, parse_bytes
 
@@ -59,7 +58,7 @@ class Tier(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster(Shown):
+class Cluster:
     """Devices, hosts and links. Device and host numbers are positions in the tuples.
 
     Budgets and routes are cached, because planners query them for thousands of devices.

@@ -15,7 +15,6 @@ from pipefit.schema.json_io import FitAnswer, GrowthAnswer, OfPrecision, OfRepli
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import Category
 from pipefit.schema.training import Precision
-from pipefit.tables import Shown
 from pipefit.texts import first_to_last
 from pipefit.units import format_bytes
 
@@ -120,7 +119,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit(Shown):
+class Fit:
     """The `sense` value of the `grown` quantity that fits, and the next value, which does not fit.
 
     `beyond` is None if no further value was allowed or the model refused it; `refused` has the reasons.
@@ -258,7 +257,7 @@ class Replicated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Overview(Shown):
+class Overview:
     """The fit of a model on the devices of a cluster.
 
     `sizes` are the microbatch sizes that were tried while smaller ones fit.

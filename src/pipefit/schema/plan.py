@@ -20,7 +20,6 @@ from pipefit.schema.profile import Measurement, ModelProfile
 from pipefit.schema.trace import AllocatorPeaks
 from pipefit.schema.training import Training
 from pipefit.schema.validation import check_types
-from pipefit.tables import Shown
 from pipefit.texts import counted, layers_text
 from pipefit.units import format_bytes, format_seconds
 
@@ -269,7 +268,7 @@ def fullness(part: float, *, tight: bool) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan(Shown):
+class Plan:
     """Stages in pipeline order on the devices of a cluster, and decisions about their memory.
 
     A device may hold several stages; two stages share either all of their devices or none.

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pipefit.errors import UsageError
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import DeviceTrace, MemorySample, Trace
-from pipefit.tables import Shown
 from pipefit.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PostMortem(Shown):
+class PostMortem:
     """A plan whose run exceeded the memory of `device`, its trace, and the `moment` of the failure.
 
     The moment has the bytes that would have been held if the request had succeeded. `asked_bytes` is the size

@@ -26,7 +26,6 @@ from pipefit.schema.layer_costs import (
     SharedTensor,
 )
 from pipefit.schema.training import Precision, Training
-from pipefit.tables import Shown
 from pipefit.texts import counted, first_to_last
 from pipefit.units import format_bytes, format_flops
 
@@ -300,7 +299,7 @@ MOST_THREADS = 1024  # of a worker; OpenMP ends a process that requests more tha
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement(Shown):
+class Measurement:
     """The costs of all layers at one microbatch size. The cost of layer i is `kinds[layers[i]]`.
 
     `sizes` is a digest of the whole numbers in traced operations and in the loss, which depend on the
@@ -480,7 +479,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelProfile(Shown):
+class ModelProfile:
     """The layers of a model and their costs.
 
     Planners cut between `blocks`; without blocks, every layer is one. `additive` is present if training runs

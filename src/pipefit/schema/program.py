@@ -36,7 +36,6 @@ from pipefit.schema.actions import (
     parse_action,
 )
 from pipefit.schema.devices import Member, Place, Share
-from pipefit.tables import Shown
 from pipefit.texts import counted
 
 # ---- Message order: a program ends under NCCL's rules, and every receive gets its own message
@@ -384,7 +383,7 @@ def _members(actions: Actions, placement: Placement) -> dict[Hashable, tuple[_Pa
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UncheckedProgram(Shown):
+class UncheckedProgram:
     """The actions of all or some devices in one step. `placement[stage]` are the devices that hold the
     stage.
     """

@@ -13,7 +13,6 @@ from itertools import chain
 from typing import Literal
 
 from pipefit.errors import UsageError
-from pipefit.tables import Shown
 from pipefit.texts import counted, shortened
 from pipefit.units import MIB, format_bytes
 
@@ -215,7 +214,7 @@ class DeviceTrace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trace(Shown):
+class Trace:
     """All devices over their steps. The first step differs from later ones: it creates the optimizer state.
 
     `estimated` marks times that derive from estimates: those of a simulation without measured seconds. Events
