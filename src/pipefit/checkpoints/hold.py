@@ -22,10 +22,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from pipefit.errors import FileError, UsageError
 from pipefit.schema.file_access import NO_LINK
+from pipefit.schema.json_text import checked, json_object
 from pipefit.texts import printable, shortened
 
 # ---- Owners of checkpoints and folders
@@ -49,8 +49,6 @@ class Owner:
         started_seconds: time of the start, since 1970.
         plan: headline of the plan: model, stages and devices.
     """
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     training: str
     run: str
@@ -366,22 +364,9 @@ def _holder_of(file: int) -> Owner | None:
 def _read(file: int) -> Owner | None:
     """Return the owner that a lock file names; None if it names none."""
     try:
-        result: Any = json.loads(os.pread(file, _LARGEST, 0))
-        return Owner(**result) if _is_owner(result) else None
-    except (OSError, ValueError, TypeError, RecursionError):
+        return checked(Owner, json_object(os.pread(file, _LARGEST, 0), LOCK), LOCK)
+    except (OSError, FileError):
         return None
-
-
-def _is_owner(found: Any) -> bool:
-    kinds: dict[str, Any] = {
-        "training": str,
-        "run": str,
-        "host": str,
-        "pid": int,
-        "started_seconds": (int, float),
-        "plan": str,
-    }
-    return isinstance(found, dict) and all(isinstance(found.get(name), kind) for name, kind in kinds.items())
 
 
 def _lives(owner: Owner) -> bool:

@@ -48,8 +48,6 @@ class StoredTensor:
     `master` for a float32 copy of a parameter; or `optimizer` for an optimizer tensor, called `state` there.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     name: str
     kind: Kind
     state: str = ""
@@ -75,8 +73,6 @@ class StoredTensor:
 class Shard:
     """A file of a worker's tensors."""
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     file: str
     nbytes: int
     sha256: str
@@ -94,8 +90,6 @@ class TrainedStage:
     depend.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     start: int
     stop: int
     device: int
@@ -106,8 +100,6 @@ class TrainedStage:
 class ScaleState:
     """The loss scale, and the number of steps since the last overflow or change."""
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     value: float
     quiet: int
 
@@ -115,8 +107,6 @@ class ScaleState:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSettings:
     """Options of the parameter group with these parameters, and the scheduler's settings for the group."""
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     parameters: tuple[str, ...]
     options: dict[str, Setting]
@@ -126,8 +116,6 @@ class GroupSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterNumbers:
     """Non-tensor optimizer state of a parameter."""
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     name: str
     values: dict[str, Scalar]
@@ -139,8 +127,6 @@ class Part:
 
     `scheduler` has the scheduler's settings common to all groups; None without a scheduler.
     """
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     shard: Shard
     tensors: tuple[StoredTensor, ...]
@@ -160,8 +146,6 @@ class Manifest:
     Raises:
         UsageError: a tensor appears twice, is in no shard, or has an impossible shape or dtype.
     """
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     pipefit_version: str
     torch_version: str

@@ -67,8 +67,6 @@ class Cluster:
         UsageError: no devices, or a device or link names a host or member that does not exist.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     name: str
     backend: Backend
     devices: tuple[Device, ...]

@@ -33,8 +33,6 @@ class Run:
         UsageError: no layers.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     start: int
     stop: int
 
@@ -56,8 +54,6 @@ class SavedTensors:
         UsageError: no tensors.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     tensors: tuple[tuple[int, int], ...]
 
     def __post_init__(self) -> None:
@@ -78,8 +74,6 @@ class State:
     Raises:
         UsageError: no layers.
     """
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     start: int
     stop: int
@@ -136,8 +130,6 @@ class Decision:
             would be moved for
         some microbatches only.
     """
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     stage: int
     subject: Run | SavedTensors | State

@@ -223,8 +223,6 @@ class Overheads:
         UsageError: a negative figure.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     context_bytes: int = 512 * MIB
     communicator_bytes: int = 100_000_000
     cublas_workspace_bytes: int = 2 * 4096 * KIB + 8 * 16 * KIB
@@ -253,8 +251,6 @@ class DeviceKind:
         UsageError: a figure that is not positive, no FLOP/s figure, an unknown dtype, a share above 1, or a
             negative time.
     """
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     name: str
     flops: dict[str, float]
@@ -332,8 +328,6 @@ class Device:
         UsageError: no memory, or a reserve that leaves none.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     kind: DeviceKind
     memory_bytes: int
     host: int = 0
@@ -362,8 +356,6 @@ class Host:
     Raises:
         UsageError: no memory, a negative disk, or a bandwidth that is not positive.
     """
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     memory_bytes: int
     disk_bytes: int = 0
@@ -398,8 +390,6 @@ class Link:
     Raises:
         UsageError: fewer than two members, one without a number, or an impossible figure.
     """
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     members: tuple[Member, ...]
     bytes_per_second: float

@@ -133,8 +133,6 @@ class Grid:
         single replica or shard would share something.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     devices: tuple[int, ...]
     data: int = 1
     tensor: int = 1
@@ -220,8 +218,6 @@ class Stage:
     Raises:
         UsageError: no layers.
     """
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     start: int
     stop: int

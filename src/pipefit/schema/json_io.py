@@ -247,8 +247,6 @@ _MACHINES = re.compile(r"([0-9]{1,9})x([^@]+)@([^@]+)")
 class ProgramText:
     """A program in a file: the lines of its text form."""
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     placement: tuple[tuple[int, ...], ...]
     microbatches: int
     lines: tuple[str, ...]
@@ -494,9 +492,12 @@ def _reason(error: Exception) -> str:
 
 
 def schema(name: str) -> dict[str, Any]:
-    """Return the JSON Schema of a kind of document, such as `plan`."""
+    """Return the JSON Schema of a kind of document, such as `plan`; unknown keys are refused."""
     kind = _KINDS[name]
     body: dict[str, Any] = adapter(kind.stored).json_schema()
+    for part in (body, *body.get("$defs", {}).values()):
+        if "properties" in part:
+            part["additionalProperties"] = False
     header = {"pipefit": {"const": name}, "version": {"const": kind.version}}
     body["properties"] = header | body["properties"]
     body["required"] = [*header, *body["required"]]

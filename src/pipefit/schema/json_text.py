@@ -121,7 +121,9 @@ def _damage(text: str, error: json.JSONDecodeError) -> str:
 
 @cache
 def _reader(kind: Any) -> SchemaValidator:
-    """Return a validator of a type that stops at a list's first mistake and limits numbers."""
+    """Return a validator of a type that refuses unknown keys, stops at a list's first mistake and limits
+    numbers.
+    """
     from pydantic import TypeAdapter
     from pydantic_core import SchemaValidator
 
@@ -135,6 +137,8 @@ def _limit(schema: Any) -> None:
     if isinstance(schema, dict):
         if schema.get("type") == "tuple":
             schema["fail_fast"] = True
+        elif schema.get("type") == "dataclass-args":
+            schema["extra_behavior"] = "forbid"
         elif schema.get("type") == "float":
             schema["allow_inf_nan"] = False
         elif schema.get("type") == "int":

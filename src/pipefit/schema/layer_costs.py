@@ -36,8 +36,6 @@ class Layout:
         UsageError: strides do not match the dimensions, a negative number, or an unknown dtype.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
@@ -66,8 +64,6 @@ class Kernel:
         UsageError: a negative peak, or neither a peak nor a reason.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     operation: str  # such as aten.mm.default(float32[4x8], float32[8x2 by 1,8])
     peak_bytes: int | None
     results: tuple[Layout | None, ...] = ()  # None if a result is not a tensor, or is one of the arguments
@@ -83,8 +79,6 @@ class Kernel:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelMemory:
     """The measured memory of a model's kernels, operation by operation."""
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     kernels: tuple[Kernel, ...] = ()
 
@@ -141,8 +135,6 @@ class Work:
     Raises:
         UsageError: a negative number, 1e9 seconds or more, or operations with another sum.
     """
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     flops: int
     moved_bytes: int
@@ -204,7 +196,6 @@ class SharedTensor:
         UsageError: fewer than two users, or users out of order.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}
     what: ClassVar[str] = "tensor"
 
     name: str
@@ -248,7 +239,6 @@ class SharedParameter(SharedTensor):
             `copying`.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}
     what: ClassVar[str] = "parameter"
 
     gradient_bytes: int
@@ -300,7 +290,6 @@ class SharedBuffer(SharedTensor):
         UsageError: fewer than two users, or users out of order.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}
     what: ClassVar[str] = "buffer"
 
     copied: bool = True
@@ -337,8 +326,6 @@ Order = tuple[int, ...]  # order of a value's dimensions in memory; empty for th
 class Origin:
     """The storage of a tensor: the layer's `own` number `index`, its `input` number `index`, or neither."""
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     kind: OriginKind
     index: int = 0
 
@@ -351,8 +338,6 @@ class Value:
     requires a gradient, because it was computed from parameters, but gets none, because the loss does not
     depend on it.
     """
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     shape: tuple[int, ...]
     dtype: str
@@ -372,8 +357,6 @@ class Value:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensor:
     """One tensor that a layer's forward keeps for its backward."""
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     index: int  # order in which the forward saved it
     nbytes: int
@@ -397,8 +380,6 @@ class GradientOrigin:
     not be `contiguous`.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     kind: Literal["own", "output", "none"]
     index: int = 0
     contiguous: bool = True
@@ -412,8 +393,6 @@ class Parameter:
     layer reads a `cast_only` parameter through this copy alone: no operation but the cast needs its float32
     values. A forward also modifies a `changed` parameter, such as that of `nn.Embedding(max_norm=...)`.
     """
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     name: str
     shape: tuple[int, ...]
@@ -438,8 +417,6 @@ class Span:
     the device's peak in this span is lower by its bytes.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     peak_bytes: int
     released: tuple[int, ...] = ()
     workspace_bytes: int = 0
@@ -457,8 +434,6 @@ class LayerCost:
             parameter that is read
         through a missing copy.
     """
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     module: str  # the class, for people
     parameters: tuple[Parameter, ...]

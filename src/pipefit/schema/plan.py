@@ -62,8 +62,6 @@ class Provenance:
         UsageError: a number is negative, or too large to be a size or a time.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     planner: str
     options: dict[str, str | int | float | bool]
     objective: Objective
@@ -136,8 +134,6 @@ class Alternative:
         UsageError: no stage, device or microbatch, or a negative peak or time.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     what: str
     schedule: str
     stages: int
@@ -174,8 +170,6 @@ class Compaction:
         UsageError: no such stage, or no layers.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     stage: int
     what: str
     layers: int
@@ -208,8 +202,6 @@ class Prediction:
     Raises:
         UsageError: a negative peak or time, or a number of figures that differs from the number of peaks.
     """
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     peak_bytes: tuple[int, ...]
     step_seconds: float
@@ -278,8 +270,6 @@ class Plan:
             differs from
         the profile's, or the microbatch size was not profiled.
     """
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     profile: ModelProfile
     cluster: Cluster

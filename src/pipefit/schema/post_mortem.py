@@ -29,8 +29,6 @@ class PostMortem:
             bytes.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     plan: Plan
     trace: Trace
     device: int

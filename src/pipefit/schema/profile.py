@@ -45,8 +45,6 @@ class Fingerprint:
     Tuples about layers have one digest for every layer, in order.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     layers: tuple[str, ...]  # name, class, settings or traced operations
     parameters: tuple[
         str, ...
@@ -171,8 +169,6 @@ class AdditiveCosts:
         UsageError: the numbers of blocks differ, or are zero.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     mem_isolated: tuple[int, ...]
     mem_added: tuple[int, ...]
     training: Training
@@ -220,8 +216,6 @@ class AdditiveCosts:
 class Whole:
     """An operation that every rank computes whole, with its figures and the reason."""
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     layer: str
     operator: str
     parameter_bytes: int
@@ -244,8 +238,6 @@ class Shares:
 
     `whole` lists the largest undivided operations, largest first.
     """
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     ranks: int
     parameter_bytes: int
@@ -312,8 +304,6 @@ class Measurement:
             of a shared
         parameter or buffer.
     """
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     microbatch_size: int
     kinds: tuple[LayerCost, ...]
@@ -442,8 +432,6 @@ class Assumptions:
         UsageError: the number of threads is not from 1 to `MOST_THREADS`.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     target: Target  # the kernels that run, and that autograd's choices follow
     device: str  # fake, or the device of the measured seconds
     precision: Precision  # of most parameters
@@ -467,8 +455,6 @@ class Block:
         UsageError: no layer.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     name: str
     layers: int
     undivided: str = ""  # modules in it that could not become separate blocks, and why
@@ -488,8 +474,6 @@ class ModelProfile:
     Raises:
         UsageError: no measurement, a layer named twice, or differing numbers of layers.
     """
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     model: str
     fingerprint: Fingerprint  # the model, its data, its loss and its optimizer

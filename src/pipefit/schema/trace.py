@@ -54,8 +54,6 @@ CATEGORIES = tuple(Category)
 class Event:
     """An action on a stream of a device, in seconds since the start of the first step."""
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     step: int
     action: str
     stream: Stream
@@ -66,8 +64,6 @@ class Event:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySample:
     """The bytes at the peak of one action, by category in the order of `CATEGORIES`."""
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     step: int
     action: str
@@ -102,8 +98,6 @@ class AllocatorPeaks:
     Raises:
         UsageError: a negative count or size.
     """
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     settings: str
     requested_bytes: int
@@ -152,8 +146,6 @@ class DeviceTrace:
 
     `budget_bytes` is its whole budget; `allocator` is present if one was simulated, or measured on a GPU.
     """
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     device: int
     budget_bytes: int
@@ -225,8 +217,6 @@ class Trace:
             size, an end
         before its start, or a time out of range.
     """
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     source: Source
     steps: int

@@ -40,8 +40,6 @@ class Training:
         microbatches, or a setting that synchronizes all stages under an asynchronous schedule.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     batch_size: int
     microbatches: int
     schedule: str = "1f1b"

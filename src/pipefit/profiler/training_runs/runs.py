@@ -164,8 +164,6 @@ class Outcome:
 class Conditions:
     """Everything that the peaks of training runs depend on, except the stages."""
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     kind: str  # incremental or trimmed
     fingerprint: Fingerprint
     edges: tuple[int, ...]  # the first layer of every block, and the number of layers

@@ -73,14 +73,11 @@ _PAIR = re.compile(rf"({WHOLE})-({WHOLE})(?::({WHOLE}))?")
 _WORKSPACE = re.compile(rf"(?::{WHOLE}:{WHOLE})+")
 _MOST_ENDS = 1 << 16  # over all links; equals one link for each pair of 256 devices
 _MOST_DOTS = 256  # in one line; the parser's time is quadratic in the parts of a dotted key
-_FORBID = {"extra": "forbid"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindText:
     """`[kinds.NAME]`."""
-
-    __pydantic_config__ = _FORBID
 
     flops: dict[str, float]
     memory_bandwidth: str | float
@@ -96,8 +93,6 @@ class KindText:
 class DevicesText:
     """`[[devices]]`: `count` equal devices."""
 
-    __pydantic_config__ = _FORBID
-
     kind: str
     memory: str | int
     count: int = 1
@@ -109,8 +104,6 @@ class DevicesText:
 class HostText:
     """`[[hosts]]`."""
 
-    __pydantic_config__ = _FORBID
-
     memory: str | int
     disk: str | int = 0
     disk_folder: str | None = None
@@ -121,8 +114,6 @@ class HostText:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinksText:
     """`[[links]]`: one of `members`, `pairs`, or `each` with `to`."""
-
-    __pydantic_config__ = _FORBID
 
     bytes_per_second: str | float
     members: tuple[str, ...] = ()
@@ -139,8 +130,6 @@ class LinksText:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterText:
     """The whole file."""
-
-    __pydantic_config__ = _FORBID
 
     name: str
     backend: Backend
