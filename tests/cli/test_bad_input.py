@@ -223,7 +223,7 @@ TABLE: list[tuple[str, int, list[str]]] = [
     ("show dgx1v100", 2, ["no file dgx1v100 and no cluster", "did you mean dgx1-v100?"]),
     ("export plan.json", 2, ["'--to'. Choose from: perfetto, memory-viz"]),
     ("show empty.json", 6, ["is empty"]),
-    ("show deep.json", 6, ["a: this key is not known"]),
+    ("show deep.json", 6, ["it is nested too deeply"]),
     ("show /dev/null", 6, ["not a regular file"]),
     ("simulate plan.json -o plan.json", 2, ["plan.json is named twice", "another file"]),
     ("simulate plan.json -o ./plan.json", 2, ["is named twice"]),
