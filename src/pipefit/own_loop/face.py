@@ -20,6 +20,7 @@ from pipefit.own_loop.loop import Loop
 from pipefit.own_loop.offloading import HostTensors
 from pipefit.own_loop.optimizer_state import StateOnHost, on_host
 from pipefit.own_loop.recording import Recording, record
+from pipefit.report.show import text
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import DeviceKind, Member
 from pipefit.schema.loop_plan import LoopPlan
@@ -62,7 +63,7 @@ class Handle:
         self.remove()
 
     def __str__(self) -> str:
-        return str(self.plan)
+        return text(self.plan)
 
     def __repr__(self) -> str:
         return f"<Handle: {len(self._planned)} planned submodules>"

@@ -7,7 +7,8 @@ from typing import Literal
 
 from pipefit.errors import UsageError
 from pipefit.schema.validation import check_types
-from pipefit.tables import Shown
+from pipefit.texts import counted
+from pipefit.units import format_bytes
 
 Technique = Literal["recompute", "offload"]
 
@@ -26,8 +27,6 @@ class LoopDecision:
         seconds: estimated time lost in a step.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     name: str
     technique: Technique
     moved: tuple[int, ...] = ()
@@ -36,8 +35,8 @@ class LoopDecision:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopPlan(Shown):
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class LoopPlan:
     """The decisions for a module in a loop, and the peaks of that loop.
 
     Args:
@@ -54,8 +53,6 @@ class LoopPlan(Shown):
         UsageError: a submodule has two decisions, or a field has another type.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     budget_bytes: int
     peak_bytes: tuple[int, int]
     plain_bytes: tuple[int, int]
@@ -70,6 +67,11 @@ class LoopPlan(Shown):
         names = [decision.name for decision in self.decisions]
         if len(set(names)) < len(names):
             raise UsageError("a loop plan decides once for each submodule")
+
+    def __repr__(self) -> str:
+        """Return one line, without the decisions."""
+        decided, peak = counted(len(self.decisions), "decision"), format_bytes(max(self.peak_bytes))
+        return f"<LoopPlan: {decided}, peak {peak} within {format_bytes(self.budget_bytes)}>"
 
     @property
     def lost_seconds(self) -> float:
