@@ -19,8 +19,8 @@ from pipefit.models import build
 from pipefit.planner import PLANNERS
 from pipefit.planner import plan as planned
 from pipefit.profiler import profile
+from pipefit.report import show
 from pipefit.report.fit import describe_overview
-from pipefit.report.show import html, text
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.fit import Overview
 from pipefit.schema.grids import SHARDINGS
@@ -121,7 +121,7 @@ def test_a_sample_that_one_device_holds_fits_though_not_on_all_of_them(
     """A second device of a kibibyte holds no stage, yet a sample fits on one device."""
     _look_at_little(monkeypatch)
     found = pipefit.fit(TASK, "emulated:1x1KiB+1x96KiB", microbatches=2, target="cuda")
-    assert found.fits and found.here.devices == 1 and text(found).startswith("Fits: mlp of")
+    assert found.fits and found.here.devices == 1 and show.text(found).startswith("Fits: mlp of")
 
 
 def test_recomputing_all_blocks_is_among_what_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +196,7 @@ def test_replicas_need_what_plans_of_them_need() -> None:
 
 def test_does_not_fit_is_said_with_its_proof_alone() -> None:
     """A kibibyte holds no layer; without a proof, the refusal lists the attempts."""
-    assert str(seen(1)).startswith("Does not fit: mlp of") and "It cannot fit: " in str(seen(1))
+    assert show.text(seen(1)).startswith("Does not fit: mlp of") and "It cannot fit: " in show.text(seen(1))
     found = replace(seen(1), impossible="")
     text = " ".join(plain(describe_overview(found, "zoo:mlp"), 80).split())
     assert (
@@ -223,16 +223,16 @@ def test_little_room_on_gpus_is_tight() -> None:
         found = pipefit.fit(TASK, cluster, microbatches=2)
         best = found.here.fastest
         assert best is not None and 0.95 * best.budget_bytes <= best.need_bytes <= best.budget_bytes
-        assert text(found).startswith(words)
+        assert show.text(found).startswith(words)
 
 
 def test_a_function_of_python_answers_as_the_command_does() -> None:
     """The function returns data and prints as the screen, with the next call in place of the command."""
     found = seen(88)
-    assert text(found).startswith("Fits: mlp of") and max(map(len, text(found).splitlines())) <= 80
+    assert show.text(found).startswith("Fits: mlp of") and max(map(len, show.text(found).splitlines())) <= 80
     size = found.here.fastest.plan.training.batch_size if found.here.fastest else 0
-    assert f"Next: pipefit.plan(task, cluster, batch_size={size})" in " ".join(text(found).split())
-    assert repr(found).startswith("<Overview: mlp fits on emulated:2x88KiB: 2 x ") and "<table>" in html(
+    assert f"Next: pipefit.plan(task, cluster, batch_size={size})" in " ".join(show.text(found).split())
+    assert repr(found).startswith("<Overview: mlp fits on emulated:2x88KiB: 2 x ") and "<table>" in show.html(
         found
     )
     assert isfunction(pipefit.fit) and list(signature(pipefit.fit).parameters)[:3] == [

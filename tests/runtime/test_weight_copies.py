@@ -20,6 +20,7 @@ from pipefit.errors import UsageError
 from pipefit.memory.stage import Costs
 from pipefit.models import build
 from pipefit.profiler import profile
+from pipefit.report import show
 from pipefit.report.show import describe_profile
 from pipefit.runtime import Trainer, certify
 from pipefit.runtime.optim.half_precision import WeightCopy, using
@@ -460,7 +461,7 @@ def test_prints_tell_copies_in_a_line_of_their_own() -> None:
     told = [block for block in describe_profile(profiled()) if isinstance(block, str)]
     assert f"half-precision copies of weights, among the parameters: {sum(own)} B" in told
     line = f"Half-precision copies of weights: {own[0]} B, {own[1]} B on each device of stages 0 to 1, once for all"
-    assert line in " ".join(str(planned()).split())
+    assert line in " ".join(show.text(planned()).split())
     assert [
         sum(row.copy_bytes for row in found.layers)
         for device in (0, 1)
