@@ -35,7 +35,7 @@ class LoopDecision:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoopPlan:
     """The decisions for a module in a loop, and the peaks of that loop.
 
