@@ -16,6 +16,7 @@ import pytest
 from browser import CONTRASTS, Opener
 from pipefit.errors import UsageError
 from pipefit.planner import plan
+from pipefit.report import page as pages
 from pipefit.report.page import markup, page
 from pipefit.report.page.charts import Stretch, topology, traffic
 from pipefit.report.page.scenes import scene
@@ -31,6 +32,12 @@ from pipefit.units import format_bytes, format_seconds, parse_bytes
 from pipelines import equal_profile, make_cluster, make_plan, random_profile
 
 LARGEST_PAGE = 2_000_000  # bytes
+
+
+@pytest.fixture(autouse=True)
+def _without_the_controls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the section of `test_lesson.py`, whose grid of plans takes nearly all of a page's time."""
+    monkeypatch.setattr(pages, "lesson", lambda plan: "")
 
 
 def planned(
