@@ -22,8 +22,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed
 	$(RUN)/pipefit demo
 
+# Tests leave byte code too: they start hundreds of processes, each of which would compile its modules again.
 test: $(VENV)/.installed
-	$(RUN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal --durations 20 --durations-min 20
+	PYTHONDONTWRITEBYTECODE= $(RUN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal --durations 20 --durations-min 20
 
 gallery: $(VENV)/.installed
 	$(RUN)/python -m pytest -m gallery
