@@ -8,8 +8,10 @@ unless OMP_NUM_THREADS says otherwise.
 import gc
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -65,6 +67,22 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.set_threshold(5000, 10, 10)
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Move the cases of a test marked `sample(count)` to the gallery, except the first, the last, and as many
+    others as `count` allows, drawn by the test's name. Cases that are in the gallery already do not count.
+    """
+    tests = defaultdict(list)
+    for item in items:
+        mark = item.get_closest_marker("sample")
+        if mark is not None and item.get_closest_marker("gallery") is None:
+            tests[item.nodeid.partition("[")[0], mark.args[0]].append(item)
+    for (name, count), cases in tests.items():
+        inner = cases[1:-1]
+        for item in Random(name).sample(inner, max(0, len(cases) - count)):
+            item.add_marker(pytest.mark.gallery)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -176,6 +176,7 @@ def make() -> Callable[[str], Task]:
     return task
 
 
+@pytest.mark.sample(6)
 @pytest.mark.filterwarnings("ignore:.*weight_norm", "ignore:peaks are without")
 @pytest.mark.parametrize(
     "name",

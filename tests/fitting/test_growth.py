@@ -32,6 +32,7 @@ from pipefit.schema.devices import Member, MemberKind
 from pipefit.schema.fit import Attempt, Fit
 from pipefit.schema.trace import Trace
 from pipefit.schema.training import Training
+from sampled import sampled
 from tiny import task_of
 
 KIB = 1 << 10
@@ -217,7 +218,7 @@ def test_what_is_soon_found_is_the_answer_where_a_search_finds_nothing() -> None
     assert growth.soon(growth.profiles(found.best.value + 1), found.best.value + 1).fitting is None
 
 
-@pytest.mark.parametrize("planner", ["exact", "joint"])
+@pytest.mark.parametrize("planner", sampled(["exact", "joint"], often=["exact"]))
 def test_no_plan_on_any_grid_makes_a_larger_model_fit(planner: str) -> None:
     """No choice of cuts, replicas, divided state and recomputed stages fits the next value; the certified
     answer beats one device for each stage. `joint` has more techniques.
@@ -566,7 +567,14 @@ def uneven(layers: int) -> Task:
     return task_of(chain, outputs=8)
 
 
-@pytest.mark.parametrize(("make", "planner"), [(deep, "exact"), (uneven, "exact"), (trained, "joint")])
+@pytest.mark.parametrize(
+    ("make", "planner"),
+    [
+        (deep, "exact"),
+        (uneven, "exact"),
+        pytest.param(trained, "joint", marks=pytest.mark.gallery),
+    ],
+)
 def test_the_largest_number_of_layers_is_that_of_tracing_each(
     make: Callable[[int], Task], planner: str
 ) -> None:

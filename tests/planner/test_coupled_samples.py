@@ -132,6 +132,7 @@ DRAWING = task_of(lambda: with_between(nn.Dropout(0.3)))
 profiled = cache(partial(profile, microbatch_size=(SIZE, SIZE // 2)))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", COUPLED)
 def test_coupled_samples_have_no_replicas_unless_asked_for(name: str) -> None:
     """The profile says why samples are coupled; a default plan avoids replicas and says so; requested
@@ -151,6 +152,7 @@ def test_coupled_samples_have_no_replicas_unless_asked_for(name: str) -> None:
     )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", APART)
 def test_replicas_of_other_samples_are_considered(name: str) -> None:
     """Per-sample operations do not count as coupled."""

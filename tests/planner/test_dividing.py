@@ -63,6 +63,7 @@ def check(seed: int, schedule: str | None = None) -> None:
     assert made.prediction.peak_bytes == Simulation(made).peak_bytes
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(6))
 def test_no_plan_has_a_lower_peak_whatever_its_replicas_divide(seed: int) -> None:
     """No choice of cuts, replicas, divided state and devices of several sizes has a lower peak."""

@@ -62,6 +62,7 @@ def test_exact_finds_the_best_of_all_3654_splits_of_vgg(schedule: str) -> None:
     assert found.prediction == best.prediction
 
 
+@pytest.mark.sample(38)
 @pytest.mark.parametrize("seed", seeds(60, of=120))
 def test_exact_is_exhaustive_on_equal_devices(seed: int) -> None:
     """With small integer costs, so that peaks tie in every column, the split is the same down to the
@@ -76,6 +77,7 @@ def test_exact_is_exhaustive_on_equal_devices(seed: int) -> None:
     assert found.stages == best.stages
 
 
+@pytest.mark.sample(33)
 @pytest.mark.parametrize("seed", seeds(50, of=100))
 def test_exact_is_exhaustive_on_mixed_devices(seed: int) -> None:
     """Devices of two or three sizes, in any order, some of them unused, give the same stages and devices."""
@@ -119,6 +121,7 @@ def test_exact_is_exhaustive_under_endless_schedules(schedule: str, seed: int) -
     assert found.prediction.peak_bytes == Simulation(found).peak_bytes
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("seed", seeds(30, of=60))
 def test_exact_is_exhaustive_where_layers_differ_by_orders_of_magnitude(seed: int) -> None:
     """A layer that is too large for one stage of 1F1B may fit a later one, which holds fewer microbatches."""
@@ -130,6 +133,7 @@ def test_exact_is_exhaustive_where_layers_differ_by_orders_of_magnitude(seed: in
     assert found.stages == best.stages
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", seeds(16, of=60))
 def test_exact_is_the_best_of_all_splits_between_blocks(seed: int) -> None:
     """Layers of one block stay on one stage, with any saved and aliased storages; the oracle is the account

@@ -93,6 +93,7 @@ def check(seed: int) -> None:
     assert found.prediction and found.prediction.peak_bytes == peaks
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("seed", range(40))
 def test_no_plan_has_a_lower_peak(seed: int) -> None:
     """No choice of cuts, stages, replicas and devices of several sizes has a lower peak, and the simulator
@@ -122,6 +123,7 @@ def seconds(made: Plan) -> float:
     return made.prediction.step_seconds
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(8))
 def test_the_fastest_plan_is_within_its_bound_of_every_other(seed: int) -> None:
     """No plan with replicas beats the bound, and none of single devices is faster than the answer."""

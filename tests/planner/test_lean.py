@@ -99,6 +99,7 @@ def moved(made: Plan) -> Iterator[Plan]:
                 yield replace(cutting, decisions=tuple(decided(cutting, moves, 0)))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(8))
 def test_no_plan_by_hand_with_state_at_hosts_has_a_lower_peak(seed: int) -> None:
     """No plan by hand, without techniques or with a cut moved, has a lower peak; the peak is

@@ -57,6 +57,7 @@ def moved(made: Plan) -> Iterator[Plan]:
                 yield replace(made, stages=tuple(stages))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_no_plan_of_equal_degrees_and_none_with_a_cut_moved_is_faster(seed: int) -> None:
     """No neighbour is faster, though estimates leave messages out."""
@@ -77,6 +78,7 @@ def test_no_plan_of_equal_degrees_and_none_with_a_cut_moved_is_faster(seed: int)
     assert all(best.seconds <= one.step_seconds[-1] for one in (*fitting, *beside))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_a_plan_within_what_another_takes_is_found_as_without_that(seed: int) -> None:
     """If the best plan is faster than a known one it is found; otherwise none is invented."""

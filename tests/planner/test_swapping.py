@@ -78,6 +78,7 @@ def check(found: Mixed) -> None:
     assert not shortage(made, simulation.arenas)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("rate", [1e3, 1e9])
 @pytest.mark.parametrize("seed", range(6))
 def test_a_host_never_makes_a_plan_of_any_degrees_slower(seed: int, rate: float) -> None:
@@ -148,6 +149,7 @@ def away(asked: Question, stage: int, start: int, stop: int) -> tuple[Decision, 
     )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("rate", [1e3, 1e9])
 @pytest.mark.parametrize("seed", range(6))
 def test_a_peer_never_makes_a_plan_of_any_degrees_slower(seed: int, rate: float) -> None:

@@ -51,6 +51,7 @@ def fed_back(found: ModelProfile) -> list[str]:
     return [name.removeprefix("part.") for name in names]
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize(
     ("name", "by_hand"), [(n, way) for n, (_, _, ways) in FEEDING_BACK.items() for way in ways]
 )
@@ -67,6 +68,7 @@ def test_buffers_that_feed_back(name: str, by_hand: bool) -> None:
     )
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     ("name", "by_hand"), [(n, way) for n in OTHERS for way in (False, True) if way or n not in NO_TRACE]
 )
@@ -182,6 +184,7 @@ UNREPEATABLE = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("build", UNREPEATABLE)
 def test_what_no_copy_helps_against_is_refused(build: type[nn.Module]) -> None:
     """A layer with a second forward that may differ because of state outside its buffers is planned without

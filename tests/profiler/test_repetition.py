@@ -54,8 +54,8 @@ def test_repeated_blocks_cost_what_traces_say(
     tensor-parallel ranks.
     """
     size, ranks = wanted
-    written = Repeated([OnDemand(make(layers), target="cuda") for layers in (2, 3, 4)], 9)
-    traced = OnDemand(make(11), target="cuda")
+    written = Repeated([OnDemand(make(layers), target="cuda") for layers in (2, 3, 4)], 4)
+    traced = OnDemand(make(6), target="cuda")
     assert same_costs(written(size, ranks), traced(size, ranks))
 
 

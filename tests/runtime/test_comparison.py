@@ -31,6 +31,7 @@ from pipefit.runtime.checks.comparison import comparable, compare_at_start, host
 from pipefit.runtime.hardware import free_bytes
 from pipefit.runtime.launch import launch
 from pipefit.schema.plan import Plan
+from sampled import sampled
 from slices import sliced_plan
 from tiny import batch_of, plan_of
 
@@ -319,7 +320,11 @@ def test_a_certificate_of_a_model_beyond_the_hosts_memory_is_of_a_copy(
 
 
 @pytest.mark.parametrize(
-    ("name", "field", "kept"), [("llama", "num_hidden_layers", 2), ("t5", "num_layers", 3)]
+    ("name", "field", "kept"),
+    sampled(
+        [("llama", "num_hidden_layers", 2), ("t5", "num_layers", 3)],
+        often=[("llama", "num_hidden_layers", 2)],
+    ),
 )
 def test_models_of_transformers_are_compared_by_fewer_layers(
     name: str, field: str, kept: int, monkeypatch: pytest.MonkeyPatch

@@ -123,6 +123,7 @@ GRIDS: dict[str, tuple[Callable[[], list[nn.Module]], tuple[Grid, ...]]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("seeded", [False, True])
 def test_a_module_that_exists_is_that_of_the_first_worker(grid: str, seeded: bool) -> None:

@@ -240,6 +240,7 @@ def executed(task: Task, plan: Plan) -> int:
         return len(Shortened.of(task, plan, lower(plan), chain).chain.layers)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("target", "seeds"), [("cpu", (5,)), ("cuda", (8,))])
 @pytest.mark.parametrize("block", sorted(BLOCKS))
 def test_a_folded_dry_run_tells_what_a_whole_one_does(

@@ -51,6 +51,7 @@ def random_plan(found: ModelProfile, seed: int, **training: Any) -> Plan:
     )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", seeds(2, of=4))
 @pytest.mark.parametrize("name", MODELS)
 def test_the_numbers_are_those_of_every_stage_mapped_over_its_slices(

@@ -234,6 +234,7 @@ OUT = "0OFFLOAD0[1.0]@host 0WAIT_OFFLOAD0[1.0]@host"
 BACK = "0RELOAD0[1.0]@host 0WAIT_RELOAD0[1.0]@host"
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize(
     ("text", "named"),
     [

@@ -165,6 +165,7 @@ def any_plan(task: Task, seed: str, *, size: int = 2, microbatches: int | None =
     return random_plan(profile_of(task, size), Random(seed), microbatches=microbatches)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", seeds(1, of=2))
 @pytest.mark.parametrize("name", [*SMALL, "normed", *CHAINS])
 def test_numbers_are_those_of_plain_training(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

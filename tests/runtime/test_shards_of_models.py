@@ -287,7 +287,7 @@ def assert_trained_as_on_one_device(name: str, seed: int, *, freed: bool = False
 
 @pytest.mark.parametrize(
     ("name", "seed"),
-    [pytest.param(*one, marks=[] if one in PLANS[:2] else pytest.mark.gallery) for one in PLANS],
+    sampled(PLANS, often=[("mlp", 0)]),
 )
 def test_grids_of_shards_and_replicas_train_as_one_device_does(name: str, seed: int) -> None:
     """Grids of shards and replicas train models of the zoo and of Hugging Face as one device does."""

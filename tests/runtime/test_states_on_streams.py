@@ -66,6 +66,7 @@ def assert_as_plain(machine: Machine, kind: str, seed: int) -> None:
         assert_same(state, other.state)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_the_streams_do_first_state_that_moves_is_that_of_plain_training(
     machine: Machine, kind: str
@@ -137,6 +138,7 @@ def cloned(state: StageState) -> StageState:
     return StageState({name: tensor.clone() for name, tensor in state.tensors.items()}, kept, masters)
 
 
+@pytest.mark.sample(13)
 @EACH
 @pytest.mark.parametrize("at", ["STEP", "RELOAD", "OFFLOAD", "WAIT"])
 def test_a_failed_step_leaves_nothing_under_way(

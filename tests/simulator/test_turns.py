@@ -31,6 +31,7 @@ from pipefit.simulator import assembled as lowering
 from pipefit.simulator.assembled import Assembled, Parts, Turns
 from pipefit.simulator.timed_program import COMPUTE, JOIN, POST, Collected, Own, TimedDevice
 from random_cases import ROOM, random_plan
+from sampled import sampled
 
 MICROBATCHES = 24
 SCHEDULES = "1f1b", "eager-1f1b", "pipedream"
@@ -120,20 +121,21 @@ def whole(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[object, ...] | s
 
 @pytest.mark.parametrize("replicas", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("count", sampled([7, 20], often=[7]))
 def test_a_short_step_tells_a_long_one(
-    schedule: str, replicas: bool, monkeypatch: pytest.MonkeyPatch, lowered: list[int]
+    count: int, schedule: str, replicas: bool, monkeypatch: pytest.MonkeyPatch, lowered: list[int]
 ) -> None:
     """Results and counted work equal those of lowering all actions, though most ranks are lowered for a few
     microbatches.
     """
     compared, counts = 0, list[int]()
-    for plan in plans(schedule, 40 if schedule == "pipedream" else 20, replicas=replicas):
+    for plan in plans(schedule, 2 * count if schedule == "pipedream" else count, replicas=replicas):
         expected = whole(plan, monkeypatch)
         lowered.clear()
         assert told(plan, parts_of(plan)) == expected, plan.decisions
         compared += not isinstance(expected, str)
         counts += lowered
-    assert compared >= 10
+    assert compared >= count / 2
     assert counts.count(MICROBATCHES) <= len(counts) / 2
 
 
