@@ -9,6 +9,7 @@ from pipefit.capture import Task
 from pipefit.largest.growth import Demand
 from pipefit.lowering.passes.recomputation import Recompute
 from pipefit.models import build
+from pipefit.planner import PlanOptions
 from pipefit.profiler import profile
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.profile import ModelProfile, Target
@@ -40,14 +41,16 @@ class Job:
         """How it is trained, for our own search of splits, of one device a stage as theirs are."""
         return Demand(
             cluster=self.cluster,
-            microbatch_size=self.microbatch_size,
-            microbatches=self.microbatches,
-            schedule=SCHEDULES[recompute],
-            recompute=recompute,
-            data=1,
-            tensor=1,
-            planner="exact",
             target=self.target,
+            options=PlanOptions(
+                microbatch_size=self.microbatch_size,
+                microbatches=self.microbatches,
+                schedule=SCHEDULES[recompute],
+                recompute=recompute,
+                data=1,
+                tensor=1,
+                planner="exact",
+            ),
         )
 
     def profile(self, filters: int) -> ModelProfile:

@@ -38,7 +38,7 @@ from bench_time import OFFLOAD, blocks, kind_of, offloadable, offloaded, profile
 from page_tables import markdown, put
 from pipefit.models import build
 from pipefit.models.transformer import AttentionKind
-from pipefit.planner import Means, Options, Question, joint, solved
+from pipefit.planner import Means, PlanOptions, Question, joint, solved
 from pipefit.profiler import profile
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
@@ -163,8 +163,7 @@ def at_the_host(case: tuple[int, float, float]) -> str:
         profile=plan.profile,
         cluster=plan.cluster.reserving(spare),
         training=plan.training,
-        options=Options(allow_infeasible=True),
-        means=Means(recompute="never", peers=False),
+        options=PlanOptions(allow_infeasible=True, means=Means(recompute="never", peers=False)),
     )
     made = solved(question, joint, name="joint")
     assert made.prediction is not None, "planners predict"

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from made_up import layer, measurement, profile, training, value
 from measured_on import machine
 from page_tables import markdown, put
-from pipefit.planner import Means, Options, Planner, Question, joint, mpress, solved
+from pipefit.planner import Means, Planner, PlanOptions, Question, joint, mpress, solved
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import Decision, Run, What
 from pipefit.schema.grids import Grid, Stage
@@ -283,8 +283,7 @@ def answered(seed: int, layers: int, devices: int) -> dict[str, Any] | None:
         profile=chain,
         cluster=on,
         training=how,
-        options=Options(stages=devices, allow_infeasible=True),
-        means=MEANS,
+        options=PlanOptions(stages=devices, allow_infeasible=True, means=MEANS),
     )
     row: dict[str, Any] = {
         "layers": layers, "devices": devices, "seed": seed, "variables": exact.variables, "binaries": exact.binaries,

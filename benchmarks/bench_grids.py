@@ -49,7 +49,7 @@ from pipefit.errors import UsageError
 from pipefit.lowering.passes.collectives import bucket_edges
 from pipefit.memory.arenas import shortage
 from pipefit.models.hugging_face import hf
-from pipefit.planner import Options, Question, alpa, capture, exact, lean, parameters, uniform
+from pipefit.planner import PlanOptions, Question, alpa, capture, exact, lean, parameters, uniform
 from pipefit.planner.baselines.capture import CaptureOptions
 from pipefit.planner.driver import plan_of
 from pipefit.planner.mixed import mixed
@@ -157,7 +157,7 @@ def equal(planner: Planner, question: Question) -> Iterator[Plan]:
     """The plans of a planner with the same replicas for all stages, on as many stages as there are devices for."""
     devices = len(question.cluster.devices)
     for data in divisors(question.training.microbatch_size, devices):
-        options = Options(data=data, stages=min(question.blocks, devices // data), shard="none")
+        options = PlanOptions(data=data, stages=min(question.blocks, devices // data), shard="none")
         with suppress(UsageError):
             pinned = replace(question, options=options)
             yield plan_of(pinned, in_replicas(planner)(pinned).split)

@@ -47,7 +47,7 @@ from measured_on import machine
 from page_tables import markdown, put
 from pipefit.capture import Task
 from pipefit.errors import InfeasibleError, OutOfMemory, PipefitWarning, UsageError
-from pipefit.planner import PLANNERS, Options, Question, solved
+from pipefit.planner import PLANNERS, PlanOptions, Question, solved
 from pipefit.profiler import profile
 from pipefit.runtime.engine.flight import Flight
 from pipefit.runtime.engine.passes import Passes
@@ -71,10 +71,10 @@ LARGER = 4  # times the gallery's microbatches, so that activations are more tha
 PASSES = 0.25  # seconds forward and backward of a microbatch, through all stages
 PEERS = 8  # times the host's rate between two devices
 PARTS = 0.6, 0.7, 0.8, 0.9, 0.95  # of the lowest peak of all splits
-WAYS: dict[str, tuple[str, Options]] = {
-    "joint": ("joint", Options()),
-    "mpress": ("mpress", Options()),
-    "recompute": ("joint", Options(recompute="always")),
+WAYS: dict[str, tuple[str, PlanOptions]] = {
+    "joint": ("joint", PlanOptions()),
+    "mpress": ("mpress", PlanOptions()),
+    "recompute": ("joint", PlanOptions(recompute="always")),
 }
 NOISE = 0.03  # of the longer step
 

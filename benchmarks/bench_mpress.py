@@ -40,7 +40,7 @@ from bench_demands import BERT, GPT, Job, profiled
 from measured_on import machine
 from page_tables import markdown, put
 from pipefit.errors import UsageError
-from pipefit.planner import PLANNERS, Means, Options, Question, solved
+from pipefit.planner import PLANNERS, Means, PlanOptions, Question, solved
 from pipefit.planner.driver import accounts
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.plan import Plan
@@ -109,8 +109,7 @@ class Asked:
             profile=self.profile,
             cluster=capped(self.machine),
             training=self.training,
-            options=Options(allow_infeasible=True),
-            means=means,
+            options=PlanOptions(allow_infeasible=True, means=means),
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipefit.planner import Options, Planner, Question, solved
+from pipefit.planner import Planner, PlanOptions, Question, solved
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
@@ -14,8 +14,8 @@ def asked(
     profile: ModelProfile,
     cluster: Cluster,
     training: Training,
-    options: Options | None = None,
+    options: PlanOptions | None = None,
 ) -> Plan:
     """Return the plan of `planner`, which is named after its function."""
-    question = Question(profile=profile, cluster=cluster, training=training, options=options or Options())
+    question = Question(profile=profile, cluster=cluster, training=training, options=options or PlanOptions())
     return solved(question, planner, name=planner.__name__)

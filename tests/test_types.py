@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pipefit.errors import UsageError
-from pipefit.planner import Options, plan
+from pipefit.planner import PlanOptions, plan
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import Decision, Run, SavedTensors, State, What
 from pipefit.schema.devices import Device, DeviceKind, Host, Link, Member
@@ -70,10 +70,10 @@ DECISION = {"stage": 0, "subject": Run(start=0, stop=1), "what": What.RECOMPUTE}
         (Decision, DECISION, {"stage": 0.0}),
         (Decision, DECISION, {"subject": (0, 1)}),
         (Decision, DECISION, {"what": "recompute"}),
-        (Options, {}, {"stages": 2.0}),
-        (Options, {}, {"recompute": "INVALID"}),
-        (Options, {}, {"recompute": True}),
-        (Options, {}, {"allow_infeasible": 1}),
+        (PlanOptions, {}, {"stages": 2.0}),
+        (PlanOptions, {}, {"recompute": "INVALID"}),
+        (PlanOptions, {}, {"recompute": True}),
+        (PlanOptions, {}, {"allow_infeasible": 1}),
     ],
 )
 def test_a_wrong_type_is_refused_by_the_name_of_its_field(

@@ -22,7 +22,7 @@ from pipefit.largest.growth import Demand, Growth, batch, devices, memory, setti
 from pipefit.largest.search import find
 from pipefit.lowering.passes.recomputation import RECOMPUTE
 from pipefit.models import build
-from pipefit.planner import Answer, plan
+from pipefit.planner import Answer, PlanOptions, plan
 from pipefit.profiler import profile
 from pipefit.profiler.on_demand import OnDemand
 from pipefit.runtime import certify
@@ -38,8 +38,14 @@ from tiny import task_of
 KIB = 1 << 10
 ALONE: dict[str, int] = {"data": 1, "tensor": 1}  # one device for each stage
 PAIR = Demand(
-    cluster=Cluster.emulated((2, 40 * KIB)), microbatch_size=2, microbatches=2, planner="exact", **ALONE
+    cluster=Cluster.emulated((2, 40 * KIB)),
+    options=PlanOptions(microbatch_size=2, microbatches=2, planner="exact", **ALONE),
 )
+
+
+def asking(demand: Demand, **options: object) -> Demand:
+    """Return the demand with other options of its plans."""
+    return replace(demand, options=replace(demand.options, **options))
 
 
 def wide(width: int) -> Task:
@@ -89,7 +95,10 @@ def check_certified(fit: Fit, growth: Growth) -> None:
 def test_the_neighbours_are_profiled_once() -> None:
     """Neighbours are tried by fast plans and by full ones, with the same profiles."""
     demand, made = (
-        Demand(cluster=Cluster.emulated((2, 12 * KIB)), microbatch_size=2, microbatches=2, **ALONE),
+        Demand(
+            cluster=Cluster.emulated((2, 12 * KIB)),
+            options=PlanOptions(microbatch_size=2, microbatches=2, **ALONE),
+        ),
         [],
     )
     growth = setting("layers", trained, demand, range(1, 1000))
@@ -141,9 +150,12 @@ def test_joint_makes_larger_models_fit_than_splits_alone() -> None:
     """`joint` is the default planner; its answer is certified with all recomputation, offload and host
     updates.
     """
-    demand = Demand(cluster=Cluster.emulated((2, 7 * KIB)), microbatch_size=2, microbatches=2, **ALONE)
+    demand = Demand(
+        cluster=Cluster.emulated((2, 7 * KIB)),
+        options=PlanOptions(microbatch_size=2, microbatches=2, **ALONE),
+    )
     ours, alone = (
-        setting("layers", trained, one, range(2, 60)) for one in (demand, replace(demand, planner="exact"))
+        setting("layers", trained, one, range(2, 60)) for one in (demand, asking(demand, planner="exact"))
     )
     found, split = find(ours), find(alone)
     check_certified(found, ours)
@@ -155,7 +167,7 @@ def test_joint_makes_larger_models_fit_than_splits_alone() -> None:
 
 def test_alternatives_are_those_of_the_answer_alone() -> None:
     """Alternatives are searched once, for any number of tried values, and are those of the answer's plan."""
-    demand = Demand(cluster=Cluster.emulated((2, 12 * KIB)), batch_size=4, **ALONE)
+    demand = Demand(cluster=Cluster.emulated((2, 12 * KIB)), options=PlanOptions(batch_size=4, **ALONE))
     growth = setting("layers", trained, demand, range(2, 20))
     with mock.patch.object(planner, "alternatives", wraps=planner.alternatives) as looked:
         found = find(growth, certify=False)
@@ -167,7 +179,9 @@ def test_alternatives_are_those_of_the_answer_alone() -> None:
     )
 
 
-LEAN = Demand(cluster=Cluster.emulated((2, 7 * KIB)), microbatch_size=2, microbatches=2, **ALONE)
+LEAN = Demand(
+    cluster=Cluster.emulated((2, 7 * KIB)), options=PlanOptions(microbatch_size=2, microbatches=2, **ALONE)
+)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +189,11 @@ LEAN = Demand(cluster=Cluster.emulated((2, 7 * KIB)), microbatch_size=2, microba
     [
         pytest.param(setting("layers", trained, LEAN, range(2, 60)), marks=pytest.mark.gallery),
         pytest.param(
-            batch(trained(6), replace(LEAN, microbatch_size=None), range(1, 1 << 20)),
+            batch(
+                trained(6),
+                asking(LEAN, microbatch_size=None),
+                range(1, 1 << 20),
+            ),
             marks=pytest.mark.gallery,
         ),
         memory(trained(6), LEAN, range(256, 1 << 20, 256)),
@@ -209,7 +227,7 @@ def test_what_is_soon_found_is_the_answer_where_a_search_finds_nothing() -> None
     lacking = Cluster.emulated((2, 64))
 
     def in_vain(known: OnDemand, value: int) -> Answer:
-        return replace(LEAN, planner="exact").plan(known, lacking)
+        return asking(LEAN, planner="exact").plan(known, lacking)
 
     found = find(replace(growth, plan=in_vain), certify=False)
     again = growth.soon(growth.profiles(found.best.value), found.best.value).fitting
@@ -223,11 +241,9 @@ def test_no_plan_on_any_grid_makes_a_larger_model_fit(planner: str) -> None:
     """No choice of cuts, replicas, divided state and recomputed stages fits the next value; the certified
     answer beats one device for each stage. `joint` has more techniques.
     """
-    demand = replace(PAIR, microbatch_size=4, planner=planner, data=None)
+    demand = asking(PAIR, microbatch_size=4, planner=planner, data=None)
     values = range(20, 2000, 20)
-    found, alone = (
-        find(setting("width", swelling, one, values)) for one in (demand, replace(demand, data=1))
-    )
+    found, alone = (find(setting("width", swelling, one, values)) for one in (demand, asking(demand, data=1)))
     check_certified(found, setting("width", swelling, demand, values))
     assert found.best.value > alone.best.value
     assert found.beyond is not None
@@ -241,7 +257,7 @@ def test_the_least_memory_is_that_of_all_sizes_of_microbatches() -> None:
     """With only a batch given, the least memory is exact to the byte: a single microbatch accumulates no
     gradients.
     """
-    demand = Demand(cluster=PAIR.cluster, batch_size=4, planner="exact", tensor=1)
+    demand = Demand(cluster=PAIR.cluster, options=PlanOptions(batch_size=4, planner="exact", tensor=1))
     found = find(memory(trained(3), demand, range(1, 1 << 20)), certify=False)
     costs = profile(trained(3), microbatch_size=[1, 2, 4])
     every = (
@@ -256,10 +272,11 @@ def test_the_least_memory_is_that_of_all_sizes_of_microbatches() -> None:
 def test_shards_make_a_wider_model_fit() -> None:
     """Microbatches of one sample rule replicas out; without shards a device holds at least a whole layer."""
     demand = Demand(
-        cluster=Cluster.emulated((2, 10 * KIB)), microbatch_size=1, microbatches=2, planner="exact"
+        cluster=Cluster.emulated((2, 10 * KIB)),
+        options=PlanOptions(microbatch_size=1, microbatches=2, planner="exact"),
     )
     growth = setting("width", wide, demand, range(4, 100, 4))
-    found, whole = find(growth), find(setting("width", wide, replace(demand, tensor=1), range(4, 100, 4)))
+    found, whole = find(growth), find(setting("width", wide, asking(demand, tensor=1), range(4, 100, 4)))
     check_certified(found, growth)
     assert found.best.value > whole.best.value
     assert max(stage.grid.tensor for stage in found.best.plan.stages) == 2
@@ -278,7 +295,7 @@ def test_less_memory_is_enough_with_sequence_parallelism() -> None:
     )
     costs = profile(task, microbatch_size=1, tensor=2, sequences=True)
     cluster = Cluster.emulated((2, 1 << 30))
-    asked = Demand(cluster=cluster, microbatch_size=1, microbatches=2, planner="exact")
+    asked = Demand(cluster=cluster, options=PlanOptions(microbatch_size=1, microbatches=2, planner="exact"))
     peaks = {
         along: max(
             plan(costs, cluster, batch_size=2, objective="peak", sequences=along).prediction.peak_bytes
@@ -286,7 +303,7 @@ def test_less_memory_is_enough_with_sequence_parallelism() -> None:
         for along in (False, None)
     }
     assert peaks[None] < peaks[False]
-    for demand in (asked, replace(asked, tensor=2)):
+    for demand in (asked, asking(asked, tensor=2)):
         found = find(memory(task, demand, range(1, 1 << 20)), certify=False)
         assert any(stage.grid.sequences for stage in found.best.plan.stages)
         assert found.best.value == peaks[None]
@@ -304,17 +321,17 @@ def test_the_batch_is_said_in_one_way() -> None:
     """The batch is given by samples, by microbatches, or by neither; a growing batch starts without a number
     of samples.
     """
-    pair = Demand(cluster=PAIR.cluster)
-    said = [
-        (pair, {"batch_size": 8}),
-        (replace(pair, batch_size=6), {"batch_size": 6, "microbatch_size": None, "microbatches": None}),
-        (replace(pair, microbatches=3), {"microbatch_size": 1, "microbatches": 3}),
-        (replace(pair, microbatch_size=3), {"microbatch_size": 3, "microbatches": 8}),
+    said: list[tuple[dict[str, int], tuple[int | None, int | None, int | None]]] = [
+        ({}, (8, None, None)),
+        ({"batch_size": 6}, (6, None, None)),
+        ({"microbatches": 3}, (None, 1, 3)),
+        ({"microbatch_size": 3}, (None, 3, 8)),
     ]
-    for demand, numbers in said:
-        assert {name: value for name, value in demand.asked().items() if "batch" in name} == numbers
+    for given, numbers in said:
+        asked = Demand(cluster=PAIR.cluster, options=PlanOptions(**given)).asked()
+        assert (asked.batch_size, asked.microbatch_size, asked.microbatches) == numbers
     with pytest.raises(UsageError, match="not batch_size: say how many microbatches"):
-        batch(deep(2), replace(pair, batch_size=6), range(1, 9))
+        batch(deep(2), Demand(cluster=PAIR.cluster, options=PlanOptions(batch_size=6)), range(1, 9))
 
 
 def test_a_host_that_lacks_memory_does_not_fit() -> None:
@@ -346,7 +363,10 @@ def test_the_fewest_devices() -> None:
     """By the exhaustive planner no split over fewer devices fits; the training is the same for any number."""
     task, demand = (
         deep(9),
-        Demand(cluster=Cluster.emulated((2, 4 * KIB)), microbatches=2, planner="exact", **ALONE),
+        Demand(
+            cluster=Cluster.emulated((2, 4 * KIB)),
+            options=PlanOptions(microbatches=2, planner="exact", **ALONE),
+        ),
     )
     growth = devices(task, demand, range(1, 1000))
     fit = find(growth)
@@ -383,12 +403,14 @@ def test_recomputing_fits_more() -> None:
                 wide,
                 Demand(
                     cluster=PAIR.cluster,
-                    microbatch_size=4,
-                    microbatches=8,
-                    schedule="gpipe",
-                    recompute=recompute,
-                    planner="exact",
-                    **ALONE,
+                    options=PlanOptions(
+                        microbatch_size=4,
+                        microbatches=8,
+                        schedule="gpipe",
+                        recompute=recompute,
+                        planner="exact",
+                        **ALONE,
+                    ),
                 ),
                 range(2, 400, 2),
             ),
@@ -404,7 +426,7 @@ def test_where_nothing_fits_the_refusal_has_device_stage_and_bytes() -> None:
     """If the first value is too large, or the last device too few, the refusal has device,
     stage and bytes.
     """
-    small = Demand(cluster=Cluster.emulated((2, 128)), microbatches=2, planner="exact")
+    small = Demand(cluster=Cluster.emulated((2, 128)), options=PlanOptions(microbatches=2, planner="exact"))
     with pytest.raises(InfeasibleError, match=r"^not even width=2 fits: device \d needs .* over its 128 B$"):
         find(setting("width", wide, small, range(1, 100)))
     with pytest.raises(InfeasibleError, match="not even devices=3 fits"):
@@ -424,7 +446,14 @@ def test_the_end_of_the_values_is_no_failure() -> None:
 def test_mistakes_are_told_and_not_searched_around() -> None:
     """An unknown schedule, unlike devices and a model that refuses everything are usage errors."""
     with pytest.raises(UsageError, match="schedule"):
-        find(setting("width", wide, Demand(cluster=PAIR.cluster, schedule="zigzag"), range(2, 100)))
+        find(
+            setting(
+                "width",
+                wide,
+                Demand(cluster=PAIR.cluster, options=PlanOptions(schedule="zigzag")),
+                range(2, 100),
+            )
+        )
     mixed = Demand(cluster=Cluster.emulated((1, 4 * KIB), (1, 8 * KIB)))
     with pytest.raises(UsageError, match=r"devices of .* differ"):
         devices(deep(3), mixed, range(1, 100))
@@ -522,12 +551,19 @@ def test_the_least_memory_leaves_the_reserve_of_its_devices() -> None:
     """
 
     def least(reserve: int) -> int:
-        demand = Demand(cluster=WRITTEN.reserving([reserve] * 4), microbatches=2, planner="exact", **ALONE)
+        demand = Demand(
+            cluster=WRITTEN.reserving([reserve] * 4),
+            options=PlanOptions(microbatches=2, planner="exact", **ALONE),
+        )
         return find(memory(wide(16), demand, range(1, 1 << 40)), certify=False).best.value
 
     assert least(16 * KIB) == least(0) + 16 * KIB
     with pytest.raises(UsageError, match=r"leave a reserve of 16.00 KiB.*1.00 KiB.*more than the reserve"):
-        memory(wide(16), Demand(cluster=WRITTEN, planner="exact", **ALONE), range(1, KIB + 1))
+        memory(
+            wide(16),
+            Demand(cluster=WRITTEN, options=PlanOptions(planner="exact", **ALONE)),
+            range(1, KIB + 1),
+        )
 
 
 def test_emulated_devices_that_are_named_have_a_name_however_many_they_are() -> None:
@@ -582,7 +618,8 @@ def test_the_largest_number_of_layers_is_that_of_tracing_each(
     model that only seems to repeat.
     """
     demand = Demand(
-        cluster=Cluster.emulated((2, 20 * KIB)), microbatch_size=2, microbatches=2, planner=planner, **ALONE
+        cluster=Cluster.emulated((2, 20 * KIB)),
+        options=PlanOptions(microbatch_size=2, microbatches=2, planner=planner, **ALONE),
     )
     growth, traced = setting("layers", make, demand, range(1, 1000)), list[int]()
     plain = replace(growth, profiles=lambda value: demand.profiles(make(value)), depths=None)

@@ -14,7 +14,7 @@ import pytest
 
 from made_up import AMPLE, Settings, alike, chain, devices, layer, measurement, profile, training, value
 from pipefit.errors import InfeasibleError, UsageError
-from pipefit.planner import Options, Question, plan
+from pipefit.planner import PlanOptions, Question, plan
 from pipefit.planner.baselines.simple import time
 from pipefit.planner.bounds import simple_bound
 from pipefit.planner.evaluation import Evaluator
@@ -187,7 +187,7 @@ def test_no_split_takes_less_than_the_simple_bound(seed: int) -> None:
     schedule = rng.choice(("1f1b", "eager-1f1b", "gpipe", "torchgpipe", "pipedream", "pipedream-2bw"))
     how = training(schedule, rng.randrange(stages, 9))
     question = Question(
-        profile=chain, cluster=devices(*[AMPLE] * stages), training=how, options=Options(stages=stages)
+        profile=chain, cluster=devices(*[AMPLE] * stages), training=how, options=PlanOptions(stages=stages)
     )
     evaluator = Evaluator(question)
     assert simple_bound(question) <= evaluator.kept_at(time(question).split).seconds * (1 + 1e-9)

@@ -10,7 +10,7 @@ import pytest
 from pipefit.models import build
 from pipefit.planner.driver import plan_of
 from pipefit.planner.evaluation import AtOnce
-from pipefit.planner.problem import Options, Question, Split
+from pipefit.planner.problem import PlanOptions, Question, Split
 from pipefit.profiler import profile
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.profile import ModelProfile
@@ -54,7 +54,7 @@ def test_splits_at_once_take_what_each_takes_alone(model: ModelProfile, schedule
             profile=model,
             cluster=cluster(stages, rng.choice([1, 1000]), rng.choice([0, 1e-5, 1e-3])),
             training=Training(batch_size=7, microbatches=7, schedule=schedule),
-            options=Options(stages=stages),
+            options=PlanOptions(stages=stages),
         )
         cuts = [sorted(rng.sample(range(1, blocks), stages - 1)) for _ in range(6)]
         splits = [Split((0, *own, blocks), tuple(rng.sample(range(stages), stages))) for own in cuts]

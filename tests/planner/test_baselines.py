@@ -18,7 +18,7 @@ import pytest
 from made_up import AMPLE, devices, even, keeping, plain, skewed
 from pipefit.errors import UsageError
 from pipefit.memory.arenas import shortage
-from pipefit.planner import PLANNERS, Options, Question, plan
+from pipefit.planner import PLANNERS, PlanOptions, Question, plan
 from pipefit.planner.baselines.capture import CaptureOptions, capture
 from pipefit.planner.driver import plan_of
 from pipefit.planner.replicas import in_replicas
@@ -88,7 +88,7 @@ def baselines(one: Case, schedule: str) -> Iterator[tuple[str, Plan]]:
         for name, data in ((name, data) for name in ("uniform", "parameters") for data in (1, 2, 4)):
             stages = min(asked.blocks, len(one.cluster.devices) // data)
             with suppress(UsageError):
-                pinned = replace(asked, options=Options(data=data, stages=stages, shard="none"))
+                pinned = replace(asked, options=PlanOptions(data=data, stages=stages, shard="none"))
                 yield name, plan_of(pinned, in_replicas(PLANNERS[name])(pinned).split)
         for name in HOSTED:
             yield from ((name, made) for made in on_all(asked, name))

@@ -13,13 +13,13 @@ import pytest
 from asking import asked
 from made_up import devices, hostile, plain, profile, training, vgg_like
 from pipefit.errors import UsageError
-from pipefit.planner import Options, bayesian, exact, plan
+from pipefit.planner import PlanOptions, bayesian, exact, plan
 from pipefit.planner.baselines.mcap import scaled
 from pipefit.schema.plan import Plan
 from sampled import seeds
 
 AMPLE = 1 << 40
-OPTIONS = Options(allow_infeasible=True)
+OPTIONS = PlanOptions(allow_infeasible=True)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from asking import asked
 from made_up import alike, devices, hostile, measurement, plain, profile, skewed, training, vgg_like
-from pipefit.planner import Options, bisection, exact, plan
+from pipefit.planner import PlanOptions, bisection, exact, plan
 from pipefit.planner.driver import range_peak
 from pipefit.planner.problem import Question
 from pipefit.schema.plan import Plan
@@ -25,7 +25,7 @@ def question_of(chain: Measurement, stages: int, schedule: str, microbatches: in
 
 
 def both(question: Question) -> tuple[Plan, Plan]:
-    given = question.profile, question.cluster, question.training, Options(allow_infeasible=True)
+    given = question.profile, question.cluster, question.training, PlanOptions(allow_infeasible=True)
     return asked(bisection, *given), asked(exact, *given)
 
 

@@ -12,7 +12,7 @@ import pytest
 import random_cases
 from compaction import compacted
 from made_up import layer, measurement, profile, training, value
-from pipefit.planner import Means, Question, bounds
+from pipefit.planner import Means, PlanOptions, Question, bounds
 from pipefit.planner.bounds import Work, highest_line, position_of, step_bound
 from pipefit.planner.choices import Within
 from pipefit.simulator import simulate
@@ -37,7 +37,12 @@ TECHNIQUES = [
 def bound(case: Case, means: Means | None = None) -> float:
     means = means or Means()
     return step_bound(
-        Question(profile=case.profile, cluster=case.cluster, training=case.training, means=means)
+        Question(
+            profile=case.profile,
+            cluster=case.cluster,
+            training=case.training,
+            options=PlanOptions(means=means),
+        )
     )
 
 
@@ -180,7 +185,7 @@ def test_a_split_that_cannot_hold_its_parameters_has_no_bound() -> None:
         training("1f1b", 2),
     )
     question = Question(profile=case.profile, cluster=case.cluster, training=case.training)
-    assert step_bound(replace(question, means=Means(spill=False))) == float("inf")
+    assert step_bound(question.using(Means(spill=False))) == float("inf")
     assert step_bound(question) < float("inf")
 
 

@@ -17,7 +17,7 @@ from pipefit.memory.stage import Costs
 from pipefit.planner import plan
 from pipefit.planner.hybrid.programme import Floats, Way
 from pipefit.planner.hybrid.tables import DegreeTables
-from pipefit.planner.problem import Degree, Options, Question
+from pipefit.planner.problem import Degree, PlanOptions, Question
 from pipefit.schema.actions import Action, Kind
 from pipefit.schema.grids import SHARDINGS, Grid, Sharding, Stage
 from pipefit.schema.training import Training
@@ -88,7 +88,7 @@ def test_bounds_hold_where_copies_are_gathered(data: int) -> None:
     model = replace(equal, kinds=tuple(replace(copied(kind), state_bytes=0) for kind in equal.kinds))
     assert all(one.cast_only for cost in model.costs for one in cost.parameters)
     profile, how = sized(model, 8, 8 // data), Training(batch_size=24, microbatches=3)
-    cluster, options = devices(*[AMPLE] * data), Options(recompute="never")
+    cluster, options = devices(*[AMPLE] * data), PlanOptions(recompute="never")
     made = plan(
         profile, cluster, how, objective="peak", stages=1, data=data, shard="parameters", recompute="never"
     )
@@ -106,7 +106,7 @@ def test_replicas_exchange_as_many_bytes_as_the_simulator_says(seed: int) -> Non
     """
     profile = sized(hostile(Random(seed), 7, shared=3), 4, 2, blocks=(1, 2, 1, 1, 2))
     how = Training(batch_size=12, microbatches=3)
-    question = Question(profile=profile, cluster=devices(AMPLE, AMPLE), training=how, options=Options())
+    question = Question(profile=profile, cluster=devices(AMPLE, AMPLE), training=how, options=PlanOptions())
     tables, costs = (
         DegreeTables(question, Degree(2, 1)),
         Costs(profile.measurements[0], how, profile.measurements),

@@ -28,7 +28,7 @@ from made_up import (
 from pipefit.errors import UsageError
 from pipefit.lowering import ENDLESS
 from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions
-from pipefit.planner import Options, exact, plan
+from pipefit.planner import PlanOptions, exact, plan
 from pipefit.planner.baselines.exhaustive import exhaustive
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
@@ -48,7 +48,7 @@ def both(
     stages: int | None = None,
     recompute: Recompute = "never",
 ) -> tuple[Plan, Plan]:
-    options = Options(stages=stages, recompute=recompute, allow_infeasible=True)
+    options = PlanOptions(stages=stages, recompute=recompute, allow_infeasible=True)
     question = (profile(chain), cluster, how, options)
     return asked(exact, *question), asked(exhaustive, *question)
 
@@ -144,7 +144,7 @@ def test_exact_is_the_best_of_all_splits_between_blocks(seed: int) -> None:
     sizes = block_sizes(rng, rng.randrange(blocks, 13), blocks)
     asked_of = profile(rng.choice((plain, hostile, skewed))(rng, sum(sizes)), blocks=sizes)
     recompute = rng.choice(WHOLE_STAGES)
-    question = (asked_of, devices(*[AMPLE] * 3), any_training(rng), Options(recompute=recompute))
+    question = (asked_of, devices(*[AMPLE] * 3), any_training(rng), PlanOptions(recompute=recompute))
     found, best = asked(exact, *question), asked(exhaustive, *question)
     assert found.stages == best.stages
     inner = list(accumulate(sizes))[:-1]
@@ -184,7 +184,7 @@ def test_no_split_is_below_the_bound(seed: int) -> None:
     """Bound and value are the peak of the fullest device, by the account; no split in any order has less."""
     rng = Random(seed)
     chain, cluster = hostile(rng, 6), devices(100, 150, 100)
-    found = asked(exact, profile(chain), cluster, training("1f1b", 3), Options(allow_infeasible=True))
+    found = asked(exact, profile(chain), cluster, training("1f1b", 3), PlanOptions(allow_infeasible=True))
     assert found.provenance and found.provenance.bound == found.provenance.value
     assert fullest(found) == found.provenance.value
     for cuts in combinations(range(1, 6), 2):
@@ -205,7 +205,7 @@ def test_predicted_peaks_are_what_the_simulator_finds(seed: int) -> None:
     and recomputation, and so does the time.
     """
     rng = Random(seed)
-    options = Options(stages=3, recompute=rng.choice(WHOLE_STAGES))
+    options = PlanOptions(stages=3, recompute=rng.choice(WHOLE_STAGES))
     plan = asked(exact, profile(hostile(rng, 7)), devices(*[AMPLE] * 4), any_training(rng), options)
     assert plan.prediction
     assert plan.prediction.peak_bytes == simulate(plan, steps=2).peak_bytes
@@ -219,7 +219,7 @@ def test_the_same_question_has_the_same_answer() -> None:
         profile(plain(Random(1), 20)),
         devices(70, 70, 90, 90),
         training(),
-        Options(allow_infeasible=True),
+        PlanOptions(allow_infeasible=True),
     )
     first, second = asked(exact, *question), asked(exact, *question)
     assert first.provenance and second.provenance

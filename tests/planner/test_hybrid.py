@@ -14,7 +14,7 @@ import pytest
 from asking import asked
 from made_up import AMPLE, WHOLE_STAGES, devices, hostile, plain, skewed
 from pipefit.errors import UsageError
-from pipefit.planner import Options, exact, plan
+from pipefit.planner import PlanOptions, exact, plan
 from pipefit.planner.closed_forms.surroundings import surroundings
 from pipefit.planner.hybrid.tables import together_seconds
 from pipefit.schema.cluster import Cluster
@@ -31,7 +31,7 @@ from slice_sizes import sized, written
 SCHEDULES = "gpipe", "torchgpipe", "1f1b", "eager-1f1b"
 
 
-def instance(seed: int) -> tuple[ModelProfile, Cluster, Training, Options]:
+def instance(seed: int) -> tuple[ModelProfile, Cluster, Training, PlanOptions]:
     """Build a small question whose stages may have several devices, equal or not."""
     rng = Random(seed)
     count, size = rng.randrange(1, 5), rng.choice((2, 4, 6))
@@ -40,14 +40,16 @@ def instance(seed: int) -> tuple[ModelProfile, Cluster, Training, Options]:
     sizes = [rng.choice((300, 500, 500, 900)) for _ in range(rng.randrange(2, 5))]
     how = Training(batch_size=size * 3, microbatches=3, schedule=rng.choice(SCHEDULES))
     stages = rng.choice((None, None, rng.randrange(1, min(count, len(sizes)) + 1)))
-    options = Options(stages=stages, recompute=rng.choice(WHOLE_STAGES), allow_infeasible=True, shard="none")
+    options = PlanOptions(
+        stages=stages, recompute=rng.choice(WHOLE_STAGES), allow_infeasible=True, shard="none"
+    )
     fixed = [value.nbytes for cost in chain.costs[:2] for value in cost.inputs] if rng.random() < 0.3 else []
     cluster = devices(*(sizes if rng.random() < 0.6 else [AMPLE] * len(sizes)))
     return sized(chain, *slices, fixed=fixed), cluster, how, options
 
 
 def every_plan(
-    profile: ModelProfile, cluster: Cluster, how: Training, options: Options
+    profile: ModelProfile, cluster: Cluster, how: Training, options: PlanOptions
 ) -> Iterator[tuple[Plan, tuple[int, ...]]]:
     """Enumerate all plans up to the choice of devices, each with the peaks of its stages."""
     layers, most = len(profile.layers), len(cluster.devices)
@@ -67,7 +69,7 @@ def every_plan(
                     yield made, tuple(peaks[stage.devices[0]] for stage in made.stages)
 
 
-def lowest(profile: ModelProfile, cluster: Cluster, how: Training, options: Options) -> float:
+def lowest(profile: ModelProfile, cluster: Cluster, how: Training, options: PlanOptions) -> float:
     """Return the lowest peak of all plans on all choices of devices, as a share of budgets that differ."""
     best, budgets = float("inf"), cluster.budgets
     equal = len(set(budgets)) == 1
@@ -134,7 +136,7 @@ def test_the_fastest_plan_is_within_its_bound_of_every_other(seed: int) -> None:
     how = Training(batch_size=size * 3, microbatches=3)
     found = plan(profile, cluster, how)
     assert found.provenance and found.provenance.bound is not None
-    others = [seconds_of(other) for other, _ in every_plan(profile, cluster, how, Options())]
+    others = [seconds_of(other) for other, _ in every_plan(profile, cluster, how, PlanOptions())]
     assert found.provenance.bound <= min(others) * (1 + 1e-9)
     assert seconds(found) <= seconds(plan(profile, cluster, how, data=1)) * (1 + 1e-9)
 

@@ -11,7 +11,7 @@ import pytest
 from asking import asked
 from made_up import alike, devices, plain, profile, training, vgg_like
 from pipefit.errors import InfeasibleError, UsageError
-from pipefit.planner import Options, exact, uniform
+from pipefit.planner import PlanOptions, exact, uniform
 from pipefit.planner import plan as planned
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import Host
@@ -205,7 +205,7 @@ def test_a_baseline_that_does_not_fit_points_to_the_exact_planner() -> None:
         f"What would fit by the exact planner: the same devices with {format_bytes(enough)} each"
         in refusal(chain, less, how, planner="uniform", stages=4)
     )
-    over = asked(uniform, chain, cluster, how, Options(allow_infeasible=True))
+    over = asked(uniform, chain, cluster, how, PlanOptions(allow_infeasible=True))
     assert max(peaks(over)) > enough
 
 

@@ -11,7 +11,7 @@ import pytest
 from made_up import AMPLE, any_training, devices, hostile, profile, small_first, training, vgg_like
 from pipefit.errors import InfeasibleError
 from pipefit.memory.arenas import check_room, room_needed
-from pipefit.planner import Options, Question, exact, plan, solved, time
+from pipefit.planner import PlanOptions, Question, exact, plan, solved, time
 from pipefit.planner.evaluation import Candidate, Evaluation, Evaluator
 from pipefit.planner.joint import Search, joint
 from pipefit.schema.decisions import What
@@ -26,7 +26,7 @@ GAP = 0.10  # above the fastest of all plans, if all can be tried
 
 
 def planned(case: Case, *, allow_infeasible: bool = False) -> Plan:
-    options = Options(allow_infeasible=allow_infeasible)
+    options = PlanOptions(allow_infeasible=allow_infeasible)
     question = Question(profile=case.profile, cluster=case.cluster, training=case.training, options=options)
     return solved(question, joint, name="joint")
 
@@ -133,7 +133,7 @@ def test_what_is_pinned_stays() -> None:
         profile=case.profile,
         cluster=case.cluster,
         training=case.training,
-        options=Options(recompute="stages"),
+        options=PlanOptions(recompute="stages"),
     )
     found = solved(question, joint, name="joint")
     assert [decision.why for decision in found.decisions] == ["recompute stages was asked for"] * 4

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from made_up import AMPLE, alike, devices, layer, measurement, profile, training, value
-from pipefit.planner import PLANNERS, Options, Question, solved
+from pipefit.planner import PLANNERS, PlanOptions, Question, solved
 from pipefit.planner.filling import Filler
 from pipefit.planner.mapping import mapped_stages
 from pipefit.planner.problem import Means, Split
@@ -27,10 +27,8 @@ SPARE = Means(recompute="never", host=False, peers=False)
 def planned(
     case: Case, means: Means, planner: str = "joint", *, allow_infeasible: bool = False, effort: float = 1.0
 ) -> Plan:
-    options = Options(allow_infeasible=allow_infeasible, effort=effort)
-    asked = Question(
-        profile=case.profile, cluster=case.cluster, training=case.training, options=options, means=means
-    )
+    options = PlanOptions(allow_infeasible=allow_infeasible, effort=effort, means=means)
+    asked = Question(profile=case.profile, cluster=case.cluster, training=case.training, options=options)
     return solved(asked, PLANNERS[planner], name=planner)
 
 
@@ -178,7 +176,7 @@ def test_without_mapping_stages_stay_where_they_are() -> None:
     split = Split((0, 1, 2, 3, 4), (0, 1, 2, 3))
     needs, spares = [80, 0, 0, 0], [0, 80, 0, 0]
     best = mapped_stages(asked, split, needs, spares)
-    still = mapped_stages(replace(asked, means=Means(mapping=False)), split, needs, spares)
+    still = mapped_stages(asked.using(Means(mapping=False)), split, needs, spares)
     assert {best.devices[0], best.devices[1]} == {0, 3} and best.seconds == pytest.approx(10.0)
     assert still.devices == (0, 1, 2, 3) and still.seconds == pytest.approx(80.0)
     assert still.lenders_of(0).keys() == {1}
@@ -188,10 +186,10 @@ def test_without_striping_one_device_lends() -> None:
     """Without striping, only the largest lender of a striped tensor lends."""
     asked = square([(a, b, 1.0 + (b == 3)) for a in range(4) for b in range(a + 1, 4)])
     split = Split((0, 1, 2, 3, 4), (0, 1, 2, 3))
-    question = replace(asked, means=Means(mapping=False))
+    question = asked.using(Means(mapping=False))
     striped = mapped_stages(question, split, [80, 0, 0, 0], [0, 80, 80, 80]).lenders_of(0)
     alone = mapped_stages(
-        replace(question, means=Means(mapping=False, striping=False)), split, [80, 0, 0, 0], [0, 80, 80, 80]
+        question.using(Means(mapping=False, striping=False)), split, [80, 0, 0, 0], [0, 80, 80, 80]
     ).lenders_of(0)
     assert len(striped) == 3
     assert alone == {3: striped[3]} and striped[3] == max(striped.values())

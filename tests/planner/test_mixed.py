@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from made_up import AMPLE, devices, keeping, plain, skewed
-from pipefit.planner import Means, Options, Question, plan
+from pipefit.planner import Means, PlanOptions, Question, plan
 from pipefit.planner import mixed as searching
 from pipefit.planner.driver import plan_of
 from pipefit.planner.mixed import Mixed, commonly, mixed, otherwise
@@ -73,7 +73,7 @@ def test_stages_run_again_where_nothing_fits_that_keeps_all(seed: int) -> None:
     )
     budget = rng.choice((lean - 1, lean, (lean + kept) // 2))
     cluster = devices(*[budget] * 3)
-    found = mixed(Question(profile=profile, cluster=cluster, training=HOW, options=Options(shard="none")))
+    found = mixed(Question(profile=profile, cluster=cluster, training=HOW, options=PlanOptions(shard="none")))
     fit = [one for one in every_plan(profile, cluster) if peak(one) <= budget]
     assert (found is None) == (not fit)
     if found is not None:
@@ -122,9 +122,9 @@ def test_hosts_update_what_replicas_divide_where_nothing_else_fits() -> None:
     budget = peak(by_hand)
     tight = tuple(replace(one, memory_bytes=budget) for one in ample.devices)
     question = Question(profile=profile, cluster=replace(ample, devices=tight), training=how)
-    assert mixed(replace(question, means=Means(recompute="never"))) is None
-    assert commonly(replace(question, means=Means(host=False, recompute="never")), float("inf")) is None
-    found = commonly(replace(question, means=Means(recompute="never")), float("inf"))
+    assert mixed(question.using(Means(recompute="never"))) is None
+    assert commonly(question.using(Means(host=False, recompute="never")), float("inf")) is None
+    found = commonly(question.using(Means(recompute="never")), float("inf"))
     assert found is not None
     assert found.seconds <= Simulation(by_hand).step_seconds[-1]
     made = plan_of(found.question, found.split, decisions=found.decisions)

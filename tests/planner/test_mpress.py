@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from made_up import AMPLE, devices, layer, measurement, profile, training, value, vgg_like
-from pipefit.planner import Options, Question, mpress, plan, solved
+from pipefit.planner import PlanOptions, Question, mpress, plan, solved
 from pipefit.planner.baselines.mpress import MpressOptions
 from pipefit.planner.joint import joint
 from pipefit.planner.problem import Means
@@ -27,7 +27,7 @@ def chain_of(*seconds: float):
 
 def planned(case: Case, planner=mpress, **options: object) -> Plan:
     question = Question(
-        profile=case.profile, cluster=case.cluster, training=case.training, options=Options(**options)
+        profile=case.profile, cluster=case.cluster, training=case.training, options=PlanOptions(**options)
     )
     return solved(question, planner, name=planner.__name__)
 
@@ -93,7 +93,7 @@ def test_peers_alone_take_what_they_have_room_for() -> None:
         profile=chain,
         cluster=cluster([720] * 4, host_rate=1e6, peer_rate=1e6),
         training=how,
-        means=Means(recompute="never", host=False),
+        options=PlanOptions(means=Means(recompute="never", host=False)),
     )
     lent = solved(question, mpress, name="mpress")
     assert lent.decisions and all(place.startswith("device") for place in places(lent))

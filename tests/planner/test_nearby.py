@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 
 from made_up import AMPLE, devices, plain, skewed
-from pipefit.planner import Options, Question
+from pipefit.planner import PlanOptions, Question
 from pipefit.planner.driver import plan_of
 from pipefit.planner.mixed import mixed
 from pipefit.planner.neighbours import Simulations
@@ -98,7 +98,7 @@ def test_gradients_are_summed_beside_the_backward_where_that_is_faster() -> None
     """Two replicas on slow links sum in several buckets, and no number of them is faster by a tenth."""
     asked = question(6)
     slow = tuple(replace(link, bytes_per_second=1.0) for link in asked.cluster.links)
-    asked = replace(asked, cluster=replace(asked.cluster, links=slow), options=Options(data=2, stages=1))
+    asked = replace(asked, cluster=replace(asked.cluster, links=slow), options=PlanOptions(data=2, stages=1))
     best = mixed(asked)
     assert best is not None
     made = plan_of(asked, best.split, decisions=best.decisions or None)
@@ -117,7 +117,7 @@ def test_replicas_divide_their_state_where_updates_of_all_of_it_take_longer() ->
     """On fast links replicas divide their state, as in FSDP: no division, in up to 64 buckets, is faster by a
     hundredth.
     """
-    asked = replace(question(6), options=Options(data=2, stages=1))
+    asked = replace(question(6), options=PlanOptions(data=2, stages=1))
     best = mixed(asked)
     assert best is not None
     whole = plan_of(asked, best.split)

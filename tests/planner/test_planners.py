@@ -8,13 +8,14 @@ from dataclasses import replace
 from itertools import combinations, pairwise
 from math import comb
 from random import Random
+from typing import get_type_hints
 
 import pytest
 
 from asking import asked
 from made_up import alike, devices, hostile, plain, profile, training, vgg_like
 from pipefit.errors import UsageError
-from pipefit.planner import PLANNERS, Options, exact, plan
+from pipefit.planner import PLANNERS, PlanArguments, PlanOptions, exact, plan
 from pipefit.planner.baselines.simple import lightest_parts
 from pipefit.schema.profile import AdditiveCosts, Measurement, ModelProfile
 from pipefit.schema.training import Training
@@ -64,7 +65,7 @@ def test_a_plan_holds_every_layer_once_and_predicts_every_device(
             sys.modules["pipefit.planner.baselines.mcap"], "EVALUATIONS", 11
         )  # all 75 take a minute
     chain, cluster, how, stages = CASES[case]
-    options = Options(stages=stages, allow_infeasible=True)
+    options = PlanOptions(stages=stages, allow_infeasible=True)
     made = asked(PLANNERS[planner], with_runs(chain, how), cluster, how, options)
     assert [layer for s in made.stages for layer in range(s.start, s.stop)] == list(range(len(chain.layers)))
     assert len(made.stages) == (stages or min(len(chain.layers), len(cluster.devices)))
@@ -205,3 +206,8 @@ def test_the_exhaustive_planner_refuses_what_it_cannot_finish() -> None:
         UsageError, match=f"100 layers on 16 stages split in {comb(99, 15):,} ways.*exact planner"
     ):
         plan(profile(alike(100)), devices(*[AMPLE] * 16), planner="exhaustive")
+
+
+def test_the_keyword_arguments_of_plan_are_the_fields_of_its_options() -> None:
+    """Type checkers see a TypedDict with the names and types of the frozen options."""
+    assert get_type_hints(PlanArguments) == get_type_hints(PlanOptions)

@@ -10,7 +10,7 @@ import pytest
 from asking import asked
 from made_up import WHOLE_STAGES, any_training, devices, hostile, plain, profile, training
 from pipefit.errors import UsageError
-from pipefit.planner import Options, best_split, exact, true_peaks
+from pipefit.planner import PlanOptions, best_split, exact, true_peaks
 from pipefit.schema.profile import AdditiveCosts
 
 GPIPE = training("gpipe", 4)
@@ -47,7 +47,7 @@ def test_by_our_predictor_it_is_the_plan_of_exact(seed: int) -> None:
     layers = rng.randrange(2, 11)
     count, how, recompute = rng.randrange(1, layers + 1), any_training(rng), rng.choice(WHOLE_STAGES)
     chain = profile(rng.choice((plain, hostile))(rng, layers))
-    made = asked(exact, chain, devices(*[1 << 40] * count), how, Options(recompute=recompute))
+    made = asked(exact, chain, devices(*[1 << 40] * count), how, PlanOptions(recompute=recompute))
     predictor = true_peaks(chain, how, stages=count, recompute=recompute)
     edges = best_split(predictor, layers, count)
     assert edges == (0, *made.boundaries, layers)

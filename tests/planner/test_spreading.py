@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from made_up import layer, measurement, profile, training, value
-from pipefit.planner import Means, Question, joint, solved
+from pipefit.planner import Means, PlanOptions, Question, joint, solved
 from pipefit.planner.filling import DOUBLE, Balance
 from pipefit.planner.improvement import spread
 from pipefit.schema.cluster import Cluster
@@ -54,7 +54,12 @@ def asked(
     """Build a chain of equal layers with one stage per device, or per layer."""
     costs = [replace(keeping_layer(1, 12, 1, 1.0), state_bytes=state) for _ in range(layers)]
     chain = profile(measurement(costs, layer((value(1), value(1)), (value(4),), seconds=0.1)))
-    return Question(profile=chain, cluster=there, training=training(schedule, 8), means=means or Means())
+    return Question(
+        profile=chain,
+        cluster=there,
+        training=training(schedule, 8),
+        options=PlanOptions(means=means or Means()),
+    )
 
 
 def by_hand(there: Cluster, order: tuple[int, ...]) -> tuple[int, int]:

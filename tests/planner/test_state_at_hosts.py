@@ -10,7 +10,7 @@ import pytest
 
 from made_up import layer, measurement, profile, training, value
 from pipefit.errors import UsageError
-from pipefit.planner import Means, Options, Question, solved
+from pipefit.planner import Means, PlanOptions, Question, solved
 from pipefit.planner.bounds import step_bound
 from pipefit.planner.joint import joint
 from pipefit.schema.decisions import Decision, State, What
@@ -39,8 +39,7 @@ def question(asked: Case, **means: object) -> Question:
         profile=asked.profile,
         cluster=asked.cluster,
         training=asked.training,
-        options=Options(allow_infeasible=True),
-        means=Means(**means),
+        options=PlanOptions(allow_infeasible=True, means=Means(**means)),
     )
 
 

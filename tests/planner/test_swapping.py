@@ -9,7 +9,7 @@ import pytest
 
 from made_up import AMPLE, devices, keeping
 from pipefit.memory.arenas import shortage
-from pipefit.planner import Means, Options, Question, plan
+from pipefit.planner import Means, PlanOptions, Question, plan
 from pipefit.planner.driver import plan_of
 from pipefit.planner.mixed import Mixed, mixed
 from pipefit.schema.decisions import Decision, SavedTensors, What
@@ -49,7 +49,9 @@ def case(
     assert kept and lean
     budget = int(max(kept.value, lean.value) - 1 if rng.random() < 0.5 else (kept.value + lean.value) / 2)
     cluster = replace(ample, devices=tuple(replace(one, memory_bytes=budget) for one in ample.devices))
-    return Question(profile=profile, cluster=cluster, training=HOW, options=Options(shard="none", data=data))
+    return Question(
+        profile=profile, cluster=cluster, training=HOW, options=PlanOptions(shard="none", data=data)
+    )
 
 
 def lent(
@@ -59,7 +61,7 @@ def lent(
     asked = case(seed, 1e3, peers=rate, data=data, layers=layers)
     *others, last = asked.cluster.devices
     roomy = (*others, replace(last, memory_bytes=int(times * last.memory_bytes)))
-    return replace(asked, cluster=replace(asked.cluster, devices=roomy), means=PEERS)
+    return replace(asked, cluster=replace(asked.cluster, devices=roomy)).using(PEERS)
 
 
 def moves(found: Mixed, kind: MemberKind = MemberKind.HOST) -> bool:
@@ -84,7 +86,7 @@ def check(found: Mixed) -> None:
 def test_a_host_never_makes_a_plan_of_any_degrees_slower(seed: int, rate: float) -> None:
     """A host never makes a plan slower, over fast and slow links; the plan fits, with exact seconds."""
     asked = case(seed, rate)
-    alone, found = mixed(replace(asked, means=BARE)), mixed(asked)
+    alone, found = mixed(asked.using(BARE)), mixed(asked)
     assert (alone is None) == (found is None)
     if alone is not None and found is not None:
         assert found.seconds <= alone.seconds
@@ -108,7 +110,7 @@ def test_hosts_without_room_get_nothing() -> None:
     """Hosts without room get nothing; the plan recomputes instead."""
     for seed in range(3):
         asked = case(seed, 1e9, host_bytes=1)
-        found, alone = mixed(asked), mixed(replace(asked, means=BARE))
+        found, alone = mixed(asked), mixed(asked.using(BARE))
         assert (found and found.seconds) == (alone and alone.seconds)
 
 
@@ -118,7 +120,7 @@ def test_the_fewest_blocks_that_are_enough_move(seed: int) -> None:
     recomputed stage, found by simulating all numbers.
     """
     asked = case(seed, 1e9)
-    alone, found = mixed(replace(asked, means=BARE)), mixed(replace(asked, means=HOSTS))
+    alone, found = mixed(asked.using(BARE)), mixed(asked.using(HOSTS))
     if alone is None:
         return
     assert found is not None
@@ -157,7 +159,7 @@ def test_a_peer_never_makes_a_plan_of_any_degrees_slower(seed: int, rate: float)
     seconds.
     """
     asked = lent(seed, rate)
-    alone, found = mixed(replace(asked, means=BARE)), mixed(asked)
+    alone, found = mixed(asked.using(BARE)), mixed(asked)
     assert (alone is None) == (found is None)
     if alone is not None and found is not None:
         assert found.seconds <= alone.seconds
@@ -169,10 +171,7 @@ def test_tensors_move_to_devices_that_have_memory_left() -> None:
     a slow link.
     """
     for data in (None, 2):
-        pairs = [
-            (mixed(one), mixed(replace(one, means=BARE)))
-            for one in (lent(seed, data=data) for seed in range(6))
-        ]
+        pairs = [(mixed(one), mixed(one.using(BARE))) for one in (lent(seed, data=data) for seed in range(6))]
         lending = [(found, alone) for found, alone in pairs if found and moves(found, MemberKind.DEVICE)]
         assert lending
         for found, alone in lending:
@@ -186,7 +185,7 @@ def test_tensors_move_to_devices_that_have_memory_left() -> None:
 def test_peers_get_as_much_as_they_have_room_for(seed: int) -> None:
     """Some blocks of a stage are offloaded and others recomputed if lenders lack room for all."""
     asked = lent(seed, times=1, layers=range(8, 13))
-    alone, found = mixed(replace(asked, means=BARE)), mixed(asked)
+    alone, found = mixed(asked.using(BARE)), mixed(asked)
     assert alone and found and found.seconds < alone.seconds
     check(found)
     ways = [

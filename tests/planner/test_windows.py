@@ -10,7 +10,7 @@ import pytest
 from made_up import WHOLE_STAGES, block_sizes, devices, hostile, profile, skewed, training
 from pipefit.planner.driver import stage_peaks
 from pipefit.planner.exact import Bounds, solve
-from pipefit.planner.problem import Options, Question
+from pipefit.planner.problem import PlanOptions, Question
 from sampled import seeds
 
 
@@ -22,7 +22,7 @@ def question(seed: int, schedule: str, blocks: int, stages: int) -> Question:
         profile=profile(chain, blocks=block_sizes(Random(seed), layers, blocks)),
         cluster=devices(*[1 << 40] * stages),
         training=training(schedule, 9),
-        options=Options(recompute=WHOLE_STAGES[seed % len(WHOLE_STAGES)]),
+        options=PlanOptions(recompute=WHOLE_STAGES[seed % len(WHOLE_STAGES)]),
     )
 
 

@@ -147,17 +147,20 @@ def command(
     with progress("searching") as report:
         from pipefit.largest.growth import Demand
         from pipefit.largest.search import find
+        from pipefit.planner import PlanOptions
 
         demand = Demand(
             cluster=devices,
-            batch_size=batch_size,
-            microbatch_size=microbatch_size,
-            microbatches=microbatches,
-            schedule=schedule,
-            recompute=recompute,
-            data=data,
-            tensor=tensor,
-            planner=planner or "joint",
+            options=PlanOptions(
+                batch_size=batch_size,
+                microbatch_size=microbatch_size,
+                microbatches=microbatches,
+                schedule=schedule,
+                recompute=recompute,
+                data=data,
+                tensor=tensor,
+                planner=planner,
+            ),
             target=target or devices.target,
             threads=threads,
         )

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, Unpack
+from typing import NamedTuple
 
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.lowering.passes.recomputation import Recompute
 from pipefit.memory.arenas import room_needed, shortage
-from pipefit.planner import PLANNERS, Answer, Asked, Planner, Question, answered, solved
+from pipefit.planner import PLANNERS, Answer, Planner, PlanOptions, Question, answered, solved
 from pipefit.planner.joint import exact_in_time
 from pipefit.planner.lean import ALL_AWAY, at_hosts
 from pipefit.planner.open_choices import by_distance, sizes_of
@@ -164,21 +164,22 @@ class Proposal(NamedTuple):
         return self.answer().complete()
 
 
-def sizes_asked(training: Training | None, asked: Asked) -> tuple[int, ...]:
+def sizes_asked(training: Training | None, options: PlanOptions) -> tuple[int, ...]:
     """Return the microbatch sizes that planning may need, including local batches."""
-    batch, size, count = asked.get("batch_size"), asked.get("microbatch_size"), asked.get("microbatches")
+    batch, size, count = options.batch_size, options.microbatch_size, options.microbatches
     if training is not None:
         size = training.microbatch_size
     elif size is None:
         size = batch // count if batch and count else batch
-    return (
-        sizes_of(size) if size and 0 < size <= MOST_SAMPLES else (1,)
-    )  # other values fail in the later checks
+    # other values fail in the later checks
+    return sizes_of(size) if size and 0 < size <= MOST_SAMPLES else (1,)
 
 
-def in_order(sizes: Sequence[int], training: Training | None, asked: Asked, devices: int) -> list[int]:
+def in_order(
+    sizes: Sequence[int], training: Training | None, options: PlanOptions, devices: int
+) -> list[int]:
     """Return the sizes of `sizes_asked`, the likeliest first."""
-    chosen = training is None and asked.get("microbatch_size") is None and asked.get("microbatches") is None
+    chosen = training is None and options.microbatch_size is None and options.microbatches is None
     return by_distance(sizes, sizes[-1], devices) if chosen else sorted(sizes, reverse=True)
 
 
@@ -186,24 +187,23 @@ def plan_on_the_way(
     known: OnDemand | Repeated,
     cluster: Cluster,
     training: Training | None = None,
+    options: PlanOptions = PlanOptions(),
     *,
     shards: Sequence[int] = (),
     along: bool = False,
     runs_dry: bool = False,
-    **asked: Unpack[Asked],
 ) -> Proposal:
     """Plan with profiles made on demand.
 
     Layers may be divided between `shards` ranks, with `along` also along positions.
 
     Profiles derived from those of other sizes are compared with traces in the background until the proposal
-    is settled. With `runs_dry`, alternatives are searched in parallel with the dry run that follows. Other
-    arguments are those of `planner.plan`.
+    is settled. With `runs_dry`, alternatives are searched in parallel with the dry run that follows.
 
     Raises:
         InfeasibleError: no plan fits, by such profiles; also when the proposal is settled.
     """
-    make = partial(answered, partial(known, tensor=shards, sequences=along), cluster, training, **asked)
+    make = partial(answered, partial(known, tensor=shards, sequences=along), cluster, training, options)
     try:
         result = make()
     except InfeasibleError:

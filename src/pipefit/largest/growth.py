@@ -15,10 +15,9 @@ from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.chain import Chains
 from pipefit.largest.attempts import Look, Proposal, attempt, plan_on_the_way, sizes_asked, soon_planned
-from pipefit.lowering.passes.recomputation import Recompute
-from pipefit.planner import ON_GRIDS, Answer, Asked, Means, Options, Question, check_planner
-from pipefit.planner.open_choices import Numbers, check_first
-from pipefit.planner.problem import check_degrees
+from pipefit.planner import ON_GRIDS, Answer, PlanOptions, Question, check_planner
+from pipefit.planner.open_choices import check_first, microbatch_sizes, training_of
+from pipefit.planner.problem import Degree, check_degrees
 from pipefit.profiler.on_demand import NotRepeated, OnDemand, Repeated, same_costs
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import Link, Member, MemberKind
@@ -103,7 +102,7 @@ _RATE_WITHOUT_LINKS = 12e9  # bytes per second, one way: the rate of copies over
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """The training, whatever grows.
+    """The training and the options of its plans, whatever grows.
 
     The batch of a step is `batch_size` samples, or `microbatches` of `microbatch_size`, default 1. Without
     any of these, it is four samples for each device of the cluster; without `microbatches`, four microbatches
@@ -118,21 +117,19 @@ class Demand:
     """
 
     cluster: Cluster
-    batch_size: int | None = None
-    microbatch_size: int | None = None
-    microbatches: int | None = None
-    schedule: str = "1f1b"
-    recompute: Recompute = "never"
-    data: int | None = None
-    tensor: int | None = None
-    planner: str = "joint"
+    options: PlanOptions = PlanOptions()
     target: Target = "cpu"
     threads: int = 1
 
     def __post_init__(self) -> None:
+        asked = self.asked()
         check_planner(self.planner)
-        numbers = self.numbers()
-        check_first(numbers, self.cluster, Options(), numbers.sizes(None, chooses=True))
+        check_first(None, self.cluster, asked, microbatch_sizes(asked, None, chooses=True))
+
+    @property
+    def planner(self) -> str:
+        """Name of the planner."""
+        return self.options.planner or "joint"
 
     def check_degrees(self, devices: int) -> None:
         """Check, before a profile is made, that `devices` devices suffice for a stage.
@@ -140,38 +137,28 @@ class Demand:
         Raises:
             UsageError: they are too few.
         """
-        check_degrees(self.data or 1, devices, data=self.data, tensor=self.tensor)
+        check_degrees(self.options.data or 1, devices, self.options)
 
-    def numbers(self, microbatch_size: int | None = None) -> Numbers:
-        """Return the numbers among the arguments of a plan."""
-        asked = self.asked(microbatch_size)
-        return Numbers(
-            batch_size=asked.get("batch_size"),
-            microbatches=asked.get("microbatches"),
-            microbatch_size=asked.get("microbatch_size"),
-            schedule=self.schedule,
-        )
-
-    def asked(self, microbatch_size: int | None = None) -> Asked:
-        """Return the arguments of a plan; `microbatch_size` replaces the demand's if given."""
-        size, each = microbatch_size or self.microbatch_size, _EACH * len(self.cluster.devices)
-        asked = Asked(
-            schedule=self.schedule,
-            recompute=self.recompute,
-            data=self.data,
-            tensor=self.tensor,
+    def asked(self, microbatch_size: int | None = None) -> PlanOptions:
+        """Return the options of a plan; `microbatch_size` replaces the demand's if given."""
+        options, each = self.options, _EACH * len(self.cluster.devices)
+        batch, count = options.batch_size, options.microbatches
+        size = microbatch_size or options.microbatch_size
+        if batch is None and size is None and count is None:
+            batch = each
+        elif batch is None:
+            size, count = size or 1, count or each
+        return replace(
+            options,
+            batch_size=batch,
+            microbatches=count,
+            microbatch_size=size,
+            schedule=options.schedule or "1f1b",
             planner=self.planner,
             effort=_EFFORT,
             allow_infeasible=True,
-            means=Means(spill=False),
+            means=replace(options.means, spill=False),
         )
-        if self.batch_size is not None:
-            return Asked(
-                **asked, batch_size=self.batch_size, microbatch_size=size, microbatches=self.microbatches
-            )
-        if size is None and self.microbatches is None:
-            return Asked(**asked, batch_size=each)
-        return Asked(**asked, microbatch_size=size or 1, microbatches=self.microbatches or each)
 
     def profiles(self, task: Task, microbatch_size: int | None = None) -> OnDemand:
         """Return the on-demand profiles of `task`, with the smallest microbatch size profiled.
@@ -181,7 +168,7 @@ class Demand:
         """
         sizes = sizes_asked(None, self.asked(microbatch_size))
         known = self.profiles_at(task, sizes)
-        known(microbatch_size or self.microbatch_size or 1)
+        known(microbatch_size or self.options.microbatch_size or 1)
         return known
 
     def profiles_at(self, task: Task, sizes: Sequence[int]) -> OnDemand:
@@ -194,7 +181,7 @@ class Demand:
 
         That is the `joint` planner, unless stages must have replicas or shards.
         """
-        return self.planner == "joint" and (self.data or 1) * (self.tensor or 1) == 1
+        return self.planner == "joint" and Degree.requested(self.options).devices == 1
 
     def soon(
         self,
@@ -206,16 +193,17 @@ class Demand:
         """Return an attempt that fits, if found fast: with the smallest microbatches and one device per
         stage.
         """
-        within, numbers = cluster or self.cluster, self.numbers(microbatch_size)
+        within, asked = cluster or self.cluster, self.asked(microbatch_size)
         with suppress(UsageError):  # reported when it is planned
-            size = numbers.sizes(known, chooses=True)[0]
+            size = microbatch_sizes(asked, known, chooses=True)[0]
             costs = known(size)
             question = Question(
                 profile=costs,
                 cluster=within,
-                training=numbers.training(size, costs.assumptions.precision, within),
-                options=Options(data=1, tensor=1, recompute=self.recompute, allow_infeasible=True),
-                means=self.asked()["means"],
+                training=training_of(asked, size, costs.assumptions.precision, within),
+                options=PlanOptions(
+                    data=1, tensor=1, recompute=asked.recompute, allow_infeasible=True, means=asked.means
+                ),
             )
             return soon_planned(value, question)
         return Look(None, {})
@@ -227,13 +215,13 @@ class Demand:
         fit; with sequence parallelism if possible and if it lowers what the planner minimises.
         """
         within, asked = cluster or self.cluster, self.asked(microbatch_size)
-        make = partial(plan_on_the_way, known, within, **asked)
+        make = partial(plan_on_the_way, known, within, None, asked)
         chooses = self.planner in ON_GRIDS
-        ranks = self.tensor or 1
+        ranks = asked.tensor or 1
         result = _divided(make, ranks, along=chooses and ranks > 1)
         while (
             chooses
-            and self.tensor is None
+            and asked.tensor is None
             and 2 * ranks <= len(within.devices)
             and not attempt(0, result.plan).fits
         ):
@@ -309,7 +297,7 @@ def batch(task: Task, demand: Demand, values: range) -> Growth:
     Raises:
         UsageError: the demand fixes the number of samples of the batch.
     """
-    if demand.batch_size is not None:
+    if demand.options.batch_size is not None:
         raise UsageError(
             "a batch that grows has as many samples as fit, not batch_size: say how many microbatches it has"
         )

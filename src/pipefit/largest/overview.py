@@ -20,7 +20,7 @@ from pipefit.fake_cuda.chain import Chains
 from pipefit.fake_cuda.fingerprint import precision_of
 from pipefit.largest.attempts import attempt, soon_planned
 from pipefit.largest.growth import with_devices
-from pipefit.planner import PLANNERS, Means, Options, Question, solved
+from pipefit.planner import PLANNERS, Means, PlanOptions, Question, solved
 from pipefit.planner.bounds import step_bound
 from pipefit.planner.common_plans import common_plans
 from pipefit.planner.joint import exact_in_time
@@ -99,7 +99,7 @@ def fit(
     instance("cluster", cluster, Cluster, 'a name such as "4x-titan-rtx" will do')
     each = 1 if microbatches is None else microbatches
     training = Training(batch_size=each, microbatches=each, schedule=schedule)
-    check_first(training, cluster, Options(), (1,))
+    check_first(training, cluster, PlanOptions(), (1,))
     kernels = target or cluster.target
     return apart(
         kernels, lambda: _looked_at(model, cluster, microbatches, schedule, kernels, threads, progress)
@@ -199,12 +199,12 @@ class _Look:
                 schedule=self.schedule,
                 precision=costs.assumptions.precision,
             ),
-            options=Options(data=1, tensor=1, allow_infeasible=True, effort=_EFFORT),
+            options=PlanOptions(data=1, tensor=1, allow_infeasible=True, effort=_EFFORT),
         )
         if how == "kept":
             name = "exact" if exact_in_time(question) else "uniform"
             return solved(question, PLANNERS[name], name=name)
-        first = replace(question, means=_MEANS[how])
+        first = question.using(_MEANS[how])
         name = "uniform" if step_bound(first) == float("inf") else "joint"  # no search makes it fit
         plan = solved(first, PLANNERS[name], name=name)
         size = question.training.microbatch_size
@@ -291,9 +291,11 @@ class _Look:
         if devices == 1 or (self.schedule in ENDLESS):
             return None
         with suppress(UsageError):
-            if changed_by_replicas(self.profiles(devices), Options(), opens_sizes=True):
+            if changed_by_replicas(self.profiles(devices), PlanOptions(), opens_sizes=True):
                 return None
-            profile = with_slices(self.profiles, devices, Options(data=devices), opens_sizes=True)(devices)
+            profile = with_slices(self.profiles, devices, PlanOptions(data=devices), opens_sizes=True)(
+                devices
+            )
             count = self.microbatches or 4
             return Question(
                 profile=profile,
@@ -304,7 +306,7 @@ class _Look:
                     schedule=self.schedule,
                     precision=profile.assumptions.precision,
                 ),
-                options=Options(stages=1, data=devices, tensor=1, allow_infeasible=True),
+                options=PlanOptions(stages=1, data=devices, tensor=1, allow_infeasible=True),
             )
         return None
 

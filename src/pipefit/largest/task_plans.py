@@ -16,8 +16,7 @@ from pipefit.errors import InfeasibleError, OutOfMemory, UsageError
 from pipefit.fake_cuda.chain import Chains
 from pipefit.largest.attempts import Proposal
 from pipefit.memory.cuda_allocator import AllocatorSettings
-from pipefit.planner import ELSEWHERE, ON_RUNS, Asked, Means
-from pipefit.planner import plan as plan_of_profile
+from pipefit.planner import ON_RUNS, Means, PlanArguments, PlanOptions, answered
 from pipefit.profiler import Progress
 from pipefit.runtime import certify
 from pipefit.schema.cluster import Cluster
@@ -25,7 +24,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile, Target
 from pipefit.schema.trace import DeviceTrace, Trace
 from pipefit.schema.training import Training
-from pipefit.schema.validation import check_arguments, check_names, instance
+from pipefit.schema.validation import check_arguments, instance
 from pipefit.texts import counted
 from pipefit.units import MIB
 
@@ -206,7 +205,7 @@ def plan(
     certify: bool = True,
     allocator: AllocatorSettings | None = None,
     progress: Progress | None = None,
-    **asked: Unpack[Asked],
+    **options: Unpack[PlanArguments],
 ) -> Plan:
     """Plan the training of a model on a cluster so that it fits; `planner.plan` explains the arguments.
 
@@ -228,11 +227,10 @@ def plan(
     instance("cluster", cluster, Cluster, 'a name such as "4x-titan-rtx" will do')
     if training is not None:
         instance("training", training, Training, "or say batch_size and microbatches by name")
-    check_names("plan", asked, Asked, ELSEWHERE)
-    check_arguments(Asked, asked)
+    asked = PlanOptions.named(options)
     check_arguments(_Own, {"target": target, "certify": certify, "progress": progress})
     if isinstance(model, ModelProfile):
-        return plan_of_profile(model, cluster, training, **asked)
+        return answered(model, cluster, training, asked).complete()
     from pipefit.capture import Task
     from pipefit.fake_cuda.apart import apart
 
@@ -251,7 +249,7 @@ def _plan_of_task(
     certify: bool,
     allocator: AllocatorSettings | None,
     progress: Progress | None,
-    asked: Asked,
+    asked: PlanOptions,
 ) -> Plan:
     """Return the plan of a task, whose profiles are made on demand."""
     _check(model, asked)
@@ -263,41 +261,40 @@ def _plan_of_task(
     known = OnDemand(model, target=kernels, progress=progress, sizes=sizes, ahead=ahead)
 
     for_gpus = kernels == cluster.backend == "cuda"
-    runs_dry = certify and not asked.get("allow_infeasible") and (for_gpus or cluster.backend != "cuda")
+    runs_dry = certify and not asked.allow_infeasible and (for_gpus or cluster.backend != "cuda")
 
-    def make(within: Cluster, **other: Unpack[Asked]) -> Proposal:
-        shards, along = (asked.get("tensor") or 1,), bool(asked.get("sequences"))
-        ask: Asked = {**asked, **other}
-        forks = runs_dry and for_gpus
-        return plan_on_the_way(known, within, training, shards=shards, along=along, runs_dry=forks, **ask)
+    def make(within: Cluster, means: Means = asked.means) -> Proposal:
+        shards, along, forks = (asked.tensor or 1,), bool(asked.sequences), runs_dry and for_gpus
+        options = replace(asked, means=means)
+        return plan_on_the_way(known, within, training, options, shards=shards, along=along, runs_dry=forks)
 
     if not runs_dry:
         return make(cluster).settled()
 
-    means = asked.get("means", Means())
+    means = asked.means
     fewer = [replace(means, spill=False), replace(means, spill=False, state=False)]
     fewer.append(replace(fewer[-1], host=False, peers=False))
-    tried = [partial(make, means=fromkey) for fromkey in dict.fromkeys(fewer) if fromkey != means]
+    tried = [partial(make, means=one) for one in dict.fromkeys(fewer) if one != means]
     return plan_reserving(
         model, cluster, make, allocator, known.chains, progress, target=kernels, fewer=tried
     )
 
 
-def _check(model: Task, asked: Asked) -> None:
+def _check(model: Task, asked: PlanOptions) -> None:
     """Check a task's other arguments, before a profile is made.
 
     Raises:
         UsageError: it cannot be planned as requested.
     """
-    if asked.get("sequences") and asked.get("tensor") is None:
+    if asked.sequences and asked.tensor is None:
         raise UsageError(
             "a model is profiled with sequence parallelism for as many shards as are asked for: say how "
             "many, as by "
             "--tensor 2 --sequences (tensor=2, sequences=True)"
         )
-    if asked.get("planner") in ON_RUNS:
+    if asked.planner in ON_RUNS:
         raise UsageError(
-            f"the {asked['planner']} planner takes what training runs measured: profile the model with "
+            f"the {asked.planner} planner takes what training runs measured: profile the model with "
             "--runs "
             "incremental or --runs trimmed, and plan that profile, or use the exact planner, which needs no "
             "runs"
@@ -305,8 +302,8 @@ def _check(model: Task, asked: Asked) -> None:
     Training(  # of one sample: checks that schedule, precision, clipping and versions fit together
         batch_size=1,
         microbatches=1,
-        schedule=asked.get("schedule") or "1f1b",
+        schedule=asked.schedule or "1f1b",
         precision=model.precision or "float32",
-        clip_norm=asked.get("clip_norm"),
-        versions=asked.get("versions", "weights"),
+        clip_norm=asked.clip_norm,
+        versions=asked.versions,
     )

@@ -6,14 +6,13 @@ the plan (`planner.driver`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from time import perf_counter
-from typing import Literal, NamedTuple, TypedDict, Unpack, cast
+from typing import NamedTuple, Unpack
 
 from pipefit.errors import InfeasibleError, UsageError
-from pipefit.lowering.passes.recomputation import Recompute
 from pipefit.planner.arrangements import Trials, alternatives
 from pipefit.planner.baselines.alpa import alpa
 from pipefit.planner.baselines.bisection import bisection
@@ -27,26 +26,26 @@ from pipefit.planner.driver import answer, plan_of, solved
 from pipefit.planner.exact import exact, leanest_of
 from pipefit.planner.joint import joint
 from pipefit.planner.lean import lean, leanest_with_hosts
-from pipefit.planner.open_choices import Numbers, Open, Profiles, Space, space_of
-from pipefit.planner.problem import ON_GRIDS, Found, Means, Options, Planner, Question
+from pipefit.planner.open_choices import Profiles, Space, space_of
+from pipefit.planner.options import Goal, Means, PlanArguments, PlanOptions
+from pipefit.planner.problem import CHOOSE_SIZES, ON_GRIDS, Degree, Found, Planner, Question
 from pipefit.planner.replicas import in_replicas
 from pipefit.processes import uncollected
 from pipefit.schema.cluster import Cluster
-from pipefit.schema.grids import Sharding
 from pipefit.schema.plan import Alternative, Plan
 from pipefit.schema.profile import ModelProfile
-from pipefit.schema.training import Training, Versions
-from pipefit.schema.validation import check_arguments, check_names, instance
+from pipefit.schema.training import Training
+from pipefit.schema.validation import instance
 from pipefit.texts import unknown
 
 __all__ = [
     "ON_GRIDS",
     "ON_RUNS",
     "PLANNERS",
-    "Asked",
     "Found",
     "Means",
-    "Options",
+    "PlanArguments",
+    "PlanOptions",
     "Planner",
     "Profiles",
     "Question",
@@ -97,37 +96,6 @@ PLANNERS: dict[str, Planner] = {
 ON_RUNS = "additive", "mcap_bf", "mcap_bo"  # planners that need measurements of training runs
 FOR_SPEED = "joint", "mpress", "alpa", "time"  # planners that minimise the seconds of a step
 
-Goal = Literal["throughput", "peak"]
-
-
-class Asked(TypedDict, total=False):
-    """Optional arguments of `plan`."""
-
-    batch_size: int | None
-    microbatches: int | None
-    microbatch_size: int | None
-    schedule: str | None
-    recompute: Recompute
-    clip_norm: float | None
-    versions: Versions
-    objective: Goal
-    planner: str | None
-    stages: int | None
-    data: int | None
-    tensor: int | None
-    sequences: bool | None
-    shard: Sharding | None
-    effort: float
-    allow_infeasible: bool
-    means: Means
-
-
-ELSEWHERE = {
-    "precision": "it belongs to the task, pipefit.Task(module, ..., precision=...), or to a Training"
-} | {
-    name: f"it belongs to the task, pipefit.Task(module, ..., {name}=...)"
-    for name in ("batch", "loss", "optimizer", "groups", "scheduler", "granularity")
-}
 PLANNER_FOR: dict[str, str] = {"throughput": "joint", "peak": "exact"}
 
 
@@ -135,36 +103,29 @@ def plan(
     profile: ModelProfile | Profiles,
     cluster: Cluster,
     training: Training | None = None,
-    **asked: Unpack[Asked],
+    **options: Unpack[PlanArguments],
 ) -> Plan:
     """Choose the devices of every layer, and what to recompute or offload, so that the model fits.
 
-    The objective is the fastest step that fits (`throughput`) or the lowest `peak` of all plans.
-    Describe the training either by `training`, or by `batch_size` samples in `microbatches` equal parts or in
-    microbatches of `microbatch_size`, `schedule`, `clip_norm` (the norm to which gradients are clipped) and
-    `versions`, as in `Training`. The `joint` planner chooses microbatches, `schedule` and `stages` if they
-    are not given (`planner.arrangements`), among the microbatch sizes of the profile, or among all sizes if
-    `profile` is a function from a size to a profile.
+    `options` are the fields of `PlanOptions`. Describe the training either by `training` or by the options.
+    The `joint` planner chooses microbatches, `schedule` and `stages` if they are not given
+    (`planner.arrangements`), among the microbatch sizes of the profile, or among all sizes if `profile` is a
+    function from a size to a profile.
 
     `joint`, `exact` and `lean` also choose the microbatch size and, for each stage, the number of replicas
-    and their sharding, if the profile has the sizes of the local batches. `data` and `tensor` fix the degrees
-    of all stages, `sequences` says whether all tensor-parallel ranks divide positions too (chosen if the
-    profile has both), and `shard` is the state that the replicas of a stage divide.
+    and their sharding, if the profile has the sizes of the local batches. They choose `sequences` if the
+    profile has both.
 
     Without `batch_size`, and under other planners, microbatches have the first profiled size, the schedule is
     1f1b, and stages use all devices. Without `batch_size` and `microbatches`, a step has four microbatches
-    for each device. `planner` is a name in `PLANNERS`; default: `joint` for throughput, `exact` for peak.
-    `Options` explains `stages`, `recompute`, `effort` and `allow_infeasible`. `means` are the techniques with
-    which `joint` and `mpress` may free memory.
+    for each device.
 
     Raises:
         UsageError: an unknown name, inconsistent numbers, or a microbatch size that was not profiled.
         InfeasibleError: the plan does not fit; the message says by how many bytes, and which changes would
             fit.
     """
-    check_names("plan", asked, Asked, ELSEWHERE)
-    check_arguments(Asked, asked)
-    return answered(profile, cluster, training, **asked).complete()
+    return answered(profile, cluster, training, PlanOptions.named(options)).complete()
 
 
 class Answer(NamedTuple):
@@ -182,24 +143,8 @@ def answered(
     profile: ModelProfile | Profiles,
     cluster: Cluster,
     training: Training | None = None,
+    options: PlanOptions = PlanOptions(),
     *,
-    batch_size: int | None = None,
-    microbatches: int | None = None,
-    microbatch_size: int | None = None,
-    schedule: str | None = None,
-    recompute: Recompute = "never",
-    clip_norm: float | None = None,
-    versions: Versions = "weights",
-    objective: Goal = "throughput",
-    planner: str | None = None,
-    stages: int | None = None,
-    data: int | None = None,
-    tensor: int | None = None,
-    sequences: bool | None = None,
-    shard: Sharding | None = None,
-    effort: float = 1.0,
-    allow_infeasible: bool = False,
-    means: Means = Means(),
     redone: bool = False,
 ) -> Answer:
     """Return the plan of `plan`, and a function that finds its alternatives later; `redone` as in `space_of`.
@@ -214,40 +159,18 @@ def answered(
         instance("profile", profile, ModelProfile, "pipefit.profile makes one of a task")
     if training is not None:
         instance("training", training, Training, "or say batch_size and microbatches by name")
-    planner = PLANNER_FOR[objective] if planner is None else planner
-    check_planner(planner, objective)
-    numbers = Numbers(
-        batch_size=batch_size,
-        microbatches=microbatches,
-        microbatch_size=microbatch_size,
-        schedule=schedule,
-        clip_norm=clip_norm,
-        versions=versions,
-    )
-    if training is not None and numbers != Numbers():
+    planner = options.planner or PLANNER_FOR[options.objective]
+    check_planner(planner, options.objective)
+    if training is not None and options.describes_training:
         raise UsageError(
             "say how the model is trained either with training or with batch_size, microbatches, "
             "microbatch_size, "
             "schedule, clip_norm and versions, not both"
         )
-    options = Options(
-        stages=stages,
-        data=data,
-        tensor=tensor,
-        sequences=sequences,
-        shard=shard,
-        recompute=recompute,
-        effort=effort,
-        allow_infeasible=allow_infeasible,
-    )
-    chooses = planner == "joint"
-    may = Open(sizes=planner in ("joint", "exact", "lean"), arrangements=chooses, degrees=planner in ON_GRIDS)
-    space = space_of(
-        profile, cluster, numbers if training is None else training, options, may, means, redone=redone
-    )
-    if may.sizes:
-        return _chosen(space) if chooses else Answer(_leanest(space, planner))
-    asked = PLANNERS[planner] if may.degrees else in_replicas(PLANNERS[planner])
+    space = space_of(profile, cluster, training, replace(options, planner=planner), redone=redone)
+    if planner in CHOOSE_SIZES:
+        return _chosen(space) if planner == "joint" else Answer(_leanest(space, planner))
+    asked = PLANNERS[planner] if planner in ON_GRIDS else in_replicas(PLANNERS[planner])
     return Answer(solved(space.question, asked, name=planner))
 
 
@@ -287,43 +210,33 @@ def plan_again(old: Plan, cluster: Cluster) -> Plan:
     if cluster == old.cluster:
         return old
     made = old.provenance
-    asked = made.options if made else {}
+    planner = made.planner if made and made.planner in PLANNERS else "joint"
+    asked = replace(PlanOptions.of_record(made.options if made else {}), planner=planner)
+    if len(cluster.devices) == 1:
+        asked = replace(asked, shard=None)
 
-    def again(stages: int | None, data: int | None, tensor: int | None) -> Plan:
-        return answered(
-            old.profile,
-            cluster,
-            old.training,
-            recompute=cast(
-                "Recompute", asked.get("recompute", "never")
-            ),  # read from a file; `Options` checks it
-            planner=made.planner if made and made.planner in PLANNERS else "joint",
-            shard=cast("Sharding | None", asked.get("shard")) if len(cluster.devices) > 1 else None,
-            stages=stages,
-            data=data,
-            tensor=tensor,
-            sequences=cast("bool | None", asked.get("sequences")) if tensor else None,
-            redone=old.is_sliced,
-        ).complete()
+    def again(options: PlanOptions) -> Plan:
+        return answered(old.profile, cluster, old.training, options, redone=old.is_sliced).complete()
 
     *ways, last = _degrees(asked, len(cluster.devices))
     for way in ways:
         with suppress(UsageError, InfeasibleError):
-            return again(*way)
-    return again(*last)
+            return again(way)
+    return again(last)
 
 
-def _degrees(asked: Mapping[str, object], devices: int) -> list[tuple[int | None, int | None, int | None]]:
-    """Return the requested (stages, data, tensor), limited to `devices`, and two looser alternatives."""
-    stages, data, shards = (
-        result if isinstance(result, int) else None for result in map(asked.get, ("stages", "data", "tensor"))
-    )
-    ways: list[tuple[int | None, int | None, int | None]] = []
-    for replicas, ranks in ((data, shards), (None, shards), (None, None)):
-        room = devices // ((replicas or 1) * (ranks or 1))
-        way = stages and min(stages, room), replicas, ranks
-        if room and way not in ways:
-            ways.append(way)
+def _degrees(asked: PlanOptions, devices: int) -> list[PlanOptions]:
+    """Return the options with stages limited to `devices`, and two looser alternatives."""
+    ways = list[PlanOptions]()
+    for way in (
+        asked,
+        replace(asked, data=None),
+        replace(asked, data=None, tensor=None, sequences=None),
+    ):
+        room = devices // Degree.requested(way).devices
+        limited = replace(way, stages=way.stages and min(way.stages, room))
+        if room and limited not in ways:
+            ways.append(limited)
     return ways
 
 

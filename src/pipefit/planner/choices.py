@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -20,7 +19,8 @@ from numpy.typing import NDArray
 from pipefit.errors import UsageError
 from pipefit.memory.storages import StageStorages
 from pipefit.planner.closed_forms.lifetimes import NEVER, lifetimes
-from pipefit.planner.problem import Means, Question
+from pipefit.planner.options import Means
+from pipefit.planner.problem import Question
 from pipefit.schema.actions import Subject
 from pipefit.schema.decisions import Decision, Run, SavedTensors, State, StateKind, What
 from pipefit.schema.devices import Place
@@ -206,7 +206,7 @@ class Menus:
     def restricted(self, means: Means) -> Menus:
         """Return the menus without the techniques that `means` lacks; recipes keep their numbers."""
         result = copy(self)
-        result.question, result._known = replace(self.question, means=means), {}
+        result.question, result._known = self.question.using(means), {}
         result.blocks = tuple(menu.restricted(means) for menu in self.blocks)
         return result
 

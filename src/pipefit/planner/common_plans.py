@@ -33,7 +33,8 @@ from pipefit.planner.baselines.simple import time
 from pipefit.planner.driver import plan_of
 from pipefit.planner.evaluation import HOST
 from pipefit.planner.neighbours import Simulations
-from pipefit.planner.problem import Degree, Means, Question, Split
+from pipefit.planner.options import Means
+from pipefit.planner.problem import Degree, Question, Split
 from pipefit.planner.replicas import in_replicas
 from pipefit.schema.decisions import Decision, Run, State, StateKind, What
 from pipefit.schema.grids import SHARDINGS, Sharding

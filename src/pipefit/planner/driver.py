@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import pairwise
 from math import ceil, isfinite
 from typing import NamedTuple
@@ -22,7 +22,8 @@ from pipefit.memory.arenas import shortage
 from pipefit.memory.stage import Costs
 from pipefit.planner.closed_forms.bands import stage_peak
 from pipefit.planner.exact import exact
-from pipefit.planner.problem import ON_GRIDS, Found, Options, Planner, Question, Split
+from pipefit.planner.options import PlanOptions
+from pipefit.planner.problem import ON_GRIDS, Found, Planner, Question, Split
 from pipefit.processes import uncollected
 from pipefit.schema.decisions import Decision, SavedTensors, State, What
 from pipefit.schema.grids import Stage
@@ -372,7 +373,7 @@ def answer(
     planner: Planner,
     name: str,
     seconds: float,
-    asked: Options,
+    asked: PlanOptions,
 ) -> Plan:
     """Make the plan of a planner's result, found in `seconds`; `asked` are the options before any choice.
 
@@ -389,7 +390,6 @@ def answer(
     if not question.options.allow_infeasible:
         short = shortage(plan, simulation.arenas)
         _check(replace(question, options=asked), found, peaks, short, name, _Judge(planner))
-    options = {option: value for option, value in asdict(asked).items() if value is not None}
     bound = found.value if found.proven else found.bound
     told = accounts(plan, simulation) if found.decisions else Accounts()
     return replace(
@@ -402,7 +402,7 @@ def answer(
         ),
         provenance=Provenance(
             planner=name,
-            options=options,
+            options=asked.recorded,
             objective=found.objective,
             value=found.value,
             bound=bound if bound is not None and isfinite(bound) else None,
@@ -432,7 +432,7 @@ def _staying(question: Question, found: Found) -> Iterator[str]:
         yield f"No state moves, as {question.staying}."
 
 
-def _unreplicated(question: Question, asked: Options, name: str) -> Iterator[str]:
+def _unreplicated(question: Question, asked: PlanOptions, name: str) -> Iterator[str]:
     """Yield the reason why no replicas were considered, if the planner might have chosen some."""
     reason = replace(question, options=asked).changed_by_replicas if name in ON_GRIDS else ""
     if reason and question.training.microbatch_size > 1 and len(question.cluster.devices) > 1:

@@ -31,7 +31,8 @@ from pipefit.memory.arenas import missing_bytes
 from pipefit.memory.stage import Costs
 from pipefit.planner.choices import Floats, Menu, Menus, Prices, StageChoice, decisions_of
 from pipefit.planner.driver import plan_of
-from pipefit.planner.problem import Means, Question, Split
+from pipefit.planner.options import Means
+from pipefit.planner.problem import Question, Split
 from pipefit.schema.actions import Kind
 from pipefit.schema.decisions import Decision
 from pipefit.schema.devices import Member, MemberKind, Place, Share
@@ -304,7 +305,7 @@ class Evaluator:
         length of a search does not depend on other searches.
         """
         result = copy(self)
-        result.question, result.menus = replace(self.question, means=means), self.menus.restricted(means)
+        result.question, result.menus = self.question.using(means), self.menus.restricted(means)
         result._parts, result.known, result.work = self._parts.apart(), {}, 0
         return result
 

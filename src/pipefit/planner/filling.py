@@ -26,7 +26,8 @@ from pipefit.planner.choices import KEPT, TO_HOST, TO_PEERS, Floats, Menu, Price
 from pipefit.planner.closed_forms.bands import Band, stage_peak
 from pipefit.planner.driver import range_peak
 from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
-from pipefit.planner.problem import Means, Question, Split
+from pipefit.planner.options import Means
+from pipefit.planner.problem import Question, Split
 from pipefit.schema.devices import Place
 
 # ---- Balanced splits

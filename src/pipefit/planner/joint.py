@@ -42,7 +42,8 @@ from pipefit.planner.exact import exact
 from pipefit.planner.filling import Balance, Filled, Filler, Setting, States
 from pipefit.planner.improvement import improved, polished, spared, spread
 from pipefit.planner.mapping import with_peers
-from pipefit.planner.problem import Found, Means, Planner, Question, Split
+from pipefit.planner.options import Means
+from pipefit.planner.problem import Found, Planner, Question, Split
 from pipefit.schema.plan import Objective
 from pipefit.texts import counted
 
@@ -196,7 +197,7 @@ class Search:
     def _bound(self, means: Means) -> float:
         """Return a lower bound of a step's seconds with these techniques."""
         if means not in self._bounds:
-            self._bounds[means] = step_bound(replace(self._question, means=means))
+            self._bounds[means] = step_bound(self._question.using(means))
         return self._bounds[means]
 
     def _answered(self, filler: Filler, answers: Mapping[Means, _Answer]) -> _Answer:

@@ -122,7 +122,7 @@ class _Search:
         degree = Degree.of(self.split.grid(number))
         if degree not in self._menus:
             rank = representative(self.question, degree)
-            self._menus[degree] = Menus(replace(rank, means=self.question.means))
+            self._menus[degree] = Menus(rank.using(self.question.means))
         return self._menus[degree].of_stage(*self.split.edges[number : number + 2])
 
     def stage(self, number: int, again: int, best: Swapped) -> _Stage:

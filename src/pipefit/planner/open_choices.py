@@ -11,11 +11,12 @@ from typing import NamedTuple, TypeVar
 from pipefit.errors import UsageError
 from pipefit.lowering import schedule_named
 from pipefit.planner.joint import Search, Searched
+from pipefit.planner.options import PlanOptions
 from pipefit.planner.problem import (
+    CHOOSE_SIZES,
+    ON_GRIDS,
     SINGLE,
     Degree,
-    Means,
-    Options,
     Question,
     changed_by_replicas,
     check_degrees,
@@ -28,7 +29,7 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.layer_costs import KernelMemory
 from pipefit.schema.plan import is_tight
 from pipefit.schema.profile import ModelProfile, differences
-from pipefit.schema.training import ENDLESS, MOST_MICROBATCHES, MOST_SAMPLES, Precision, Training, Versions
+from pipefit.schema.training import ENDLESS, MOST_MICROBATCHES, MOST_SAMPLES, Precision, Training
 from pipefit.schema.validation import whole
 from pipefit.texts import counted
 
@@ -100,85 +101,68 @@ _EACH = 4  # microbatches for each device
 _COUNTS = 8  # largest number of stage counts to examine
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Numbers:
-    """Requested numbers of training; None for open ones."""
+def microbatch_sizes(
+    options: PlanOptions, profile: ModelProfile | Profiles | None, *, chooses: bool
+) -> tuple[int, ...]:
+    """Return the possible microbatch sizes for which profiles exist or can be made.
 
-    batch_size: int | None = None
-    microbatches: int | None = None
-    microbatch_size: int | None = None
-    schedule: str | None = None
-    clip_norm: float | None = None
-    versions: Versions = "weights"
+    Raises:
+        UsageError: inconsistent numbers.
+    """
+    _check_numbers(options)
+    measured = (
+        sorted(m.microbatch_size for m in profile.measurements) if isinstance(profile, ModelProfile) else []
+    )
+    first = profile.measurements[0].microbatch_size if isinstance(profile, ModelProfile) else 1
+    if options.microbatch_size is not None:
+        return (options.microbatch_size,)
+    if options.batch_size is None:
+        return (first,)
+    if options.microbatches is not None:
+        return (max(1, options.batch_size // options.microbatches),)
+    dividing = tuple(size for size in measured if options.batch_size % size == 0)
+    return ((dividing if measured else sizes_of(options.batch_size)) if chooses else ()) or (first,)
 
-    def sizes(self, profile: ModelProfile | Profiles | None, *, chooses: bool) -> tuple[int, ...]:
-        """Return the possible microbatch sizes for which profiles exist or can be made.
 
-        Raises:
-            UsageError: inconsistent numbers.
-        """
-        self._check()
-        measured = (
-            sorted(m.microbatch_size for m in profile.measurements)
-            if isinstance(profile, ModelProfile)
-            else []
+def training_of(options: PlanOptions, size: int, precision: Precision, cluster: Cluster) -> Training:
+    """Return the training with microbatches of `size` samples, unless their number was requested.
+
+    Raises:
+        UsageError: inconsistent numbers.
+    """
+    batch = options.batch_size
+    count = options.microbatches or (_EACH * len(cluster.devices) if batch is None else _count(batch, size))
+    return Training(
+        batch_size=count * size if batch is None else batch,
+        microbatches=count,
+        schedule=options.schedule or SCHEDULES[0],
+        precision=precision,
+        clip_norm=options.clip_norm,
+        versions=options.versions,
+    )
+
+
+def _check_numbers(options: PlanOptions) -> None:
+    batch, count, size = options.batch_size, options.microbatches, options.microbatch_size
+    for name, number, most in (
+        ("batch_size", batch, MOST_SAMPLES),
+        ("microbatches", count, MOST_MICROBATCHES),
+        ("microbatch_size", size, MOST_SAMPLES),
+    ):
+        if number is not None:
+            whole(name, number, 1, most)
+    if batch is None or size is None:
+        return
+    if count is not None and batch != count * size:
+        raise UsageError(
+            f"microbatches={count} of microbatch_size={size} are no batch "
+            f"of {batch}: leave one of the three numbers out"
         )
-        first = profile.measurements[0].microbatch_size if isinstance(profile, ModelProfile) else 1
-        if self.microbatch_size is not None:
-            return (self.microbatch_size,)
-        if self.batch_size is None:
-            return (first,)
-        if self.microbatches is not None:
-            return (max(1, self.batch_size // self.microbatches),)
-        dividing = tuple(size for size in measured if self.batch_size % size == 0)
-        return ((dividing if measured else sizes_of(self.batch_size)) if chooses else ()) or (first,)
-
-    def training(self, size: int, precision: Precision, cluster: Cluster) -> Training:
-        """Return the training with microbatches of `size` samples, unless their number was requested.
-
-        Raises:
-            UsageError: inconsistent numbers.
-        """
-        batch = self.batch_size
-        count = self.microbatches or (_EACH * len(cluster.devices) if batch is None else _count(batch, size))
-        return Training(
-            batch_size=count * size if batch is None else batch,
-            microbatches=count,
-            schedule=self.schedule or SCHEDULES[0],
-            precision=precision,
-            clip_norm=self.clip_norm,
-            versions=self.versions,
+    if batch > size and batch % size:
+        raise UsageError(
+            f"a batch of {batch} does not divide into microbatches of {counted(size, 'sample')}: use "
+            f"{counted(batch - batch % size, 'sample')}, or {batch + -batch % size}"
         )
-
-    def _check(self) -> None:
-        most = {
-            "batch_size": MOST_SAMPLES,
-            "microbatches": MOST_MICROBATCHES,
-            "microbatch_size": MOST_SAMPLES,
-        }
-        for name, limit in most.items():
-            if getattr(self, name) is not None:
-                whole(name, getattr(self, name), 1, limit)
-        given = self.batch_size, self.microbatches, self.microbatch_size
-        if None not in given and self.batch_size != (self.microbatches or 0) * (self.microbatch_size or 0):
-            raise UsageError(
-                f"microbatches={self.microbatches} of microbatch_size={self.microbatch_size} are no batch "
-                f"of {self.batch_size}: leave one of the three numbers out"
-            )
-        batch, size = self.batch_size, self.microbatch_size
-        if batch is not None and size is not None and batch > size and batch % size:
-            raise UsageError(
-                f"a batch of {batch} does not divide into microbatches of {counted(size, 'sample')}: use "
-                f"{counted(batch - batch % size, 'sample')}, or {batch + -batch % size}"
-            )
-
-
-class Open(NamedTuple):
-    """Choices that a planner makes: microbatch size, schedule with number of stages, and degrees."""
-
-    sizes: bool = False
-    arrangements: bool = False
-    degrees: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,8 +189,7 @@ class Space:
     @property
     def least(self) -> Degree:
         """The smallest degree that stages may have."""
-        asked = self.question.options
-        return Degree(asked.data or 1, asked.tensor or 1, bool(asked.sequences and asked.tensor))
+        return Degree.requested(self.question.options)
 
     def question_of(self, size: int, profile: ModelProfile) -> Question:
         """Return the question with microbatches of `size` samples.
@@ -222,64 +205,64 @@ class Space:
 def space_of(
     profile: ModelProfile | Profiles,
     cluster: Cluster,
-    how: Training | Numbers,
-    options: Options,
-    may: Open,
-    means: Means = Means(),
+    training: Training | None,
+    options: PlanOptions,
     *,
     redone: bool = False,
 ) -> Space:
-    """Return the space of a call of `plan`: one arrangement, unless its planner `may` choose.
+    """Return the space of a call of `plan`: one arrangement, unless its planner may choose.
 
     `redone` says that the training has already run with replicas.
 
     Raises:
         UsageError: inconsistent numbers, or no microbatch size that can be profiled.
     """
-    sizes = how.sizes(profile, chooses=may.sizes) if isinstance(how, Numbers) else (how.microbatch_size,)
-    check_first(how, cluster, options, sizes)
-    profiled = isinstance(profile, ModelProfile)
-    opens = redone or (isinstance(how, Numbers) and how.microbatches is None and how.microbatch_size is None)
-    profiles: Profiles = (lambda _: profile) if isinstance(profile, ModelProfile) else profile
-    if not isinstance(profile, ModelProfile) and (may.degrees or options.data is not None):
-        profiles = with_slices(profile, len(cluster.devices), options, opens_sizes=opens)
-    profiles = _with_pins(profiles, len(cluster.devices), options, how.batch_size)
-    size, made = _first(profiles, by_distance(sizes, _batch(how, sizes), len(cluster.devices)))
-    training = how.training(size, made.assumptions.precision, cluster) if isinstance(how, Numbers) else how
-    question = Question(
-        profile=made, cluster=cluster, training=training, options=options, means=means, opens_sizes=opens
+    devices, chooses = len(cluster.devices), options.planner == "joint"
+    sizes = (
+        (training.microbatch_size,)
+        if training is not None
+        else microbatch_sizes(options, profile, chooses=options.planner in CHOOSE_SIZES)
     )
-    open_schedule = may.arrangements and isinstance(how, Numbers) and how.schedule is None
+    check_first(training, cluster, options, sizes)
+    opens = redone or (training is None and options.microbatches is None and options.microbatch_size is None)
+    profiles: Profiles = (lambda _: profile) if isinstance(profile, ModelProfile) else profile
+    grids = options.planner in ON_GRIDS
+    if not isinstance(profile, ModelProfile) and (grids or options.data is not None):
+        profiles = with_slices(profile, devices, options, opens_sizes=opens)
+    batch = options.batch_size if training is None else training.batch_size
+    profiles = _with_pins(profiles, devices, options, batch)
+    size, made = _first(profiles, by_distance(sizes, batch or sizes[-1], devices))
+    how = training or training_of(options, size, made.assumptions.precision, cluster)
+    question = Question(profile=made, cluster=cluster, training=how, options=options, opens_sizes=opens)
+    open_schedule = chooses and training is None and options.schedule is None
     return Space(
         question=question,
-        schedules=SCHEDULES if open_schedule and question.stages > 1 else (training.schedule,),
-        stages=counts_of(question.stages)
-        if may.arrangements and options.stages is None
-        else (question.stages,),
+        schedules=SCHEDULES if open_schedule and question.stages > 1 else (how.schedule,),
+        stages=counts_of(question.stages) if chooses and options.stages is None else (question.stages,),
         sizes=sizes,
         profiles=profiles,
-        profiled=profiled,
-        grids=may.degrees,
+        profiled=isinstance(profile, ModelProfile),
+        grids=grids,
     )
 
 
-def check_first(how: Training | Numbers, cluster: Cluster, options: Options, sizes: Sequence[int]) -> None:
+def check_first(
+    training: Training | None, cluster: Cluster, options: PlanOptions, sizes: Sequence[int]
+) -> None:
     """Check for impossible requests before a profile is made, since that may take minutes.
 
     Raises:
         UsageError: a request is impossible.
     """
     check_stages(options, cluster)
-    schedule = how.schedule
+    schedule = options.schedule if training is None else training.schedule
     if schedule is not None and schedule not in ENDLESS:
         schedule_named(schedule)
-    _, training = _first(
-        lambda size: how.training(size, "float32", cluster) if isinstance(how, Numbers) else how, sizes
-    )
-    check_divided(training, options.shard)
+    how = training or _first(lambda size: training_of(options, size, "float32", cluster), sizes)[1]
+    check_divided(how, options.shard)
 
 
-def with_slices(profiles: Profiles, devices: int, options: Options, *, opens_sizes: bool) -> Profiles:
+def with_slices(profiles: Profiles, devices: int, options: PlanOptions, *, opens_sizes: bool) -> Profiles:
     """Return profiles with the local batches of up to `devices` replicas, or of the requested number.
 
     Without local batches if replicas would change the numbers. Sizes that cannot be profiled, or at which the
@@ -303,16 +286,13 @@ def with_slices(profiles: Profiles, devices: int, options: Options, *, opens_siz
     return at
 
 
-def _with_pins(profiles: Profiles, devices: int, options: Options, batch: int | None) -> Profiles:
+def _with_pins(profiles: Profiles, devices: int, options: PlanOptions, batch: int | None) -> Profiles:
     """Return profiles that refuse sizes at which stages cannot have the requested degrees."""
 
     def at(size: int) -> ModelProfile:
-        asked = {"data": options.data, "tensor": options.tensor}
-        check_degrees(size, devices, **asked, sequences=options.sequences, shard=options.shard, batch=batch)
+        check_degrees(size, devices, options, batch)
         made = profiles(size)
-        check_pins(
-            made, size, devices, **asked, sequences=options.sequences, shard=options.shard, batch=batch
-        )
+        check_pins(made, size, devices, options, batch)
         return made
 
     return at
@@ -354,10 +334,6 @@ def _count(batch_size: int, size: int) -> int:
             f"{fitting}, or another microbatch size"
         )
     return count
-
-
-def _batch(how: Training | Numbers, sizes: Sequence[int]) -> int:
-    return how.batch_size or sizes[-1]
 
 
 def _first(profiles: Callable[[int], T], sizes: Sequence[int]) -> tuple[int, T]:

@@ -1,4 +1,4 @@
-"""The planning problem (`Question`) with its options, and the result of a planner (`Found`)."""
+"""The planning problem (`Question`), and the result of a planner (`Found`)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Literal, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
 
 from pipefit.errors import UsageError
-from pipefit.lowering.passes.recomputation import Recompute
 from pipefit.planner.closed_forms.ranges import Ranges, ranges_of
 from pipefit.planner.closed_forms.surroundings import Surroundings, surroundings
+from pipefit.planner.options import Means, PlanOptions
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import Decision
 from pipefit.schema.grids import SHARDINGS, Grid, Sharding, dividing
@@ -49,6 +49,11 @@ class Degree(NamedTuple):
     def of(grid: Grid) -> Degree:
         """Return the degree of a grid."""
         return Degree(grid.data, grid.tensor, grid.sequences)
+
+    @staticmethod
+    def requested(options: PlanOptions) -> Degree:
+        """Return the smallest degree that stages may have under some options."""
+        return Degree(options.data or 1, options.tensor or 1, bool(options.sequences and options.tensor))
 
     def __str__(self) -> str:
         along = " with sequence parallelism" if self.sequences else ""
@@ -113,24 +118,21 @@ def degrees_of(
     profile: ModelProfile,
     training: Training,
     devices: int,
+    options: PlanOptions,
     *,
-    data: int | None = None,
-    tensor: int | None = None,
-    sequences: bool | None = None,
-    shard: Sharding | None = None,
     unreplicated: bool = False,
 ) -> tuple[Degree, ...]:
     """Return the degrees that stages may have on this number of devices, rising.
 
-    `data`, `tensor` and `sequences` restrict them. Requested sharding (`shard`) needs several replicas in
-    some degree. With `unreplicated` no degree has replicas.
+    `data`, `tensor` and `sequences` of the options restrict them. Requested sharding (`shard`) needs several
+    replicas in some degree. With `unreplicated` no degree has replicas.
 
     Raises:
         UsageError: the requested degrees are impossible; the message says which are possible.
     """
     size = training.microbatch_size
-    check_pins(profile, size, devices, data=data, tensor=tensor, sequences=sequences, shard=shard)
-    check_divided(training, shard)
+    check_pins(profile, size, devices, options)
+    check_divided(training, options.shard)
     known = [measurement for measurement in profile.measurements if _divides(measurement, size)]
     result = {Degree(size // one.microbatch_size, one.tensor, one.sequences) for one in known}
     return tuple(
@@ -138,10 +140,10 @@ def degrees_of(
             degree
             for degree in result
             if degree.devices <= devices
-            and data in (None, degree.data)
+            and options.data in (None, degree.data)
             and (degree.data == 1 or not unreplicated)
-            and tensor in (None, degree.tensor)
-            and (sequences in (None, degree.sequences) or degree.tensor == 1)
+            and options.tensor in (None, degree.tensor)
+            and (options.sequences in (None, degree.sequences) or degree.tensor == 1)
         )
     )
 
@@ -151,15 +153,7 @@ def _divides(one: Measurement, size: int) -> bool:
 
 
 def check_pins(
-    profile: ModelProfile,
-    size: int,
-    devices: int,
-    *,
-    data: int | None,
-    tensor: int | None,
-    sequences: bool | None = None,
-    shard: Sharding | None = None,
-    batch: int | None = None,
+    profile: ModelProfile, size: int, devices: int, options: PlanOptions, batch: int | None = None
 ) -> None:
     """Check that stages can have the requested degrees with microbatches of `size` samples.
 
@@ -169,48 +163,37 @@ def check_pins(
     Raises:
         UsageError: they cannot.
     """
-    check_degrees(size, devices, data=data, tensor=tensor, sequences=sequences, shard=shard, batch=batch)
-    if shard not in (None, "none"):
-        _check_replicas(profile, size, shard, most=_most_replicas(size, devices, data, tensor))
-    if (
-        sequences
-        and tensor is None
-        and not any(measurement.sequences for measurement in profile.measurements)
-    ):
+    check_degrees(size, devices, options, batch)
+    shard = options.shard
+    if shard is not None and shard != "none":
+        _check_replicas(profile, size, shard, most=_most_replicas(size, devices, options))
+    along = any(measurement.sequences for measurement in profile.measurements)
+    if options.sequences and options.tensor is None and not along:
         raise UsageError(
             f"{profile.model} was profiled without sequence parallelism: profile it, or plan the model, with "
             "--tensor 2 --sequences"
         )
-    asked = Degree(data or 1, tensor or 1, bool(sequences and tensor))
+    asked = Degree.requested(options)
     if asked == SINGLE:
         return
     _check_slices(profile, size, asked.data)
     profile.at(size // asked.data, asked.tensor, sequences=asked.sequences)
 
 
-def check_degrees(
-    size: int,
-    devices: int,
-    *,
-    data: int | None,
-    tensor: int | None,
-    sequences: bool | None = None,
-    shard: Sharding | None = None,
-    batch: int | None = None,
-) -> None:
+def check_degrees(size: int, devices: int, options: PlanOptions, batch: int | None = None) -> None:
     """Check the parts of `check_pins` that need no profile.
 
     Raises:
         UsageError: stages cannot have these degrees, whatever the model.
     """
-    for what, number in (("data", data), ("tensor", tensor)):
+    for what, number in (("data", options.data), ("tensor", options.tensor)):
         if number is not None and number < 1:
             raise UsageError(f"a stage has at least one device: {what} is 1 or more, not {number}")
-    if sequences and tensor == 1:
+    if options.sequences and options.tensor == 1:
         raise UsageError(
             "sequence parallelism is of several shards: ask for 2 or more (tensor), or leave it out"
         )
-    asked = Degree(data or 1, tensor or 1, bool(sequences and tensor))
+    asked = Degree.requested(options)
     if asked.devices > devices:
         raise UsageError(
             f"a stage of {asked} needs {counted(asked.devices, 'device')}, and there are {devices}: use fewer"
@@ -220,28 +203,29 @@ def check_degrees(
             f"{asked.data} replicas cannot divide microbatches of {counted(size, 'sample')} equally: use "
             f"{dividing(size, asked.data, batch)}, or another number of replicas"
         )
-    if shard not in (None, "none"):
-        most = _most_replicas(size, devices, data, tensor)
+    shard = options.shard
+    if shard is not None and shard != "none":
+        most = _most_replicas(size, devices, options)
         if all(size % count for count in range(2, most + 1)):
             raise UsageError(
                 f"replicas of a stage divide {_DIVIDED[shard]}, and with microbatches of "
                 f"{counted(size, 'sample')} no "
-                f"stage can have two here: {_two_replicas(data, tensor, devices)}, or leave out what they "
+                f"stage can have two here: {_two_replicas(options, devices)}, or leave out what they "
                 "divide"
             )
 
 
-def _most_replicas(size: int, devices: int, data: int | None, tensor: int | None) -> int:
+def _most_replicas(size: int, devices: int, options: PlanOptions) -> int:
     """Return the requested number of replicas, or the most that a stage can have."""
-    return min(size, devices // (tensor or 1)) if data is None else data
+    return min(size, devices // (options.tensor or 1)) if options.data is None else options.data
 
 
-def _two_replicas(data: int | None, tensor: int | None, devices: int) -> str:
+def _two_replicas(options: PlanOptions, devices: int) -> str:
     """Return the advice that would let a stage have two replicas."""
-    if data is not None:
+    if options.data is not None:
         return "ask for 2 replicas or more"
-    if devices < 2 * (tensor or 1):
-        return "ask for fewer shards" if tensor and devices > 1 else "name a cluster of more devices"
+    if devices < 2 * (options.tensor or 1):
+        return "ask for fewer shards" if options.tensor and devices > 1 else "name a cluster of more devices"
     return "use microbatches of an even number of samples"
 
 
@@ -287,37 +271,6 @@ class Technique(StrEnum):
     RECOMPUTE = "recompute"
     HOST = "host"
     PEER = "peers"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Means:
-    """Techniques with which planners may free memory; all by default.
-
-    `recompute` allows runs of layers inside blocks, whole blocks only, or nothing. Tensors move to the `host`
-    or to `peers`; `mapping` permutes stages over devices to bring lenders near, and `striping` divides one
-    offload over several peers. Without `ahead`, tensors are reloaded or recomputed only right before the
-    backward that needs them. `spill` allows gradients and parameters to move; since they then move in every
-    pass, steps become many times longer. `state` allows optimizer state to move.
-    """
-
-    recompute: Literal["runs", "blocks", "never"] = "runs"
-    host: bool = True
-    peers: bool = True
-    mapping: bool = True
-    striping: bool = True
-    ahead: bool = True
-    spill: bool = True
-    state: bool = True
-
-    def __post_init__(self) -> None:
-        check_types(self)
-
-    @property
-    def fewer(self) -> tuple[Means, ...]:
-        """The means with one technique less: without recomputation, without the host, and without peers."""
-        less: list[Means] = [replace(self, recompute="never")] if self.recompute != "never" else []
-        less += [replace(self, host=False)] if self.host else []
-        return (*less, *([replace(self, peers=False)] if self.peers else []))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,7 +346,7 @@ def _some(costs: TensorCosts) -> dict[Technique, float]:
     return costs.added_seconds
 
 
-# ---- Options, splits and results
+# ---- Splits and results
 
 ON_GRIDS = (
     "joint",
@@ -404,40 +357,10 @@ ON_GRIDS = (
 )  # planners that choose the number of devices of each stage
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Options of every planner.
-
-    `stages` None uses every device, or as many devices as the model has blocks. `recompute` says which layers
-    are recomputed, and for which microbatches (`lowering.passes.recomputation`). With `allow_infeasible` a
-    plan that exceeds a device's budget is returned; otherwise `InfeasibleError` is raised. `effort` scales
-    the work budgets of searches by simulation; it is more than 0. `data` and `tensor` are the degrees of all
-    stages: the number of replicas, and of tensor-parallel ranks of each replica. `sequences` says whether all
-    tensor-parallel ranks divide positions too, and `shard` is the state that the replicas of a stage divide
-    (`Grid`). Planners that can choose these four do so if they are None.
-
-    Raises:
-        UsageError: `effort` is not a positive finite number, or a field has a wrong type.
-    """
-
-    stages: int | None = None
-    data: int | None = None
-    tensor: int | None = None
-    sequences: bool | None = None
-    shard: Sharding | None = None
-    recompute: Recompute = "never"
-    allow_infeasible: bool = False
-    effort: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        if not 0 < self.effort < float("inf"):
-            raise UsageError(
-                f"the effort of a search is a part of its budgets, more than 0, not {self.effort}"
-            )
+CHOOSE_SIZES = "joint", "exact", "lean"  # planners that choose the microbatch size
 
 
-def check_stages(options: Options, cluster: Cluster) -> None:
+def check_stages(options: PlanOptions, cluster: Cluster) -> None:
     """Check that the cluster has devices for the requested number of stages, if one is requested.
 
     Raises:
@@ -446,7 +369,7 @@ def check_stages(options: Options, cluster: Cluster) -> None:
     asked, devices = options.stages, len(cluster.devices)
     if asked is not None and asked < 1:
         raise UsageError(f"a plan has at least one stage, not {asked}")
-    each = (options.data or 1) * (options.tensor or 1)
+    each = Degree.requested(options).devices
     if asked is not None and asked * each > devices:
         of = f" of {each} devices" if each > 1 else ""
         raise UsageError(
@@ -501,10 +424,9 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """Planning problem: a profile, a cluster, a training, the planner's options, and the means it may use.
+    """Planning problem: a profile, a cluster, a training, and the planner's options.
 
-    `opens_sizes` says that the user did not fix the microbatch size. If the optimizer updates all layers at
-    once (`staying`), no state moves, since moved state is updated run by run.
+    `opens_sizes` says that the user did not fix the microbatch size.
 
     Raises:
         UsageError: more stages than blocks or devices, an unknown schedule, or a microbatch size that was not
@@ -514,8 +436,7 @@ class Question:
     profile: ModelProfile
     cluster: Cluster
     training: Training
-    options: Options = Options()
-    means: Means = Means()
+    options: PlanOptions = PlanOptions()
     opens_sizes: bool = False
 
     def __post_init__(self) -> None:
@@ -535,13 +456,25 @@ class Question:
                 f"{self.profile.model} has {self.profile.parts}{why}, too few for {counted(asked, 'stage')}: "
                 f"ask for {blocks} or fewer"
             )
-        if self.staying:
-            object.__setattr__(self, "means", replace(self.means, state=False, spill=False))
 
     @cached_property
     def measurement(self) -> Measurement:
         """Layer costs at the training's microbatch size."""
         return self.profile.at(self.training.microbatch_size)
+
+    @cached_property
+    def means(self) -> Means:
+        """Techniques with which the planner may free memory.
+
+        If the optimizer updates all layers at once (`staying`), no state moves, since moved state is updated
+        run by run.
+        """
+        means = self.options.means
+        return replace(means, state=False, spill=False) if self.staying else means
+
+    def using(self, means: Means) -> Question:
+        """Return the question with other means."""
+        return replace(self, options=replace(self.options, means=means))
 
     @property
     def staying(self) -> str:
@@ -556,17 +489,8 @@ class Question:
         Raises:
             UsageError: the requested degrees are impossible.
         """
-        asked, devices = self.options, len(self.cluster.devices)
-        return degrees_of(
-            self.profile,
-            self.training,
-            devices,
-            data=asked.data,
-            tensor=asked.tensor,
-            sequences=asked.sequences,
-            shard=asked.shard,
-            unreplicated=bool(self.changed_by_replicas),
-        )
+        devices, replicated = len(self.cluster.devices), not self.changed_by_replicas
+        return degrees_of(self.profile, self.training, devices, self.options, unreplicated=not replicated)
 
     @property
     def changed_by_replicas(self) -> str:
@@ -611,7 +535,7 @@ class Question:
     @property
     def stages(self) -> int:
         """Number of stages."""
-        each = (self.options.data or 1) * (self.options.tensor or 1)
+        each = Degree.requested(self.options).devices
         return self.options.stages or max(1, min(self.blocks, len(self.cluster.devices) // each))
 
     def layers(self, start: int, stop: int) -> tuple[int, int]:
@@ -656,7 +580,7 @@ class Question:
         return Split(edges, tuple(range(self.stages)))
 
 
-def changed_by_replicas(profile: ModelProfile, options: Options, *, opens_sizes: bool) -> str:
+def changed_by_replicas(profile: ModelProfile, options: PlanOptions, *, opens_sizes: bool) -> str:
     """Return why replicas would change the numbers of whole microbatches; empty if not, or if requested.
 
     If microbatches may have any size (`opens_sizes`), the random draws of replicas are as good as those of

@@ -78,8 +78,14 @@ def representative(question: Question, degree: Degree) -> Question:
         profile=replace(profile, measurements=ranks),
         cluster=_part(question.cluster, [devices[0] for devices in groups]),
         training=replace(how, batch_size=how.batch_size // degree.data),
-        options=replace(options, data=1, tensor=1, sequences=None, shard=None),
-        means=replace(question.means, peers=False, state=False, spill=False),
+        options=replace(
+            options,
+            data=1,
+            tensor=1,
+            sequences=None,
+            shard=None,
+            means=replace(options.means, peers=False, state=False, spill=False),
+        ),
     )
 
 

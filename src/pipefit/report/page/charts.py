@@ -17,7 +17,7 @@ from pipefit.lowering.passes.recomputation import Recompute
 from pipefit.memory.arenas import moved_by_devices
 from pipefit.memory.stage import Costs
 from pipefit.memory.storages import StageStorages, message_sizes
-from pipefit.planner import Options, Question, exact, solved
+from pipefit.planner import PlanOptions, Question, exact, solved
 from pipefit.planner.joint import exact_in_time
 from pipefit.schema.actions import COLLECTIVE, COPIES, SENDS, Action, Kind, message_of
 from pipefit.schema.cluster import Cluster
@@ -97,7 +97,7 @@ def _size(plan: Plan) -> int:
 
 def _question(plan: Plan, microbatches: int, recompute: Recompute, devices: int) -> Question:
     training = replace(plan.training, batch_size=microbatches * _size(plan), microbatches=microbatches)
-    options = Options(stages=devices, recompute=recompute, data=1, tensor=1, allow_infeasible=True)
+    options = PlanOptions(stages=devices, recompute=recompute, data=1, tensor=1, allow_infeasible=True)
     return Question(profile=plan.profile, cluster=plan.cluster, training=training, options=options)
 
 
