@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipefit.capture import Task
-from pipefit.capture.exporting import no_negative_variance
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
+from pipefit.torch_internals.patches import no_negative_variance
 from random_cases import Case, accounts
 from tiny import SGD, batch_of, plan_of
 

@@ -16,7 +16,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import CellType, FunctionType, MethodType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from pipefit.capture.storages import flat, placed, storage_key
 from pipefit.errors import UsageError, in_one_line
 from pipefit.torch_internals import pytree, without_dispatch_modes
 from pipefit.torch_internals.fake_tensors import FakeTensor, active_fake_mode
+from pipefit.torch_internals.patches import deep_copies
 
 # ---- Fake stand-ins for real tensors in a loss, such as class weights
 #
@@ -233,12 +233,7 @@ def copied(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
     def function(original: FunctionType, memo: dict[int, Any]) -> FunctionType:
         return _function(original, memo, own) if _reaches(original, own, set()) else original
 
-    dispatch = copy._deepcopy_dispatch  # type: ignore[attr-defined]
-    with (
-        mock.patch.object(Tensor, "__deepcopy__", deepcopy),
-        mock.patch.object(nn.Parameter, "__deepcopy__", deepcopy),
-        mock.patch.dict(dispatch, {**_COPIED, torch.Generator: _generator, FunctionType: function}),
-    ):
+    with deep_copies(deepcopy, {**_COPIED, torch.Generator: _generator, FunctionType: function}):
         return copy.deepcopy(module)
 
 

@@ -17,12 +17,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
-from unittest import mock
 from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.amp import autocast_mode
 
 from pipefit.errors import UsageError
 from pipefit.schema.profile import Target
@@ -33,6 +31,7 @@ from pipefit.torch_internals.dispatcher import (
     registrations,
     without_dispatch_keys,
 )
+from pipefit.torch_internals.patches import autocast_calls
 
 # ---- CUDA's casts: which operators cast their arguments, to which dtype, and which fail
 #
@@ -289,7 +288,7 @@ def casting_for(target: Target) -> Iterator[None]:
         if target == _CUDA:
             stack.enter_context(as_on_cuda("cpu", stack.enter_context(_casts_on_the_cpu())))
         else:
-            stack.enter_context(_off_for_cuda())
+            stack.enter_context(autocast_calls(begin=_off_for_cuda))
         yield
 
 
@@ -317,28 +316,25 @@ def _casts_on_the_cpu() -> Iterator[CudaCasts]:
 @contextmanager
 def as_on_cuda(device_type: str, casts: CudaCasts) -> Iterator[None]:
     """Let autocast for `cuda` act on `device_type` in the body; clearing its cache clears `casts` too."""
-    with ExitStack() as stack:
-        for owner, name, make in (
-            (torch, "clear_autocast_cache", lambda clear: _both(casts.clear, clear)),
-            (autocast_mode.autocast, "__init__", lambda begin: _renamed(begin, device_type)),
-            (autocast_mode.autocast, "__enter__", lambda enter: _entered(enter, device_type)),
-            (autocast_mode.autocast, "__exit__", _left),
-            (autocast_mode, "_cast", lambda cast: _cast_on(cast, device_type)),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, make(getattr(owner, name))))
+    with autocast_calls(
+        begin=lambda begin: _renamed(begin, device_type),
+        enter=lambda enter: _entered(enter, device_type),
+        leave=_left,
+        cast=lambda cast: _cast_on(cast, device_type),
+        clear=lambda clear: _both(casts.clear, clear),
+    ):
         yield
 
 
-def _off_for_cuda() -> Any:
-    """Turn autocast for `cuda` off in the body, without querying for a GPU."""
-    begin = autocast_mode.autocast.__init__
+def _off_for_cuda(begin: Callable[..., None]) -> Callable[..., None]:
+    """Return the constructor of `torch.autocast` without effect for `cuda`, and without a query for a GPU."""
 
     def off(
         self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
     ) -> None:
         begin(self, device_type, dtype, enabled and device_type != _CUDA, cache_enabled)
 
-    return mock.patch.object(autocast_mode.autocast, "__init__", off)
+    return off
 
 
 def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:

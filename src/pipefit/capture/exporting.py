@@ -7,30 +7,24 @@ milliseconds an operation, 10 s for a model of 7 billion parameters. Shapes are 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import io
 import logging
-import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
-from torch.distributions import Distribution
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import TorchFunctionMode
 
 from pipefit.capture.copying import copied
 from pipefit.capture.cuda_autocast import casting_for
 from pipefit.capture.flat import draws, mutated_arguments
-from pipefit.capture.hugging_face import cache_class, caches_without_copies, configure
+from pipefit.capture.hugging_face import cache_class, configure
 from pipefit.capture.random_state import put_back, refuse_foreign_draws
 from pipefit.capture.refusals import (
     REMEDY,
@@ -48,6 +42,13 @@ from pipefit.schema.profile import Target
 from pipefit.texts import kind_of
 from pipefit.torch_internals import pytree, without_dispatch_modes
 from pipefit.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
+from pipefit.torch_internals.patches import (
+    caches_without_copies,
+    eager_masks,
+    no_negative_variance,
+    unchecked_arguments,
+    without_gpus,
+)
 
 # ---- Attention masks of Hugging Face models, as in eager runs
 #
@@ -56,21 +57,6 @@ from pipefit.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
 # fast path. A captured model should compute and hold what the eager one does. Without a padding mask, that is
 # known without looking at values. The same holds if positions do not depend on inputs, as when the model
 # counts them: whether they restart, as in packed sequences, is then equal for every batch.
-
-_MASKS = "transformers.masking_utils"
-
-
-@contextmanager
-def eager_masks() -> Iterator[None]:
-    """Let a transformers model that is traced in the body build the masks that it builds eagerly."""
-    masks = sys.modules.get(_MASKS)
-    with ExitStack() as patches:
-        if masks is not None and hasattr(masks, "is_torchdynamo_exporting"):
-            patches.enter_context(mock.patch.object(masks, "is_torchdynamo_exporting", return_value=False))
-        if masks is not None and hasattr(masks, "find_packed_sequence_indices"):
-            find = _unless_known(masks.find_packed_sequence_indices)
-            patches.enter_context(mock.patch.object(masks, "find_packed_sequence_indices", find))
-        yield
 
 
 def _unless_known(find: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
@@ -261,57 +247,6 @@ def everything(outputs: Any, name: str) -> Any:
     return tree
 
 
-# ---- Torch's checks of values, which traces and fake tensors do not have
-#
-# Distributions check their arguments, and the Gaussian likelihood that no variance is negative. A trace
-# leaves these checks out; over fake tensors every condition would hold, a failed check too.
-
-_any, _likelihood = torch.any, F.gaussian_nll_loss
-
-
-@contextlib.contextmanager
-def unchecked_arguments() -> Iterator[None]:
-    """Turn off argument validation of torch's distributions in the body, unless a model requests it."""
-    with mock.patch.object(Distribution, "_validate_args", False):
-        yield
-
-
-@contextlib.contextmanager
-def no_negative_variance() -> Iterator[None]:
-    """Let `gaussian_nll_loss` find no negative variances in the body."""
-    resolve_name(_any)  # torch caches its functions' names on the first call
-    with mock.patch.object(F, "gaussian_nll_loss", _unchecked):
-        yield
-
-
-@functools.wraps(_likelihood)
-def _unchecked(*args: Any, **options: Any) -> Tensor:
-    with mock.patch.object(torch, "any", _found_nothing):
-        return _likelihood(*args, **options)
-
-
-def _found_nothing(*args: Any, **options: Any) -> bool:
-    _any(*args, **options)
-    return False
-
-
-# ---- Tracing without GPUs
-#
-# Traces and counts must be equal on every machine, and use no GPU. Torch's tracer saves and restores the
-# random state of a GPU, which creates a context there, and a model may compute something else on a machine
-# with GPUs. Both query `torch.cuda.is_available()` first.
-
-
-@contextmanager
-def without_gpus() -> Iterator[None]:
-    """Let torch report in the body that this machine does not have a GPU."""
-    with (
-        mock.patch.object(torch.cuda, "is_available", return_value=False),
-        mock.patch.object(torch.cuda, "device_count", return_value=0),
-    ):
-        yield
-
-
 # ---- The export
 
 _IN_INIT = "register it in __init__, with a tensor of the shape that it is going to have"
@@ -358,7 +293,7 @@ def export(
             refuse_hooks(module)
             with (
                 _quiet(),
-                eager_masks(),
+                eager_masks(_unless_known),
                 caches_without_copies(),
                 refusing(traced=True),
                 unchecked_arguments(),

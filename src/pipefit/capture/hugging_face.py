@@ -13,13 +13,10 @@ turns the skipping off.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 _FOLLOWED = (None, "eager", "sdpa")  # attention implementations that can be traced
 _AT_RANDOM = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
@@ -29,24 +26,6 @@ def configure(module: nn.Module, *, own_loss: bool) -> None:
     """Let `module`, a copy to be traced, return its loss by name, if it computes one."""
     if own_loss and any(config is getattr(module, "config", None) for config in configurations(module)):
         module.config.return_dict = True  # type: ignore[union-attr]
-
-
-def caches_without_copies() -> AbstractContextManager[object]:
-    """Let an empty transformers cache keep keys and values themselves in the body, instead of copies."""
-    caches = sys.modules.get("transformers.cache_utils")
-    return nullcontext() if caches is None else mock.patch.object(caches, "torch", _TorchWithoutCopies())
-
-
-class _TorchWithoutCopies:
-    """The module `torch`, except that `cat` of a tensor and empty ones returns the tensor itself."""
-
-    @staticmethod
-    def cat(tensors: Sequence[Tensor], *args: Any, **options: Any) -> Tensor:
-        filled = [tensor for tensor in tensors if tensor.numel()]
-        return filled[0] if len(filled) == 1 else torch.cat(list(tensors), *args, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
 
 
 def cache_class() -> type[Any] | tuple[()]:

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
-from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,12 +24,12 @@ from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint
 
 from pipefit.capture.hugging_face import advice
 from pipefit.capture.storages import extent, storage_key
 from pipefit.errors import UsageError, in_one_line
 from pipefit.torch_internals import HigherOrderOperator, pytree
+from pipefit.torch_internals.patches import Call, intercepted
 
 # ---- Reasons and remedies
 
@@ -344,11 +342,6 @@ def _refuse_shared_memory(module: nn.Module, name: str) -> None:
 # ---- Calls that a forward may not make, which raise with the module and the line
 
 _TORCH, _LAYERS = str(Path(torch.__file__).parent), str(Path(nn.__file__).parent)
-_GENERATOR = (  # the first from torch 2.14 on; the second only calls it there
-    "_checkpoint_without_reentrant_generator_impl"
-    if hasattr(checkpoint, "_checkpoint_without_reentrant_generator_impl")
-    else "_checkpoint_without_reentrant_generator"
-)
 
 
 @contextmanager
@@ -356,9 +349,7 @@ def refusing(*, traced: bool) -> Iterator[None]:
     """Let a forward in the body raise a `Refusal` at forbidden calls; `traced` adds those that a trace
     loses.
     """
-    with ExitStack() as patches:
-        for owner, name, replacement in _replacements(traced=traced):
-            patches.enter_context(mock.patch.object(owner, name, replacement))
+    with intercepted(_EVERYWHERE | _IN_TRACES if traced else _EVERYWHERE):
         yield
 
 
@@ -398,38 +389,22 @@ class RefusingStrangers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _replacements(*, traced: bool) -> Iterator[tuple[Any, str, Any]]:
-    """Yield (owner, attribute name, replacement) for every patch."""
-    yield checkpoint, _GENERATOR, _refuser(_CHECKPOINT)
-    yield checkpoint.CheckpointFunction, "apply", _refuser(_CHECKPOINT)
-    if hasattr(os, "fork"):
-        yield os, "fork", _refuser(_FORKS)
-    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
-    if compiler is not None:  # otherwise nothing is compiled
-        yield compiler, "set_eval_frame", _unless_compiled(compiler.set_eval_frame)
-    if traced:
-        yield torch.inference_mode, "__enter__", _refuse_inference
-        yield Tensor, "register_hook", _refuser(_TENSOR_HOOK)
-        yield torch.autograd, "_engine_run_backward", _refuser(_BACKWARD)
-        yield torch.autograd.graph.saved_tensors_hooks, "__enter__", _refuser(_SAVED_HOOKS)
-        yield Tensor, "data", property(_data, _set_data)
-
-
-def _refuser(reason: Reason) -> Callable[..., NoReturn]:
+def _refuser(reason: Reason) -> Callable[[Any], Callable[..., NoReturn]]:
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise Refusal(*reason)
 
-    return refuse
+    return lambda _: refuse
 
 
-def _refuse_inference(context: torch.inference_mode) -> None:
+def _refuse_inference(enter: Callable[[torch.inference_mode], None]) -> Callable[..., None]:
     """Refuse `torch.inference_mode`, unless it is turned off."""
-    if context.mode:
-        raise Refusal(*_INFERENCE)
-    _enter_inference(context)
 
+    def entered(context: torch.inference_mode) -> None:
+        if context.mode:
+            raise Refusal(*_INFERENCE)
+        enter(context)
 
-_enter_inference = torch.inference_mode.__enter__
+    return entered
 
 
 def _data(tensor: Tensor) -> Tensor:
@@ -461,6 +436,21 @@ def _unless_compiled(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args)
 
     return set_eval_frame
+
+
+_EVERYWHERE: dict[Call, Callable[[Any], Any]] = {
+    "checkpoint": _refuser(_CHECKPOINT),
+    "reentrant checkpoint": _refuser(_CHECKPOINT),
+    "fork": _refuser(_FORKS),
+    "compiled": _unless_compiled,
+}
+_IN_TRACES: dict[Call, Callable[[Any], Any]] = {
+    "inference_mode": _refuse_inference,
+    "tensor hook": _refuser(_TENSOR_HOOK),
+    "backward": _refuser(_BACKWARD),
+    "saved_tensors_hooks": _refuser(_SAVED_HOOKS),
+    "data": lambda _: property(_data, _set_data),
+}
 
 
 # ---- Errors of a trace, and of a run over fake tensors

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
-from unittest import mock
 
 import torch
-import torch.fx.config
-from torch import fx, nn
+from torch import nn
 
 from pipefit.capture import capture
 from pipefit.capture.chain import Chain, ChainLayer
@@ -26,6 +22,7 @@ from pipefit.processes import beside
 from pipefit.schema.profile import Target
 from pipefit.torch_internals import without_dispatch_modes
 from pipefit.torch_internals.fake_tensors import DataDependentOutputException
+from pipefit.torch_internals.patches import without_code_lines
 
 
 def fake_chain(
@@ -234,16 +231,9 @@ class Chains:
         if self._tells:
             return None
         try:
-            with _without_lines():
+            with without_code_lines():
                 made = fake_chain(self.task, fake, like)
         except UsageError:
             made = None
         self._tells = made is None or any(block.undivided for block in made.blocks)
         return None if self._tells else made
-
-
-def _without_lines() -> AbstractContextManager[Any]:
-    """Omit lines of code from traces in the body; torch 2.11 cannot omit them, and takes a quarter longer."""
-    if not hasattr(fx.config, "do_not_emit_stack_traces"):
-        return nullcontext()
-    return mock.patch.object(fx.config, "do_not_emit_stack_traces", True)

@@ -43,7 +43,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +51,6 @@ from torch.utils import backend_registration
 
 from pipefit.capture.by_value import assumed, is_named, unknown
 from pipefit.capture.cuda_autocast import CudaCasts, as_on_cuda
-from pipefit.capture.exporting import no_negative_variance, without_gpus
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.attention_choice import cuda_attention
 from pipefit.fake_cuda.results import Known, QuickFakeMode
@@ -68,9 +66,9 @@ from pipefit.torch_internals.fake_tensors import (
     FakeTensorConverter,
     PrivateUse1Hooks,
     foreach_utils,
-    meta_registrations,
     privateuse1_name,
 )
+from pipefit.torch_internals.patches import counting_as_cuda, no_negative_variance, without_gpus
 
 # ---- Decisions by which torch distinguishes CUDA tensors, made equally for `fakecuda`
 #
@@ -106,24 +104,6 @@ def _normalised(kernel: Callable[..., Any], x: Tensor, dim: int, dtype: torch.dt
 def kernel(*_: object, **__: object) -> None:
     """Stand for a CUDA kernel: its presence decides, and fake tensors never reach it."""
     raise NotImplementedError("a kernel of a device without bytes")
-
-
-@contextmanager
-def counting_as_cuda(device_type: str) -> Iterator[None]:
-    """Let fake tensors of this device type count as CUDA tensors in Python code of the body."""
-
-    def is_cuda(tensor: FakeTensor) -> bool:
-        return tensor.device.type in ("cuda", device_type)
-
-    def device_hint(tensor: Any) -> str:
-        result: str = hint(tensor)
-        return "cuda" if result == device_type else result
-
-    hint = meta_registrations.device_hint
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(FakeTensor, "is_cuda", property(is_cuda)))
-        stack.enter_context(mock.patch.object(meta_registrations, "device_hint", device_hint))
-        yield
 
 
 # ---- Products of tensors of different dtypes, refused as the real kernels refuse them

@@ -1,0 +1,259 @@
+"""Every patch of other packages' functions that pipefit makes, each for the body of a context manager.
+
+A patch holds for the whole process. `tests/test_patches.py` checks that each one still has its effect, and
+that the patched attributes are as before when its body ends.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.amp import autocast_mode
+from torch.distributions import Distribution
+from torch.overrides import resolve_name
+from torch.utils import checkpoint
+
+from pipefit.torch_internals.fake_tensors import FakeTensor, meta_registrations
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute in the body; an inherited one is inherited again after it."""
+    inherited, before = name not in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+# ---- Copies
+
+
+@contextmanager
+def deep_copies(of_tensor: Callable[..., Any], of_types: Mapping[type, Callable[..., Any]]) -> Iterator[None]:
+    """Let `copy.deepcopy` in the body copy tensors by `of_tensor`, and other types by `of_types`.
+
+    All are called with an object and the memo of the copy.
+    """
+    dispatch: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
+    before = dict(dispatch)
+    with (
+        _replaced(Tensor, "__deepcopy__", of_tensor),
+        _replaced(nn.Parameter, "__deepcopy__", of_tensor),
+    ):
+        dispatch.update(of_types)
+        try:
+            yield
+        finally:
+            dispatch.clear()
+            dispatch.update(before)
+
+
+# ---- Calls that a profiled forward makes
+
+Call = Literal[
+    "checkpoint",
+    "reentrant checkpoint",
+    "fork",
+    "compiled",
+    "inference_mode",
+    "tensor hook",
+    "backward",
+    "saved_tensors_hooks",
+    "data",
+]
+_GENERATOR = (  # the first from torch 2.14 on; the second only calls it there
+    "_checkpoint_without_reentrant_generator_impl"
+    if hasattr(checkpoint, "_checkpoint_without_reentrant_generator_impl")
+    else "_checkpoint_without_reentrant_generator"
+)
+
+
+@contextmanager
+def intercepted(calls: Mapping[Call, Callable[[Any], Any]]) -> Iterator[None]:
+    """Replace calls in the body; each entry makes the replacement from the present function.
+
+    "data" is the property `Tensor.data`. Calls that are impossible here, such as `os.fork` on some systems or
+    those of a compiler that was never loaded, stay out.
+    """
+    owners: dict[Call, tuple[Any, str]] = {
+        "checkpoint": (checkpoint, _GENERATOR),
+        "reentrant checkpoint": (checkpoint.CheckpointFunction, "apply"),
+        "fork": (os, "fork"),
+        "compiled": (sys.modules.get("torch._dynamo.eval_frame"), "set_eval_frame"),
+        "inference_mode": (torch.inference_mode, "__enter__"),
+        "tensor hook": (Tensor, "register_hook"),
+        "backward": (torch.autograd, "_engine_run_backward"),
+        "saved_tensors_hooks": (torch.autograd.graph.saved_tensors_hooks, "__enter__"),
+        "data": (Tensor, "data"),
+    }
+    with ExitStack() as stack:
+        for call, make in calls.items():
+            owner, name = owners[call]
+            if hasattr(owner, name):
+                stack.enter_context(_replaced(owner, name, make(getattr(owner, name))))
+        yield
+
+
+# ---- Autocast
+
+
+@contextmanager
+def autocast_calls(
+    *,
+    begin: Callable[[Any], Any] | None = None,
+    enter: Callable[[Any], Any] | None = None,
+    leave: Callable[[Any], Any] | None = None,
+    cast: Callable[[Any], Any] | None = None,
+    clear: Callable[[Any], Any] | None = None,
+) -> Iterator[None]:
+    """Replace methods of `torch.autocast` and functions beneath it in the body.
+
+    Each argument makes the replacement from the present function: `__init__`, `__enter__`, `__exit__`, the
+    cast of `custom_fwd`, and `torch.clear_autocast_cache`.
+    """
+    with ExitStack() as stack:
+        for owner, name, make in (
+            (autocast_mode.autocast, "__init__", begin),
+            (autocast_mode.autocast, "__enter__", enter),
+            (autocast_mode.autocast, "__exit__", leave),
+            (autocast_mode, "_cast", cast),
+            (torch, "clear_autocast_cache", clear),
+        ):
+            if make is not None:
+                stack.enter_context(_replaced(owner, name, make(getattr(owner, name))))
+        yield
+
+
+# ---- Devices
+#
+# Traces and counts must be equal on every machine, and use no GPU. Torch's tracer saves and restores the
+# random state of a GPU, which creates a context there, and a model may compute something else on a machine
+# with GPUs. Both query `torch.cuda.is_available()` first.
+
+
+@contextmanager
+def without_gpus() -> Iterator[None]:
+    """Let torch report in the body that this machine does not have a GPU."""
+    with (
+        _replaced(torch.cuda, "is_available", lambda: False),
+        _replaced(torch.cuda, "device_count", lambda: 0),
+    ):
+        yield
+
+
+@contextmanager
+def counting_as_cuda(device_type: str) -> Iterator[None]:
+    """Let fake tensors of this device type count as CUDA tensors in Python code of the body."""
+
+    def is_cuda(tensor: FakeTensor) -> bool:
+        return tensor.device.type in ("cuda", device_type)
+
+    def device_hint(tensor: Any) -> str:
+        result: str = hint(tensor)
+        return "cuda" if result == device_type else result
+
+    hint = meta_registrations.device_hint
+    with (
+        _replaced(FakeTensor, "is_cuda", property(is_cuda)),
+        _replaced(meta_registrations, "device_hint", device_hint),
+    ):
+        yield
+
+
+# ---- Torch's checks of values, which traces and fake tensors do not have
+#
+# Distributions check their arguments, and the Gaussian likelihood that no variance is negative. A trace
+# leaves these checks out; over fake tensors every condition would hold, a failed check too.
+
+_any, _likelihood = torch.any, F.gaussian_nll_loss
+
+
+@contextmanager
+def unchecked_arguments() -> Iterator[None]:
+    """Turn off argument validation of torch's distributions in the body, unless a model requests it."""
+    with _replaced(Distribution, "_validate_args", False):
+        yield
+
+
+@contextmanager
+def no_negative_variance() -> Iterator[None]:
+    """Let `gaussian_nll_loss` find no negative variances in the body."""
+    resolve_name(_any)  # torch caches its functions' names on the first call
+    with _replaced(F, "gaussian_nll_loss", _unchecked):
+        yield
+
+
+@functools.wraps(_likelihood)
+def _unchecked(*args: Any, **options: Any) -> Tensor:
+    with _replaced(torch, "any", _found_nothing):
+        return _likelihood(*args, **options)
+
+
+def _found_nothing(*args: Any, **options: Any) -> bool:
+    _any(*args, **options)
+    return False
+
+
+# ---- Traces
+
+
+@contextmanager
+def without_code_lines() -> Iterator[None]:
+    """Omit lines of code from traces in the body; torch 2.11 cannot omit them, and takes a quarter longer."""
+    name = "do_not_emit_stack_traces"
+    with _replaced(fx.config, name, True) if hasattr(fx.config, name) else nullcontext():
+        yield
+
+
+# ---- Hugging Face's transformers, if they have been imported
+
+
+@contextmanager
+def eager_masks(positions: Callable[[Any], Any]) -> Iterator[None]:
+    """Let a transformers model that is traced in the body build the masks that it builds eagerly.
+
+    `positions` makes the replacement of the function that finds packed sequences in positions.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    with ExitStack() as stack:
+        for name, make in (
+            ("is_torchdynamo_exporting", lambda _: lambda: False),
+            ("find_packed_sequence_indices", positions),
+        ):
+            if hasattr(masks, name):
+                stack.enter_context(_replaced(masks, name, make(getattr(masks, name))))
+        yield
+
+
+@contextmanager
+def caches_without_copies() -> Iterator[None]:
+    """Let an empty transformers cache keep keys and values themselves in the body, instead of copies."""
+    caches = sys.modules.get("transformers.cache_utils")
+    with nullcontext() if caches is None else _replaced(caches, "torch", _TorchWithoutCopies()):
+        yield
+
+
+class _TorchWithoutCopies:
+    """The module `torch`, except that `cat` of a tensor and empty ones returns the tensor itself."""
+
+    @staticmethod
+    def cat(tensors: Sequence[Tensor], *args: Any, **options: Any) -> Tensor:
+        filled = [tensor for tensor in tensors if tensor.numel()]
+        return filled[0] if len(filled) == 1 else torch.cat(list(tensors), *args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
