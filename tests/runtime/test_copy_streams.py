@@ -21,6 +21,7 @@ from pipefit.runtime.hardware import Hardware
 from pipefit.runtime.offload.copying import Slot
 from pipefit.runtime.offload.cuda import OnStreams
 from pipefit.runtime.offload.lending import HostMemory, Lending
+from pipefit.runtime.options import Supervision
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import Link
 from pipefit.schema.grids import Grid, Stage
@@ -152,7 +153,7 @@ def test_copies_on_streams_begin_and_end_as_simulated(seed: int, monkeypatch: py
     names = list(map(str, lower(plan).actions[0]))
     gpu = PlayedGpu(plan, [computed.get(name, 0.0) for name in names], at=len(names))
     monkeypatch.setattr(Lending, "within", gpu.lending)
-    trainer = Trainer(make_chain(), plan, on_action=gpu.begins)
+    trainer = Trainer(make_chain(), plan, supervision=Supervision(on_action=gpu.begins))
     trainer.step(batch_of(make_chain(), plan))
     played = defaultdict[str, list[Span]](list)
     for position, span in sorted(gpu.spans.items()):

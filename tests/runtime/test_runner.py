@@ -18,6 +18,7 @@ from pipefit.lowering import lower
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify, trainer
 from pipefit.runtime.comm import joining
+from pipefit.runtime.options import Supervision
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program, parse_program
@@ -408,6 +409,6 @@ def test_a_supervisor_is_told_of_every_action() -> None:
     """`on_action` gets the number of every action as it begins, and their total at the end."""
     heard: list[int] = []
     task = fused()
-    run = Trainer(task, plan_of(task, [5], microbatches=3), on_action=heard.append)
+    run = Trainer(task, plan_of(task, [5], microbatches=3), supervision=Supervision(on_action=heard.append))
     run.step(batch_of(task, run.plan))
     assert heard == list(range(len(lower(run.plan).actions[0]) + 1))

@@ -24,6 +24,7 @@ from pipefit.checkpoints.shards import write_shard
 from pipefit.errors import FileError, OutOfMemory, PipefitWarning, UsageError
 from pipefit.runtime import Trainer
 from pipefit.runtime.checkpoint import checkpointing, saver
+from pipefit.runtime.options import Supervision
 from pipefit.texts import dtype_name
 from resuming import ADAMW, Remembered, plan_for, tied, trainer_for
 from state_away import SWAPPED, one_stage, task_named
@@ -99,7 +100,7 @@ def test_a_save_that_waits_gives_signs_of_life_while_the_disk_does(
     the disk stalls.
     """
     signs, counted = list[int](), list[int]()
-    trainer = trained(on_save=lambda waits: signs.append(1))
+    trainer = trained(supervision=Supervision(on_save=lambda waits: signs.append(1)))
     opened, usual = threading.Event(), saver.write_shard
 
     def slow(path: Path, tensors: Any, progress: Any) -> Any:
@@ -275,7 +276,7 @@ def test_a_failed_save_may_stop_the_training(tmp_path: Path) -> None:
     def stop(failure: FileError) -> None:
         raise failure
 
-    trainer = trained(on_failed_save=stop)
+    trainer = trained(supervision=Supervision(on_failed_save=stop))
     with full_disk():
         trainer.save(tmp_path)
         with pytest.raises(FileError, match="there is no whole one yet"):

@@ -78,9 +78,7 @@ def test_workers_know_each_other_by_a_token(tokens: tuple[str, str], tmp_path: P
 def test_every_start_has_a_token_of_its_own() -> None:
     """Every start has a new token of 16 random bytes."""
     plan = plan_for("dropout", "1f1b", (2, 2, 2))
-    tokens = {
-        _Supervisor(plan, Orders(steps=1, seed=0, numbers=False), 1, 1, None, None).token for _ in range(9)
-    }
+    tokens = {_Supervisor(plan, Orders(steps=1, seed=0), None, None).token for _ in range(9)}
     assert len(tokens) == 9
     assert {len(bytes.fromhex(token)) for token in tokens} == {16}
 

@@ -263,8 +263,8 @@ def test_the_parent_knows_at_which_action_a_worker_is(schedule: str) -> None:
     also after a save.
     """
     plan = plan_for("dropout", schedule, (2, 2, 2))
-    orders = Orders(steps=9, seed=0, numbers=False)
-    supervisor = launch._Supervisor(plan, orders, 60.0, 60.0, None, None)
+    orders = Orders(steps=9, seed=0)
+    supervisor = launch._Supervisor(plan, orders, None, None)
     heartbeat = Heartbeat(mp.get_context())
     supervisor.workers.append(launch._Worker(None, None, heartbeat))  # type: ignore[arg-type]
     endless = plan.training.endless

@@ -170,7 +170,6 @@ def command(
     with progress("reading the model"):
         resolve(model, settings, precision)  # reports mistakes in MODEL before any worker starts
         from pipefit.runtime import train
-        from pipefit.runtime.launch.launch import ACTION_SECONDS, START_SECONDS
 
     told = _Told(saving, resume)
     log = StepLog(document, steps)
@@ -196,8 +195,6 @@ def command(
                 document,
                 steps=steps,
                 seed=seed,
-                timeout_seconds=ACTION_SECONDS if timeout is None else timeout,
-                start_seconds=START_SECONDS if timeout is None else timeout,
                 numbers=numbers,
                 share_device=share_device,
                 cap=cap,
@@ -209,6 +206,7 @@ def command(
                 on_saved=told.saved,
                 restarts=restarts,
                 replan=None if cluster is None else partial(_planned_for, cluster),
+                **({} if timeout is None else {"timeout_seconds": timeout, "start_seconds": timeout}),
             )
         except NotSaved as error:
             losses, trace, unsaved = error.losses, error.trace, error

@@ -16,10 +16,10 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,8 @@ from pipefit.errors import OutOfMemory, UsageError
 from pipefit.lowering import Entered, loss_delay, step_programs
 from pipefit.measure.kernels import Kernels
 from pipefit.runtime.callbacks import Callback, StepReport
-from pipefit.runtime.checkpoint.checkpointing import Checkpointing, OnFailedSave
-from pipefit.runtime.checkpoint.saver import OnSave, Saved
+from pipefit.runtime.checkpoint.checkpointing import Checkpointing
+from pipefit.runtime.checkpoint.saver import Saved
 from pipefit.runtime.checks.comparison import Comparisons
 from pipefit.runtime.checks.loss import check_left_out
 from pipefit.runtime.checks.plan_check import (
@@ -57,6 +57,7 @@ from pipefit.runtime.engine.stage import StageRunner
 from pipefit.runtime.hardware import Hardware, check_backwards
 from pipefit.runtime.initial_weights import OnWeights, start_of
 from pipefit.runtime.offload.lending import lending_trace
+from pipefit.runtime.options import Supervision, TrainerArguments, TrainerOptions
 from pipefit.runtime.state import Names, StageState
 from pipefit.schema.decisions import State, What
 from pipefit.schema.file_access import path_of
@@ -64,7 +65,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.post_mortem import PostMortem
 from pipefit.schema.program import Program
 from pipefit.schema.trace import Trace
-from pipefit.schema.validation import LONGEST_SECONDS, instance, number, seed_number, whole
+from pipefit.schema.validation import instance
 from pipefit.texts import counted
 
 # ---- The task's own module, kept whole when stages train a copy in parts.
@@ -227,29 +228,9 @@ class Trainer:
             (`runtime.trainer`). A factory is called after `torch.manual_seed(seed)`. With several
             workers, the first one sends its weights to the others.
         plan: a plan for this task, or for a task with the same fingerprint.
-        seed: seed of the factory's initialisation and of all random layers.
-        timeout_seconds: how long a worker waits for another before it gives up; on GPUs NCCL's ten minutes
-            apply.
-        accumulate: number of batches whose gradients are added up before an update.
         callbacks: called with a `StepReport` after every step.
-        numbers: compare a traced model with its chain at the start, two steps of the plan with plain
-            training, and tensor-parallel layers with whole layers, if the host has spare memory and the
-            comparison takes only seconds (`runtime.checks.comparison`). With several workers, the first
-            worker compares, and the first one with tensor shards; there `not_compared` gives the reason for a
-            skipped comparison.
-        share_device: run all devices of the plan on this machine's first GPU, which then holds the memory of
-            all.
-        cap: limit the memory that GPUs reserve to the plan's memory per device; False leaves all of the GPU's
-            memory.
-        on_action: called with the number of each action as it begins, and with their count at the end; for
-            supervision.
-        on_failed_save: called at the end of the next step with the error of a checkpoint that was not
-            written; default: warn.
-        on_save: called repeatedly during a save with whether this worker waits for others; for supervision.
-        on_weights: called repeatedly while the first worker sends weights, with whether this worker waits for
-            them.
-        owner: the run that owns the checkpoints; default: that of a new training.
-        held: the folder of checkpoints that another process holds for this run.
+        supervision: hooks of a supervisor.
+        options: the fields of `TrainerOptions`: seed, accumulation, checks and devices.
 
     Warns (`PipefitWarning`) if the profile is of another processor, torch release or number of threads, if
     the numbers could not be compared, and, on emulated devices, about operations whose kernels could not be
@@ -267,28 +248,17 @@ class Trainer:
         task: Task,
         plan: Plan,
         *,
-        seed: int = 0,
-        timeout_seconds: float = 60.0,
-        accumulate: int = 1,
         callbacks: Sequence[Callback] = (),
-        numbers: bool = True,
-        share_device: bool = False,
-        cap: bool = True,
-        on_action: Callable[[int], None] | None = None,
-        on_failed_save: OnFailedSave | None = None,
-        on_save: OnSave = lambda waits: None,
-        on_weights: OnWeights = lambda waits: None,
-        owner: Owner | None = None,
-        held: str | None = None,
+        supervision: Supervision = Supervision(),
+        **options: Unpack[TrainerArguments],
     ) -> None:
-        seed_number(seed)
-        number("timeout_seconds", timeout_seconds, below=LONGEST_SECONDS)
+        asked = TrainerOptions.named(options)
         self.task, self.plan = (
             instance("task", task, Task),
             instance("plan", plan, Plan, "pipefit.load reads one"),
         )
         called: Iterable[Callback] = instance("callbacks", callbacks, Iterable)
-        self.accumulate, self.callbacks = whole("accumulate", accumulate, 1), tuple(called)
+        self.accumulate, self.callbacks = asked.accumulate, tuple(called)
         self._accumulated, self._programs, self._began = (
             0,
             Programs(plan),
@@ -296,16 +266,16 @@ class Trainer:
         )  # batches since the last update
         self._entered, self._untold = Entered(), deque[Untold]()  # since the pipeline was empty; pending
         self._kernels = Kernels(torch.get_num_threads())
-        hardware = Hardware(plan, share_device)
-        self.distributed = joins_workers(hardware, timeout_seconds)
+        hardware = Hardware(plan, asked.share_device)
+        self.distributed = joins_workers(hardware, asked.timeout_seconds)
         self.rank = dist.get_rank() if self.distributed else 0
         if self.rank == 0:
             warn_elsewhere(plan.profile.assumptions, TRAINED, threads=torch.get_num_threads())
         program = step_programs(plan)[-1]
         worker = self.rank if self.distributed else None
-        transport, self._lending = connected(hardware, program, worker, timeout_seconds)
-        self._groups, self._comparisons = groups_of(plan, transport), Comparisons(plan, numbers)
-        trained, chain = self._captured(seed, on_weights)
+        transport, self._lending = connected(hardware, program, worker, asked.timeout_seconds)
+        self._groups, self._comparisons = groups_of(plan, transport), Comparisons(plan, asked.numbers)
+        trained, chain = self._captured(asked.seed, supervision.on_weights)
         self.chain, names = chain, Names.of(chain.layers)
         site = Site(
             task=task,
@@ -321,13 +291,13 @@ class Trainer:
             program=program,
             transport=transport,
             clock=self._clock,
-            seed=seed,
-            on_action=on_action,
+            seed=asked.seed,
+            on_action=supervision.on_action,
             lending=self._lending,  # tensors that other devices have borrowed stay on this one
         )
         self.runners = []
         for one in [plan.workers[self.rank]] if self.distributed else plan.workers:
-            device, allowed = hardware.device(one), hardware.cap_bytes(program, one) if cap else None
+            device, allowed = hardware.device(one), hardware.cap_bytes(program, one) if asked.cap else None
             meter = hardware.meter(one, device, self._kernels, gpu_bytes=allowed)
             self.runners.append(assemble(site, one, device=device, meter=meter))
         self._execution = Execution(
@@ -337,16 +307,7 @@ class Trainer:
         self.chain = self._execution.chain  # so that layers of other workers' stages are freed
         count = len(plan.workers) if self.distributed else 1
         self._checkpoints = Checkpointing(
-            plan,
-            self.runners,
-            names,
-            workers=count,
-            rank=self.rank,
-            on_save=on_save,
-            on_load=on_weights,
-            on_failed_save=on_failed_save,
-            owner=owner,
-            held=None if held is None else path_of(held),
+            plan, self.runners, names, workers=count, rank=self.rank, supervision=supervision
         )
         own = task.module if self._on_a_copy else None
         self._whole = (

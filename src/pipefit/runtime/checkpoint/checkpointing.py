@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipefit.checkpoints.folders import Candidates, Checkpoint, whole
-from pipefit.checkpoints.hold import Owner, new_owner, restarted_since, utc
+from pipefit.checkpoints.hold import new_owner, restarted_since, utc
 from pipefit.checkpoints.manifest import Manifest, Part, ScaleState, joined_settings
 from pipefit.checkpoints.plain import load_weights
 from pipefit.errors import (
@@ -44,10 +44,11 @@ from pipefit.runtime.checkpoint.restoring import (
     stage_state_of,
     whole_likes,
 )
-from pipefit.runtime.checkpoint.saver import OnSave, Saved, Saver, Target
+from pipefit.runtime.checkpoint.saver import Saved, Saver, Target
 from pipefit.runtime.engine.runner import DeviceRunner
 from pipefit.runtime.engine.stage import StageRunner
 from pipefit.runtime.hardware import free_bytes
+from pipefit.runtime.options import Supervision
 from pipefit.runtime.state import Names, Ranks, StageState, Told
 from pipefit.schema.file_access import path_of
 from pipefit.schema.json_text import adapter
@@ -57,8 +58,6 @@ from pipefit.schema.validation import whole as whole_number
 from pipefit.texts import printable
 from pipefit.units import format_bytes
 from pipefit.version import __version__
-
-OnFailedSave = Callable[[SaveFailed], None]
 
 
 class Checkpointing:
@@ -72,11 +71,7 @@ class Checkpointing:
         names: names under which tensors are stored.
         workers: number of processes that train together.
         rank: rank of this process.
-        on_save: called repeatedly during a save with whether this process waits for others.
-        on_load: the same during a load.
-        on_failed_save: called with the error of a checkpoint that was not written; default: warn.
-        owner: the run that trains; default: a new training's.
-        held: a folder that another process holds for this run.
+        supervision: called during saves and loads, and when a checkpoint was not written.
     """
 
     def __init__(
@@ -87,21 +82,18 @@ class Checkpointing:
         *,
         workers: int,
         rank: int,
-        on_save: OnSave,
-        on_load: OnSave,
-        on_failed_save: OnFailedSave | None,
-        owner: Owner | None = None,
-        held: Path | None = None,
+        supervision: Supervision,
     ) -> None:
         self.plan, self.runners, self.names = plan, runners, names
         self._all = [stage for runner in runners for stage in runner.stages.values()]
         self._ranks = _by_replica(runners)
         self._alone = workers == 1
         device = self._all[0].device if workers > 1 else torch.device("cpu")
-        self._rank, self._saver = rank, Saver(rank, workers, device, on_save)
-        self._on_failed_save = on_failed_save or _warn
-        self._on_load = on_load
-        self.owner, self._held = owner or new_owner(plan.headline), held
+        self._rank, self._saver = rank, Saver(rank, workers, device, supervision.on_save)
+        self._on_failed_save = supervision.on_failed_save or _warn
+        self._on_load = supervision.on_weights
+        self.owner = supervision.owner or new_owner(plan.headline)
+        self._held = None if supervision.held is None else path_of(supervision.held)
         self._first, self._damaged = 0, list[Path]()  # steps before this run; damaged checkpoints
         self._stands_still = False  # whether the warning about missing room for copies was given
         self._beside = (

@@ -22,7 +22,7 @@ from pipefit.runtime.engine.replicas import Source
 from pipefit.runtime.engine.runner import DeviceRunner
 from pipefit.runtime.engine.site import Site
 from pipefit.runtime.engine.specializations import Specialized
-from pipefit.runtime.engine.stage import StageRunner
+from pipefit.runtime.engine.stage import StagePlace, StageRunner
 from pipefit.runtime.offload.moving import Mover
 from pipefit.runtime.offload.states import StateMover
 from pipefit.runtime.optim.updates import check_elementwise, own_parameters
@@ -143,27 +143,22 @@ def assemble(site: Site, number: int, *, device: torch.device, meter: MemoryMete
         resized=meter.resized if meter is not None else lambda storage: None,
     )
     moves = state_moves(site.program, number, {n: (one.start, one.stop) for n, one in described.items()})
+    graph_dropped = meter.drop_graph if meter is not None else lambda: None
     runners = {}
     for stage, storages in described.items():
-        layers = range(storages.start, storages.stop)
         usual, share = _usual(plan, sources[stage], stage), site.share(stage, number)
         _put(usual, site.task, device, _absent(usual, storages.start, share))
         if storages.stop == len(plan.profile.layers) and not is_faking():
             _put_loss(site.task, device)
         runners[stage] = StageRunner(
-            site.task,
+            site,
             usual,
             storages,
+            place=StagePlace(device, plan.stages[stage].grid.replica_of(number), graph_dropped),
             shared=own[stage],
-            microbatches=plan.training.microbatches,
             agreement=agreement,
-            rooms=list(map(storages.room_bytes, layers)) if plan.training.endless else None,
-            replica=plan.stages[stage].grid.replica_of(number),
             share=share,
             states=_state_mover(moves.of_stage(stage), plan, storages, share, mover),
-            device=device,
-            seed=site.seed,
-            graph_dropped=meter.drop_graph if meter is not None else lambda: None,
         )
     stopwatch = Stopwatch(device, site.clock) if device.type == "cuda" else None
     return DeviceRunner(site, runners, number=number, mover=mover, meter=meter, stopwatch=stopwatch)

@@ -6,20 +6,21 @@ The lasting state is parameters, versions of them, buffers, optimizer state and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pipefit.capture.copying import constants
-from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 from pipefit.memory.model_state import Share
 from pipefit.memory.storages import StageStorages
 from pipefit.runtime.comm.agreement import Agreement
 from pipefit.runtime.engine.flight import Flight
 from pipefit.runtime.engine.passes import Passes, seed_update
+from pipefit.runtime.engine.site import Site
 from pipefit.runtime.engine.specializations import Specialized
 from pipefit.runtime.offload.states import GatheredParameters, StateMover
 from pipefit.runtime.optim.half_precision import WeightCopies
@@ -30,60 +31,61 @@ from pipefit.schema.actions import COMPUTE, Action, Kind
 _THROUGH_LAYERS = COMPUTE - {Kind.STEP}
 
 
+class StagePlace(NamedTuple):
+    """Device of a stage, number of the replica that it trains, and a hook.
+
+    `graph_dropped` is called after the graph of a layer that saved no tensors is dropped.
+    """
+
+    device: torch.device
+    replica: int
+    graph_dropped: Callable[[], None]
+
+
 class StageRunner:
     """Consecutive layers of a model on one device.
 
     Args:
-        task: its optimizer and scheduler are used.
+        site: the run, whose task has the optimizer and scheduler.
         usual: the stage's layers, already on `device`, and the loss, which is used on the last stage only.
         storages: the plan's description of the stage: its layers, their values, and whether the loss follows.
         shared: this stage's copies of shared parameters, by their numbers in the profile.
-        microbatches: the largest number of microbatches in a step.
         agreement: agreement of the stages before an update; None if they need none.
-        rooms: bytes that a version of every layer's weights takes in addition; None for a stage without
-            versions, because it is not updated with microbatches in flight.
-        replica: number of this replica of the stage.
         share: its ZeRO share of the stage's state, if replicas shard the state.
         states: offloads and reloads the stage's state; None if no state is offloaded.
-        seed: seed of all random draws.
-        graph_dropped: called after the graph of a layer that saved no tensors is dropped.
+        place: the device, and the replica that it trains.
     """
 
     def __init__(
         self,
-        task: Task,
+        site: Site,
         usual: Specialized,
         storages: StageStorages,
         *,
+        place: StagePlace,
         shared: dict[int, nn.Parameter],
-        microbatches: int,
         agreement: Agreement | None,
-        rooms: Sequence[int] | None = None,
-        replica: int = 0,
-        share: Share | None = None,
-        states: StateMover | None = None,
-        device: torch.device,
-        seed: int,
-        graph_dropped: Callable[[], None] = lambda: None,
+        share: Share | None,
+        states: StateMover | None,
     ) -> None:
+        device, how = place.device, site.plan.training
         self.usual, self.storages, self.shared = usual, storages, shared
         self.layers, self.shards = usual.layers, usual.shards
         self.start, self.stop, self.last = storages.start, storages.stop, storages.last
-        self.device, self.seed, self.agreement = device, seed, agreement
+        self.device, self.seed, self.agreement = device, site.seed, agreement
         self.batch_number = 0  # training batches so far; random draws depend on it
         self.parameters = [p for layer in self.layers for p in layer.module.parameters()]
         own = own_parameters(self.layers)
         elsewhere = {} if states is None else states.copies(own, self.start)
-        self.replica, self.share = replica, share
-        self.updates = Updates(task, self.layers, self.start, agreement, elsewhere, share)
+        self.replica, self.share = place.replica, share
+        self.updates = Updates(site.task, self.layers, self.start, agreement, elsewhere, share)
         self.optimizer, self.scheduler, self.states = self.updates.optimizer, self.updates.scheduler, states
         dtype = getattr(torch, storages.measurement.loss_dtype)
-        self.losses = torch.zeros(microbatches, dtype=dtype, device=device) if self.last else None
+        self.losses = torch.zeros(how.microbatches, dtype=dtype, device=device) if self.last else None
         divided = share is not None and share.divides_parameters
         self.copies = WeightCopies(self.layers, storages.costs, self.start, divided=divided)
-        self.weights = (
-            None if rooms is None else Weights(self.layers, self.copies, rooms=rooms, device=device)
-        )
+        rooms = [storages.room_bytes(layer) for layer in range(self.start, self.stop)]
+        self.weights = Weights(self.layers, self.copies, rooms=rooms, device=device) if how.endless else None
         self.gathered = GatheredParameters(share, own, self.copies, storages)
         if states is not None:
             states.put_away(self.updates)
@@ -96,7 +98,7 @@ class StageRunner:
             watching=self.gathered.watching,
             agreement=agreement,
             device=device,
-            graph_dropped=graph_dropped,
+            graph_dropped=place.graph_dropped,
         )
 
     def layers_of(self, action: Action) -> tuple[int, int]:

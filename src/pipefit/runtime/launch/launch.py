@@ -280,7 +280,6 @@ def interrupts_held() -> Iterator[None]:
 
 OnStep = Callable[[StepReport], None]
 OnSaved = Callable[[Saved], None]
-ACTION_SECONDS, START_SECONDS = 60.0, 120.0  # defaults
 _POLL_SECONDS = 0.5  # between two readings of the heartbeats
 _LOOK_SECONDS = 2 * _POLL_SECONDS  # the most that counts as time between two readings
 _GRACE_SECONDS = 3.0  # for reports of other workers after the first failure
@@ -313,8 +312,6 @@ def launch(
     plan: Plan,
     ordered: Orders,
     *,
-    timeout_seconds: float,
-    start_seconds: float,
     on_step: OnStep,
     on_saved: OnSaved | None,
     hold: Hold | None = None,
@@ -329,7 +326,7 @@ def launch(
     """
     check_lending(plan, whole_run(plan))
     warn_elsewhere(plan.profile.assumptions, TRAINED)
-    supervisor = _Supervisor(plan, ordered, timeout_seconds, start_seconds, on_step, on_saved, hold)
+    supervisor = _Supervisor(plan, ordered, on_step, on_saved, hold)
     with orphans_adopted():
         try:
             supervisor.start(task)
@@ -375,8 +372,6 @@ class _Supervisor:
 
     plan: Plan
     orders: Orders
-    timeout_seconds: float
-    start_seconds: float
     on_step: OnStep
     on_saved: OnSaved | None
     hold: Hold | None = None
@@ -599,8 +594,8 @@ class _Supervisor:
     def _limit(self, rank: int) -> tuple[float, str]:
         """Return the seconds that a worker may be silent at its action, and their argument of `train`."""
         if self.workers[rank].heartbeat.action in (STARTING, RENDEZVOUS, BUILDING):
-            return self.start_seconds, "start_seconds"
-        return self.timeout_seconds, "timeout_seconds"
+            return self.orders.options.start_seconds, "start_seconds"
+        return self.orders.options.timeout_seconds, "timeout_seconds"
 
     def _sightings(self, heard: Sequence[_Worker], now: float) -> Iterator[Sighting]:
         """Yield the states of workers that have not finished; a worker with an unread report is not

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import isfinite
+from typing import Unpack
 
 from pipefit.capture.task import Task
 from pipefit.checkpoints.folders import Candidates, set_aside
@@ -35,20 +36,18 @@ from pipefit.errors import (
     WorkerFailed,
 )
 from pipefit.runtime.callbacks import StepReport
-from pipefit.runtime.checkpoint.saving import Saving
 from pipefit.runtime.launch.launch import (
-    ACTION_SECONDS,
-    START_SECONDS,
     OnSaved,
     OnStep,
     check_startable,
     launch,
 )
-from pipefit.runtime.launch.orders import OnNan, Orders, Path, orders
+from pipefit.runtime.launch.orders import Orders, orders
 from pipefit.runtime.launch.worker import not_finite
+from pipefit.runtime.options import OnNan, TrainArguments, TrainOptions
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import Trace
-from pipefit.schema.validation import LONGEST_SECONDS, instance, number, whole
+from pipefit.schema.validation import instance
 from pipefit.texts import counted, printable
 
 _STARTS = 5  # starts of workers that lose each other before their first step
@@ -60,20 +59,10 @@ def train(
     plan: Plan,
     *,
     steps: int,
-    seed: int | None = None,
-    timeout_seconds: float = ACTION_SECONDS,
-    start_seconds: float = START_SECONDS,
-    numbers: bool = True,
-    share_device: bool = False,
-    cap: bool = True,
     on_step: OnStep | None = None,
-    on_nan: OnNan = "warn",
-    saving: Saving | None = None,
-    resume: Path | Candidates | None = None,
-    weights: Path | None = None,
     on_saved: OnSaved | None = None,
-    restarts: int = 0,
     replan: Replan | None = None,
+    **options: Unpack[TrainArguments],
 ) -> tuple[list[float], Trace]:
     """Train for `steps` steps in all with one worker process per device.
 
@@ -82,28 +71,12 @@ def train(
     Args:
         task: builds the task in each worker; must be picklable (a function of a module, or a
             `functools.partial` of one).
-        seed: seed of weights, data and dropout; default: that of the checkpoint, or 0.
-        timeout_seconds: limit for a worker to execute one action, or to make a batch. Waiting for others does
-            not count. A GPU's work is queued, so there it is the limit for a whole step.
-        start_seconds: limit for a worker to start, and to build its layers.
-        numbers: worker 0 compares a traced model with its chain, and the plan with plain training, before
-            training, as a `Trainer` does.
-        share_device: all workers compute on this machine's first GPU, with messages through the host.
-        cap: limit the memory that GPUs reserve to the plan's memory per device; False leaves all of the GPU's
-            memory.
         on_step: called with a `StepReport` as each step ends: its mean loss, its seconds and the peaks of all
             devices. Steps that are trained again are reported again.
-        on_nan: reaction to an infinite or nan loss: a warning (`warn`), or the end of the training (`stop`).
-        saving: folder and interval of checkpoints; None for none. The folder belongs to this training while
-            it runs.
-        resume: a checkpoint, or a folder whose newest whole checkpoint is meant, to continue from. In a
-            folder, damaged checkpoints are skipped with a warning.
-        weights: a safetensors file, or a folder with a sharded model, with initial parameters and buffers.
         on_saved: called with the costs of a save, by each worker, when its training goes on after it.
-        restarts: maximum number of restarts from the last checkpoint after a worker has failed. Each restart
-            raises a warning. The trace is that of the last start.
         replan: called with the plan before every start; the plan that it returns is trained. It can adapt the
             plan to the devices that are left (`pipefit.plan_again`).
+        options: the fields of `TrainOptions`: seed, limits of time, checkpoints, restarts.
 
     Raises:
         OutOfMemory: a device passed its cap; the message names the action.
@@ -116,50 +89,28 @@ def train(
             other numbers as a chain than as a module.
     """
     instance("plan", plan, Plan, "pipefit.load reads one")
-    for what, seconds in (("timeout_seconds", timeout_seconds), ("start_seconds", start_seconds)):
-        number(what, seconds, below=LONGEST_SECONDS)
-    if whole("restarts", restarts, 0) and saving is None:
-        raise UsageError("a restart goes on from a checkpoint: say where they are saved (saving; --save DIR)")
+    asked = TrainOptions.named(options)
     plan = plan if replan is None else replan(plan)
+    resume, saving = asked.resume, asked.saving
     source = resume if resume is None or isinstance(resume, Candidates) else Candidates(resume)
-    ordered = partial(
-        orders,
-        plan,
-        steps=steps,
-        seed=seed,
-        numbers=numbers,
-        share_device=share_device,
-        cap=cap,
-        on_nan=on_nan,
-        resume=source,
-        weights=weights,
-        saving=saving,
-        owner=new_owner(plan.headline),
-    )
+    ordered = partial(orders, plan, asked, steps=steps, resume=source, owner=new_owner(plan.headline))
     begun = ordered()
     if saving is not None:
         saving.check(plan)
     pickled = pickled_task(task)
     check_startable()
     with _held(begun) as hold:
-        run = partial(
-            launch,
-            pickled,
-            timeout_seconds=timeout_seconds,
-            start_seconds=start_seconds,
-            on_saved=on_saved,
-            hold=hold,
-        )
+        run = partial(launch, pickled, on_saved=on_saved, hold=hold)
         starts = _Starts(begun, ordered, source)
-        told = _Told(starts.first().first, on_step, on_nan)
-        return told.losses, _restarted(run, plan, starts, told, restarts, replan)
+        told = _Told(starts.first().first, on_step, asked.on_nan)
+        return told.losses, _restarted(run, plan, starts, told, asked.restarts, replan)
 
 
 def _restarted(
     run: Callable[..., Trace], plan: Plan, starts: _Starts, told: _Told, restarts: int, replan: Replan | None
 ) -> Trace:
     """Return the trace of a training that restarts at most `restarts` times after failures of workers."""
-    start, saving, restart = starts.begun, starts.begun.saving, 0
+    start, saving, restart = starts.begun, starts.begun.options.saving, 0
     while True:
         try:
             return _connected(partial(run, plan, start, on_step=told.step), told)
@@ -197,10 +148,10 @@ def _held(start: Orders) -> Iterator[Hold | None]:
     Raises:
         FileError: another training holds it.
     """
-    if start.saving is None or start.owner is None:
+    if start.options.saving is None or start.owner is None:
         yield None
         return
-    hold = Hold(pathlib.Path(start.saving.directory), start.owner)
+    hold = Hold(pathlib.Path(start.options.saving.directory), start.owner)
     hold.busy = True
     try:
         yield hold
@@ -228,14 +179,14 @@ class _Starts:
             UsageError: it has one.
         """
         self._set_aside(self._source)
-        saving, owner = self.begun.saving, self.begun.owner
+        saving, owner = self.begun.options.saving, self.begun.owner
         if saving is not None and owner is not None:
             saving.check_owner(self.begun.first, owner)
         return self.begun
 
     def newest(self) -> Orders:
         """Return the orders of a start after a failure."""
-        saving, owner = self.begun.saving, self.begun.owner
+        saving, owner = self.begun.options.saving, self.begun.owner
         assert saving is not None
         assert owner is not None
         self._own = Candidates(saving.directory, run=owner.run, above=self.begun.first)
@@ -259,7 +210,7 @@ class _Starts:
 
     def _from_own(self) -> Orders:
         assert self._own is not None
-        again = replace(self.begun, numbers=False)
+        again = replace(self.begun, options=replace(self.begun.options, numbers=False))
         try:
             again = again.after(self._own.take())
         except FileError:
@@ -272,8 +223,8 @@ class _Starts:
 
     def _set_aside(self, source: Candidates | None) -> None:
         """Rename damaged checkpoints in the folder of this training: the next ones may be of their steps."""
-        if source is not None and self.begun.saving is not None:
-            set_aside(pathlib.Path(self.begun.saving.directory), source.damaged)
+        if source is not None and self.begun.options.saving is not None:
+            set_aside(pathlib.Path(self.begun.options.saving.directory), source.damaged)
 
 
 def _connected(run: Callable[[], Trace], told: _Told) -> Trace:

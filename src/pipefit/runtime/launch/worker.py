@@ -52,6 +52,7 @@ from pipefit.runtime.engine.tensor_groups import lost
 from pipefit.runtime.hardware import Hardware, ran_out
 from pipefit.runtime.launch.orders import Orders
 from pipefit.runtime.launch.processes import Inherited, Passed
+from pipefit.runtime.options import Supervision
 from pipefit.runtime.trainer import Trainer
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import DeviceTrace
@@ -199,6 +200,7 @@ def _train(
 ) -> tuple[DeviceTrace, tuple[float, ...]]:
     """Train this worker's part; return its device's trace and the seconds of every step."""
     orders, workers = assignment.orders, assignment.plan.workers
+    options, saving = orders.options, orders.options.saving
     torch.set_num_threads(assignment.plan.profile.assumptions.threads)
     torch.manual_seed(orders.seed)  # for a task factory that builds the module itself
     task = _task(assignment.task)
@@ -211,18 +213,20 @@ def _train(
         trainer = Trainer(
             task,
             assignment.plan,
+            callbacks=[told.hear],
+            supervision=Supervision(
+                on_action=heartbeat.at,
+                on_save=lambda waits: heartbeat.at(SAVES_TOGETHER if waits else SAVING),
+                on_weights=lambda waits: heartbeat.at(RENDEZVOUS if waits else BUILDING),
+                on_failed_save=told.failed_save,
+                owner=orders.owner,
+                held=None if saving is None else saving.directory,
+            ),
             seed=orders.seed,
             timeout_seconds=_FOREVER.total_seconds(),
-            numbers=orders.numbers,
-            share_device=orders.share_device,
-            cap=orders.cap,
-            on_action=heartbeat.at,
-            on_failed_save=told.failed_save,
-            on_save=lambda waits: heartbeat.at(SAVES_TOGETHER if waits else SAVING),
-            on_weights=lambda waits: heartbeat.at(RENDEZVOUS if waits else BUILDING),
-            callbacks=[told.hear],
-            owner=orders.owner,
-            held=None if orders.saving is None else orders.saving.directory,
+            numbers=options.numbers,
+            share_device=options.share_device,
+            cap=options.cap,
         )
     if trainer.not_compared:
         pipe.send(("warning", trainer.not_compared))
@@ -260,7 +264,7 @@ def _load(trainer: Trainer, folder: str, orders: Orders) -> None:
 def _steps(assignment: Assignment, task: Task, trainer: Trainer, told: _Told, heartbeat: Heartbeat) -> None:
     """Run all steps and saves of this worker."""
     orders, since = assignment.orders, 0
-    steps, saving = orders.steps, orders.saving
+    steps, saving = orders.steps, orders.options.saving
     if saving is not None:
         trainer.state_dict(optimizer=True)  # refuses state that checkpoints cannot hold before the first step
     for step in range(orders.first, steps):
@@ -286,7 +290,7 @@ class _Told:
 
     def __init__(self, assignment: Assignment, pipe: Connection) -> None:
         orders, plan = assignment.orders, assignment.plan
-        self._pipe, self._saving, self._stops = pipe, orders.saving, orders.on_nan == "stop"
+        self._pipe, self._saving, self._stops = pipe, orders.options.saving, orders.options.on_nan == "stop"
         self._reports_steps = plan.workers[assignment.rank] == plan.stages[-1].devices[0]
         self._heard = deque[StepReport]()
         self.over = False  # whether all steps are done, so that a failed save cannot stop any
@@ -365,7 +369,7 @@ class _Rendezvous:
         os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(plan.workers[self.rank])}
         os.environ |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, TOKEN: assignment.token}
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all workers are on this machine
-        backend = Hardware(plan, assignment.orders.share_device).backend
+        backend = Hardware(plan, assignment.orders.options.share_device).backend
         self.wait("here")
         try:
             dist.init_process_group(
