@@ -114,6 +114,16 @@ def likelihood() -> str:
     return "unchecked"
 
 
+def scaled() -> str:
+    """Return whether a loss scaler steps its optimizer in spite of an infinite gradient."""
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.full((1,), float("inf"))
+    optimizer, scaler = torch.optim.SGD([parameter], lr=1.0), torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))  # makes the scale
+    scaler.step(optimizer)
+    return "skipped" if parameter.item() == 0 else "stepped"
+
+
 CASES = {
     "checkpoint": intercepting("checkpoint", lambda: checkpointed(reentrant=False)),
     "reentrant checkpoint": intercepting("reentrant checkpoint", lambda: checkpointed(reentrant=True)),
@@ -142,6 +152,7 @@ CASES = {
     ),
     "fake CUDA": Case(lambda: patches.counting_as_cuda("cpu"), fake_is_cuda, (True, "cuda"), (False, "cpu")),
     "distributions": Case(patches.unchecked_arguments, sampled, "unchecked", "checked"),
+    "loss scaling": Case(patches.always_stepping, scaled, "stepped", "skipped"),
     "variances": Case(patches.no_negative_variance, likelihood, "unchecked", "checked"),
 }
 

@@ -33,7 +33,7 @@ from pipefit.own_loop.optimizer_state import on_no_host
 from pipefit.schema.trace import Category
 from pipefit.texts import kind_of
 from pipefit.torch_internals import pytree
-from pipefit.torch_internals.loss_scaling import always_stepping
+from pipefit.torch_internals.patches import always_stepping
 
 # ---- Fake tensors in place of real ones
 

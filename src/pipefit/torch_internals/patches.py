@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.amp import autocast_mode
 from torch.distributions import Distribution
+from torch.optim import Optimizer
 from torch.overrides import resolve_name
 from torch.utils import checkpoint
 
@@ -206,6 +207,23 @@ def _unchecked(*args: Any, **options: Any) -> Tensor:
 def _found_nothing(*args: Any, **options: Any) -> bool:
     _any(*args, **options)
     return False
+
+
+# ---- Loss scaling
+
+
+@contextmanager
+def always_stepping() -> Iterator[None]:
+    """Let every `GradScaler` in the body step its optimizer without a look at the gradients.
+
+    That is what it does unless a gradient is infinite or nan.
+    """
+    with _replaced(torch.amp.GradScaler, "_maybe_opt_step", _step):
+        yield
+
+
+def _step(_: object, optimizer: Optimizer, __: object, *args: Any, **kwargs: Any) -> Any:
+    return optimizer.step(*args, **kwargs)
 
 
 # ---- Traces
