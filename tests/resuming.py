@@ -303,6 +303,13 @@ def leaving(folder: str, seed: int = SEED, left: str = "a fork") -> Task:
     return mortal(folder, seed=seed)
 
 
+def elsewhere(name: str) -> Task:
+    """Return a feature's task that changes its workers' working directory, as some configuration tools do."""
+    if mp.current_process().name.startswith("pipefit-worker"):
+        os.chdir("/")
+    return FEATURES[name].task()
+
+
 def faulty(fault: str, place: str, worker: int, step: int, once: str = "") -> Task:
     """Return a task with dropout and a fault in one worker: at its `start`, or in a step, at `batch` or an
     action, at its `end`, during the exchange of losses, during the `save` after a step, or during `finish`;

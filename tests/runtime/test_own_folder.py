@@ -27,7 +27,7 @@ from pipefit.errors import DamagedCheckpoint, FileError, NotSaved, PipefitWarnin
 from pipefit.runtime import train
 from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.checkpoint.saving import Saving
-from resuming import SEED, batches_of, mortal, named, plan_for, trainer_for, undisturbed
+from resuming import SEED, batches_of, elsewhere, mortal, named, plan_for, trainer_for, undisturbed
 from trainings import EVERY, ROOT, SECONDS, STEPS, Training
 
 NEXT = SEED + 50  # the seed of another training
@@ -318,6 +318,22 @@ def test_a_restart_passes_over_its_own_damaged_steps(damaged: tuple[int, ...], t
     )
     assert [step for step, _ in folders.whole(runs)] == [3, 6, 9]
     assert len(list(runs.glob("*.damaged"))) == len(damaged)
+
+
+def test_workers_that_change_their_directory_save_and_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative paths of checkpoints are those of the caller, although a task changes its worker's directory."""
+    monkeypatch.chdir(tmp_path)
+    task, plan, saving = (
+        partial(elsewhere, "dropout"),
+        plan_for("dropout", "1f1b", (3, 3)),
+        Saving(directory="runs"),
+    )
+    losses, _ = train(task, plan, steps=2, seed=SEED, numbers=False, saving=saving)
+    more, _ = train(task, plan, steps=4, numbers=False, saving=saving, resume="runs")
+    assert [*losses, *more] == undisturbed(4)
+    assert [step for step, _ in folders.whole(tmp_path / "runs")] == [2, 4]
 
 
 # -------------------------------------------------------------------- trainers in user scripts

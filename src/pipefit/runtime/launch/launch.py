@@ -410,7 +410,7 @@ class _Supervisor:
             task=task,
             plan=self.plan,
             rank=rank,
-            orders=self.orders,
+            orders=self.orders.absolute,
             meeting=meeting,
             token=self.token,
             hold=None if self.hold is None or rank else Passed(self.hold.file),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 from dataclasses import dataclass, replace
 
 from pipefit.checkpoints.folders import Candidates, Checkpoint
@@ -32,9 +33,28 @@ class Orders:
     weights: str | None = None
     owner: Owner | None = None
 
+    @property
+    def absolute(self) -> Orders:
+        """These orders with absolute paths, for workers whose task may change their working directory.
+
+        Raises:
+            OSError: the working directory has been removed.
+        """
+        saving, resume, weights = self.saving, self.resume, self.weights
+        return replace(
+            self,
+            saving=saving and replace(saving, directory=_absolute(saving.directory)),
+            resume=resume and _absolute(resume),
+            weights=weights and _absolute(weights),
+        )
+
     def after(self, checkpoint: Checkpoint) -> Orders:
         """Return these orders, continued from a checkpoint."""
         return replace(self, first=checkpoint.manifest.step, resume=str(checkpoint.folder), weights=None)
+
+
+def _absolute(path: str) -> str:
+    return os.fspath(pathlib.Path(path).absolute())
 
 
 def orders(
