@@ -140,6 +140,54 @@ def test_a_saved_tensor_that_changes_is_an_error() -> None:
         module(torch.randn(4, 512)).sum().backward()
 
 
+def test_a_parameter_that_changes_is_an_error() -> None:
+    """A step between a forward and its backward is an error of the plain loop, and of a recomputation."""
+    module = mlp()
+    apply(module, plan=plan_of(**{"0": "recompute"}))
+    loss = module(torch.randn(4, 32)).sum()
+    with torch.no_grad():
+        module[0][0].weight.add_(1)
+    with pytest.raises(RuntimeError, match=r"parameter 0\.weight of 0 was modified by an inplace operation"):
+        loss.backward()
+
+
+def test_values_that_are_assumed_are_named() -> None:
+    """A plan names operations whose memory depends on values."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.linear(x)
+            return x[x > 0].sum()
+
+    handle = apply(Masked(), budget=10**9, batch=torch.randn(8, 32))
+    assert "nonzero" in handle.plan.gap or "index" in handle.plan.gap
+    assert handle.plan.gap in str(handle).replace("\n", " ")
+
+
+def test_a_plan_for_a_card() -> None:
+    """A module on the CPU is planned with the kernels and rates of a named card, and trains here."""
+    module = Language(dropout=0.1)
+    with apply(
+        module, budget=10**9, batch=tokens(), optimizer=torch.optim.AdamW, loss=classes, device="rtx-4090"
+    ) as handle:
+        peak = max(handle.plan.peak_bytes)
+    handle = apply(
+        module,
+        budget=int(peak * 0.8),
+        batch=tokens(),
+        optimizer=torch.optim.AdamW,
+        loss=classes,
+        device="rtx-4090",
+    )
+    assert handle.plan.decisions
+    ids, labels = tokens()
+    classes(module(ids), labels).backward()
+
+
 def test_a_budget_that_cannot_be_kept_says_what_would_do() -> None:
     """The error names the least peak; that peak as the budget is kept."""
     module = Language()

@@ -24,6 +24,7 @@ from pipefit.report.show import text
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import DeviceKind, Member
 from pipefit.schema.loop_plan import LoopPlan
+from pipefit.schema.presets import machine_names
 from pipefit.schema.profile import Target
 from pipefit.texts import kind_of
 from pipefit.units import format_bytes, parse_bytes
@@ -97,8 +98,8 @@ def apply(
         step: one step of the loop, as a function of a batch: for gradient accumulation, autocast, loss scaling
             or clipping. None is the plain loop: `zero_grad`, forward, loss, backward, `step`.
         state: other objects that `step` changes, such as a `GradScaler` or a copy of the model.
-        device: a card such as `rtx4090` or `a100-80gb`, whose kernels and rates count. None is the module's
-            device.
+        device: a card such as `rtx-4090`, or a machine such as `dgx-a100`, whose kernels and rates count. None is
+            the module's device.
         offload: whether saved tensors may move to the host.
         state_on_host: whether the optimizer's state is on the host between its steps; it returns for each step.
         plan: an earlier answer, installed as it is, without a dry run.
@@ -181,7 +182,7 @@ def _site(module: nn.Module, device: str | None, *, offload: bool) -> Site:
         target: Target = "cuda" if here == "cuda" else "cpu"
         kind, rate = (_GPU if target == "cuda" else _CPU), _COPY_BYTES_PER_SECOND[target]
     else:
-        cluster = Cluster.preset(f"1x-{device}")
+        cluster = Cluster.preset(device if device in machine_names() else f"1x-{device}")
         nbytes = 1 << 30
         target, kind = "cuda", cluster.devices[0].kind
         rate = nbytes / cluster.seconds([(Member.device(0), Member.host(0), nbytes)])

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from pipefit.errors import UsageError
 from pipefit.own_loop.offloading import HostTensors, is_parameter
 from pipefit.schema.loop_plan import LoopDecision
-from pipefit.torch_internals import backward_id
+from pipefit.torch_internals import backward_id, pytree
 
 FORWARD = "forward"
 
@@ -44,14 +44,22 @@ class PlannedForward:
             return self.inner(*args, **kwargs)
 
     def _recomputed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before = {name: self.module.get_buffer(name).clone() for name in self.decision.buffers}
-        return checkpoint(
-            self.inner,
-            *args,
-            use_reentrant=False,
-            context_fn=lambda: (nullcontext(), _Again(self.module, self.decision.name, before)),
-            **kwargs,
-        )
+        again = _Again(self.module, self.decision)
+        leaves, form = pytree.tree_flatten((args, kwargs))
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        tensors = [leaves[place] for place in places]
+        others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        inner = self.inner
+
+        def run(*given: Tensor) -> Any:
+            every = list(others)
+            for place, tensor in zip(places, given, strict=True):
+                every[place] = tensor
+            own_args, own_kwargs = pytree.tree_unflatten(every, form)
+            return inner(*own_args, **own_kwargs)
+
+        # All tensors are positional: checkpoint finds the device, whose random state it keeps, by these alone.
+        return checkpoint(run, *tensors, use_reentrant=False, context_fn=lambda: (nullcontext(), again))
 
     def remove(self) -> None:
         """Give the module its former `forward`, unless another tool has replaced this one."""
@@ -70,18 +78,27 @@ class PlannedForward:
 
 class _Again:
     """The context of every second forward of a call: the module has copies of the buffers that its forward
-    writes, as they were `before` the first one.
+    writes, as they were before the first one.
 
     Raises:
-        RuntimeError: the forward writes a buffer that it did not write when it was planned.
+        RuntimeError: a parameter has changed since the first forward, or the forward writes a buffer that it did
+            not write when it was planned.
     """
 
-    def __init__(self, module: nn.Module, name: str, before: dict[str, Tensor]) -> None:
-        self._module, self._name, self._before = module, name, before
+    def __init__(self, module: nn.Module, decision: LoopDecision) -> None:
+        self._module, self._name = module, decision.name
+        self._before = {name: module.get_buffer(name).clone() for name in decision.buffers}
+        self._versions = [(name, p, p._version) for name, p in module.named_parameters()]
         self._present: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
         self._others: list[tuple[str, Tensor, int]] = []
 
     def __enter__(self) -> None:
+        for name, parameter, version in self._versions:
+            if parameter._version != version:
+                raise RuntimeError(
+                    f"parameter {name} of {self._name} was modified by an inplace operation between the forward "
+                    "and the backward of a call"
+                )
         self._others = [
             (name, buffer, buffer._version)
             for name, buffer in self._module.named_buffers()

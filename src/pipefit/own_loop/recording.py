@@ -29,7 +29,7 @@ from pipefit.own_loop.loop import Loop
 from pipefit.profiler.feedback import statistics_written
 from pipefit.profiler.pass_meter import PassMeter
 from pipefit.schema.devices import DeviceKind
-from pipefit.schema.layer_costs import Alike, Work
+from pipefit.schema.layer_costs import Alike, Kernel, KernelMemory, Work
 from pipefit.texts import kind_of
 from pipefit.timing import seconds
 from pipefit.torch_internals import backward_id, pytree
@@ -105,7 +105,7 @@ def record(loop: Loop, target: Any, kernels: Kernels | None, kind: DeviceKind) -
     for number, storage in enumerate(plain.lives):
         natural = away.lives[number].died if aligned else storage.died
         storage.natural = min(max(natural, storage.born + 1), storage.died)
-    counts = kernels is not None
+    counts, measured = kernels is not None, () if kernels is None else kernels.memory.kernels
     return Recording(
         storages=plain.lives,
         saved=plain.saved,
@@ -115,7 +115,7 @@ def record(loop: Loop, target: Any, kernels: Kernels | None, kind: DeviceKind) -
         seconds=np.array(plain.seconds),
         ends=tuple(plain.ends),
         state_bytes=torch.get_rng_state().nbytes if counts else 0,
-        gap="" if kernels is None else kernels.memory.gap,
+        gap=KernelMemory(kernels=(*measured, *plain.assumed)).gap,
     )
 
 
@@ -131,6 +131,7 @@ def _run(loop: Loop, target: Any, kernels: Kernels | None, kind: DeviceKind, *, 
             for _ in run(STEPS):
                 recorder.ends.append(recorder.now)
             recorder.close()
+    recorder.assumed = fake.unknown.kernels
     return recorder
 
 
@@ -163,6 +164,7 @@ class _Recorder(PassMeter):  # type: ignore[no-untyped-call]
         self._number: dict[int, int] = {}  # storage key -> number, of live storages
         self._open: list[int] = []
         self._saved_in: dict[int, int] = {}  # open call -> saved tensors so far
+        self.assumed: tuple[Kernel, ...] = ()  # operations whose results depend on values
         self._closed = False
         self._silent = False  # operations of the recorder itself
 
