@@ -77,8 +77,8 @@ with mock.patch("os.sched_getaffinity", lambda _: {0, 1}), tempfile.TemporaryDir
         alone = answer(nullcontext(), ask)
         assert alone[0] == found[name][0], (name, alone[0], found[name][0])
         print(name, *found[name][1:], *alone[1:])
-    refused = answer(forking(), ASKED["looked"])  # torch refuses backwards in a fork from now on
-    assert refused[0] == found["looked"][0]
+    refused = answer(forking(), ASKED["planned"])  # torch refuses backwards in a fork from now on
+    assert refused[0] == found["planned"][0]
 """
 
 
