@@ -64,7 +64,7 @@ def test_births_and_deaths_are_those_of_the_allocator() -> None:
     """
     parameters = [torch.randn(1, 300, requires_grad=True), torch.randn(50, 300, requires_grad=True)]
     data = torch.randn(50, 300)
-    meter = LivesMeter(0, kernels=None, swept={}, place=torch.device("cpu"), workspace_bytes=0)
+    meter = LivesMeter(0, kernels=None, passings={}, place=torch.device("cpu"), workspace_bytes=0)
     gc.collect()
     meter.begin("before")
     with meter:

@@ -21,7 +21,7 @@ from torch import Tensor
 from pipefit.capture.storages import storage_key
 from pipefit.measure.cpu import SCALAR_BYTES, Tracked
 from pipefit.measure.kernels import Kernels
-from pipefit.runtime.dry_run.layers import NEXT_STEP, Copy, RepeatedMeter, storages_in
+from pipefit.runtime.dry_run.layers import NEXT_STEP, Copy, Passing, RepeatedMeter, storages_in
 from pipefit.runtime.engine.stage import StageRunner
 from pipefit.schema.actions import FORWARDS, MESSAGES, SPLIT_BACKWARD, Action, Kind, parse_action
 from pipefit.schema.trace import CATEGORIES, Category
@@ -53,11 +53,11 @@ class LivesMeter(RepeatedMeter):  # type: ignore[no-untyped-call]
         device: int,
         *,
         kernels: Kernels | None,
-        swept: Mapping[str, frozenset[int]],
+        passings: Mapping[str, Passing],
         place: torch.device,
         workspace_bytes: int,
     ) -> None:
-        super().__init__(device, kernels=kernels, swept=swept, place=place)
+        super().__init__(device, kernels=kernels, passings=passings, place=place)
         self._workspace_bytes = workspace_bytes
         self._workspaces: set[int] = set()
         self._names: dict[int, int] = {}  # of living storages, by their keys, which later storages reuse

@@ -9,7 +9,7 @@ always run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -19,7 +19,6 @@ from pipefit.schema.trace import MemorySample
 
 Path = tuple[object, ...]  # the actions of one microbatch on one stage, without its number
 Bytes = tuple[int, ...]  # by category
-Place = tuple[int, int, int]  # stage, microbatch, and number in the microbatch's path
 T = TypeVar("T")
 
 
@@ -92,46 +91,77 @@ class Change:
 class Seat(NamedTuple):
     """An action in a step.
 
-    It has a place, None without a microbatch, and the microbatch that was run instead, if any.
+    It has a stage and a microbatch, None without one, and the microbatch that was run instead, if any.
     """
 
-    place: Place | None
+    flight: tuple[int, int] | None
     like: int | None
 
 
-class Repetition(Generic[T]):
-    """The effects of all actions of a step, from those of the executed actions."""
+class Stand(NamedTuple):
+    """Actions whose effects are those of an action on layers that are not run, and on equal ones that are."""
 
-    def __init__(self, folding: Folding) -> None:
-        self._folding = folding
-        self._known: dict[Place, T] = {}
+    instead: Callable[[Action], Action | None]  # the executed action for an action on omitted layers
+    twin: Callable[[Action], Action | None]  # another executed action that must have the same effect
+
+
+def _itself(action: Action) -> None:
+    """Return None: nothing stands for the action."""
+
+
+ALL_LAYERS = Stand(_itself, _itself)
+
+
+class Repetition(Generic[T]):
+    """The effects of all actions of a step, from those of the executed actions.
+
+    `alike` turns False if an action and its twin have different effects.
+    """
+
+    def __init__(self, folding: Folding, stand: Stand = ALL_LAYERS) -> None:
+        self.alike = True
+        self._folding, self._stand = folding, stand
+        self._known: dict[tuple[Action, int], T] = {}
 
     def step(self, number: int, actions: Sequence[Action], seen: Sequence[T]) -> Iterator[tuple[Seat, T]]:
         """Yield every action of step `number` in order, with its effect or that of an equal action.
 
         The equal action may come later in the program.
         """
-        ran = self._folding.later if number else self._folding.first
-        places, left = list(_places(actions)), iter(seen)
-        known = [next(left) if place is None or place[1] in ran else None for place in places]
-        for place, one in zip(places, known, strict=True):
-            if place is not None and one is not None:
-                self._known.setdefault(place, one)
-        for place, one in zip(places, known, strict=True):
-            if one is not None:
-                yield Seat(place, None), one
-            elif place is not None:
-                stage, microbatch, position = place
-                like = self._folding.like[stage, microbatch]
-                yield Seat(place, like), self._known[stage, like, position]
+        ran, left = self._folding.later if number else self._folding.first, iter(seen)
+        every = list(_numbered(actions))
+        known = {
+            (action, occurrence): next(left)
+            for action, occurrence in every
+            if (action.microbatch is None or action.microbatch in ran) and self._stand.instead(action) is None
+        }
+        assert next(left, None) is None, "every executed action has an effect"
+        self._known = known | self._known
+        for (action, occurrence), effect in known.items():
+            twin = self._stand.twin(action)
+            self.alike &= twin is None or known.get((twin, occurrence)) == effect
+        for action, occurrence in every:
+            microbatch, flight = action.microbatch, _flight(action)
+            if (action, occurrence) in known:
+                yield Seat(flight, None), known[action, occurrence]
+            elif flight is None or microbatch in ran:
+                yield Seat(flight, None), known[self._stand.instead(action) or action, occurrence]
+            else:
+                like, instead = self._folding.like[flight], self._stand.instead(action) or action
+                yield Seat(flight, like), self._known[instead._replace(microbatch=like), occurrence]
 
 
 class Unfolding:
     """Memory of one device in the whole program, step by step, from that in the shortened program."""
 
-    def __init__(self, folding: Folding, rest: Bytes) -> None:
-        self._repetition = Repetition[Change](folding)
+    def __init__(self, folding: Folding, rest: Bytes, stand: Stand = ALL_LAYERS) -> None:
+        self._repetition = Repetition[Change](folding, stand)
         self._level = rest
+
+    @property
+    def alike(self) -> bool:
+        """True if equal actions on equal layers had equal effects so far."""
+        return self._repetition.alike
 
     def step(
         self, number: int, actions: Sequence[Action], measured: Sequence[Change]
@@ -147,18 +177,17 @@ class Unfolding:
             self._level = plus(self._level, change.after)
 
 
-def _places(actions: Sequence[Action]) -> Iterator[Place | None]:
-    """Yield stage, microbatch and number in the microbatch's path of every action; None without a
-    microbatch.
-    """
-    lengths: dict[tuple[int, int], int] = {}
+def _numbered(actions: Sequence[Action]) -> Iterator[tuple[Action, int]]:
+    """Yield every action of a step with the number of equal actions before it."""
+    counts: dict[Action, int] = {}
     for action in actions:
-        if action.microbatch is None:
-            yield None
-            continue
-        flight = action.stage, action.microbatch
-        number = lengths[flight] = lengths.get(flight, -1) + 1
-        yield *flight, number
+        number = counts[action] = counts.get(action, -1) + 1
+        yield action, number
+
+
+def _flight(action: Action) -> tuple[int, int] | None:
+    """Return the stage and microbatch of an action; None without a microbatch."""
+    return None if action.microbatch is None else (action.stage, action.microbatch)
 
 
 def plus(one: Bytes, other: Bytes) -> Bytes:

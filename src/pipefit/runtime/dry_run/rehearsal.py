@@ -172,7 +172,8 @@ class Rehearsal:
         """Run representative layers, microbatches and devices."""
         (program,) = self.programs
         folding = Folding.of(program)
-        short = Shortened.of(self.task, self.plan, program, self._chain(fake))
+        few = shortened(program, folding.first)
+        short = Shortened.of(self.task, self.plan, few, self._chain(fake))
         ran = self._run(fake, short, folding, self._kin)
         # Layers that seemed equal may differ: then run all layers, whose chain is made again because these
         # were trained.
@@ -215,7 +216,9 @@ class Rehearsal:
         """
         runners, company = self._company(fake, short, together)
         data, wanted = self._data(fake, short, self.plan.training.microbatches)
-        unfoldings = {account: Unfolding(folding, account.rest) for account in company.devices_of}
+        unfoldings = {
+            account: Unfolding(folding, account.rest, short.stand) for account in company.devices_of
+        }
         lives = {account: LivesOf(folding) for account in company.devices_of if self.allocators}
         samples = company.no_samples
         for step in range(self.steps):
@@ -231,7 +234,9 @@ class Rehearsal:
                     samples[other] += _named(result, program.actions[other])
                 if self.allocators:
                     lives[account].step(step, program.actions[first], (account.before, account.lives))
-        return self._told(fake, samples, company, lives)
+        alike = all(unfolding.alike for unfolding in unfoldings.values())
+        ran = self._told(fake, samples, company, lives)
+        return ran._replace(alike=ran.alike and alike)
 
     def _told(
         self,
@@ -319,11 +324,15 @@ class Rehearsal:
 
     def _meter(self, fake: FakeTarget, short: Shortened, device: int, *, owning: bool) -> RepeatedMeter:
         if not self.allocators and not owning:
-            return RepeatedMeter(device, kernels=self.kernels, swept=short.swept, place=fake.device)
+            return RepeatedMeter(device, kernels=self.kernels, passings=short.passings, place=fake.device)
         workspace = overheads(self.plan, device).cublas_workspace_bytes if self.allocators else 0
         kind = OwningMeter if owning else LivesMeter
         return kind(
-            device, kernels=self.kernels, swept=short.swept, place=fake.device, workspace_bytes=workspace
+            device,
+            kernels=self.kernels,
+            passings=short.passings,
+            place=fake.device,
+            workspace_bytes=workspace,
         )
 
 

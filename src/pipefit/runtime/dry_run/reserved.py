@@ -50,11 +50,11 @@ class LivesOf:
         before, of_actions = seen
         whole = list(self._repetition.step(number, actions, of_actions))
         for seat, lives in whole:
-            if seat.place is not None and seat.like is None:
-                self._own[seat.place[:2]] |= {name for name, nbytes in lives if nbytes and name >= 0}
+            if seat.flight is not None and seat.like is None:
+                self._own[seat.flight] |= {name for name, nbytes in lives if nbytes and name >= 0}
         self._ended(before)
         for seat, lives in whole:
-            if seat.place is None:
+            if seat.flight is None:
                 self._ended(lives)
             elif seat.like is None:
                 self._seen(lives)
@@ -76,9 +76,9 @@ class LivesOf:
                 self._add(copy, 0)
 
     def _repeated(self, number: int, seat: Seat, lives: Lives) -> None:
-        assert seat.place is not None
+        assert seat.flight is not None
         assert seat.like is not None
-        stage, microbatch, _ = seat.place
+        stage, microbatch = seat.flight
         own = self._own[stage, seat.like]
         for name, nbytes in lives:
             if name not in own:
