@@ -230,10 +230,10 @@ def test_what_is_soon_found_is_the_answer_where_a_search_finds_nothing() -> None
         return asking(LEAN, planner="exact").plan(known, lacking)
 
     found = find(replace(growth, plan=in_vain), certify=False)
-    again = growth.soon(growth.profiles(found.best.value), found.best.value).fitting
+    again = growth.soon(growth.profiles(found.best.value), found.best.value, {}).fitting
     assert again is not None
     assert (found.best.plan.stages, found.best.plan.decisions) == (again.plan.stages, again.plan.decisions)
-    assert growth.soon(growth.profiles(found.best.value + 1), found.best.value + 1).fitting is None
+    assert growth.soon(growth.profiles(found.best.value + 1), found.best.value + 1, {}).fitting is None
 
 
 @pytest.mark.parametrize("planner", sampled(["exact", "joint"], often=["exact"]))

@@ -14,7 +14,7 @@ from pipefit.fake_cuda.target import FakeTarget
 from pipefit.lowering import lower
 from pipefit.lowering.passes.recomputation import recompute_decisions
 from pipefit.models import build
-from pipefit.planner import Means, Options, Question
+from pipefit.planner import PlanOptions, Question
 from pipefit.planner.driver import solved
 from pipefit.planner.lean import ALL_AWAY, at_hosts
 from pipefit.profiler import profile
@@ -71,8 +71,7 @@ def test_blocks_whose_state_moves_separately_are_folded(part: float, moves: Any)
         profile=profile(task, microbatch_size=2, target="cuda"),
         cluster=load_cluster("4x-titan-rtx"),
         training=Training(batch_size=6, microbatches=3),
-        options=Options(data=1, tensor=1, stages=1, allow_infeasible=True),
-        means=Means(),
+        options=PlanOptions(data=1, tensor=1, stages=1, allow_infeasible=True),
     )
     planner = partial(at_hosts, part=part, **({} if moves is None else {"moves": moves}))
     plan = solved(question, planner, name="lean")

@@ -5,16 +5,17 @@ A plan that fits proves that something does, however slow its steps are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.lowering.passes.recomputation import Recompute
 from pipefit.memory.arenas import room_needed, shortage
-from pipefit.planner import PLANNERS, Answer, Planner, PlanOptions, Question, answered, solved
+from pipefit.planner import PLANNERS, Answer, Planner, PlanOptions, Question, answered, unexplained
 from pipefit.planner.joint import exact_in_time
 from pipefit.planner.lean import ALL_AWAY, at_hosts
 from pipefit.planner.open_choices import by_distance, sizes_of
@@ -24,13 +25,16 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.fit import Attempt
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import MOST_SAMPLES, Training
-from pipefit.simulator import Simulation
+from pipefit.simulator.assembled import assembled
 
 _PARTS = (
     0.75,
     0.5,
     0.25,
 )  # of every stage's layers that hosts update, where they have no room for those of all
+
+
+_HOPELESS = 1.1  # values by which the last fitting one of a way must be exceeded
 
 
 class Need(NamedTuple):
@@ -53,55 +57,55 @@ def attempt(value: int, plan: Plan) -> Attempt:
     """The attempt of a value whose plan this is. Costs a simulation where the plan moves or recomputes
     anything.
     """
-    short = shortage(plan, Simulation(plan).arenas) if plan.decisions else ""
+    short = shortage(plan, assembled(plan).arenas) if plan.decisions else ""
     return Attempt(value=value, plan=plan, shortage=short)
 
 
-def soon_planned(value: int, question: Question) -> Look:
+def soon_planned(
+    value: int, question: Question, looks: Mapping[int, Look] = MappingProxyType({}), *, every: bool = False
+) -> Look:
     """The first attempt that fits of those that are soon made, with more and more done about memory.
 
-    The question allows plans that do not fit.
+    Ways of planning that will need far too much, by `looks` at smaller values, are not tried. With `every`,
+    all ways are tried, for what they need. The question allows plans that do not fit.
     """
     needs: dict[str, tuple[Need, ...]] = {}
+    fitting = list[Attempt]()
 
-    def fits(way: str, planner: Planner, name: str, asked: Question) -> Attempt | None:
+    def fits(way: str, planner: Planner, name: str, asked: Question) -> bool:
+        if not every and _is_hopeless(looks, way, value):
+            return False
         with suppress(UsageError):  # layers that cannot run again, or hosts that may not update
-            plan = solved(asked, planner, name=name)
-            arenas = Simulation(plan).arenas if plan.decisions else ()
+            simulation = unexplained(asked, planner, name=name)
+            plan, arenas = simulation.plan, simulation.arenas if simulation.plan.decisions else ()
             result = Attempt(value=value, plan=plan, shortage=shortage(plan, arenas) if arenas else "")
             shares = {member: needed.total() for member, needed in room_needed(plan, arenas).items()}
             hosts = (Need(nbytes, plan.cluster.capacity(member)) for member, nbytes in shares.items())
             needs[way] = (Need(result.need_bytes, result.budget_bytes), *hosts)
-            return result
-        return None
+            fitting.extend([result] if result.fits else [])
+        return bool(fitting) and not every
 
     for recompute in _without_hosts(question):
         asked = replace(question, options=replace(question.options, recompute=recompute))
-        result = fits(recompute, PLANNERS["exact"], "exact", asked)
-        if result is not None and result.fits:
-            return Look(result, needs)
-    for way, planner in _with_hosts(needs):
-        result = fits(way, planner, "lean", question)
-        if result is not None and result.fits:
-            return Look(result, needs)
-    return Look(None, needs)
+        if fits(recompute, PLANNERS["exact"], "exact", asked):
+            return Look(fitting[0], needs)
+    for way, planner in _with_hosts(needs, every=every):
+        if fits(way, planner, "lean", question):
+            return Look(fitting[0], needs)
+    return Look(fitting[0] if fitting else None, needs)
 
 
 def _without_hosts(question: Question) -> Iterator[Recompute]:
     """What to recompute in plans that keep all state on the devices; nothing where these are too small for
     that.
     """
-    costs, budgets = question.measurement.costs, question.cluster.budgets
-    shared = question.measurement.shared
-    twice = sum((len(s.users) - 1) * (s.nbytes + s.gradient_bytes + s.state_bytes) for s in shared)
-    state = sum(cost.parameter_bytes + cost.gradient_bytes + cost.state_bytes for cost in costs) - twice
-    if state > sum(budgets) or not exact_in_time(question):
+    if question.state_bytes > sum(question.cluster.budgets) or not exact_in_time(question):
         return
     asked = question.options.recompute
     yield from ("never", "always", "stages") if asked == "never" else (asked,)
 
 
-def _with_hosts(needs: dict[str, tuple[Need, ...]]) -> Iterator[tuple[str, Planner]]:
+def _with_hosts(needs: dict[str, tuple[Need, ...]], *, every: bool) -> Iterator[tuple[str, Planner]]:
     """Plans whose hosts update layers: all; where hosts alone have no room for that, as many as they have;
     and such whose hosts have parameters and gradients between passes too.
     """
@@ -111,7 +115,9 @@ def _with_hosts(needs: dict[str, tuple[Need, ...]]) -> Iterator[tuple[str, Plann
         return device.need > device.room, any(host.need > host.room for host in hosts)
 
     yield "1.0", partial(at_hosts, part=1.0)
-    if lacks("1.0") == (False, True):
+    if every or "1.0" not in needs:
+        yield from ((str(part), partial(at_hosts, part=part)) for part in _PARTS)
+    elif lacks("1.0") == (False, True):
         parts = list(_PARTS)
         while parts:
             part = parts[len(parts) // 2]
@@ -125,17 +131,27 @@ def _with_hosts(needs: dict[str, tuple[Need, ...]]) -> Iterator[tuple[str, Plann
     yield "all away", partial(at_hosts, part=1.0, moves=ALL_AWAY)
 
 
-def likely(looks: dict[int, Look], at_least: int) -> int:
+def likely(looks: Mapping[int, Look], at_least: int) -> int:
     """The largest value that is likely to fit, by what every way of planning needed at those that were looked
     at, as if that rose evenly.
     """
     ways = dict.fromkeys(way for look in looks.values() for way in look.needs)
-    return max((_reached(sorted(looks.items()), way) for way in ways), default=at_least)
+    return max((int(_reached(_known(looks, way))) for way in ways), default=at_least)
 
 
-def _reached(looks: list[tuple[int, Look]], way: str) -> int:
+def _is_hopeless(looks: Mapping[int, Look], way: str, value: int) -> bool:
+    """Return whether a way of planning fills a device or host long before this value, by two looks or more."""
+    known = _known(looks, way)
+    return len(known) > 1 and value > _HOPELESS * _reached(known)
+
+
+def _known(looks: Mapping[int, Look], way: str) -> list[tuple[int, tuple[Need, ...]]]:
+    """Return what a way of planning needed, by rising values."""
+    return [(value, look.needs[way]) for value, look in sorted(looks.items()) if way in look.needs]
+
+
+def _reached(known: list[tuple[int, tuple[Need, ...]]]) -> float:
     """The value at which a way of planning fills the first device or host."""
-    known = [(value, look.needs[way]) for value, look in looks if way in look.needs]
     (first, before), (last, after) = known[-2:][0], known[-1]
     reached = list[float]()
     for number, (need, room) in enumerate(after):
@@ -144,7 +160,7 @@ def _reached(looks: list[tuple[int, Look]], way: str) -> int:
         )
         each = rises if rises > 0 else need / max(1, last)
         reached.append(last + (room - need) / max(each, 1e-9))
-    return int(min(reached))
+    return min(reached)
 
 
 # ---- Plans of tasks: profiles are made on demand, for the microbatch sizes and shards that planning needs

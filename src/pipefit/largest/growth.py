@@ -6,10 +6,12 @@ For the first two, the largest value that fits is searched; for the others, the 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
+from typing import TypedDict
 
 from pipefit.capture import Task
 from pipefit.errors import UsageError
@@ -189,9 +191,15 @@ class Demand:
         known: OnDemand | Repeated,
         cluster: Cluster | None = None,
         microbatch_size: int | None = None,
+        *,
+        looks: Mapping[int, Look] = MappingProxyType({}),
+        every: bool = False,
     ) -> Look:
         """Return an attempt that fits, if found fast: with the smallest microbatches and one device per
         stage.
+
+        Ways that will need far too much, by `looks` at smaller values, are not tried; with `every`, all are,
+        for what they need.
         """
         within, asked = cluster or self.cluster, self.asked(microbatch_size)
         with suppress(UsageError):  # reported when it is planned
@@ -205,7 +213,7 @@ class Demand:
                     data=1, tensor=1, recompute=asked.recompute, allow_infeasible=True, means=asked.means
                 ),
             )
-            return soon_planned(value, question)
+            return soon_planned(value, question, looks, every=every)
         return Look(None, {})
 
     def plan(
@@ -261,7 +269,7 @@ class Growth:
     task: Callable[[int], Task]
     profiles: Callable[[int], OnDemand | Repeated]
     plan: Callable[[OnDemand | Repeated, int], Answer]
-    soon: Callable[[OnDemand | Repeated, int], Look]
+    soon: Callable[[OnDemand | Repeated, int, Mapping[int, Look]], Look]
     searches: bool
     depths: Depths | None = None  # set if profiles may be derived instead of traced
 
@@ -286,9 +294,22 @@ def setting(name: str, make: Callable[[int], Task], demand: Demand, values: rang
         profiles=depths.profiles,
         depths=depths,
         plan=lambda known, _: demand.plan(known),
-        soon=lambda known, value: demand.soon(value, known),
+        soon=lambda known, value, looks: demand.soon(value, known, **_looking(looks)),
         searches=demand.searches,
     )
+
+
+_LOOKS_AT_ALL = 3  # first looks, at small values, in which all fast ways are tried for what they need
+
+
+class _Looking(TypedDict):
+    looks: Mapping[int, Look]
+    every: bool
+
+
+def _looking(looks: Mapping[int, Look]) -> _Looking:
+    """Return how the next of rising values is looked at."""
+    return {"looks": looks, "every": len(looks) < _LOOKS_AT_ALL}
 
 
 def batch(task: Task, demand: Demand, values: range) -> Growth:
@@ -309,7 +330,7 @@ def batch(task: Task, demand: Demand, values: range) -> Growth:
         task=lambda _: task,
         profiles=lambda value: demand.profiles(task, value),
         plan=lambda known, value: demand.plan(known, microbatch_size=value),
-        soon=lambda known, value: demand.soon(value, known, microbatch_size=value),
+        soon=lambda known, value, looks: demand.soon(value, known, microbatch_size=value, **_looking(looks)),
         searches=demand.searches,
     )
 
@@ -347,7 +368,7 @@ def devices(task: Task, demand: Demand, values: range) -> Growth:
         task=lambda _: task,
         profiles=lambda _: known,
         plan=lambda known, number: demand.plan(known, with_devices(cluster, number)),
-        soon=lambda known, number: demand.soon(number, known, with_devices(cluster, number)),
+        soon=lambda known, number, _: demand.soon(number, known, with_devices(cluster, number)),
         searches=demand.searches,
     )
 
@@ -376,7 +397,7 @@ def memory(task: Task, demand: Demand, values: range) -> Growth:
         task=lambda _: task,
         profiles=lambda _: known,
         plan=lambda known, nbytes: demand.plan(known, with_memory(demand.cluster, nbytes)),
-        soon=lambda known, nbytes: demand.soon(nbytes, known, with_memory(demand.cluster, nbytes)),
+        soon=lambda known, nbytes, _: demand.soon(nbytes, known, with_memory(demand.cluster, nbytes)),
         searches=demand.searches,
     )
 

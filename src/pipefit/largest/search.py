@@ -16,7 +16,7 @@ from pipefit.errors import InfeasibleError, UsageError
 from pipefit.fake_cuda.chain import Chains
 from pipefit.largest.attempts import Look, attempt, likely
 from pipefit.largest.growth import Growth
-from pipefit.planner import Answer
+from pipefit.planner import Answer, explained
 from pipefit.processes import uncollected
 from pipefit.profiler.on_demand import NotRepeated, OnDemand, Repeated
 from pipefit.runtime import certify as dry_run
@@ -250,7 +250,8 @@ class _Search:
         self._plan(value)
         soon = self.soon[value].fitting
         if soon is not None and not self.known[value].fits:
-            self.known[value], self.fitting = soon, (value, Answer(soon.plan))
+            self.known[value] = replace(soon, plan=explained(soon.plan))
+            self.fitting = value, Answer(self.known[value].plan)
 
     def certify(self, value: int) -> bool:
         """Replace the planned peaks by those of the dry run; return whether this contradicts the plan."""
@@ -287,8 +288,12 @@ class _Search:
             profiles = self._profiles(value, "a first look at")
             if profiles is not None:
                 with uncollected():
-                    self.soon[value] = self._of_profiles(self.growth.soon, profiles, value)
+                    self.soon[value] = self._of_profiles(self._look, profiles, value)
         return None if value in self.refused else self.soon[value].fitting is not None
+
+    def _look(self, profiles: OnDemand | Repeated, value: int) -> Look:
+        """Return what fast plans of a value say."""
+        return self.growth.soon(profiles, value, self.soon)
 
     def _fits(self, value: int) -> bool | None:
         """Return whether a plan fits; None if the value is refused."""

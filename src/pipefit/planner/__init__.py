@@ -22,7 +22,7 @@ from pipefit.planner.baselines.mcap import additive, bayesian, mcap_bf, mcap_bo
 from pipefit.planner.baselines.mpress import mpress
 from pipefit.planner.baselines.prediction import best_split, true_peaks
 from pipefit.planner.baselines.simple import first_last, parameters, time, uniform
-from pipefit.planner.driver import answer, plan_of, solved
+from pipefit.planner.driver import answer, explained, plan_of, solved, unexplained
 from pipefit.planner.exact import exact, leanest_of
 from pipefit.planner.joint import joint
 from pipefit.planner.lean import lean, leanest_with_hosts
@@ -58,6 +58,7 @@ __all__ = [
     "check_planner",
     "exact",
     "exhaustive",
+    "explained",
     "first_last",
     "joint",
     "lean",
@@ -71,6 +72,7 @@ __all__ = [
     "solved",
     "time",
     "true_peaks",
+    "unexplained",
     "uniform",
 ]
 

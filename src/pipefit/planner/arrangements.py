@@ -159,7 +159,8 @@ class Trials:
             question = self.space.question_of(size, self._profile(size))
             self._least[size] = Least.of(question)
             at_most = self._fastest * (1 + _ROOM)
-            looks = self._least_of(size) < at_most and exact_in_time(question)
+            may_fit = question.state_bytes <= sum(question.cluster.budgets)  # no state moves
+            looks = may_fit and self._least_of(size) < at_most and exact_in_time(question)
             below = min((one.estimated for one in self.mixed), default=math.inf)
             self.mixed += filter(None, [mixed(question, at_most, below) if looks else None])
 

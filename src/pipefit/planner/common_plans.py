@@ -19,7 +19,7 @@ stays on the devices only if their memory bound fits. (ZeRO-Offload, arXiv 2101.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -37,6 +37,7 @@ from pipefit.planner.options import Means
 from pipefit.planner.problem import Degree, Question, Split
 from pipefit.planner.replicas import in_replicas
 from pipefit.schema.decisions import Decision, Run, State, StateKind, What
+from pipefit.schema.devices import Member
 from pipefit.schema.grids import SHARDINGS, Sharding
 from pipefit.schema.layer_costs import LayerCost, Work
 from pipefit.schema.plan import Plan
@@ -93,12 +94,16 @@ def common_plan(question: Question, at_most: float) -> CommonPlan | None:
         return None
     best, simulations, bounds = None, Simulations(question), Simulations(_without_updates(question))
     least = cache(lambda split: bounds.of(split).step_seconds[-1])
+    on_devices: dict[Moves, Simulations] = {
+        (): simulations,
+        UPDATED: Simulations(_without_state(question)),
+    }  # bounds of memory
     for split, recompute, moves, decisions in common_plans(question):
         known = at_most < float("inf")
         if simulations.work + bounds.work > (simulations.share_of(_WORK) if known else _WORK_TO_FIT):
             break
         with suppress(UsageError):  # state that cannot be divided or moved, or hosts that cannot update
-            if not moves and not simulations.may_fit(split, recompute):
+            if moves in on_devices and not on_devices[moves].may_fit(split, recompute):
                 continue
             if known and any(bound(split) >= at_most * (1 - _WORTH) for bound in (simulations.least, least)):
                 continue
@@ -111,12 +116,39 @@ def common_plan(question: Question, at_most: float) -> CommonPlan | None:
 
 def _without_updates(question: Question) -> Question:
     """Return the question with updates that take no time, as if hosts did them in parallel."""
+    return _with_costs(question, lambda cost: replace(cost, update=Work(flops=0, moved_bytes=0)))
 
-    def quick(cost: LayerCost) -> LayerCost:
-        return replace(cost, update=Work(flops=0, moved_bytes=0))
 
+def _without_state(question: Question) -> Question:
+    """Return the question without optimizer state."""
+    result = _with_costs(question, lambda cost: replace(cost, state_bytes=0, early_state_bytes=0))
     measurements = (
-        replace(measurement, kinds=tuple(map(quick, measurement.kinds)))
+        replace(
+            one,
+            shared=tuple(replace(shared, state_bytes=0, early_state_bytes=0) for shared in one.shared),
+        )
+        for one in result.profile.measurements
+    )
+    return replace(result, profile=replace(result.profile, measurements=tuple(measurements)))
+
+
+def _may_have_room(question: Question, moves: Moves) -> bool:
+    """Return whether all devices together, and all hosts, have room for the state that these moves leave them.
+
+    Not counted is state that devices need only during passes.
+    """
+    costs, shared = question.measurement.costs, question.measurement.shared
+    moved = sum(cost.state_bytes for cost in costs)
+    moved -= sum((len(one.users) - 1) * one.state_bytes for one in shared)
+    hosts = sum(question.cluster.capacity(Member.host(n)) for n in range(len(question.cluster.hosts)))
+    left = question.state_bytes - moved if moves == UPDATED else 0 if moves else question.state_bytes
+    return left <= sum(question.cluster.budgets) and (not moves or moved <= hosts)
+
+
+def _with_costs(question: Question, changed: Callable[[LayerCost], LayerCost]) -> Question:
+    """Return the question with changed costs of all layers."""
+    measurements = (
+        replace(measurement, kinds=tuple(map(changed, measurement.kinds)))
         for measurement in question.profile.measurements
     )
     return replace(question, profile=replace(question.profile, measurements=tuple(measurements)))
@@ -128,8 +160,12 @@ def common_plans(question: Question) -> Iterator[Candidate]:
     settings: tuple[Recompute, ...] = ("never", "always") if asked == "never" else (asked,)
     degrees = sorted((one for one in question.degrees if one.data > 1), key=lambda one: (-one.data, *one[1:]))
     ways = [
-        (shard, moves) for shard, moves in _WAYS if shard in question.shards and _is_allowed(means, moves)
+        (shard, moves)
+        for shard, moves in _WAYS
+        if shard in question.shards and _is_allowed(means, moves) and _may_have_room(question, moves)
     ]
+    if not ways:
+        return
     for recompute, degree in product(settings if means.recompute != "never" else (asked,), degrees):
         for split, (shard, moves) in product(_splits(question, degree), ways):
             buckets = question.blocks if shard in ("gradients", "parameters") else 1

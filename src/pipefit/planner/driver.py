@@ -366,6 +366,53 @@ def solved(question: Question, planner: Planner, *, name: str) -> Plan:
         return answer(question, result, planner=planner, name=name, seconds=seconds, asked=question.options)
 
 
+def unexplained(question: Question, planner: Planner, *, name: str) -> Assembled:
+    """Run `planner` and return the simulation of its plan, which has a prediction without explanations.
+
+    Raises:
+        UsageError: the planner does not support this question.
+    """
+    with uncollected():
+        result = planner(question)
+        simulation = _simulated(plan_of(question, result.split, decisions=result.decisions), result)
+        prediction = Prediction(
+            peak_bytes=_peaks(question, result, simulation),
+            step_seconds=simulation.step_seconds[-1],
+            utilisation=simulation.utilisation,
+        )
+        provenance = Provenance(
+            planner=name,
+            options=question.options.recorded,
+            objective=result.objective,
+            value=result.value,
+            bound=None,
+            evaluated=result.evaluated,
+            seconds=0.0,
+            remarks=result.remarks,
+        )
+        simulation.plan = replace(simulation.plan, prediction=prediction, provenance=provenance)
+        return simulation
+
+
+def explained(plan: Plan) -> Plan:
+    """Return a plan with the effects of its techniques."""
+    assert plan.prediction is not None
+    assert plan.provenance is not None
+    with uncollected():
+        told = accounts(plan, assembled(plan))
+    return replace(
+        plan,
+        prediction=replace(plan.prediction, compactions=told.compactions),
+        provenance=replace(plan.provenance, remarks=(*plan.provenance.remarks, *told.remarks)),
+    )
+
+
+def _simulated(plan: Plan, found: Found) -> Assembled:
+    """Return the simulation of a planner's plan, which the planner may have made."""
+    known = found.simulation
+    return assembled(plan) if known is None or known.plan != plan else known
+
+
 def answer(
     question: Question,
     found: Found,
@@ -383,10 +430,8 @@ def answer(
     """
     plan = plan_of(question, found.split, decisions=found.decisions)
     check_slices(plan, None)
-    known = found.simulation
-    simulation = assembled(plan) if known is None or known.plan != plan else known
-    counted = plan.decisions or found.split.grids
-    peaks = simulation.peak_bytes if counted else _by_device(question, found.split)
+    simulation = _simulated(plan, found)
+    peaks = _peaks(question, found, simulation)
     if not question.options.allow_infeasible:
         short = shortage(plan, simulation.arenas)
         _check(replace(question, options=asked), found, peaks, short, name, _Judge(planner))
@@ -512,6 +557,12 @@ def plan_of(question: Question, split: Split, *, decisions: tuple[Decision, ...]
         stages=stages,
         decisions=decisions,
     )
+
+
+def _peaks(question: Question, found: Found, simulation: Assembled) -> tuple[int, ...]:
+    """Return the peaks of all devices, by closed forms if these suffice."""
+    counted = simulation.plan.decisions or found.split.grids
+    return simulation.peak_bytes if counted else _by_device(question, found.split)
 
 
 def _by_device(question: Question, split: Split) -> tuple[int, ...]:

@@ -476,6 +476,13 @@ class Question:
         """Return the question with other means."""
         return replace(self, options=replace(self.options, means=means))
 
+    @cached_property
+    def state_bytes(self) -> int:
+        """Parameters, gradients and optimizer state of the model, each once."""
+        costs, shared = self.measurement.costs, self.measurement.shared
+        again = sum((len(s.users) - 1) * (s.nbytes + s.gradient_bytes + s.state_bytes) for s in shared)
+        return sum(cost.parameter_bytes + cost.gradient_bytes + cost.state_bytes for cost in costs) - again
+
     @property
     def staying(self) -> str:
         """The reason why no state moves, whatever the means; empty if state may move."""
