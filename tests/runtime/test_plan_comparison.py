@@ -17,6 +17,7 @@ from movable import movable
 from pipefit.capture import Task, capture
 from pipefit.capture.comparison import NotComparable
 from pipefit.capture.model import built
+from pipefit.capture.plain_training import Draws, Recording
 from pipefit.capture.sample import sample
 from pipefit.errors import PipefitWarning, UsageError
 from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions
@@ -420,3 +421,12 @@ def test_a_comparison_leaves_model_and_generators_as_they_were() -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in whole.module.state_dict().items())
     assert all(parameter.grad is None for parameter in whole.module.parameters())
     assert torch.equal(drawn, torch.get_rng_state())
+
+
+def test_attention_without_dropout_draws_nothing() -> None:
+    """A fused attention without dropout is no random draw, so that models with one are compared."""
+    draws, query = Draws(), torch.randn(1, 2, 4, 8)
+    with Recording(draws, "key"):
+        torch.nn.functional.scaled_dot_product_attention(query, query, query)
+        torch.dropout(query, 0.5, True)
+    assert len(draws.of["key"]) == 1

@@ -29,6 +29,7 @@ from pipefit.torch_internals import TorchDispatchMode, pytree
 
 _aten = torch.ops.aten
 _DROPOUT = _aten.native_dropout.default
+_MODES, _SHARES = ("train", "training"), ("p", "dropout_p", "dropout")  # names of arguments
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -75,7 +76,7 @@ class Recording(_Mode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if _is_draw(func):
+        if draws(func, args, kwargs or {}):
             drawn = result[1] if func is _DROPOUT else result
             self.draws.of.setdefault(self.key, []).append(_alone(func, drawn).detach().clone())
         return result
@@ -89,7 +90,7 @@ class Replaying(_Mode):  # type: ignore[no-untyped-call]
         self.drawn = drawn
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not _is_draw(func):
+        if not draws(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
         if not self.drawn:
             raise UnknownDraw(f"it draws more often ({func}) than as planned")
@@ -106,7 +107,7 @@ class Means(_Mode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not _is_draw(func):
+        if not draws(func, args, kwargs):
             return func(*args, **kwargs)
         if func is _DROPOUT:
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
@@ -126,8 +127,17 @@ class Means(_Mode):  # type: ignore[no-untyped-call]
         raise UnknownDraw(f"it draws by {func}, which has no mean that could stand for it")
 
 
-def _is_draw(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
+def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call of an operator draws random numbers: not for dropout of nothing or in evaluation."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    arguments = func._schema.arguments
+    given = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    given |= dict(zip((a.name for a in arguments), args, strict=False)) | dict(kwargs)
+    if any(given.get(share) == 0.0 for share in _SHARES if isinstance(given.get(share), float)):
+        return False
+    modes = [given[mode] for mode in _MODES if mode in given]
+    return not modes or True in modes
 
 
 def _is_in_place(func: Any) -> bool:

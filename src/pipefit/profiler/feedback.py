@@ -34,6 +34,7 @@ from pipefit.capture.by_value import reads_a_number
 from pipefit.capture.comparison import evaluated
 from pipefit.capture.copying import is_empty, named_constants
 from pipefit.capture.model import built, is_chain
+from pipefit.capture.plain_training import draws
 from pipefit.capture.refusals import Refusal
 from pipefit.capture.sample import Sample, check_samples, rows, sample, samples_of
 from pipefit.capture.storages import storage_key
@@ -62,7 +63,7 @@ _SAMPLES, _SEEDS = 4, (0, 1)
 _NORMALIZES = "normalizes over the batch"
 _WEIGHS = "divides by the weights of the targets that a slice has"
 _APART = "is another one for a microbatch than its halves have on average"
-_TRAINING, _SHARES = frozenset({"train", "training"}), ("p", "dropout_p", "dropout")  # names of arguments
+_TRAINING = ("train", "training")  # names of arguments
 _WEIGHING = "aten::nll_loss_forward", "aten::nll_loss2d_forward"
 _LEAVES_OUT = "is a mean over targets, of which some samples have fewer that count"
 _MEAN = 1  # the number of the reduction "mean" in torch
@@ -80,15 +81,6 @@ def coupling(func: Any, given: Mapping[str, Any]) -> str:
     if name in _WEIGHING and given.get("weight") is not None and given.get("reduction") == _MEAN:
         return _WEIGHS
     return ""
-
-
-def draws(func: Any, given: Mapping[str, Any]) -> bool:
-    """Return whether a call of an operator draws random numbers."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()} | dict(given)
-    shares = [given[share] for share in _SHARES if isinstance(given.get(share), float)]
-    return (_trains(given) or _TRAINING.isdisjoint(given)) and 0.0 not in shares
 
 
 def _trains(given: Mapping[str, Any]) -> bool:
@@ -545,7 +537,7 @@ class Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
             read = {name: item for name, item in given.items() if name not in _STATISTICS}
         self.reads_numbers |= reads_a_number(func, args)
         self.coupled = self.coupled or coupling(func, given)
-        self.draws_any |= draws(func, given)
+        self.draws_any |= draws(func, args, kwargs or {})
         self.draws |= given.get("generator") not in (None, torch.default_generator)
         sources = frozenset[int]().union(*map(self.of, _tensors(read)))
         out = func(*args, **(kwargs or {}))

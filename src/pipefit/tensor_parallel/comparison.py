@@ -31,6 +31,7 @@ from pipefit.capture.chain import Chain, ChainLayer, Form, as_values, module_set
 from pipefit.capture.comparison import ALLOWED, Difference, difference, largest
 from pipefit.capture.copying import copied
 from pipefit.capture.graph_layer import GraphLayer
+from pipefit.capture.plain_training import Means, UnknownDraw
 from pipefit.capture.random_state import put_back, seed_torch
 from pipefit.capture.structure import Values
 from pipefit.errors import PipefitError, UsageError, in_one_line
@@ -124,25 +125,13 @@ class Shortening:
         return tokens[0] * self.samples * _SHORT if not tokens[1] and tokens[0] <= self.experts else number
 
     def without_draws(self) -> AbstractContextManager[object]:
-        """Disable dropout in the body if masks would have other sizes than in the code."""
-        return _NothingDropped() if self.length else nullcontext()  # type: ignore[no-untyped-call]
+        """Use means for random draws in the body if they would have other sizes than in the code."""
+        return Means() if self.length else nullcontext()
 
     def _cut(self, tensor: Tensor) -> Tensor:
         if not self.length:
             return tensor[:_FEW] if self.samples else tensor
         return tensor if tensor.ndim < 2 else torch.stack([self.held(one) for one in tensor])
-
-
-class _NothingDropped(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode in which dropout masks equal their mean, which has the effect of probability zero."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.bernoulli_.float:
-            mask, kept = args[0], args[1] if len(args) > 1 else (kwargs or {}).get("p", 0.5)
-            return mask.fill_(kept)
-        if func is torch.ops.aten.native_dropout.default:
-            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        return func(*args, **(kwargs or {}))
 
 
 # ---- One block, run forward and backward, whole and on ranks, with the same drawn parameters
@@ -498,6 +487,8 @@ class _Blocks:
         try:
             whole = one.whole(values)
             ranks = one.by_ranks(values)
+        except UnknownDraw as error:
+            raise NotComparable(str(error)) from error
         except PipefitError:
             raise
         except Exception as error:  # a kernel that has no double precision, or none on the CPU
