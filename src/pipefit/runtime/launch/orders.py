@@ -40,10 +40,11 @@ class Orders:
         Raises:
             OSError: the working directory has been removed.
         """
-        saving, resume, weights = self.saving, self.resume, self.weights
+        saving, resume, weights = self.options.saving, self.resume, self.weights
+        saving = saving and replace(saving, directory=_absolute(saving.directory))
         return replace(
             self,
-            saving=saving and replace(saving, directory=_absolute(saving.directory)),
+            options=replace(self.options, saving=saving),
             resume=resume and _absolute(resume),
             weights=weights and _absolute(weights),
         )
