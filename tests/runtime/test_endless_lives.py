@@ -16,7 +16,7 @@ from pipefit.lowering import ENDLESS, step_programs
 from pipefit.memory.cuda_allocator import AllocatorSettings
 from pipefit.runtime import certify
 from pipefit.runtime.dry_run import rehearsal
-from pipefit.runtime.dry_run.asynchronous import EndlessLives, Label, Labelled, fewer, labels
+from pipefit.runtime.dry_run.asynchronous import EndlessLives, Label, LabelledAction, fewer, labels
 from pipefit.schema.actions import Action, Kind
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
@@ -115,16 +115,16 @@ def test_a_device_stops_when_it_has_told_all(found: ModelProfile) -> None:
 # ---------------------------------------------------------------- constructed lives
 
 
-def forward(microbatch: int) -> Labelled:
-    return Labelled(Label(0, (Action(Kind.FORWARD, 0, None),), None), (0, microbatch))
+def forward(microbatch: int) -> LabelledAction:
+    return LabelledAction(Label(0, (Action(Kind.FORWARD, 0, None),), None), (0, microbatch))
 
 
-def backward(microbatch: int) -> Labelled:
+def backward(microbatch: int) -> LabelledAction:
     path = Action(Kind.FORWARD, 0, None), Action(Kind.BACKWARD, 0, None)
-    return Labelled(Label(0, path, (True, 0)), (0, microbatch))
+    return LabelledAction(Label(0, path, (True, 0)), (0, microbatch))
 
 
-def microbatch(number: int) -> list[Labelled]:
+def microbatch(number: int) -> list[LabelledAction]:
     return [forward(number), backward(number)]
 
 

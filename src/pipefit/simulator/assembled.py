@@ -174,7 +174,7 @@ def _later(begun: Message | Collected | Own, by: int) -> Message | Collected | O
 # ---- Devices of ranks, lowered once and read once
 
 
-class Held(NamedTuple):
+class DeviceMemory(NamedTuple):
     """Peak of a device, without memory that it lends, and the actions that use memory elsewhere."""
 
     peak_bytes: int
@@ -250,7 +250,7 @@ class Lowered:
         return result if self._turns is None else self._turns.passes(result)
 
     @cached_property
-    def held(self) -> Held:
+    def held(self) -> DeviceMemory:
         """Memory of the device.
 
         Raises:
@@ -267,7 +267,7 @@ class Lowered:
                 a for program in self.programs for a in program.actions[self._device] if a.place is not None
             ]
         rest = at_rest((stage.rest for stage in self._stages.values()), 0, read.away)
-        return Held(highest(rest, changes), tuple(placed))
+        return DeviceMemory(highest(rest, changes), tuple(placed))
 
     def _reading(self) -> Reading:
         distinct = distinct_steps(self._plan)
@@ -403,7 +403,7 @@ class Parts:
             self._lowered[key] = Lowered(as_alone(plan), rank, rank, steps, stages)
         lowered = self._lowered[key]
 
-        def held() -> Held:
+        def held() -> DeviceMemory:
             try:
                 return lowered.held
             except UsageError:  # its message names another device
@@ -418,13 +418,13 @@ class Parts:
         Raises:
             UsageError: a decision cannot be carried out.
         """
-        told = dict[Hashable, Held]()  # ledger results of the rank's devices
+        told = dict[Hashable, DeviceMemory]()  # ledger results of the rank's devices
 
         def read(device: int) -> tuple[Part, int]:
             stages = {number: self._costs_of(plan, number, device) for number in plan.ranks[rank]}
             lowered = Lowered(plan, rank, device, steps, stages)
 
-            def held() -> Held:
+            def held() -> DeviceMemory:
                 key = _alike(lowered.programs, device, stages)
                 if key not in told:
                     told[key] = lowered.held
@@ -445,7 +445,7 @@ class Parts:
         lowered: Lowered,
         steps: int,
         stages: Mapping[int, StageCost],
-        held: Callable[[], Held],
+        held: Callable[[], DeviceMemory],
     ) -> Part:
         """Return the part of a device from its lowered actions, perhaps those of an equal device."""
         program = replace(lowered.programs[-1], placement=plan.placement)

@@ -25,7 +25,7 @@ from pipefit.simulator.timed_program import COMPUTE, COPY, JOIN, NOTHING, STREAM
 _END, _READY = 0, 1  # kinds of events, in the order of simultaneous ones
 
 
-class _Part:
+class _TransferPart:
     """Part of a transfer, from the time it is ready until it ends."""
 
     __slots__ = ("ahead", "end", "left", "since", "slowed", "speed", "transfer", "wires")
@@ -66,13 +66,13 @@ class Clock:
             ]
             for parts in program.parts
         ]
-        self._lines: list[deque[_Part]] = [
+        self._lines: list[deque[_TransferPart]] = [
             deque() for _ in self._opposite
         ]  # queues of wires; the first part may run
         self._parts_left: dict[int, int] = {}  # of transfers of several parts
         self._stream_queues: list[deque[tuple[float, int]]] = [deque() for _ in range(STREAMS * devices)]
         self._stream_busy = [False] * (STREAMS * devices)
-        self._events: list[tuple[float, int, int, _Part | None]] = []
+        self._events: list[tuple[float, int, int, _TransferPart | None]] = []
         self._serial = 0  # of ends, to tell them apart
         self.after: list[list[float]] = [[] for _ in program.devices]
         self.begins = [-1.0] * (self._count * steps)
@@ -155,7 +155,7 @@ class Clock:
         if len(own) > 1:
             self._parts_left[transfer] = len(own)
         for seconds, wires, slowed in own:
-            part = _Part(transfer, seconds, wires, slowed)
+            part = _TransferPart(transfer, seconds, wires, slowed)
             for wire in wires:
                 if lines[wire]:
                     part.ahead += 1
@@ -166,7 +166,7 @@ class Clock:
             self.begins[transfer] = now
             self._ended(transfer, now)
 
-    def _begin(self, part: _Part, now: float) -> None:
+    def _begin(self, part: _TransferPart, now: float) -> None:
         """Start a part, whose wires are all free."""
         if self.begins[part.transfer] < 0.0:
             self.begins[part.transfer] = now
@@ -182,7 +182,7 @@ class Clock:
                 self._set_speed(other, now)
         self._set_speed(part, now)
 
-    def _set_speed(self, part: _Part, now: float) -> None:
+    def _set_speed(self, part: _TransferPart, now: float) -> None:
         """Compute the end of a running part at its present speed."""
         speed = 1.0
         for wire, slowed in zip(part.wires, part.slowed, strict=True):
@@ -196,12 +196,12 @@ class Clock:
         self._serial += 1
         heappush(self._events, (part.end, _END, self._serial, part))
 
-    def _running(self, wire: int) -> _Part | None:
+    def _running(self, wire: int) -> _TransferPart | None:
         """Return the part that is running on a wire, if any; `wire` -1 stands for none."""
         line = self._lines[wire] if wire >= 0 else None
         return line[0] if line and not line[0].ahead else None
 
-    def _end(self, part: _Part, now: float) -> None:
+    def _end(self, part: _TransferPart, now: float) -> None:
         """End a part; parts that waited for its wires, or were slowed by it, continue."""
         part.left = -1.0
         for wire in part.wires:

@@ -63,7 +63,7 @@ class _Edge(NamedTuple):
     route: Route
 
 
-class _Sum(NamedTuple):
+class _WireUse(NamedTuple):
     """Use of a wire by a collective: its name, and every hop in all of its ways."""
 
     name: Hashable
@@ -110,7 +110,7 @@ def _messages(plan: Plan) -> Iterator[_Edge]:
                     yield _Edge((*label, forward, source < target), source, target, route)
 
 
-def _sums(plan: Plan) -> dict[str, list[_Sum]]:
+def _sums(plan: Plan) -> dict[str, list[_WireUse]]:
     """Return the collectives on every wire.
 
     They are those of the replicas of a stage, of stages that share a parameter, and of all workers if they
@@ -121,7 +121,7 @@ def _sums(plan: Plan) -> dict[str, list[_Sum]]:
         (stages, tuple(device for number in stages for device in plan.stages[number].devices))
         for stages in plan.summed.values()
     ]
-    result = defaultdict[str, list[_Sum]](list)
+    result = defaultdict[str, list[_WireUse]](list)
     for name, devices in (*own, *shared, *[((), plan.workers)] * plan.training.agrees):
         members, hops = sorted(devices), defaultdict[str, list[tuple[int, int, float, float]]](list)
         for way, exchange in enumerate(ways_of_sum(plan.cluster, members, _BYTES)):
@@ -130,14 +130,14 @@ def _sums(plan: Plan) -> dict[str, list[_Sum]]:
                 for wire, slowed in zip(route.wires, route.slowed, strict=True):
                     hops[wire].append((way, nbytes, route.bytes_per_second, slowed))
         for wire, every in hops.items():
-            result[wire].append(_Sum(name, tuple(sorted(every)), members[0]))
+            result[wire].append(_WireUse(name, tuple(sorted(every)), members[0]))
     return result
 
 
 class _Refinement:
     """Classes of devices, wires and edges, as numbers, which are divided as long as needed."""
 
-    def __init__(self, plan: Plan, edges: Sequence[_Edge], sums: Mapping[str, Sequence[_Sum]]) -> None:
+    def __init__(self, plan: Plan, edges: Sequence[_Edge], sums: Mapping[str, Sequence[_WireUse]]) -> None:
         self.edges = edges
         self.carried = defaultdict[str, list[tuple[int, int, int]]](
             list
@@ -209,7 +209,7 @@ class _Refinement:
         )
 
 
-def _in_turn(sums: Sequence[_Sum]) -> Hashable:
+def _in_turn(sums: Sequence[_WireUse]) -> Hashable:
     """Return the collectives on a wire.
 
     Of several that become ready at once, the one with the earliest device goes first, after all messages.

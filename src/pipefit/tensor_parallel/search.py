@@ -173,7 +173,7 @@ def choose(
     """
     trained, changed = _trained(stage), _changed(stage.graph)
     options = _options(stage, ranks, trained, changed, sequences=sequences)
-    search = _Search(stage, options, Costs(ranks=ranks, prices=prices, trained=trained), given or {})
+    search = _FormSearch(stage, options, Costs(ranks=ranks, prices=prices, trained=trained), given or {})
     ways, cost = search.run()
     home: dict[fx.Node, Form] = {**dict.fromkeys(stage.inputs, R), **(given or {})}
     for node, way in ways.items():
@@ -269,7 +269,7 @@ def _changed(graph: fx.Graph) -> frozenset[fx.Node]:
     return frozenset(node for node, root in roots.items() if root in changed and not is_stored(root))
 
 
-class _Search:
+class _FormSearch:
     """The dynamic program."""
 
     def __init__(

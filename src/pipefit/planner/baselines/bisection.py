@@ -33,7 +33,7 @@ def bisection(question: Question) -> Found:
     return Found(split, question.objective, value, filling.looked_at, proven=False)
 
 
-class _Part(NamedTuple):
+class _StageRun(NamedTuple):
     """Stages `first` to `first + len(edges) - 2`, cut at `edges`."""
 
     first: int
@@ -67,19 +67,19 @@ class _Filling:
     def best(self) -> tuple[int, ...]:
         """Return the edges of the resulting split, computed one part after the other."""
         edges = list(self.start)
-        waiting = [_Part(0, self.start)]
+        waiting = [_StageRun(0, self.start)]
         while waiting:
             part = waiting.pop()
             result = self._lowest(part)
             edges[part.first : part.first + len(result.edges)] = result.edges
             costs = self._costs(result)
             fullest = costs.index(max(costs))
-            before = _Part(result.first, result.edges[: fullest + 1])
-            behind = _Part(result.first + fullest + 1, result.edges[fullest + 1 :])
+            before = _StageRun(result.first, result.edges[: fullest + 1])
+            behind = _StageRun(result.first + fullest + 1, result.edges[fullest + 1 :])
             waiting += [side for side in (before, behind) if len(side.edges) > 2]
         return tuple(edges)
 
-    def _lowest(self, part: _Part) -> _Part:
+    def _lowest(self, part: _StageRun) -> _StageRun:
         """Return the same blocks on the same stages with the lowest peak that filling finds."""
         low, high = 0.0, max(self._costs(part))
         while high - low > self.finest:
@@ -93,7 +93,7 @@ class _Filling:
                 part, high = result, max(self._costs(result))
         return part
 
-    def _filled(self, part: _Part, level: float) -> _Part | None:
+    def _filled(self, part: _StageRun, level: float) -> _StageRun | None:
         """Return stages filled to the level from the first on, with at least one block each.
 
         None if blocks remain.
@@ -109,7 +109,7 @@ class _Filling:
             if not len(allowed):
                 return None
             edges.append(edges[-1] + int(allowed[-1]) + 1)
-        return _Part(part.first, tuple(edges))
+        return _StageRun(part.first, tuple(edges))
 
     def _column(self, stage: int, start: int) -> Floats:
         """Return the costs of stage number `stage` from block `start` on, with 1, 2, ... blocks."""
@@ -120,6 +120,6 @@ class _Filling:
             self.columns[stage, start] = peaks[:, 0] / self.units[stage]
         return self.columns[stage, start]
 
-    def _costs(self, part: _Part) -> list[float]:
+    def _costs(self, part: _StageRun) -> list[float]:
         ends = enumerate(pairwise(part.edges), part.first)
         return [float(self._column(stage, start)[stop - start - 1]) for stage, (start, stop) in ends]

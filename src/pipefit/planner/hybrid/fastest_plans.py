@@ -3,7 +3,7 @@
 A question is long if the number of stages, blocks and devices is too large to distinguish all of them. Then
 the search looks for plans that take little longer than the lower bound of all plans (`Least`), and then for
 ever longer ones: for all degrees together, and for each degree alone, since the results are not optimal
-(`Labelled`).
+(`LabelSearch`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Lines(NamedTuple):
     in_flight: Ints | None  # None if no stage waits for the first microbatch to return
 
 
-class Labelled:
+class LabelSearch:
     """The best plan whose stages each have one of some options; a heuristic.
 
     `hybrid.programme` also distinguishes the number of stages, which is too much for a thousand devices. Here
@@ -310,7 +310,7 @@ def _within(search: Search, level: float, slowest: float) -> list[Hybrid]:
     result = dict[tuple[int, ...], Hybrid]()
     for degrees in dict.fromkeys([tuple(search.tables), *((degree,) for degree in search.tables)]):
         own = [one for one in options if one.choice.degree in degrees]
-        best = Labelled(question.blocks, search.states.used, own, lines, most_used, search.barred)
+        best = LabelSearch(question.blocks, search.states.used, own, lines, most_used, search.barred)
         stages = best.best() if best.value <= slowest else ()
         if len(stages) in search.counts:
             made = Hybrid(search.split(stages), best.value, sum(one.ranges for one in own), stages)

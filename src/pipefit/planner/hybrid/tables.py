@@ -31,7 +31,7 @@ from pipefit.schema.profile import Measurement
 from pipefit.timing import Group, Line, layer_seconds
 
 
-class Passes(NamedTuple):
+class StageSeconds(NamedTuple):
     """Seconds of a stage: forward and backward of a microbatch, and the update of a step."""
 
     forward: Floats
@@ -162,21 +162,21 @@ class DegreeTables:
         how, recompute = self.question.training, self._recompute(way)
         return surroundings(how.schedule, 0, stages_left, how.microbatches, recompute, versions=how.versions)
 
-    def seconds(self, kind: DeviceKind, group: Group | None = None, *, again: bool = False) -> Passes:
+    def seconds(self, kind: DeviceKind, group: Group | None = None, *, again: bool = False) -> StageSeconds:
         """Return the seconds of all ranges for a microbatch on a device of this kind.
 
         `group` adds tensor-parallel communication, and `again` a second forward before the backward.
         """
         forward, backward, update = map(ranges, self.before(kind, group))
         again = again or self.question.options.recompute != "never"
-        return Passes(forward, backward + forward * again, update)
+        return StageSeconds(forward, backward + forward * again, update)
 
-    def before(self, kind: DeviceKind, group: Group | None = None) -> Passes:
+    def before(self, kind: DeviceKind, group: Group | None = None) -> StageSeconds:
         """Return the seconds of the blocks before each edge, the loss with the last block."""
         of_layers = layer_seconds(self.measurement, kind, self.question.training.dtype, group)
         edges = np.array(self.question.edges)
         edges[-1] += 1
-        return Passes(
+        return StageSeconds(
             *(np.concatenate(([0.0], np.cumsum(times)))[edges] for times in zip(*of_layers, strict=True))
         )
 

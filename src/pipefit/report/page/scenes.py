@@ -60,7 +60,7 @@ def scene(trace: Trace, name: str, cluster: Cluster | None = None, *, most: int 
         default=begin,
     )
     words = _Words()
-    clock = _Clock(begin, (end - begin) / _TICKS or 1.0)
+    clock = _Ticks(begin, (end - begin) / _TICKS or 1.0)
     devices = [_device(device, first, clock, words, cluster) for device in trace.devices]
     starts = [clock.ticks(sum(trace.step_seconds[:step])) for step in range(first, trace.steps)]
     return {
@@ -78,7 +78,7 @@ def scene(trace: Trace, name: str, cluster: Cluster | None = None, *, most: int 
     }
 
 
-class _Clock:
+class _Ticks:
     """Conversion of seconds to whole ticks since the first shown moment."""
 
     def __init__(self, begin: float, tick: float) -> None:
@@ -150,7 +150,7 @@ def _shown(events: Iterable[Event], first: int) -> Iterable[Event]:
 
 
 def _device(
-    device: DeviceTrace, first: int, clock: _Clock, words: _Words, cluster: Cluster | None
+    device: DeviceTrace, first: int, clock: _Ticks, words: _Words, cluster: Cluster | None
 ) -> dict[str, Any]:
     lanes: dict[str, list[Event]] = {"computing": []}
     for event in _shown(device.events, first):
@@ -175,7 +175,7 @@ def _lane(event: Event) -> str:
     return _COPY if parse_action(event.action).kind is not Kind.RELOAD else "copies back"
 
 
-def _lane_data(name: str, events: list[Event], clock: _Clock, words: _Words) -> dict[str, Any]:
+def _lane_data(name: str, events: list[Event], clock: _Ticks, words: _Words) -> dict[str, Any]:
     rows = sorted(
         (clock.ticks(e.start_seconds), clock.ticks(e.end_seconds), *words.of(e.action)) for e in events
     )
@@ -188,7 +188,7 @@ def _lane_data(name: str, events: list[Event], clock: _Clock, words: _Words) -> 
     }
 
 
-def _memory(samples: list[MemorySample], clock: _Clock, words: _Words) -> dict[str, Any]:
+def _memory(samples: list[MemorySample], clock: _Ticks, words: _Words) -> dict[str, Any]:
     said = [words.of(sample.action) for sample in samples]
     return {
         "times": _differences([clock.ticks(sample.seconds) for sample in samples]),

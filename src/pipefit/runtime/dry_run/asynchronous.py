@@ -45,7 +45,7 @@ class Label(NamedTuple):
         return self.stage, self.path[-1:], self.context
 
 
-class Labelled(NamedTuple):
+class LabelledAction(NamedTuple):
     """An action's label, and its flight: the stage and microbatch it belongs to, if any."""
 
     label: Label
@@ -67,11 +67,11 @@ class Labels:
         self._born: set[object] = set()
         self._updated: set[int] = set()  # layers
 
-    def step(self, program: UncheckedProgram) -> list[Labelled]:
+    def step(self, program: UncheckedProgram) -> list[LabelledAction]:
         """Return the labels of the device's actions in the next step."""
         actions = [shifted(action, self._before) for action in program.actions[self._device]]
         self._before += program.microbatches
-        return [Labelled(self._label(action, program), _flight(action)) for action in actions]
+        return [LabelledAction(self._label(action, program), _flight(action)) for action in actions]
 
     def _label(self, action: Action, program: UncheckedProgram) -> Label:
         if action.moves_state:
@@ -113,13 +113,13 @@ def _flight(action: Action) -> tuple[int, int] | None:
     return None if action.moves_state or action.microbatch is None else (action.stage, action.microbatch)
 
 
-def labels(plan: Plan, programs: Sequence[UncheckedProgram]) -> list[list[list[Labelled]]]:
+def labels(plan: Plan, programs: Sequence[UncheckedProgram]) -> list[list[list[LabelledAction]]]:
     """Return the labels of every device in every step."""
     of_devices = [Labels(plan, device) for device in range(len(plan.cluster.devices))]
     return [[of_device.step(program) for of_device in of_devices] for program in programs]
 
 
-def turns(plan: Plan, of_steps: Sequence[Sequence[Labelled]]) -> dict[Label, int]:
+def turns(plan: Plan, of_steps: Sequence[Sequence[LabelledAction]]) -> dict[Label, int]:
     """Return how many actions with each label a device has in one period of the plan's decisions.
 
     A period is the number of microbatches after which all decisions repeat.
@@ -150,12 +150,12 @@ def fewer(plan: Plan, programs: Sequence[Program], *, again: bool = False) -> li
     return result
 
 
-def _streams(of_steps: Sequence[Sequence[Sequence[Labelled]]]) -> list[list[Label]]:
+def _streams(of_steps: Sequence[Sequence[Sequence[LabelledAction]]]) -> list[list[Label]]:
     """Return the labels of every device, over all steps."""
     return [[one.label for step in steps for one in step] for steps in zip(*of_steps, strict=True)]
 
 
-def _counted(of_steps: Sequence[Sequence[Labelled]], turn: Mapping[Label, int]) -> dict[Label, int]:
+def _counted(of_steps: Sequence[Sequence[LabelledAction]], turn: Mapping[Label, int]) -> dict[Label, int]:
     """Return how often each label of a device is needed: once, or twice and in two turns.
 
     It is not needed more often than it comes in the steps.
@@ -214,13 +214,13 @@ class Effects:
         self._level = rest
         self._known: dict[Label, Change] = {}
 
-    def learn(self, of_actions: Sequence[Labelled], measured: Sequence[Change]) -> None:
+    def learn(self, of_actions: Sequence[LabelledAction], measured: Sequence[Change]) -> None:
         """Record the effects of the actions of an executed step."""
         for one, change in zip(of_actions, measured, strict=True):
             self._known.setdefault(one.label, change)
 
     def samples(
-        self, step: int, actions: Sequence[Action], of_actions: Sequence[Labelled]
+        self, step: int, actions: Sequence[Action], of_actions: Sequence[LabelledAction]
     ) -> Iterator[MemorySample]:
         """Yield the memory samples of a step, whose times are positions in the program."""
         for position, (action, one) in enumerate(zip(actions, of_actions, strict=True)):
@@ -242,7 +242,7 @@ class Effects:
 # the microbatches have been used. If they disagree, or a repetition is impossible, the lives are not
 # `consistent`. Costs about a microsecond for each birth and death.
 
-_SETTING_UP = Labelled(Label(-1, (), None), None)
+_SETTING_UP = LabelledAction(Label(-1, (), None), None)
 
 
 class _Where(NamedTuple):
@@ -268,7 +268,7 @@ class _Birth(NamedTuple):
     It has its action, the action's numbers by own label and flight, and the birth's number in it.
     """
 
-    action: Labelled
+    action: LabelledAction
     of_own: int
     of_flight: int
     place: int
@@ -286,7 +286,7 @@ class EndlessLives:
 
     # ---------------------------------------------------------------- recording
 
-    def learn(self, of_actions: Sequence[Labelled], before: Lives, seen: Sequence[Lives]) -> None:
+    def learn(self, of_actions: Sequence[LabelledAction], before: Lives, seen: Sequence[Lives]) -> None:
         """Record the lives in the actions of an executed step, and `before` it."""
         if not self._told:
             self._learn(_SETTING_UP, before)
@@ -295,7 +295,7 @@ class EndlessLives:
         for one, lives in zip(of_actions, seen, strict=True):
             self._learn(one, lives)
 
-    def _learn(self, one: Labelled, lives: Lives) -> None:
+    def _learn(self, one: LabelledAction, lives: Lives) -> None:
         births, deeds, own = 0, list[_Deed](), one.label.own
         self._counts.update((own, one.flight))
         for name, nbytes in lives:
@@ -309,7 +309,7 @@ class EndlessLives:
                 births += 1
         self._told[one.label].append(tuple(deeds))
 
-    def _where(self, birth: _Birth, now: Labelled) -> _Where:
+    def _where(self, birth: _Birth, now: LabelledAction) -> _Where:
         if birth.action.flight == now.flight is not None:
             return _Where(None, birth.of_flight, birth.place)
         own = birth.action.label.own
@@ -317,7 +317,7 @@ class EndlessLives:
 
     # ---------------------------------------------------------------- unfolding
 
-    def unfold(self, steps: Iterable[Sequence[Labelled]], turns: Mapping[Label, int]) -> None:
+    def unfold(self, steps: Iterable[Sequence[LabelledAction]], turns: Mapping[Label, int]) -> None:
         """Append the events of these steps, up to an impossible one. `turns` belong to their labels."""
         first = defaultdict[object, list[int]](list)  # every action's first birth, by the keys of `_counts`
         seen, living, born = Counter[Label](), set[int](), 0

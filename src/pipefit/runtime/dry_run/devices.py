@@ -47,7 +47,7 @@ class _Choice(NamedTuple):
     event: Event
 
 
-class Effect(NamedTuple):
+class ReplicaEffect(NamedTuple):
     """The effect of an action on some replicas."""
 
     change: Change
@@ -62,9 +62,9 @@ class _Merged:
     def __init__(self, choices: Sequence[_Choice], names: dict[Hashable, int]) -> None:
         self._choices, self._names = choices, names
         self._touched = frozenset(choice.layer for choice in choices if choice.layer is not None)
-        self._known: dict[frozenset[int], Effect] = {}
+        self._known: dict[frozenset[int], ReplicaEffect] = {}
 
-    def on(self, owned: frozenset[int]) -> Effect:
+    def on(self, owned: frozenset[int]) -> ReplicaEffect:
         """Return the action's effect on a replica that owns these layers."""
         key = owned & self._touched
         if key not in self._known:
@@ -73,7 +73,7 @@ class _Merged:
                 for choice in self._choices
                 if choice.layer is None or (choice.layer in key) == choice.owned
             ]
-            self._known[key] = Effect(_change(chosen), self._lives(chosen))
+            self._known[key] = ReplicaEffect(_change(chosen), self._lives(chosen))
         return self._known[key]
 
     def _lives(self, events: Iterable[Event]) -> Lives:
@@ -108,7 +108,7 @@ class Ownership:
                 events[0] = [*rest, *events[0]]
         self._step = [self._merged(*both) for both in zip(*told, strict=True)]
 
-    def effects(self, owned: frozenset[int]) -> list[Effect]:
+    def effects(self, owned: frozenset[int]) -> list[ReplicaEffect]:
         """Return the effects before the step's first action, and of every action of it, on such a replica."""
         return [action.on(owned) for action in self._step]
 
