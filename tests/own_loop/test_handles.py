@@ -13,11 +13,23 @@ import pytest
 import torch
 from torch import nn
 
-from own_loop_models import Language, Model, classes, convolutional, mean_square, mlp, tokens, vectors
+from own_loop_models import (
+    Language,
+    Model,
+    Recurrent,
+    classes,
+    convolutional,
+    mean_square,
+    mlp,
+    tokens,
+    vectors,
+)
 from own_loop_oracle import train
 from pipefit import load, save
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.own_loop import LoopDecision, LoopPlan, apply
+from pipefit.own_loop.offloading import HostPool, HostTensors
+from pipefit.runtime.offload import copying
 
 LANGUAGE = Model(name="language", build=Language, batch=tokens, loss=classes)
 
@@ -238,3 +250,26 @@ def test_impossible_requests() -> None:
     compiled[1].compile()
     with pytest.raises(UsageError, match="1 is compiled"):
         apply(compiled, budget=10**9, batch=vectors(), loss=mean_square)
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+def test_parts_of_a_storage_that_are_written_one_after_the_other(
+    kind: type[nn.RNNBase], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gates of a cell are parts of one storage, saved while others are still to be written: copies that begin
+    at once are repeated.
+    """
+    monkeypatch.setattr(
+        HostTensors, "of", classmethod(lambda cls, _: cls(HostPool(pinned=False), copying.Beside()))
+    )
+    torch.manual_seed(0)
+    module = Recurrent(kind)
+    x = torch.randn(8, 32, 32)
+    gradients = []
+    for handle in (None, plan_of(first="offload", second="offload")):
+        if handle is not None:
+            apply(module, plan=handle)
+        module.zero_grad()
+        module(x).square().sum().backward()
+        gradients.append([p.grad.clone() for p in module.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

@@ -23,6 +23,7 @@ OFTEN = {
     ("u-net", 0.85, True),
     ("buffers in use", 0.85, False),
     ("siamese", 0.7, True),
+    ("gru", 0.7, True),
 }
 
 

@@ -100,13 +100,23 @@ class _Away:
     def __init__(self, host: HostTensors, storage: torch.UntypedStorage, device: torch.device) -> None:
         self.host, self.device, self.nbytes = host, device, storage.nbytes()
         self.slot = host.pool.take(self.nbytes)
-        self.copy = host.copier.start(self._parts(storage), outward=True, seconds=0.0)
+        self.copy: Any = None
         self._waiting: torch.UntypedStorage | None = None  # returned ahead of its use
         self._returned: Callable[[], torch.UntypedStorage | None] = lambda: None
+        self.region: object = None  # of the tensor that was saved last
+        self.is_sent = False
+        self.is_stale = False  # whether other parts were saved since the copy
         self.users = 0  # packed tensors that have not been unpacked
 
     def _parts(self, storage: torch.UntypedStorage) -> list[Part]:
         return [Part(storage, 0, self.slot, 0, self.nbytes)]
+
+    def send(self, storage: torch.UntypedStorage) -> None:
+        """Begin to copy the storage to the host, after an earlier copy if there is one."""
+        if self.copy is not None:
+            self.host.copier.join(self.copy)
+        self.copy = self.host.copier.start(self._parts(storage), outward=True, seconds=0.0)
+        self.is_sent, self.is_stale = True, False
 
     def begin_return(self) -> None:
         """Allocate memory on the device and begin to copy, unless the storage is there."""
@@ -159,7 +169,7 @@ class _Luggage:
         self._host, self._numbers, self._stays = host, numbers, stays
         self._count = 0
         self._by_storage: dict[int, _Away] = {}
-        self._leaving: list[tuple[Tensor, int]] = []
+        self._leaving: list[tuple[Tensor, int, _Away]] = []
         self._away: list[Any] = []  # weak references
         self._returning = False
 
@@ -171,21 +181,34 @@ class _Luggage:
         away = self._by_storage.get(storage._cdata)
         if away is None:
             away = self._by_storage[storage._cdata] = _Away(self._host, storage, tensor.device)
-            self._leaving.append((tensor.detach(), tensor._version))  # keeps the storage until the copy's end
             self._away.append(ref(away))
+            if self._host.copier.beside:
+                away.send(storage)
+        elif _region(tensor) != away.region:
+            away.is_stale = True
+        away.region = _region(tensor)
+        self._leaving.append(
+            (tensor.detach(), tensor._version, away)
+        )  # keeps the storage until the copy's end
         away.users += 1
         return _Packed(self, away, tensor)
 
     def leave(self) -> None:
         """Wait for the copies of the call, and let go of its storages.
 
+        A storage of which several parts were saved is copied when all are: the operations between may have
+        written the later parts, as in a cell of a GRU, whose gates are parts of one storage with a version each.
+
         Raises:
             RuntimeError: a tensor was changed after autograd had saved it.
         """
+        for tensor, _, away in self._leaving:
+            if away.is_stale or not away.is_sent:
+                away.send(tensor.untyped_storage())
         for away in self._by_storage.values():
             self._host.copier.join(away.copy)
             away.copy = None
-        for tensor, version in self._leaving:
+        for tensor, version, _ in self._leaving:
             if tensor._version != version:
                 raise RuntimeError(CHANGED)
         self._by_storage.clear()
@@ -198,6 +221,11 @@ class _Luggage:
             for away in self._away:
                 if (one := away()) is not None and one.users > 0:
                     one.begin_return()
+
+
+def _region(tensor: Tensor) -> object:
+    """Return the part of its storage that a tensor is."""
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor._version
 
 
 def _is_leaf(tensor: Tensor) -> bool:
