@@ -256,13 +256,13 @@ def figures(made: Plan) -> dict[str, Any]:
         "split": made.split,
         "devices": tuple(stage.device for stage in made.stages),
         "freed": tuple(Freed(**{**asdict(one), "what": technique(one.what)}) for one in told),
-        "remarks": tuple(remark for remark in made.provenance.remarks if "are told" not in remark),
+        "remarks": tuple(remark for remark in made.provenance.remarks if "are shown" not in remark),
     }
 
 
 def technique(what: str) -> str:
     """What a compaction does, in one of four words."""
-    if "state" in what:
+    if any(kind in what for kind in ("optimizer", "gradients", "parameters")):
         return "state"
     if what == "recompute":
         return what

@@ -105,7 +105,7 @@ def assert_named(folder: Path, fault: str, place: str, worker: int, plan: Plan |
     expected = FAULTS[fault].format(where=where, silent=START if place == "start" else TIMEOUT)
     assert said.startswith(f"worker {worker} (device {worker}, ") and expected in said
     done = 0 if place == "start" else STEP + (place == "save")
-    reached = rf"steps done: {done}, last saved: {'none' if place == 'start' else '[24]; go on'}"
+    reached = rf"steps done: {done}, last saved: {'none' if place == 'start' else '[24]; resume'}"
     assert re.search(f"; {reached}", said), said
     assert mp.active_children() == []
     assert seconds < SECONDS
@@ -175,7 +175,7 @@ def assert_survived(folder: Path, name: str, phase: str, worker: int) -> None:
     except WorkerFailed as error:
         losses, said, restarted = expected, str(error), "steps done: 9, last saved: 9"
     else:
-        said, restarted = "\n".join(str(one.message) for one in told), "restart 1 of 1 goes on after step"
+        said, restarted = "\n".join(str(one.message) for one in told), "restart 1 of 1 continues after step"
     assert losses == expected
     assert f"worker {worker} (device {worker}, " in said and "killed by signal 9" in said, said
     assert restarted in said, said

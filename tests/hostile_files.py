@@ -45,7 +45,7 @@ def lists_of(size: int) -> dict[str, str]:
         "a number": "1" * size,
         "NaN at the end": many("1")[:-1] + ",NaN]",
         "infinity at the end": many("1.5")[:-1] + ",1e999]",
-        "cut off": many("1")[:-1],
+        "truncated": many("1")[:-1],
         "blanks": " " * size + "0",
     }
 

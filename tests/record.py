@@ -49,7 +49,7 @@ SHOTS = (
         "Train: one process for each device, which ends where it would pass its 12 MiB.",
         f"pipefit train plan.json {_MODEL} --steps 40 --log-every 10 --save runs --every 20 -o measured.json", 7,
     ),
-    Shot("Predicted beside measured.", "pipefit compare certified.json measured.json"),
+    Shot("Predicted and measured.", "pipefit compare certified.json measured.json"),
     Shot("The weights, for plain PyTorch.", "pipefit checkpoint runs -o model.safetensors"),
     Shot(
         "What would another plan do otherwise?",

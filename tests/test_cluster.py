@@ -101,7 +101,7 @@ def test_a_switch_gives_every_member_its_own_ports() -> None:
 def test_members_that_nothing_joins_are_named() -> None:
     """The message for a missing link names the missing step of the route."""
     cluster = make_cluster(3, link("device0", "device1"), link("device0", "host0"))
-    with pytest.raises(UsageError, match="no link joins host0 and device2"):
+    with pytest.raises(UsageError, match="host0 and device2 are not connected"):
         cluster.route(Member.device(0), Member.device(2))
 
 
@@ -164,23 +164,23 @@ def test_impossible_clusters_are_refused() -> None:
         for figures in ({"flops": {"float32": impossible}}, {"memory_bandwidth": impossible}):
             with pytest.raises(UsageError, match="positive and finite"):
                 DeviceKind(**{"name": "k", "flops": {"float32": 1.0}, "memory_bandwidth": 1.0, **figures})
-    with pytest.raises(UsageError, match="latency not negative, all of them finite"):
+    with pytest.raises(UsageError, match="latency non-negative, and all finite"):
         link("device0", "device1", latency=inf)
     for duplex in (0.4, 1.5):
-        with pytest.raises(UsageError, match="duplex is the part of its rate that each direction keeps"):
+        with pytest.raises(UsageError, match="duplex is the fraction of its rate that each direction keeps"):
             Link.between("device0", "device1", bytes_per_second=1.0, duplex=duplex)
     for efficiency in (0.0, 1.5):
         with pytest.raises(UsageError, match="above 0 and at most 1"):
             Link.between("device0", "device1", bytes_per_second=1.0, efficiency=efficiency)
-    with pytest.raises(UsageError, match="no devices"):
+    with pytest.raises(UsageError, match="at least one device"):
         Cluster(name="c", backend="cpu", devices=(), hosts=())
     with pytest.raises(UsageError, match="memory_bandwidth"):
         DeviceKind(name="k", flops={}, memory_bandwidth=1.0)
     figures = {"name": "k", "flops": {"float32": 1.0}, "memory_bandwidth": 1.0}
     for wrong in ({"bandwidth_reached": 1.1}, {"flops_reached": {"float32": 0.0}}):
-        with pytest.raises(UsageError, match="parts of the peak figures"):
+        with pytest.raises(UsageError, match="fractions of the peak figures"):
             DeviceKind(**figures, **wrong)
-    with pytest.raises(UsageError, match="operation_seconds is from 0"):
+    with pytest.raises(UsageError, match="operation_seconds must be at least 0"):
         DeviceKind(**figures, operation_seconds=-1.0)
     with pytest.raises(UsageError, match="zero or more bytes"):
         Overheads(context_bytes=-1)
@@ -209,7 +209,8 @@ def test_a_disk_has_the_number_of_its_host() -> None:
     cluster.check(Member(MemberKind.DISK, 1), "a place")
     for missing in (0, 2):
         with pytest.raises(
-            UsageError, match=f"a place of cluster 'c' names disk{missing}; it has 1 disks, of hosts .1."
+            UsageError,
+            match=f"a place of cluster 'c' names disk{missing}, but the cluster has 1 disks, of hosts .1.",
         ):
             cluster.check(Member(MemberKind.DISK, missing), "a place")
 
@@ -232,5 +233,5 @@ def test_a_tier_is_that_of_the_devices_own_host() -> None:
     assert cluster.tier(1, disk)[:2] == (20, 3.0)
     assert cluster.tier(0, Member.host(1))[:2] == (2, 2.0)
     assert cluster.tier(0, Member.device(1))[:2] == (5, 2.0)
-    with pytest.raises(UsageError, match="no link joins host0 and disk0"):
+    with pytest.raises(UsageError, match="host0 and disk0 are not connected"):
         cluster.tier(0, disk)

@@ -22,7 +22,7 @@ RECOMPUTED: dict[str, Any] = {"stage": 0, "subject": Run(start=0, stop=2), "what
             lambda: State(start=3, stop=3, kind="gradients"),
             "a state is of at least one layer, not layers 3 to 2",
         ),
-        (lambda: SavedTensors(tensors=()), "a decision about saved tensors names at least one"),
+        (lambda: SavedTensors(tensors=()), "a decision about saved tensors must name at least one"),
     ],
 )
 def test_a_subject_without_layers_or_tensors_is_refused(make: Any, message: str) -> None:
@@ -36,10 +36,10 @@ def test_a_subject_without_layers_or_tensors_is_refused(make: Any, message: str)
     [
         ({"ahead": -1}, "ahead and behind are numbers of actions, zero or more, not -1 and 1"),
         ({"behind": -2}, "ahead and behind are numbers of actions, zero or more, not 0 and -2"),
-        ({"microbatches": Microbatches(taken=3, every=2)}, "it takes 3 of every 2 microbatches"),
-        ({"microbatches": Microbatches(taken=0)}, "it takes 0 of every 1 microbatches"),
-        ({"what": What.OFFLOAD, "place": parse_place("host")}, "runs of layers are recomputed"),
-        ({"place": parse_place("host")}, "what is recomputed has none"),
+        ({"microbatches": Microbatches(taken=3, every=2)}, "it applies to 3 of every 2 microbatches"),
+        ({"microbatches": Microbatches(taken=0)}, "it applies to 0 of every 1 microbatches"),
+        ({"what": What.OFFLOAD, "place": parse_place("host")}, "runs of layers can be recomputed"),
+        ({"place": parse_place("host")}, "recomputation does not take one"),
     ],
 )
 def test_a_decision_that_cannot_be_carried_out_is_refused(given: dict[str, Any], message: str) -> None:

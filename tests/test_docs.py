@@ -46,7 +46,7 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = ("sh", "console")
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)#?([^)\s]*)\)")
 # Values that differ between machines or runs: times, and the processor's name
-VARYING = re.compile(r"in \d\S* (s|ms|us)\b|(?<=Peaks are those of ).*(?= and \d+ threads?:)")
+VARYING = re.compile(r"in \d\S* (s|ms|us)\b|(?<=Peaks are for ).*(?= and \d+ threads?:)")
 # Times of a run; a Python release; losses, which after some steps depend on a processor's last bits
 RATES = (
     r"[0-9.,]+ (s|ms|us|tokens/s|TFLOP/s|samples/s)\b|python +3[0-9.]+|(?<=loss )[0-9.]+|[0-9.]+ in the last"

@@ -103,7 +103,7 @@ TOGETHER = Work(
 )
 ALONE = PLAN.profile.measurements[0]
 WHOLE = Whole(
-    layer="h.0", operator="linear", parameter_bytes=4, flops=8, reason="there is no rule for this operator"
+    layer="h.0", operator="linear", parameter_bytes=4, flops=8, reason="this operator is not supported"
 )
 SHARES = Shares(
     ranks=2, parameter_bytes=8, divided_bytes=4, rank_bytes=6, flops=16, divided_flops=8, whole=(WHOLE,)
@@ -156,7 +156,7 @@ IDS = ["plan", "profile", "cluster", "program", "trace", "post-mortem", "loop-pl
 MAKERS = [
     "pipefit plan",
     "pipefit profile",
-    "write one",
+    "write a cluster file",
     "pipefit.lower",
     "pipefit simulate",
     "pipefit train",
@@ -224,9 +224,9 @@ STAGE = {"start": 0, "stop": 6, "grid": {"devices": [0]}}
 BAD: dict[str, tuple[str, type, list[str]]] = {
     "empty": ("", Plan, ["is empty"]),
     "blanks": (" \n ", Plan, ["is empty"]),
-    "cut off": (dumps(PLAN)[:-20], Plan, ["is cut off"]),
-    "cut off in a word": (dumps(PLAN)[: dumps(PLAN).index("false") + 3], Plan, ["is cut off"]),
-    "cut off in a text": (dumps(PLAN)[: dumps(PLAN).index("synthetic") + 3], Plan, ["is cut off"]),
+    "truncated": (dumps(PLAN)[:-20], Plan, ["is truncated"]),
+    "cut off in a word": (dumps(PLAN)[: dumps(PLAN).index("false") + 3], Plan, ["is truncated"]),
+    "cut off in a text": (dumps(PLAN)[: dumps(PLAN).index("synthetic") + 3], Plan, ["is truncated"]),
     "no JSON": ("layers: 3", Plan, ["not JSON", "line 1, column 1"]),
     "two documents": (dumps(PLAN) + dumps(PLAN), Plan, ["not JSON", "Extra data"]),
     "a list": ("[]", Plan, ["not a pipefit document"]),
@@ -234,7 +234,7 @@ BAD: dict[str, tuple[str, type, list[str]]] = {
     "unknown kind": (text_with(PLAN, pipefit="recipe"), Plan, ["recipe", "plan, program, trace"]),
     "long kind": (text_with(PLAN, pipefit="x" * 9000), Plan, ["'xxxxx", "...'; kinds are"]),
     "kind of wrong type": (text_with(PLAN, pipefit=["plan"]), Plan, ["not a pipefit document"]),
-    "wrong kind": (dumps(PLAN.profile), Plan, ["is a profile", "a plan is expected", "pipefit plan"]),
+    "wrong kind": (dumps(PLAN.profile), Plan, ["is a profile", "a plan is needed", "pipefit plan"]),
     "newer version": (text_with(PLAN, version=3), Plan, ["version 3", "reads version 2", "newer pipefit"]),
     "version 0": (text_with(PLAN, version=0), Plan, ["version 0", "pipefit plan"]),
     **{
@@ -247,11 +247,11 @@ BAD: dict[str, tuple[str, type, list[str]]] = {
     },
     "version true": (text_with(PLAN, version=True), Plan, ["without a version"]),
     "no version": ('{"pipefit": "plan"}', Plan, ["without a version"]),
-    "unknown key": (text_with(PLAN, colour="red"), Plan, ["colour", "not known"]),
+    "unknown key": (text_with(PLAN, colour="red"), Plan, ["colour", "unknown"]),
     "unknown key inside": (
         changed(PLAN, ("stages", 1, "colour"), 1),
         Plan,
-        ["stages[1].colour", "not known"],
+        ["stages[1].colour", "unknown"],
     ),
     "key missing": ('{"pipefit": "plan", "version": 2}', Plan, ["profile: this is missing", "(and more)"]),
     "text for a number": (
@@ -265,7 +265,7 @@ BAD: dict[str, tuple[str, type, list[str]]] = {
         ["training.batch_size", "true"],
     ),
     "a number for a table": (text_with(PLAN, training=3), Plan, ["training", "keys and values", "not 3"]),
-    "a stage twice": (text_with(PLAN, stages=[STAGE, STAGE]), Plan, ["layers 0 to 5 once each"]),
+    "a stage twice": (text_with(PLAN, stages=[STAGE, STAGE]), Plan, ["layers 0 to 5 exactly once"]),
     "a stage without layers": (
         changed(PLAN, ("stages", 0, "stop"), 0),
         Plan,
@@ -316,7 +316,7 @@ BAD: dict[str, tuple[str, type, list[str]]] = {
     "a run that moves": (
         changed(DECIDED, ("decisions", 0, "what"), "offload"),
         Plan,
-        ["runs of layers are recomputed"],
+        ["runs of layers can be recomputed"],
     ),
     "NaN": (dumps(PLAN).replace("1.5", "NaN"), Plan, ["NaN", "finite"]),
     "infinite": (dumps(PLAN).replace("1.5", "1e999"), Plan, ["provenance.value", "finite"]),
@@ -345,14 +345,14 @@ BAD: dict[str, tuple[str, type, list[str]]] = {
         Trace,
         ["memory[0].bytes"],
     ),
-    "no device": (text_with(PLAN.cluster, devices=[]), Cluster, ["no devices"]),
+    "no device": (text_with(PLAN.cluster, devices=[]), Cluster, ["at least one device"]),
     "no such action": (
         text_with(lower(PLAN), lines=["0F0 0FLY0", ""]),
         Program,
         ["'0FLY0' is not an action"],
     ),
-    "an action elsewhere": (text_with(lower(PLAN), lines=["1F0", ""]), Program, ["stage 1 is not on it"]),
-    "no measurement": (text_with(PLAN.profile, measurements=[]), ModelProfile, ["no measurement"]),
+    "an action elsewhere": (text_with(lower(PLAN), lines=["1F0", ""]), Program, ["does not hold stage 1"]),
+    "no measurement": (text_with(PLAN.profile, measurements=[]), ModelProfile, ["lacks measurements"]),
 }
 
 
@@ -415,9 +415,9 @@ def test_a_program_of_too_many_actions_is_neither_saved_nor_loaded(
     """The messages of both saving and loading give the limit of a file."""
     save(lower(PLAN), tmp_path / "it.json")
     monkeypatch.setattr(json_io, "MOST_ACTIONS", 30)
-    with pytest.raises(FileError, match="more than the 30 actions"):
+    with pytest.raises(FileError, match="more than 30 actions"):
         load(tmp_path / "it.json")
-    with pytest.raises(FileError, match="more than the 30 actions"):
+    with pytest.raises(FileError, match="more than 30 actions"):
         save(lower(PLAN), tmp_path / "it.json")
 
 
@@ -429,7 +429,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
         file.truncate(json_io.LARGEST_BYTES + 1)  # a hole: it takes no disk
     expected = {
         ".": "is a folder",
-        "missing": "there is no file",
+        "missing": "does not exist",
         "pipe": "not a regular file",
         "binary": "not UTF-8",
         "enormous": "256.00 MiB",
@@ -485,16 +485,16 @@ def test_only_files_are_written_to(tmp_path: Path) -> None:
     """A folder, a device and a missing folder are refused before any write; a device is not replaced."""
     os.mkfifo(tmp_path / "pipe")
     named = {
-        "": "its own",
-        "-": "its own",
-        "/dev/stdout": "its own",
-        "/proc/self/fd/1": "its own",
-        "/dev/null": "no file",
+        "": "a separate file",
+        "-": "a separate file",
+        "/dev/stdout": "a separate file",
+        "/proc/self/fd/1": "a separate file",
+        "/dev/null": "not a replaceable file",
     }
     for name, words in named.items():
         with pytest.raises(FileError, match=words):
             json_io.check_target(name)
-    for name, words in {".": "a folder", "pipe": "no file", "no/it.json": "create"}.items():
+    for name, words in {".": "a folder", "pipe": "not a replaceable file", "no/it.json": "create"}.items():
         with pytest.raises(FileError, match=words):
             save(PLAN, tmp_path / name)
     assert os.listdir(tmp_path) == ["pipe"]
@@ -534,17 +534,17 @@ def test_a_cluster_is_named_in_four_ways(tmp_path: Path) -> None:
         (lambda trace: trace.update(devices=trace["devices"] * 2), "each device once"),
         (lambda trace: trace["devices"][0].update(device=-1), "each device once"),
         (lambda trace: trace["devices"][0].update(budget_bytes=-1), "budget"),
-        (lambda trace: trace["devices"][0]["events"][0].update(end_seconds=0.0), "ends before it starts"),
+        (lambda trace: trace["devices"][0]["events"][0].update(end_seconds=0.0), "end after they start"),
         (lambda trace: trace["devices"][0]["events"][0].update(end_seconds=1e308), "from 0.1 to 1e+308 s"),
         (lambda trace: trace["devices"][0]["events"][0].update(step=-1), "0F0 of step -1"),
         (lambda trace: trace["devices"][0]["memory"][0].update(step=-1), "0F0 of step -1"),
         (lambda trace: trace["devices"][0]["memory"][0].update(seconds=-1e308), "-1e+308 s"),
         (
             lambda trace: trace["devices"][0]["memory"][0].update(bytes=[0] * 8 + [-1]),
-            "fewer bytes than none",
+            "non-negative bytes",
         ),
-        (lambda trace: trace["devices"][0]["memory"][0].update(seconds=1e101), "more than 1e+100 s away"),
-        (lambda trace: trace["devices"][0]["events"][0].update(end_seconds=1e101), "more than 1e+100 s away"),
+        (lambda trace: trace["devices"][0]["memory"][0].update(seconds=1e101), "at most 1e+100 s away"),
+        (lambda trace: trace["devices"][0]["events"][0].update(end_seconds=1e101), "at most 1e+100 s away"),
     ],
 )
 def test_a_trace_that_cannot_be_is_refused(change: Callable[[Any], None], said: str, tmp_path: Path) -> None:
@@ -563,21 +563,24 @@ def test_a_trace_that_cannot_be_is_refused(change: Callable[[Any], None], said: 
     [
         (
             lambda told: told["utilisation"].pop(),
-            "2 peaks tells the utilisation of as many devices, or of none, not of 1",
+            "2 peaks must have utilisation for each of these devices or for none, not for 1",
         ),
         (
             lambda told: told.update(processes=[None]),
-            "2 peaks tells the processes of as many devices, or of none",
+            "2 peaks must have processes for each of these devices or for none",
         ),
         (
             lambda told: told.update(peak_bytes=[1, -5]),
-            "peak_bytes of a prediction are zero or more, not -5",
+            "peak_bytes of a prediction must be non-negative, not -5",
         ),
-        (lambda told: told.update(step_seconds=-1.0), "step_seconds of a prediction are zero or more"),
-        (lambda told: told.update(utilisation=[0.5, -0.5]), "utilisation of a prediction are zero or more"),
+        (lambda told: told.update(step_seconds=-1.0), "step_seconds of a prediction must be non-negative"),
+        (
+            lambda told: told.update(utilisation=[0.5, -0.5]),
+            "utilisation of a prediction must be non-negative",
+        ),
         (
             lambda told: told["processes"][0].update(reserved_bytes=-1),
-            "reserved_bytes of an allocator is zero or more",
+            "reserved_bytes of an allocator must be zero or more",
         ),
     ],
 )

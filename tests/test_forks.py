@@ -71,7 +71,7 @@ def test_a_fork_that_waits_for_a_lock_of_a_lost_thread_is_given_up() -> None:
     held.wait(60)
     try:
         fork = Fork(lambda: [bytes(lock.acquire(timeout=20))])
-        with pytest.raises(TimeoutError, match="stood still"):
+        with pytest.raises(TimeoutError, match="did not run"):
             fork.receive()
         assert os.WTERMSIG(fork.end()) == signal.SIGKILL
     finally:

@@ -57,10 +57,10 @@ def test_what_the_fuzzer_found_stays_mended(
     assert "'1e9LOAD3' is not an action" in capsys.readouterr().err
     program = json.loads(Path("program.json").read_text())
     for change, words in (
-        ({"placement": [program["placement"][0], []]}, "stage 1 is on no device"),
+        ({"placement": [program["placement"][0], []]}, "stage 1 is not on any device"),
         (
             {"lines": [*program["lines"], "carried in 0:"]},
-            "starts are carried over on 1 device, and the program has 2",
+            "starts are carried over on 1 device, but the program has 2",
         ),
     ):
         Path("program.json").write_text(json.dumps(program | change))
@@ -111,12 +111,14 @@ def test_a_document_with_an_unknown_dtype_is_refused(
         for words in (["show", path.name], ["certify", path.name, "zoo:mlp"]):
             assert main(words if name == "plan" else ["show", path.name]) == 6
             told = capsys.readouterr().err
-            assert told.startswith(f"pipefit: {path.name} is not valid: ") and "is no dtype of torch" in told
+            assert (
+                told.startswith(f"pipefit: {path.name} is not valid: ") and "is not a dtype of torch" in told
+            )
 
 
 def test_a_rate_for_no_dtype_of_torch_is_refused() -> None:
     """Without the refusal, products of that dtype would be timed at the rate of float32."""
-    with pytest.raises(UsageError, match="'bf16' is no dtype of torch"):
+    with pytest.raises(UsageError, match="'bf16' is not a dtype of torch"):
         DeviceKind(name="one", flops={"float32": 1e12, "bf16": 2e12}, memory_bandwidth=1e9)
 
 

@@ -79,7 +79,7 @@ def test_one_communicator_for_both_directions_hangs(microbatches: int) -> None:
     """Under 1F1B with two stages the model refuses the arrangement in which both directions share a line."""
     program = lowered("1f1b", 2, microbatches)
     ends = r"[01]RECV_[FB]\d of device \d"
-    with pytest.raises(UsageError, match=rf"would hang: {ends} and {ends} meet on one communicator"):
+    with pytest.raises(UsageError, match=rf"would hang: {ends} and {ends} use the same communicator"):
         check_order(program.actions, program.placement, channel_of=pair_of_devices)
 
 
@@ -142,38 +142,39 @@ WRONG = {
         (0, 1),
         ["0F0 0SEND_F0 0RECV_B0 0WAIT_SEND_F0 0WAIT_RECV_B0 0F1 0SEND_F1 0WAIT_SEND_F1",
          "1RECV_F0 1WAIT_RECV_F0 1RECV_F1 1WAIT_RECV_F1 1B0 1SEND_B0 1WAIT_SEND_B0"],
-        ("the program would hang: device 0 stands at 0WAIT_RECV_B0 until device 1 starts 1SEND_B0; device 1 stands at "
-        "1WAIT_RECV_F1 until device 0 starts 0SEND_F1. To end, start 1SEND_B0 before 1WAIT_RECV_F1, or start 0SEND_F1 "
-        "before 0WAIT_RECV_B0"),
+        ("the program would hang: device 0 waits at 0WAIT_RECV_B0 until device 1 starts 1SEND_B0; device 1 waits at "
+        "1WAIT_RECV_F1 until device 0 starts 0SEND_F1. To end the wait, start 1SEND_B0 before 1WAIT_RECV_F1, or "
+        "start 0SEND_F1 before 0WAIT_RECV_B0"),
     ),
     "swapped receives": (
         (0, 1),
         ["0SEND_F0 0SEND_F1 0WAIT_SEND_F0 0WAIT_SEND_F1", "1RECV_F1 1RECV_F0 1WAIT_RECV_F0 1WAIT_RECV_F1"],
-        ("1RECV_F1 of device 1 would get what 0SEND_F0 of device 0 sends: messages of one direction arrive in the "
-        "order of the sends, whatever microbatch a receive names; start the receives in the order of the sends"),
+        ("1RECV_F1 of device 1 would get the message of 0SEND_F0 of device 0, because messages of one direction arrive "
+        "in the order of the sends: start the receives in the same order"),
     ),
     "swapped sends": (
         (0, 1),
         ["0RECV_B0 0RECV_B1 0WAIT_RECV_B0 0WAIT_RECV_B1", "1SEND_B1 1SEND_B0 1WAIT_SEND_B0 1WAIT_SEND_B1"],
-        "0RECV_B0 of device 0 would get what 1SEND_B1 of device 1 sends",
+        "0RECV_B0 of device 0 would get the message of 1SEND_B1 of device 1",
     ),
     "a third device in the chain but not in the circle": (
         (0, 1, 2),
         ["0RECV_B0 0WAIT_RECV_B0",
          "1RECV_B0 1WAIT_RECV_B0 1SEND_B0 1WAIT_SEND_B0 1SEND_F0 1WAIT_SEND_F0",
          "2RECV_F0 2WAIT_RECV_F0 2SEND_B0 2WAIT_SEND_B0"],
-        ("the program would hang: device 1 stands at 1WAIT_RECV_B0 until device 2 starts 2SEND_B0; device 2 stands at "
+        ("the program would hang: device 1 waits at 1WAIT_RECV_B0 until device 2 starts 2SEND_B0; device 2 waits at "
         "2WAIT_RECV_F0 until device 1 starts 1SEND_F0."),
     ),
     "a device that waits for itself": (
         (0, 0),
         ["0SEND_F0 0WAIT_SEND_F0 1RECV_F0 1WAIT_RECV_F0"],
-        "device 0 stands at 0WAIT_SEND_F0 until device 0 starts 1RECV_F0. To end, start 1RECV_F0 before 0WAIT_SEND_F0",
+        ("device 0 waits at 0WAIT_SEND_F0 until device 0 starts 1RECV_F0. To end the wait, start 1RECV_F0 before "
+         "0WAIT_SEND_F0"),
     ),
     "an agreement without all stages": (
         (0, 1),
         ["0AGREE 0WAIT_AGREE", "1F0"],
-        "device 0 stands at 0WAIT_AGREE until device 1 starts 1AGREE. Device 1 ends without it: start 1AGREE there",
+        "device 0 waits at 0WAIT_AGREE until device 1 starts 1AGREE. Device 1 ends without it: start 1AGREE there",
     ),
     "sums in different orders": (
         (0, 1),
@@ -192,8 +193,8 @@ WRONG = {
         ["0REDUCE[1.shared] 0WAIT_REDUCE[1.shared] 0REDUCE[3.shared] 0WAIT_REDUCE[3.shared]",
          "1REDUCE[2.shared] 1WAIT_REDUCE[2.shared] 1REDUCE[1.shared] 1WAIT_REDUCE[1.shared]",
          "2REDUCE[3.shared] 2WAIT_REDUCE[3.shared] 2REDUCE[2.shared] 2WAIT_REDUCE[2.shared]"],
-        ("device 0 stands at 0WAIT_REDUCE[1.shared] until device 1 starts 1REDUCE[1.shared]; device 1 stands at "
-        "1WAIT_REDUCE[2.shared] until device 2 starts 2REDUCE[2.shared]; device 2 stands at 2WAIT_REDUCE[3.shared] "
+        ("device 0 waits at 0WAIT_REDUCE[1.shared] until device 1 starts 1REDUCE[1.shared]; device 1 waits at "
+        "1WAIT_REDUCE[2.shared] until device 2 starts 2REDUCE[2.shared]; device 2 waits at 2WAIT_REDUCE[3.shared] "
         "until device 0 starts 0REDUCE[3.shared]."),
     ),
 }  # fmt: skip
@@ -270,14 +271,15 @@ def test_devices_of_one_stage_have_channels_of_their_own() -> None:
     with pytest.raises(UsageError, match=r"1REDUCE\d would be added to 1REDUCE\d"):
         parse_program(twice, placement=GRID, microbatches=2)
     late = HALVES.format("1AGREE 1WAIT_AGREE 1REDUCE0 1WAIT_REDUCE0") + "\n"
-    with pytest.raises(UsageError, match=r"device 2 stands at 1WAIT_AGREE until device \d starts [01]AGREE"):
+    with pytest.raises(UsageError, match=r"device 2 waits at 1WAIT_AGREE until device \d starts [01]AGREE"):
         parse_program(late, placement=GRID, microbatches=1)
 
 
 def test_rows_in_another_order_are_other_data() -> None:
     """Two parts of one microbatch on one channel are distinguished by their rows."""
     with pytest.raises(
-        UsageError, match=r"1RECV_F0\{2:4\} of device 1 would get what 0SEND_F0\{0:2\}@device1 of device 0"
+        UsageError,
+        match=r"1RECV_F0\{2:4\} of device 1 would get the message of 0SEND_F0\{0:2\}@device1 of device 0",
     ):
         parse_program(ROWS, placement=GRID, microbatches=1)
 
@@ -308,7 +310,7 @@ def test_an_endless_body_goes_on_from_what_is_under_way() -> None:
     parse_program(BODY, placement=((0,), (1,)), microbatches=1)
     parse_program(MET, placement=((0,), (1,)), microbatches=1)
     with pytest.raises(
-        UsageError, match="device 0 stands at 0WAIT_RECV_B-1 until device 1 starts 1SEND_B-1; device 1"
+        UsageError, match="device 0 waits at 0WAIT_RECV_B-1 until device 1 starts 1SEND_B-1; device 1"
     ):
         parse_program(UNMET, placement=((0,), (1,)), microbatches=1)
 

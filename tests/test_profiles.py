@@ -38,20 +38,20 @@ MASK = SharedBuffer(name="mask", users=(0, 2), nbytes=1)
         ({"backward_later": (Span(peak_bytes=0, workspace_bytes=-6),)}, "as workspace: -6"),
         ({"fed_back_bytes": 7}, "as buffers that do not feed back: -7"),
         ({"output_origins": ()}, "has 1 output, but origins for 0"),
-        ({"output_origins": (Origin(kind="own", index=7),)}, "names own storage 7; it has 1"),
-        ({"output_origins": (Origin(kind="input", index=-1),)}, "names input storage -1; it has 1"),
+        ({"output_origins": (Origin(kind="own", index=7),)}, "names own storage 7, but has 1"),
+        ({"output_origins": (Origin(kind="input", index=-1),)}, "names input storage -1, but has 1"),
         ({"input_gradients": ()}, "has 1 input, but gradients for 0"),
         (
             {"input_gradients": (GradientOrigin(kind="own", index=7),)},
-            "names own gradient storage 7; it has ",
+            "names own gradient storage 7, but has ",
         ),
         (
             {"input_gradients": (GradientOrigin(kind="output", index=1),)},
-            "names output gradient storage 1; it has 1",
+            "names output gradient storage 1, but has 1",
         ),
         (
             {"backward_first": (Span(peak_bytes=0, released=(1,)),)},
-            "releases input 1 in a backward; it has 1 input",
+            "releases input 1 in a backward, but has only 1 input",
         ),
     ],
 )
@@ -65,22 +65,22 @@ def test_a_layer_that_contradicts_itself_is_refused(given: dict[str, Any], messa
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"microbatch_size": 0}, "a microbatch has at least one sample, not 0"),
-        ({"layers": ()}, "a measurement needs at least one layer"),
-        ({"layers": (0, 9)}, "layer 1 is of kind 9, and there are layers of 2 kinds"),
+        ({"microbatch_size": 0}, "a microbatch must have at least one sample, not 0"),
+        ({"layers": ()}, "a measurement must have at least one layer"),
+        ({"layers": (0, 9)}, "layer 1 is of kind 9, but the measurement has layers of 2 kinds"),
         (
             {"kinds": (replace(COST, inputs=(), input_gradients=(), saved=()), COST)},
-            "layer 0 takes no inputs",
+            "layer 0 must take at least one input",
         ),
         (
             {"loss": replace(MODEL.loss, inputs=(), input_gradients=())},
             "layer 1 returns 1 value, but the loss takes 0",
         ),
-        ({"shared": (SHARED,)}, r"shared parameter 'w' names layers \[0, 2\]; there are 2"),
-        ({"shared_buffers": (MASK,)}, r"shared buffer 'mask' names layers \[0, 2\]; there are 2"),
+        ({"shared": (SHARED,)}, r"shared parameter 'w' names layers \[0, 2\], but there are 2"),
+        ({"shared_buffers": (MASK,)}, r"shared buffer 'mask' names layers \[0, 2\], but there are 2"),
         (
             {"shared_buffers": (replace(MASK, users=(0, 1), nbytes=1 << 63),)},
-            "shared buffer 'mask' has 9223372036854775808 bytes, which no device has: profile again",
+            "shared buffer 'mask' has 9223372036854775808 bytes, more than any device has: profile again",
         ),
         *(
             (
@@ -135,9 +135,9 @@ def test_a_layer_shares_no_more_than_it_has(what: str) -> None:
     }
     has = own.get(what, getattr(layer, what, 0))
     one = replace(one, copying=one.users)
-    with pytest.raises(UsageError, match=rf"shares {has + 1} bytes of its \w+ with other layers, and has"):
+    with pytest.raises(UsageError, match=rf"shares {has + 1} bytes of its \w+ with other layers, but has"):
         replace(measurement, shared=(replace(one, **{what: has + 1}),))
-    with pytest.raises(UsageError, match="is copied in layers that do not use it"):
+    with pytest.raises(UsageError, match="has copies in layers that do not use it"):
         replace(measurement, shared=(replace(one, copying=(9,)),))
 
 
@@ -147,7 +147,7 @@ def test_impossible_work_and_users_of_a_parameter_are_refused() -> None:
         Work(flops=-1, moved_bytes=0)
     with pytest.raises(UsageError, match=r"not 0, 0 and 1000000000\.0"):
         Work(flops=0, moved_bytes=0, seconds=1e9)
-    with pytest.raises(UsageError, match="not that of its operations, 6 and 10"):
+    with pytest.raises(UsageError, match="differs from the sums over its operations, 6 and 10"):
         Work(flops=6, moved_bytes=9, operations=(Alike(2, 3, 5),))
     for number, flops in ((0, 0), (1, -1)):
         with pytest.raises(UsageError, match="one or more"):

@@ -70,16 +70,16 @@ def test_a_place_parses_back_from_its_text(place: Place) -> None:
     [
         ("", "is not a place"),
         ("attic", "'attic' is not a place"),
-        ("device", "'device' is no member of a cluster: write device3, host0 or disk0"),
+        ("device", "'device' is not a member of a cluster: write device3, host0 or disk0"),
         ("device1+", "is not a place"),
         ("device1*2.5", "is not a place"),
         (f"device{'9' * 5000}", "is not a place"),
         (f"device1*{'9' * 5000}", "is not a place"),
         ("host\u0661", "is not a place"),
-        ("device1*0+device2*1", "every share is one part or more"),
-        ("device1*1+device1*2", "names a member twice: add its shares up"),
-        ("host*1+host0*1", "names a host with its number and one without, which may be the same"),
-        ("device1*1+disk2*1+disk*1", "names a disk with its number and one without, which may be the same"),
+        ("device1*0+device2*1", "every share must be one part or more"),
+        ("device1*1+device1*2", "names a member twice: add up its shares"),
+        ("host*1+host0*1", "names a host with a number and one without, which may be the same"),
+        ("device1*1+disk2*1+disk*1", "names a disk with a number and one without, which may be the same"),
     ],
 )
 def test_what_is_not_a_place_is_refused(text: str, message: str) -> None:
@@ -167,12 +167,12 @@ def test_what_is_not_an_action_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (("1F0", ""), "device 0 has action 1F0, but stage 1 is not on it"),
-        (("0WAIT_SEND_F0", ""), "0WAIT_SEND_F0 joins nothing"),
+        (("1F0", ""), "device 0 has action 1F0, but does not hold stage 1"),
+        (("0WAIT_SEND_F0", ""), "0WAIT_SEND_F0 waits for nothing"),
         (("0SEND_F0 0SEND_F0", ""), "0SEND_F0 starts twice"),
-        (("0SEND_F0", "1RECV_F0 1WAIT_RECV_F0"), "0SEND_F0 is never joined"),
-        (("0SEND_F0 0WAIT_SEND_F0", ""), "0SEND_F0 has no partner: 1RECV_F0 is missing"),
-        (("0SEND_F0 0WAIT_SEND_F0 0SEND_F0 0WAIT_SEND_F0", "1RECV_F0 1WAIT_RECV_F0"), "has no partner"),
+        (("0SEND_F0", "1RECV_F0 1WAIT_RECV_F0"), "0SEND_F0 never completes"),
+        (("0SEND_F0 0WAIT_SEND_F0", ""), "0SEND_F0 lacks its partner 1RECV_F0"),
+        (("0SEND_F0 0WAIT_SEND_F0 0SEND_F0 0WAIT_SEND_F0", "1RECV_F0 1WAIT_RECV_F0"), "lacks its partner"),
         (("0SEND_B0 0WAIT_SEND_B0", ""), "0SEND_B0 is for stage -1, which does not exist"),
         (("", "1SEND_F0 1WAIT_SEND_F0"), "1SEND_F0 is for stage 2, which does not exist"),
     ],
@@ -246,17 +246,20 @@ def test_the_only_other_end_need_not_be_named() -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (("", "", "1RECV_F0 1WAIT_RECV_F0"), r"1RECV_F0 does not say to which of devices \[0, 1\]"),
+        (("", "", "1RECV_F0 1WAIT_RECV_F0"), r"1RECV_F0 needs one of the devices \[0, 1\]"),
         (("", "", "1RECV_F0@device2 1WAIT_RECV_F0@device2"), "names device2: stage 0 is on devices 0, 1"),
-        (("0SEND_F0@device1 0WAIT_SEND_F0@device1", "", ""), "names device1: stage 1 is on device 2 alone"),
-        (("0SEND_F0 0WAIT_SEND_F0", "", ""), "0SEND_F0 has no partner: 1RECV_F0@device0 is missing"),
+        (
+            ("0SEND_F0@device1 0WAIT_SEND_F0@device1", "", ""),
+            "names device1: stage 1 is on device 2, which needs no name",
+        ),
+        (("0SEND_F0 0WAIT_SEND_F0", "", ""), "0SEND_F0 lacks its partner 1RECV_F0@device0"),
         (
             ("0SEND_F0{0:2} 0WAIT_SEND_F0{0:2}", "", "1RECV_F0{0:3}@device0 1WAIT_RECV_F0{0:3}@device0"),
-            "has no partner",
+            "lacks its partner",
         ),
-        (("0SEND_F0{0:2} 0WAIT_SEND_F0{2:4}", "", ""), r"0WAIT_SEND_F0\{2:4\} joins nothing"),
-        (("", "", "0LOAD0"), "device 2 has action 0LOAD0, but stage 0 is not on it"),
-        (("0UNSHARD", "", ""), "0UNSHARD is never joined"),
+        (("0SEND_F0{0:2} 0WAIT_SEND_F0{2:4}", "", ""), r"0WAIT_SEND_F0\{2:4\} waits for nothing"),
+        (("", "", "0LOAD0"), "device 2 has action 0LOAD0, but does not hold stage 0"),
+        (("0UNSHARD", "", ""), "0UNSHARD never completes"),
     ],
 )
 def test_messages_between_grids_are_checked(lines: tuple[str, str, str], message: str) -> None:
@@ -282,10 +285,10 @@ def test_a_program_lists_its_bundles() -> None:
     assert program.moved(parse_action("0RELOAD0[5.3]@host")) == (Subject(5, 3),)
     assert str(program) == text
     with pytest.raises(
-        UsageError, match=r"0OFFLOAD0#2@host moves nothing that is known: .* one of 2 bundles"
+        UsageError, match=r"0OFFLOAD0#2@host does not offload anything known: .* one of 2 bundles"
     ):
         program.moved(parse_action("0OFFLOAD0#2@host"))
-    with pytest.raises(UsageError, match=r"'0.weights' is no saved tensor"):
+    with pytest.raises(UsageError, match=r"'0.weights' is neither a saved tensor"):
         parse_program("device 0:\nbundle 0: 0.weights", placement=((0,),), microbatches=1)
 
 
@@ -309,10 +312,10 @@ def test_a_body_of_an_endless_schedule_joins_what_the_body_before_it_started() -
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("carried in 0: 0SEND_F-1", "carried in 0:", "0WAIT_SEND_F-1 joins nothing"),
-        ("carried out 0: 0SEND_F0", "carried out 0:", "0SEND_F0 is never joined"),
-        ("0WAIT_SEND_F-1 ", "", "0SEND_F-1 is never joined"),
-        ("0RECV_B-1 0WAIT_RECV_B-1 ", "", "1SEND_B0 has no partner: 0RECV_B0 is missing"),
+        ("carried in 0: 0SEND_F-1", "carried in 0:", "0WAIT_SEND_F-1 waits for nothing"),
+        ("carried out 0: 0SEND_F0", "carried out 0:", "0SEND_F0 never completes"),
+        ("0WAIT_SEND_F-1 ", "", "0SEND_F-1 never completes"),
+        ("0RECV_B-1 0WAIT_RECV_B-1 ", "", "1SEND_B0 lacks its partner 0RECV_B0"),
     ],
 )
 def test_a_body_that_leaves_something_open_is_refused(old: str, new: str, message: str) -> None:
@@ -344,7 +347,7 @@ def test_what_fills_and_what_drains_an_endless_schedule_need_no_partner_for_what
     assert [line.strip() for line in f"{first}\n{last}".splitlines()] == f"{FILLING}\n{DRAINING}".splitlines()
     assert [first.endless, last.endless] == [True, True]
     ended = FILLING.removesuffix(" 1SEND_B0").replace("1SEND_B0", "1SEND_B0 1WAIT_SEND_B0") + " "
-    with pytest.raises(UsageError, match="1SEND_B0 has no partner: 0RECV_B0 is missing"):
+    with pytest.raises(UsageError, match="1SEND_B0 lacks its partner 0RECV_B0"):
         parse_program(ended, placement=((0,), (1,)), microbatches=1)
 
 

@@ -58,18 +58,18 @@ def test_the_dimension_of_samples_is_the_one_that_changes_with_them() -> None:
         (
             value(4, 4),
             value(2, 2),
-            "value 0 has no dimension of the samples .* 4x4 for 4 samples and 2x2 for 2 samples",
+            "value 0 cannot be split between replicas, .* 4x4 for 4 samples and 2x2 for 2 samples",
         ),
         (
             value(12, 5),
             value(6, 5),
-            "value 0 has no dimension of the samples that could be divided: it is 12x5",
+            "value 0 cannot be split between replicas, because it does not have a sample dimension: it is 12x5",
         ),
-        (value(4, 5), value(5), "value 0 has no dimension of the samples that could be divided"),
+        (value(4, 5), value(5), "value 0 cannot be split between replicas"),
         (
             value(7, 4),
             value(7, 2),
-            r"value 0 has its samples along dimension 1, not the first \(7x4 for 4 samples",
+            r"value 0 has its samples along dimension 1 instead of dimension 0 \(7x4 for 4 samples",
         ),
     ],
 )

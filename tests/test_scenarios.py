@@ -181,7 +181,7 @@ def test_a_body_of_pipedream_holds_a_version_for_every_microbatch_in_flight() ->
 def test_a_part_of_an_endless_schedule_is_not_simulated_alone() -> None:
     """The part joins transfers that no action has begun; the error names the program to simulate instead."""
     with pytest.raises(
-        UsageError, match="a part of an endless schedule, which nothing has begun: simulate its plan"
+        UsageError, match="a part of an asynchronous schedule without its first steps: simulate its plan"
     ):
         simulate(pipedream(), program=step_programs(pipedream())[-1])
 
@@ -232,7 +232,7 @@ def test_grids_are_a_program() -> None:
     assert "1SEND_B0{4:6}@device2" in map(str, program.actions[4])
     lost = str(program).replace("1RECV_F0{2:4}@device1 ", "").replace("1WAIT_RECV_F0{2:4}@device1 ", "")
     with pytest.raises(
-        UsageError, match=r"0SEND_F0\{2:4\}@device4 has no partner: 1RECV_F0\{2:4\}@device1 is missing"
+        UsageError, match=r"0SEND_F0\{2:4\}@device4 lacks its partner 1RECV_F0\{2:4\}@device1"
     ):
         parse_program(lost, placement=GRIDS, microbatches=1)
 
@@ -264,7 +264,7 @@ def test_shards_have_a_program() -> None:
 
 def test_a_message_of_a_grid_says_whom_it_is_for() -> None:
     """`1RECV_F0` without the sender would not identify one of four devices."""
-    with pytest.raises(UsageError, match=r"1RECV_F0 does not say to which of devices \[0, 1, 2, 3\]"):
+    with pytest.raises(UsageError, match=r"1RECV_F0 needs one of the devices \[0, 1, 2, 3\]"):
         parse_program(
             "device 0:\ndevice 1:\ndevice 2:\ndevice 3:\ndevice 4: 1RECV_F0 1WAIT_RECV_F0",
             placement=GRIDS,

@@ -34,7 +34,7 @@ def test_a_part_is_a_size_or_a_percentage() -> None:
     """A reserve of zero is valid; signs, other units and bare percent signs are not."""
     assert [parse_part(text, 2000) for text in ("5%", " 0.1 % ", "1KiB", "0")] == [100, 2, 1024, 0]
     for wrong in ("%", "-5%", "5 percent", ""):
-        with pytest.raises(UsageError, match=r"is not a size: .*; or a part of the memory, such as 5%$"):
+        with pytest.raises(UsageError, match=r"is not a size: .*; or a share of the memory, such as 5%$"):
             parse_part(wrong, 2000)
 
 

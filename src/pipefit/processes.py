@@ -84,10 +84,10 @@ def met(error: BaseException) -> str:
     elif number == errno.EAGAIN or os.strerror(errno.EAGAIN) in said or "can't start new thread" in said:
         limit = processes()
     elif number == errno.ENOMEM or no_memory(error) or no_room_for(error):
-        limit = addresses() or "the system has so much memory as free shows"
+        limit = addresses() or "the system has only the memory that free shows"
     else:
         return ""
-    return limit or "the system has no more: ulimit -a shows its limits"
+    return limit or "a limit of the system is reached: see its limits with ulimit -a"
 
 
 def files() -> str:
@@ -242,9 +242,7 @@ class Fork:
             left = left - 1 if now == before and self._sleeps() else LOOKS
             before = now
             if not left:
-                raise TimeoutError(
-                    f"process {self._process} has stood still for {LOOKS * LOOK_SECONDS:.0f} s"
-                )
+                raise TimeoutError(f"process {self._process} did not run for {LOOKS * LOOK_SECONDS:.0f} s")
         try:
             return self._receiving.recv_bytes()
         except EOFError:

@@ -314,7 +314,8 @@ def host_update_seconds(cost: LayerCost, host: Host) -> float:
     """
     if host.memory_bandwidth is None:
         raise UsageError(
-            "an update on a host takes as long as its memory needs: give the host a memory_bandwidth"
+            "the time of an update on a host depends on its memory bandwidth: give the host a "
+            "memory_bandwidth"
         )
     moved = 2 * (cost.trained_bytes + cost.state_bytes) + cost.gradient_bytes
     return moved / (host.memory_bandwidth * HOST_BANDWIDTH_REACHED)

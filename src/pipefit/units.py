@@ -51,10 +51,10 @@ def parse_bytes(text: str, *, least: Literal[0, 1] = 1) -> int:
     nbytes = round(float(match[1]) * unit)
     if not match[2] and 0 < nbytes < KIB:
         raise UsageError(
-            f"{text!r} has no unit: write {match[1]}GiB or {match[1]}MiB, or {match[1]}B for bytes"
+            f"{text!r} lacks a unit: write {match[1]}GiB or {match[1]}MiB, or {match[1]}B for bytes"
         )
     if nbytes < least:
-        raise UsageError(f"{text!r} is not a usable size: memory must be at least one byte")
+        raise UsageError(f"{text!r} is too small: memory must be at least one byte")
     return nbytes
 
 
@@ -67,9 +67,7 @@ def parse_rate(text: str) -> int:
     size = text.strip().removesuffix("/s")
     if bits := _BITS.fullmatch(size):
         eighth = f"{float(bits[1]) / 8:g}{bits[2].upper()}B/s"
-        raise UsageError(
-            f"{text!r} has the unit of bits: write {eighth}, or {bits[1]}{bits[2].upper()}B/s for bytes"
-        )
+        raise UsageError(f"{text!r} is in bits: write {eighth}, or {bits[1]}{bits[2].upper()}B/s for bytes")
     return parse_bytes(size)
 
 
@@ -84,7 +82,7 @@ def parse_part(text: str, whole: int) -> int:
     try:
         return parse_bytes(text, least=0)
     except UsageError as error:
-        raise UsageError(f"{error}; or a part of the memory, such as 5%") from None
+        raise UsageError(f"{error}; or a share of the memory, such as 5%") from None
 
 
 def format_bytes(nbytes: int) -> str:

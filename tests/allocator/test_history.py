@@ -101,7 +101,7 @@ def test_a_history_is_followed_block_by_block(text: str, seed: int) -> None:
     assert found.differences == ()
     assert found.allocations == sum(one["action"] == "alloc" for one in history)
     assert found.peak.reserved_bytes == found.recorded_reserved_bytes
-    assert "every block is where it was" in str(found)
+    assert "every block is at its recorded address" in str(found)
 
 
 def test_settings_that_were_others_show() -> None:

@@ -124,7 +124,7 @@ def test_techniques_are_told_by_stage() -> None:
         Freed(stage=stage, what=bench_mpress.technique(what), layers=1, freed_bytes=size << 30, added_seconds=0.0)
         for stage, what, size in (
             (0, "offload to host", 2), (0, "recompute", 5), (1, "offload to device2*3+device4*1", 1),
-            (1, "offload optimizer state to host", 3),
+            (1, "offload optimizer to host", 3),
         )
     )  # fmt: skip
     table = bench_mpress.techniques([row("joint", 1.0, freed=freed)]).splitlines()

@@ -72,7 +72,7 @@ def tolerance(plan: Plan) -> dict[str, float]:
     return {"rtol": 1e-3, "atol": 1e-5} if shared else {"rtol": 0.0, "atol": 0.0}
 
 
-@pytest.mark.filterwarnings("ignore:peaks are without")  # of operators of transformers
+@pytest.mark.filterwarnings("ignore:peaks do not include")  # of operators of transformers
 @pytest.mark.parametrize("name", NAMES)
 def test_trained_as_it_is(name: str) -> None:
     """A model with its default configuration and its own loss trains as in a plain loop and keeps its
@@ -280,7 +280,7 @@ def test_what_cannot_be_traced_has_a_way_out(name: str, words: tuple[str, ...]) 
     assert all(word in str(refused.value) for word in (*words, ".py:"))
 
 
-@pytest.mark.filterwarnings("ignore:peaks are without")  # of the CTC loss
+@pytest.mark.filterwarnings("ignore:peaks do not include")  # of the CTC loss
 def test_the_way_out_of_labels_that_are_checked() -> None:
     """A CTC loss outside the model trains like the model's own loss in a plain loop."""
     ours, theirs = REFUSED["ctc"].build(), REFUSED["ctc"].build()

@@ -111,13 +111,13 @@ def test_a_common_number_is_that_of_plain_training(way: str, each: bool) -> None
 def test_more_stages_are_refused_with_the_reason() -> None:
     """Two stages are refused, because they would have two optimizers."""
     profiled = profile(TASKS["by hand"](False), microbatch_size=2)
-    with pytest.raises(UsageError, match=r"one number of several parameters.*too few for 2 stages"):
+    with pytest.raises(UsageError, match=r"one number from several parameters.*too few for 2 stages"):
         plan(profiled, Cluster.emulated((2, 1 << 30)), batch_size=4, stages=2)
-    with pytest.raises(InfeasibleError, match=r"one block, as the optimizer computes one number"):
+    with pytest.raises(InfeasibleError, match=r"one block, because the optimizer computes one number"):
         plan(profiled, Cluster.emulated((2, 600)), batch_size=4)
     made = plan(profiled, Cluster.emulated((2, 1 << 30)), batch_size=4)
     assert made.provenance is not None
-    assert any("one block, as the optimizer" in remark for remark in made.provenance.remarks)
+    assert any("one block, because the optimizer" in remark for remark in made.provenance.remarks)
 
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])

@@ -234,7 +234,7 @@ TRACED = [
 ANYWHERE = [
     (lambda b, x: checkpoint(b, x, use_reentrant=False), "calls torch.utils.checkpoint"),
     (lambda b, x: checkpoint(b, x, use_reentrant=True), "calls torch.utils.checkpoint"),
-    (lambda b, x: b(compiled(x)), "torch.compile has compiled"),
+    (lambda b, x: b(compiled(x)), "compiled by torch.compile"),
 ]
 
 

@@ -149,7 +149,7 @@ def test_inputs_must_stay_alike() -> None:
     task = gallery.task("masked")
     found, (inputs, _) = captured(task), sample(task, 2)
     assert len(found.flatten(dict(reversed(inputs.items())))) == 2
-    with pytest.raises(UsageError, match=r"3\.0 where the model was captured with 2\.0"):
+    with pytest.raises(UsageError, match=r"3\.0, but the model was captured with 2\.0"):
         found.flatten({**inputs, "scale": 3.0})
     with pytest.raises(UsageError, match="changed"):
         found.flatten({"tokens": inputs["tokens"]})
@@ -335,9 +335,7 @@ def test_refusals_say_where_and_why(
 
 def test_strange_outputs_are_refused() -> None:
     """A set is not a supported structure of tensors."""
-    with pytest.raises(
-        UsageError, match=r"test_export.py:\d+\): it returns a set, which is neither a tensor nor a"
-    ):
+    with pytest.raises(UsageError, match=r"test_export.py:\d+\): it returns a set, not a tensor or a"):
         of(Within(Returns()), torch.randn(2, 3))
 
 
@@ -346,7 +344,7 @@ def test_a_loss_must_be_there() -> None:
     task = Task(
         nn.Bilinear(3, 3, 2), batch=lambda _: ((torch.randn(2, 3), torch.randn(2, 3)), None), loss=None
     )
-    with pytest.raises(UsageError, match="has no loss of its own"):
+    with pytest.raises(UsageError, match="does not return a loss"):
         captured(task)
 
 

@@ -99,7 +99,11 @@ def test_labels_may_stay_outside() -> None:
     ("name", "settings", "words"),
     [
         ("gtp2", {}, "did you mean gpt2"),
-        ("openai-community/gpt2-xl", {}, r"did you mean gpt2\? A checkpoint has no name here.* --set"),
+        (
+            "openai-community/gpt2-xl",
+            {},
+            r"did you mean gpt2\? Names of checkpoints are not supported.* --set",
+        ),
         ("meta-llama/Llama-2-7b", {}, r"did you mean llama\? A checkpoint"),
         ("llama", {"num_hiden_layers": 2}, "did you mean num_hidden_layers"),
         ("gpt2", {"sequence": 4096}, "from 1 to 1024"),
@@ -109,9 +113,9 @@ def test_labels_may_stay_outside() -> None:
         (
             "moonshine",
             {},
-            "samples cannot be made up .*max_source_positions.* with a batch function of your own",
+            "samples cannot be generated .*max_source_positions.* your own batch function",
         ),
-        ("esm", {}, "set what is missing"),
+        ("esm", {}, "set the missing values"),
         ("gemma4_assistant", {}, "hidden_size_per_layer_input must be 0"),
     ],
 )

@@ -177,7 +177,7 @@ def make() -> Callable[[str], Task]:
 
 
 @pytest.mark.sample(6)
-@pytest.mark.filterwarnings("ignore:.*weight_norm", "ignore:peaks are without")
+@pytest.mark.filterwarnings("ignore:.*weight_norm", "ignore:peaks do not include")
 @pytest.mark.parametrize(
     "name",
     [

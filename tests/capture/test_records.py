@@ -117,7 +117,7 @@ def test_another_setting_is_refused_by_its_place() -> None:
     """A non-tensor field of a dataclass is a setting: another value is refused with its path."""
     task = TASKS["loss outside"]
     found = capture(task, *sample(task, 2))
-    with pytest.raises(UsageError, match="'other' where the model was captured with 'mine'"):
+    with pytest.raises(UsageError, match="'other', but the model was captured with 'mine'"):
         found.flatten(opened((replace(points(2), name="other"),)))
 
 

@@ -260,67 +260,67 @@ with pytest.warns((DeprecationWarning, FutureWarning), match=r"torch\.jit"):  # 
 
 SENTENCES: dict[str, tuple[Callable[[], Task], tuple[str, ...]]] = {
     "branch": (
-        lambda: ending(lambda x: x if x.sum() > 0 else -x), (HERE, "pipefit.chain([", "or let a module of"),
+        lambda: ending(lambda x: x if x.sum() > 0 else -x), (HERE, "pipefit.chain([", "or do that in a submodule"),
     ),
     "selection": (lambda: within(Selects()), ("module inner", HERE, "a shape depends on the values", "pipefit.chain")),
     "distinct": (lambda: within(Distinct()), ("module inner", HERE, "a shape depends on the values", "torch.where")),
     "failure": (lambda: within(Fails()), ("module inner", HERE, "raises ValueError: not today", "without pipefit")),
     "another way for a compiler": (
         lambda: within(MakesItsMask()),
-        ("module inner", HERE, "asks whether it is being compiled", "raises TypeError", "among the inputs"),
+        ("module inner", HERE, "checks whether it is being compiled", "raises TypeError", "among the inputs"),
     ),
     "failure by hand": (lambda: by_hand(Fails()), ("layer 1 (Fails)", HERE, "ValueError: not today")),
     "format": (lambda: within(Formats()), ("module inner", HERE, "needs the values of a tensor")),
     "buffer in a forward": (lambda: within(Registers()), ("inner", HERE, "registers the buffer 'mask'", "in __init__")),
     "optimizer": (
         lambda: replace(BASE, optimizer=lambda groups: torch.optim.SGD(groups, lr=-1.0)),
-        ("the optimizer of mine cannot be made", "Invalid learning rate", "such as its class"),
+        ("the optimizer of mine cannot be created", "Invalid learning rate", "such as its class"),
     ),
     "weights in a loss": (
         lambda: judged(lambda x, y: F.mse_loss(x, y) + OUTSIDE.square().sum()),
-        ("the loss of mine cannot be planned", "a parameter that it does not have", "loss=None"),
+        ("the loss of mine cannot be planned", "a parameter of another module", "loss=None"),
     ),
-    "tensor from outside": (lambda: by_hand(Reaches()), ("layer 1 (Reaches)", HERE, "make that a buffer")),
+    "tensor from outside": (lambda: by_hand(Reaches()), ("layer 1 (Reaches)", HERE, "make it a buffer")),
     "python draws": (lambda: within(PythonDraws()), ("module inner", HERE, "draws random numbers", "torch.rand")),
     "numpy draws": (lambda: within(NumpyDraws()), ("module inner", HERE, "draws random numbers", "torch.rand")),
     "forks": (lambda: within(ForksItself()), ("module inner", HERE, "it forks this process", "that makes batches")),
     "forks by hand": (lambda: by_hand(ForksItself()), ("layer 1 (ForksItself)", "it forks this process", "custom_op")),
-    "packed": (lambda: within(Packs()), ("inner.recurrent", HERE, "packs sequences", "the padded batch", "mask what")),
-    "packed by hand": (lambda: by_hand(Packs()), ("layer 1 (Packs)", HERE, "the padded batch, and mask what lies")),
+    "packed": (lambda: within(Packs()), ("inner.recurrent", HERE, "packs sequences", "the padded batch", "mask the")),
+    "packed by hand": (lambda: by_hand(Packs()), ("layer 1 (Packs)", HERE, "the padded batch, and mask the padding")),
     "draws by hand": (lambda: by_hand(NumpyDraws()), ("layer 1 (NumpyDraws)", "draws random numbers", "torch.rand")),
     "gradients": (
         lambda: within(Derives()), ("module inner", HERE, "computes gradients inside its forward", "autograd.Function"),
     ),
     "backward": (lambda: within(StepsBack()), ("module inner", HERE, "computes gradients inside", "as operations")),
-    "gradients by hand": (lambda: by_hand(Derives()), ("layer 1 (Derives)", HERE, "no plan holds gradients inside")),
+    "gradients by hand": (lambda: by_hand(Derives()), ("layer 1 (Derives)", HERE, "do not support gradients inside")),
     "guard by hand": (
         lambda: by_hand(Guards()), ("layer 1 (Guards)", HERE, "not a number", "every condition", "_assert_async"),
     ),
-    "mask": (lambda: within(Masked()), ("module inner", HERE, "compare a mask with a causal one", "is_causal=True")),
+    "mask": (lambda: within(Masked()), ("module inner", HERE, "compare a mask with a causal mask", "is_causal=True")),
     "product with a Jacobian": (
-        lambda: by_hand(Transposes()), ("layer 1 (Transposes)", HERE, "no plan holds gradients inside"),
+        lambda: by_hand(Transposes()), ("layer 1 (Transposes)", HERE, "do not support gradients inside"),
     ),
     "sparse": (lambda: within(Sparse()), ("module inner", HERE, "makes a sparse tensor", "use dense tensors")),
     "sparse gradients": (
         lambda: replace(BASE, module=Embeds, batch=words), ("layer table (Embedding)", "sparse=False"),
     ),
-    "scripted": (lambda: within(SCRIPTED), ("inner of mine is a TorchScript module", "as it was before")),
-    "scripted by hand": (lambda: by_hand(SCRIPTED), ("1 of mine is a TorchScript module", "as it was before")),
-    "lazy": (lambda: within(nn.LazyLinear(8)), ("inner.weight of mine has no shape yet", "call the module on a small")),
+    "scripted": (lambda: within(SCRIPTED), ("inner of mine is a TorchScript module", "the original module")),
+    "scripted by hand": (lambda: by_hand(SCRIPTED), ("1 of mine is a TorchScript module", "the original module")),
+    "lazy": (lambda: within(nn.LazyLinear(8)), ("inner.weight of mine does not have a shape", "call the module on")),
     "lazy factory": (lambda: replace(BASE, module=lambda: Model(nn.LazyLinear(8))), ("builds mine", "LazyLinear")),
     "quantised": (
         lambda: within(torch.ao.nn.quantized.dynamic.Linear(8, 8)), ("inner of mine is a quantised Linear", "before"),
     ),
     "no module": (lambda: replace(BASE, module=lambda: 3), ("returned a int", "an nn.Module")),  # type: ignore[arg-type, return-value]
-    "failing factory": (lambda: replace(BASE, module=lambda: Model(nn.Linear(8))), ("builds mine fails", "itself")),  # type: ignore[arg-type]
+    "failing factory": (lambda: replace(BASE, module=lambda: Model(nn.Linear(8))), ("builds mine fails", "built")),  # type: ignore[arg-type]
     "object": (lambda: ending(Holder), ("mine", HERE, "it returns a Holder", "dictionaries or dataclasses")),
     "object inside": (lambda: ending(lambda x: {"a": {"b": Holder(x)}}), ("a Holder as ['a']['b']", "dataclasses")),
-    "nothing": (lambda: ending(lambda _: None), ("mine returns no tensor but None", "return one")),
-    "number": (lambda: ending(lambda _: 1.0), ("mine returns no tensor but a float", "return one")),
-    "no loss": (lambda: ending(lambda _: None, own_loss=True), ("no loss of its own", "None", "Task(..., loss=...)")),
+    "nothing": (lambda: ending(lambda _: None), ("mine returns None and no tensor", "return a tensor")),
+    "number": (lambda: ending(lambda _: 1.0), ("mine returns a float and no tensor", "return a tensor")),
+    "no loss": (lambda: ending(lambda _: None, own_loss=True), ("not return a loss", "None", "Task(..., loss=...)")),
     "too many": (
         lambda: fed(lambda n: ((torch.randn(n, 8),) * 2, torch.randn(n, 8))),
-        ("cannot be called with the inputs of a batch, 2 positional", "takes (x)", "a dictionary its keywords"),
+        ("cannot be called with the inputs of a batch, 2 positional", "takes (x)", "a dictionary becomes keywords"),
     ),
     "other keywords": (
         lambda: fed(lambda n: ({"z": torch.randn(n, 8)}, None)), ("the keyword arguments z", "takes (x)"),
@@ -328,12 +328,12 @@ SENTENCES: dict[str, tuple[Callable[[], Task], tuple[str, ...]]] = {
     "no batch": (lambda: fed(lambda _: None), ("must return a pair (inputs, targets), not None",)),
     "generator": (lambda: fed(lambda n: (t for t in batch(n))), ("a pair (inputs, targets), not a generator",)),
     "numpy": (lambda: fed(lambda n: (np.zeros((n, 8)),) * 2), ("not a ndarray; convert it with torch.as_tensor",)),
-    "no argument": (lambda: fed(lambda: batch(2)), ("fails when it is asked for 2 samples", "the number of samples")),
+    "no argument": (lambda: fed(lambda: batch(2)), ("fails for 2 samples", "the number of samples")),
     "other sizes": (
         lambda: fed(lambda n: (torch.randn(n, 8), torch.randn(n + 1, 8))),
-        ("targets of a batch of mine has the shape (3, 8) where a batch of 2 samples was asked", "along dimension 0"),
+        ("targets of a batch of mine has shape (3, 8), but dimension 0 must be the 2 samples", "into the module"),
     ),
-    "no samples": (lambda: fed(lambda n: (torch.randn(n, 8), torch.tensor(1.0))), ("the shape ()", "dimension 0")),
+    "no samples": (lambda: fed(lambda n: (torch.randn(n, 8), torch.tensor(1.0))), ("has shape ()", "dimension 0")),
     "sparse batch": (
         lambda: fed(lambda n: (torch.eye(n, 8).to_sparse(), torch.randn(n, 8))), ("inputs of a", "a sparse tensor"),
     ),
@@ -343,8 +343,8 @@ SENTENCES: dict[str, tuple[Callable[[], Task], tuple[str, ...]]] = {
     "vector": (lambda: judged(lambda x, y: (x - y).mean(1)), ("must be a scalar tensor, not a tensor of shape (2,)",)),
     "loss of nothing": (lambda: judged(lambda *_: None), ("must be a scalar tensor, not None",)),
     "loss as a number": (lambda: judged(lambda x, y: F.mse_loss(x, y).item()), ("scalar tensor, not a float",)),
-    "detached": (lambda: judged(lambda x, y: F.mse_loss(x, y).detach()), ("the loss of mine requires no gradient",)),
-    "complex": (lambda: judged(lambda x, _: torch.fft.fft(x).mean()), ("floating-point numbers, not torch.complex64",)),
+    "detached": (lambda: judged(lambda x, y: F.mse_loss(x, y).detach()), ("mine does not require a gradient",)),
+    "complex": (lambda: judged(lambda x, _: torch.fft.fft(x).mean()), ("to have a gradient, not torch.complex64",)),
     "failing loss": (lambda: judged(lambda *_: {}["logits"]), ("the loss of mine cannot be run on", HERE)),
     "numpy loss": (lambda: judged(lambda x, _: torch.tensor(x.detach().numpy().mean())), ("the loss of mine", HERE)),
     "lengths": (
@@ -367,11 +367,11 @@ SENTENCES: dict[str, tuple[Callable[[], Task], tuple[str, ...]]] = {
     ),
     "capturable": (
         lambda: replace(BASE, optimizer=lambda groups: torch.optim.Adam(groups, capturable=True)),
-        ("the optimizer cannot be run", "leave capturable out"),
+        ("the optimizer cannot be run", "remove capturable"),
     ),
     "penalty": (
         lambda: replace(BASE, module=Penalised, loss=lambda o, _: torch.autograd.grad(o[0].sum(), o[1])[0].sum()),
-        ("the loss of mine cannot be run", "let the module return that gradient"),
+        ("the loss of mine cannot be run", "return that gradient from the module"),
     ),
 }  # fmt: skip
 
@@ -394,11 +394,11 @@ def test_refusals_say_what_where_and_the_way_out(make: Callable[[], Task], parts
         ({"optimizer": "adamw"}, "optimizer of a Task must be a function of parameter groups .*, not a str"),
         (
             {"loss": nn.Bilinear(8, 8, 1)},
-            "loss of a Task has parameters, .*: make it a part of the module, .* loss=None",
+            "loss of a Task has parameters, .*: make it part of the module, .* loss=None",
         ),
         (
             {"loss": "mse"},
-            "loss of a Task must be a function of .*, or None where the module computes it, not a str",
+            "loss of a Task must be a function of .*, or None if the module computes it, not a str",
         ),
     ],
 )

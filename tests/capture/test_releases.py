@@ -36,7 +36,7 @@ def test_an_older_release_is_refused_with_one_that_works(version: str) -> None:
 def test_a_newer_release_is_taken_with_a_warning(version: str) -> None:
     """The warning names the tested releases, the possible errors, and the release to install."""
     with pytest.warns(
-        PipefitWarning, match=r"torch 2\.11 to 2\.15: .* may be off, .* pip install 'torch==2\.15\.\*'"
+        PipefitWarning, match=r"torch 2\.11 to 2\.15: .* may be wrong, .* pip install 'torch==2\.15\.\*'"
     ):
         check_release(version)
 

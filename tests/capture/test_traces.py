@@ -40,9 +40,13 @@ def trained(task: Task, steps: int = 2) -> tuple[list[float], dict[str, torch.Te
         (forgetful.Annealing, r"changes the attribute 'temperature' in every call", "a buffer"),
         (forgetful.PythonDraws, r"draws random numbers from Python's or numpy's generator", "torch.rand"),
         (forgetful.NumpyDraws, r"draws random numbers from Python's or numpy's generator", "torch.rand"),
-        (forgetful.Hiding, r"forgetful.py:\d+.* a parameter that none of its modules has", "freeze it"),
-        (forgetful.PuttingData, r"forgetful.py:\d+.* other data into a tensor", "copy_"),
-        (forgetful.OwnGenerator, r"no tensor, such as a torch.Generator", "pipefit.chain"),
+        (
+            forgetful.Hiding,
+            r"forgetful.py:\d+.* a parameter that is not registered in its modules",
+            "freeze it",
+        ),
+        (forgetful.PuttingData, r"forgetful.py:\d+.* replaces the data of a tensor", "copy_"),
+        (forgetful.OwnGenerator, r"not a tensor, such as its own torch.Generator", "pipefit.chain"),
     ],
 )
 def test_what_a_trace_would_repeat_or_lose_is_refused(

@@ -33,7 +33,7 @@ HERE = rf"{Path(__file__).name}:"
 SIZE, COUNT, STEPS, WIDTH = 4, 2, 3, 8
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
-pytestmark = pytest.mark.filterwarnings("ignore:peaks are without")
+pytestmark = pytest.mark.filterwarnings("ignore:peaks do not include")
 
 
 class Row(nn.Module):
@@ -339,7 +339,8 @@ def test_blocks_that_cannot_be_divided_say_so() -> None:
     )
     (unknown,) = found.kernels.unknown
     assert (
-        unknown.operation == "aten._local_scalar_dense.default" and "every condition held" in unknown.reason
+        unknown.operation == "aten._local_scalar_dense.default"
+        and "every condition were true" in unknown.reason
     )
 
 
@@ -348,7 +349,7 @@ def test_what_holds_only_otherwise_is_said() -> None:
     says so.
     """
     (unknown,) = profile(task_of(lambda: Row(Guards())), microbatch_size=SIZE).kernels.unknown
-    assert unknown.reason.endswith("counted as if every mask selected half and no condition held")
+    assert unknown.reason.endswith("counted as if every mask selected half and every condition were false")
 
 
 @pytest.mark.parametrize("part", [Inside.Rows, Numbers, Flags, InPlace, Returns, OwnWeight])
@@ -410,5 +411,7 @@ def test_what_values_decide_about_is_not_moved(part: Callable[[], nn.Module]) ->
     assert moved and max(trainer.trace.peak_bytes) <= max(simulate(plan, steps=STEPS).peak_bytes)
     layer = next(n for n, cost in enumerate(made.measurement.costs) if cost.module == part.__name__)
     by_hand = replace(moved[0], subject=SavedTensors(tensors=((layer, 0),)))
-    with pytest.raises(UsageError, match=rf"saved tensor {layer}\.0 cannot be moved: .* values decide"):
+    with pytest.raises(
+        UsageError, match=rf"saved tensor {layer}\.0 cannot be offloaded: .* depends on values"
+    ):
         simulate(replace(made, decisions=(by_hand,)))

@@ -67,7 +67,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (Path.unlink, "is missing"),
     "empty": (lambda path: path.write_bytes(b""), "it has 0 B"),
     "longer": (lambda path: path.write_bytes(path.read_bytes() + b"\0"), "is damaged: it has"),
-    "cut off": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "is damaged: it has"),
+    "truncated": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "is damaged: it has"),
     "a bit in the header": (lambda path: flip(path, 100), "SHA-256 differs"),
     "a bit in a tensor": (lambda path: flip(path, 8 * path.stat().st_size - 3), "SHA-256 differs"),
     "another shard": (put_other, "is damaged"),
@@ -121,7 +121,9 @@ def test_headers_are_read_and_not_more(folder: Path) -> None:
     found.check_headers()
     first, *rest = found.manifest.tensors
     lies = replace(found, manifest=replace(found.manifest, tensors=(replace(first, shape=(1, 2)), *rest)))
-    with pytest.raises(FileError, match=r"is damaged: .* and \(1, 2\); the checkpoint before"):
+    with pytest.raises(
+        FileError, match=r"is damaged: .* and \(1, 2\) in the manifest; the checkpoint before"
+    ):
         lies.check_headers()
 
 
@@ -141,10 +143,10 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "another kind of document": (change(pipefit="plan"), "is not the manifest of a checkpoint"),
     "a later version": (change(version=3), "is not of version 2"),
     "a version that is true": (change(version=True), "is not of version 2"),
-    "a key more": (change(code="import os"), "this key is not known"),
-    "no step": (lambda document: document.pop("step"), "this is missing"),
-    "a step below zero": (change(step=-1), "no step or seed that can be"),
-    "a step too large": (change(step=1 << 70), "no step or seed|is expected"),
+    "a key more": (change(code="import os"), "this key is unknown"),
+    "step or seed is not valid": (lambda document: document.pop("step"), "this is missing"),
+    "a step below zero": (change(step=-1), "step or seed is not valid"),
+    "a step too large": (change(step=1 << 70), "step or seed is not valid|is expected"),
     "a step that is text": (change(step="5"), "is expected, not"),
     "a path out of the folder": (
         of_shard(file="../step-00000004/worker-00000.safetensors"),
@@ -152,20 +154,20 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     ),
     "an absolute path": (of_shard(file="/etc/passwd"), "not the name of a shard"),
     "a shard with a line break": (of_shard(file="worker-00000.safetensors\n"), "not the name of a shard"),
-    "a digest that is none": (of_shard(sha256="0" * 63), "no SHA-256"),
-    "a size that is none": (of_shard(nbytes=0), "no size"),
+    "a digest that is none": (of_shard(sha256="0" * 63), "lacks a SHA-256"),
+    "a size that is none": (of_shard(nbytes=0), "valid size"),
     "another digest": (of_shard(sha256="0" * 64), "SHA-256 differs"),
     "another size": (of_shard(nbytes=5), "is damaged: it has"),
     "another dtype": (of_tensor(dtype="int32"), "is damaged: 0.weight has dtype torch.float32"),
     "a dtype that is code": (of_tensor(dtype="load"), "is not a dtype"),
     "another shape": (of_tensor(shape=[4, 3]), r"is damaged: 0.weight has .* shape \(3, 4\)"),
-    "a shape below zero": (of_tensor(shape=[-3, -4]), "a shape that no tensor has"),
-    "a huge shape": (of_tensor(shape=[1 << 40, 1 << 40]), "a shape that no tensor has"),
-    "too many dimensions": (of_tensor(shape=[1] * 65), "a shape that no tensor has"),
-    "a name that is not there": (of_tensor(name="other"), "is damaged: other is not in it"),
-    "a shard that is not there": (of_tensor(shard=2), "is in shard 2, and there are 2"),
-    "a tensor twice": (lambda document: document["tensors"].append(document["tensors"][0]), "is there twice"),
-    "a shard twice": (lambda document: document["shards"].append(document["shards"][0]), "is there twice"),
+    "a shape below zero": (of_tensor(shape=[-3, -4]), "impossible shape"),
+    "a huge shape": (of_tensor(shape=[1 << 40, 1 << 40]), "impossible shape"),
+    "too many dimensions": (of_tensor(shape=[1] * 65), "impossible shape"),
+    "a name that is not there": (of_tensor(name="other"), "is damaged: other is missing"),
+    "a shard that is not there": (of_tensor(shard=2), "is in shard 2, but there are 2"),
+    "a tensor twice": (lambda document: document["tensors"].append(document["tensors"][0]), "occurs twice"),
+    "a shard twice": (lambda document: document["shards"].append(document["shards"][0]), "occurs twice"),
     "nested lists": (change(groups=[[[[]]]]), "are expected"),
 }
 

@@ -47,7 +47,7 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
     folders.begin(tmp_path, 30, OWNER)
     (tmp_path / "step-00000040").mkdir()
     with pytest.warns(
-        PipefitWarning, match=r"step-00000040 is passed over: it has no manifest.json; .*12 is taken"
+        PipefitWarning, match=r"step-00000040 is skipped: it does not contain manifest.json; .*12 is used"
     ):
         assert find(tmp_path).folder == new
     assert find(old).manifest.step == 5
@@ -58,7 +58,7 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
     """A folder without a checkpoint (empty, absent, a file, an invalid name) is refused in one sentence."""
     (tmp_path / "a file").touch()
-    with pytest.raises(FileError, match=r"there is no whole checkpoint in|cannot be read"):
+    with pytest.raises(FileError, match=r"does not contain a complete checkpoint|cannot be read"):
         find(tmp_path / name)
 
 
@@ -95,7 +95,7 @@ def test_links_are_not_followed_when_removing(tmp_path: Path) -> None:
 def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     """A second checkpoint of a step is refused before anything is written."""
     write(tmp_path, 5)
-    with pytest.raises(FileError, match="step-00000005 is there already: remove it"):
+    with pytest.raises(FileError, match="step-00000005 already exists: remove it"):
         folders.begin(tmp_path, 5, OWNER)
 
 
@@ -154,7 +154,7 @@ def of(training: str, run: str) -> Callable[[Path], None]:
 
 
 PASSED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "without a manifest": (lambda folder: (folder / MANIFEST).unlink(), "it has no manifest.json"),
+    "without a manifest": (lambda folder: (folder / MANIFEST).unlink(), "it does not contain manifest.json"),
     "with a pipe as its manifest": (
         lambda folder: put_fifo(folder / MANIFEST),
         "its manifest.json is not a regular",
@@ -175,8 +175,8 @@ PASSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: flip(folder / "worker-00001.safetensors"),
         "SHA-256 differs",
     ),
-    "that is a link": (put_link, "it is a symbolic link, and links are not followed"),
-    "that is a file": (put_file, "it is no folder"),
+    "that is a link": (put_link, "it is a symbolic link, which pipefit does not follow"),
+    "that is a file": (put_file, "it is not a folder"),
 }
 
 
@@ -195,7 +195,7 @@ def test_a_newest_that_cannot_be_read_is_passed_over_and_told(damage: str, tmp_p
     (said,) = (str(one.message) for one in told)
     folder = re.escape(str(tmp_path))
     assert re.search(
-        rf"^{folder}/step-00000008 is passed over: .*({words}).*; {folder}/step-00000004 is taken", said
+        rf"^{folder}/step-00000008 is skipped: .*({words}).*; {folder}/step-00000004 is used", said
     )
     assert "the checkpoint before it" not in said
 
@@ -205,7 +205,7 @@ def test_where_nothing_is_left_the_newest_is_named(tmp_path: Path) -> None:
     for step in (4, 8):
         (write(tmp_path, step) / "worker-00001.safetensors").unlink()
     with pytest.raises(
-        FileError, match=r"there is no whole checkpoint in .*: .*step-00000008 cannot .*is missing$"
+        FileError, match=r"does not contain a complete checkpoint: .*step-00000008 cannot .*is missing$"
     ):
         find(tmp_path)
 
@@ -223,7 +223,7 @@ def test_a_checkpoint_under_another_steps_name_is_refused(tmp_path: Path) -> Non
     """A checkpoint renamed or copied to another step's name is refused, with its true step."""
     folder = write(tmp_path, 6).rename(tmp_path / "step-00000003")
     with pytest.raises(
-        FileError, match=r"step-00000003 holds the checkpoint of step 6: .* name back, step-00000006"
+        FileError, match=r"step-00000003 holds the checkpoint of step 6: .* its name step-00000006"
     ):
         find(folder)
     with pytest.raises(FileError, match="step-00000003 holds the checkpoint of step 6"):
@@ -251,7 +251,7 @@ def test_a_step_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     """A link named as a step is not followed, even if it is the given path; a link of another name is."""
     folder = write(tmp_path / "elsewhere", 8)
     (tmp_path / "step-00000008").symlink_to(folder)
-    with pytest.raises(FileError, match="step-00000008 is a symbolic link, and links are not followed"):
+    with pytest.raises(FileError, match="step-00000008 is a symbolic link, which pipefit does not follow"):
         find(tmp_path / "step-00000008")
     (tmp_path / "latest").symlink_to(folder)
     assert find(tmp_path / "latest").manifest.step == 8
@@ -284,16 +284,16 @@ def test_only_checkpoints_of_one_training_are_candidates(tmp_path: Path) -> None
         (tmp_path / "all" / f"step-{step:08d}").rename(tmp_path / f"step-{step:08d}")
     (tmp_path / "step-00000008" / "worker-00000.safetensors").unlink()
     candidates = Candidates(tmp_path)
-    with pytest.warns(PipefitWarning, match="step-00000008 is passed over: .*step-00000006 is taken instead"):
+    with pytest.warns(PipefitWarning, match="step-00000008 is skipped: .*step-00000006 is used instead"):
         assert candidates.take().manifest.step == 6
     candidates.pass_over(FileError("it is"))
     with pytest.warns(PipefitWarning) as told:
         assert candidates.take().manifest.step == 2
-    assert "step-00000006 is passed over: it is; " in str(told[0].message)
-    assert re.search(r"step-00000004 is passed over: it is of another training, b \(", str(told[1].message))
-    with pytest.warns(PipefitWarning, match="is passed over"):
+    assert "step-00000006 is skipped: it is; " in str(told[0].message)
+    assert re.search(r"step-00000004 is skipped: it belongs to another training, b \(", str(told[1].message))
+    with pytest.warns(PipefitWarning, match="is skipped"):
         assert Candidates(tmp_path, run="1").take().manifest.step == 6
-    with pytest.raises(FileError, match="there is no whole checkpoint"):
+    with pytest.raises(FileError, match="does not contain a complete checkpoint"):
         Candidates(tmp_path, run="1", above=6).take()
 
 
@@ -309,7 +309,7 @@ def test_a_training_saves_behind_its_own_steps_alone(
     for first in (0, 4):
         if refused and (first < 4 or training != OWNER.training):
             with pytest.raises(
-                FileError, match=r"step-00000004 is of another training, .*: save to another folder"
+                FileError, match=r"step-00000004 belongs to another training, .*: save to another folder"
             ):
                 folders.begin(tmp_path, 6, OWNER, first=first)
         else:

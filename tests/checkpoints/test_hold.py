@@ -57,7 +57,7 @@ def test_a_folder_that_is_held_is_refused_by_name(tmp_path: Path) -> None:
         said = rf"^another training, {owner.training[:8]} \(a plan of theirs\), process {process} on .+, started "
         said += (
             rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC, "
-            rf"saves to {re.escape(str(tmp_path))}: wait until it has ended, or"
+            rf"is saving to {re.escape(str(tmp_path))}: wait until it ends, or"
         )
         with pytest.raises(FileError, match=said):
             Hold(tmp_path, OWNER)
@@ -195,9 +195,7 @@ def test_without_locks_the_name_counts(tmp_path: Path, monkeypatch: pytest.Monke
     here = new_owner("a plan")
     for alive in (here, OTHER):
         (tmp_path / LOCK).write_text(json.dumps(asdict(alive)))
-        with pytest.raises(
-            FileError, match=r"no locks that would say .*: if it has, remove .*training\.lock"
-        ):
+        with pytest.raises(FileError, match=r"does not support locks .*: if it has, remove .*training\.lock"):
             Hold(tmp_path, OWNER)
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         pass

@@ -105,7 +105,7 @@ TABLE: list[tuple[str, int, list[str]]] = [
     (
         "profile mine:ignores --microbatch-size 2",
         2,
-        ["has the shape (3, 2) where a batch of 2 samples was asked for"],
+        ["has shape (3, 2), but dimension 0 must be the 2 samples of the batch"],
     ),
     ("profile mine:empty --microbatch-size 2", 2, ["KeyError: 'no data'", "number of samples"]),
     ("profile zoo:mlp", 2, ["--microbatch-size"]),
@@ -133,7 +133,7 @@ TABLE: list[tuple[str, int, list[str]]] = [
     (
         "plan zoo:mlp --cluster dgx1-v100 --objective peak --planner joint",
         2,
-        ["joint planner looks for the fastest"],
+        ["joint planner minimises step time"],
     ),
     (
         "plan profile.json --cluster dgx1-v100 --shard zero3",
@@ -143,18 +143,22 @@ TABLE: list[tuple[str, int, list[str]]] = [
     (
         "plan profile.json --cluster dgx1-v100 --reserve 120%",
         2,
-        ["less than the memory", "31.75 GiB, not 38.10 GiB"],
+        ["less than the 31.75 GiB of its device, not 38.10 GiB"],
     ),
-    ("certify zoo:mlp plan.json", 2, ["the plan comes first, plan.json zoo:mlp"]),
-    ("train zoo:mlp plan.json", 2, ["the plan comes first, plan.json zoo:mlp"]),
+    ("certify zoo:mlp plan.json", 2, ["give the plan first, plan.json zoo:mlp"]),
+    ("train zoo:mlp plan.json", 2, ["give the plan first, plan.json zoo:mlp"]),
     # model
-    ("plan gpt2 --cluster dgx1-v100", 6, ["there is no file gpt2", "such as hf:gpt2"]),
-    ("plan train.py --cluster dgx1-v100", 6, ["train.py is a script", "pipefit.Task, as in train:make_task"]),
+    ("plan gpt2 --cluster dgx1-v100", 6, ["gpt2 does not exist", "such as hf:gpt2"]),
+    (
+        "plan train.py --cluster dgx1-v100",
+        6,
+        ["train.py is a script", "pipefit.Task, such as train:make_task"],
+    ),
     ("plan zoo:gtp --cluster dgx1-v100", 2, ["did you mean gpt?"]),
     ("plan zoo:gpt --cluster dgx1-v100 --set layer=4", 2, ["did you mean layers? It has layers=12"]),
-    ("profile mlp --microbatch-size 1", 2, ["'mlp' is not a model, but zoo:mlp is one", "zoo:NAME"]),
+    ("profile mlp --microbatch-size 1", 2, ["'mlp' is not a model, but zoo:mlp is", "zoo:NAME"]),
     ("profile zoo: --microbatch-size 1", 2, ["not a model"]),
-    ("plan gpt --cluster dgx1-v100", 6, ["there is no file gpt", "zoo:NAME"]),
+    ("plan gpt --cluster dgx1-v100", 6, ["gpt does not exist", "zoo:NAME"]),
     ("plan mine.py --cluster dgx1-v100", 6, ["mine.py is a script", "mine:make_task"]),
     ("profile zoo:dog --microbatch-size 1", 2, ["'dog'", "mlp"]),
     ("profile zoo:mlp --microbatch-size 1 --set widths", 2, ["--set name=value"]),
@@ -163,7 +167,7 @@ TABLE: list[tuple[str, int, list[str]]] = [
     ("profile zoo:mlp --microbatch-size 1 --set wings=2", 2, ["wings"]),
     ("profile zoo:mlp --microbatch-size 1 --set classes=few", 2, ["classes", "'few'"]),
     ("profile hf:gpt9 --microbatch-size 1", 2, ["hf:gpt9", "gpt2"]),
-    ("profile nowhere:make --microbatch-size 1", 2, ["no module 'nowhere'"]),
+    ("profile nowhere:make --microbatch-size 1", 2, ["module 'nowhere' was not found"]),
     ("profile mine.inner:make --microbatch-size 1", 2, ["mine"]),
     ("profile mine.py:no_task --microbatch-size 1", 2, ["write mine:factory without .py\n"]),
     ("profile ./mine.py:no_task --microbatch-size 1", 2, ["write mine:factory without .py\n"]),
@@ -176,7 +180,7 @@ TABLE: list[tuple[str, int, list[str]]] = [
     (
         "profile part/2-mine.py:no_task --microbatch-size 1",
         2,
-        ["its name: rename it, to _2_mine.py"],
+        ["rename it to _2_mine.py"],
     ),
     (
         "profile /else/mine.py:no_task --microbatch-size 1",
@@ -195,49 +199,65 @@ TABLE: list[tuple[str, int, list[str]]] = [
     # cluster
     ("plan profile.json --cluster dgx1", 2, ["'dgx1'", "did you mean dgx"]),
     ("plan profile.json --cluster emulated:4", 2, ["emulated:4x256MiB"]),
-    ("plan profile.json --cluster emulated:4x24", 2, ["'24' has no unit: write 24GiB"]),
+    ("plan profile.json --cluster emulated:4x24", 2, ["'24' lacks a unit: write 24GiB"]),
     ("plan profile.json --cluster 4x24GB", 2, ["did you mean emulated:4x24GB?"]),
     ("plan profile.json --cluster emulated:0x1MiB", 2, ["number of emulated devices", "from 1 to 4096"]),
     ("plan profile.json --cluster emulated:4x0MiB", 2, ["at least one byte"]),
     ("plan profile.json --cluster emulated:99999x1MiB", 2, ["4096"]),
-    ("plan profile.json --cluster none.toml", 6, ["no file none.toml"]),
+    ("plan profile.json --cluster none.toml", 6, ["none.toml does not exist"]),
     ("plan profile.json --cluster bad.toml", 6, ["bad.toml is not TOML"]),
-    ("plan profile.json --cluster trace.json", 6, ["is a trace", "a cluster is expected"]),
+    ("plan profile.json --cluster trace.json", 6, ["is a trace", "a cluster is needed"]),
     ("show emulated:", 2, ["emulated:4x256MiB"]),
     # files
-    ("plan none.json --cluster dgx1-v100", 6, ["no file none.json"]),
-    ("plan plan.json --cluster dgx1-v100", 6, ["is a plan; a profile is expected", "pipefit profile"]),
-    ("simulate profile.json", 6, ["is a profile; a plan is expected", "pipefit plan"]),
+    ("plan none.json --cluster dgx1-v100", 6, ["none.json does not exist"]),
+    ("plan plan.json --cluster dgx1-v100", 6, ["is a plan, but a profile is needed", "pipefit profile"]),
+    ("simulate profile.json", 6, ["is a profile, but a plan is needed", "pipefit plan"]),
     ("simulate .", 6, ["is a folder"]),
-    ("certify none.json zoo:mlp", 6, ["no file none.json"]),
-    ("train cut.json zoo:mlp", 6, ["cut.json is cut off"]),
-    ("compare plan.json trace.json", 6, ["is a plan; a trace is expected"]),
+    ("certify none.json zoo:mlp", 6, ["none.json does not exist"]),
+    ("train cut.json zoo:mlp", 6, ["cut.json is truncated"]),
+    ("compare plan.json trace.json", 6, ["is a plan, but a trace is needed"]),
     ("compare trace.json other.json", 2, ["different devices"]),
-    ("show none.json", 6, ["no file none.json"]),
+    ("show none.json", 6, ["none.json does not exist"]),
     (f"show {'a' * 300}", 6, ["cannot be read: File name too long"]),
-    (f"plan {'a' * 300}:make --cluster dgx1-v100", 2, ["there is no module"]),
+    (f"plan {'a' * 300}:make --cluster dgx1-v100", 2, ["was not found"]),
     (f"certify x:{'a' * 300} zoo:mlp", 6, ["cannot be read"]),
     ("plan zoo:mlp --cluster dgx1-v100 --batch-size 9223372036854775807", 2, ["batch_size", "4294967296"]),
     (f"plan zoo:gpt --cluster dgx1-v100 --set layers={'x' * 99}", 2, [f"1 to 10,000, not '{'x' * 56}...\n"]),
     ("profile mine:ends --microbatch-size 1", 1, ["unexpected SystemExit: 3", "--debug"]),
-    ("show dgx1v100", 2, ["no file dgx1v100 and no cluster", "did you mean dgx1-v100?"]),
+    ("show dgx1v100", 2, ["dgx1v100 is neither a file nor a known cluster", "did you mean dgx1-v100?"]),
     ("export plan.json", 2, ["'--to'. Choose from: perfetto, memory-viz"]),
     ("show empty.json", 6, ["is empty"]),
     ("show deep.json", 6, ["it is nested too deeply"]),
     ("show /dev/null", 6, ["not a regular file"]),
     ("simulate plan.json -o plan.json", 2, ["plan.json is named twice", "another file"]),
     ("simulate plan.json -o ./plan.json", 2, ["is named twice"]),
-    ("plan profile.json --cluster dgx1-v100 -o profile.json", 2, ["profile.json is named twice"]),
+    (
+        "plan profile.json --cluster dgx1-v100 -o profile.json",
+        2,
+        ["profile.json is named twice"],
+    ),
     ("plan profile.json --cluster bad.toml -o bad.toml", 2, ["bad.toml is named twice"]),
-    ("train plan.json zoo:mlp -o new.json --metrics new.json", 2, ["new.json is named twice"]),
-    ("train plan.json zoo:mlp --weights cut.json -o cut.json", 2, ["cut.json is named twice"]),
-    ("train plan.json zoo:mlp --weights cut.json --metrics cut.json", 2, ["cut.json is named twice"]),
+    (
+        "train plan.json zoo:mlp -o new.json --metrics new.json",
+        2,
+        ["new.json is named twice"],
+    ),
+    (
+        "train plan.json zoo:mlp --weights cut.json -o cut.json",
+        2,
+        ["cut.json is named twice"],
+    ),
+    (
+        "train plan.json zoo:mlp --weights cut.json --metrics cut.json",
+        2,
+        ["cut.json is named twice"],
+    ),
     ("train plan.json zoo:mlp --weights . -o other.json", 2, ["other.json is a file of /", "another file"]),
-    ("checkpoint runs -o runs/step-00000004/worker-00000.safetensors", 2, ["would be in a checkpoint"]),
+    ("checkpoint runs -o runs/step-00000004/worker-00000.safetensors", 2, ["would be inside a checkpoint"]),
     (
         "train plan.json zoo:mlp --resume runs -o runs/step-00000004/manifest.json",
         2,
-        ["would be in a checkpoint"],
+        ["would be inside a checkpoint"],
     ),
     ("simulate plan.json -o none/trace.json", 6, ["create"]),
     ("simulate plan.json -o .", 6, ["it is a folder"]),
@@ -245,9 +265,9 @@ TABLE: list[tuple[str, int, list[str]]] = [
     ("profile zoo:mlp --microbatch-size 1 -o none/profile.json", 6, ["create"]),
     ("train plan.json zoo:mlp -o none/trace.json", 6, ["create"]),
     ("train plan.json zoo:mlp --metrics none/steps.jsonl", 6, ["create"]),
-    ("train plan.json zoo:mlp --resume none", 6, ["there is no whole checkpoint in none"]),
-    ("checkpoint none", 6, ["there is no whole checkpoint in none"]),
-    ("checkpoint cut.json", 6, ["there is no whole checkpoint in cut.json"]),
+    ("train plan.json zoo:mlp --resume none", 6, ["none does not contain a complete checkpoint"]),
+    ("checkpoint none", 6, ["none does not contain a complete checkpoint"]),
+    ("checkpoint cut.json", 6, ["cut.json does not contain a complete checkpoint"]),
 ]
 
 
@@ -304,10 +324,10 @@ KNOWN_BEFORE = [  # of a model that cannot be built, on four devices
     ("plan --batch-size 64 --clip-norm nan", "not to nan"),
     ("plan --clip-norm -1", "not to -1.0"),
     ("plan --batch-size 64 --microbatches 4 --clip-norm inf", "not to inf"),
-    ("plan --data 9", "needs 9 devices, and there are 4"),
-    ("plan --batch-size 64 --data 3", "3 replicas cannot divide microbatches"),
-    ("plan --batch-size 64 --tensor 9", "needs 9 devices, and there are 4"),
-    ("plan --batch-size 64 --data 4 --tensor 2", "needs 8 devices, and there are 4"),
+    ("plan --data 9", "needs 9 devices, but there are 4"),
+    ("plan --batch-size 64 --data 3", "3 replicas cannot split microbatches"),
+    ("plan --batch-size 64 --tensor 9", "needs 9 devices, but there are 4"),
+    ("plan --batch-size 64 --data 4 --tensor 2", "needs 8 devices, but there are 4"),
     ("plan --batch-size 64 --stages 9", "too few for 9 stages"),
     ("plan --batch-size 64 --stages 4 --data 2 --planner uniform", "too few for 4 stages of 2 devices"),
     ("plan --batch-size 64 --microbatches 3", "use 63 samples, or 66"),
@@ -316,24 +336,24 @@ KNOWN_BEFORE = [  # of a model that cannot be built, on four devices
     ("plan --batch-size 64 --schedule pipedream --clip-norm 1", "clip in the optimizer"),
     (
         "plan --batch-size 64 --schedule pipedream --shard parameters",
-        "replicas cannot divide parameters then",
+        "replicas cannot shard parameters",
     ),
     ("plan --batch-size 64 --schedule pipedream --precision mixed-float16", "use mixed-bfloat16"),
-    ("plan --batch-size 64 --versions everything", "they belong to pipedream"),
-    ("plan --batch-size 64 --shard gradients --data 1", "ask for 2 replicas or more"),
-    ("plan --batch-size 64 --shard gradients --tensor 4", "ask for fewer shards"),
+    ("plan --batch-size 64 --versions everything", "use pipedream or pipedream-2bw"),
+    ("plan --batch-size 64 --shard gradients --data 1", "give 2 or more replicas"),
+    ("plan --batch-size 64 --shard gradients --tensor 4", "give fewer shards"),
     ("plan --batch-size 64 --shard gradients --microbatch-size 1", "an even number of samples"),
     ("plan --batch-size 64 --sequences", "--tensor 2 --sequences"),
-    ("plan --batch-size 64 --planner additive", "the additive planner takes what training runs measured"),
+    ("plan --batch-size 64 --planner additive", "the additive planner needs measurements of training runs"),
     ("fit --schedule gpip", "did you mean gpipe?"),
-    ("fit --microbatches 99999999", "more than the 65536"),
+    ("fit --microbatches 99999999", "exceed the limit of 65536"),
     ("fit --grow inputs --schedule gpip", "did you mean gpipe?"),
     ("fit --grow inputs --planner jiont", "did you mean joint?"),
     ("fit --grow inputs --batch-size 64 --microbatches 3", "use 63 samples, or 66"),
-    ("fit --grow inputs --tensor 9", "needs 9 devices, and there are 4"),
-    ("fit --grow batch --data 5", "needs 5 devices, and there are 4"),
-    ("fit --grow memory --data 9", "needs 9 devices, and there are 4"),
-    ("fit --grow devices --data 9 --to 5", "needs 9 devices, and there are 5"),
+    ("fit --grow inputs --tensor 9", "needs 9 devices, but there are 4"),
+    ("fit --grow batch --data 5", "needs 5 devices, but there are 4"),
+    ("fit --grow memory --data 9", "needs 9 devices, but there are 4"),
+    ("fit --grow devices --data 9 --to 5", "needs 9 devices, but there are 5"),
     ("profile -b 1 --runs trimmed --clip-norm nan", "not to nan"),
     ("profile -b 1 --runs trimmed --schedule 1f1b", "profile, plan and train under gpipe"),
 ]
@@ -400,7 +420,7 @@ def test_a_result_that_nobody_would_see_is_refused_at_once(line: str, folder: Pa
     done = in_a_shell(line, folder)
     assert (done.returncode, done.stdout) == (6, "")
     assert done.stderr == (
-        "pipefit: stdout is closed, where the result would be printed: redirect it to a file, or to /dev/null\n"
+        "pipefit: stdout is closed, so the result cannot be printed: redirect it to a file, or to /dev/null\n"
     )
 
 
@@ -422,7 +442,7 @@ def test_a_working_directory_that_is_gone_is_told(
     for line in ("models", "doctor --json", "train /plan.json zoo:mlp", "show dgx1-v100", "--help"):
         assert main(line.split()) == 2
         assert (
-            "the working directory cannot be used (No such file or directory): cd to one that"
+            "the working directory cannot be used (No such file or directory): cd to an existing"
             in capsys.readouterr().err
         )
 
@@ -450,7 +470,7 @@ def test_no_output_is_cut_off_in_silence(unbuffered: str, folder: Path, tmp_path
         (
             f"{sys.executable} -m pipefit show none.json --json > /dev/full",
             6,
-            "pipefit: there is no file none.json",
+            "pipefit: file none.json does not exist",
         ),
         (
             f"ulimit -f 0; {sys.executable} -B -m pipefit simulate plan.json -o lost > /dev/full",

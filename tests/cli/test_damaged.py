@@ -60,10 +60,10 @@ def _hostless(plan: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("damage", "words", "lines"),
     [
-        (_twice, "1f1b is an order for one stage on each device, not for 2", AS_PROGRAM),
-        (_unknown, "there is no schedule '1f1c': did you mean 1f1b?", AS_PROGRAM),
-        (_again, "layer 0 is recomputed already", AS_PROGRAM),
-        (_apart, "no link joins device0 and host0", AS_TIMES),
+        (_twice, "1f1b supports one stage on each device, not 2", AS_PROGRAM),
+        (_unknown, "unknown schedule '1f1c': did you mean 1f1b?", AS_PROGRAM),
+        (_again, "layer 0 is already recomputed", AS_PROGRAM),
+        (_apart, "device0 and host0 are not connected", AS_TIMES),
         (_hostless, "give the host a memory_bandwidth", AS_TIMES),
     ],
 )

@@ -18,7 +18,7 @@ SMALL = f"fit {MODEL} --cluster emulated:2x1KiB --microbatches 2 --tensor 1"
 TABLE: list[tuple[str, int, list[str]]] = [
     ("fit", 2, ["MODEL"]),
     ("fit zoo:mlp --grow layers", 2, ["--cluster"]),
-    (f"{ASKED} --grow wings", 2, ["no setting 'wings'", "widths"]),
+    (f"{ASKED} --grow wings", 2, ["does not have a setting 'wings'", "widths"]),
     (f"{ASKED} --grow optimizer", 2, ["optimizer must be"]),
     (f"{ASKED} --grow inputs", 2, ["--set inputs and --grow inputs exclude each other", "--from"]),
     (f"{ASKED} --grow a-b", 2, ["--grow a-b", "name of a setting"]),
@@ -30,7 +30,7 @@ TABLE: list[tuple[str, int, list[str]]] = [
     (f"{ASKED} --grow batch --from 0", 2, ["--from 0", "1 or more"]),
     (f"{ASKED} --grow batch --to many", 2, ["--to many", "whole number"]),
     (f"{ASKED} --grow batch --to {'0' * 19}1{'9' * 9000}", 2, ["is not a size", "whole number"]),
-    (f"{ASKED} --grow batch --from 9 --to 8", 2, ["--from 9 to --to 8", "nothing to try"]),
+    (f"{ASKED} --grow batch --from 9 --to 8", 2, ["--from 9 to --to 8", "is empty"]),
     (f"{ASKED} --grow batch --step -1", 2, ["--step"]),
     (f"{ASKED} --grow batch --step {'9' * 5000}", 2, ["--step"]),
     (f"{ASKED} --grow memory --step 1furlong", 2, ["1furlong", "not a size"]),

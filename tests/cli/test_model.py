@@ -76,9 +76,7 @@ def test_a_module_in_the_place_of_a_factory_is_told_what_is_missing(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=r"Net is a module.* returns pipefit\.Task\(Net, batch=\.\.\., loss"):
         resolve("ownscript:Net", [])
-    with pytest.raises(
-        UsageError, match=r"no GPU.*it is called to return a pipefit\.Task, and trains nothing itself"
-    ):
+    with pytest.raises(UsageError, match=r"no GPU.*it should only return a pipefit\.Task"):
         resolve("ownscript:main", [])
 
 

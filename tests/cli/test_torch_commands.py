@@ -68,7 +68,9 @@ def test_three_numbers_are_certified_for_a_gpu(
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     assert main([*line, "-o", str(folder / "three.json")]) == 0
-    assert "what a GPU holds at most (caching allocator: expandable_segments:True" in capsys.readouterr().out
+    assert (
+        "most memory that a GPU holds (caching allocator: expandable_segments:True" in capsys.readouterr().out
+    )
     for device in load(folder / "three.json", Trace).devices:
         assert device.allocator is not None
         assert device.allocator.requested_bytes == device.peak_bytes
@@ -141,7 +143,7 @@ def test_numbers_are_certified_when_asked_for(folder: Path, capsys: pytest.Captu
     """`certify --numbers` prints the comparison before the peaks; with --json stdout has only the trace."""
     assert main(["certify", str(folder / "plan.json"), *MODEL, "--numbers"]) == 0
     assert (
-        "computes as a chain what it computes as a module: 2 microbatches of 4, losses"
+        "computes the same numbers as a chain and as a module: 2 microbatches of 4, losses"
         in capsys.readouterr().out
     )
     assert main(["certify", str(folder / "plan.json"), *MODEL, "--numbers", "--json"]) == 0
@@ -209,9 +211,9 @@ def test_training_runs_make_the_additive_planner_possible(
     planned = load(tmp_path / "plan.json", Plan)
     assert planned.profile.additive == found.additive and planned.training == found.additive.training
     assert main([*ask, "--clip-norm", "1"]) == 2
-    assert "not clipped, not clipped gradients: ask for a plan of that training" in capsys.readouterr().err
+    assert "unclipped gradients, not clipped gradients: plan for that training" in capsys.readouterr().err
     assert main([*line, "--clip-norm", "1"]) == 6
-    assert "runs made for gradients that are not clipped, not clipped gradients" in capsys.readouterr().err
+    assert "runs made for unclipped gradients, not clipped gradients" in capsys.readouterr().err
 
 
 def test_training_runs_need_devices_and_devices_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -305,16 +307,16 @@ def test_training_that_is_resumed_has_the_losses_of_one_that_was_not(
     assert main([*line, "--steps", "4", *metrics]) == 0
     capsys.readouterr()
     assert main([*line, "--steps", "3", "--save", runs, "--every", "2", "--keep", "1"]) == 0
-    assert f"1 checkpoint of 32.20 KiB in {runs}, the last of step 3;" in capsys.readouterr().out
+    assert f"1 checkpoint of 32.20 KiB in {runs}, the newest of step 3;" in capsys.readouterr().out
     assert [path.name for path in Path(runs).iterdir()] == ["step-00000003"]
     assert main([*line, "--steps", "5", "--resume", runs, "--json", *metrics]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["losses"] == whole[3:]
-    assert f"going on from {runs}/step-00000003, after step 3" in err
+    assert f"resuming from {runs}/step-00000003, after step 3" in err
     rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["loss"]) for row in rows] == list(enumerate(whole))
     assert main([*line, "--steps", "3", "--resume", runs]) == 2
-    assert "3 steps, and 3 are wanted in all" in capsys.readouterr().err
+    assert "3 steps, but the training should end after 3" in capsys.readouterr().err
 
 
 def test_a_checkpoint_is_verified_shown_and_exported(
@@ -326,7 +328,7 @@ def test_a_checkpoint_is_verified_shown_and_exported(
     assert main([*line, "--save", str(runs)]) == 0
     capsys.readouterr()
     assert main(["checkpoint", str(runs), "-o", str(weights)]) == 0
-    assert "step 2, seed 0, 2 shards, all as they were saved" in capsys.readouterr().out
+    assert "step 2, seed 0, 2 shards, all intact" in capsys.readouterr().out
     assert main(["checkpoint", str(runs), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     numbers = 20 * 64 + 64 + 64 * 32 + 32 + 32 * 16 + 16 + 16 * 10 + 10

@@ -46,7 +46,7 @@ def test_a_killed_worker_costs_a_restart(
     rows = [json.loads(row) for row in metrics.read_text().splitlines()]
     assert [(row["step"], row["loss"]) for row in rows] == list(enumerate(expected))
     assert "pipefit: planned again for emulated:3x1GiB" in err
-    assert "pipefit: worker 0 (device 0, " in err and "restart 1 of 1 goes on after step" in err
+    assert "pipefit: worker 0 (device 0, " in err and "restart 1 of 1 continues after step" in err
 
 
 def test_a_loss_that_is_no_number_is_told_once(
@@ -71,7 +71,7 @@ def test_a_loss_that_is_no_number_may_end_the_training(
     out, err = capsys.readouterr()
     assert out == ""
     assert "the loss of step 2 is nan: lower the learning rate" in err
-    assert re.search(f"; steps done: 3, last saved: [12]; go on with --resume {runs}", err)
+    assert re.search(f"; steps done: 3, last saved: [12]; resume with --resume {runs}", err)
     assert "restart" not in err
 
 
@@ -84,7 +84,7 @@ def test_options_about_checkpoints_need_a_folder_for_them(
     """Without `--save` the options are refused by name, not ignored."""
     name, *value = option.split()
     assert main(line(plan, "zoo:mlp", name, *value)) == 2
-    assert f"{name} is about checkpoints: say where they are saved (--save DIR)" in capsys.readouterr().err
+    assert f"{name} needs a folder for checkpoints (--save DIR)" in capsys.readouterr().err
 
 
 def test_a_folder_with_checkpoints_of_another_training_is_refused(
@@ -98,7 +98,7 @@ def test_a_folder_with_checkpoints_of_another_training_is_refused(
     more = ["--resume", str(tmp_path / "other"), "--save", runs]
     assert main(["train", str(plan), *model, "--no-numbers", "--steps", "3", *more]) == 2
     assert re.search(
-        "holds checkpoints of another training, .*, started .*: save to another", capsys.readouterr().err
+        "has checkpoints of another training, .*, started .*: save to another", capsys.readouterr().err
     )
 
 
@@ -121,7 +121,8 @@ def test_a_damaged_checkpoint_costs_steps_and_no_line_of_metrics(
     shard.write_bytes(bytes(content))
     assert main(line(plan, *more, "--resume", str(runs), steps=8)) == 0
     assert re.search(
-        r"00000006 is passed over: .*SHA-256 differs\); .*00000004 is taken", capsys.readouterr().err
+        r"00000006 is skipped: .*SHA-256 differs from the saved one; .*00000004 is used",
+        capsys.readouterr().err,
     )
     rows = [json.loads(row) for row in metrics.read_text().splitlines()]
     assert [(row["step"], row["loss"]) for row in rows] == list(enumerate(undisturbed(8)))

@@ -313,8 +313,11 @@ def test_what_is_held_follows_from_what_was_done(seed: int, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0LOAD0 0F0 0I0", "0I0 can be written down, but neither simulated nor run yet"),
-        ("0LOAD0 0F0{0:1}", "can be written down, but neither simulated nor run yet"),
+        (
+            "0LOAD0 0F0 0I0",
+            "0I0 is valid in a program, but neither the simulator nor the runtime supports it yet",
+        ),
+        ("0LOAD0 0F0{0:1}", "is valid in a program, but neither"),
         ("0LOAD0 0F0[0:1] 0N0[0:1]", "out of order: the next layer forward is 1"),
         ("0LOAD0 0N0 0B0", "0B0 needs 0R0 before it"),
         ("0RECV_F0 0RECV_F0", "0RECV_F0 happens twice"),

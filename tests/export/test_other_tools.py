@@ -233,15 +233,16 @@ def test_all_that_a_tool_cannot_do_is_told_at_once() -> None:
     with pytest.raises(UsageError) as told:
         deepspeed_config(mixed)
     assert str(told.value).startswith(
-        "DeepSpeed has no schedule eager-1f1b, nor replicas or shards that differ from stage to stage, nor replicas "
-        "that divide parameters, nor tensors that move ("
+        "DeepSpeed does not support schedule eager-1f1b, or replicas or shards that differ from stage to stage, "
+        "or replicas that shard parameters, or offloaded tensors ("
     )
     assert str(told.value).endswith(
         "): plan with --schedule 1f1b --data 2 --tensor 1 --shard none or optimizer --planner exact (and --recompute "
         "always if that does not fit)"
     )
     with pytest.raises(
-        UsageError, match="torchtitan has no tensor shards in its pipelines: plan with --data 2 --tens"
+        UsageError,
+        match="torchtitan does not support tensor shards in its pipelines: plan with --data 2 --tens",
     ):
         torchtitan_config(plan)
 
@@ -270,13 +271,13 @@ def test_half_precision_is_the_one_that_the_tool_has() -> None:
     assert "dtype='bfloat16'" in torchtitan_config(in_precision("bfloat16"))
     for write, wrong in ((megatron_arguments, "bfloat16"), (deepspeed_config, "bfloat16"),
                          (torchtitan_config, "master-bfloat16")):  # fmt: skip
-        with pytest.raises(UsageError, match=f"has no precision {wrong}"):
+        with pytest.raises(UsageError, match=f"does not support precision {wrong}"):
             write(in_precision(wrong))  # type: ignore[arg-type]
 
 
 def test_torchtitan_ties_no_weights_across_stages() -> None:
     """torchtitan refuses such a model in a pipeline, and so does the export; on one device it is allowed."""
-    with pytest.raises(UsageError, match="share weights: plan with --stages 1"):
+    with pytest.raises(UsageError, match="shared weights of embedding and head: plan with --stages 1"):
         torchtitan_config(planned(3, tied=True))
     assert "tok_embeddings" in torchtitan_config(planned(1, tied=True))
 
@@ -290,7 +291,7 @@ def test_layers_that_share_otherwise_are_refused() -> None:
         plan.profile,
         measurements=tuple(replace(one, shared=(shared,)) for one in plan.profile.measurements),
     )
-    with pytest.raises(UsageError, match=r"layers share block1\.norm: Megatron shares nothing but"):
+    with pytest.raises(UsageError, match=r"layers share block1\.norm, but Megatron can only share"):
         megatron_arguments(replace(plan, profile=profile, prediction=None))
 
 
@@ -314,13 +315,13 @@ def test_what_a_tool_cannot_do_is_refused(write: Any) -> None:
     """
     plan = planned(3)
     for wrong, words in (
-        (planned(3, schedule="pipedream"), "no schedule pipedream: plan with --schedule 1f1b"),
-        (in_precision("mixed-bfloat16"), "no precision mixed-bfloat16: plan with --precision float32 or"),
-        (replace(plan, decisions=(MOVED,)), "has no tensors that move"),
-        (make_plan(random_profile(6), (2, 4), microbatches=2), "is no decoder"),
+        (planned(3, schedule="pipedream"), "support schedule pipedream: plan with --schedule 1f1b"),
+        (in_precision("mixed-bfloat16"), "support precision mixed-bfloat16: plan with --precision float32 or"),
+        (replace(plan, decisions=(MOVED,)), "does not support offloaded tensors"),
+        (make_plan(random_profile(6), (2, 4), microbatches=2), "is not a decoder"),
         (replace(plan, stages=(replace(plan.stages[0], grid=Grid.of(1)), replace(plan.stages[1], grid=Grid.of(0)),
                                Stage(start=plan.stages[2].start, stop=plan.stages[2].stop, grid=Grid.of(0)))),
-         "no device with several stages"),
+         "several stages on a device"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=words):
             write(wrong)
@@ -334,7 +335,9 @@ def test_models_that_read_no_tokens_are_refused(write: Any) -> None:
     plan = planned(3)
     made = replace(plan.profile.fingerprint, lengths=(), inputs=("float32 (n, 256, 64)",))
     pictures = replace(plan, profile=replace(plan.profile, fingerprint=made))
-    with pytest.raises(UsageError, match=r"reads float32 \(n, 256, 64\): .* of sequences of tokens only"):
+    with pytest.raises(
+        UsageError, match=r"reads float32 \(n, 256, 64\), but .* only models of token sequences"
+    ):
         write(pictures)
     assert deepspeed_config(pictures) == deepspeed_config(plan)
 
@@ -387,7 +390,7 @@ def test_a_launch_file_names_the_plan_whatever_it_is_called(name: str) -> None:
 @pytest.mark.parametrize("name", ["a\nb.json", "a\udcff.json", "a\tb.json"])
 def test_a_name_that_is_no_line_of_text_is_refused(name: str, write: Any) -> None:
     """A launch file would name another file, or could not be written."""
-    with pytest.raises(UsageError, match="has a name that no line of a launch file can hold"):
+    with pytest.raises(UsageError, match="has a name that cannot be written in a launch file"):
         write(planned(3), name)
 
 

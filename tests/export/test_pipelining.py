@@ -69,7 +69,7 @@ def test_stages_of_one_device_are_one_rank() -> None:
 
 def test_what_torch_has_no_schedule_for_is_refused() -> None:
     """An asynchronous schedule is refused by name."""
-    with pytest.raises(UsageError, match="never flushes, as pipedream"):
+    with pytest.raises(UsageError, match="asynchronous schedules such as pipedream"):
         pipelining_csv(planned("pipedream"))
 
 
@@ -137,5 +137,5 @@ def test_a_stage_that_begins_with_a_second_call_has_no_point() -> None:
     made = planned("gpipe")
     layers = tuple(f"one{f'@{n}' if n else ''}" for n in range(len(made.profile.layers)))
     again = replace(made, profile=replace(made.profile, layers=layers, blocks=()), prediction=None)
-    with pytest.raises(UsageError, match=f"begins with call {made.boundaries[0] + 1} of one, and torch"):
+    with pytest.raises(UsageError, match=f"starts with call {made.boundaries[0] + 1} of one, but torch"):
         split_points(again)

@@ -114,7 +114,7 @@ def plainly(module: nn.Module, loss: Callable[[Any, Any], Tensor], *, last_first
     return means
 
 
-@pytest.mark.filterwarnings("ignore:peaks are without")
+@pytest.mark.filterwarnings("ignore:peaks do not include")
 @pytest.mark.parametrize(
     ("kind", "loss"), [(ByWhere, F.mse_loss), (ByMask, F.mse_loss), (ByMask, chosen_loss)]
 )
@@ -138,7 +138,7 @@ def test_experts_by_hand_are_trained(kind: type[nn.Module], loss: Callable[[Any,
     assert all(one <= other for one, other in zip(taken, planned, strict=True)) and any(taken)
 
 
-@pytest.mark.filterwarnings("ignore:peaks are without")
+@pytest.mark.filterwarnings("ignore:peaks do not include")
 def test_what_is_not_known_is_said() -> None:
     """The profile and every plan name the operations whose results depend on values, and a dry run warns
     about them.
@@ -147,13 +147,14 @@ def test_what_is_not_known_is_said() -> None:
     found = profile(task, microbatch_size=SIZE)
     told = {kernel.operation: kernel.reason for kernel in found.kernels.unknown}
     assert (
-        "as if every mask selected all and every condition held" in told["aten._local_scalar_dense.default"]
+        "as if every mask selected everything and every condition were true"
+        in told["aten._local_scalar_dense.default"]
     )
     made = plan(found, load_cluster("emulated:2x64MiB"), batch_size=SIZE * COUNT, stages=2)
     said = " ".join(text(made).split())
-    assert "Peaks are without what kernels take inside aten._local_scalar_dense.default" in said
-    assert "counted as if every mask selected all" in said
-    with pytest.warns(PipefitWarning, match="every mask selected all"):
+    assert "Peaks do not include the memory that kernels need inside aten._local_scalar_dense.default" in said
+    assert "counted as if every mask selected everything" in said
+    with pytest.warns(PipefitWarning, match="every mask selected everything"):
         certify(task, made)
 
 
@@ -240,7 +241,7 @@ class Between(nn.Module):
         return out
 
 
-@pytest.mark.filterwarnings("ignore:peaks are without")
+@pytest.mark.filterwarnings("ignore:peaks do not include")
 @pytest.mark.parametrize("traced", [False, True])
 def test_an_operator_of_ones_own_is_a_way_out(traced: bool) -> None:
     """An operator with custom shapes and backward is planned and trained, as a manual layer and traced."""

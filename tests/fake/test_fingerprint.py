@@ -262,7 +262,7 @@ def test_another_model_at_another_size_is_refused(operation: Callable[[Tensor], 
     for task, says in zip(
         tasks, ("(other operations in layer|2 layers, not 4)", "another loss"), strict=True
     ):
-        with pytest.raises(UsageError, match=rf"base is another model at 2 samples than at 1 \(.*{says}"):
+        with pytest.raises(UsageError, match=rf"base differs between 2 samples and 1 \(.*{says}"):
             profile(task, microbatch_size=[1, 2])
 
 

@@ -330,7 +330,7 @@ def test_the_batch_is_said_in_one_way() -> None:
     for given, numbers in said:
         asked = Demand(cluster=PAIR.cluster, options=PlanOptions(**given)).asked()
         assert (asked.batch_size, asked.microbatch_size, asked.microbatches) == numbers
-    with pytest.raises(UsageError, match="not batch_size: say how many microbatches"):
+    with pytest.raises(UsageError, match="not from batch_size: give its number of microbatches"):
         batch(deep(2), Demand(cluster=PAIR.cluster, options=PlanOptions(batch_size=6)), range(1, 9))
 
 
@@ -457,7 +457,7 @@ def test_mistakes_are_told_and_not_searched_around() -> None:
     mixed = Demand(cluster=Cluster.emulated((1, 4 * KIB), (1, 8 * KIB)))
     with pytest.raises(UsageError, match=r"devices of .* differ"):
         devices(deep(3), mixed, range(1, 100))
-    with pytest.raises(UsageError, match="3 layers, too few for 7 devices: begin with 6 or fewer"):
+    with pytest.raises(UsageError, match="3 layers, too few for 7 devices: start with 6 or fewer"):
         devices(deep(3), PAIR, range(7, 100))
     with pytest.raises(UsageError, match="width=1 is odd"):
         find(setting("width", wide, PAIR, range(1, 100, 2)))
@@ -558,7 +558,7 @@ def test_the_least_memory_leaves_the_reserve_of_its_devices() -> None:
         return find(memory(wide(16), demand, range(1, 1 << 40)), certify=False).best.value
 
     assert least(16 * KIB) == least(0) + 16 * KIB
-    with pytest.raises(UsageError, match=r"leave a reserve of 16.00 KiB.*1.00 KiB.*more than the reserve"):
+    with pytest.raises(UsageError, match=r"reserve 16.00 KiB.*1.00 KiB.*larger memories"):
         memory(
             wide(16),
             Demand(cluster=WRITTEN, options=PlanOptions(planner="exact", **ALONE)),

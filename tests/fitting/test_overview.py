@@ -111,7 +111,7 @@ def test_of_devices_that_differ_the_largest_are_used_first(
     share = max(peak / budget for peak, budget in zip(peaks, have.budgets, strict=True))
     assert found.here.one.need_bytes == pytest.approx(share * found.here.one.budget_bytes)
     text = " ".join(plain(describe_overview(found), 80).split())
-    assert "Rows of fewer devices have those with the most memory." in text
+    assert "Rows with fewer devices use those with the most memory." in text
     assert f"device {found.limiting.device} limits" in text
 
 
@@ -155,7 +155,7 @@ def test_devices_beyond_the_models_stages_are_for_replicas(monkeypatch: pytest.M
         monkeypatch.setattr(f"pipefit.largest.overview.{name}", value)
     found = pipefit.fit(TASK, "emulated:9x96KiB", target="cuda")
     text = " ".join(plain(describe_overview(found, "zoo:mlp --cluster emulated:9x96KiB"), 80).split())
-    assert "this model has 7 stages at most: of 9 devices the others are for replicas" in text
+    assert "this model has at most 7 stages: the other devices of 9 devices are for replicas" in text
     assert found.here.fastest is not None
     assert f"--batch-size {9 * 4 * found.here.fastest.value} " in text
     assert "for replicas" not in plain(describe_overview(seen(96)), 80)
@@ -247,7 +247,7 @@ def test_wrong_arguments_in_python_are_named() -> None:
     calls: list[tuple[Callable[[], object], str]] = [
         (lambda: pipefit.fit("emulated:2x1MiB", TASK), "model must be a Task, not 'emulated.*pipefit.Task"),  # type: ignore[arg-type]
         (lambda: pipefit.fit(TASK, 4), "cluster must be a Cluster, not 4.*4x-titan-rtx"),  # type: ignore[arg-type]
-        (lambda: pipefit.fit(TASK, "emulated:2x24"), "has no unit"),
+        (lambda: pipefit.fit(TASK, "emulated:2x24"), "lacks a unit"),
         (lambda: plan(TASK, "emulated:2x1MiB", 4), "training must be a Training, not 4.*by name"),  # type: ignore[arg-type]
     ]
     for call, words in calls:
@@ -271,14 +271,14 @@ def test_fit_without_grow_prints_the_screen(capsys: pytest.CaptureFixture[str]) 
     found = told["result"]
     assert told["exit_code"] == 3 and told["error"] in err
     assert not found["fits"] and found["devices"][0]["largest_microbatch"]["kept"] == 0
-    assert "not one sample fits on emulated:2x1KiB" in err
+    assert "even one sample fits on emulated:2x1KiB" in err
 
 
 @pytest.mark.parametrize("option", ["--from 2", "--plot a.html", "-b 2", "-o p.json", "--recompute always"])
 def test_options_of_a_search_need_grow(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Options without an effect are refused by name."""
     assert main(["fit", "zoo:mlp", "-c", "emulated:2x1MiB", *option.split()]) == 2
-    assert "goes with --grow" in capsys.readouterr().err
+    assert "needs --grow" in capsys.readouterr().err
 
 
 @pytest.mark.gallery

@@ -80,10 +80,10 @@ def test_a_plan_that_a_dry_run_refuses_is_planned_again() -> None:
 
     with pytest.raises(UsageError, match="by the plan"):
         certify(stack(), moves(ample).plan)
-    refused = r"a dry run refuses the plan: .* by the plan .* "
+    refused = r"a dry run refuses the plan: .* by the plan.* "
     with pytest.raises(InfeasibleError, match=refused + "No other plan was found"):
         reserving_of_proposals(stack(), ample, moves, target="cpu")
-    with pytest.raises(InfeasibleError, match=refused + "No plan was found"):
+    with pytest.raises(InfeasibleError, match=refused + "No other plan was found"):
         reserving_of_proposals(stack(), tight, moves, target="cpu", fewer=[spares])
     found = reserving_of_proposals(stack(), ample, moves, target="cpu", fewer=[spares])
     assert not any(device.lack_bytes for device in certify(stack(), found).devices)
@@ -243,7 +243,7 @@ def test_a_planner_that_repeats_its_plan_is_asked_a_few_times() -> None:
         mock.patch.object(task_plans, "certify", wraps=certify) as dry,
         mock.patch.object(task_plans, "ROUNDS", 3),
         pytest.raises(
-            InfeasibleError, match="3 plans, each of which left more than the one before, did not fit"
+            InfeasibleError, match="3 plans, each with a larger reserve than the one before, did not fit"
         ),
     ):
         plan_reserving(stack(), small, lambda _: make(small))
@@ -282,7 +282,7 @@ def test_a_plan_is_not_found_again_where_its_tensors_had_room_to_spare() -> None
 def test_a_reserve_that_leaves_nothing_is_refused() -> None:
     """A process that needs its device's whole memory leaves none for tensors and is refused."""
     make = planned(1)
-    with pytest.raises(InfeasibleError, match="That leaves nothing to tensors"):
+    with pytest.raises(InfeasibleError, match="would leave no memory for tensors"):
         plan_reserving(stack(), gpus(MIB), lambda tiny: replace(make(gpus(1 << 32)), cluster=tiny))
 
 

@@ -224,8 +224,8 @@ def test_what_cannot_be_made_up_is_named() -> None:
             (aten.masked_select.default, x, mask),
         ],
         "only dense": [(aten.mul.Tensor, torch.eye(3).to_sparse(), torch.eye(3).to_sparse())],
-        "cannot be run on made-up data": [(aten._pack_padded_sequence.default, x, bags + 1, True)],
-        "does not come with torch": [(torch.ops.pipefit_tests.doubled.default, x)],
+        "cannot run on synthetic data": [(aten._pack_padded_sequence.default, x, bags + 1, True)],
+        "does not belong to torch": [(torch.ops.pipefit_tests.doubled.default, x)],
     }
     for why, group in calls.items():
         for func, *args in group:

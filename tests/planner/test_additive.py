@@ -55,7 +55,7 @@ def test_without_training_runs_it_is_refused() -> None:
         (training("1f1b", 3), "never", "gpipe, not 1f1b"),
         (training("gpipe", 4), "never", "3 microbatches of 1, not 4 microbatches of 1"),
         (GPIPE, "always", "recompute never, not recompute always"),
-        (replace(GPIPE, clip_norm=1.0), "never", "gradients that are not clipped, not clipped gradients"),
+        (replace(GPIPE, clip_norm=1.0), "never", "unclipped gradients, not clipped gradients"),
     ],
     ids=["schedule", "microbatches", "recompute", "clipping"],
 )
@@ -64,9 +64,7 @@ def test_runs_under_another_training_are_refused(
 ) -> None:
     """Runs under another training are refused: the error says which settings differ and what to do."""
     found = with_runs(Random(1), 4)
-    with pytest.raises(
-        UsageError, match=f"were made with {says}: ask for a plan of that training, profile with"
-    ):
+    with pytest.raises(UsageError, match=f"used {says}: plan for that training, profile with"):
         plan(found, devices(1 << 40, 1 << 40), asked, planner=planner, recompute=recompute)
 
 

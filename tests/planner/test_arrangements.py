@@ -136,7 +136,7 @@ def test_numbers_that_contradict_each_other_are_refused() -> None:
     """
     with pytest.raises(UsageError, match="microbatches of 4 samples: use 12 samples, or 16"):
         plan(profile(alike(4)), devices(AMPLE), batch_size=13, microbatch_size=4)
-    with pytest.raises(UsageError, match="microbatches=3 of microbatch_size=4 are no batch of 8"):
+    with pytest.raises(UsageError, match="microbatches=3 of microbatch_size=4 do not make a batch of 8"):
         plan(profile(alike(4)), devices(AMPLE), batch_size=8, microbatches=3, microbatch_size=4)
     with pytest.raises(UsageError, match="not both"):
         plan(profile(alike(4)), devices(AMPLE), training("1f1b", 4), schedule="gpipe")

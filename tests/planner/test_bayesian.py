@@ -82,5 +82,5 @@ def test_proposals_become_splits() -> None:
 def test_without_scikit_optimize_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without scikit-optimize the error is one sentence with the install command, before any work."""
     monkeypatch.setitem(sys.modules, "skopt", None)
-    with pytest.raises(UsageError, match=r"pip install pipefit\[bayes\]"):
+    with pytest.raises(UsageError, match=r"pip install 'pipefit\[bayes\]'"):
         plan(profile(vgg_like()), devices(*[AMPLE] * 4), training(), planner="bayesian")

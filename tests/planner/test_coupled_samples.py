@@ -105,14 +105,20 @@ COUPLED: dict[str, tuple[Task, str]] = {
         task_of(with_between, nn.CrossEntropyLoss(weight=torch.arange(1.0, 1 + CLASSES))),
         "the loss divides by the weights",
     ),
-    "negatives": (task_of(with_between, contrastive), "the loss is another one"),
-    "a sum": (task_of(with_between, summed), "the loss is another one"),
+    "negatives": (task_of(with_between, contrastive), "the loss differs between a microbatch and"),
+    "a sum": (task_of(with_between, summed), "the loss differs between a microbatch and"),
     "targets that do not count": (
         task_of(with_between, batch=some_ignored),
         "the loss is a mean over targets",
     ),
-    "a masked mean": (task_of(with_between, masked, some_not_counted), "the loss is another one"),
-    "statistics by hand": (task_of(lambda: with_between(FromTheBatch())), "the loss is another one"),
+    "a masked mean": (
+        task_of(with_between, masked, some_not_counted),
+        "the loss differs between a microbatch and",
+    ),
+    "statistics by hand": (
+        task_of(lambda: with_between(FromTheBatch())),
+        "the loss differs between a microbatch and",
+    ),
 }
 APART: dict[str, Task] = {
     "plain": task_of(with_between),
@@ -147,7 +153,7 @@ def test_coupled_samples_have_no_replicas_unless_asked_for(name: str) -> None:
     assert "Replicas train to other numbers" not in " ".join(sentences(made))
     asked = plan(found, TWO, batch_size=2 * SIZE, microbatches=2, data=2, effort=0.1)
     assert asked.is_sliced
-    assert f"because {found.coupled}: those of 4 microbatches of {SIZE // 2} samples." in " ".join(
+    assert f"because {found.coupled}: the numbers of 4 microbatches of {SIZE // 2} samples." in " ".join(
         sentences(asked)
     )
 
@@ -226,7 +232,7 @@ def test_a_batch_whose_slices_leave_out_other_numbers_of_targets_is_refused() ->
     inputs, targets = classes(2 * SIZE)
     targets[[0, 1, SIZE // 2]] = -100
     with pytest.raises(
-        UsageError, match=r"of microbatch 0 of this batch their slices leave out 2, 1 targets \(-100\)"
+        UsageError, match=r"in microbatch 0 of this batch their local batches ignore 2, 1 targets \(-100\)"
     ):
         trainer.step((inputs, targets))
     targets[SIZE // 2 + 1] = -100

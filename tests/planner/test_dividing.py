@@ -205,7 +205,8 @@ def test_there_have_to_be_replicas_that_divide() -> None:
     profile, cluster = sized(plain(Random(1), 3), 4, 2), devices(*[AMPLE] * 4)
     for planner in ("joint", "exact", "uniform"):
         with pytest.raises(
-            UsageError, match="divide parameters, and with microbatches of 2 samples no stage can have"
+            UsageError,
+            match="sharding parameters needs two replicas of a stage, which microbatches of 2 samples do not allow",
         ):
             plan(profile, cluster, batch_size=4, microbatch_size=2, planner=planner, shard="parameters")
         with pytest.raises(UsageError, match="schedule pipedream updates with microbatches in flight"):

@@ -257,6 +257,6 @@ def test_layers_that_share_a_parameter_are_in_one_stage_under_endless_schedules(
     inside = sum(any(users[0] < cut <= users[-1] for users in spans) for cut in range(1, len(chain.layers)))
     if inside:
         with pytest.raises(
-            UsageError, match=r"share a parameter are in one stage.*ask for \d+ stages? or fewer"
+            UsageError, match=r"share a parameter, .* in one stage.*plan with at most \d+ stages?"
         ):
             plan(profile(chain), devices(*[AMPLE] * 9), how, planner=planner, stages=len(chain.layers))

@@ -165,7 +165,9 @@ def test_a_layer_that_no_replicas_can_have_is_told_where_all_stages_have_them(pl
     chain = plain(Random(1), 4)
     last = replace(chain.kinds[chain.layers[-1]], fed_back=("running",))
     chain = replace(chain, kinds=(*chain.kinds, last), layers=(*chain.layers[:-1], len(chain.kinds)))
-    words = "no plan in 4 stages or fewer" if planner == "capture" else "layer3 computes with running"
+    words = (
+        "cannot be planned with at most 4 stages" if planner == "capture" else "layer3 computes with running"
+    )
     with pytest.raises(UsageError, match=words):
         plan(
             sized(chain, 4, 2),
@@ -195,18 +197,18 @@ def test_replicas_that_keep_too_much_recompute_and_move_saved_tensors() -> None:
 
 
 REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("4 replicas cannot divide microbatches of 6 samples equally: use microbatches of 4 or 12", {"data": 4}),
+    ("4 replicas cannot split microbatches of 6 samples evenly: use microbatches of 4 or 12", {"data": 4}),
     (
-        "3 replicas compute slices of 2 samples, and synthetic was profiled at 3, 6: profile it at 6 and 2",
+        "3 replicas compute local batches of 2 samples, but synthetic was profiled at 3, 6: profile it at 6 and 2",
         {"data": 3},
     ),
-    ("data is 1 or more, not 0", {"data": 0}),
+    ("data must be 1 or more, not 0", {"data": 0}),
     (
         "schedule pipedream updates with microbatches in flight",
         {"shard": "parameters", "schedule": "pipedream"},
     ),
-    ("has 4 devices, too few for 3 stages of 2 devices: ask for 2 or fewer", {"data": 2, "stages": 3}),
-    ("a stage of 5 replicas of 1 shard each needs 5 devices, and there are 4", {"data": 5}),
+    ("has 4 devices, too few for 3 stages of 2 devices: use 2 or fewer", {"data": 2, "stages": 3}),
+    ("a stage of 5 replicas of 1 shard each needs 5 devices, but there are 4", {"data": 5}),
 )
 
 

@@ -136,7 +136,7 @@ def test_what_is_pinned_stays() -> None:
         options=PlanOptions(recompute="stages"),
     )
     found = solved(question, joint, name="joint")
-    assert [decision.why for decision in found.decisions] == ["recompute stages was asked for"] * 4
+    assert [decision.why for decision in found.decisions] == ["requested by recompute=stages"] * 4
 
 
 def test_it_trains_what_fits_under_no_split() -> None:
@@ -218,4 +218,4 @@ def test_a_search_that_a_budget_ends_says_so(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys.modules["pipefit.planner.joint"], "_POLISHING", 300)
     found = planned(case)
     check(case, found)
-    assert found.provenance and "ended at its limit of work" in str(found.provenance)
+    assert found.provenance and "stopped at its work limit" in str(found.provenance)

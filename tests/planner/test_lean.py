@@ -1,4 +1,4 @@
-"""The planner that may keep state at hosts: no plan by hand with state at hosts has a lower peak."""
+"""The planner that may keep state at hosts: no plan by hand with state on hosts has a lower peak."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_hosts_without_room_leave_everything_on_the_devices() -> None:
     assert made.stages == kept.stages
     assert not made.decisions
     assert not shortage(made, Simulation(made).arenas)
-    assert "with state at hosts has a lower peak" in str(made.provenance)
+    assert "with state on hosts has a lower peak" in str(made.provenance)
 
 
 def test_it_is_below_the_lowest_peak_of_what_stays_where_state_is_most_of_it() -> None:
@@ -155,4 +155,4 @@ def test_it_is_below_the_lowest_peak_of_what_stays_where_state_is_most_of_it() -
     assert made.provenance.value < kept.provenance.value
     assert made.decisions
     assert "Proven" not in str(made.provenance)
-    assert "It is the lowest of" in str(made.provenance)
+    assert "It has the lowest peak of" in str(made.provenance)

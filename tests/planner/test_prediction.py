@@ -68,7 +68,7 @@ def test_the_additive_peak_is_the_first_alone_and_the_rest_added() -> None:
 @pytest.mark.parametrize(("start", "stop"), [(2, 2), (3, 1), (-1, 2), (0, 5)])
 def test_what_is_no_stage_has_no_peak(start: int, stop: int) -> None:
     """The peak of an empty, reversed or out-of-range stage is refused."""
-    with pytest.raises(UsageError, match="no stage of 4 blocks"):
+    with pytest.raises(UsageError, match="not a valid stage of 4 blocks"):
         AdditiveCosts(mem_isolated=(1,) * 4, mem_added=(1,) * 4, training=GPIPE).peak(start, stop)
 
 

@@ -101,7 +101,7 @@ def test_sequence_parallelism_is_chosen_where_it_saves_and_pinned() -> None:
     without = replace(of, measurements=tuple(m for m in of.measurements if not m.sequences))
     with pytest.raises(UsageError, match="profile it, or plan the model, with --tensor 2 --sequences"):
         plan(without, on, HOW, sequences=True)
-    with pytest.raises(UsageError, match="sequence parallelism is of several shards"):
+    with pytest.raises(UsageError, match="sequence parallelism needs several shards"):
         plan(of, on, HOW, tensor=1, sequences=True)
 
 

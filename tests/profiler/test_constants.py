@@ -103,6 +103,6 @@ def test_a_forward_that_puts_a_tensor_into_an_attribute_is_refused(
 ) -> None:
     """The error names the layer, the attribute and the remedy."""
     with pytest.raises(
-        UsageError, match=rf"layer 1 .* puts a tensor into the attribute '{attribute}'.*make it a buf"
+        UsageError, match=rf"layer 1 .* stores a tensor in the attribute '{attribute}'.*make it a buf"
     ):
         plan_for(_task(part), Random(0))

@@ -174,13 +174,13 @@ GENERATOR = torch.Generator()
 
 
 UNREPEATABLE = {
-    Counting: "changes 'calls', which is no buffer",
-    Alternating: "changes 'options', which is no buffer",
-    Starting: "changes '_started', which is no buffer",
-    Watching: "changes 'helper', which is no buffer",
-    Table: "changes 'table', which is no buffer",
-    Clipped: "changes 'weight', which is no buffer",
-    Noisy: "draws from a generator of its own",
+    Counting: "changes 'calls', which is not a buffer",
+    Alternating: "changes 'options', which is not a buffer",
+    Starting: "changes '_started', which is not a buffer",
+    Watching: "changes 'helper', which is not a buffer",
+    Table: "changes 'table', which is not a buffer",
+    Clipped: "changes 'weight', which is not a buffer",
+    Noisy: "draws from a private generator",
 }
 
 
@@ -225,7 +225,7 @@ class Growing(Late):
 def test_a_buffer_that_changes_its_size_is_refused(build: type[nn.Module]) -> None:
     """A buffer that changes its size has unknown cost; the error names it and the remedy."""
     with pytest.raises(
-        UsageError, match=r"gives the buffer 'average' another shape.*register it with a tensor"
+        UsageError, match=r"changes the shape or dtype of the buffer 'average'.*register it with a tensor"
     ):
         profile(task_with(build, by_hand=True), microbatch_size=3)
 
@@ -259,6 +259,6 @@ def test_a_loss_that_counts_is_refused_too(way: str) -> None:
     )
     found = profile(task, microbatch_size=3)
     with pytest.raises(
-        UsageError, match="cannot recompute the loss, which changes 'calls', which is no buffer"
+        UsageError, match="cannot recompute the loss, which changes 'calls', which is not a buffer"
     ):
         plan(found, Cluster.emulated((2, 1 << 30)), batch_size=6, recompute="always")

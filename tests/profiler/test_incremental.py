@@ -80,7 +80,7 @@ def test_what_runs_out_of_memory_is_replaced(tmp_path: Path, memory_bytes: int) 
 @pytest.mark.parametrize(("memory_bytes", "what"), [(105, "layer0 alone"), (115, "layer0 and layer1")])
 def test_what_fits_nowhere_is_named(tmp_path: Path, memory_bytes: int, what: str) -> None:
     """A layer too large for a device alone, or with its neighbour, is named, with a remedy."""
-    with pytest.raises(InfeasibleError, match=f"{what}.*smaller microbatches.*The last of them: too much"):
+    with pytest.raises(InfeasibleError, match=f"{what}.*smaller microbatches.*The last failure: too much"):
         MadeUp(memory_bytes).profile(tmp_path / "runs.json", 12)
 
 
@@ -121,7 +121,7 @@ def test_why_it_did_not_fit_outlives_a_break(tmp_path: Path) -> None:
     for memory_bytes in (1, 105):
         made_up = MadeUp(memory_bytes)
         for _ in range(2):
-            with pytest.raises(InfeasibleError, match="The last of them: too much"):
+            with pytest.raises(InfeasibleError, match="The last failure: too much"):
                 made_up.profile(tmp_path / f"{memory_bytes}.json", 12)
 
 
@@ -141,7 +141,7 @@ def test_runs_of_something_else_are_refused(tmp_path: Path) -> None:
         before.replace('"stages"', '"edges"'),
     ):
         store.write_text(text)
-        with pytest.raises(FileError, match="no record of profiling runs"):
+        with pytest.raises(FileError, match="is not a record of profiling runs"):
             MadeUp().profile(store)
 
 
@@ -151,7 +151,7 @@ def test_runs_of_other_blocks_are_refused(tmp_path: Path) -> None:
     made.profile(tmp_path / "runs.json")
     again = replace(profile_of(alike(12)), blocks=coarse)
     with pytest.raises(
-        FileError, match=r"runs made for other blocks of layers, as .* granularity .*: name another"
+        FileError, match=r"runs made for other blocks of layers, such as .* granularity.*: name another"
     ):
         profile_incrementally(
             TASK,
@@ -198,7 +198,7 @@ def test_runs_of_another_task_are_refused(tmp_path: Path, changed: dict[str, obj
         ),
         (Training(batch_size=4, microbatches=4, schedule="torchgpipe"), "never", "gpipe, not torchgpipe"),
         (GPIPE, "always", "recompute never, not recompute always"),
-        (replace(GPIPE, clip_norm=1.0), "never", "not clipped, not clipped gradients"),
+        (replace(GPIPE, clip_norm=1.0), "never", "unclipped gradients, not clipped gradients"),
     ],
 )
 def test_runs_under_another_training_are_refused(
@@ -222,7 +222,7 @@ def test_1f1b_is_refused_where_a_stages_place_matters(tmp_path: Path, microbatch
     if microbatches == 1:
         assert profile_incrementally(*asked, store=tmp_path / "runs.json", run=MadeUp()).training == training
         return
-    with pytest.raises(UsageError, match="under 1f1b a stage's memory depends on its place"):
+    with pytest.raises(UsageError, match="under 1f1b a stage's memory depends on its position"):
         profile_incrementally(*asked, store=tmp_path / "runs.json", run=MadeUp())
 
 
@@ -276,7 +276,7 @@ def test_it_succeeds_under_every_cap_under_which_it_can(tmp_path: Path, seed: in
             )
             assert (len(costs.mem_isolated), costs.recompute) == (layers, recompute)
         else:
-            with pytest.raises(InfeasibleError, match=r"every run with layer.*passed a device's memory"):
+            with pytest.raises(InfeasibleError, match=r"every run with layer.*exceeded a device's memory"):
                 profile_incrementally(
                     TASK, chain, cluster, GPIPE, recompute=recompute, store=store, run=Simulated(cluster)
                 )

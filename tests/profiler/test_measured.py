@@ -117,5 +117,5 @@ def test_a_measured_module_is_left_alone() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_measuring_on_a_missing_gpu_is_refused() -> None:
     """Measuring on a missing GPU is refused with an alternative."""
-    with pytest.raises(UsageError, match=r"no CUDA device here .* --device fake"):
+    with pytest.raises(UsageError, match=r"does not have a CUDA device .* --device fake"):
         profile(build("mlp", widths=(8,)), microbatch_size=1, device="cuda")

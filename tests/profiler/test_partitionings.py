@@ -77,7 +77,7 @@ def test_the_example_of_the_literature_takes_11_trimmed_runs() -> None:
 
 def test_trimmed_runs_need_a_device() -> None:
     """Zero devices are refused."""
-    with pytest.raises(UsageError, match="needs a device"):
+    with pytest.raises(UsageError, match="needs at least one device"):
         trimmed(5, 0)
 
 

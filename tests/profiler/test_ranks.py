@@ -138,7 +138,7 @@ def odd() -> Task:
 def test_ranks_that_divide_nothing_are_refused() -> None:
     """The error has the divided share and the reason."""
     with pytest.raises(
-        UsageError, match=r"5 tensor-parallel ranks divide nothing of odd, 0 % of .* no part for each of 5"
+        UsageError, match=r"5 tensor-parallel ranks cannot shard odd: 0 % of .* cannot be split into 5 parts"
     ):
         profile(odd(), microbatch_size=4, tensor=5)
 
@@ -155,7 +155,7 @@ def test_a_layer_that_cannot_be_traced_is_named() -> None:
     task = replace(odd(), module=nn.Sequential(nn.Linear(8, 16), Looking(), nn.Linear(16, 8)))
     assert profile(task, microbatch_size=4)
     with pytest.raises(
-        UsageError, match=r"layer 1 cannot be divided between tensor-parallel ranks, .* use replicas"
+        UsageError, match=r"layer 1 cannot be sharded over tensor-parallel ranks, .* use only replicas"
     ):
         profile(task, microbatch_size=4, tensor=2)
 
@@ -191,7 +191,7 @@ def test_numbers_of_ranks_are_whole(wrong: object) -> None:
 def test_a_degree_that_was_not_profiled_is_refused() -> None:
     """The error lists the profiled degrees and the flag for another."""
     with pytest.raises(
-        UsageError, match=r"for whole layers and layers divided between 2 and 4 ranks, not .* --tensor 8"
+        UsageError, match=r"for whole layers and layers sharded over 2 and 4 ranks, not .* --tensor 8"
     ):
         gpt().at(BATCH, 8)
 

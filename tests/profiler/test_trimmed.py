@@ -86,7 +86,7 @@ def test_what_fits_nowhere_is_named(tmp_path: Path, memory_bytes: int, what: str
     already measured.
     """
     made_up = MadeUp(memory_bytes)
-    with pytest.raises(InfeasibleError, match=f"{what}.*smaller microbatches.*The last of them: too much"):
+    with pytest.raises(InfeasibleError, match=f"{what}.*smaller microbatches.*The last failure: too much"):
         made_up.profile(tmp_path / "runs.json")
     assert len(made_up.stages) == 23
 
@@ -148,5 +148,5 @@ def test_caps_of_emulated_devices_are_kept(tmp_path: Path) -> None:
     chain = profile(task, microbatch_size=2)
     costs = profile_trimmed(task, chain, Cluster.emulated((2, 1 << 26)), GPIPE, store=tmp_path / "ample.json")
     fullest = max(costs.peak(start, start + 2) for start in range(5))
-    with pytest.raises(InfeasibleError, match=r"together on a device passed.*device 0 ran out of memory"):
+    with pytest.raises(InfeasibleError, match=r"together on a device exceeded.*device 0 ran out of memory"):
         profile_trimmed(task, chain, Cluster.emulated((1, fullest - 1)), GPIPE, store=tmp_path / "tight.json")

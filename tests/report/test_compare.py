@@ -81,13 +81,13 @@ def test_what_a_gpu_holds_is_a_table_of_its_own() -> None:
         trace.devices[2],
     )
     *lines, _, advice = plain(describe_trace(replace(trace, devices=known))).splitlines()
-    place = lines.index("what a GPU holds at most (caching allocator: default settings)")
+    place = lines.index("most memory that a GPU holds (caching allocator: default settings)")
     rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines[place + 2 :]]
     assert rows == [
         ["0", "100 B", "512 B", "600 B", "2 x 64 B", "200 B", "3 x 50 B", "950 B", "95.0 % tight", "0"],
         ["1", "100 B", "512 B", "600 B", "-", "200 B", "-", "800 B", "80.0 %", "out of memory"],
     ]
-    assert "what a GPU holds" not in plain(describe_trace(trace))
+    assert "most memory that a GPU holds" not in plain(describe_trace(trace))
     assert advice.startswith(
         "Out of memory: the process of device 1 needs 800 B, more than it may of its 1000 B: 600 B"
     )

@@ -107,7 +107,7 @@ def test_what_moves_away_is_named_by_what_it_is_and_where_it_goes() -> None:
         Decision(stage=1, subject=State(start=2, stop=4, kind="optimizer"), what=What.OFFLOAD, place=host),
     ]
     for decision, words in zip(
-        decided, ("saved tensors moved to host0", "optimizer state moved to host0"), strict=True
+        decided, ("saved tensors offloaded to host0", "optimizer state offloaded to host0"), strict=True
     ):
         (change,) = difference_of_plans(plan, replace(plan, decisions=(decision,))).changes
         assert change.after == words
@@ -118,9 +118,9 @@ def test_how_devices_share_a_stage_is_told() -> None:
     plan = gridded(2, 1, 1, 1, samples=12)
     ways: dict[str, tuple[Sharding, int]] = {
         "": ("none", 1),
-        " that divide gradients": ("gradients", 1),
-        ", summing in 3 buckets": ("none", 3),
-        " that divide optimizer state, summing in 2 buckets": ("optimizer", 2),
+        " that shard gradients": ("gradients", 1),
+        ", all-reducing in 3 buckets": ("none", 3),
+        " that shard optimizer state, all-reducing in 2 buckets": ("optimizer", 2),
     }
     plans = {}
     for words, (shard, buckets) in ways.items():
@@ -158,11 +158,11 @@ def test_how_far_from_its_use_a_change_happens_is_told() -> None:
     saved = SavedTensors(tensors=((0, 0),))
     decided = Decision(stage=0, subject=saved, what=What.OFFLOAD, place=host)
     one = replace(plan, decisions=(decided,))
-    moved = "saved tensors moved to host0"
+    moved = "saved tensors offloaded to host0"
     for changed, words in (
-        ({"ahead": 2}, f"{moved}, brought back 2 passes early"),
-        ({"behind": 3}, f"{moved}, with 3 passes to leave"),
-        ({"ahead": 1, "behind": 0}, f"{moved}, brought back 1 pass early, with 0 passes to leave"),
+        ({"ahead": 2}, f"{moved}, reloaded 2 passes early"),
+        ({"behind": 3}, f"{moved}, with 3 passes to finish"),
+        ({"ahead": 1, "behind": 0}, f"{moved}, reloaded 1 pass early, with 0 passes to finish"),
     ):
         (change,) = difference_of_plans(one, replace(plan, decisions=(replace(decided, **changed),))).changes
         assert (change.before, change.after) == (moved, words)
@@ -186,7 +186,7 @@ def test_tensors_that_one_plan_alone_moves_are_named() -> None:
     )
     (change,) = difference_of_plans(first, second).changes
     size = costs[layer].saved[1].nbytes
-    assert change.after == "saved tensors moved to host0" and not change.before
+    assert change.after == "saved tensors offloaded to host0" and not change.before
     assert len(change.tensors) == 1 and change.tensors[0].endswith(format_bytes(size))
     assert change.tensors[0] in str(change)
 
@@ -217,7 +217,7 @@ def test_the_command_prints_text_or_json_and_refuses_two_kinds(
     save(simulate(two), "trace.json")
     assert main(["diff", "one.json", "two.json"]) == 0
     text = capsys.readouterr().out
-    assert "What moved:" in text and max(map(len, text.splitlines())) <= 80
+    assert "Changes:" in text and max(map(len, text.splitlines())) <= 80
     assert main(["diff", "one.json", "two.json", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(
         json.dumps(difference_of_plans(one, two).as_json())

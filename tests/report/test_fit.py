@@ -54,7 +54,7 @@ def test_the_text_says_where_the_model_ended_the_search() -> None:
     """
     fit = replace(example(), beyond=None)
     assert plain(describe_fit(fit)).endswith("layers=5 is refused: five is odd.")
-    assert plain(describe_fit(replace(fit, refused={}))).endswith("No larger value was to be tried.")
+    assert plain(describe_fit(replace(fit, refused={}))).endswith("There was no larger value to try.")
 
 
 def test_the_peaks_of_a_dry_run_count() -> None:

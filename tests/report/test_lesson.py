@@ -129,14 +129,14 @@ def test_the_plans_own_figures_stand_beside_the_grid() -> None:
         zip(made.prediction.peak_bytes, made.cluster.budgets, strict=True), key=lambda one: one[0] / one[1]
     )
     step = format_seconds(made.prediction.step_seconds)
-    assert f"This plan takes {format_bytes(peak)} of {format_bytes(budget)} and {step} a step." in _own(made)
+    assert f"This plan needs {format_bytes(peak)} of {format_bytes(budget)} and {step} a step." in _own(made)
     assert kept_together(_own(made)) in lesson(made)
     assert "always" in [
         axis[place] for axis, place in zip(grid_of(made)["axes"], places_of(made), strict=True)
     ]
     moved = Decision(stage=0, subject=State(start=0, stop=1, kind="optimizer"), what=What.OFFLOAD,
                      place=parse_place("host0"))  # fmt: skip
-    assert "it moves tensors too, which no position does." in _own(replace(made, decisions=(moved,)))
+    assert "it offloads tensors, unlike the plans below." in _own(replace(made, decisions=(moved,)))
     many = replace(made, training=replace(made.training, batch_size=4000, microbatches=4000), prediction=None)
     assert grid_of(many)["axes"][0][places_of(many)[0]] == "16"
 

@@ -247,7 +247,7 @@ def test_bars_of_many_devices_that_are_alike_are_folded(count: int, folds: int) 
     made = markup.peaks(Trace(source="simulated", steps=1, devices=devices, step_seconds=(1.0,)))
     assert [f'data-device="{number}"' in made for number in range(count)] == [True] * count
     shown = re.findall(r"<summary>(.*?)</summary>", made)
-    assert shown == ["devices 1 to 8 are filled alike", "devices 11 to 19 are filled alike"][:folds]
+    assert shown == ["devices 1 to 8 have the same memory", "devices 11 to 19 have the same memory"][:folds]
     outside = re.sub(r"<details>.*?</details>", "", made)
     assert outside.count("data-device") == (3 if folds else count)
 

@@ -86,7 +86,9 @@ def test_how_devices_share_stages_is_said() -> None:
     assert "Stages 1 and 3 have 2 replicas. Stage 2 has 4 replicas." in said(made)
     grid = replace(made.stages[1].grid, shard="optimizer", buckets=2)
     made = replace(made, stages=(made.stages[0], replace(made.stages[1], grid=grid), *made.stages[2:]))
-    assert "Stage 1 has 2 replicas that divide optimizer state, summing in 2 buckets. Stage 2" in said(made)
+    assert "Stage 1 has 2 replicas that shard optimizer state, all-reducing in 2 buckets. Stage 2" in said(
+        made
+    )
 
 
 def test_many_stages_that_share_alike_are_said_as_a_run() -> None:
@@ -159,7 +161,11 @@ def test_a_baseline_is_proven_only_for_what_it_minimises() -> None:
 
 @pytest.mark.parametrize(
     ("bound", "says"),
-    [(None, "does not tell how far"), (0.0, "does not tell how far"), (1000.0, "at most 100.0 % above")],
+    [
+        (None, "does not know the lowest"),
+        (0.0, "does not know the lowest"),
+        (1000.0, "at most 100.0 % above"),
+    ],
 )
 def test_an_unproven_plan_says_how_far_it_may_be_off(bound: float | None, says: str) -> None:
     """The sentence gives the gap to the bound, or says that there is none."""
@@ -216,7 +222,7 @@ def test_equal_stages_wait_for_the_ideal_bubble() -> None:
             peak_bytes=(1, 1, 1, 1), step_seconds=1.0, utilisation=simulate(made_by_hand).utilisation()
         ),
     )
-    says = "Devices wait 43 % of it; the ideal bubble of gpipe with 4 stages and 4 microbatches is 43 %."
+    says = "Devices are idle 43 % of the step; the ideal bubble of gpipe with 4 stages and 4 microbatches is 43 %."
     assert says in said(shown)
 
 
@@ -226,7 +232,7 @@ def test_a_device_that_runs_forwards_again_is_not_waiting() -> None:
     """
     for recompute in ("never", "always"):
         alone = plan(profile(alike(8)), devices(AMPLE), training("gpipe", 4), recompute=recompute)
-        assert "Devices wait 0 % of it." in said(alone)
+        assert "Devices are idle 0 % of the step." in said(alone)
     shown = plan(profile(alike(8)), devices(*[AMPLE] * 4), training("gpipe", 4), recompute="always")
     assert "ideal bubble" not in said(shown)
     assert waits(shown) == f"{waits_of(simulate(shown)):.0f}"
@@ -234,7 +240,7 @@ def test_a_device_that_runs_forwards_again_is_not_waiting() -> None:
 
 def waits(shown: Plan) -> str:
     """Return the explanation's idle share."""
-    return said(shown).partition("Devices wait ")[2].partition(" %")[0]
+    return said(shown).partition("Devices are idle ")[2].partition(" %")[0]
 
 
 def waits_of(trace: Trace) -> float:
@@ -249,8 +255,8 @@ def test_a_plan_written_by_hand_is_explained_as_far_as_it_goes() -> None:
     """Without prediction and planner, the stages are shown all the same."""
     text = said(replace(made(), prediction=None, provenance=None))
     assert "layer0" in text
-    assert "no predicted peaks" in text
-    assert "does not say which planner made it" in text
+    assert "does not contain predicted peaks" in text
+    assert "does not name its planner" in text
 
 
 def test_where_the_peaks_hold_is_one_sentence() -> None:
@@ -263,9 +269,7 @@ def test_where_the_peaks_hold_is_one_sentence() -> None:
     )
     text = plain(describe_plan(replace(shown, profile=replace(shown.profile, assumptions=assumed))))
     (line,) = [line for line in text.splitlines() if "Some CPU" in line]
-    assert line.startswith(
-        "Peaks are those of Some CPU (1/2/3) with AVX9, torch 7.1 and 3 threads: elsewhere "
-    )
+    assert line.startswith("Peaks are for Some CPU (1/2/3) with AVX9, torch 7.1 and 3 threads: kernels may ")
     assert "elsewhere" not in said(shown)
 
 
@@ -304,7 +308,9 @@ def test_kernels_that_could_not_be_measured_are_named() -> None:
         memory = KernelMemory(kernels=(known, *unknown[:count]))
         text = plain(describe_plan(replace(shown, profile=replace(shown.profile, kernels=memory))))
         (line,) = [
-            one for one in text.splitlines() if one.startswith("Peaks are without what kernels take inside ")
+            one
+            for one in text.splitlines()
+            if one.startswith("Peaks do not include the memory that kernels need inside ")
         ]
         assert words in line
     memory = KernelMemory(kernels=(known,))

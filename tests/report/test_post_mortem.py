@@ -202,9 +202,9 @@ def _task() -> object:
 def test_impossible_ones_are_refused() -> None:
     """A device outside the run, and a request above the held bytes, are refused."""
     found = ran_out(caps()[0])
-    with pytest.raises(UsageError, match="no device 7"):
+    with pytest.raises(UsageError, match="device 7 is not part of this run"):
         replace(found, device=7)
-    with pytest.raises(UsageError, match="were asked for, of"):
+    with pytest.raises(UsageError, match="the failed allocation of"):
         replace(found, asked_bytes=found.moment.total_bytes + 1)
 
 

@@ -31,7 +31,10 @@ WIDTH, SIZE, COUNT = 8, 2, 2
 CPU = torch.device("cpu")
 Targets = dict[str, Tensor]
 
-pytestmark = [pytest.mark.filterwarnings("ignore:peaks are without"), pytest.mark.usefixtures("one_thread")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:peaks do not include"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 
 class Heads(nn.Module):
@@ -170,7 +173,7 @@ def test_where_no_value_decides_it_is_refused() -> None:
     trainer = Trainer(task, plan_of(task, (3,)))
     trainer.step(batch(SIZE * COUNT))
     both[0] = False
-    with pytest.raises(UsageError, match=r"value of shape \(2, 8\), .* multiply by zero"):
+    with pytest.raises(UsageError, match=r"value of shape \(2, 8\), .* multiply the value by zero"):
         trainer.step(batch(SIZE * COUNT))
 
 

@@ -138,9 +138,9 @@ def test_gradients_turned_off_around_a_call_change_nothing(make: Callable[[], Ta
     ("mode", "said"),
     [
         (torch.inference_mode, "inside torch.inference_mode.*leave it"),
-        (partial(torch.autocast, "cpu", torch.bfloat16), "inside torch.autocast.*leave it"),
-        (torch.autograd.graph.save_on_cpu, "inside hooks on saved tensors.*leave them"),
-        (partial(torch.device, "meta"), "with another default device than the CPU"),
+        (partial(torch.autocast, "cpu", torch.bfloat16), "inside torch.autocast.*leave autocast"),
+        (torch.autograd.graph.save_on_cpu, "inside hooks on saved tensors.*leave the hooks"),
+        (partial(torch.device, "meta"), "with a default device other than the CPU"),
         (FakeTensorMode, "inside a FakeTensorMode.*leave it"),
         (partial(FakeTensorMode, allow_non_fake_inputs=True), "inside a FakeTensorMode.*leave it"),
     ],
@@ -217,7 +217,7 @@ def test_a_module_made_in_inference_mode_is_refused(part: str) -> None:
                 place.weight = nn.Parameter(place.weight.clone())
             if part in place._buffers:
                 place.running_mean = place.running_mean.clone()
-    with pytest.raises(UsageError, match=rf"^\d\.{part} of tiny was made inside torch.inference_mode"):
+    with pytest.raises(UsageError, match=rf"^\d\.{part} of tiny was created inside torch.inference_mode"):
         Trainer(replace(task, module=module), plan)
 
 

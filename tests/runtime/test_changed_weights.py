@@ -172,7 +172,7 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("front", [None, Follower, Counting])
 def test_replicas_are_refused(front: type[nn.Module] | None) -> None:
     """Replicas are refused: each would change its copy of the parameter or number, trained or not."""
-    with pytest.raises(UsageError, match=r"changes '\w+', which is no buffer: that would become another in"):
+    with pytest.raises(UsageError, match=r"changes '\w+', which is not a buffer, with different results in"):
         lower(twofold(planned(front)))
 
 

@@ -117,7 +117,7 @@ def test_a_model_too_large_for_the_host_is_not_built(monkeypatch: pytest.MonkeyP
     plan, (asked, sizes) = planned(task), counted(task)
     monkeypatch.setattr(comparison, "free_bytes", lambda: 100)
     with pytest.raises(
-        UsageError, match=r"numbers of forgetful takes \d.* which has 100 B to spare.* fewer layers"
+        UsageError, match=r"numbers of forgetful needs \d.* which has 100 B free.* fewer layers"
     ):
         certify_numbers(asked, plan)
     assert sizes == []
@@ -135,9 +135,7 @@ def test_a_trainer_refuses_a_chain_that_forgets_before_it_trains(devices: int) -
     task = task_of(module)  # type: ignore[arg-type]
     plan = planned(task, devices)
     before = {name: parameter.tolist() for name, parameter in module.named_parameters()}
-    with pytest.raises(
-        UsageError, match=r"loss of microbatch 2 is .*keeps something from one call to the next"
-    ):
+    with pytest.raises(UsageError, match=r"loss of microbatch 2 is .*keeps state between calls"):
         Trainer(task, plan)
     assert {name: parameter.tolist() for name, parameter in module.named_parameters()} == before
     assert module.left is None
@@ -165,9 +163,7 @@ def test_a_trainer_compares_the_chain_of_slices_too() -> None:
     """
     task = task_of(GrowingForFew)
     profiled = profile(task, microbatch_size=(4, 2))
-    with pytest.raises(
-        UsageError, match=r"loss of microbatch 2 is .*keeps something from one call to the next"
-    ):
+    with pytest.raises(UsageError, match=r"loss of microbatch 2 is .*keeps state between calls"):
         Trainer(task, sliced_plan(profiled, [0, len(profiled.layers)], [2]))
     assert not Trainer(task, sliced_plan(profiled, [0, len(profiled.layers)], [1])).not_compared
 
@@ -192,7 +188,7 @@ def test_a_comparison_changes_nothing_of_the_training() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("free_bytes", lambda: 1000, r"it takes \d.* of the host, which has 1000 B to spare"),
+        ("free_bytes", lambda: 1000, r"it needs \d.* on the host, which has 1000 B free"),
         ("LONGEST_SECONDS", 0.0, r"it takes about 0 s"),
     ],
 )
@@ -209,7 +205,7 @@ def test_what_is_not_compared_is_said(
     asked, sizes = counted(task)
     with pytest.warns(
         PipefitWarning,
-        match=rf"numbers of forgetful .* not compared .*{reason}, and it has no list of .*; pipefit certify",
+        match=rf"forgetful as a chain was not compared .*{reason}, and it does not have a list of .*pipefit certify",
     ):
         trainer = Trainer(asked, plan)
     assert "numbers=False" in trainer.not_compared
@@ -281,7 +277,7 @@ def test_a_deep_model_is_compared_by_two_of_its_blocks(monkeypatch: pytest.Monke
     task = deep(100)
     plan = planned(task)
     limited_to(0.1, plan, monkeypatch)
-    with pytest.raises(UsageError, match=r"deep with 2 of 100 blocks of h computes as a chain other numbers"):
+    with pytest.raises(UsageError, match=r"deep with 2 of 100 blocks of h computes different numbers"):
         Trainer(task, plan)
 
 
@@ -314,9 +310,9 @@ def test_a_certificate_of_a_model_beyond_the_hosts_memory_is_of_a_copy(
     monkeypatch.setattr(comparison, "free_bytes", lambda: host_bytes(plan.measurement) // 2)
     found = str(certify_numbers(task, plan))
     assert found.startswith(
-        "deep with 2 of 20 blocks of h computes as a chain what it computes as a module: "
+        "deep with 2 of 20 blocks of h computes the same numbers as a chain and as a module: "
     )
-    assert "; training by the plan was not compared: it takes" in found
+    assert "; training by the plan was not compared: it needs" in found
 
 
 @pytest.mark.parametrize(

@@ -332,7 +332,7 @@ def test_what_another_process_lends_begins_where_its_handle_says() -> None:
 def test_memory_that_cannot_be_shared_is_named_with_the_way_out() -> None:
     """The error for memory that cannot be shared has the driver's message and the usual reason."""
     with pytest.raises(
-        UsageError, match=r"device 0 cannot use what device1 lends \(cuIpc.*INVALID_VALUE\): .* expandable"
+        UsageError, match=r"device 0 cannot use the memory of device1 \(cuIpc.*INVALID_VALUE\): .* expandable"
     ):
         memory_of(FakeDriver()).borrow(Arena(Member.device(1), 0, 3, 100), (b"other", 0))
 

@@ -129,7 +129,7 @@ def test_a_disk_that_fails_is_named(
     monkeypatch.setattr(os, "pwrite" if outward else "preadv", fail)
     slot, tensor = slot_in(tmp_path, 8, 8), torch.zeros(8, dtype=torch.uint8)
     with pytest.raises(
-        WorkerFailed, match=rf"cannot be {words} the disk \(Input/output error\): move tensors to the"
+        WorkerFailed, match=rf"cannot be {words} the disk \(Input/output error\): offload to the host"
     ):
         slot.carry([Part(tensor.untyped_storage(), 0, slot, 0, 8)], outward=outward)
 
@@ -216,7 +216,7 @@ def test_a_disk_counts_its_slots_and_its_host_four_buffers(room: dict[str, int],
     certify(make_chain(), to_disk(emulated(**room)))
     for run in (Trainer, certify):
         with pytest.raises(
-            OutOfMemory, match=rf"{who} has .* would have to keep 2.00 KiB of moved tensors, 1 B more"
+            OutOfMemory, match=rf"{who} has .* would need 2.00 KiB for offloaded tensors, 1 B too much"
         ):
             run(make_chain(), to_disk(emulated(**tight)))
 
@@ -232,7 +232,8 @@ def test_a_full_disk_is_refused_before_a_worker_starts(
     monkeypatch.setattr("pipefit.runtime.launch.launch.start", never)
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=4 * SLOT - 1, f_frsize=1))
     with pytest.raises(
-        OutOfMemory, match=r"need 2.00 KiB in '.*', whose disk has 2.00 KiB free, 1 B less: move fewer"
+        OutOfMemory,
+        match=r"need 2.00 KiB in '.*', but its disk has only 2.00 KiB free, 1 B too little: offload less",
     ):
         pipefit.train(make_chain, to_disk(emulated(tmp_path)), steps=1)
 
@@ -242,7 +243,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     plan = to_disk(emulated(tmp_path / "missing"))
     certify(make_chain(), plan)
     with pytest.raises(
-        UsageError, match=r"cannot go to '.*missing': it is no folder .* disk_folder of the host"
+        UsageError, match=r"cannot be offloaded to '.*missing', because .* disk_folder for the host"
     ):
         Trainer(make_chain(), plan)
 

@@ -381,7 +381,7 @@ def test_a_planner_says_what_cannot_be_divided(profiles: dict[str, ModelProfile]
     stay whole.
     """
     with pytest.raises(
-        UsageError, match=r"divide gradients, and shares parameter '0\.weight' with another stage"
+        UsageError, match=r"shard gradients, but shares parameter '0\.weight' with another stage"
     ):
         make_plan(
             *(profiles["tied"], load_cluster("emulated:4x1MiB")),

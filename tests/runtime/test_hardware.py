@@ -103,8 +103,9 @@ def test_workers_on_the_wrong_machine_are_told() -> None:
     """Two workers on each of two machines are refused if the plan has three of four on one host."""
     with pytest.raises(UsageError) as caught:
         found(on_hosts(0, 0, 0, 1, order=(0, 1, 2, 3)), local=2)
-    assert "workers [0, 1] were started on one machine, but the plan has workers [0, 1, 2] on host 0" in str(
-        caught.value
+    assert (
+        "workers [0, 1] were started on one machine, but worker 0 belongs to host 0, which has workers [0, 1, 2]"
+        in str(caught.value)
     )
 
 
@@ -121,7 +122,7 @@ def test_a_single_gpu_is_taken_where_the_launcher_shows_no_other() -> None:
     """
     plan = on_hosts(0, 0, order=(1, 0))
     assert found(plan, shown=1) == [0, 0]
-    with pytest.raises(UsageError, match="needs GPU 1 of this machine, which shows 1"):
+    with pytest.raises(UsageError, match="needs GPU 1 of this machine, which has 1"):
         found(plan, local=2, shown=1)
 
 

@@ -64,7 +64,7 @@ def test_a_sum_is_told() -> None:
     """
     task = of_loss(lambda outputs, targets: (targets - outputs).sum())
     sentence = told(task)
-    assert "two of 2 have 0.3 on average, and their 4 samples together 0.6" in sentence
+    assert "two microbatches of 2 have 0.3 on average, but their 4 samples together have 0.6" in sentence
     assert "microbatches=1" in sentence
 
 
@@ -84,9 +84,9 @@ def test_negatives_among_the_samples_are_told() -> None:
             warnings.simplefilter("always")
             Trainer(task, plan)
         for sentence in ("".join(map(str, caught)), str(certify_numbers(task, plan))):
-            assert ("the loss of pairs depends on the size of microbatches: two of 2 have" in sentence) == (
-                microbatches > 1
-            )
+            assert (
+                "the loss of pairs depends on the microbatch size: two microbatches of 2 have" in sentence
+            ) == (microbatches > 1)
 
 
 @pytest.mark.parametrize(
@@ -116,4 +116,4 @@ def test_a_weighted_mean_is_told() -> None:
         of_loss(lambda outputs, weights: (outputs * weights).sum() / weights.sum()),
         batch=lambda size: (torch.randn(size, 1), torch.rand(size, 1)),
     )
-    assert "a mean over other things than samples" in told(task)
+    assert "a mean over something other than samples" in told(task)

@@ -125,7 +125,7 @@ LOSSES = {
     Replacing: "'centre' in every forward",
     closed: "a tensor in every forward",
     following: "a tensor in every forward",
-    Warming: "'calls', which is no buffer",
+    Warming: "'calls', which is not a buffer",
 }
 
 
@@ -165,7 +165,7 @@ def test_it_is_neither_recomputed_nor_in_replicas(loss: Callable[[], Any]) -> No
         lower(planned(loss, recompute="always"))
     plan = planned(loss)
     twofold = replace(plan.stages[1], grid=Grid(devices=(1, 2), data=2))
-    with pytest.raises(UsageError, match=f"2 replicas, and the loss changes {what}"):
+    with pytest.raises(UsageError, match=f"2 replicas, but the loss changes {what}"):
         lower(replace(plan, stages=(plan.stages[0], twofold), cluster=Cluster.emulated((3, 1 << 30))))
     with pytest.raises(UsageError, match=f"the loss changes {what}"):
         plan_of_profile(

@@ -342,7 +342,7 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
     """
     module = network()
     task = task_of(module=module, optimizer=lambda groups: ADAMW(module.parameters()))
-    with pytest.raises(UsageError, match="other parameters than the groups that it is given"):
+    with pytest.raises(UsageError, match="other parameters than the groups of its stage"):
         profile(task, microbatch_size=MICROBATCH)
 
 

@@ -103,6 +103,6 @@ def test_a_buffer_that_another_layer_of_the_stage_has_in_training_is_read() -> N
 def test_a_buffer_of_another_stage_is_refused() -> None:
     """A buffer of another stage is refused: the first stage does not have the last one's statistics."""
     with pytest.raises(
-        UsageError, match=r"needs mean in this mode, which its stage does not have in training"
+        UsageError, match=r"needs mean in this mode, which its stage does not hold in training"
     ):
         evaluated(True, [4])

@@ -199,7 +199,7 @@ def test_a_host_without_room_is_refused(run: Callable[[Task, Plan], object]) -> 
         if room == 2048:
             run(make_chain(), plan)
         else:
-            words = r"host0 has .* would have to keep 2.00 KiB of moved tensors, 1 B more: 2.00 KiB of device 0; move"
+            words = r"host0 has .* would need 2.00 KiB for .*, 1 B too much: 2.00 KiB of device 0; offload"
             with pytest.raises(OutOfMemory, match=words):
                 run(make_chain(), plan)
 
@@ -229,7 +229,7 @@ def test_a_device_without_a_stage_lends_what_it_has() -> None:
     task, plan = make_chain(), halves((0, SIGMOID, "device2"), cluster=cluster)
     assert samples(trained(task, plan)[2])[2] == samples(certify(task, plan))[2] == samples(simulate(plan))[2]
     with pytest.raises(
-        OutOfMemory, match=r"device2 has .* and would have to keep .* of moved tensors, 1 B more"
+        OutOfMemory, match=r"device2 has .*, but would need .* for offloaded tensors, 1 B too much"
     ):
         Trainer(task, replace(plan, cluster=Cluster.emulated((2, 1 << 20), (1, 2047))))
 
@@ -238,11 +238,20 @@ def test_a_device_without_a_stage_lends_what_it_has() -> None:
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        ("host1", "to host1, which is on another host: only simulated yet; use members of the same host"),
-        ("disk1", "to disk1, which is on another host: only simulated yet; use members of the same host"),
-        ("device2", "to device2, which is on another host: only simulated yet; use members of the same host"),
-        ("disk0", "no link joins host0 and disk0: add one to the cluster"),
-        ("host*1+device0*1", "device 0 cannot move a tensor to itself: name other members"),
+        (
+            "host1",
+            "to host1 on another host, which only the simulator supports: use a place on the same host",
+        ),
+        (
+            "disk1",
+            "to disk1 on another host, which only the simulator supports: use a place on the same host",
+        ),
+        (
+            "device2",
+            "to device2 on another host, which only the simulator supports: use a place on the same host",
+        ),
+        ("disk0", "host0 and disk0 are not connected: add a link"),
+        ("host*1+device0*1", "device 0 cannot offload to itself: give another place"),
     ],
 )
 def test_places_that_cannot_be_reached_are_named(
@@ -262,7 +271,7 @@ def test_the_memory_of_a_parameter_is_no_saved_tensor() -> None:
     tensor.
     """
     weight = next(t.index for t in halves().measurement.costs[2].saved if t.origin.kind == "parameter")
-    with pytest.raises(UsageError, match=f"saved tensor 2.{weight} cannot be moved"):
+    with pytest.raises(UsageError, match=f"saved tensor 2.{weight} cannot be offloaded"):
         Trainer(make_chain(), halves((0, ((2, weight),), "host")))
 
 
@@ -273,7 +282,7 @@ def test_a_number_that_an_operation_keeps_is_no_saved_tensor() -> None:
     (number,) = [tensor for tensor in plan.measurement.costs[1].saved if tensor.hidden]
     subject = SavedTensors(tensors=((1, number.index),))
     moves = Decision(stage=0, subject=subject, what=What.OFFLOAD, place=parse_place("host"))
-    with pytest.raises(UsageError, match=f"saved tensor 1.{number.index} cannot be moved"):
+    with pytest.raises(UsageError, match=f"saved tensor 1.{number.index} cannot be offloaded"):
         lower(replace(plan, decisions=(moves,)))
 
 
@@ -283,7 +292,7 @@ def test_one_storage_is_not_moved_by_two_names() -> None:
     """
     saved = next(t.index for t in halves().measurement.costs[2].saved if t.origin.kind == "input")
     task, plan = make_chain(), halves((0, SIGMOID, "host"), (0, ((2, saved),), "host"))
-    with pytest.raises(UsageError, match=f"moves the storage of saved tensor 2.{saved} a second time"):
+    with pytest.raises(UsageError, match=f"offloads the storage of saved tensor 2.{saved} a second time"):
         Trainer(task, plan).step(batch_of(task, plan))
 
 
@@ -362,7 +371,7 @@ def test_a_sample_alone_that_keeps_other_tensors_is_told() -> None:
             refused.append(str(error))
     assert 0 < len(refused) < len(tensors)
     assert all(
-        re.search(r"bytes, but by the plan .*: a microbatch of fewer samples keeps", text) for text in refused
+        re.search(r"bytes, but by the plan .*: a smaller microbatch saves other", text) for text in refused
     )
 
 

@@ -109,7 +109,7 @@ def test_a_host_without_room_is_refused_before_a_worker_starts(monkeypatch: pyte
 
     monkeypatch.setattr("pipefit.runtime.launch.launch.start", never)
     plan = moved(plan_of(make_chain(), [3, 3], microbatches=4, schedule="gpipe"), "host")
-    with pytest.raises(OutOfMemory, match=r"host0 has .* and would have to keep"):
+    with pytest.raises(OutOfMemory, match=r"host0 has .*, but would need"):
         pipefit.train(
             make_chain, replace(plan, cluster=replace(plan.cluster, hosts=(Host(memory_bytes=100),))), steps=1
         )

@@ -18,7 +18,7 @@ from step_peaks import too_low
 from tiny import plan_of
 
 SIZE, PLANS = 2, 3
-REFUSED = ("in place", "requires no gradient")  # what no plan can train
+REFUSED = ("in place", "does not require a gradient")  # what no plan can train
 
 
 def plans(seed: int, *, traced: bool) -> Iterator[tuple[str, Plan, list[str]]]:

@@ -112,12 +112,12 @@ def test_a_message_without_memory_blames_no_peer(text: str, kind: type[Exception
     """An NCCL allocation failure, at creation or first use of a communicator, names this device and not a
     peer.
     """
-    own = "device 0 has no memory left"
+    own = "device 0 ran out of memory for messages"
     plan = plan_of(task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 4)]), [1, 1])
     with (
         mock.patch.object(transport.dist, "new_group", side_effect=RuntimeError(text)),
         mock.patch.object(transport.dist, "get_rank", return_value=0),
-        pytest.raises(kind, match=own if kind is OutOfMemory else "did not find each other"),
+        pytest.raises(kind, match=own if kind is OutOfMemory else "could not connect to each other"),
     ):
         transport.connect(plan, lower(plan), torch.device("cpu"), timedelta(seconds=1))
     program = lower(plan)
@@ -127,13 +127,13 @@ def test_a_message_without_memory_blames_no_peer(text: str, kind: type[Exception
     )
     with (
         mock.patch.object(transport.dist, "isend", side_effect=RuntimeError(text)),
-        pytest.raises(kind, match=own if kind is OutOfMemory else "device 1 is gone"),
+        pytest.raises(kind, match=own if kind is OutOfMemory else "device 1 has ended"),
     ):
         network.start(send, [torch.zeros(1)], message_of(0, send, program.placement))
     shards = BetweenWorkers(
         inner=mock.Mock(all_reduce=mock.Mock(side_effect=RuntimeError(text))), devices=(1, 0), device=0
     )
-    with pytest.raises(kind, match=own if kind is OutOfMemory else "device 1 is gone"):
+    with pytest.raises(kind, match=own if kind is OutOfMemory else "device 1 has ended"):
         shards.all_reduce(torch.zeros(1))
     result = Result(
         devices=(0, 1), told=torch.zeros(1), work=mock.Mock(wait=mock.Mock(side_effect=RuntimeError(text)))
@@ -151,8 +151,8 @@ def test_all_that_an_error_says_is_told_and_heeded() -> None:
     """
     slow = "NCCL error in: NCCLUtils.cpp:77, remote error\nLast error:\nTimeout waiting\nException raised from at x.cpp"
     assert str(lost("it failed", RuntimeError(slow), 0)) == (
-        "it failed (NCCL error in: NCCLUtils.cpp:77, remote error Last error: Timeout waiting); if it is only slow, "
-        "raise timeout_seconds"
+        "it failed (NCCL error in: NCCLUtils.cpp:77, remote error Last error: Timeout waiting); raise timeout_seconds "
+        "if it is only slow"
     )
     assert all_lines(RuntimeError(SAID[1])) == "CUDA error: out of memory"
     at_start = mock.Mock(**{"plan.workers": (3,), "rank": 0})
@@ -163,11 +163,11 @@ def test_all_that_an_error_says_is_told_and_heeded() -> None:
     )
     died = "Connection closed by peer\nframe #0: c10d::checkTimeout(int)"
     assert str(lost("it failed", RuntimeError(died), 0)) == (
-        "it failed (Connection closed by peer); the output of its own worker says why"
+        "it failed (Connection closed by peer); the output of that worker shows the reason"
     )
     assert str(lost("it failed", RuntimeError(SAID[6]), 3)) == (
-        "device 3 has no memory left for messages between workers (NCCL error in: NCCLUtils.cpp:77, unhandled cuda "
-        "error Last error: Cuda failure 2 'out of memory'): plan with more --reserve"
+        "device 3 ran out of memory for messages between workers (NCCL error in: NCCLUtils.cpp:77, unhandled cuda "
+        "error Last error: Cuda failure 2 'out of memory'): plan with a larger --reserve"
     )
 
 
@@ -175,6 +175,6 @@ def test_an_abort_on_a_gpu_is_told_as_a_victim_s() -> None:
     """An abort on a GPU is reported as a victim's; on the CPU, without aborts of waiting ranks, it is an
     ordinary death.
     """
-    assert "where another worker is gone or hangs" in str(died(-signal.SIGABRT, starting=False, on_gpu=True))
+    assert "if another worker ends or hangs" in str(died(-signal.SIGABRT, starting=False, on_gpu=True))
     assert "killed by signal 6" in str(died(-signal.SIGABRT, starting=False))
     assert isinstance(died(-signal.SIGABRT, starting=False, on_gpu=True), WorkerFailed)

@@ -72,12 +72,14 @@ def test_a_second_training_is_refused_while_the_first_one_lives(
     pid = first.start("--restarts", "1").pid
     first.until_at(1)
     assert main(second.command()) == 6
-    who = rf"another training, \w{{8}} \(.*2 stages on .*\), process {pid} on .+, started .* UTC, saves to "
+    who = (
+        rf"another training, \w{{8}} \(.*2 stages on .*\), process {pid} on .+, started .* UTC, is saving to "
+    )
     assert re.search(who, capsys.readouterr().err)
     first.goes_on(1)
     code, losses, said = first.end()
     assert (code, losses) == (0, undisturbed(STEPS)), said
-    assert "restart 1 of 1 goes on after step" in said
+    assert "restart 1 of 1 continues after step" in said
     assert len(trainings_in(tmp_path / "runs")) == 1
     assert not (tmp_path / "runs" / LOCK).exists()
 
@@ -225,7 +227,7 @@ def test_a_restart_goes_on_from_no_step_of_another(tmp_path: Path) -> None:
 
     with (
         pytest.warns(PipefitWarning) as told,
-        pytest.raises(NotSaved, match="00000004 is of another train") as caught,
+        pytest.raises(NotSaved, match="00000004 belongs to another train") as caught,
     ):
         train(
             partial(mortal, str(deaths)),
@@ -240,9 +242,9 @@ def test_a_restart_goes_on_from_no_step_of_another(tmp_path: Path) -> None:
     said = "\n".join(str(one.message) for one in told)
     assert caught.value.losses == undisturbed(STEPS)
     assert re.search(
-        r"step-00000004 is passed over: it is of another training, .*; .*step-00000003 is taken", said
+        r"step-00000004 is skipped: it belongs to another training, .*; .*step-00000003 is used", said
     )
-    assert "restart 1 of 1 goes on after step 3" in said
+    assert "restart 1 of 1 continues after step 3" in said
     assert find(runs / "step-00000004").manifest.owner == other.owner
 
 
@@ -267,9 +269,7 @@ def test_a_training_goes_on_from_the_newest_whole_checkpoint(damage: str, tmp_pa
     saving = Saving(directory=str(runs), every=2)
     train(task, plan, steps=6, seed=SEED, numbers=False, saving=saving)
     DAMAGES[damage](runs / "step-00000006")
-    with pytest.warns(
-        PipefitWarning, match=r"step-00000006 is passed over: .*; .*step-00000004 is taken instead"
-    ):
+    with pytest.warns(PipefitWarning, match=r"step-00000006 is skipped: .*; .*step-00000004 is used instead"):
         losses, _ = train(task, plan, steps=8, numbers=False, saving=saving, resume=runs)
     assert losses == undisturbed(8)[4:]
     assert sorted(path.name for path in runs.iterdir()) == [
@@ -310,12 +310,14 @@ def test_a_restart_passes_over_its_own_damaged_steps(damaged: tuple[int, ...], t
         )
     said = "\n".join(str(one.message) for one in told)
     instead = (
-        "step-00000003 is taken instead" if damaged == (6,) else "training starts as it began, after step 0"
+        "step-00000003 is used instead"
+        if damaged == (6,)
+        else "training starts from the beginning, after step 0"
     )
     assert losses == undisturbed(STEPS), said
-    assert re.search(rf"step-0000000{damaged[0]} is passed over: .*SHA-256 differs\); .*{instead}", said), (
-        said
-    )
+    assert re.search(
+        rf"step-0000000{damaged[0]} is skipped: .*SHA-256 differs from the saved one; .*{instead}", said
+    ), said
     assert [step for step, _ in folders.whole(runs)] == [3, 6, 9]
     assert len(list(runs.glob("*.damaged"))) == len(damaged)
 
@@ -348,7 +350,9 @@ def test_a_trainer_saves_behind_its_own_steps_alone(tmp_path: Path) -> None:
     for trainer in (first, second, second):
         trainer.step(batches[0])
     first.save(tmp_path, background=False)
-    with pytest.raises(FileError, match=r"step-00000001 is of another training, .*: save to another folder"):
+    with pytest.raises(
+        FileError, match=r"step-00000001 belongs to another training, .*: save to another folder"
+    ):
         second.save(tmp_path)
     assert third.load(tmp_path) == 1
     assert third.owner.training == first.owner.training != second.owner.training
@@ -357,7 +361,7 @@ def test_a_trainer_saves_behind_its_own_steps_alone(tmp_path: Path) -> None:
     third.finish()
     first.step(batches[1])
     first.step(batches[1])
-    with pytest.raises(FileError, match=r"step-00000002 is of another training"):
+    with pytest.raises(FileError, match=r"step-00000002 belongs to another training"):
         first.save(tmp_path)
     assert [step for step, _ in folders.whole(tmp_path)] == [1, 2]
 
@@ -385,7 +389,8 @@ def test_a_script_with_another_seed_goes_on_from_no_step(tmp_path: Path) -> None
     first.save(tmp_path)
     first.finish()
     with pytest.raises(
-        UsageError, match=rf"step-00000001 was trained with seed {SEED}, by .*, and this one has seed {NEXT}"
+        UsageError,
+        match=rf"step-00000001 was trained with seed {SEED}, by .*, but this training has seed {NEXT}",
     ):
         second.resume(tmp_path)
     assert second.load(tmp_path) == 1
@@ -405,7 +410,7 @@ def test_a_trainer_passes_over_a_damaged_checkpoint(tmp_path: Path) -> None:
     flip(tmp_path / "step-00000004" / "worker-00000.safetensors")
     again = trainer_for("dropout", plan_for("dropout", "1f1b", (3, 3)), seed=99)
     with pytest.warns(
-        PipefitWarning, match=r"step-00000004 is passed over: .*SHA-256 differs.*00003 is taken instead"
+        PipefitWarning, match=r"step-00000004 is skipped: .*SHA-256 differs.*00003 is used instead"
     ):
         assert again.load(tmp_path) == 3
     assert again.step(batches[3]) == expected[3]
@@ -434,7 +439,8 @@ def test_workers_that_torchrun_starts_again_take_no_steps_of_others(
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert trainer_for("dropout", plan).load(tmp_path / "ours") == 1
     with pytest.raises(
-        FileError, match=r"is of another training, .*, which saved it at .*, after this one had begun"
+        FileError,
+        match=r"belongs to another training, .*, which saved it at .*, after this training had begun",
     ):
         trainer_for("dropout", plan).load(tmp_path / "theirs")
     began = find(tmp_path / "theirs").manifest.saved_seconds + 1
@@ -472,4 +478,4 @@ def test_two_trainings_by_torchrun_on_one_folder(tmp_path: Path) -> None:
     winner = codes.index(0)
     assert said[winner][0] == alone[winner]
     assert said[1 - winner][0] == ""
-    assert "saves to" in said[1 - winner][1] or "after this one had begun" in said[1 - winner][1]
+    assert "is saving to" in said[1 - winner][1] or "after this training had begun" in said[1 - winner][1]

@@ -191,16 +191,16 @@ def test_a_module_whose_argument_is_a_tuple_gets_one(count: int) -> None:
 @pytest.mark.parametrize(
     ("inputs", "words"),
     [
-        (lambda n: (), "the inputs of a batch of strict hold no tensor"),
-        (lambda n: [], "the inputs of a batch of strict hold no tensor"),
-        (lambda n: {}, "the inputs of a batch of strict hold no tensor"),
+        (lambda n: (), "the inputs of a batch of strict contain no tensor"),
+        (lambda n: [], "the inputs of a batch of strict contain no tensor"),
+        (lambda n: {}, "the inputs of a batch of strict contain no tensor"),
         (lambda n: None, "the inputs of a batch must be a tensor"),
         (lambda n: {"x": torch.randn(n, 4)}, "must be a tensor, or a tuple or list of tensors, not a dict"),
         (
             lambda n: (torch.randn(n, 4), (torch.randn(n, 4),)),
             "must be a tensor, or a tuple or list of tensors, not a",
         ),
-        (lambda n: (torch.randn(n, 4), 3), "must be tensors alone"),
+        (lambda n: (torch.randn(n, 4), 3), "must all be tensors"),
     ],
 )
 def test_inputs_that_no_chain_can_take_are_refused(inputs: Callable[[int], Any], words: str) -> None:
@@ -223,9 +223,9 @@ def test_a_traced_module_without_inputs_is_refused(empty: Any) -> None:
             return self.weight * 2
 
     task = replace(task_of(["tensor", "tensor"]), module=Constant)
-    with pytest.raises(UsageError, match="hold no tensor"):
+    with pytest.raises(UsageError, match="contain no tensor"):
         profile(replace(task, batch=lambda size: (empty, torch.randn(size, 4))), microbatch_size=2)
-    with pytest.raises(UsageError, match="uses none of its inputs"):
+    with pytest.raises(UsageError, match="does not use its inputs"):
         profile(task, microbatch_size=2)
 
 

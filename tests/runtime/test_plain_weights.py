@@ -278,10 +278,10 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     tensors = {name: tensor for name, tensor in Tied().state_dict().items() if name != "head.weight"}
     trainer = Trainer(TASK, split_in(2), numbers=False)
     for wrong, words in [
-        ({"embedding.weight": None}, "it has no embedding.weight, of shape"),
+        ({"embedding.weight": None}, "it lacks embedding.weight of shape"),
         (
             {"blocks.0.inner.weight": torch.zeros(8, 9)},
-            r"blocks.0.inner.weight has .* shape \(8, 9\), and .* \(8, 8\)",
+            r"blocks.0.inner.weight has .* shape \(8, 9\), but .* \(8, 8\)",
         ),
         (
             {"blocks.0.inner.bias": torch.zeros(8, dtype=torch.int64)},
@@ -306,7 +306,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="is not a regular file"):
         trainer.load_weights(tmp_path)
     for name in ("nowhere.safetensors", "x" * 300):
-        with pytest.raises(FileError, match="there is no file"):
+        with pytest.raises(FileError, match="does not exist"):
             trainer.load_weights(tmp_path / name)
 
 
@@ -318,7 +318,7 @@ def test_weights_that_are_not_there_are_told_before_a_worker_starts(
     monkeypatch.setattr(restarts, "launch", lambda *_, **__: pytest.fail("workers start"))
     (tmp_path / "empty").mkdir()
     (tmp_path / "none.safetensors").write_bytes(b"none")
-    with pytest.raises(FileError, match=r"there is no file|cannot be read|is not a safetensors file"):
+    with pytest.raises(FileError, match=r"does not exist|cannot be read|is not a safetensors file"):
         train(partial(watched, ""), split_in(2), steps=1, weights=tmp_path / name)
 
 
@@ -354,7 +354,7 @@ def test_a_folder_is_written_as_hugging_face_does(saved: Path, tmp_path: Path, s
     assert dict.fromkeys(other.state_dict(), True) == {
         name: torch.equal(tensor, other.state_dict()[name]) for name, tensor in load_state_dict(saved).items()
     }
-    with pytest.raises(FileError, match="is there already: name a new folder"):
+    with pytest.raises(FileError, match="already exists: name a new folder"):
         export(saved, tmp_path / "model")
 
 

@@ -376,7 +376,7 @@ def test_a_trainer_refuses_a_plan_that_trains_otherwise(monkeypatch: pytest.Monk
     assert not Trainer(TASK, plan).not_compared
     sums_of_tied(monkeypatch)
     with pytest.raises(
-        UsageError, match=r"net trains by this plan otherwise .* of its update apart.*numbers=False"
+        UsageError, match=r"net trains differently by this plan .* of its update apart.*numbers=False"
     ):
         Trainer(TASK, plan)
     Trainer(TASK, plan, numbers=False)
@@ -396,9 +396,11 @@ def test_a_trainer_says_what_it_has_not_compared(monkeypatch: pytest.MonkeyPatch
 def test_a_certificate_says_that_the_plan_was_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """A certificate states that the plan was compared, and is refused for a plan with different numbers."""
     plan = planned(TASK, *TWO)
-    assert "net trains by the plan as it trains plainly: 2 steps of" in str(certify_numbers(TASK, plan))
+    assert "net trains by the plan exactly like plain training: 2 steps of" in str(
+        certify_numbers(TASK, plan)
+    )
     counted_twice(monkeypatch)
-    with pytest.raises(UsageError, match="trains by this plan otherwise than plainly"):
+    with pytest.raises(UsageError, match="trains differently by this plan than plainly"):
         certify_numbers(TASK, plan)
 
 

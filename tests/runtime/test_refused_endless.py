@@ -56,11 +56,11 @@ def side_by_side() -> list[nn.Module]:
         (
             lambda: [Aside(), nn.Linear(8, 4)],
             [1, 1],
-            "parameter weight of layer 0 was used past the attribute that",
+            "parameter weight of layer 0 was used other than through its attribute",
         ),
         (hooked, [1, 1], "parameter weight of layer 0 has a hook on its gradient"),
         (watched_after, [1, 1], "parameter weight of layer 0 has a hook on its gradient"),
-        (side_by_side, [2, 1], "parameters weight of layer 0 and weight of layer 1 lie in the same memory"),
+        (side_by_side, [2, 1], "parameters weight of layer 0 and weight of layer 1 share memory"),
     ],
 )
 def test_weights_that_have_no_versions_are_refused(
@@ -76,7 +76,7 @@ def test_weights_that_have_no_versions_are_refused(
 def test_a_dry_run_finds_weights_that_have_no_versions() -> None:
     """A dry run with fake parameters finds weights that cannot have versions."""
     task = task_of(lambda: [Aside(), nn.Linear(8, 4)])
-    with pytest.raises(UsageError, match="was used past the attribute that holds it"):
+    with pytest.raises(UsageError, match="was used other than through its attribute"):
         certify(task, plan_of(task, [1, 1], schedule="pipedream"))
 
 
@@ -90,7 +90,7 @@ def test_an_update_of_weights_that_are_needed_is_refused() -> None:
     without = replace(
         program, actions=tuple(tuple(a for a in own if a.kind is not Kind.STASH) for own in program.actions)
     )
-    with pytest.raises(UsageError, match="weights that are needed by 1 microbatch in flight"):
+    with pytest.raises(UsageError, match="the weights of 1 microbatch in flight"):
         trainer._run_program(without, inputs=[[torch.randn(2, 8)]], targets=[[torch.randn(2, 4)]])
 
 
@@ -103,9 +103,9 @@ def test_a_step_that_two_versions_are_too_few_for_is_refused() -> None:
     trainer = Trainer(task, plan)
     trainer.step(task.batch(6))
     with pytest.raises(
-        UsageError, match="needs as many microbatches in a step as there are stages, 3, not 2"
+        UsageError, match="needs at least 3 microbatches in a step, one for each stage, not 2"
     ):
         trainer.step(task.batch(4))
     trainer.step(task.batch(5))
-    with pytest.raises(UsageError, match="cannot accumulate the gradients of several batches"):
+    with pytest.raises(UsageError, match="cannot accumulate gradients over several batches"):
         Trainer(task, plan, accumulate=2).step(task.batch(6))

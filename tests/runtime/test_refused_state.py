@@ -89,7 +89,7 @@ class Tabled(torch.optim.SGD):
     [
         (Counting, "Counting changes its attribute 'steps' in its step"),
         (Hooked, "Hooked has hooks on its steps"),
-        (Groupless, "Groupless changes parameters that are not in the groups it is given"),
+        (Groupless, "Groupless changes parameters outside its groups"),
         (Joining, "Joining has put parameters of several layers into one group"),
         (Starting, "Starting changes its attribute 'started' in its step"),
     ],
@@ -103,9 +103,7 @@ def test_an_optimizer_that_is_more_than_its_groups_is_refused(
     """
     task = task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)], optimizer=optimizer)
     plan = replace(plan_of(task, [3], devices=2), decisions=(away(0, 1, 2, what),))
-    with pytest.raises(
-        UsageError, match=f"optimizer {words}, so that it cannot update a stage in parts: leave"
-    ):
+    with pytest.raises(UsageError, match=f"optimizer {words}, so it cannot update a stage in parts: keep"):
         Trainer(task, plan).step(batch_of(task, plan))
 
 
@@ -130,11 +128,14 @@ def test_planners_leave_state_where_such_an_optimizer_updates_it(
         Trainer(task, found).step(batch_of(task, found))
     else:
         with pytest.raises(
-            InfeasibleError, match=r"; no state moves, as the optimizer .* updates all layers at once"
+            InfeasibleError,
+            match=r"; state cannot be offloaded, because the optimizer .* updates all layers at once",
         ):
             plan(made, tight, asked)
         half = plan(made, tight, asked, allow_infeasible=True)
-        assert ("No state moves, as the optimizer " in str(half.provenance)) == bool(half.decisions)
+        assert ("State is not offloaded, because the optimizer " in str(half.provenance)) == bool(
+            half.decisions
+        )
 
 
 def test_a_tensor_that_is_kept_for_several_layers_is_not_moved_with_one() -> None:
@@ -144,7 +145,7 @@ def test_a_tensor_that_is_kept_for_several_layers_is_not_moved_with_one() -> Non
     task = task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)], optimizer=Tabled)
     plan = replace(plan_of(task, [3], devices=2), decisions=(away(0, 1, 2),))
     with pytest.raises(
-        UsageError, match="optimizer Tabled keeps one tensor for several parameters, so that it cannot"
+        UsageError, match="optimizer Tabled shares one tensor between several parameters, so it cannot"
     ):
         Trainer(task, plan).step(batch_of(task, plan))
 
@@ -169,7 +170,7 @@ def test_state_that_is_not_where_it_belongs_is_refused() -> None:
     """Tensors that an optimizer keeps outside its state are found by the bytes on the device and refused."""
     task = task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)], optimizer=Hoarding)
     plan = replace(plan_of(task, [3], devices=2), decisions=(away(0, 1, 2),))
-    words = r"0OFFLOAD\[1.optimizer\]@host: the optimizer state of layer 1 takes 0 bytes, but by the plan 288"
+    words = r"0OFFLOAD\[1.optimizer\]@host: 0 bytes for the optimizer state of layer 1, but 288 by the plan"
     with pytest.raises(UsageError, match=words):
         Trainer(task, plan).step(batch_of(task, plan))
 
@@ -186,7 +187,7 @@ def test_an_array_of_a_parameter_is_in_the_way_only_where_its_memory_is_freed() 
 
     task = replace(plain, module=build)
     with pytest.raises(
-        UsageError, match="the plan moves the parameters of layer 0: its memory belongs to something"
+        UsageError, match="the plan offloads the parameters of layer 0: its memory does not belong to torch"
     ):
         Trainer(task, one_stage(away(0, 0, 1, kind="parameters")))
     one, other = (Trainer(task, one_stage(*decisions)) for decisions in ((away(0, 0, 1, What.UPDATE),), ()))
@@ -199,5 +200,5 @@ def test_another_host_is_refused() -> None:
     plan = one_stage()
     host = plan.cluster.hosts[0]
     plan = replace(plan, cluster=replace(plan.cluster, hosts=(host, host)))
-    with pytest.raises(UsageError, match="to host1, which is on another host: only simulated yet"):
+    with pytest.raises(UsageError, match="to host1 on another host, which only the simulator supports"):
         Trainer(task_named("adamw"), replace(plan, decisions=(away(0, 0, 1, What.UPDATE, place="host1"),)))

@@ -117,7 +117,7 @@ def test_without_settings_no_allocator_is_told(found: ModelProfile) -> None:
     """Allocator figures appear only if requested, and only for devices with such an allocator."""
     plan = plan_of(wide(), [6], size=700, profiled=found)
     assert peaks(certify(wide(), plan)) == [None]
-    with pytest.raises(UsageError, match="target cpu has no caching allocator"):
+    with pytest.raises(UsageError, match="target cpu does not have a caching allocator"):
         certify(wide(), plan, target="cpu", allocator=DEFAULT)
 
 

@@ -89,11 +89,13 @@ def test_killed_workers_change_no_loss(tmp_path: Path) -> None:
     assert told_steps == [0, *range(7), *range(saved, 12)]
     assert first.startswith("worker 1 (device 1, ") and " failed at 1F2: killed by signal 9" in first
     assert (
-        "; steps done: 1, last saved: none; restart 1 of 2 goes on after step 0, with 2 workers on " in first
+        "; steps done: 1, last saved: none; restart 1 of 2 continues after step 0, with 2 workers on "
+        in first
     )
     assert second.startswith("worker 0 (device 0, ") and " failed at 0B0: killed by signal 9" in second
     assert (
-        f"; steps done: 7, last saved: {saved}; restart 2 of 2 goes on after step {saved}, with 2 " in second
+        f"; steps done: 7, last saved: {saved}; restart 2 of 2 continues after step {saved}, with 2 "
+        in second
     )
 
 
@@ -109,7 +111,7 @@ def test_twenty_killed_workers_change_no_loss(tmp_path: Path) -> None:
 def test_a_failure_too_many_ends_the_training(tmp_path: Path) -> None:
     """After the last allowed restart, a failure ends the training, with the command that continues it."""
     with pytest.raises(
-        WorkerFailed, match=r"failed at 0F0: .*; steps done: 7, last saved: [36]; go on with --resume"
+        WorkerFailed, match=r"failed at 0F0: .*; steps done: 7, last saved: [36]; resume with --resume"
     ):
         disturbed(tmp_path, ["1-1-1F0", "0-7-0F0"], 9, restarts=1)
 
@@ -131,7 +133,7 @@ def test_with_a_device_less_it_plans_again_and_goes_on(tmp_path: Path) -> None:
     assert plans[0] is plan
     assert len(plans[1].cluster.devices) == 2
     workers = counted(len(plans[1].workers), "worker")
-    assert re.search(f"restart 1 of 1 goes on after step [36], with {workers} on emulated:2x1MiB$", told)
+    assert re.search(f"restart 1 of 1 continues after step [36], with {workers} on emulated:2x1MiB$", told)
 
 
 @cache
@@ -170,7 +172,7 @@ def test_a_grid_with_a_device_less_goes_on(asked: Any, tmp_path: Path) -> None:
     (tmp_path / "deaths").mkdir()
     (tmp_path / "deaths" / "3-5-1F1" if asked.get("stages") else tmp_path / "deaths" / "3-5-0F1").touch()
     with pytest.warns(
-        PipefitWarning, match=r"^worker 3 .* restart 1 of 1 goes on after step [24], with 2 workers"
+        PipefitWarning, match=r"^worker 3 .* restart 1 of 1 continues after step [24], with 2 workers"
     ):
         losses, _ = train(
             partial(mortal, str(tmp_path / "deaths"), "adamw"),
@@ -196,7 +198,7 @@ def test_where_nothing_fits_any_more_it_says_so(tmp_path: Path) -> None:
     """
     replies = iter([Cluster.emulated((2, 1 << 30)), Cluster.emulated((2, 1 << 10))])
     with pytest.raises(
-        InfeasibleError, match=r"killed by signal 9.*last saved: [36]; it does not start again: .*1\.00 KiB"
+        InfeasibleError, match=r"killed by signal 9.*last saved: [36]; training does not restart: .*1\.00 KiB"
     ):
         disturbed(
             tmp_path, ["1-7-1F0"], 9, restarts=3, replan=lambda plan: pipefit.plan_again(plan, next(replies))
@@ -213,7 +215,7 @@ def test_a_folder_with_older_checkpoints_of_another_training_is_refused(tmp_path
             task, plan, steps=steps, seed=SEED, saving=Saving(directory=str(tmp_path / name)), numbers=False
         )
     with pytest.raises(
-        UsageError, match=r"old holds checkpoints of another training, .*, process \d+ on .*: save to"
+        UsageError, match=r"old has checkpoints of another training, .*, process \d+ on .*: save to"
     ):
         train(task, plan, steps=6, resume=tmp_path / "other", saving=Saving(directory=str(tmp_path / "old")))
     assert [step for step, _ in folders.whole(tmp_path / "old")] == [2]
@@ -222,7 +224,7 @@ def test_a_folder_with_older_checkpoints_of_another_training_is_refused(tmp_path
 def test_restarts_need_checkpoints() -> None:
     """Restarts without checkpoints are refused before any worker starts."""
     plan = plan_for("dropout", "1f1b", SPLIT)
-    with pytest.raises(UsageError, match="say where they are saved"):
+    with pytest.raises(UsageError, match="give a folder for checkpoints"):
         train(partial(named, "dropout"), plan, steps=1, restarts=1)
     with pytest.raises(UsageError, match="restarts must be a whole number of at least 0"):
         train(partial(named, "dropout"), plan, steps=1, restarts=-1)

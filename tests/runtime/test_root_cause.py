@@ -73,12 +73,12 @@ def test_a_watch_goes_on_while_somebody_looks() -> None:
 @pytest.mark.parametrize(
     ("code", "starting", "words"),
     [
-        (-9, False, "signal 9 (SIGKILL), as the system does when memory runs out"),
+        (-9, False, "signal 9 (SIGKILL), usually by the system because memory ran out"),
         (-11, False, "signal 11 (Segmentation fault)"),
         (3, False, "exited with code 3"),
-        (1, True, '__name__ == "__main__"'),
+        (1, True, "__name__ == '__main__'"),
         (1, False, "exited with code 1"),
-        (None, False, "did not end"),
+        (None, False, "is still running"),
     ],
 )
 def test_a_death_is_described(code: int | None, starting: bool, words: str) -> None:

@@ -261,17 +261,20 @@ BACK = "0RELOAD0[1.0]@host 0WAIT_RELOAD0[1.0]@host"
         ),
         (
             "device 0: 0LOAD0 0F0 0I0 0W0 0STEP",
-            "the runtime cannot execute 0I0 yet, and the simulator neither: lower the plan again",
+            "neither the runtime nor the simulator supports 0I0 yet: lower the plan again",
         ),
-        ("device 0: 0LOAD0 0F0 0B0 0STEP0", "0STEP0 belongs to a schedule without end, and the plan's is"),
-        ("device 0: 0LOAD0 0F0{0:1} 0B0 0STEP", "the runtime cannot execute 0F0{0:1} yet"),
+        ("device 0: 0LOAD0 0F0 0B0 0STEP0", "0STEP0 belongs to an asynchronous schedule, but the plan uses"),
+        (
+            "device 0: 0LOAD0 0F0{0:1} 0B0 0STEP",
+            "neither the runtime nor the simulator supports 0F0{0:1} yet",
+        ),
         (
             f"device 0: 0LOAD0 {OUT} 0F0 0B0 0STEP",
-            "0OFFLOAD0[1.0]@host moves what is not there: layer 1 has not saved",
+            "0OFFLOAD0[1.0]@host offloads a missing tensor: layer 1 has not saved",
         ),
         (
             f"device 0: 0LOAD0 0F0 0B0 {OUT} 0STEP",
-            "0OFFLOAD0[1.0]@host moves what is not there: layer 1 has not saved",
+            "0OFFLOAD0[1.0]@host offloads a missing tensor: layer 1 has not saved",
         ),
         (
             f"device 0: 0LOAD0 0F0 {OUT} 0B0 0STEP",
@@ -279,19 +282,19 @@ BACK = "0RELOAD0[1.0]@host 0WAIT_RELOAD0[1.0]@host"
         ),
         (
             f"device 0: 0LOAD0 0F0 {OUT} {OUT} 0STEP",
-            "0OFFLOAD0[1.0]@host moves the storage of saved tensor 1.0 a second",
+            "0OFFLOAD0[1.0]@host offloads the storage of saved tensor 1.0 a second",
         ),
         (
             f"device 0: 0LOAD0 0F0[0:2] {OUT} 0F0[2:5] {BACK} 0B0 0STEP",
-            "0WAIT_OFFLOAD0[1.0]@host frees what is still re",
+            "0WAIT_OFFLOAD0[1.0]@host frees a tensor that is still re",
         ),
         (
             f"device 0: 0LOAD0 0F0 {BACK} 0B0 0STEP",
-            "0RELOAD0[1.0]@host brings back a storage that is on the device",
+            "0RELOAD0[1.0]@host reloads a storage that is on the device",
         ),
         (
             f"device 0: 0LOAD0 0F0 {OUT} {BACK.replace('host', 'device1')} 0B0 0STEP",
-            "0RELOAD0[1.0]@device1 brings back a storage that is away (@host)",
+            "0RELOAD0[1.0]@device1 reloads a storage that is away (@host)",
         ),
         (
             f"device 0: 0LOAD0 0F0[0:2] 0N0[2:5] {OUT} 0R0[2:5] 0B0[2:5] {BACK} 0B0[0:2] 0STEP",
@@ -299,7 +302,7 @@ BACK = "0RELOAD0[1.0]@host 0WAIT_RELOAD0[1.0]@host"
         ),
         (
             "device 0: 0LOAD0 0F0 0OFFLOAD0[1.0] 0WAIT_OFFLOAD0[1.0] 0B0",
-            "0OFFLOAD0[1.0] does not say where: write @host",
+            "0OFFLOAD0[1.0] lacks a place: write @host",
         ),
     ],
 )

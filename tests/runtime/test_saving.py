@@ -219,7 +219,7 @@ def test_a_folder_with_a_later_checkpoint_is_refused(tmp_path: Path) -> None:
     step(before)
     before.save(tmp_path, background=False)
     with pytest.raises(
-        FileError, match="step-00000002 is there already, of a later step than 1: go on from there"
+        FileError, match="step-00000002 already exists and is of a later step than 1: resume from it"
     ):
         trainer.save(tmp_path, keep=1)
     trainer.load(tmp_path)
@@ -239,7 +239,8 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_training(tmp_path: Path) -
     with full_disk():
         trainer.save(tmp_path)
         with pytest.warns(
-            PipefitWarning, match=r"checkpoint 2 cannot be saved .* File too large; the last whole one is 1"
+            PipefitWarning,
+            match=r"checkpoint 2 cannot be saved .* File too large; the last complete checkpoint is 1",
         ):
             trainer.finish()
     with warnings.catch_warnings():
@@ -261,7 +262,8 @@ def test_without_a_thread_a_checkpoint_is_lost_and_not_the_training(
         full.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
         trainer.save(tmp_path)
         with pytest.warns(
-            PipefitWarning, match=r"checkpoint 1 cannot be saved .* new thread; there is no whole one"
+            PipefitWarning,
+            match=r"checkpoint 1 cannot be saved .* new thread; there is no complete checkpoint",
         ):
             trainer.finish()
     step(trainer)
@@ -279,7 +281,7 @@ def test_a_failed_save_may_stop_the_training(tmp_path: Path) -> None:
     trainer = trained(supervision=Supervision(on_failed_save=stop))
     with full_disk():
         trainer.save(tmp_path)
-        with pytest.raises(FileError, match="there is no whole one yet"):
+        with pytest.raises(FileError, match="there is no complete checkpoint yet"):
             trainer.finish()
 
 
@@ -289,7 +291,7 @@ def test_a_folder_that_cannot_be_made_is_refused_at_once(tmp_path: Path) -> None
     """
     (tmp_path / "file").touch()
     trainer = trained()
-    with pytest.raises(FileError, match="cannot be made: Not a directory"):
+    with pytest.raises(FileError, match="cannot be created: Not a directory"):
         trainer.save(tmp_path / "file" / "runs")
     step(trainer)
 
@@ -307,7 +309,7 @@ def test_a_scheduler_that_json_cannot_hold_is_refused_by_name(tmp_path: Path) ->
     """
     task = replace(task_of(lambda: [nn.Linear(8, 4)]), scheduler=Remembered)
     with pytest.raises(
-        UsageError, match="the scheduler Remembered's history is a set, which no checkpoint can hold"
+        UsageError, match="the scheduler Remembered's history is a set, which cannot be saved"
     ):
         Trainer(task, plan_of(task, [1])).save(tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
@@ -327,7 +329,7 @@ def test_state_of_an_optimizer_that_json_cannot_hold_is_refused_by_name(tmp_path
     trainer = Trainer(task, plan_of(task, [1]))
     step(trainer)
     with pytest.raises(
-        UsageError, match=r"the optimizer's past of 0.weight is a list, which no checkpoint can hold"
+        UsageError, match=r"the optimizer's past of 0.weight is a list, which cannot be saved"
     ):
         trainer.save(tmp_path)
     assert trainer.state_dict().keys() == {"0.weight", "0.bias"}
@@ -341,7 +343,7 @@ def test_a_checkpoint_of_another_task_is_refused(tmp_path: Path) -> None:
     trained().save(tmp_path, background=False)
     task = task_of(lambda: [nn.Linear(8, 65), nn.Tanh(), nn.Linear(65, 4)], optimizer=ADAMW)
     with pytest.raises(
-        FileError, match=r"is of another training .* other parameters or buffers in layers 0, 2"
+        FileError, match=r"does not belong to this task .* other parameters or buffers in layers 0, 2"
     ):
         Trainer(task, plan_of(task, [2, 1])).load(tmp_path)
 

@@ -147,13 +147,11 @@ def test_workers_do_what_one_process_does() -> None:
 
 def test_what_has_no_positions_or_no_shards_is_refused() -> None:
     """Sequence parallelism without positions or shards is refused by name, with a fix."""
-    with pytest.raises(UsageError, match="a stage of 1 shard has all positions"):
+    with pytest.raises(UsageError, match="a stage of 1 shard holds all positions"):
         Grid(devices=(0, 1), data=2, sequences=True)
-    with pytest.raises(UsageError, match=r"say how many \(tensor\), such as 2"):
+    with pytest.raises(UsageError, match=r"give their number \(tensor\), such as 2"):
         profile(along(), microbatch_size=2, sequences=True)
-    with pytest.raises(
-        UsageError, match=r"2 tensor-parallel ranks divide nothing of dropped along positions"
-    ):
+    with pytest.raises(UsageError, match=r"2 tensor-parallel ranks cannot shard dropped along positions"):
         profile(divided("dropped"), microbatch_size=2, tensor=2, sequences=True)
     without = replace(profiled(), measurements=tuple(m for m in profiled().measurements if not m.sequences))
     with pytest.raises(

@@ -103,11 +103,12 @@ def test_another_scheduler_is_refused() -> None:
     steps, several = (SCHEDULERS[name](optimizer) for name in ("step", "sequential"))
     common, by_group = state_of(steps, 2)
     with pytest.raises(
-        FileError, match=r"has no _milestones, which the task's keeps: use the same scheduler"
+        FileError, match=r"does not store _milestones, but the task's scheduler does: use the same scheduler"
     ):
         take_state(several, common, by_group)
     with pytest.raises(
-        FileError, match=r"keeps _schedulers.0.gamma, which the task's has not: use the same scheduler"
+        FileError,
+        match=r"stores _schedulers.0.gamma, but the task's scheduler does not: use the same scheduler",
     ):
         take_state(steps, common | {"_schedulers.0.gamma": 0.1}, by_group)
 
@@ -115,7 +116,7 @@ def test_another_scheduler_is_refused() -> None:
 @pytest.mark.parametrize("value", [{1}, object(), float("nan"), float("inf"), torch.zeros(2), lambda: 0])
 def test_what_json_cannot_hold_is_refused_by_name(value: Any) -> None:
     """An option that is neither a number nor text, or not finite, is refused by name."""
-    with pytest.raises(UsageError, match=r"Muon's option odd is .*which no checkpoint can hold"):
+    with pytest.raises(UsageError, match=r"Muon's option odd is .*which cannot be saved"):
         options_of({"params": [], "lr": 0.1, "odd": value}, "Muon")
 
 

@@ -119,7 +119,7 @@ def test_a_plan_whose_layers_were_divided_otherwise_is_refused() -> None:
     plan = grid_plan(profiled("dropped", (12, 6), (2,)), [0, 3, 6], [(1, 2), (1, 1)])
     others = tuple(replace(m, forms="0a" if m.tensor > 1 else "") for m in plan.profile.measurements)
     with pytest.raises(
-        UsageError, match="2 tensor-parallel ranks would divide dropped otherwise than in its profile"
+        UsageError, match="2 tensor-parallel ranks would shard dropped differently than in its profile"
     ):
         certify(divided("dropped"), replace(plan, profile=replace(plan.profile, measurements=others)))
 

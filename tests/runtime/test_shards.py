@@ -297,7 +297,7 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused(optimizer: Any) -> 
 
     task = divided("dropped", optimizer=made)
     found = replace(profiled("dropped"), fingerprint=profile(task, microbatch_size=4).fingerprint)
-    why = rf"optimizer {optimizer.__name__} of dropped updates a parameter by more"
+    why = rf"optimizer {optimizer.__name__} of dropped does not update parameters element by element"
     with pytest.raises(UsageError, match=why):
         profile(task, microbatch_size=4, tensor=2)
     with pytest.raises(UsageError, match=why):
@@ -401,7 +401,9 @@ def test_hooks_see_whole_gradients_or_are_refused() -> None:
     whole = Trainer(other, grid_plan(found, [0, 6], [(1, 1)]))
     whole.step(first)
     assert equal(ranks.state_dict(), whole.state_dict(), relative=1e-9)
-    with pytest.raises(UsageError, match=r"up\.weight has hooks on its gradient, and 2 ranks would share it"):
+    with pytest.raises(
+        UsageError, match=r"up\.weight has hooks on its gradient, but 2 tensor-parallel ranks would shard it"
+    ):
         profile(hooked("0.up.weight")[0], microbatch_size=4, tensor=2)
 
 
@@ -428,7 +430,7 @@ def test_one_process_refuses_shards_on_gpus() -> None:
     """One process refuses shards on GPUs, because backward threads cannot wait for each other."""
     plan = grid_plan(profiled("dropped"), [0, 3, 6], [(1, 2), (1, 1)])
     with pytest.raises(
-        UsageError, match="devices 0, 1 hold tensor shards, which one process cannot train on GPUs"
+        UsageError, match="devices 0, 1 hold tensor shards, which a single process cannot train on GPUs"
     ):
         Together(replace(plan, cluster=replace(plan.cluster, backend="cuda")))
 
@@ -440,7 +442,7 @@ def test_ranks_that_would_divide_otherwise_than_profiled_are_refused() -> None:
     task, plan = divided("dropped", optimizer=MOMENTUM), grid_plan(profiled("dropped"), [0, 6], [(1, 2)])
     other = tuple(replace(m, forms="another") if m.tensor == 2 else m for m in plan.profile.measurements)
     with pytest.raises(
-        UsageError, match="2 tensor-parallel ranks would divide dropped otherwise than in its profile"
+        UsageError, match="2 tensor-parallel ranks would shard dropped differently than in its profile"
     ):
         Trainer(task, replace(plan, profile=replace(plan.profile, measurements=other)))
 
@@ -453,13 +455,11 @@ def test_a_trainer_refuses_ranks_that_compute_other_numbers(monkeypatch: pytest.
         divided("dropped", optimizer=MOMENTUM),
         grid_plan(profiled("dropped"), [0, 3, 6], [(2, 2), (1, 1)]),
     )
-    assert "what 2 tensor-parallel ranks have agrees with 5 distinct blocks" in str(
+    assert "layers sharded over 2 tensor-parallel ranks agree with 5 distinct blocks" in str(
         certify_numbers(task, plan)
     )
     monkeypatch.setattr(collectives, "_summed", lambda gradient, group: gradient.clone())
     for refused in (Trainer, certify_numbers):
-        with pytest.raises(
-            UsageError, match=r"layer 0 of dropped, divided between 2 .* computes other numbers"
-        ):
+        with pytest.raises(UsageError, match=r"layer 0 of dropped, sharded over 2 .* computes other numbers"):
             refused(task, plan)
     assert Trainer(task, plan, numbers=False).not_compared == ""

@@ -97,8 +97,10 @@ def on_a_host_of(memory_bytes: int) -> Plan:
     return replace(plan, cluster=replace(plan.cluster, hosts=(host,)))
 
 
-SAID = "host0 has 8.89 KiB, of which moved tensors take 0 B, and a copy of what it saves takes 8.89 KiB, 1 B "
-SAID += "more than is left: "
+SAID = (
+    "host0 has 8.89 KiB, but needs 0 B for offloaded tensors and 8.89 KiB for a copy of the saved state, 1 B "
+)
+SAID += "too much: "
 
 
 @pytest.mark.parametrize(("missing", "in_foreground"), [(0, False), (1, True)])
@@ -132,7 +134,7 @@ def test_a_host_without_room_is_refused_before_a_worker_starts(tmp_path: Path) -
     with pytest.raises(OutOfMemory) as refused:
         train(partial(named, "dropout"), plan, steps=2, numbers=False, saving=Saving(directory=str(tmp_path)))
     ways_out = (
-        "let training stand still while a checkpoint is written (--save-in-foreground), or move less there"
+        "pause training while a checkpoint is written (--save-in-foreground), or offload less to the host"
     )
     assert str(refused.value) == SAID + ways_out
     train(partial(named, "dropout"), plan, steps=1, seed=SEED, numbers=False)  # who saves nothing needs none
@@ -147,9 +149,7 @@ def test_moved_tensors_leave_less_room_for_the_copy(tmp_path: Path) -> None:
     Saving(directory=str(tmp_path)).check(plan)
     host = replace(host, memory_bytes=host.memory_bytes - 1)
     plan = replace(plan, cluster=replace(plan.cluster, hosts=(host,)))
-    with pytest.raises(
-        OutOfMemory, match=r"of which moved tensors take \d\S* KiB, and .* 1 B more than is left: "
-    ):
+    with pytest.raises(OutOfMemory, match=r"but needs \d\S* KiB for offloaded tensors and .* 1 B too much: "):
         Saving(directory=str(tmp_path)).check(plan)
 
 
@@ -163,9 +163,7 @@ def test_training_that_is_under_way_goes_on(tmp_path: Path) -> None:
             trainer.step(batch_of(trainer.task, plan))
             trainer.save(tmp_path)
             assert trainer.saved is not None and trainer.saved.snapshot_bytes == 0
-    assert [str(one.message) for one in told] == [
-        SAID + "training stands still while a checkpoint is written"
-    ]
+    assert [str(one.message) for one in told] == [SAID + "training pauses while a checkpoint is written"]
 
 
 def test_a_restart_on_a_host_without_room_goes_on(tmp_path: Path) -> None:

@@ -186,14 +186,14 @@ def test_an_owner_alone_takes_the_time_of_its_layers_on_the_host(profiled: Model
         (
             "optimizer",
             away(0, 0, 3, What.UPDATE),
-            r"divide the optimizer state alone, .* \(shard='gradients'\)",
+            r"shard only the optimizer state, .* \(shard='gradients'\)",
         ),
         (
             "gradients",
             away(0, 0, 3, kind="gradients"),
-            "divide gradients, whose gradients are summed or dealt out",
+            "shard gradients, whose gradients are reduced as soon as",
         ),
-        ("gradients", away(0, 0, 3, kind="parameters"), r"have all parameters, .* \(shard='parameters'\)"),
+        ("gradients", away(0, 0, 3, kind="parameters"), r"hold all parameters, .* \(shard='parameters'\)"),
     ],
 )
 def test_what_not_every_replica_has_a_part_of_stays(

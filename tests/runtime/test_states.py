@@ -104,7 +104,7 @@ def test_a_host_pays_for_state_gradients_parameters_and_the_update_itself() -> N
             if room == needed:
                 run(task, tight)
             else:
-                with pytest.raises(OutOfMemory, match=r"host0 has .* would have to keep .* 1 B more"):
+                with pytest.raises(OutOfMemory, match=r"host0 has .* would need .* 1 B too much"):
                     run(task, tight)
 
 

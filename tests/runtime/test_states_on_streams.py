@@ -245,7 +245,9 @@ def test_an_optimizer_for_gpus_alone_is_refused_where_the_host_updates(option: s
 
     task = task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 4)], optimizer=Made)
     plan = replace(plan_of(task, [2], devices=2), decisions=(away(0, 1, 2, What.UPDATE),))
-    with pytest.raises(UsageError, match=f"which an optimizer with {option}=True cannot: make it without"):
+    with pytest.raises(
+        UsageError, match=f"which does not work with {option}=True: create the optimizer without"
+    ):
         Trainer(task, plan)
 
 

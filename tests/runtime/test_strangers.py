@@ -72,7 +72,9 @@ def test_workers_know_each_other_by_a_token(tokens: tuple[str, str], tmp_path: P
     if tokens == ("ours", "ours"):
         assert told == ["welcome", "welcome"]
     else:
-        assert told[0].startswith("what has connected as worker 1 does not know the token of this training: ")
+        assert told[0].startswith(
+            "a process that connected as worker 1 does not know the token of this training: "
+        )
 
 
 def test_every_start_has_a_token_of_its_own() -> None:
@@ -145,7 +147,7 @@ def test_a_stranger_that_takes_a_place_is_dropped_and_training_goes_on(how: str,
     assert losses == undisturbed(3)
     (said,) = told
     assert re.search(
-        r"^worker [01] \(device [01], .*; none of them has failed by itself, so they connect anew: ", said
+        r"^worker [01] \(device [01], .*; no worker failed on its own, so they connect again: ", said
     )
     assert said.endswith("start 2 of 5")
 

@@ -84,7 +84,7 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(tmp_path: Pat
         trained(tmp_path, task=partial(killed, 1, 7), steps=8)
     last = steps_in(tmp_path)[-1]
     assert last in (4, 6)
-    assert str(caught.value).endswith(f"; steps done: 7, last saved: {last}; go on with --resume {tmp_path}")
+    assert str(caught.value).endswith(f"; steps done: 7, last saved: {last}; resume with --resume {tmp_path}")
     rest = trained(tmp_path, (2, 2, 2), resume=tmp_path, schedule="gpipe", steps=8)
     assert rest == expected(steps=8)[last:]
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000006", "step-00000008"]
@@ -111,7 +111,7 @@ def test_a_worker_that_cannot_write_costs_the_checkpoints_alone(tmp_path: Path, 
         pytest.warns(PipefitWarning) as warned,
         pytest.raises(
             NotSaved,
-            match=r"^checkpoint 6 cannot be saved to .*File too large; there is no whole one yet; steps done",
+            match=r"^checkpoint 6 cannot be saved to .*File too large; there is no complete checkpoint yet; steps done",
         ) as caught,
     ):
         trained(tmp_path, task=partial(limited, worker, 2000), on_saved=saves.append)
@@ -121,7 +121,7 @@ def test_a_worker_that_cannot_write_costs_the_checkpoints_alone(tmp_path: Path, 
     assert [text.partition(" cannot be saved")[0] for text in told] == [
         f"checkpoint {step}" for step in (2, 4)
     ]
-    assert all("File too large; there is no whole one yet" in text for text in told)
+    assert all("File too large; there is no complete checkpoint yet" in text for text in told)
     assert list(tmp_path.iterdir()) == []
     assert len(saves) == 6
 
@@ -147,7 +147,8 @@ def test_a_save_fails_whatever_the_writing_raises(worker: int, error: BaseExcept
     with (
         pytest.warns(PipefitWarning, match=f"checkpoint 2 cannot be saved .*: {type(error).__name__}"),
         pytest.raises(
-            NotSaved, match=f"checkpoint 6 cannot be saved .*: {type(error).__name__}.*no whole one yet"
+            NotSaved,
+            match=f"checkpoint 6 cannot be saved .*: {type(error).__name__}.*no complete checkpoint yet",
         ),
     ):
         trained(tmp_path, task=partial(unwritable, worker, error), timeout_seconds=60)
@@ -156,7 +157,9 @@ def test_a_save_fails_whatever_the_writing_raises(worker: int, error: BaseExcept
 
 def test_a_checkpoint_that_is_lost_on_the_way_is_a_warning(tmp_path: Path) -> None:
     """A lost checkpoint is only a warning if later ones, including the last, are whole."""
-    with pytest.warns(PipefitWarning, match="checkpoint 4 cannot be saved .*the last whole one is 2"):
+    with pytest.warns(
+        PipefitWarning, match="checkpoint 4 cannot be saved .*the last complete checkpoint is 2"
+    ):
         assert trained(tmp_path, task=partial(full_for_a_while, 4)) == expected()
     assert steps_in(tmp_path) == [2, 6]
 
@@ -181,9 +184,9 @@ def test_a_worker_without_room_for_copies_makes_all_write_at_once(tmp_path: Path
     another.
     """
     saves: list[Saved] = []
-    with pytest.warns(PipefitWarning, match="training stands still") as told:
+    with pytest.warns(PipefitWarning, match="training pauses") as told:
         assert trained(tmp_path, task=partial(crowded, 1), on_saved=saves.append) == expected()
-    said = r"this host has 0 B of memory left, and copies of what its workers save take up to \S+ KiB: training stands"
+    said = r"this host has 0 B of memory left, but the copies of its workers' state need up to \S+ KiB: training pauses"
     assert [bool(re.match(said, str(one.message))) for one in told] == [True]
     assert {saved.snapshot_bytes for saved in saves} == {0}
     assert steps_in(tmp_path) == [4, 6]
@@ -203,7 +206,7 @@ def test_a_folder_that_cannot_hold_checkpoints_is_refused_before_the_first_step(
     """
     (tmp_path / "file").touch()
     for place in (tmp_path / "file", tmp_path / "file" / "runs", Path("/dev/null")):
-        with pytest.raises(FileError, match=r"cannot hold checkpoints: .* is no folder; name another"):
+        with pytest.raises(FileError, match=r"cannot hold checkpoints: .* is not a folder; name another"):
             Saving(directory=str(place)).check(plan_for("dropout", "1f1b", (3, 3)))
     Saving(directory=str(tmp_path / "new" / "runs")).check(plan_for("dropout", "1f1b", (3, 3)))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -214,16 +217,20 @@ def test_a_folder_in_which_nothing_can_be_made_is_refused(folder: str) -> None:
     """A folder that accepts no files is refused before the first step, whatever its permissions: root has all
     of them, and /proc accepts no files.
     """
-    with pytest.raises(FileError, match=r"nothing can be written to /proc \(.+\); name another folder"):
+    with pytest.raises(FileError, match=r"/proc is not writable \(.+\); name another folder"):
         Saving(directory=folder).check(plan_for("dropout", "1f1b", (3, 3)))
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"steps": 2}, UsageError, "holds a checkpoint of step 4 already, and this training begins at 0"),
-    ({"steps": 4, "resume": True}, UsageError, "has 4 steps, and 4 are wanted in all"),
+    ({"steps": 2}, UsageError, "already has a checkpoint of step 4, but this training starts at step 0"),
+    ({"steps": 4, "resume": True}, UsageError, "already has 4 steps, but the training should end after 4"),
     ({"seed": 5, "resume": True}, UsageError, f"was trained with seed {SEED}"),
-    ({"resume": True, "weights": "model.safetensors"}, UsageError, "give either a checkpoint or weights"),
-    ({"resume": "nowhere"}, FileError, "there is no whole checkpoint in nowhere"),
+    (
+        {"resume": True, "weights": "model.safetensors"},
+        UsageError,
+        "give either a checkpoint or initial weights",
+    ),
+    ({"resume": "nowhere"}, FileError, "nowhere does not contain a complete checkpoint"),
     ({"task": partial(named, "norm"), "resume": True}, FileError, "does not belong to this task"),
 ]
 
@@ -280,4 +287,7 @@ def test_the_parent_knows_at_which_action_a_worker_is(schedule: str) -> None:
     heartbeat.at(SAVING)
     assert (supervisor._place(0), supervisor._waits(0)) == ("while it saved a checkpoint", False)
     heartbeat.at(SAVES_TOGETHER)
-    assert (supervisor._place(0), supervisor._waits(0)) == ("while it waited for the others to save", True)
+    assert (supervisor._place(0), supervisor._waits(0)) == (
+        "while it waited for the other workers to save",
+        True,
+    )

@@ -326,7 +326,7 @@ def test_the_state_loads_into_the_original_module() -> None:
     ("given", "words"),
     [
         ((torch.randn(9, 12), torch.randn(9, 4)), "9 samples"),
-        ((torch.randn(8, 12), torch.randn(7, 4)), "equally many"),
+        ((torch.randn(8, 12), torch.randn(7, 4)), "the same number"),
         ((torch.randn(0, 12), torch.randn(0, 4)), "0 samples"),
     ],
 )

@@ -132,7 +132,7 @@ def test_a_transfer_that_fails_is_a_lost_peer() -> None:
     """A failed transfer is a lost peer: the error names the action and the reason in one line, and its sender
     counts as a victim.
     """
-    said = r"0SEND_F3 failed: .* gone or hangs \(Connection closed by peer after 2 s long trace\)"
+    said = r"0SEND_F3 failed: .* has ended or hangs \(Connection closed by peer after 2 s long trace\)"
     with pytest.raises(PeerLost, match=said):
         network().join(SEND, [Broken()])  # type: ignore[list-item]
 
@@ -148,9 +148,9 @@ def test_a_timeout_says_how_to_wait_longer(reason: str, remedy: bool) -> None:
     """A timeout's error says how to wait longer, because the peer may only be slow; a broken connection's
     does not.
     """
-    with pytest.raises(PeerLost, match="gone or hangs") as caught:
+    with pytest.raises(PeerLost, match="has ended or hangs") as caught:
         network().join(SEND, [Late(reason)])  # type: ignore[list-item]
-    assert str(caught.value).endswith("raise timeout_seconds") == remedy
+    assert ("raise timeout_seconds" in str(caught.value)) == remedy
 
 
 def test_a_transfer_that_cannot_start_is_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_a_transfer_that_cannot_start_is_a_lost_peer(monkeypatch: pytest.MonkeyP
         raise RuntimeError("Broken pipe")
 
     monkeypatch.setattr(dist, "isend", refuse)
-    with pytest.raises(PeerLost, match=r"0SEND_F3 failed: device 1 is gone \(Broken pipe\)"):
+    with pytest.raises(PeerLost, match=r"0SEND_F3 failed: device 1 has ended \(Broken pipe\)"):
         network().start(SEND, [torch.zeros(1)], MESSAGE)
 
 

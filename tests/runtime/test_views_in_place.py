@@ -106,11 +106,11 @@ def a_parameter() -> list[nn.Module]:
 @pytest.mark.parametrize(
     ("layers", "words"),
     [
-        (views, "layer 2 changes its input 0 in place, and that shares memory with input 1"),
-        (passed_on, "layer 3 changes its input 0 in place, and that shares memory with input 1"),
+        (views, "layer 2 changes its input 0 in place, but that input shares memory with input 1"),
+        (passed_on, "layer 3 changes its input 0 in place, but that input shares memory with input 1"),
         (
             a_parameter,
-            "layer 2 changes its input 1 in place, and that shares memory with a parameter or buffer",
+            "layer 2 changes its input 1 in place, but that input shares memory with a parameter or buffer",
         ),
     ],
 )

@@ -436,7 +436,7 @@ def test_evaluation_that_reads_what_is_not_there_is_refused() -> None:
     assert one.step(batch) == other.step(batch)
     assert one.evaluate(batch) > 0
     with pytest.raises(
-        UsageError, match=r"reads 'weight' as it is in aten\.sum.*, and through its half-precision copy"
+        UsageError, match=r"reads 'weight' in full precision in aten\.sum.*, but only its half-precision copy"
     ):
         other.evaluate(batch)
 

@@ -90,26 +90,26 @@ CASES: dict[str, tuple[Rearrange, int, str, str]] = {
     "in use": (
         behind("0F0", word("OFFLOAD", 0), word("WAIT_OFFLOAD", 0)),
         2,
-        r"0OFFLOAD0\[0.versions\]@host moves weights that updates would change: a STASH must come before",
-        "weights of layer 0 cannot be moved: updates would change them; copy them first",
+        r"0OFFLOAD0\[0.versions\]@host offloads weights that updates would change: a STASH must come before",
+        "weights of layer 0 cannot be offloaded, because updates would change them: copy them first",
     ),
     "by another name": (
         by_another_name,
         1,
         r"0B1 needs a version of layer 0 that is away \(@host\)",
-        "0B1 needs weights of layer 0 that have been moved: RELOAD them",
+        "0B1 needs the offloaded weights of layer 0: RELOAD them",
     ),
     "twice": (
         behind("0WAIT_STASH0", word("OFFLOAD", 1), word("OFFLOAD", 2), word("WAIT_OFFLOAD", 1)),
         1,
-        r"0OFFLOAD2\[0.versions\]@host moves a version of layer 0 that is on its way out already",
-        r"0OFFLOAD2\[0.versions\]@host moves the weights of layer 0 a second time",
+        r"0OFFLOAD2\[0.versions\]@host offloads a version of layer 0 that is on its way out already",
+        r"0OFFLOAD2\[0.versions\]@host offloads the weights of layer 0 a second time",
     ),
     "never away": (
         lambda actions: [one for one in actions if one not in (word("OFFLOAD", 1), word("WAIT_OFFLOAD", 1))],
         1,
-        r"0RELOAD1\[0.versions\]@host brings back a version of layer 0 that is on the device",
-        r"0RELOAD1\[0.versions\]@host brings back a storage that is on the device",
+        r"0RELOAD1\[0.versions\]@host reloads a version of layer 0 that is on the device",
+        r"0RELOAD1\[0.versions\]@host reloads a storage that is on the device",
     ),
 }
 
@@ -149,7 +149,7 @@ COPIES: dict[str, tuple[Rearrange, str, str]] = {
     "updated before it is copied": (
         behind("0STEP0[1:3]", parse_action("0STASH0[1:3]")),
         r"0STEP0\[1:3\] would change weights that forwards still use: a STASH must come before it",
-        "weights that are needed by coming forwards: the program has to copy them first",
+        "the weights of later forwards: the program must copy them first",
     ),
     "used before all is copied": (
         behind("0STEP0[0:1]", parse_action("0WAIT_STASH0[0:1]")),
@@ -159,7 +159,7 @@ COPIES: dict[str, tuple[Rearrange, str, str]] = {
     "copied twice": (
         copied_again,
         r"0STASH1\[0:1\] copies weights a second time: the WAIT of the first copy must come before it",
-        "weights of layer 0 have been copied already",
+        "weights of layer 0 have already been copied",
     ),
     "copied while away": (
         behind("0B0[1:3]", parse_action("0STASH0[0:1]")),
@@ -188,13 +188,13 @@ def test_a_schedule_with_an_end_has_no_versions_to_move() -> None:
     plan = weights_away("1f1b")
     copies = tuple(word(text, 0) for text in ("OFFLOAD", "WAIT_OFFLOAD", "RELOAD", "WAIT_RELOAD"))
     (program,) = programs(plan, behind("0F0", *copies), 1)
-    with pytest.raises(UsageError, match="moves versions of weights in a program that has none"):
+    with pytest.raises(UsageError, match="offloads weight versions in a program without them"):
         assert Simulation(plan, program=program).effects
-    with pytest.raises(UsageError, match="moves versions of weights where there are none"):
+    with pytest.raises(UsageError, match="offloads weight versions, but the plan's schedule is synchronous"):
         run(plan, [program])
     away = replace(weights_away(), training=plan.training)
     with pytest.raises(
-        UsageError, match="versions of layer 0 to host: schedule 1f1b has no versions of weights"
+        UsageError, match="versions of layer 0 to host: schedule 1f1b does not keep weight versions"
     ):
         lower(away)
 
@@ -211,6 +211,6 @@ def test_weights_in_common_memory_stay() -> None:
 
     trainer = Trainer(replace(task, module=build), plan)
     with pytest.raises(
-        UsageError, match="parameter weight of layer 0 cannot be moved, because it lies in memory"
+        UsageError, match="parameter weight of layer 0 cannot be offloaded, because its memory"
     ):
         trainer.step(make_batch(8))

@@ -357,18 +357,18 @@ def half_frozen() -> ModelProfile:
     [
         (
             make_plan(half_frozen(), [2, 1], schedule="pipedream", decisions=(state("parameters"),)),
-            "layer 1 has weights that are not trained, which all microbatches go through",
+            "layer 1 has frozen weights, which all microbatches use",
         ),
-        (plan_of(2, 4, state("versions", 2, 4, 1)), "stage 1 is the last one and updates in place"),
+        (plan_of(2, 4, state("versions", 2, 4, 1)), "stage 1 is the last stage and updates in place"),
         (
             sharing(plan_of(2, 4, state("versions", 0, 1))),
-            "parameter 'tied' belongs to other layers of the stage too",
+            "other layers of the stage share parameter 'tied'",
         ),
         (
             make_plan(
                 equal_profile(2, parameter_bytes=0), [1, 1], schedule="pipedream", decisions=(WEIGHTS,)
             ),
-            "these layers have no weights that are trained",
+            "these layers do not have trained weights",
         ),
     ],
 )
@@ -384,7 +384,8 @@ def test_shares_are_the_same_in_every_step() -> None:
     """
     third = replace(EARLY, microbatches=Microbatches(1, 3))
     with pytest.raises(
-        UsageError, match=r"3 does not divide the 4 of a step, .*: take a share of every 2 or 4, or all"
+        UsageError,
+        match=r"3 does not divide the 4 microbatches of a step, .*: use a share of every 2 or 4, or all",
     ):
         lower(plan_of(2, 4, third))
     half = plan_of(2, 4, replace(EARLY, microbatches=Microbatches(1, 2)))
@@ -392,7 +393,7 @@ def test_shares_are_the_same_in_every_step() -> None:
     lower_drain(half, entered=7)
     with pytest.raises(
         UsageError,
-        match=r"every 2 microbatches, and the batch before was no multiple of them: .*Trainer.finish",
+        match=r"every 2 microbatches, but the previous batch had another number .*Trainer.finish",
     ):
         lower(half, entered=7)
 

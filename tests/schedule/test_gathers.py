@@ -124,7 +124,11 @@ def test_gathers_are_hidden_behind_passes() -> None:
             "0F0[0:1] 0WAIT_UNSHARD[0:1]",
             r"0F0\[0:1\] needs the parameters of layer 0, wh",
         ),
-        ("0RESHARD[3:4]", "", r"UNSHARD\[3:4\] brings parameters of layer 3, which are here or on their way"),
+        (
+            "0RESHARD[3:4]",
+            "",
+            r"UNSHARD\[3:4\] gathers parameters of layer 3, which are already on the device or on their way",
+        ),
         (
             "0RESHARD[3:4]",
             "0RESHARD[3:4] 0RESHARD[3:4]",

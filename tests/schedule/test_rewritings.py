@@ -140,14 +140,15 @@ def test_one_microbatch_is_kept_unless_all_are_recomputed(recompute: Recompute) 
 def test_an_unknown_word_for_recomputing_is_refused() -> None:
     """An unknown word is refused with the valid ones."""
     with pytest.raises(
-        UsageError, match="recompute is one of never, always, stages, except_last, except_one, not 'INVALID'"
+        UsageError,
+        match="recompute must be one of never, always, stages, except_last, except_one, not 'INVALID'",
     ):
         recompute_decisions((), (), "INVALID", "gpipe", 4)  # type: ignore[arg-type]
 
 
 def test_a_layer_is_recomputed_by_one_decision() -> None:
     """Adjacent runs are allowed; two runs that recompute a layer for the same microbatch are refused."""
-    with pytest.raises(UsageError, match="layer 2 is recomputed already for microbatch 0"):
+    with pytest.raises(UsageError, match="layer 2 is already recomputed for microbatch 0"):
         lower(one_stage(run(0, 3), run(2, 5), microbatches=2))
     lower(one_stage(run(0, 3, which=(1, 2, 0)), run(2, 5, which=(1, 2, 1)), microbatches=2))
 
@@ -306,8 +307,8 @@ def test_what_the_backward_needs_first_decides_when_a_bundle_is_back() -> None:
 @pytest.mark.parametrize(
     ("decisions", "message"),
     [
-        ((move((1, 0)), run(1, 2)), "layer 1 is recomputed for microbatch 0; do only one"),
-        ((move((0, 7)),), "saved tensor 0.7 cannot be moved: in layers 0 to 8 no such tensor is kept"),
+        ((move((1, 0)), run(1, 2)), "layer 1 is also recomputed for microbatch 0; do only one"),
+        ((move((0, 7)),), "saved tensor 0.7 cannot be offloaded: layers 0 to 8 do not save it"),
     ],
 )
 def test_what_cannot_be_moved_is_refused(decisions: tuple[Decision, ...], message: str) -> None:

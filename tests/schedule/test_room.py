@@ -88,7 +88,7 @@ def test_a_member_with_a_byte_too_little_is_named(arena: Arena, room: dict[str, 
     plan, more = made(disk_bytes=room.pop("disk_bytes", 1), **room), arena._replace(slots=1, slot_bytes=1)
     check_room(plan, [arena])
     with pytest.raises(
-        OutOfMemory, match=rf"{arena.lender} has .*, 1 B more: .* of device 0; move fewer tensors there"
+        OutOfMemory, match=rf"{arena.lender} has .*, 1 B too much: .* of device 0; offload less there"
     ):
         check_room(plan, [arena, more])
 

@@ -110,7 +110,7 @@ def test_1f1b_refuses_several_stages_on_a_rank(schedule: str) -> None:
     plan = make_plan(equal_profile(4), [1] * 4, devices=2, schedule=schedule)
     with pytest.raises(
         UsageError,
-        match=f"{schedule} is an order for one stage on each device, not for 2: use schedule gpipe",
+        match=f"{schedule} supports one stage on each device, not 2: use schedule gpipe",
     ):
         lower(plan)
 
@@ -123,7 +123,7 @@ def test_stages_that_do_not_go_round_the_ranks_are_refused(order: tuple[int, ...
         plan, stages=tuple(replace(s, grid=Grid.of(d)) for s, d in zip(plan.stages, order, strict=True))
     )
     with pytest.raises(
-        UsageError, match=r"needs stages on the devices in turn, equally many on each, not stages \[0"
+        UsageError, match=r"needs stages in turn on the devices, the same number on each, not stages \[0"
     ):
         lower(plan)
 

@@ -101,16 +101,17 @@ def test_a_parameter_shared_by_stages_with_other_parts_is_refused() -> None:
     """Stages with other numbers of shards, or divided otherwise because of other local batch sizes, cannot
     share a parameter.
     """
-    refused = r"stage 0 has 2 tensor shards in . replicas?, and shares parameter 'w' with stage 1 in 1 replica, which "
+    refused = r"stage 0 has 2 tensor shards in . replicas? and shares parameter 'w' with stage 1 in 1 replica, which "
     with pytest.raises(
-        UsageError, match=f"{refused}has 1 shard: give both as many shards, or put all layers"
+        UsageError, match=f"{refused}has 1 shard: give both the same number of shards, or put all layers"
     ):
         lower(sharded((1, 2), (1, 1), shared=(tied(),)))
     plan = sharded((2, 2), (1, 2), shared=(tied("rows"),))
     assert lower(plan)
     forms = [replace(m, shared=(tied(str(m.microbatch_size)),)) for m in plan.profile.measurements]
     with pytest.raises(
-        UsageError, match=f"{refused}has as many, but divides it otherwise for .* as many replicas"
+        UsageError,
+        match=f"{refused}has the same number of shards but splits it differently for .* the same number of replicas",
     ):
         lower(replace(plan, profile=replace(plan.profile, measurements=tuple(forms))))
 
@@ -120,7 +121,7 @@ def test_stages_of_one_rank_are_divided_alike() -> None:
     plan = sharded((1, 2), (2, 1), schedule="gpipe")
     stages = (plan.stages[0], Stage(start=1, stop=2, grid=Grid(devices=(0, 1), data=2)))
     with pytest.raises(
-        UsageError, match="stage 0 has 2 tensor shards, and stage 1 on the same devices is divided"
+        UsageError, match="stage 0 has 2 tensor shards, but stage 1 on the same devices is sharded"
     ):
         lower(replace(plan, stages=stages))
 

@@ -167,27 +167,27 @@ def test_steps_of_random_degrees_without_end_fit_together(schedule: str, seed: i
         (
             divided(schedule="pipedream", shard="parameters"),
             None,
-            "that divide parameters, but under .* its own version",
+            "that shard parameters, but under .* its own weight version",
         ),
         (
             divided(schedule="pipedream-2bw", shard="optimizer", versions="everything"),
             None,
-            "2 replicas that divide optimizer, and versions='everything' gives every version",
+            "2 replicas that shard optimizer, but versions='everything' reserves memory",
         ),
         (
             gridded(2, 1),
             3,
-            "stage 0 has 2 replicas, which cannot divide the 3 samples .* leave out 1 of them",
+            "stage 0 has 2 replicas, which cannot split the 3 samples .* remove 1 of them",
         ),
         (
             gridded(3, 2, samples=12),
             9,
-            "stage 1 has 2 replicas, which .* 9 samples .* leave out 3 of them, or give the batch 3 more",
+            "stage 1 has 2 replicas, which .* 9 samples .* remove 3 of them, or add 3",
         ),
         (
             gridded(3, 2, samples=12),
             7,
-            "stage 0 has 3 replicas, which .* 7 samples .* leave out 1 of them, or give the batch 5 more",
+            "stage 0 has 3 replicas, which .* 7 samples .* remove 1 of them, or add 5",
         ),
     ],
 )
@@ -206,12 +206,12 @@ def test_replicas_that_no_plan_can_have_are_refused() -> None:
     )
     with pytest.raises(
         UsageError,
-        match="3 replicas of stage 0 cannot divide a microbatch of 1 sample equally: use a batch of 12 samples",
+        match="3 replicas of stage 0 cannot split a microbatch of 1 sample evenly: use a batch of 12 samples",
     ):
         replace(plan, stages=stages)
     sizes = replace(plan.profile, measurements=(replace(plan.profile.measurements[0], microbatch_size=6),))
     with pytest.raises(
-        UsageError, match=r"slices of 2 samples, and .* at 6: .* microbatch_size=\(6, 2\)\) does"
+        UsageError, match=r"local batches of 2 samples, but .* at 6: .* microbatch_size=\(6, 2\)\)"
     ):
         replace(plan, stages=stages, profile=sizes, training=Training(batch_size=6, microbatches=1))
 
@@ -223,7 +223,7 @@ def test_a_batch_that_is_named_instead_works() -> None:
     profile = replace(plan.profile, measurements=tuple(resized(one, size) for size in sizes))
     asked = Training(batch_size=8, microbatches=2)
     with pytest.raises(
-        UsageError, match="cannot divide a microbatch of 4 samples equally: use a batch of 12 samples"
+        UsageError, match="cannot split a microbatch of 4 samples evenly: use a batch of 12 samples"
     ):
         replace(plan, profile=profile, training=asked)
     assert (
@@ -241,11 +241,15 @@ def test_degrees_that_are_no_grid_are_refused() -> None:
     """Degrees below one, even if they multiply to the number of devices, and too few or many devices are
     refused.
     """
-    with pytest.raises(UsageError, match="a grid has 1 replica or more of 1 shard or more, not -1 of -1"):
+    with pytest.raises(
+        UsageError, match="a grid must have at least 1 replica of at least 1 shard, not -1 of -1"
+    ):
         Grid(devices=(0,), data=-1, tensor=-1)
-    with pytest.raises(UsageError, match="a grid has 1 replica or more of 1 shard or more, not 0 of 1"):
+    with pytest.raises(
+        UsageError, match="a grid must have at least 1 replica of at least 1 shard, not 0 of 1"
+    ):
         Grid(devices=(), data=0)
-    with pytest.raises(UsageError, match="a grid of 1 replica of 3 shards each has 3 devices, not 2"):
+    with pytest.raises(UsageError, match="a grid of 1 replica of 3 shards each needs 3 devices, not 2"):
         Grid(devices=(0, 1), tensor=3)
 
 

@@ -140,20 +140,20 @@ UPDATE = Decision(stage=0, subject=State(start=0, stop=2, kind="optimizer"), wha
     [
         (
             [move("parameters", 0, 2), move("parameters", 1, 3)],
-            "parameters of layers 1 to 2 to host: the parameters of layer 1 are moved already",
+            "parameters of layers 1 to 2 to host: the parameters of layer 1 are already offloaded",
         ),
         *(
-            ([move(kind, 1, 3), UPDATE], f"{kind} of layers 1 to 2 to host: the plan says `stage 0: update")
+            ([move(kind, 1, 3), UPDATE], f"{kind} of layers 1 to 2 to host: the plan has `stage 0: update")
             for kind in ("gradients", "parameters")
         ),
-        ([move("optimizer", 1, 3), UPDATE], "to host: the optimizer state of layer 1 is moved already"),
+        ([move("optimizer", 1, 3), UPDATE], "to host: the optimizer state of layer 1 is already offloaded"),
         (
             [move("parameters", 0, 1), replace(UPDATE, subject=State(start=0, stop=3, kind="optimizer"))],
-            "parameters of layer 0 to host: the plan says `stage 0: update",
+            "parameters of layer 0 to host: the plan has `stage 0: update",
         ),
         (
             [Decision(stage=0, subject=Run(start=0, stop=3), what=What.RECOMPUTE), move("gradients", 1, 3)],
-            "recompute layers 0 to 2: a state that is moved begins or ends at layer 1, within this run",
+            "recompute layers 0 to 2: offloaded state starts or ends at layer 1, within this run",
         ),
     ],
 )
@@ -180,7 +180,7 @@ def test_a_shared_parameter_moves_with_all_of_its_layers(gradient_bytes: int) ->
     measured = replace(profile.measurements[0], shared=(shared,))
     plan = make_plan(replace(profile, measurements=(measured,)), [3], decisions=(move("parameters", 0, 1),))
     with pytest.raises(
-        UsageError, match=r"0, 2.*share.* 'tied'|'tied' is shared by layers 0, 2: move those of all"
+        UsageError, match=r"0, 2.*share.* 'tied'|layers 0, 2 share parameter 'tied': offload all"
     ):
         lower(plan)
     lower(replace(plan, decisions=(move("parameters", 0, 3),)))

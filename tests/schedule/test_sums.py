@@ -148,7 +148,7 @@ def test_gradients_of_parameters_that_stages_share_are_not_divided() -> None:
     plan = gridded(2, 1, shared=(tied,))
     grid = replace(plan.stages[0].grid, shard="gradients")
     with pytest.raises(
-        UsageError, match=r"divide gradients, and shares parameter 'w' .* optimizer state alone"
+        UsageError, match=r"shard gradients, but shares parameter 'w' .* only the optimizer state"
     ):
         lower(replace(plan, stages=(replace(plan.stages[0], grid=grid), plan.stages[1])))
 
@@ -240,7 +240,7 @@ def uneven(sizes: list[int], buckets: int) -> Plan:
 
 def test_no_bucket_is_refused() -> None:
     """Zero buckets are refused with the number."""
-    with pytest.raises(UsageError, match="gradients are summed in 1 bucket or more, not 0"):
+    with pytest.raises(UsageError, match="gradients are all-reduced in 1 bucket or more, not 0"):
         Grid(devices=(0, 1), data=2, buckets=0)
 
 
@@ -250,6 +250,7 @@ def test_a_single_replica_has_nobody_to_divide_or_sum_with(asked: Any) -> None:
     what = "shard='optimizer'" if "shard" in asked else "buckets=3"
     for grid in ({"devices": (0,)}, {"devices": (0, 1), "tensor": 2}):
         with pytest.raises(
-            UsageError, match=f"stage of 1 replica sums no gradients.* {what} means nothing: leave it"
+            UsageError,
+            match=f"stage of 1 replica neither all-reduces nor shards anything.* {what} has no effect: omit it",
         ):
             Grid(**grid, **asked)

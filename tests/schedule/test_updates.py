@@ -133,9 +133,9 @@ def test_without_an_update_nothing_of_the_optimizer_moves() -> None:
 @pytest.mark.parametrize(
     ("decisions", "words"),
     [
-        ([about(0, 2), about(1, 3)], "the optimizer state of layer 1 is moved already"),
-        ([about(0, 2), about(1, 3, UPDATE)], "the optimizer state of layer 1 is moved already"),
-        ([about(0, 2, kind="versions")], "schedule 1f1b has no versions of weights"),
+        ([about(0, 2), about(1, 3)], "the optimizer state of layer 1 is already offloaded"),
+        ([about(0, 2), about(1, 3, UPDATE)], "the optimizer state of layer 1 is already offloaded"),
+        ([about(0, 2, kind="versions")], "schedule 1f1b does not keep weight versions"),
     ],
 )
 def test_what_cannot_be_carried_out_is_refused(decisions: list[Decision], words: str) -> None:

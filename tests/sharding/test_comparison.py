@@ -133,8 +133,8 @@ def test_a_rewriting_that_is_broken_is_refused(fault: Broken, monkeypatch: pytes
     assert not compare(by_hand()).left_out
     fault(monkeypatch)
     said = (
-        r"layer [0-4] of hand, divided between 2 tensor-parallel ranks, "
-        r"computes other numbers than whole: .* apart.*"
+        r"layer [0-4] of hand, sharded over 2 tensor-parallel ranks, "
+        r"computes other numbers than unsharded: .* apart.*"
     )
     with pytest.raises(
         UsageError, match=said + r"\(1e-09 of the largest value is allowed\).*--tensor 1.*numbers=False"
@@ -232,10 +232,10 @@ def test_what_is_left_out_says_why() -> None:
     shortened.
     """
     assert (
-        "layer 0 takes 2.25 KiB of the host, which has 10 B to spare"
+        "layer 0 needs 2.25 KiB on the host, which has 10 B free"
         in compare(by_hand(), free_bytes=10).left_out
     )
     assert (
-        "would take about 0 s, and its batches cannot be cut short"
+        "would take about 0 s, and its batches cannot be shortened"
         in compare(by_hand(), longest=-1.0).left_out
     )

@@ -228,7 +228,9 @@ def test_what_is_between_two_linear_layers_is_divided(name: str) -> None:
 def test_what_is_changed_in_place_and_seen_elsewhere_is_whole() -> None:
     """A view that is changed in place stays with its base, which is replicated."""
     stage = check(of(seen_elsewhere))
-    assert {each.reason for each in stage.shares.whole} == {"it shares memory with what is changed in place"}
+    assert {each.reason for each in stage.shares.whole} == {
+        "it shares memory with a tensor that is changed in place"
+    }
 
 
 def test_a_copy_into_a_new_value_is_whole() -> None:

@@ -207,10 +207,9 @@ def test_the_report_says_what_is_divided_and_what_is_not() -> None:
     odd = Task(layers(), batch=lambda size: (TOKENS, TOKENS), loss=None)
     chain = capture(odd, TOKENS)
     shares = shard_stage(chain.layers, 5, (TOKENS,), prices=CHEAP).shares
-    assert str(shares).startswith("5 ranks divide ")
+    assert str(shares).startswith("5 tensor-parallel ranks shard ")
     assert any(
-        "linear of 1 " in line and "has no part for each of 5 ranks" in line
-        for line in str(shares).splitlines()
+        "linear of 1 " in line and "cannot be split into 5 parts" in line for line in str(shares).splitlines()
     )
     sizes = {name: p.nbytes for name, p in layers().named_parameters()}
     assert shares.parameter_bytes == sum(sizes.values())

@@ -238,8 +238,8 @@ CUT = "0LOAD0 0LOAD1 0F0[0:1] 0F0[1:2] 0F1[0:1] 0F1[1:2]"  # two microbatches in
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0", "0F0 has no data: 0LOAD0 must come before it"),
-        ("0LOAD0 0LOAD0", "0LOAD0 loads what is there already"),
+        ("0F0", "0F0 lacks its data: 0LOAD0 must come before it"),
+        ("0LOAD0 0LOAD0", "0LOAD0 loads data that is already loaded"),
         ("0LOAD0 0F0 0F0", "0F0 is out of order"),
         ("0LOAD0 0F0[1:2]", "out of order: the next layer forward is 0"),
         ("0LOAD0 0F0[0:3]", "outside its stage, which holds layers 0 to 1"),
@@ -247,26 +247,29 @@ CUT = "0LOAD0 0LOAD1 0F0[0:1] 0F0[1:2] 0F1[0:1] 0F1[1:2]"  # two microbatches in
         ("0LOAD0 0F0[0:1] 0F0[1:2] 0B0[0:1]", "out of order: the next layer backward is 1"),
         (
             "0LOAD0 0F0 0B0[1:2]",
-            "ends within layers that went forward in one action: cut forwards and backwards alike",
+            "ends within layers that went forward in one action: split forwards and backwards at the same layers",
         ),
         ("0LOAD0 0F0 0B0 0B0", "out of order"),
-        ("0LOAD0 0F0 0STEP", "0STEP has no gradients"),
-        ("0LOAD0 0F0[0:1] 0F0[1:2] 0B0[1:2] 0STEP", "0STEP has no gradients"),
-        ("0LOAD0 0F0 0B0 0STEP0", "0STEP0 has a number, but this program is updated once, at its end"),
+        ("0LOAD0 0F0 0STEP", "0STEP lacks gradients"),
+        ("0LOAD0 0F0[0:1] 0F0[1:2] 0B0[1:2] 0STEP", "0STEP lacks gradients"),
+        ("0LOAD0 0F0 0B0 0STEP0", "0STEP0 has a number, but this program updates once, at its end"),
         ("0LOAD0 0N0 0B0 0STEP", "needs 0R0 before it"),
         ("0LOAD0 0F0 0R0", "nothing to recompute"),
         ("0LOAD0 0N0 0R0 0R0", "nothing to recompute"),
         ("0LOAD0 0N0[0:1] 0F0[1:2] 0B0 0STEP", r"needs 0R0\[0:1\] before it"),
-        ("0LOAD0 0N0 0R0[0:1]", "belongs to no forward of just these layers"),
-        ("0LOAD0 0F0 0I0 0W0", "0I0 can be written down, but neither simulated nor run yet"),
-        ("0LOAD0 0F0{0:1}", r"0F0\{0:1\} can be written down, but neither simulated nor run yet"),
-        ("0LOAD0 0F0 0B0 0STEP[0:1] 0STEP", r"0STEP has no gradients"),
+        ("0LOAD0 0N0 0R0[0:1]", "needs a forward of exactly these layers"),
+        (
+            "0LOAD0 0F0 0I0 0W0",
+            "0I0 is valid in a program, but neither the simulator nor the runtime supports it yet",
+        ),
+        ("0LOAD0 0F0{0:1}", r"0F0\{0:1\} is valid in a program, but neither"),
+        ("0LOAD0 0F0 0B0 0STEP[0:1] 0STEP", r"0STEP lacks gradients"),
         ("0LOAD0 0F0 0B0 0STEP[0:3]", r"0STEP\[0:3\] is outside its stage, which holds layers 0 to 1"),
-        ("0LOAD-1", "0LOAD-1 needs the number of a microbatch, 0 to 1"),
-        ("0LOAD2", "0LOAD2 needs the number of a microbatch, 0 to 1"),
-        ("0LOAD", "needs the number of a microbatch"),
+        ("0LOAD-1", "0LOAD-1 needs a microbatch number from 0 to 1"),
+        ("0LOAD2", "0LOAD2 needs a microbatch number from 0 to 1"),
+        ("0LOAD", "needs a microbatch number"),
         (f"{CUT} 0B0[1:2] 0B1[1:2] 0B1[0:1] 0B0[0:1] 0STEP", None),
-        (f"{CUT} 0B0[1:2] 0B1 0B0[0:1]", "first backward of the step for some of its layers only"),
+        (f"{CUT} 0B0[1:2] 0B1 0B0[0:1]", "first backward of the step only for some of its layers"),
     ],
 )
 def test_a_program_that_uses_what_is_not_there_is_refused(text: str, message: str | None) -> None:
@@ -289,10 +292,13 @@ def test_a_program_that_uses_what_is_not_there_is_refused(text: str, message: st
             ("0SEND_F0 0WAIT_SEND_F0", "1RECV_F0 1WAIT_RECV_F0"),
             "0SEND_F0 comes before the forward of layer 0",
         ),
-        (("0LOAD0 0F0", "1F0"), "1F0 has no inputs: 1WAIT_RECV_F0 must come before it"),
-        (("0LOAD0 0F0 0SEND_F0 0WAIT_SEND_F0", "1RECV_F0 1F0 1WAIT_RECV_F0"), "1F0 has no inputs"),
-        (("0LOAD0 0F0 0SEND_F0 0WAIT_SEND_F0", "1RECV_F0 1WAIT_RECV_F0 1F0"), "1F0 has no data: 1LOAD0 must"),
-        (("0LOAD0 0F0 0B0", ""), "0B0 has no gradients: 0WAIT_RECV_B0 must come before it"),
+        (("0LOAD0 0F0", "1F0"), "1F0 lacks its inputs: 1WAIT_RECV_F0 must come before it"),
+        (("0LOAD0 0F0 0SEND_F0 0WAIT_SEND_F0", "1RECV_F0 1F0 1WAIT_RECV_F0"), "1F0 lacks its inputs"),
+        (
+            ("0LOAD0 0F0 0SEND_F0 0WAIT_SEND_F0", "1RECV_F0 1WAIT_RECV_F0 1F0"),
+            "1F0 lacks its data: 1LOAD0 must",
+        ),
+        (("0LOAD0 0F0 0B0", ""), "0B0 lacks its gradients: 0WAIT_RECV_B0 must come before it"),
         (
             ("0RECV_B0 0WAIT_RECV_B0", "1SEND_B0 1WAIT_SEND_B0"),
             "1SEND_B0 comes before the backward of layer 1",
@@ -340,7 +346,7 @@ def test_a_step_that_leaves_a_microbatch_in_flight_cannot_be_repeated() -> None:
     plan = make_plan(equal_profile(1), [1], microbatches=1)
     program = parse_program("device 0: 0LOAD0 0F0", placement=((0,),), microbatches=1)
     assert simulate(plan, program=program, steps=1).peak_bytes[0] > 0
-    with pytest.raises(UsageError, match="0LOAD0 loads what is there already"):
+    with pytest.raises(UsageError, match="0LOAD0 loads data that is already loaded"):
         simulate(plan, program=program, steps=2)
 
 
@@ -471,10 +477,10 @@ def test_what_a_program_cannot_say_to_the_simulator_is_refused() -> None:
     plan = make_plan(equal_profile(1), [1], microbatches=1, cluster=make_cluster(2))
     wide = parse_program("device 0: 0LOAD0\ndevice 1:", placement=((0, 1),), microbatches=1)
     with pytest.raises(
-        UsageError, match=r"stage 0 is on devices \[0, 1\] in the program, and on \[0\] in the plan"
+        UsageError, match=r"stage 0 is on devices \[0, 1\] in the program, but on \[0\] in the plan"
     ):
         simulate(plan, program=wide)
     text = "device 0: 0LOAD0 0F0 0OFFLOAD0[0.0]@host\ndevice 1:\ncarried out 0: 0OFFLOAD0[0.0]@host\ncarried out 1:"
     body = parse_program(text, placement=((0,),), microbatches=1)
-    with pytest.raises(UsageError, match="a part of an endless schedule, which nothing has begun"):
+    with pytest.raises(UsageError, match="a part of an asynchronous schedule without its first steps"):
         simulate(plan, program=body)

@@ -386,14 +386,14 @@ def test_offloading_lowers_what_is_held_and_leaves_nothing_behind(
         (AWAY + "0B0", r"0B0 needs a saved tensor of layer 0 that is away \(@host\)"),
         (AWAY + "0RELOAD0[0.0]@host 0B0 0WAIT_RELOAD0[0.0]@host", "layer 0 that is on its way back"),
         ("0LOAD0 0F0 0OFFLOAD0[0.0]@host 0B0 0WAIT_OFFLOAD0[0.0]@host", "layer 0 that is on its way out"),
-        (AWAY + "0OFFLOAD0[0.0]@host 0WAIT_OFFLOAD0[0.0]@host", "moves a storage that is away already"),
+        (AWAY + "0OFFLOAD0[0.0]@host 0WAIT_OFFLOAD0[0.0]@host", "offloads a storage that is away already"),
         (
             AWAY + "0RELOAD0[0.0]@device1 0WAIT_RELOAD0[0.0]@device1",
-            r"brings back a storage that is away \(@host\)",
+            r"reloads a storage that is away \(@host\)",
         ),
         (
             "0LOAD0 0F0 0RELOAD0[0.0]@host 0WAIT_RELOAD0[0.0]@host",
-            r"brings back a storage that is on the device",
+            r"reloads a storage that is on the device",
         ),
         (
             "0LOAD0 0F0 0OFFLOAD0[0.9]@host 0WAIT_OFFLOAD0[0.9]@host",
@@ -401,23 +401,32 @@ def test_offloading_lowers_what_is_held_and_leaves_nothing_behind(
         ),
         (
             "0LOAD0 0F0 0OFFLOAD0[0.parameters]@host 0WAIT_OFFLOAD0[0.parameters]@host",
-            "only saved tensors move",
+            "only saved tensors can be offloaded",
         ),
-        ("0LOAD0 0F0 0OFFLOAD0[0.0]@disk0 0WAIT_OFFLOAD0[0.0]@disk0", "names disk0; it has 0 disks"),
-        ("0LOAD0 0F0 0OFFLOAD0[0.0]@device 0WAIT_OFFLOAD0[0.0]@device", "'device' is no member"),
+        (
+            "0LOAD0 0F0 0OFFLOAD0[0.0]@disk0 0WAIT_OFFLOAD0[0.0]@disk0",
+            "names disk0, but the cluster has 0 disks",
+        ),
+        ("0LOAD0 0F0 0OFFLOAD0[0.0]@device 0WAIT_OFFLOAD0[0.0]@device", "'device' is not a member"),
         ("0LOAD0 0F0 0OFFLOAD0[0.0]@attic 0WAIT_OFFLOAD0[0.0]@attic", "'attic' is not a place"),
-        ("0LOAD0 0F0 0OFFLOAD0[0.0] 0WAIT_OFFLOAD0[0.0]", "does not say where: write @host"),
-        ("0LOAD0 0F0 0OFFLOAD0@host 0WAIT_OFFLOAD0@host", "moves nothing that is known"),
+        ("0LOAD0 0F0 0OFFLOAD0[0.0] 0WAIT_OFFLOAD0[0.0]", "lacks a place: write @host"),
+        ("0LOAD0 0F0 0OFFLOAD0@host 0WAIT_OFFLOAD0@host", "does not offload anything known"),
         (
             "0LOAD0 0F0 0OFFLOAD0#0@host 0WAIT_OFFLOAD0#0@host",
-            "moves nothing that is known: name a tensor, or one of 0",
+            "does not offload anything known: name a tensor, or one of 0",
         ),
         (
             "0LOAD0 0F0 0OFFLOAD0[0.0]@device0 0WAIT_OFFLOAD0[0.0]@device0",
-            "device 0 cannot move a tensor to 'device0': name other members",
+            "device 0 cannot offload to 'device0': name other members",
         ),
-        ("0LOAD0 0F0 0OFFLOAD0[0.0]@device7 0WAIT_OFFLOAD0[0.0]@device7", "names device7; it has 2 devices"),
-        ("0LOAD0 0F0 0OFFLOAD0[0.0]@host2 0WAIT_OFFLOAD0[0.0]@host2", "names host2; it has 1 hosts"),
+        (
+            "0LOAD0 0F0 0OFFLOAD0[0.0]@device7 0WAIT_OFFLOAD0[0.0]@device7",
+            "names device7, but the cluster has 2 devices",
+        ),
+        (
+            "0LOAD0 0F0 0OFFLOAD0[0.0]@host2 0WAIT_OFFLOAD0[0.0]@host2",
+            "names host2, but the cluster has 1 hosts",
+        ),
     ],
 )
 def test_moves_that_cannot_be_are_refused(text: str, message: str) -> None:
@@ -442,7 +451,7 @@ def test_what_the_next_layer_reads_cannot_be_freed() -> None:
     """An offload of a layer's output may be joined when the next layer's forward is over, not before."""
     plan = make_plan(saves_output(), [2], microbatches=1)
     early = "0LOAD0 0F0[0:1] 0OFFLOAD0[0.0]@host 0WAIT_OFFLOAD0[0.0]@host 0F0[1:2]"
-    with pytest.raises(UsageError, match="frees what the forward of layer 1 still reads"):
+    with pytest.raises(UsageError, match="frees a tensor that the forward of layer 1 still reads"):
         simulate(
             plan, program=parse_program(f"device 0: {early}", placement=((0,),), microbatches=1), steps=1
         )
@@ -484,7 +493,7 @@ def test_a_storage_that_two_layers_save_moves_once_and_is_needed_by_both() -> No
     plan = make_plan(saves_output(next_saves=True), [2], microbatches=1)
     away = "0LOAD0 0F0[0:1] 0F0[1:2] 0OFFLOAD0[1.1]@host 0WAIT_OFFLOAD0[1.1]@host"
     for text, message in (
-        (f"{away} 0OFFLOAD0[0.0]@host 0WAIT_OFFLOAD0[0.0]@host", "moves a storage that is away already"),
+        (f"{away} 0OFFLOAD0[0.0]@host 0WAIT_OFFLOAD0[0.0]@host", "offloads a storage that is away already"),
         (f"{away} 0B0[1:2]", "needs a saved tensor of layer 0 and 1 that is away"),
     ):
         with pytest.raises(UsageError, match=message):

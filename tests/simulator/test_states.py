@@ -179,12 +179,12 @@ AGAIN = HOST_UPDATE.replace("0WAIT_STEP[0:1]@host ", "") + "0WAIT_STEP[0:1]@host
         ),
         (
             PASS + out("optimizer"),
-            r"0OFFLOAD\[0.optimizer\]@host moves the optimizer state of layer 0, which is away",
+            r"0OFFLOAD\[0.optimizer\]@host copies the optimizer state of layer 0, which is away",
         ),
-        (out("gradients"), "has no gradients: the backward of every layer must come before it"),
+        (out("gradients"), "lacks gradients: the backward of every layer must come before it"),
         (
             PASS + into("gradients"),
-            r"0RELOAD\[0.gradients\]@host moves the gradients of layer 0, which is on the device",
+            r"0RELOAD\[0.gradients\]@host copies the gradients of layer 0, which is on the device",
         ),
         (PASS + out("gradients") + "0STEP", "0STEP needs the gradients of layer 0, which is away"),
         ("0LOAD0 0F0 " + into("parameters"), "0F0 needs the parameters of layer 0, which is away"),
@@ -192,30 +192,36 @@ AGAIN = HOST_UPDATE.replace("0WAIT_STEP[0:1]@host ", "") + "0WAIT_STEP[0:1]@host
             into("parameters") + "0LOAD0 0F0 " + out("parameters") + "0B0",
             "0B0 needs the parameters of layer 0, which is away",
         ),
-        (PASS + "0STEP[0:1] 0STEP[0:1]", "has no gradients"),
-        (PASS + HOST_UPDATE + "0STEP", "0STEP updates layers that another place updates in this program"),
+        (PASS + "0STEP[0:1] 0STEP[0:1]", "lacks gradients"),
+        (
+            PASS + HOST_UPDATE + "0STEP",
+            "0STEP updates layers that are also updated at another place in this program",
+        ),
         (
             PASS + "0STEP[0:1]@host 0WAIT_STEP[0:1]@host",
-            r"0STEP\[0:1\]@host needs an OFFLOAD of their gradients with host, of just these layers, in its program",
+            r"0STEP\[0:1\]@host needs an OFFLOAD of their gradients with host, of exactly these layers, in its program",
         ),
         (
             PASS + AGAIN,
-            r"0RELOAD\[0.parameters\]@host moves the parameters of layer 0, which is being updated",
+            r"0RELOAD\[0.parameters\]@host copies the parameters of layer 0, which is being updated",
         ),
         (
             PASS
             + HOST_UPDATE.replace("0WAIT_OFFLOAD[0.gradients]@host ", "")
             + "0WAIT_OFFLOAD[0.gradients]@host",
-            r"0STEP\[0:1\]@host needs gradients that are not there: 0WAIT_OFFLOAD\[0.gradients\]@host must",
+            r"0STEP\[0:1\]@host needs missing gradients: 0WAIT_OFFLOAD\[0.gradients\]@host must",
         ),
-        ("0LOAD0 0F0 0OFFLOAD[0.versions]@host 0WAIT_OFFLOAD[0.versions]@host", "moves versions of weights"),
+        ("0LOAD0 0F0 0OFFLOAD[0.versions]@host 0WAIT_OFFLOAD[0.versions]@host", "offloads weight versions"),
         ("0LOAD0 0F0 0OFFLOAD[7.optimizer]@host 0WAIT_OFFLOAD[7.optimizer]@host", "is outside its stage"),
-        ("0LOAD0 0F0 0OFFLOAD[0.0]@host 0WAIT_OFFLOAD[0.0]@host", "moves what belongs to no microbatch"),
+        (
+            "0LOAD0 0F0 0OFFLOAD[0.0]@host 0WAIT_OFFLOAD[0.0]@host",
+            "offloads state that does not belong to a microbatch",
+        ),
         (
             PASS + into("optimizer") + "0OFFLOAD[0.optimizer]@device1 0WAIT_OFFLOAD[0.optimizer]@device1",
-            "moves 0.optimizer, which another action moves too",
+            "offloads 0.optimizer, which another action offloads too",
         ),
-        (PASS + "0RELOAD[0.optimizer] 0WAIT_RELOAD[0.optimizer]", "does not say where: write @host"),
+        (PASS + "0RELOAD[0.optimizer] 0WAIT_RELOAD[0.optimizer]", "lacks a place: write @host"),
     ],
 )
 def test_what_is_not_there_cannot_be_used(text: str, message: str) -> None:

@@ -74,7 +74,7 @@ def test_a_span_head_has_two_scores_a_token() -> None:
     usual, span = chain_of(), chain_of(head="span")
     assert parameters(usual) - parameters(span) == 24**2 + 3 * 24 + 31 * 24 + 31 - (2 * 24 + 2)
     assert [name for name, _ in span.named_children()] == ["embedding", "block0", "block1", "head"]
-    with pytest.raises(UsageError, match="leave out tied"):
+    with pytest.raises(UsageError, match="omit tied"):
         models.bert(head="span", tied=True)
 
 

@@ -69,12 +69,15 @@ def test_megatrons_llama_has_the_parameters_of_its_formula(here: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (GPT + "--num-experts 8", "nothing here knows what --num-experts does to a model"),
-        (GPT.replace("--vocab-size 200", ""), "has no --vocab-size"),
+        (GPT + "--num-experts 8", "the effect of --num-experts on a model is unknown"),
+        (GPT.replace("--vocab-size 200", ""), "lacks --vocab-size"),
         (GPT + "--swiglu", "neither a GPT nor a Llama"),
-        (GPT.replace("embeddings=16", "embeddings=32"), "as many positions as tokens"),
+        (GPT.replace("embeddings=16", "embeddings=32"), "equal numbers of positions and tokens"),
         (GPT + "--hidden-dropout 0", "one dropout"),
-        (LLAMA.replace("--hidden-dropout 0", "--hidden-dropout 0.1"), "drops no hidden states"),
+        (
+            LLAMA.replace("--hidden-dropout 0", "--hidden-dropout 0.1"),
+            "does not use dropout on hidden states",
+        ),
         (
             GPT.replace("--num-layers 3", "--num-layers three"),
             "--num-layers must be a whole number, 1 or more, not 'three'",
@@ -97,8 +100,8 @@ def test_megatrons_llama_has_the_parameters_of_its_formula(here: Path) -> None:
             GPT + "--hidden-dropout nan --attention-dropout nan",
             "--hidden-dropout must be a number from 0 to 1, not nan",
         ),
-        (GPT + "--optimizer muon", "--optimizer muon has no counterpart here"),
-        ("num-layers 3", "begins with 'num-layers'"),
+        (GPT + "--optimizer muon", "--optimizer muon is not supported here"),
+        ("num-layers 3", "starts with 'num-layers'"),
         ("--num-layers '3", "No closing quotation"),
     ],
 )
@@ -111,11 +114,11 @@ def test_what_is_no_decoder_of_ours_is_refused(text: str, words: str, here: Path
 
 def test_a_missing_file_and_a_missing_tool_are_sentences() -> None:
     """Neither ends in a traceback."""
-    with pytest.raises(FileError, match=r"there is no file nowhere\.args"):
+    with pytest.raises(FileError, match=r"nowhere\.args does not exist"):
         megatron("nowhere.args")
     with pytest.raises(FileError, match="/dev/zero is not a regular file"):
         megatron("/dev/zero")
-    with pytest.raises(UsageError, match="needs torchtitan with such a model"):
+    with pytest.raises(UsageError, match="needs a torchtitan with this model"):
         CONFIGURATIONS["torchtitan"]("nothing.nothing_8b")
 
 

@@ -268,9 +268,7 @@ def test_unknown_model_lists_the_models() -> None:
     with pytest.raises(UsageError) as refusal:
         models.build("gtp")
     names = "amoebanet, bert, gpt, gpt-stdlib, mlp, mpress-bert, mpress-gpt, resnet, resnet101, unet, vgg11"
-    assert (
-        str(refusal.value) == f"there is no model 'gtp' in the zoo: did you mean gpt? Choose one of {names}"
-    )
+    assert str(refusal.value) == f"'gtp' is not a model of the zoo: did you mean gpt? Choose one of {names}"
 
 
 @every_name
@@ -279,17 +277,17 @@ def test_unknown_setting_lists_the_settings(name: str) -> None:
     with pytest.raises(UsageError) as refusal:
         models.build(name, hiden=3)
     sentence = str(refusal.value)
-    assert sentence.startswith(f"{models.MODELS[name].__name__} has no setting 'hiden': ")
+    assert sentence.startswith(f"{models.MODELS[name].__name__} does not have a setting 'hiden': ")
     for setting in inspect.signature(models.MODELS[name]).parameters.values():
         assert f"{setting.name}={setting.default!r}" in sentence
 
 
 WHOLE = "must be a whole number, 1 or more, not"
 SIZES = "must be a tuple of whole numbers, each 1 or more, such as (64, 32), not"
-SHARE = "must be a number from 0 up to, not including, 1, not"
-PIXELS = "leaves single pixels to the last of"
-BATCH_NORM = "groups of blocks, and batch norm needs more: take"
-HALVED = "cannot be halved depth=%d times to 2 x 2 pixels or more: take"
+SHARE = "must be a number from 0 to below 1, not"
+PIXELS = "leaves single pixels for the last of"
+BATCH_NORM = "groups of blocks, but batch norm needs more: use"
+HALVED = "cannot be halved depth=%d times to 2 x 2 pixels or more: use"
 RATE = "must be a finite number above 0, or None, not"
 
 
@@ -311,11 +309,11 @@ RATE = "must be a finite number above 0, or None, not"
         ("gpt", {"dropout": False}, f"gpt: dropout {SHARE} False"),
         ("gpt", {"attention": "flash"}, "gpt: attention must be 'sdpa' or 'eager', not 'flash'"),
         ("gpt", {"attention": (1,)}, "gpt: attention must be 'sdpa' or 'eager', not (1,)"),
-        ("gpt", {"heads": 5}, "gpt: hidden=768 does not divide among heads=5: try heads=4 or hidden=770"),
+        ("gpt", {"heads": 5}, "gpt: hidden=768 is not divisible by heads=5: try heads=4 or hidden=770"),
         (
             "bert",
             {"hidden": 6, "heads": 12},
-            "bert: hidden=6 does not divide among heads=12: try heads=6 or hidden=12",
+            "bert: hidden=6 is not divisible by heads=12: try heads=6 or hidden=12",
         ),
         ("bert", {"mask": 1}, "bert: mask must be True or False, not 1"),
         ("vgg11", {"image_size": 31}, "vgg11: image_size must be a whole number, 32 or more, not 31"),

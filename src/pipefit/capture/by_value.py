@@ -37,15 +37,13 @@ class Reading:
     most: int = 20_000
 
 
-_reading: ContextVar[Reading | None] = ContextVar(
-    "the numbers that the layer which runs has read", default=None
-)
-_otherwise: ContextVar[bool] = ContextVar("whether the opposite is assumed", default=False)
-_updating: ContextVar[int | None] = ContextVar("what an update reads where it reads a number", default=None)
+_reading: ContextVar[Reading | None] = ContextVar("numbers read by the running layer", default=None)
+_otherwise: ContextVar[bool] = ContextVar("assume the opposite", default=False)
+_updating: ContextVar[int | None] = ContextVar("numbers read by an update", default=None)
 
 NUMBERS = (1, 2, 1_000_000)  # tried in place of each number that an optimizer's update reads
-_REASON = "it depends on values: counted as if every mask selected all and every condition held"
-_OTHERWISE = "it depends on values: counted as if every mask selected half and no condition held"
+_REASON = "it depends on values: counted as if every mask selected everything and every condition were true"
+_OTHERWISE = "it depends on values: counted as if every mask selected half and every condition were false"
 
 
 def assumed(func: Any, args: tuple[Any, ...]) -> Any:
@@ -132,7 +130,7 @@ def _number(tensor: Tensor) -> bool | int | float:
     if numbers is not None:
         numbers.count += 1
         if numbers.count > numbers.most:
-            raise RuntimeError("numbers are read from tensors without an end, as if every condition held")
+            raise RuntimeError("numbers are read from tensors endlessly if every condition is true")
     result = _updating.get() or (2 if _otherwise.get() else 1)
     return (
         result % 2 == 1

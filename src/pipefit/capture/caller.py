@@ -127,18 +127,19 @@ def recording(what: str) -> Iterator[None]:
     """
     if torch.is_inference_mode_enabled():
         raise UsageError(
-            f"{what} inside torch.inference_mode() is not possible, for no graph can be made there: leave it"
+            f"{what} does not work inside torch.inference_mode(), because no graph can be made there: leave "
+            "it"
         )
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise UsageError(
-            f"{what} inside torch.autocast is not what the plan says: leave it, and use Task(..., "
-            "precision='mixed-bfloat16') or 'mixed-float16', which plans know"
+            f"{what} inside torch.autocast would differ from the plan: leave autocast and use Task(..., "
+            "precision='mixed-bfloat16') or 'mixed-float16', which plans support"
         )
     if saved_tensors_hooks_on_top(False) is not None:
         raise UsageError(
             f"{what} inside hooks on saved tensors (torch.autograd.graph.save_on_cpu, saved_tensors_hooks) "
-            "is not what "
-            "the plan says: leave them, for plans say themselves what is moved and what is computed again"
+            "would differ from the plan: leave the hooks, because the plan decides about offloading and "
+            "recomputation"
         )
     refuse_elsewhere(what)
     with torch.enable_grad():
@@ -157,14 +158,14 @@ def refuse_elsewhere(what: str) -> None:
     """
     if _is_callers(active_fake_mode()):
         raise UsageError(
-            f"{what} inside a FakeTensorMode is not possible, for tensors have no numbers there: leave it; "
-            "pipefit.certify is a dry run"
+            f"{what} does not work inside a FakeTensorMode, because tensors hold no numbers there: leave "
+            "it, or use pipefit.certify for a dry run"
         )
     if torch.get_default_device().type != "cpu":
         raise UsageError(
-            f"{what} with another default device than the CPU (torch.set_default_device, torch.device) is "
-            "not what the "
-            "plan says, which has a device for every tensor: put `with torch.device('cpu'):` around it"
+            f"{what} with a default device other than the CPU (torch.set_default_device, torch.device) "
+            "would differ from the plan, which chooses the device of every tensor: put `with "
+            "torch.device('cpu'):` around it"
         )
 
 
@@ -195,9 +196,9 @@ def refuse_gradients(batch: tuple[Any, Any], name: str) -> None:
     for what, tensor in named_tensors(batch):
         if tensor.requires_grad:
             raise UsageError(
-                f"{what} of a batch of {name} requires a gradient, and a pipeline returns none to the caller: "
-                "pass its detach(), or, if a module that is to be trained made it, make that module a part of "
-                "the task's"
+                f"{what} of a batch of {name} requires a gradient, but a pipeline returns no gradient to "
+                "the caller: pass its detach(), or, if a trainable module computed it, make that module "
+                "part of the task's module"
             )
 
 

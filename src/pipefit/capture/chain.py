@@ -307,8 +307,8 @@ class Chain:
         if targets is None:
             return ()
         raise UsageError(
-            "the targets are new: the model was captured without any; pass None, or let the task's batches "
-            "have targets"
+            "this batch has targets, but the model was captured without targets: pass None, or return "
+            "targets from the task's batch function"
         )
 
     def rebuild(self, values: Values) -> Any:
@@ -333,7 +333,7 @@ class Chain:
             )
         if not result.is_floating_point():
             raise UsageError(
-                f"the loss must be of floating-point numbers, not {result.dtype}: a gradient is taken of it"
+                f"the loss must have a floating-point dtype to have a gradient, not {result.dtype}"
             )
         return result if result.ndim == 0 else result.reshape(())
 

@@ -99,18 +99,15 @@ class Numbers:
             return self._refusal
         losses = " and ".join(f"{loss:.6g}" for loss in self.losses)
         if not all(map(isfinite, self.losses)):
-            return (
-                f"the numbers of {self.name} cannot be compared: its losses are {losses} before anything is "
-                "trained"
-            )
+            return f"the numbers of {self.name} cannot be compared: its losses are {losses} before training"
         exact = (
             "equal bit by bit" if not self.apart else f"at most {self.apart:.1e} of the largest value apart"
         )
         return (
-            f"{self.name} computes as a chain what it computes as a module: "
-            f"{counted(len(self.losses), 'microbatch')} "
-            f"of {self.microbatch_size}, losses {losses}, {counted(self.gradients, 'gradient')} and "
-            f"{counted(self.buffers, 'buffer')}, {exact} ({self.allowed:.0e} allowed){''.join(self.besides)}"
+            f"{self.name} computes the same numbers as a chain and as a module: "
+            f"{counted(len(self.losses), 'microbatch')} of {self.microbatch_size}, losses {losses}, "
+            f"{counted(self.gradients, 'gradient')} and {counted(self.buffers, 'buffer')}, {exact} "
+            f"({self.allowed:.0e} allowed){''.join(self.besides)}"
         )
 
     @property
@@ -132,11 +129,10 @@ class Numbers:
         told, rest = self.differences[:_PRINTED], len(self.differences) - _PRINTED
         more = f", and {rest} more" if rest > 0 else ""
         return (
-            f"{self.name} computes as a chain other numbers than as a module: "
-            f"{', '.join(map(str, told))}{more} "
-            f"({self.allowed:.0e} of the largest value is allowed); {self._cause}; change that, or give "
-            "pipefit the "
-            "parts instead, pipefit.chain([...]) in the order they run"
+            f"{self.name} computes different numbers as a chain than as a module: "
+            f"{', '.join(map(str, told))}{more} ({self.allowed:.0e} of the largest value is allowed). "
+            f"{self._cause}. Change that, or give pipefit the parts with pipefit.chain([...]), in the order "
+            "in which they run"
         )
 
     @property
@@ -146,20 +142,17 @@ class Numbers:
         losses = [name for name in what if name.startswith("the loss")]
         if losses and losses[0] != _loss_name(0):
             return (
-                "only the first microbatch has the same loss, so the forward keeps something from one call "
-                "to the "
-                "next, which the chain does not keep: a count, a tensor in an attribute, a parameter changed "
-                "in place"
+                "Only the first microbatch has the same loss, so the forward keeps state between calls "
+                "that the chain does not: a count, a tensor in an attribute, a parameter changed in place"
             )
         if losses:
             return (
-                "the forward is another, as where it depends on more than its inputs, parameters and "
-                "buffers: on "
-                "Python's state, on whether it is traced, on the data of a tensor (x.data)"
+                "The forward differs: it depends on more than its inputs, parameters and buffers, such as "
+                "Python state, being traced, or the data of a tensor (x.data)"
             )
         if any(name.startswith("the gradient") for name in what):
-            return "the forward is the same, so that a backward was lost on the way"
-        return "losses and gradients are the same, so that the update of a buffer was lost on the way"
+            return "The forward is the same, so the chain lacks a backward"
+        return "Losses and gradients are the same, so the chain lacks the update of a buffer"
 
 
 def compared(
@@ -517,7 +510,8 @@ def plainly(task: Task, doing: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise NotComparable(
-            f"{task.name} itself, as a plain module on the CPU, fails in {doing} ({in_one_line(error)})"
+            f"{task.name} fails without pipefit too, as a plain module on the CPU, in {doing} "
+            f"({in_one_line(error)})"
         ) from error
 
 
@@ -545,7 +539,7 @@ def _chain_run(module: nn.Module, chain: Chain, batches: Sequence[Sample], *, in
         if in_flight and "modified by an inplace operation" in str(error):
             return None
         raise UsageError(
-            f"{chain.name} fails as a chain, and as a module it does not ({in_one_line(error)}): {REMEDY}"
+            f"{chain.name} fails as a chain but not as a module ({in_one_line(error)}): {REMEDY}"
         ) from error
     parameters, buffers = _by_names_of(module, chain, own)
     return Run(losses, _gradients(parameters.items(), module), buffers)

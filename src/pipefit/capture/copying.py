@@ -44,7 +44,7 @@ class StoodIn:
     replaced: list[Tensor] = field(default_factory=list)
 
 
-_noticing: ContextVar[StoodIn | None] = ContextVar("what stands in for real tensors", default=None)
+_noticing: ContextVar[StoodIn | None] = ContextVar("fakes in place of real tensors", default=None)
 
 
 @contextmanager
@@ -180,11 +180,10 @@ def unchanged_constants(module: nn.Module) -> Iterator[None]:
     for name, tensors in _attributes(module).items():
         if list(map(id, before.get(name, []))) != list(map(id, tensors)):
             raise Refusal(
-                f"its forward puts a tensor into the attribute {name!r}, and what that holds is in no plan",
-                "make it a buffer that the forward updates, or let a module call the layers in its own "
-                "forward, which "
-                "is traced; instead of old spectral_norm and weight_norm, use those of "
-                "torch.nn.utils.parametrizations",
+                f"its forward stores a tensor in the attribute {name!r}, and plans do not count tensors in "
+                "attributes",
+                "make it a buffer that the forward updates, or call the layers in the forward of a module, "
+                "which is traced; for spectral_norm and weight_norm use torch.nn.utils.parametrizations",
             )
 
 
@@ -249,7 +248,7 @@ def copy_of(module: nn.Module, name: str, convert: Callable[[Tensor], Tensor]) -
         place, part = _innermost(module, convert)
         raise UsageError(
             f"{f'{place} of {name}' if place else name} ({type(part).__name__}) cannot be copied "
-            f"({in_one_line(error)}), and a profile is made of a copy: give it a __deepcopy__, or pass a "
+            f"({in_one_line(error)}), but profiling copies the module: give it a __deepcopy__, or pass a "
             "function that builds the module"
         ) from error
 

@@ -86,16 +86,16 @@ def policies() -> Mapping[str, Policy]:
         text = header.read_text()
     except OSError as error:
         raise UsageError(
-            f"what CUDA's autocast casts is read from {header}, which this torch does not have: install "
-            "torch from a "
-            "wheel, or profile for the target cpu"
+            f"CUDA's autocast rules are read from {header}, which this torch does not have: install torch "
+            "from a wheel, or profile for the target cpu"
         ) from error
     result = dict(_BESIDE)
     for macro, policy in _MACROS.items():
         match = re.search(rf"#define AT_FORALL_{macro}\(_\)((?:.*\\\n)+.*\n)", text)
         if match is None:
             raise UsageError(
-                f"{header} has no list AT_FORALL_{macro}: pipefit does not know this torch; try another"
+                f"{header} does not have the list AT_FORALL_{macro}, so pipefit does not support this "
+                "torch: install another version"
             )
         result |= dict.fromkeys(map(_operator, _entries(match[1], policy)), policy)
     return result
@@ -263,9 +263,8 @@ def _banned(*_: Any) -> Any:
 def _refusing(name: str) -> Kernel:
     def kernel(*_: Any, **__: Any) -> Any:
         raise UsageError(
-            f"{name} is cast by a rule of its own under CUDA's autocast, which pipefit does not know: call "
-            "it under "
-            "torch.autocast(..., enabled=False), with arguments of the types that it is to compute in"
+            f"CUDA's autocast casts {name} by a special rule that pipefit does not support: call it under "
+            "torch.autocast(..., enabled=False), with arguments in the dtypes it should compute in"
         )
 
     return kernel

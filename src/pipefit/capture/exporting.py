@@ -144,10 +144,9 @@ class ChangedAttributes:
             again()
         for name, (was, now) in self._changes.items():
             raise Refusal(
-                f"its forward changes the attribute {name!r} in every call (the second from {was!r} to "
-                f"{now!r}), and a "
-                "trace would repeat the first",
-                f"keep it in a buffer and compute with that as a tensor, or {REMEDY}",
+                f"its forward changes the attribute {name!r} in every call (the second call from {was!r} to "
+                f"{now!r}), and a trace would repeat the first call",
+                f"keep it in a buffer and compute with the buffer as a tensor, or {REMEDY}",
             )
 
     def _begin(self, module: nn.Module) -> None:
@@ -195,7 +194,7 @@ class RecordingContiguous(TorchFunctionMode):
 # The output is taken when the forward returns, so a trace never meets outputs that its caller does not need:
 # a module may return anything in addition to its loss.
 
-_CACHE = "the cache of keys and values, which training does not fill"
+_CACHE = "the key-value cache, which training does not fill"
 _PLAIN_OUTPUTS = (Tensor, int, float, str, type(None))
 
 
@@ -210,10 +209,9 @@ def the_loss(outputs: Any, name: str) -> Tensor:
         return result
     what = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else kind_of(outputs)
     raise UsageError(
-        f"{name} has no loss of its own: its module returned {what}, no scalar and nothing with a scalar "
-        "'loss': "
-        "give the labels among the inputs, or Task(..., loss=...), which is called with what the module "
-        "returns"
+        f"{name} does not return a loss: its module returned {what}, not a scalar or an output with a "
+        "scalar 'loss'. Give the labels among the inputs, or pass Task(..., loss=...), a function of the "
+        "module's output"
     )
 
 
@@ -235,21 +233,21 @@ def everything(outputs: Any, name: str) -> Any:
     for path, leaf in leaves:
         if not isinstance(leaf, _PLAIN_OUTPUTS):
             raise Refusal(
-                f"it returns a {type(leaf).__name__}{f' as {pytree.keystr(path)}' if path else ''}, which is "
-                "neither a "
-                "tensor nor a structure of tensors",
-                "return tensors, or tuples, dictionaries or dataclasses of them; use_cache=False for a cache",
+                f"it returns a {type(leaf).__name__}{f' as {pytree.keystr(path)}' if path else ''}, not a "
+                "tensor or a structure of tensors",
+                "return tensors, or tuples, dictionaries or dataclasses of tensors; set use_cache=False "
+                "for a cache",
             )
     if not any(isinstance(leaf, Tensor) for _, leaf in leaves):
         raise UsageError(
-            f"{name} returns no tensor but {kind_of(outputs)}: there is nothing to take a loss of; return one"
+            f"{name} returns {kind_of(outputs)} and no tensor, so a loss cannot be computed: return a tensor"
         )
     return tree
 
 
 # ---- The export
 
-_IN_INIT = "register it in __init__, with a tensor of the shape that it is going to have"
+_IN_INIT = "register it in __init__, with a tensor of its final shape"
 
 
 def export(
@@ -329,8 +327,8 @@ def _check_arguments(module: nn.Module, name: str, args: tuple[Any, ...], kwargs
         )
         raise UsageError(
             f"{name} cannot be called with the inputs of a batch, {given}: {error}. Its forward takes "
-            f"({', '.join(taken.parameters)}); a tuple of inputs is its positional arguments, a dictionary "
-            "its keywords"
+            f"({', '.join(taken.parameters)}); a tuple of inputs becomes positional arguments, a dictionary "
+            "becomes keywords"
         ) from error
 
 
@@ -371,7 +369,7 @@ def _update_replaced_buffers(module: nn.Module) -> None:
             if made is buffer:
                 continue
             if buffer is None or made is None or (made.shape, made.dtype) != (buffer.shape, buffer.dtype):
-                raise Refusal(f"it gives buffer {name} of a {type(part).__name__} another shape or type")
+                raise Refusal(f"it changes the shape or dtype of buffer {name} of a {type(part).__name__}")
             with torch.no_grad():
                 buffer.copy_(made)
             part._buffers[name] = buffer

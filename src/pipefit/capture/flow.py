@@ -129,7 +129,7 @@ class Flow:
     def _closed(self) -> list[tuple[int, int, fx.Node, str]]:
         """Ranges of illegal cuts, each with the value and the reason."""
         closed = [
-            (first, last, node, "crosses, and is no tensor with all of its memory")
+            (first, last, node, "crosses, and does not own all of its memory")
             for node, first, last in self.crossing
             if not _can_cross(node)
         ]

@@ -50,16 +50,14 @@ def check_release(version: str) -> None:
     first, last = (".".join(map(str, release)) for release in (FIRST, LAST))
     if result < FIRST:
         raise UsageError(
-            f"pipefit follows torch {first} to {last} to the byte, and this is torch {version}: install one "
-            "of these, "
-            f"such as pip install 'torch=={last}.*'"
+            f"pipefit follows torch {first} to {last} to the byte, but this is torch {version}: install a "
+            f"supported version, such as pip install 'torch=={last}.*'"
         )
     if result > LAST:
         warnings.warn(
-            f"this is torch {version}, and pipefit is tested with torch {first} to {last}: peaks for the "
-            "target cuda "
-            "may be off, and a model may be refused that could be planned; for what is tested, "
-            f"pip install 'torch=={last}.*'",
+            f"this is torch {version}, but pipefit is tested with torch {first} to {last}: peaks for the "
+            "target cuda may be wrong, and models may be refused that could be planned. Install a tested "
+            f"version with pip install 'torch=={last}.*'",
             PipefitWarning,
             stacklevel=2,
         )
@@ -81,8 +79,8 @@ def capture(task: Task, inputs: Any, targets: Any = None, *, target: Target = "c
     refuse_module(module, task.name)
     if isinstance(inputs, tuple | list | dict) and not inputs:
         raise UsageError(
-            f"the inputs of a batch of {task.name} hold no tensor: there are no samples to cut; "
-            "pass at least one tensor"
+            f"the inputs of a batch of {task.name} contain no tensor to split into microbatches: pass at "
+            "least one tensor"
         )
     whole = couples(task, module)
     if is_chain(module):
@@ -134,10 +132,10 @@ def chain(parts: Sequence[nn.Module | tuple[str, nn.Module]]) -> nn.Sequential:
         name, module = part if isinstance(part, tuple) and len(part) == 2 else (str(number), part)
         if not isinstance(module, nn.Module):
             raise UsageError(
-                f"part {number} of a chain must be a module, or a pair of a name and one, not {kind_of(part)}"
+                f"part {number} of a chain must be a module or a pair (name, module), not {kind_of(part)}"
             )
         if not isinstance(name, str) or name in result._modules:
-            taken = "that of another part" if isinstance(name, str) else "no text"
+            taken = "the name of another part" if isinstance(name, str) else "not a text"
             raise UsageError(
                 f"part {number} of a chain has the name {shortened(repr(name))}, which is {taken}: rename it"
             )
@@ -145,7 +143,7 @@ def chain(parts: Sequence[nn.Module | tuple[str, nn.Module]]) -> nn.Sequential:
             result.add_module(name, module)
         except KeyError as error:
             raise UsageError(
-                f"part {number} of a chain has a name that no module can have: {error.args[0]}"
+                f"part {number} of a chain has a name that modules cannot have: {error.args[0]}"
             ) from None
     return result
 
@@ -181,7 +179,7 @@ def _by_hand(module: nn.Sequential, name: str, *, whole: bool) -> tuple[ChainLay
     met: set[int] = set()
     parts = [(name, part) for name, part in module._modules.items() if part is not None]
     if not parts:
-        raise UsageError(f"{name} has no layers: its nn.Sequential is empty")
+        raise UsageError(f"{name} does not have any layers: its nn.Sequential is empty")
     if whole:
         return (ChainLayer(WHOLE, module, {local: local for local in module.state_dict(keep_vars=True)}),)
     return tuple(ChainLayer(name, own_module(part, met), _prefixed(name, part)) for name, part in parts)
@@ -194,12 +192,11 @@ def _check_inputs(name: str, inputs: Any, given: Tree) -> None:
         UsageError: the inputs are not a tensor, or a tuple or list of tensors.
     """
     if len(given.taken) < len(given.leaves):
-        raise UsageError(f"the inputs of {name} must be tensors alone: its first layer takes nothing else")
+        raise UsageError(f"the inputs of {name} must all be tensors: its first layer takes only tensors")
     if not given.plain:
         raise UsageError(
             f"the inputs of {name} must be a tensor, or a tuple or list of tensors, not a "
-            f"{type(inputs).__name__} of "
-            "others: its first layer takes them as one argument"
+            f"{type(inputs).__name__} of other values: its first layer takes them as one argument"
         )
 
 
@@ -217,11 +214,10 @@ def _refuse_shared_hooks(chain: Chain) -> None:
             number, local = shared.places[0]
             users = ", ".join(chain.layers[user].name for user in shared.users)
             raise UsageError(
-                f"{chain.layers[number].originals[local]} of {chain.name} has hooks on its gradient, and "
-                "several "
-                f"layers use it ({users}): on several stages each would see a part of the gradient; take "
-                "them off, and "
-                "do the same in the optimizer, such as in a hook before its step (register_step_pre_hook)"
+                f"{chain.layers[number].originals[local]} of {chain.name} has hooks on its gradient and is "
+                f"shared by several layers ({users}), so each stage would see only part of the gradient: "
+                "remove the hooks, and do their work in the optimizer, such as in a hook before its step "
+                "(register_step_pre_hook)"
             )
 
 

@@ -59,12 +59,11 @@ def _wanted(options: ParameterOptions, name: str, parameter: nn.Parameter) -> di
     try:
         result: object = options(name, parameter)
     except Exception as error:
-        raise UsageError(f"groups of a Task fails for {name}: {in_one_line(error)}") from error
+        raise UsageError(f"the function groups of the Task fails for {name}: {in_one_line(error)}") from error
     if not isinstance(result, dict) or not all(isinstance(key, str) and key != "params" for key in result):
         raise UsageError(
-            "groups of a Task must return the options of a parameter's group, such as {'weight_decay': "
-            "0.0}, not "
-            f"{shortened(repr(result))} as for {name}"
+            "the function groups of a Task must return the options of a parameter's group, such as "
+            f"{{'weight_decay': 0.0}}, not {shortened(repr(result))} as for {name}"
         )
     return result
 
@@ -90,8 +89,8 @@ class _Kind(NamedTuple):
 
 
 WHY = (
-    "the optimizer computes one number of several parameters, such as a norm of all gradients or a common "
-    "step size"
+    "the optimizer computes one number from several parameters, such as a norm of all gradients or a "
+    "common step size"
 )
 
 
@@ -167,7 +166,7 @@ def _updated(task: Task, kinds: Sequence[_Kind], *, at_once: bool, seed: int) ->
     optimizers = [task.optimizer(given)] if at_once else [task.optimizer([one]) for one in given]
     held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     if held != set(map(id, tried)):
-        raise ValueError("it has other parameters, which are to stay as they are")
+        raise ValueError("it has other parameters, which must not change")
     for _ in range(_STEPS):
         for number, parameter in enumerate(tried, start=1):
             parameter.grad = number * torch.randn(parameter.shape, generator=draws)

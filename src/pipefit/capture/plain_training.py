@@ -57,7 +57,7 @@ class Draws:
         for slices in parts:
             drawn = [self.of.get(key, []) for key in slices]
             if len({len(one) for one in drawn}) > 1:
-                raise UnknownDraw("slices of a microbatch draw another number of times")
+                raise UnknownDraw("local batches of a microbatch draw a different number of times")
             result.extend(_together(list(tensors)) for tensors in zip(*drawn, strict=True))
         return result
 
@@ -93,7 +93,7 @@ class Replaying(_Mode):  # type: ignore[no-untyped-call]
         if not draws(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
         if not self.drawn:
-            raise UnknownDraw(f"it draws more often ({func}) than as planned")
+            raise UnknownDraw(f"it draws more often ({func}) than recorded")
         drawn = self.drawn.popleft()
         if func is _DROPOUT:
             return args[0] * drawn / (1 - args[1]), drawn
@@ -124,7 +124,7 @@ class Means(_Mode):  # type: ignore[no-untyped-call]
                 return result.fill_(
                     args[1] if func.overloadpacket is _aten.normal_ and len(args) > 1 else 0.0
                 )
-        raise UnknownDraw(f"it draws by {func}, which has no mean that could stand for it")
+        raise UnknownDraw(f"it draws with {func}, whose mean is not known")
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -146,7 +146,7 @@ def _is_in_place(func: Any) -> bool:
 
 def _alone(func: Any, result: Any) -> Tensor:
     if not isinstance(result, Tensor):
-        raise UnknownDraw(f"it draws by {func}, which gives more than its draws")
+        raise UnknownDraw(f"it draws with {func}, which returns more than its draws")
     return result
 
 

@@ -33,20 +33,22 @@ from pipefit.torch_internals.patches import Call, intercepted
 
 # ---- Reasons and remedies
 
-REMEDY = "give pipefit the parts instead, pipefit.chain([...]) in the order they run, or change that line"
+REMEDY = (
+    "give pipefit the parts with pipefit.chain([...]), in the order in which they run, or change that line"
+)
 VALUES = (
-    "compute it without looking at values (torch.where), or give pipefit the parts instead, "
-    "pipefit.chain([...]) in the order they run: what is inside a part may look at values"
+    "compute it without reading values (torch.where), or give pipefit the parts with "
+    "pipefit.chain([...]), in the order in which they run: code inside a part may read values"
 )
 LAZY_REMEDY = (
-    "write the sizes out (Linear for LazyLinear), or call the module on a small batch and pass the module "
-    "itself"
+    "give the sizes explicitly (Linear instead of LazyLinear), or call the module on a small batch and "
+    "pass the initialized module"
 )
 _OUTSIDE = "leave the labels out of the inputs and give Task(..., loss=...)"
-_WITHOUT = "see whether the module takes such a batch without pipefit"
-_PADDED = "give the recurrent layer the padded batch, and mask what lies behind the end of each sequence"
-_OPERATOR = "make that a torch.library.custom_op with a register_fake, which says what shapes it returns"
-_OBJECT = "it computes with {}, which is no tensor, such as a torch.Generator of its own"
+_WITHOUT = "check that the module takes such a batch without pipefit"
+_PADDED = "give the recurrent layer the padded batch, and mask the padding after the end of each sequence"
+_OPERATOR = "wrap it in a torch.library.custom_op with a register_fake, which gives the output shapes"
+_OBJECT = "it computes with {}, which is not a tensor, such as its own torch.Generator"
 
 
 class Reason(NamedTuple):
@@ -60,85 +62,82 @@ class Reason(NamedTuple):
 
 TRANSFORM = Reason("it runs under torch.vmap or another transform of torch.func")
 SHAPE = Reason("a shape depends on the values of a tensor", VALUES)
-SPARSE = Reason("it makes a sparse tensor, whose memory no plan knows", "use dense tensors")
+SPARSE = Reason("it makes a sparse tensor, whose memory plans cannot predict", "use dense tensors")
 SCALAR = Reason("it reads a tensor's value into Python (.item(), int() or float() of a tensor)", VALUES)
 
 # Calls in a forward. Checkpoints and compiled code inside a layer would hold other memory than the profile
 # says. A traced model would also lose effects that are not operations.
 
 _CHECKPOINT = Reason(
-    "it calls torch.utils.checkpoint, which plans cannot hold yet",
-    "turn that off (gradient_checkpointing_disable() of a Hugging Face model) and plan with "
-    "recompute='always'",
+    "it calls torch.utils.checkpoint, which plans do not support yet",
+    "turn it off (gradient_checkpointing_disable() of a Hugging Face model) and plan with recompute='always'",
 )
 _COMPILED = Reason(
-    "it calls what torch.compile has compiled, or torch.cond, whose memory is unknown",
-    "give pipefit the module or function as it was before, and torch.where for torch.cond",
+    "it calls a function compiled by torch.compile, or torch.cond, whose memory is unknown",
+    "give pipefit the module or function before compilation, and use torch.where instead of torch.cond",
 )
 _FORKS = Reason(
-    "it forks this process (os.fork, multiprocessing), and what another process does is in no profile",
-    "do that in the function that makes batches, or in a torch.library.custom_op with a register_fake",
+    "it forks this process (os.fork, multiprocessing), and a profile does not see other processes",
+    "fork in the function that makes batches, or in a torch.library.custom_op with a register_fake",
 )
 _INFERENCE = Reason("it runs under torch.inference_mode(), which a trace loses", "use torch.no_grad()")
 _BACKWARD = Reason(
-    "it computes gradients inside its forward (torch.autograd.grad, .backward()), where a trace loses weights",
-    "write that gradient out as operations, or in a torch.autograd.Function",
+    "it computes gradients inside its forward (torch.autograd.grad, .backward()), and a trace of that "
+    "loses weights",
+    "write that gradient out as operations, or put it into a torch.autograd.Function",
 )
 _TENSOR_HOOK = Reason(
     "it registers a hook on a tensor, which a trace loses", f"use a torch.autograd.Function, or {REMEDY}"
 )
 _SAVED_HOOKS = Reason(
     "it saves tensors through hooks (saved_tensors_hooks, save_on_cpu), which a trace loses",
-    "leave them out, and let the plan recompute",
+    "remove them, and let the plan recompute",
 )
 _DATA_SET = Reason(
-    "it puts other data into a tensor (x.data = ...), which a trace loses",
+    "it replaces the data of a tensor (x.data = ...), which a trace loses",
     "use x.copy_() under torch.no_grad()",
 )
 DRAWS = Reason(
-    "its forward draws random numbers from Python's or numpy's generator, which a trace would freeze and a "
+    "its forward draws random numbers from Python's or numpy's generator, which a trace would freeze and "
     "recomputation would not repeat",
-    "draw them with torch (torch.rand), whose draws plans repeat, or turn that off",
+    "draw random numbers with torch (torch.rand), which plans repeat, or turn that part off",
 )
 
 # Parameters that the module does not have
 
 _STRANGER = Reason(
-    "it computes with a parameter that none of its modules has, or that it reaches by a name from outside, "
-    "and a trace would never train that",
+    "it computes with a parameter that is not registered in its modules, or that it reaches by an outside "
+    "name, and a trace would never train that parameter",
     "register it, or freeze it (requires_grad_(False))",
 )
 STRANGER = Reason(
-    "it computes with a parameter that it does not have, and whose gradient would be lost on its device",
-    "register it in the layer too, as several may have one parameter, or freeze it (requires_grad_(False)); "
-    "a loss with parameters is a part of the module, which returns it (loss=None), and weight decay an option "
-    "of the optimizer",
+    "it computes with a parameter of another module, whose gradient would be lost on this layer's device",
+    "register the parameter in this layer too (several layers may share one), or freeze it "
+    "(requires_grad_(False)). Make a loss with parameters part of the module, which returns the loss "
+    "(loss=None); weight decay is an option of the optimizer",
 )
 
 # Errors of torch, by their message
 
 _CAUSAL = Reason(
-    "nn.Transformer and its parts compare a mask with a causal one, which depends on values",
-    "say what it is, with is_causal=True or False beside the mask (tgt_is_causal, src_is_causal of "
-    "nn.Transformer)",
+    "nn.Transformer and its parts compare a mask with a causal mask, which depends on values",
+    "pass is_causal=True or False together with the mask (tgt_is_causal, src_is_causal of nn.Transformer)",
 )
-_PACKED = Reason(
-    "it packs sequences (pack_padded_sequence), and values alone tell how many rows that are", _PADDED
-)
+_PACKED = Reason("it packs sequences (pack_padded_sequence), whose number of rows depends on values", _PADDED)
 _GIVE = (
-    "give it among the inputs what it otherwise makes by itself, as a model of transformers may make its "
-    f"attention_mask and decoder_attention_mask, or {REMEDY}"
+    "pass among the inputs the tensors that it otherwise creates, such as the attention_mask and "
+    f"decoder_attention_mask of a transformers model, or {REMEDY}"
 )
 _OF_TRACES = (
     (r"DynamicOutputShape|data-dependent shape", SHAPE),
     (
         r"[Dd]ata-dependent|DataDependent|guard on|unbacked",
-        Reason("what runs next depends on the values of a tensor", VALUES),
+        Reason("its control flow depends on the values of a tensor", VALUES),
     ),
     (r"\.numpy\(\)|numpy", Reason("it turns a tensor into a numpy array")),
     (
         r"[Uu]nsupported ?[Oo]perator|no fake impl|Meta kernel",
-        Reason("it uses an operator of unknown shapes"),
+        Reason("it uses an operator whose output shapes are unknown"),
     ),
     (r"FakeTensor", Reason("it needs the values of a tensor", VALUES)),
     (r"argument of type: .*Generator", Reason(_OBJECT.format("an argument"))),  # torch 2.11
@@ -146,7 +145,7 @@ _OF_TRACES = (
 _OF_RUNS = (
     (
         r"SparseTensorImpl|SparseCPU|[Ss]parse layout",
-        "no plan knows the memory of sparse tensors and gradients: use dense ones (sparse=False)",
+        "plans cannot predict the memory of sparse tensors and gradients: use dense ones (sparse=False)",
     ),
     (
         r"a product of",
@@ -155,26 +154,26 @@ _OF_RUNS = (
     (
         r"saves nothing has no backward|support saved tensor hooks",
         (
-            "no plan holds gradients inside a forward: write them out as operations, or in a "
-            "torch.autograd.Function"
+            "plans do not support gradients inside a forward: write them out as operations, or put them "
+            "into a torch.autograd.Function"
         ),
     ),
-    (r"without an end", "let the loop make a fixed number of steps"),
+    (r"endlessly", "let the loop make a fixed number of steps"),
     (r"closure", "use an optimizer that steps without a closure, such as AdamW or SGD"),
     (
         r"only supports 2D parameters",
         (
-            "let a class of your own step matrices with it and the rest with another, by options that groups=... "
-            "gives"
+            "write an optimizer class that updates matrices with this optimizer and other parameters with "
+            "another, chosen by the options that groups=... returns"
         ),
     ),
     (r"does not support dense gradients", "use Adam or AdamW"),
-    (r"capturable=True", "leave capturable out: it is for steps that a GPU records"),
+    (r"capturable=True", "remove capturable, which is only for CUDA graphs"),
     (
         r"differentiated Tensors?",
         (
-            "a loss cannot differentiate one output by another: let the module return that gradient, written as "
-            "operations"
+            "a loss cannot differentiate one output by another: return that gradient from the module, "
+            "written as operations"
         ),
     ),
     (r"_pack_padded_sequence", _PADDED),
@@ -182,34 +181,34 @@ _OF_RUNS = (
     (
         r"convert all Tensors to FakeTensors",
         (
-            "it computes with a tensor from outside, which no device would have: make that a buffer or a "
-            "parameter of it"
+            "it computes with a tensor that does not belong to the module, so no device would hold it: "
+            "make it a buffer or a parameter of the module"
         ),
     ),
     (
         r"DynamicOutputShape|DataDependent",
-        f"what it returns depends on values, and nothing can be assumed of it: {_OPERATOR}",
+        f"its output shapes depend on values: {_OPERATOR}",
     ),
-    (r"[Uu]nsupported ?[Oo]perator|no fake impl", f"its shapes are not known: {_OPERATOR}"),
+    (r"[Uu]nsupported ?[Oo]perator|no fake impl", f"its output shapes are unknown: {_OPERATOR}"),
     (
         r"numpy|FakeTensor|unpack the object",
-        f"it needs values, and a profile has none: use torch, or {_OPERATOR}",
+        f"it reads values, and a profile has none: use torch, or {_OPERATOR}",
     ),
 )
 
 # Tensors of a module
 
-_LAZY = f"has no shape yet, as in lazy modules before their first call: {LAZY_REMEDY}"
+_LAZY = f"does not have a shape yet, like lazy modules before their first call: {LAZY_REMEDY}"
 _MADE_IN_INFERENCE = (
-    "was made inside torch.inference_mode(), where no tensor can be trained: make the model outside of it"
+    "was created inside torch.inference_mode() and cannot be trained: create the model outside"
 )
 _META = (
-    "is on the meta device and has no numbers: it can be profiled and planned, but not run; build it outside "
-    'of torch.device("meta")'
+    "is on the meta device and holds no numbers: it can be profiled and planned, but not trained. Build "
+    "it outside torch.device('meta')"
 )
 _NO_MEMORY = (
-    "has no memory, since another training in this process divides it between replicas or has moved it away: "
-    "make a model of its own for each training (Task of a function that builds it)"
+    "lacks memory, because another training in this process shards it between replicas or offloads it: "
+    "build a new model for each training (pass Task a function that builds it)"
 )
 
 
@@ -292,16 +291,18 @@ def _unusable(part: nn.Module) -> str:
     kind = type(part)
     if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None:
         return (
-            "is compiled by torch.compile, so that its memory is unknown: give pipefit the module as it was "
-            "before"
+            "is compiled by torch.compile, so its memory is unknown: give pipefit the module before "
+            "compilation"
         )
     if isinstance(part, ScriptModule):
         return (
-            "is a TorchScript module (torch.jit.script or torch.jit.trace), which can be neither copied nor "
-            "followed: give pipefit the module as it was before"
+            "is a TorchScript module (torch.jit.script or torch.jit.trace), which cannot be copied or "
+            "traced: give pipefit the original module"
         )
     if kind.__module__.startswith(("torch.ao.nn.quantized", "torch.nn.quantized")):
-        return f"is a quantised {kind.__name__}, which cannot be trained: train the module as it was before"
+        return (
+            f"is a quantised {kind.__name__}, which cannot be trained: train the module before quantisation"
+        )
     return ""
 
 
@@ -334,8 +335,8 @@ def _refuse_shared_memory(module: nn.Module, name: str) -> None:
         if apart and any(isinstance(one, nn.Parameter) and one.requires_grad for _, one in run):
             raise UsageError(
                 f"{run[0][0]} and {apart[0][0]} of {name} are two tensors in the same memory, which two "
-                "stages would train apart: make them one parameter (b.weight = a.weight), or give one of them "
-                "a copy"
+                "stages would train separately: make them one parameter (b.weight = a.weight), or give one "
+                "of them a copy"
             )
 
 
@@ -363,7 +364,7 @@ def refuse_hooks(module: nn.Module) -> None:
         if part._backward_hooks or part._backward_pre_hooks:
             raise Refusal(
                 f"{path or 'it'} has hooks on its backward, which a trace loses",
-                f"take them off, or {REMEDY}",
+                f"remove them, or {REMEDY}",
             )
 
 
@@ -515,7 +516,7 @@ def _reason(error: BaseException) -> Reason:
     codes = (frame.f_code for frame in frames if not frame.f_code.co_filename.startswith(_NOT_THE_USERS))
     if any(_ASKING & set(code.co_names) for code in codes):
         return Reason(
-            f"it asks whether it is being compiled, takes another way while it is traced, and {raised}", _GIVE
+            f"it checks whether it is being compiled, takes another path in a trace, and {raised}", _GIVE
         )
     return Reason(f"it {raised}", f"{_WITHOUT}; if it does, {REMEDY}")
 
@@ -553,7 +554,7 @@ def _definition(module: nn.Module) -> str:
 def refuse_operation(name: str, node: fx.Node) -> NoReturn:
     """Raise an error: `node` of model `name` reads a number, or holds a function of its own."""
     if isinstance(node.target, HigherOrderOperator):
-        refuse_node(name, node, f"{node.target} holds a function of its own")
+        refuse_node(name, node, f"{node.target} contains another function")
     refuse_node(name, node, *SCALAR)
 
 

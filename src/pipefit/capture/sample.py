@@ -61,9 +61,8 @@ def sample(task: Task, size: int, *, seed: int = 0) -> Sample:
         batch = _made(task, size)
     if isinstance(batch, Mapping) and task.loss is not None:
         raise UsageError(
-            f"a batch of {task.name} is a dictionary alone, and the task's loss is computed with targets: "
-            "return "
-            "(inputs, targets), or say loss=None where the module computes its loss itself"
+            f"a batch of {task.name} is only a dictionary, but the task's loss takes targets: return "
+            "(inputs, targets), or give loss=None if the module computes its own loss"
         )
     inputs, targets = pair(batch, f"the batch function of {task.name} must return")
     refuse_gradients((inputs, targets), task.name)
@@ -85,7 +84,9 @@ def _refuse_strange(batch: Sample, name: str) -> None:
     for what, tensor in named_tensors(batch):
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
             kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else "sparse"
-            raise UsageError(f"{what} of a batch of {name} is a {kind} tensor: give dense ones, with values")
+            raise UsageError(
+                f"{what} of a batch of {name} is a {kind} tensor: return dense tensors that hold values"
+            )
 
 
 def _made(task: Task, size: int) -> Any:
@@ -100,8 +101,8 @@ def _made(task: Task, size: int) -> Any:
         raise
     except Exception as error:
         raise UsageError(
-            f"the batch function of {task.name} fails when it is asked for {counted(size, 'sample')} "
-            f"({in_one_line(error)}): it is called with the number of samples, and returns (inputs, targets)"
+            f"the batch function of {task.name} fails for {counted(size, 'sample')} ({in_one_line(error)}): "
+            "it is called with the number of samples, and must return (inputs, targets)"
         ) from error
 
 
@@ -114,9 +115,9 @@ def check_samples(batch: Sample, size: int, name: str) -> None:
     for what, tensor in named_tensors(batch):
         if tensor.ndim == 0 or tensor.shape[0] != size:
             raise UsageError(
-                f"{what} of a batch of {name} has the shape {tuple(tensor.shape)} where a batch of "
-                f"{counted(size, 'sample')} was asked for: every tensor of a batch holds its samples along "
-                "dimension 0; what is the same for all samples belongs into the module"
+                f"{what} of a batch of {name} has shape {tuple(tensor.shape)}, but dimension 0 must be the "
+                f"{counted(size, 'sample')} of the batch: put tensors that are the same for all samples "
+                "into the module"
             )
 
 
@@ -135,5 +136,5 @@ def pair(batch: Any, who: str) -> Sample:
 
 def _describe(batch: Any) -> str:
     if isinstance(batch, (tuple, list)):
-        return f"{len(batch)} of them"
+        return f"{len(batch)} values"
     return kind_of(batch)

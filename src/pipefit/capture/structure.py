@@ -148,16 +148,16 @@ class Tree:
         if spec != self.spec:
             raise UsageError(
                 f"{self.what} changed: the model was captured with {_described(self.spec)}, not "
-                f"{_described(spec)}; "
-                "give all batches one form"
+                f"{_described(spec)}. Give all batches the same structure"
             )
         for number, (leaf, constant) in enumerate(zip(leaves, self.leaves, strict=True)):
             if isinstance(leaf, Tensor):
                 continue
             if number in self.taken or type(leaf) is not type(constant) or leaf != constant:
                 raise UsageError(
-                    f"{self.what} changed: {leaf!r} where the model was captured with "
-                    f"{'a tensor' if number in self.taken else repr(constant)}; give all batches one form"
+                    f"{self.what} changed: {leaf!r}, but the model was captured with "
+                    f"{'a tensor' if number in self.taken else repr(constant)}. Give all batches the same "
+                    "structure"
                 )
         return tuple(leaves[number] for number in self.taken)
 

@@ -43,9 +43,8 @@ def limited_modules(name: str) -> Iterator[None]:
         count += 1
         if count > MOST_MODULES:
             raise UsageError(
-                f"{name} has more than {MOST_MODULES:,} modules and is not built any further: is one of its "
-                "settings, "
-                "such as the number of layers, larger than it was meant to be?"
+                f"{name} has more than {MOST_MODULES:,} modules, and building stopped there: check its "
+                "settings, such as the number of layers"
             )
 
     handle = register_module_module_registration_hook(counted)
@@ -127,16 +126,14 @@ class Task:
                 )
         if self.loss is not None and not callable(self.loss):
             raise UsageError(
-                "loss of a Task must be a function of (outputs, targets), or None where the module computes "
-                "it, not "
-                f"{kind_of(self.loss)}"
+                "loss of a Task must be a function of (outputs, targets), or None if the module computes "
+                f"it, not {kind_of(self.loss)}"
             )
         check_types(self)
         if isinstance(self.loss, nn.Module) and any(p.requires_grad for p in self.loss.parameters()):
             raise UsageError(
-                "loss of a Task has parameters, which no stage would train: make it a part of the module, "
-                "which then "
-                "returns the loss, and give loss=None"
+                "loss of a Task has parameters, which no stage would train: make it part of the module, "
+                "let the module return the loss, and give loss=None"
             )
 
     def __repr__(self) -> str:
@@ -170,7 +167,7 @@ class Task:
             remedy = (
                 LAZY_REMEDY
                 if "UninitializedParameter" in str(error)
-                else "if it does not without pipefit, pass the module itself, built"
+                else "check that it works without pipefit, or pass the built module"
             )
             raise UsageError(
                 f"the function that builds {self.name} fails ({in_one_line(error)}): {remedy}"

@@ -435,8 +435,8 @@ def _parameters(flow: Flow, node: fx.Node) -> set[fx.Node]:
 # ---- Capture by a trace
 
 _INSIDE = (
-    "let a module of the model do it, which stays whole (each block by itself, where blocks are left out at "
-    "random)"
+    "do that in a submodule of the model, which stays whole (in each block separately, if blocks are "
+    "skipped at random)"
 )
 
 
@@ -455,10 +455,10 @@ def traced_chain(
     outputs = _end(task, program, graph)
     flow = Flow(graph, task.name)
     if not flow.order:
-        raise UsageError(f"{task.name} computes nothing: there is no layer to make")
+        raise UsageError(f"{task.name} computes nothing, so it does not have any layers")
     first = [node for node in flow.values(-1) if (meaning := role(node)) and meaning.kind == "input"]
     if not first:
-        raise UsageError(f"{task.name} uses none of its inputs: what it returns is the same for every batch")
+        raise UsageError(f"{task.name} does not use its inputs: its output is the same for every batch")
     cut = all_in_one(flow, WHY) if whole else pieces(flow, module, task.granularity, kept)
     return Chain(
         task.name,

@@ -111,8 +111,7 @@ class _FunctionCall:
         if (strange := self.given.other_than(_PLAIN)) is not None:
             raise Refusal(
                 f"{self.name} takes a {type(strange).__name__}; in a traced model, custom functions take "
-                "tensors, "
-                "numbers, texts and None",
+                "only tensors, numbers, texts and None",
                 in_a_whole_module=True,
             )
 
@@ -134,9 +133,7 @@ class _FunctionCall:
         if versions != [tensor._version for tensor in tensors]:
             raise Refusal(f"{self.name} changes its arguments in place", in_a_whole_module=True)
         if not all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves):
-            raise Refusal(
-                f"{self.name} returns something other than tensors and None", in_a_whole_module=True
-            )
+            raise Refusal(f"{self.name} returns values other than tensors and None", in_a_whole_module=True)
         self.returned = [leaf is not None for leaf in leaves]
         result = (leaf for leaf in leaves if leaf is not None)
         return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in result]
@@ -194,7 +191,7 @@ def _nothing_is_kept(*_: Any) -> None:
     """Do nothing in place of `setup_context`: the traced operation has no backward that reads the context."""
 
 
-_trace: ContextVar[_Trace | None] = ContextVar("the trace that is going on", default=None)
+_trace: ContextVar[_Trace | None] = ContextVar("the trace in progress", default=None)
 
 
 torch.library.define(
@@ -288,15 +285,15 @@ def call_whole(
     result = tuple(map(_form, leaves))
     if result != forms:
         raise UsageError(
-            f"{name}, which stays whole in a traced model, returned {_words(result)}, and {_words(forms)} "
-            "when the "
-            f"model was traced: {_REMEDY}"
+            f"{name}, which stays whole in a traced model, returned {_words(result)}, but {_words(forms)} "
+            f"when the model was traced: {_REMEDY}"
         )
     return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 _REMEDY = (
-    "let its shapes and numbers not depend on values, or give pipefit the parts instead, pipefit.chain([...])"
+    "make its output shapes and numbers independent of values, or give pipefit the parts with "
+    "pipefit.chain([...])"
 )
 
 
@@ -333,7 +330,7 @@ class _ModuleCall(NamedTuple):
 
 
 _calls: ContextVar[list[_ModuleCall] | None] = ContextVar(
-    "calls of whole modules in the trace that is going on", default=None
+    "calls of whole modules in the trace in progress", default=None
 )
 
 torch.library.define(
@@ -410,9 +407,9 @@ class _Whole:
             self._refuse(in_one_line(error))
         forms = {tuple(map(_form, pytree.tree_leaves(returned))) for returned in result.values()}
         if len(forms) > 1:
-            self._refuse("how many values it returns, or their shapes or numbers, depends on values")
+            self._refuse("the number, shapes or numbers of its outputs depend on values")
         if not all(isinstance(form, (tuple, *_PLAIN_RESULTS)) for form in next(iter(forms))):
-            self._refuse("it returns something other than tensors, numbers, texts and None")
+            self._refuse("it returns values other than tensors, numbers, texts and None")
         return next(iter(result.values())), False not in result
 
     def _once(self, given: Given) -> Any:

@@ -107,15 +107,13 @@ class Candidates:
         """
         if self._current is None:
             self._current = _opened(self.path) if self.named else self._next()
-        self.tell(f"{_named(self._current.folder)} is taken instead")
+        self.tell(f"{_named(self._current.folder)} is used instead")
         return self._current
 
     def tell(self, instead: str) -> None:
         """Warn about each checkpoint skipped since the last call, with the action taken `instead`."""
         for folder, reason in self.passed[self._told :]:
-            warnings.warn(
-                f"{_named(folder)} is passed over: {reason}; {instead}", PipefitWarning, stacklevel=4
-            )
+            warnings.warn(f"{_named(folder)} is skipped: {reason}; {instead}", PipefitWarning, stacklevel=4)
         self._told = len(self.passed)
 
     def pass_over(self, error: FileError) -> None:
@@ -138,18 +136,20 @@ class Candidates:
                     raise DamagedCheckpoint(entry.obstacle)
                 result = _opened(entry.folder)
                 if self._is_of_another(result.manifest.owner):
-                    self.passed.append((entry.folder, f"it is of another training, {result.manifest.owner}"))
+                    self.passed.append(
+                        (entry.folder, f"it belongs to another training, {result.manifest.owner}")
+                    )
                     continue
                 result.check_headers()
             except DamagedCheckpoint as error:
                 self._note(entry.folder, error)
             else:
                 return result
-        why = "name a folder that was saved to"
+        why = "name a folder with saved checkpoints"
         if self.passed:
             folder, reason = self.passed[0]
-            why = f"{_named(folder)} cannot be taken: {reason}"
-        raise FileError(f"there is no whole checkpoint in {_named(self.path)}: {why}")
+            why = f"{_named(folder)} cannot be used: {reason}"
+        raise FileError(f"{_named(self.path)} does not contain a complete checkpoint: {why}")
 
     def _is_of_another(self, owner: Owner) -> bool:
         """Return whether the owner is neither the newest readable training nor the requested run."""
@@ -226,16 +226,16 @@ def _obstacle(folder: Path) -> str:
     try:
         mode = os.lstat(folder).st_mode
         if stat.S_ISLNK(mode):
-            return "it is a symbolic link, and links are not followed"
+            return "it is a symbolic link, which pipefit does not follow"
         if not stat.S_ISDIR(mode):
-            return "it is no folder"
+            return "it is not a folder"
         return (
             ""
             if stat.S_ISREG(os.lstat(folder / MANIFEST).st_mode)
             else f"its {MANIFEST} is not a regular file"
         )
     except FileNotFoundError:
-        return f"it has no {MANIFEST}"
+        return f"it does not contain {MANIFEST}"
     except OSError as error:
         raise UnreadableCheckpoint(f"{_named(folder)} cannot be read: {error.strerror}") from None
 
@@ -268,14 +268,13 @@ def _opened(folder: Path) -> Checkpoint:
     with _damage(folder):
         if match and folder.is_symlink():
             raise FileError(
-                f"{_named(folder)} is a symbolic link, and links are not followed: name what it leads to"
+                f"{_named(folder)} is a symbolic link, which pipefit does not follow: name its target"
             )
         manifest = cast("Manifest", loads(_read(folder / MANIFEST), Manifest, _named(folder / MANIFEST)))
         if match and folder.name != folder_of(folder.parent, manifest.step).name:
             raise FileError(
-                f"{_named(folder)} holds the checkpoint of step {manifest.step}: it has been renamed; give "
-                "it its own "
-                f"name back, {folder_of(folder.parent, manifest.step).name}"
+                f"{_named(folder)} holds the checkpoint of step {manifest.step}, so it has been renamed: "
+                f"restore its name {folder_of(folder.parent, manifest.step).name}"
             )
     return Checkpoint(folder=folder, manifest=manifest)
 
@@ -310,12 +309,11 @@ def check_writable(directory: Path) -> None:
     )
     if not os.path.isdir(there):
         raise FileError(
-            f"{_named(directory)} cannot hold checkpoints: {_named(there)} is no folder; name another"
+            f"{_named(directory)} cannot hold checkpoints: {_named(there)} is not a folder; name another"
         )
     if reason := obstacle(there):
         raise FileError(
-            f"{_named(directory)} cannot hold checkpoints: nothing can be written to {_named(there)} "
-            f"({reason}); name "
+            f"{_named(directory)} cannot hold checkpoints: {_named(there)} is not writable ({reason}); name "
             "another folder"
         )
 
@@ -334,13 +332,12 @@ def begin(directory: Path, step: int, owner: Owner, *, first: int = 0, aside: Co
     set_aside(directory, aside)
     target = folder_of(directory, step)
     if os.path.lexists(target):
-        raise FileError(f"{_named(target)} is there already: remove it, or save to another folder")
+        raise FileError(f"{_named(target)} already exists: remove it, or save to another folder")
     later = [other for number, other in whole(directory) if number > step]
     if later:  # as the newest it would be loaded instead of this one, and `remove_old` would remove this one
         raise FileError(
-            f"{_named(later[-1])} is there already, of a later step than {step}: go on from there, or save "
-            "to another "
-            "folder"
+            f"{_named(later[-1])} already exists and is of a later step than {step}: resume from it, or "
+            "save to another folder"
         )
     check_owner(directory, owner, first)
     partial = target.with_name(f"{target.name}.partial")
@@ -351,7 +348,7 @@ def begin(directory: Path, step: int, owner: Owner, *, first: int = 0, aside: Co
         partial.mkdir()
     except OSError as error:
         raise FileError(
-            f"{_named(partial)} cannot be made: {error.strerror}; save to another folder"
+            f"{_named(partial)} cannot be created: {error.strerror}; save to another folder"
         ) from None
     return partial
 
@@ -370,7 +367,7 @@ def check_owner(directory: Path, owner: Owner, first: int) -> None:
         except FileError:
             continue
         if other.training != owner.training or (other.run != owner.run and step > first):
-            raise FileError(f"{_named(folder)} is of another training, {other}: save to another folder")
+            raise FileError(f"{_named(folder)} belongs to another training, {other}: save to another folder")
         return
 
 
@@ -479,7 +476,7 @@ def _read(path: Path) -> bytes:
     with regular_file(path) as (file, nbytes):
         if nbytes > _LARGEST_MANIFEST:
             raise FileError(
-                f"{_named(path)} has {format_bytes(nbytes)}; manifests have at most "
+                f"{_named(path)} has {format_bytes(nbytes)}, but manifests have at most "
                 f"{format_bytes(_LARGEST_MANIFEST)}"
             )
         return file.read()

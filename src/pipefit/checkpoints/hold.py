@@ -59,9 +59,9 @@ class Owner:
 
     def __post_init__(self) -> None:
         if not all(0 < len(name) <= _LONGEST_ID for name in (self.training, self.run)):
-            raise UsageError(f"a training and its run have names of 1 to {_LONGEST_ID} characters")
+            raise UsageError(f"the names of a training and its run must have 1 to {_LONGEST_ID} characters")
         if not 0 <= self.started_seconds < 1 << 40:
-            raise UsageError(f"a run has started at a time, not at {self.started_seconds}")
+            raise UsageError(f"the start time of a run is not valid: {self.started_seconds}")
 
     def __str__(self) -> str:
         """Return the training's names for a sentence."""
@@ -169,7 +169,7 @@ LOCK = "training.lock"
 _LARGEST = 1 << 16  # bytes that the file may have
 _TRIES = 100
 _NAMING_SECONDS = 1.0  # between a holder's lock and its name
-_WAY_OUT = "wait until it has ended, or save to another folder"
+_WAY_OUT = "wait until it ends, or save to another folder"
 
 
 class Hold:
@@ -186,8 +186,8 @@ class Hold:
     def __init__(self, directory: Path, owner: Owner) -> None:
         if not hasattr(os, "O_DIRECTORY"):
             raise FileError(
-                "checkpoints are not saved on Windows, whose folders cannot be held: train without, or on "
-                "Linux"
+                "checkpoints cannot be saved on Windows, which lacks folder locks: train without saving, "
+                "or on Linux"
             )
         self.directory, self.owner, self.busy = directory, owner, False
         self._path = directory.absolute() / LOCK
@@ -195,7 +195,7 @@ class Hold:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise FileError(
-                f"{_named(directory)} cannot be made: {error.strerror}; save to another folder"
+                f"{_named(directory)} cannot be created: {error.strerror}; save to another folder"
             ) from None
         self.file = self._locked()
         self._give_up = weakref.finalize(self, _released, self._path, self.file, os.getpid())
@@ -243,7 +243,7 @@ class Hold:
                 os.close(file)
                 raise
             return file
-        raise FileError(f"{_named(self._path)} changes all the time: save to another folder")
+        raise FileError(f"{_named(self._path)} keeps changing: save to another folder")
 
     def _check_no_holder(self, file: int) -> None:
         """Check, on a file system without locks, that the file does not name a process that may run."""
@@ -251,9 +251,8 @@ class Hold:
         if holder is None or (holder.host == socket.gethostname() and not _lives(holder)):
             return
         raise FileError(
-            f"{_held(self.directory, holder)}; this file system has no locks that would say whether it has "
-            "ended: if "
-            f"it has, remove {_named(self._path)}"
+            f"{_held(self.directory, holder)}; this file system does not support locks that would show "
+            f"whether it has ended: if it has, remove {_named(self._path)}"
         )
 
     def _write_name(self) -> None:
@@ -281,7 +280,7 @@ def check_holder(directory: Path, owner: Owner) -> None:
         file = os.open(directory / LOCK, os.O_RDONLY | NO_LINK)
     except OSError as error:
         raise FileError(
-            f"{_named(directory / LOCK)}, by which this training holds its folder, cannot be read any more "
+            f"{_named(directory / LOCK)}, the lock of this training's folder, cannot be read any more "
             f"({error.strerror}): save to another folder"
         ) from None
     try:
@@ -298,7 +297,7 @@ def _named(path: Path) -> str:
 
 def _held(directory: Path, holder: Owner | None) -> str:
     who = "another training" if holder is None else f"another training, {holder},"
-    return f"{who} saves to {_named(directory)}: {_WAY_OUT}"
+    return f"{who} is saving to {_named(directory)}: {_WAY_OUT}"
 
 
 def _locked_by(directory: Path, holder: Owner | None) -> str:
@@ -314,9 +313,8 @@ def _opened(path: Path) -> int:
         file = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINK, 0o666)
     except OSError as error:
         raise FileError(
-            f"{_named(path)}, by which a training holds its folder, cannot be opened: {error.strerror}; save "
-            "to "
-            "another folder"
+            f"{_named(path)}, the lock of the folder, cannot be opened: {error.strerror}; save to another "
+            "folder"
         ) from None
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:

@@ -81,7 +81,7 @@ class Shard:
         if not SHARD.fullmatch(self.file):
             raise UsageError(f"{self.file!r} is not the name of a shard, such as worker-00000.safetensors")
         if not _DIGEST.fullmatch(self.sha256) or not 0 < self.nbytes < _LARGEST:
-            raise UsageError(f"{self.file} has no SHA-256 of 64 hexadecimal digits, or no size in bytes")
+            raise UsageError(f"{self.file} lacks a SHA-256 of 64 hexadecimal digits or a valid size in bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,9 +167,9 @@ class Manifest:
 
     def __post_init__(self) -> None:
         if not 0 <= self.step < _LARGEST or not -(1 << 63) <= self.seed < 1 << 63:
-            raise UsageError(f"it has no step or seed that can be: {self.step}, {self.seed}")
+            raise UsageError(f"its step or seed is not valid: {self.step}, {self.seed}")
         if not 0 <= self.saved_seconds < 1 << 40:
-            raise UsageError(f"it was saved at a time, not at {self.saved_seconds}")
+            raise UsageError(f"its time of saving is not valid: {self.saved_seconds}")
         _check_once("shard", [shard.file for shard in self.shards])
         _check_once("tensor", [tensor.key for tensor in self.tensors])
         _check_once("name", [name for name, _ in self.aliases])
@@ -198,7 +198,7 @@ def torch_dtype(name: str) -> torch.dtype:
         UsageError: there is none, or checkpoints cannot hold it.
     """
     if name not in DTYPES:
-        raise UsageError(f"{name!r} is not a dtype that a checkpoint can hold: {', '.join(DTYPES)}")
+        raise UsageError(f"{name!r} is not a dtype that checkpoints support: {', '.join(DTYPES)}")
     result: torch.dtype = getattr(torch, name)
     return result
 
@@ -239,12 +239,11 @@ def loads(content: bytes, kind: type[Manifest] | type[Part], source: str) -> Man
     data = json_object(content, source)
     header = {name: data.pop(name, None) for name in ("pipefit", "version", "sha256")}
     if header["pipefit"] != _kind(kind):
-        raise FileError(f"{source} is not the manifest of a checkpoint; name a folder that pipefit has saved")
+        raise FileError(f"{source} is not the manifest of a checkpoint: name a folder saved by pipefit")
     if header["version"] != VERSION or type(header["version"]) is not int:
         raise UnreadableCheckpoint(
             f"{source} is not of version {VERSION}, which this pipefit reads: load the checkpoint with the "
-            "pipefit "
-            "that has saved it"
+            "pipefit that saved it"
         )
     digest = header["sha256"]
     if (
@@ -252,9 +251,7 @@ def loads(content: bytes, kind: type[Manifest] | type[Part], source: str) -> Man
         or not _DIGEST.fullmatch(digest)
         or _digest(content.partition(digest.encode())[2]) != digest
     ):
-        raise FileError(
-            f"{source} is damaged: its bytes are not those that were saved (their SHA-256 differs)"
-        )
+        raise FileError(f"{source} is damaged: its SHA-256 differs from the saved one")
     return checked(kind, data, source)
 
 
@@ -270,9 +267,8 @@ def joined_settings(known: Sequence[dict[str, Setting]]) -> dict[str, Setting] |
         ]
         if unlike:
             raise UsageError(
-                f"the scheduler's {unlike[0]} differs between stages, so no other plan could go on with it: "
-                "keep in it "
-                "what does not depend on a stage, or save without a scheduler"
+                f"the scheduler's {unlike[0]} differs between stages, so no other plan could resume it: "
+                "keep only values in it that do not depend on the stage, or save without a scheduler"
             )
     return known[0] if known else None
 
@@ -288,15 +284,15 @@ def _kind(kind: type[Manifest] | type[Part]) -> str:
 def _check_once(what: str, names: Sequence[str]) -> None:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise UsageError(f"the {what} {twice[0]!r} is there twice")
+        raise UsageError(f"the {what} {twice[0]!r} occurs twice")
 
 
 def _check_tensor(tensor: StoredTensor, shards: int) -> None:
     if not 0 <= tensor.shard < shards:
-        raise UsageError(f"{tensor.key!r} is in shard {tensor.shard}, and there are {shards}")
+        raise UsageError(f"{tensor.key!r} is in shard {tensor.shard}, but there are {shards}")
     if (
         any(length < 0 for length in tensor.shape)
         or len(tensor.shape) > _MOST_DIMENSIONS
         or tensor.nbytes >= _LARGEST
     ):
-        raise UsageError(f"{tensor.key!r} has a shape that no tensor has")
+        raise UsageError(f"{tensor.key!r} has an impossible shape")

@@ -122,11 +122,11 @@ def export(
     target = Path(output)
     if target.suffix not in (".safetensors", ".pt", ""):
         raise UsageError(
-            f"{printable(str(target))} is neither a .safetensors nor a .pt file, nor a folder: name one of "
+            f"{printable(str(target))} is neither a .safetensors nor a .pt file, nor a folder: use one of "
             "these"
         )
     if not target.suffix and os.path.lexists(target):
-        raise FileError(f"{printable(str(target))} is there already: name a new folder for the model")
+        raise FileError(f"{printable(str(target))} already exists: name a new folder for the model")
     tensors = load_state_dict(path)
     once = dict(
         list({id(tensor): (name, tensor) for name, tensor in reversed(tensors.items())}.values())[::-1]
@@ -194,10 +194,10 @@ def _index(path: Path) -> Mapping[str, str]:
     try:
         result = json.loads(content(path, source, _LARGEST_INDEX, "an index of tensors has"))["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise FileError(f"{source} is not an index of a sharded model: it has no weight_map") from None
+        raise FileError(f"{source} is not an index of a sharded model: it lacks weight_map") from None
     if not isinstance(result, dict) or not all(_is_file_name(file) for file in result.values()):
         raise FileError(
-            f"{source} is not an index of a sharded model: its weight_map must name files beside it"
+            f"{source} is not an index of a sharded model: its weight_map must name files in the same folder"
         )
     return result
 
@@ -215,7 +215,7 @@ def _read(path: Path, wanted: set[str]) -> dict[str, Tensor]:
     source = printable(str(path))
     if not os.path.isfile(path):
         raise FileError(
-            f"there is no file {source}; weights are a .safetensors file, or a folder with {INDEX}"
+            f"file {source} does not exist: weights are a .safetensors file, or a folder with {INDEX}"
         )
     try:
         with safe_open(path, framework="pt") as file:

@@ -190,17 +190,14 @@ def _check_bytes(file: FileIO, nbytes: int, shard: Shard, source: str) -> None:
     _check_size(nbytes, shard, source)
     digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != shard.sha256:
-        raise FileError(
-            f"{source} is damaged: its bytes are not those that were saved (their SHA-256 differs)"
-        )
+        raise FileError(f"{source} is damaged: its SHA-256 differs from the saved one")
 
 
 def _check_size(nbytes: int, shard: Shard, source: str) -> None:
     if nbytes != shard.nbytes:
         raise FileError(
-            f"{source} is damaged: it has {format_bytes(nbytes)}, and {format_bytes(shard.nbytes)} were "
-            "saved "
-            f"({nbytes} and {shard.nbytes} bytes)"
+            f"{source} is damaged: it has {format_bytes(nbytes)}, but {format_bytes(shard.nbytes)} were "
+            f"saved ({nbytes} and {shard.nbytes} bytes)"
         )
 
 
@@ -219,12 +216,11 @@ def _check_tensors(file: safe_open, wanted: Sequence[StoredTensor], source: str)
     known = set(file.keys())  # type: ignore[no-untyped-call]
     for tensor in wanted:
         if tensor.key not in known:
-            raise FileError(f"{source} is damaged: {printable(tensor.key)} is not in it")
+            raise FileError(f"{source} is damaged: {printable(tensor.key)} is missing")
         result = file.get_slice(tensor.key)  # type: ignore[no-untyped-call]
         dtype, shape = _NAMES.get(result.get_dtype(), result.get_dtype()), tuple(result.get_shape())
         if (dtype, shape) != (tensor.dtype, tensor.shape):
             raise FileError(
                 f"{source} is damaged: {printable(tensor.key)} has dtype torch.{dtype} and shape {shape}, "
-                "and the "
-                f"manifest says torch.{tensor.dtype} and {tensor.shape}"
+                f"but torch.{tensor.dtype} and {tensor.shape} in the manifest"
             )

@@ -65,9 +65,8 @@ _ALLOCATIONS = (
     100,
 )  # less frequent garbage collection, because commands create many lasting objects
 _EPILOG = (
-    "Exit codes: 0 ok, 2 usage, 3 nothing fits, 4 out of memory, 5 a worker failed, 6 bad file, 7 a loss "
-    "that is no "
-    "number, 130 stopped by Ctrl-C, 143 by SIGTERM, 1 anything else."
+    "Exit codes: 0 ok, 2 usage, 3 nothing fits, 4 out of memory, 5 a worker failed, 6 bad file, 7 loss "
+    "not finite, 130 stopped by Ctrl-C, 143 by SIGTERM, 1 anything else."
 )
 
 app = typer.Typer(
@@ -143,7 +142,7 @@ def _run(words: list[str], *, own: bool, is_open: bool) -> int:
         if error.errno not in _FULL:
             return failure.unexpected(error)
         _close_stdout()
-        sentence = f"the output cannot be written: {error.strerror}; free some, or write it elsewhere"
+        sentence = f"the output cannot be written: {error.strerror}; free some space, or write it elsewhere"
         return failure.told(sentence, FileError.exit_code)
     except BaseException as error:  # noqa: BLE001 - the last resort: a sentence instead of a traceback
         return failure.unexpected(error)
@@ -160,13 +159,13 @@ def _check_surroundings(is_open: bool) -> None:
     """
     if not is_open:
         raise FileError(
-            "stdout is closed, where the result would be printed: redirect it to a file, or to /dev/null"
+            "stdout is closed, so the result cannot be printed: redirect it to a file, or to /dev/null"
         )
     try:
         os.getcwd()
     except OSError as error:
         raise UsageError(
-            f"the working directory cannot be used ({error.strerror}): cd to one that exists"
+            f"the working directory cannot be used ({error.strerror}): cd to an existing folder"
         ) from None
 
 
@@ -261,11 +260,13 @@ class _Failure:
     def unexpected(self, error: BaseException) -> int:
         """Report an unforeseen error in a sentence instead of a traceback; names a limit of the system."""
         if limit := met(error):
-            sentence = f"{limit}, and this takes more ({no_room_for(error) or in_one_line(error)})"
+            sentence = f"{limit}, and this command needs more ({no_room_for(error) or in_one_line(error)})"
             return self.told(sentence, OutOfMemory.exit_code if no_memory(error) or no_room_for(error) else 1)
         what = in_one_line(error)
         return self.told(
-            f"unexpected {what}; this is a defect of pipefit or of the model: --debug shows where", 1
+            f"unexpected {what}; this is a defect of pipefit or of the model: run again with --debug for "
+            "the traceback",
+            1,
         )
 
 
@@ -281,7 +282,7 @@ def _usage_sentence(error: typer.TyperException) -> str:
         complaint = (
             f"{complaint[: choice.start()]}{unknown(f'it cannot be {choice[1]!r}', choice[1], choices)}"
         )
-    return f"{complaint.rstrip('.')}; {command} --help shows what it takes"
+    return f"{complaint.rstrip('.')}; see {command} --help"
 
 
 def _print_version() -> int:

@@ -96,10 +96,7 @@ def _described(found: Checkpoint) -> list[Block]:
     sizes = {what: manifest.bytes_of(kind) for kind, what in _WORDS.items()}
     held = ", ".join(f"{format_bytes(nbytes)} of {what}" for what, nbytes in sizes.items() if nbytes)
     return [
-        (
-            f"{printable(str(found.folder))}: step {manifest.step}, seed {manifest.seed}, {shards}, all as they "
-            "were saved"
-        ),
+        (f"{printable(str(found.folder))}: step {manifest.step}, seed {manifest.seed}, {shards}, all intact"),
         f"trained in {stages} under {printable(manifest.schedule)}, by {made_by}",
         f"{counted(len(manifest.tensors), 'tensor')}: {held}",
     ]

@@ -15,11 +15,10 @@ EXAMPLE = "pipefit clusters"
 _CARDS = "Cards in one box, 1 to 16 of a kind: 4x-rtx-3090 is four. TFLOP/s by type"
 _DTYPES = ("float32", "float16", "bfloat16")  # TFLOP/s
 _OTHERS = (
-    "emulated:4x256MiB is four worker processes of this machine with 256 MiB each, "
-    "emulated:2x256MiB+2x128MiB two "
-    "sizes of them. A cluster of your own is a .toml file. 16xdgx-a100@25GB/s is sixteen machines, between "
-    "which every "
-    "device sends and receives 25 GB/s. pipefit show NAME tells devices, hosts and links."
+    "emulated:4x256MiB is four worker processes of this machine with 256 MiB each; "
+    "emulated:2x256MiB+2x128MiB mixes two sizes. Describe your own cluster in a .toml file. "
+    "16xdgx-a100@25GB/s is sixteen machines, between which every device sends and receives 25 GB/s. "
+    "pipefit show NAME prints devices, hosts and links."
 )
 
 

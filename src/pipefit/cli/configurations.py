@@ -70,11 +70,9 @@ def megatron(file: str) -> tuple[str, dict[str, Any]]:
     known = {*_LLAMA, *_SHARES, *_PADDED, *_NEEDED, *_MORE}
     for name in result:
         if name not in known and not name.startswith(_SILENT):
-            raise UsageError(
-                f"{file}: nothing here knows what --{name} does to a model: leave it out if it does nothing"
-            )
+            raise UsageError(f"{file}: the effect of --{name} on a model is unknown: omit it if it has none")
     if missing := [name for name in _NEEDED if name not in result]:
-        raise UsageError(f"{file} has no --{missing[0]}, which the shape of a model needs")
+        raise UsageError(f"{file} lacks --{missing[0]}, which is needed for the shape of the model")
     return _decoder({**_SHARES, **_PADDED, **result}, file)
 
 
@@ -83,7 +81,7 @@ def _arguments(text: str, file: str) -> dict[str, Any]:
     try:
         words = shlex.split(text, comments=True)
     except ValueError as error:
-        raise UsageError(f"{file} is no file of arguments: {error}") from error
+        raise UsageError(f"{file} is not a file of arguments: {error}") from error
     result: dict[str, Any] = {}
     name = ""
     for word in (part for one in words for part in (one.split("=", 1) if one.startswith("--") else [one])):
@@ -91,7 +89,9 @@ def _arguments(text: str, file: str) -> dict[str, Any]:
             name = word.removeprefix("--")
             result[name] = True
         elif not name:
-            raise UsageError(f"{file} begins with {word!r}: arguments begin with --, such as --num-layers 32")
+            raise UsageError(
+                f"{file} starts with {word!r}, but arguments start with --, such as --num-layers 32"
+            )
         elif result[name] is True:
             result[name] = _number(word)
     return result
@@ -131,7 +131,7 @@ def _decoder(found: dict[str, Any], file: str) -> tuple[str, dict[str, Any]]:
     tied = not found.get("untie-embeddings-and-output-weights", False)
     if (optimizer := found.get("optimizer", "adam")) not in _OPTIMIZERS:
         raise UsageError(
-            f"{file}: --optimizer {optimizer} has no counterpart here: {' or '.join(_OPTIMIZERS)}"
+            f"{file}: --optimizer {optimizer} is not supported here: use {' or '.join(_OPTIMIZERS)}"
         )
     ours, settings = (_llama if chosen == _LLAMA else _gpt)(found, file, words, tied=tied)
     return ours, settings | {"optimizer": _OPTIMIZERS[optimizer]}
@@ -140,11 +140,13 @@ def _decoder(found: dict[str, Any], file: str) -> tuple[str, dict[str, Any]]:
 def _gpt(found: dict[str, Any], file: str, words: int, *, tied: bool) -> tuple[str, dict[str, Any]]:
     if found["max-position-embeddings"] != found["seq-length"]:
         raise UsageError(
-            f"{file}: zoo:gpt has as many positions as tokens: --max-position-embeddings and --seq-length"
+            f"{file}: zoo:gpt needs equal numbers of positions and tokens: --max-position-embeddings and "
+            "--seq-length"
         )
     if found["hidden-dropout"] != found["attention-dropout"] or found.get("group-query-attention"):
         raise UsageError(
-            f"{file}: zoo:gpt has one dropout for attention and hidden states, and no query groups"
+            f"{file}: zoo:gpt uses one dropout for attention and hidden states, and does not support query "
+            "groups"
         )
     settings = {
         "layers": found["num-layers"], "hidden": found["hidden-size"], "heads": found["num-attention-heads"],
@@ -157,7 +159,7 @@ def _gpt(found: dict[str, Any], file: str, words: int, *, tied: bool) -> tuple[s
 
 def _llama(found: dict[str, Any], file: str, words: int, *, tied: bool) -> tuple[str, dict[str, Any]]:
     if found["hidden-dropout"]:
-        raise UsageError(f"{file}: a Llama drops no hidden states: write --hidden-dropout 0")
+        raise UsageError(f"{file}: a Llama does not use dropout on hidden states: write --hidden-dropout 0")
     heads = found["num-attention-heads"]
     groups = found.get("num-query-groups", 1) if found.get("group-query-attention") else heads
     return "hf:llama", {
@@ -179,15 +181,15 @@ def torchtitan(name: str) -> tuple[str, dict[str, Any]]:
     try:
         registry = importlib.import_module(f"torchtitan.models.{module}.config_registry")
     except ImportError as error:
-        raise UsageError(f"torchtitan:{name} needs torchtitan with such a model: {error}") from error
+        raise UsageError(f"torchtitan:{name} needs a torchtitan with this model: {error}") from error
     make = getattr(registry, function, None)
     if not callable(make):
-        raise UsageError(f"torchtitan:{name}: {registry.__name__} has no {function!r}")
+        raise UsageError(f"torchtitan:{name}: {registry.__name__} does not define {function!r}")
     asked = make()
     shape = asked.model_spec.model
     if type(shape).__qualname__ != "Llama3Model.Config":
         raise UsageError(
-            f"torchtitan:{name} is a {type(shape).__qualname__}: only its Llama 3 has a counterpart here"
+            f"torchtitan:{name} is a {type(shape).__qualname__}: only torchtitan's Llama 3 is supported here"
         )
     attention, forward = shape.layers[0].attention, shape.layers[0].feed_forward
     return "hf:llama", {

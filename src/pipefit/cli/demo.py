@@ -59,7 +59,7 @@ def command(
     split = question(planner="exact", allow_infeasible=True)
     with progress("training the best split"), cleared_away():
         failure = _run_out(task, split, seed)
-    say([f"1. The split of lowest peak, which {_needs(split)}:", f"   {failure}"])
+    say([f"1. The split with the lowest peak, which {_needs(split)}:", f"   {failure}"])
 
     with progress("planning"):
         chosen = question()
@@ -74,9 +74,9 @@ def command(
             seed=seed,
             on_step=lambda step: report(step.step + 1, steps, f"loss {step.loss:.3f}"),
         )
-    say(["3. Training it (pipefit train), four processes, caps enforced:", _losses(losses)])
+    say(["3. Training it (pipefit train), four processes with enforced memory limits:", _losses(losses)])
     predicted = simulate(chosen)
-    say(["4. Peaks, predicted beside measured:", _peaks(predicted, certified, measured)])
+    say(["4. Peaks, predicted and measured:", _peaks(predicted, certified, measured)])
     if as_json:
         json.dump(_result(failure, chosen, losses, predicted, certified, measured), sys.stdout)
         print()
@@ -95,7 +95,7 @@ def _run_out(task: partial[Task], plan: Plan, seed: int) -> str:
         train(task, plan, steps=1, seed=seed)
     except OutOfMemory as error:
         return str(error)
-    raise PipefitError("the split was meant to run out of memory and did not")
+    raise PipefitError("the split should have run out of memory, but did not")
 
 
 def _needs(plan: Plan) -> str:

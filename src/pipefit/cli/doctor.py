@@ -26,7 +26,7 @@ def command(as_json: Json = False) -> None:
     """Show what pipefit can do on this machine."""
     from pipefit.cli.progress import progress
 
-    with progress("looking around"):
+    with progress("checking this machine"):
         result = examine()
     if as_json:
         print(json.dumps(result))
@@ -44,7 +44,7 @@ def command(as_json: Json = False) -> None:
         [
             Table(("machine", ""), rows),
             Table(("package", "version"), packages),
-            f"pipefit can here:\n{abilities}",
+            f"pipefit can do here:\n{abilities}",
         ]
     )
 
@@ -145,5 +145,5 @@ def _shown(value: Any) -> str:
         alike = Counter(f"{gpu['name']}, {format_bytes(gpu['memory_bytes'])}" for gpu in value)
         return "; ".join(f"{count} x {kind}" for kind, count in alike.items()) or "none"
     if value is None:
-        return "not limited or not known"
+        return "no limit, or unknown"
     return format_bytes(value) if isinstance(value, int) and value >= 1 << 20 else str(value)

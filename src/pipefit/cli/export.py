@@ -55,7 +55,7 @@ def command(
     text = _written(file, load(file), to)
     if output is None:
         if isinstance(text, bytes):
-            raise UsageError(f"{to} is no text: name a file for it, such as -o snapshot.pickle")
+            raise UsageError(f"{to} is not a text format: name an output file, such as -o snapshot.pickle")
         sys.stdout.write(json.dumps({"tool": to, "text": text}) + "\n" if as_json else text)
         return
     save_text(text, output)
@@ -127,5 +127,5 @@ def _plan(file: Path, document: Document, what: str) -> Plan:
     from pipefit.schema.plan import Plan
 
     if not isinstance(document, Plan):
-        raise UsageError(f"{file} is no plan: {what} made of plans")
+        raise UsageError(f"{file} is not a plan: {what} made of plans")
     return document

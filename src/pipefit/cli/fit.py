@@ -142,7 +142,9 @@ def command(
         return
     if grow == "batch" and (microbatch_size or batch_size):
         option = "--microbatch-size" if microbatch_size else "--batch-size"
-        raise UsageError(f"{option} is what --grow batch looks for: use --from for the smallest to try")
+        raise UsageError(
+            f"{option} is the value that --grow batch searches for: use --from for the smallest to try"
+        )
     values, devices = _values(grow, start, end, step), load_cluster(cluster)
     with progress("searching") as report:
         from pipefit.largest.growth import Demand
@@ -192,9 +194,7 @@ def _only_with_grow(given: Mapping[str, object]) -> None:
     """Refuse options that have an effect only with --grow."""
     for option, value in given.items():
         if value is not None:
-            raise UsageError(
-                f"{option} goes with --grow, which says what is looked for, such as --grow layers"
-            )
+            raise UsageError(f"{option} needs --grow and the setting to grow, such as --grow layers")
 
 
 def _overview(
@@ -230,10 +230,11 @@ def _overview(
         write(told(describe_overview(result, shlex.join(words)), built_with(model, settings)), width=80)
     if not result.fits:
         why = (
-            result.impossible or f"no plan was found that does; with everything kept, {result.here.one.miss}"
+            result.impossible
+            or f"no plan that fits was found; with all activations kept, {result.here.one.miss}"
         )
         with with_found(lambda: {"result": result.as_json()}):
-            raise InfeasibleError(f"not one sample fits on {cluster.name}: {why}")
+            raise InfeasibleError(f"no microbatch of even one sample fits on {cluster.name}: {why}")
     if as_json:
         print(json.dumps(result.as_json()))
 
@@ -254,7 +255,7 @@ def _growth(
             return growth.memory(resolve(model, settings, precision), demand, values)
     if not grow.isidentifier():
         raise UsageError(
-            f"--grow {grow} is not the name of a setting: write one that --set takes, such as layers"
+            f"--grow {grow} is not the name of a setting: write a setting that --set accepts, such as layers"
         )
     if grow in parse_settings(settings):
         raise UsageError(
@@ -271,7 +272,7 @@ def _values(grow: str, start: str | None, end: str | None, step: str | None) -> 
     first = _size(grow, "--from", start, every)
     last = _size(grow, "--to", end, max(first, _MOST_MEMORY if grow == "memory" else _LARGEST))
     if last < first:
-        raise UsageError(f"--from {first} to --to {last} leaves nothing to try: --to must be {first} or more")
+        raise UsageError(f"--from {first} to --to {last} is empty: --to must be {first} or more")
     return range(first, last + 1, every)
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pipefit.schema.plan import Plan
     from pipefit.schema.training import Precision
 
-_FORMS = "write zoo:NAME, hf:NAME, or package.module:factory for one of your own; pipefit models lists them"
+_FORMS = "write zoo:NAME, hf:NAME, or package.module:factory for your own model; pipefit models lists them"
 _ELSEWHERE = ("megatron", "torchtitan")
 _SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
          "intermediate_size", "vocab_size", "n_embd", "n_layer", "n_head",
@@ -88,7 +88,7 @@ def check_order(plan: Path, model: str) -> None:
         UsageError: they are swapped.
     """
     if ":" in str(plan) and not os.path.exists(plan) and os.path.exists(model):
-        raise UsageError(f"{plan} is a model and {model} a file: the plan comes first, {model} {plan}")
+        raise UsageError(f"{plan} is a model and {model} is a file: give the plan first, {model} {plan}")
 
 
 def _task(model: str, settings: Sequence[str]) -> Task:
@@ -111,7 +111,7 @@ def _parts(model: str) -> tuple[str, str, dict[str, Any]]:
     if not source or not name:
         from pipefit.models import MODELS
 
-        perhaps = f", but zoo:{model} is one" if model in MODELS else ""
+        perhaps = f", but zoo:{model} is" if model in MODELS else ""
         raise UsageError(f"{model!r} is not a model{perhaps}: {_FORMS}")
     if source not in _ELSEWHERE:
         return source, name, {}
@@ -166,13 +166,12 @@ def check_factory(model: str) -> None:
         takes = inspect.signature(factory)
     except (TypeError, ValueError):  # written in C
         raise UsageError(
-            f"{model} does not tell what it takes: name a function that returns a pipefit.Task"
+            f"the signature of {model} is unknown: name a function that returns a pipefit.Task"
         ) from None
     if takes.parameters and all(item.default is item.empty for item in takes.parameters.values()):
         raise UsageError(
-            f"{model} takes {takes} and no settings: a factory has arguments with defaults, or none, and "
-            "returns a "
-            "pipefit.Task"
+            f"{model} takes {takes}, but a factory must return a pipefit.Task and have only arguments with "
+            "defaults"
         )
 
 
@@ -206,7 +205,7 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
                 f"--set {setting} is not a setting: write --set name=value, such as --set layers=4"
             )
         if key in result:
-            raise UsageError(f"--set {key} is given twice: keep one of them")
+            raise UsageError(f"--set {key} is given twice: remove one")
         result[key] = _value(text.strip())
     return result
 
@@ -226,9 +225,8 @@ def _from_factory(source: str, name: str, arguments: dict[str, Any]) -> Task:
     factory = _factory(source, name)
     if isinstance(factory, type) and hasattr(factory, "forward"):
         raise UsageError(
-            f"{source}:{name} is a module, and a task has batches, a loss and an optimizer besides: name a "
-            "function "
-            f"that returns pipefit.Task({name}, batch=..., loss=..., optimizer=...)"
+            f"{source}:{name} is a module, but a task also needs batches, a loss and an optimizer: name a "
+            f"function that returns pipefit.Task({name}, batch=..., loss=..., optimizer=...)"
         )
     try:
         task = factory(**arguments)
@@ -236,15 +234,13 @@ def _from_factory(source: str, name: str, arguments: dict[str, Any]) -> Task:
         raise
     except (Exception, SystemExit) as error:
         raise _Raised(
-            f"{source}:{name} raised {in_one_line(error)}: it is called to return a pipefit.Task, and trains "
-            "nothing "
-            "itself; --debug shows where"
+            f"{source}:{name} raised {in_one_line(error)}: it should only return a pipefit.Task, without "
+            "training; run again with --debug for the traceback"
         ) from error
     if not isinstance(task, Task):
         raise UsageError(
-            f"{source}:{name} returned a {type(task).__name__}: it must return a pipefit.Task, which says "
-            "how a module "
-            "is trained: pipefit.Task(module, batch=..., loss=...)"
+            f"{source}:{name} returned a {type(task).__name__}, but must return a pipefit.Task, which "
+            "describes how a module is trained: pipefit.Task(module, batch=..., loss=...)"
         )
     return task
 
@@ -265,7 +261,7 @@ def _as_module(file: str) -> str:
     folder, name = os.path.split(os.path.abspath(file))
     if not name[:-3].isidentifier():
         return (
-            "no module can have its name: rename it, to "
+            "a module cannot have this name: rename it to "
             f"{re.sub(r'^(?=[0-9])|[^0-9A-Za-z]', '_', name[:-3])}.py"
         )
     within = os.path.relpath(folder, os.getcwd()).split(os.sep)
@@ -288,12 +284,12 @@ def _module(source: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and (source == error.name or source.startswith(f"{error.name}.")):
             raise UsageError(
-                f"there is no module {error.name!r} here or in the environment: {_FORMS}"
+                f"module {error.name!r} was not found here or in the environment: {_FORMS}"
             ) from error
         raise _Raised(f"module {source} cannot be imported: {in_one_line(error)}") from error
     except (Exception, SystemExit) as error:
         raise _Raised(
-            f"module {source} raised {in_one_line(error)} on import: --debug shows where"
+            f"module {source} raised {in_one_line(error)} on import: run again with --debug for the traceback"
         ) from error
 
 
@@ -302,6 +298,6 @@ def _attribute(module: Any, source: str, name: str) -> Any:
     for part in name.split("."):
         if not hasattr(result, part):
             guess = meant(part, [other for other in dir(result) if not other.startswith("_")])
-            raise UsageError(f"module {source} has no {name!r}{f'; {guess}' if guess else ''}")
+            raise UsageError(f"module {source} does not define {name!r}{f'; {guess}' if guess else ''}")
         result = getattr(result, part)
     return result

@@ -75,12 +75,15 @@ def _told(model: str | None, found: dict[str, dict[str, object]]) -> list[Block]
         return [f"{kind}: {', '.join(names)}" for kind, names in kinds.items()]
     if model is not None:
         if not found[model]:
-            return [f"{model} has no settings.", f"Such as: pipefit plan {model} --cluster 4x-titan-rtx"]
+            return [
+                f"{model} does not have settings.",
+                f"For example: pipefit plan {model} --cluster 4x-titan-rtx",
+            ]
         rows = tuple((name, *_cells(item)) for name, item in found[model].items())
         table = Table(("--set", "default", "must be"), rows)
         return [
             table.part((0, 1)) if model.startswith("hf:") else table,
-            f"Such as: pipefit plan {model} --cluster 4x-titan-rtx",
+            f"For example: pipefit plan {model} --cluster 4x-titan-rtx",
         ]
     return [*(_paragraph(name, settings) for name, settings in found.items()), _OTHERS]
 
@@ -102,10 +105,8 @@ def _paragraph(name: str, settings: dict[str, object]) -> str:
 
 
 _OTHERS = (
-    "hf:NAME is an architecture of Hugging Face transformers with random weights: pipefit models hf: names "
-    "them. "
-    "package.module:factory is a model of your own; megatron:FILE and torchtitan:NAME have the shape that a "
-    "file of "
-    "Megatron's arguments, or a configuration of torchtitan, says. pipefit models MODEL tells what each "
-    "setting may be."
+    "hf:NAME is an architecture of Hugging Face transformers with random weights; pipefit models hf: "
+    "lists them. package.module:factory is your own model; megatron:FILE and torchtitan:NAME have the "
+    "shape given by a file of Megatron's arguments, or by a configuration of torchtitan. pipefit models "
+    "MODEL lists the settings of a model."
 )

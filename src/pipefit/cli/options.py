@@ -50,7 +50,7 @@ Reserve = Annotated[
     ),
 ]
 
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout, and nothing else.")]
+Json = Annotated[bool, typer.Option("--json", help="Print only the result on stdout, as JSON.")]
 Output = Annotated[
     Path | None,
     typer.Option(
@@ -84,7 +84,7 @@ AfterDeath = Annotated[
     typer.Option(
         "--post-mortem",
         metavar="FILE",
-        help="Where to save the post-mortem if a device runs out of memory. Default: next to PLAN.",
+        help="Save the post-mortem here if a device runs out of memory. Default: next to PLAN.",
     ),
 ]
 PredictedSteps = Annotated[
@@ -114,7 +114,9 @@ def allocator(written: str | None, target: Target) -> AllocatorSettings | None:
 
     if target != "cuda":
         if written is not None:
-            raise UsageError(f"--alloc-conf is for target cuda: target {target} has no caching allocator")
+            raise UsageError(
+                f"--alloc-conf is for target cuda: target {target} does not have a caching allocator"
+            )
         return None
     set_by = next((name for name in ENVIRONMENT if name in os.environ), None)
     if written is not None or set_by is None:

@@ -155,14 +155,14 @@ def check_output(path: Path | None, *others: str | Path | None) -> None:
     for other in map(os.path.realpath, (one for one in others if one is not None)):
         if other == str(target):
             raise UsageError(
-                f"{path} is named twice, and would be overwritten: name another file for the result"
+                f"{path} is named twice and would be overwritten: name another file for the result"
             )
         if Path(other) in target.parents and target.exists():
             raise UsageError(
                 f"{path} is a file of {other}, and would be overwritten: name another file for the result"
             )
     if _CHECKPOINT.fullmatch(target.parent.name) and (target.parent / "manifest.json").exists():
-        raise UsageError(f"{path} would be in a checkpoint, which has files of its own: name another folder")
+        raise UsageError(f"{path} would be inside a checkpoint: name another folder")
 
 
 def on_stderr(sentence: str) -> None:
@@ -255,9 +255,11 @@ def leaving_post_mortem(plan: Path, target: Path | None) -> Iterator[None]:
                 with cleared_away():
                     save(error.post_mortem, path)
             except PipefitError as failure:
-                error.args = (f"{error}. What held it could not be saved: {failure}",)
+                error.args = (f"{error}. The post-mortem could not be saved: {failure}",)
             else:
-                error.args = (f"{error}. Which layers held it, and what would fit: pipefit report {path}",)
+                error.args = (
+                    f"{error}. For its memory by layer, and plans that would fit, run pipefit report {path}",
+                )
                 error.found = {**error.found, "post_mortem": str(path)}
         raise
 

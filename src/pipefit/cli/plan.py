@@ -86,7 +86,7 @@ def command(
         typer.Option(
             help="Recompute activations in the backward. always: each block separately; stages: whole "
             "stages; except_last, except_one: whole stages, for all microbatches but one; never: "
-            "joint and mpress still recompute where that is the fastest plan that fits."
+            "joint and mpress still recompute if the fastest plan that fits does."
         ),
     ] = "never",
     clip_norm: Annotated[
@@ -121,13 +121,15 @@ def command(
         bool | None,
         typer.Option(
             "--sequences/--no-sequences",
-            help="Sequence parallelism: tensor-parallel ranks also divide activations between blocks' "
+            help="Sequence parallelism: tensor-parallel ranks also shard activations between blocks' "
             "layers along positions. Default: chosen if a PROFILE has both; off for a MODEL.",
         ),
     ] = None,
     shard: Annotated[
         Sharding | None,
-        typer.Option(help="State that replicas divide: ZeRO 1, 2 or 3. Default: chosen by joint and exact."),
+        typer.Option(
+            help="State to shard over replicas: ZeRO 1, 2 or 3. Default: chosen by joint and exact."
+        ),
     ] = None,
     settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
     microbatch_size: Annotated[
@@ -205,9 +207,8 @@ def command(
     deliver(made, output=output, as_json=as_json, describe=lambda: told(describe_plan(made), built))
     if devices.backend == "cuda" and made.profile.assumptions.target != "cuda":
         on_stderr(
-            "pipefit: this profile follows the kernels of the CPU, which keep more for the backward pass "
-            "than those of "
-            f"{devices.name}: profile again with --target cuda"
+            "pipefit: this profile models the kernels of the CPU, which save more for the backward than "
+            f"those of {devices.name}: profile again with --target cuda"
         )
 
 
@@ -243,14 +244,13 @@ def _loaded(path: str) -> ModelProfile:
             raise
         if Path(path).suffix == ".py":
             raise FileError(
-                f"{shortened(path)} is a script: name the function in it that returns a pipefit.Task, as in "
-                f"{shortened(Path(path).stem)}:make_task"
+                f"{shortened(path)} is a script: name the function in it that returns a pipefit.Task, such "
+                f"as {shortened(Path(path).stem)}:make_task"
             ) from None
         name = shortened(path.rpartition("/")[2])
         raise FileError(
             f"{error}; or name a model: zoo:NAME, package.module:factory, or an architecture of Hugging "
-            "Face's, such "
-            f"as hf:{name}"
+            f"Face, such as hf:{name}"
         ) from None
 
 

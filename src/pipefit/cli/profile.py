@@ -36,7 +36,9 @@ def command(
     settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
     device: Annotated[
         Literal["fake", "cpu", "cuda"],
-        typer.Option(help="Where to profile: fake needs no memory; the others also measure time."),
+        typer.Option(
+            help="Profile on fake tensors, which need no memory, or on a device, which also measures time."
+        ),
     ] = "fake",
     target: Annotated[Target, typer.Option(help="Model the kernels of this kind of device.")] = "cpu",
     precision: Cast = None,
@@ -80,7 +82,7 @@ def command(
         Path,
         typer.Option(
             metavar="FILE",
-            help="Where to keep finished runs, so that the same command continues after a break.",
+            help="Keep finished runs in this file, so that the same command can resume.",
         ),
     ] = Path("runs.json"),
     output: Output = None,

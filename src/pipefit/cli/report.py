@@ -47,9 +47,9 @@ def command(
     target = file.with_suffix(".html") if output is None else output
     check_output(target, file, measured)
     if not isinstance(document, Plan | Trace | PostMortem):
-        raise UsageError(f"{file} is neither a plan nor a trace nor a post-mortem: pipefit show prints it")
+        raise UsageError(f"{file} is not a plan, trace or post-mortem: pipefit show prints it")
     if isinstance(document, PostMortem) and measured is not None:
-        raise UsageError(f"{file} has its own trace: leave {measured} out, or name a plan before it")
+        raise UsageError(f"{file} already contains a trace: remove {measured}, or name a plan before it")
     beside = None if measured is None else load(measured, Trace)
     drawn = {file: document} if measured is None else {file: document, measured: beside}
     with progress("drawing"), used_together(page, drawn):

@@ -30,5 +30,5 @@ def command(
 
     is_file = os.path.exists(file) or Path(file).suffix.lower() == ".json"
     if not is_file and not is_cluster(file) and (guess := nearest(file)):
-        raise UsageError(f"there is no file {shortened(file)} and no cluster of that name: {guess}")
+        raise UsageError(f"{shortened(file)} is neither a file nor a known cluster: {guess}")
     deliver(load_cluster(file) if is_cluster(file) else load(file), output=None, as_json=as_json)

@@ -236,7 +236,7 @@ def _saving(save: Path | None, given: dict[str, Any], restarts: int) -> Saving |
     if given or restarts:
         name = next(iter(given), "restarts")
         name = {"on_failure": "on-failed-save", "in_foreground": "save-in-foreground"}.get(name, name)
-        raise UsageError(f"--{name} is about checkpoints: say where they are saved (--save DIR)")
+        raise UsageError(f"--{name} needs a folder for checkpoints (--save DIR)")
     return None
 
 
@@ -266,7 +266,7 @@ class _Told:
         if self.resumed is not None:
             checkpoint = self.resumed.take()
             self.steps_done = checkpoint.manifest.step
-            on_stderr(f"going on from {checkpoint.folder}, after step {self.steps_done}")
+            on_stderr(f"resuming from {checkpoint.folder}, after step {self.steps_done}")
 
     def saved(self, saved: Saved) -> None:
         """Record the costs of a save on one worker."""
@@ -300,12 +300,12 @@ class _Told:
 
         there = [step for step, _ in whole(Path(self._saving.directory)) if step in self._bytes]
         if not there:
-            return [f"no checkpoint of this training is in {printable(self._saving.directory)}"]
+            return [f"{printable(self._saving.directory)} does not contain a checkpoint of this training"]
         last = there[-1]
         what = f"{counted(len(there), 'checkpoint')} of {format_bytes(self._bytes[last])}"
-        where = f"in {printable(self._saving.directory)}, the last of step {last}"
+        where = f"in {printable(self._saving.directory)}, the newest of step {last}"
         longest = format_seconds(max(self._still_seconds.values()))
-        return [f"{what} {where}; training stood still for at most {longest} for one"]
+        return [f"{what} {where}; training paused for at most {longest} for each"]
 
 
 def _print(losses: list[float], trace: Trace, told: _Told, *, as_json: bool) -> None:

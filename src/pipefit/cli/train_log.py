@@ -61,7 +61,7 @@ def lines_of_metrics(path: Path | None, first: int) -> Iterator[Note]:
                 file.write(text)
             except OSError as error:
                 raise FileError(
-                    f"{path} cannot be written: {error.strerror}; step {step} was the last"
+                    f"{path} cannot be written: {error.strerror}; step {step} is the last line"
                 ) from error
 
         def note(report: StepReport, figures: Mapping[str, float | None]) -> None:

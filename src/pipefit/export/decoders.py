@@ -64,7 +64,7 @@ def decoder_of(plan: Plan, able: Abilities) -> Decoder:
     edges = plan.profile.edges
     if not {stage.start for stage in plan.stages} <= set(edges):
         raise UsageError(
-            f"a stage begins inside a block, which {tool} does not divide: plan with granularity blocks"
+            f"a stage starts inside a block, which {tool} does not split: plan with granularity blocks"
         )
     first, last = _equal(plan, tool)
     bounds = tuple(edges.index(layer) for layer in (*(stage.start for stage in plan.stages), edges[-1]))
@@ -92,9 +92,8 @@ def check_tokens(plan: Plan, tool: str) -> None:
     """
     if not plan.profile.fingerprint.lengths:
         raise UsageError(
-            f"{plan.profile.model} reads {' and '.join(plan.profile.fingerprint.inputs) or 'no tokens'}: "
-            f"{tool} trains "
-            "models of sequences of tokens only"
+            f"{plan.profile.model} reads {' and '.join(plan.profile.fingerprint.inputs) or 'no tokens'}, "
+            f"but {tool} trains only models of token sequences"
         )
 
 
@@ -106,7 +105,9 @@ def _check(plan: Plan, able: Abilities) -> None:
     """
     result = dict(_impossible(plan, able))
     if result:
-        raise UsageError(f"{able.tool} has no {', nor '.join(result.values())}: plan with {' '.join(result)}")
+        raise UsageError(
+            f"{able.tool} does not support {', or '.join(result.values())}: plan with {' '.join(result)}"
+        )
 
 
 def _impossible(plan: Plan, able: Abilities) -> Iterator[tuple[str, str]]:
@@ -126,11 +127,11 @@ def _impossible(plan: Plan, able: Abilities) -> Iterator[tuple[str, str]]:
         yield f"--data {data} --tensor {tensor if able.tensor else 1}", what
     shards = {stage.grid.shard for stage in plan.stages if stage.grid.data > 1}
     if len(shards) > 1 or not shards <= {*able.shards}:
-        yield f"--shard {' or '.join(able.shards)}", f"replicas that divide {' or '.join(sorted(shards))}"
+        yield f"--shard {' or '.join(able.shards)}", f"replicas that shard {' or '.join(sorted(shards))}"
     if len(plan.workers) < sum(len(stage.devices) for stage in plan.stages):
-        yield "--stages N, one for each device", "device with several stages"
+        yield "--stages N, one for each device", "several stages on a device"
     if moved := next((decision for decision in plan.decisions if decision.what is not What.RECOMPUTE), None):
-        yield "--planner exact (and --recompute always if that does not fit)", f"tensors that move ({moved})"
+        yield "--planner exact (and --recompute always if that does not fit)", f"offloaded tensors ({moved})"
 
 
 def _tied(plan: Plan, tool: str, first: int, last: int) -> bool:
@@ -142,7 +143,7 @@ def _tied(plan: Plan, tool: str, first: int, last: int) -> bool:
     for shared in plan.measurement.shared:
         if any(first <= user < last for user in shared.users):
             raise UsageError(
-                f"layers share {shared.name}: {tool} shares nothing but the weights of embedding and head"
+                f"layers share {shared.name}, but {tool} can only share the weights of embedding and head"
             )
     return bool(plan.measurement.shared)
 
@@ -159,8 +160,7 @@ def _equal(plan: Plan, tool: str) -> tuple[int, int]:
     first = blocks.index(kind)
     if first == 0 or first + count == len(blocks) or set(blocks[first : first + count]) != {kind}:
         raise UsageError(
-            f"{plan.profile.model} is no decoder as {tool} has them: an embedding, equal blocks one behind "
-            "the other, "
-            "and a head"
+            f"{plan.profile.model} is not a decoder in the form that {tool} needs: an embedding, "
+            "consecutive equal blocks, and a head"
         )
     return first, first + count

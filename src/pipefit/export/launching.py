@@ -98,7 +98,7 @@ def _check_name(file: str) -> None:
         UsageError: it has a new line, another control character, or bytes that are not UTF-8.
     """
     if not file.isprintable():
-        raise UsageError(f"{printable(file)} has a name that no line of a launch file can hold: rename it")
+        raise UsageError(f"{printable(file)} has a name that cannot be written in a launch file: rename it")
 
 
 def _hosts(plan: Plan) -> tuple[int, int]:
@@ -114,7 +114,8 @@ def _hosts(plan: Plan) -> tuple[int, int]:
             + ", ".join(
                 f"{counted(count, 'device')} on host {host}" for host, count in sorted(counts.items())
             )
-            + ": a launch file starts as many processes on every host; plan with another number of --stages"
+            + ", but a launch file starts the same number of processes on every host; plan with another "
+            "number of --stages"
         )
     return len(counts), next(iter(counts.values()))
 

@@ -33,7 +33,8 @@ def pipelining_csv(plan: Plan) -> str:
     """
     if plan.training.endless:
         raise UsageError(
-            f"torch.distributed.pipelining has no schedule that never flushes, as {plan.training.schedule}"
+            "torch.distributed.pipelining does not support asynchronous schedules such as "
+            f"{plan.training.schedule}"
         )
     devices = [stage.device for stage in plan.stages]
     starts = {number: stage.start for number, stage in enumerate(plan.stages)}
@@ -62,9 +63,8 @@ def split_points(plan: Plan) -> str:
     if again := next((name for name in names if "@" in name), None):
         module, _, number = again.partition("@")
         raise UsageError(
-            f"a stage begins with call {int(number) + 1} of {module}, and torch.distributed.pipelining "
-            "divides a model "
-            "at the first call of a module: plan with another number of --stages"
+            f"a stage starts with call {int(number) + 1} of {module}, but torch.distributed.pipelining "
+            "splits a model only at the first call of a module: plan with another number of --stages"
         )
     return json.dumps(dict.fromkeys(names, "BEGINNING"), indent=2) + "\n"
 

@@ -36,7 +36,7 @@ def torchtitan_config(plan: Plan) -> str:
     check_tokens(plan, "torchtitan")
     if result.tied and len(plan.stages) > 1:
         raise UsageError(
-            "torchtitan's pipelines have no embedding and head that share weights: plan with --stages 1"
+            "torchtitan's pipelines do not support shared weights of embedding and head: plan with --stages 1"
         )
     parts = [[f"layers.{n}" for n in range(*pair)] for pair in pairwise(accumulate(result.blocks, initial=0))]
     parts[0].insert(0, "tok_embeddings")

@@ -32,7 +32,7 @@ from pipefit.schema.profile import Target
 
 T = TypeVar("T")
 
-_ALONE = "in a process of its own, as pipefit plan, fit, certify and profile do"
+_ALONE = "in a separate process, like pipefit plan, fit, certify and profile"
 _Warned = list[tuple[Warning, type[Warning], str, int]]
 
 
@@ -78,18 +78,16 @@ def _told(work: Callable[[], T]) -> tuple[T, PipefitError | None, _Warned] | Non
         answer = fork.receive()
     except TimeoutError as error:
         raise WorkerFailed(
-            f"work over fake GPUs is done in a fork, and {error}, as where another thread held a lock at the "
-            "fork: do "
-            f"it before other threads start, or {_ALONE}"
+            f"simulation of GPUs runs in a fork, and {error}, probably because another thread held a lock "
+            f"at the fork: run it before other threads start, or {_ALONE}"
         ) from None
     finally:
         status = fork.end()
     if answer is None and os.WIFSIGNALED(status):
         name = signal.Signals(os.WTERMSIG(status)).name
         raise WorkerFailed(
-            f"work over fake GPUs is done in a fork, which was killed by {name}, as where memory runs out: "
-            "free some "
-            f"before, or do it {_ALONE}"
+            f"simulation of GPUs runs in a fork, which was killed by {name}, usually because memory ran "
+            f"out: free some memory first, or run it {_ALONE}"
         )
     return pickle.loads(answer) if answer else None  # noqa: S301 - our own fork wrote it
 

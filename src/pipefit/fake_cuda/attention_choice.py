@@ -59,8 +59,8 @@ def choose_kernel(
         if able.get(backend, False):
             return backend
     raise UsageError(
-        f"no enabled attention kernel can run query {tuple(query.shape)} {query.dtype}: "
-        f"enabled are {[b.name for b in enabled]}; add SDPBackend.MATH, which runs everything"
+        f"no enabled attention kernel supports query {tuple(query.shape)} {query.dtype}: "
+        f"{[b.name for b in enabled]} are enabled; add SDPBackend.MATH, which supports all"
     )
 
 

@@ -96,7 +96,7 @@ def precision_of(task: Task, chain: Chain) -> Precision:
     known = [dtype for dtype in dtypes if dtype in get_args(Precision)]
     if not known:
         raise UsageError(
-            f"{chain.name} computes in {dtypes[0]}; pipefit knows {', '.join(get_args(Precision))}"
+            f"{chain.name} computes in {dtypes[0]}; pipefit supports {', '.join(get_args(Precision))}"
         )
     return cast(Precision, known[0])
 
@@ -247,10 +247,8 @@ def _loss(chain: Chain, measurement: Measurement) -> tuple[str, str]:
                 raise
             except Exception as error:
                 raise UsageError(
-                    f"the loss of {chain.name} fails on values of the shapes that the model returned as it "
-                    "was "
-                    f"profiled ({in_one_line(error)}): give the loss that it was profiled with, or profile "
-                    "it again"
+                    f"the loss of {chain.name} fails on outputs of the shapes seen in profiling "
+                    f"({in_one_line(error)}): give the loss of the profile, or profile the model again"
                 ) from error
     return repr(recorder.operations), repr(recorder.sizes)
 
@@ -269,15 +267,14 @@ def _optimizer(task: Task) -> torch.optim.Optimizer:
             made = task.optimizer([{"params": [nn.Parameter(torch.empty(0, 0))]}])
         except Exception as error:
             raise UsageError(
-                f"the optimizer of {task.name} cannot be made of a group with one parameter "
-                f"({in_one_line(error)}): "
-                "give a function of parameter groups that takes any, such as its class"
+                f"the optimizer of {task.name} cannot be created for a group with one parameter "
+                f"({in_one_line(error)}): give a function that accepts any parameter groups, such as its "
+                "class"
             ) from error
     if not isinstance(made, torch.optim.Optimizer):
         raise UsageError(
             f"the optimizer of {task.name} is a function that returns {kind_of(made)}: it must return a "
-            "torch.optim "
-            "optimizer of the parameter groups that it is given"
+            "torch.optim optimizer of the given parameter groups"
         )
     return made
 

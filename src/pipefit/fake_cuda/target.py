@@ -300,7 +300,8 @@ class FakeTarget:
     def __init__(self, target: Target) -> None:
         if target not in ("cpu", "cuda"):
             raise UsageError(
-                f"{target!r} is not a target: write 'cpu' or 'cuda', the device whose kernels to follow"
+                f"{target!r} is not a target: write 'cpu' or 'cuda', the kind of device whose kernels are "
+                "modeled"
             )
         self.target: Target = target
         self.device = _device_of(target)

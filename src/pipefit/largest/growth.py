@@ -320,7 +320,8 @@ def batch(task: Task, demand: Demand, values: range) -> Growth:
     """
     if demand.options.batch_size is not None:
         raise UsageError(
-            "a batch that grows has as many samples as fit, not batch_size: say how many microbatches it has"
+            "a growing batch takes its size from what fits, not from batch_size: give its number of "
+            "microbatches instead"
         )
     demand.check_degrees(len(demand.cluster.devices))
     return Growth(
@@ -348,9 +349,8 @@ def devices(task: Task, demand: Demand, values: range) -> Growth:
     cluster = demand.cluster
     if not cluster.is_uniform:
         raise UsageError(
-            f"the devices of {cluster.name} differ in kind or memory, so that the answer would depend on "
-            "which of them "
-            "are used: name a cluster of equal devices"
+            f"the devices of {cluster.name} differ in kind or memory, so the answer would depend on the "
+            "choice of devices: name a cluster of equal devices"
         )
     demand.check_degrees(values[-1])
     known = demand.profiles(task)
@@ -359,7 +359,7 @@ def devices(task: Task, demand: Demand, values: range) -> Growth:
     numbers = range(values.start, min(values.stop, most + 1), values.step)
     if not numbers:
         raise UsageError(
-            f"{costs.model} has {costs.parts}, too few for {values.start} devices: begin with {most} or fewer"
+            f"{costs.model} has {costs.parts}, too few for {values.start} devices: start with {most} or fewer"
         )
     return Growth(
         name="devices",
@@ -384,10 +384,8 @@ def memory(task: Task, demand: Demand, values: range) -> Growth:
     most, values = values[-1], values[bisect_right(values, reserve) :]
     if not values:
         raise UsageError(
-            f"the devices of {demand.cluster.name} leave a reserve of {format_bytes(reserve)}, and none of "
-            "the "
-            f"memories to try, up to {format_bytes(most)}, is more than the reserve: try larger ones, or "
-            "leave less"
+            f"the devices of {demand.cluster.name} reserve {format_bytes(reserve)}, but the largest memory "
+            f"to try is {format_bytes(most)}: try larger memories, or reserve less"
         )
     known = demand.profiles(task)
     return Growth(

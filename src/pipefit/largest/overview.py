@@ -90,13 +90,13 @@ def fit(
     Raises:
         UsageError: not a task or cluster, or a task that cannot be profiled.
     """
-    instance("model", model, Task, "pipefit.Task says how a module is trained")
+    instance("model", model, Task, "pipefit.Task describes how a module is trained")
     check_arguments(
         _Asked, {"microbatches": microbatches, "schedule": schedule, "target": target, "progress": progress}
     )
     if isinstance(cluster, str):
         cluster = load_cluster(cluster)
-    instance("cluster", cluster, Cluster, 'a name such as "4x-titan-rtx" will do')
+    instance("cluster", cluster, Cluster, 'a name such as "4x-titan-rtx" works too')
     each = 1 if microbatches is None else microbatches
     training = Training(batch_size=each, microbatches=each, schedule=schedule)
     check_first(training, cluster, PlanOptions(), (1,))
@@ -332,9 +332,8 @@ def impossible(profile: ModelProfile, cluster: Cluster) -> str:
     room = sum(cluster.budgets) + sum(host.memory_bytes + (host.disk_bytes or 0) for host in cluster.hosts)
     if parameters + state > room:
         return (
-            f"parameters and optimizer state take {format_bytes(parameters + state)}, and devices, hosts and "
-            "disks "
-            f"have {format_bytes(room)} together"
+            f"parameters and optimizer state need {format_bytes(parameters + state)}, but devices, hosts "
+            f"and disks together have {format_bytes(room)}"
         )
     names = [*(f"layer {name}" for name in profile.layers), "the loss"]
     largest = max(
@@ -342,9 +341,9 @@ def impossible(profile: ModelProfile, cluster: Cluster) -> str:
     )
     least, budget, devices = largest[1].least_bytes, max(cluster.budgets), len(cluster.devices)
     if least // devices > budget:
-        divided = f", {format_bytes(least // devices)} if {devices} ranks divide it" if devices > 1 else ""
+        divided = f", {format_bytes(least // devices)} on each of {devices} ranks" if devices > 1 else ""
         return (
-            f"{largest[0]} takes at least {format_bytes(least)} for one sample{divided}, and a device has "
+            f"{largest[0]} needs at least {format_bytes(least)} for one sample{divided}, but a device has "
             f"{format_bytes(budget)}"
         )
     return ""

@@ -85,7 +85,7 @@ def plan_reserving(
         except InfeasibleError as error:
             if not short:
                 raise
-            raise InfeasibleError(f"{short[-1]}. No plan was found that does otherwise: {error}") from None
+            raise InfeasibleError(f"{short[-1]}. No other plan was found: {error}") from None
         if not any(device.lack_bytes for device in devices):
             return _told(made, devices, short)
         short.append(max(devices, key=lambda device: device.lack_bytes).shortage)
@@ -95,7 +95,7 @@ def plan_reserving(
         ):  # the overflow may move to another device like it in the next plan, and then to a third
             asked.insert(0, _alike(asked[0]))
     raise InfeasibleError(
-        f"{short[-1]}. {ROUNDS} plans, each of which left more than the one before, did not fit"
+        f"{short[-1]}. {ROUNDS} plans, each with a larger reserve than the one before, did not fit"
     )
 
 
@@ -168,7 +168,7 @@ def _leaving_more(cluster: Cluster, devices: Sequence[DeviceTrace], short: str) 
             unused = max(more[number], one.budget_bytes - one.peak_bytes)
             more[number] = unused + -(-one.lack_bytes // each) * each
     if any(reserve >= device.memory_bytes for reserve, device in zip(more, cluster.devices, strict=True)):
-        raise InfeasibleError(f"{short}. That leaves nothing to tensors")
+        raise InfeasibleError(f"{short}. A sufficient reserve would leave no memory for tensors")
     return cluster.reserving(more)
 
 
@@ -224,9 +224,9 @@ def plan(
         from pipefit.schema.json_io import load_cluster
 
         cluster = load_cluster(cluster)
-    instance("cluster", cluster, Cluster, 'a name such as "4x-titan-rtx" will do')
+    instance("cluster", cluster, Cluster, 'a name such as "4x-titan-rtx" works too')
     if training is not None:
-        instance("training", training, Training, "or say batch_size and microbatches by name")
+        instance("training", training, Training, "or pass batch_size and microbatches by name")
     asked = PlanOptions.named(options)
     check_arguments(_Own, {"target": target, "certify": certify, "progress": progress})
     if isinstance(model, ModelProfile):
@@ -288,9 +288,8 @@ def _check(model: Task, asked: PlanOptions) -> None:
     """
     if asked.sequences and asked.tensor is None:
         raise UsageError(
-            "a model is profiled with sequence parallelism for as many shards as are asked for: say how "
-            "many, as by "
-            "--tensor 2 --sequences (tensor=2, sequences=True)"
+            "sequence parallelism needs the number of shards for profiling: give --tensor 2 --sequences "
+            "(tensor=2, sequences=True)"
         )
     if asked.planner in ON_RUNS:
         raise UsageError(

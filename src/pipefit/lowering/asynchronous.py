@@ -169,11 +169,9 @@ def check_endless(plan: Plan) -> None:
     for number, members in plan.summed.items():
         shared = plan.measurement.shared[number].name
         raise UsageError(
-            f"parameter {shared!r} is shared by stages {', '.join(map(str, members))}, whose gradients would "
-            "be added "
-            f"up before every update, but schedule {name} updates every stage by itself: put all of its "
-            "layers into "
-            "one stage, untie them, or use schedule 1f1b"
+            f"stages {', '.join(map(str, members))} share parameter {shared!r}, whose gradients would be "
+            f"summed before every update, but schedule {name} updates every stage separately: put all "
+            "layers of the parameter into one stage, untie them, or use schedule 1f1b"
         )
     for number, stage in enumerate(plan.stages):
         _check_divided(plan, number, stage.grid)
@@ -184,11 +182,10 @@ def check_endless(plan: Plan) -> None:
         every, count = decision.microbatches.every, plan.training.microbatches
         if count % every:
             raise UsageError(
-                f"{decision}: it is for a share of every {counted(every, 'microbatch')}, but under schedule "
-                f"{name} "
-                f"their numbers go on from step to step, and {every} does not divide the {count} of a step, "
-                "so that "
-                f"steps would differ: take a share of every {_divisors(count)}, or all"
+                f"{decision}: it applies to a share of every {counted(every, 'microbatch')}, but "
+                f"microbatches are numbered across steps under schedule {name}, and {every} does not divide "
+                f"the {count} microbatches of a step, so steps would differ: use a share of every "
+                f"{_divisors(count)}, or all"
             )
 
 
@@ -198,20 +195,18 @@ def _check_divided(plan: Plan, number: int, grid: Grid) -> None:
     Raises:
         UsageError: they do.
     """
-    name, where = plan.training.schedule, f"stage {number} has {grid.data} replicas that divide {grid.shard}"
+    name, where = plan.training.schedule, f"stage {number} has {grid.data} replicas that shard {grid.shard}"
     if grid.shard == "parameters":
         raise UsageError(
-            f"{where}, but under schedule {name} every microbatch goes through weights of its own version, "
-            "which would "
-            "have to come from their owners for each of them, and older ones again for its backward: divide "
-            "gradients "
-            "(shard='gradients'), which leaves the weights on all, or use schedule 1f1b"
+            f"{where}, but under schedule {name} every microbatch uses its own weight version, which would "
+            "have to be gathered for each microbatch and again for its backward: shard gradients "
+            "(shard='gradients'), which keeps weights on all replicas, or use schedule 1f1b"
         )
     if grid.shard != "none" and plan.training.versions == "everything":
         raise UsageError(
-            f"{where}, and versions='everything' gives every version of the weights room for these, as if "
-            "each replica "
-            "had all of them: let versions hold weights alone (versions='weights'), or divide nothing"
+            f"{where}, but versions='everything' reserves memory for these in every weight version as if "
+            "each replica had all of them: keep versions of weights only (versions='weights'), or do not "
+            "shard"
         )
 
 
@@ -226,9 +221,8 @@ def _check_state(plan: Plan, decision: Decision, state: State) -> None:
         return
     if state.kind == "versions" and plan.training.schedule == "pipedream" and decision.stage == last:
         raise UsageError(
-            f"{decision}: stage {last} is the last one and updates in place, so that it has no older "
-            "weights; leave it "
-            "out"
+            f"{decision}: stage {last} is the last stage and updates in place, so it does not keep older "
+            "weights; omit the decision"
         )
     _check_layers(plan, decision, state)
 
@@ -242,23 +236,21 @@ def _check_layers(plan: Plan, decision: Decision, state: State) -> None:
     layers, stage = range(state.start, state.stop), plan.stages[decision.stage]
     costs = plan.measurement.costs[state.start : state.stop]
     if not any(cost.trained_bytes for cost in costs):
-        raise UsageError(f"{decision}: these layers have no weights that are trained; leave them out")
+        raise UsageError(f"{decision}: these layers do not have trained weights; omit the decision")
     frozen = next(
         (n for n, cost in zip(layers, costs, strict=True) if cost.trained_bytes < cost.parameter_bytes), None
     )
     if state.kind == "parameters" and frozen is not None:
         raise UsageError(
-            f"{decision}: layer {frozen} has weights that are not trained, which all microbatches go "
-            "through, whatever "
-            "their version; leave it out, or use schedule 1f1b"
+            f"{decision}: layer {frozen} has frozen weights, which all microbatches use; omit the decision, "
+            "or use schedule 1f1b"
         )
     for shared in plan.measurement.shared:
         inside = [user in layers for user in shared.users if stage.start <= user < stage.stop]
         if shared.gradient_bytes and any(inside) and not all(inside):
             raise UsageError(
-                f"{decision}: parameter {shared.name!r} belongs to other layers of the stage too; move the "
-                "weights of "
-                "all layers that share it, or of none"
+                f"{decision}: other layers of the stage share parameter {shared.name!r}; offload the "
+                "weights of all layers that share it, or of none"
             )
 
 
@@ -270,12 +262,10 @@ def check_in_turn(plan: Plan, entered: int) -> None:
     """
     if entered % (turn := period(plan)):
         raise UsageError(
-            f"the plan decides for shares of every {turn} microbatches, and the batch before was no multiple "
-            "of them: "
-            "from now on shares would lie across the ends of steps, where the plan's peaks do not hold. "
-            "After a batch "
-            "like that end what is in flight, as Trainer.finish does, or leave it out, or decide for all "
-            "microbatches"
+            f"the plan decides for shares of every {turn} microbatches, but the previous batch had another "
+            "number of microbatches, so shares would now cross step boundaries, where the plan's peaks do "
+            "not hold: after such a batch finish the microbatches in flight (Trainer.finish), avoid such "
+            "batches, or decide for all microbatches"
         )
 
 

@@ -118,9 +118,8 @@ def _check_shards(plan: Plan, number: int) -> None:
     for other, stage in enumerate(plan.stages):
         if stage.devices == grid.devices and (stage.grid.data, stage.grid.tensor) != (grid.data, grid.tensor):
             raise UsageError(
-                f"{where}, and stage {other} on the same devices is divided otherwise: divide both alike, or "
-                "put them "
-                "on different devices"
+                f"{where}, but stage {other} on the same devices is sharded differently: use the same grid "
+                "for both, or different devices"
             )
     for shared, stages in plan.summed.items():
         mine, others = _part(plan, number, shared), [stage for stage in stages if number in stages]
@@ -129,16 +128,15 @@ def _check_shards(plan: Plan, number: int) -> None:
             name, there = plan.measurement.shared[shared].name, plan.stages[differing].grid
             if there.tensor == shards:
                 why, do = (
-                    "which has as many, but divides it otherwise for slices of its size",
-                    "as many replicas",
+                    "which has the same number of shards but splits it differently for its local batches",
+                    "the same number of replicas",
                 )
             else:
-                why, do = f"which has {counted(there.tensor, 'shard')}", "as many shards"
+                why, do = f"which has {counted(there.tensor, 'shard')}", "the same number of shards"
             raise UsageError(
-                f"{where} in {counted(grid.data, 'replica')}, and shares parameter {name!r} with stage "
-                f"{differing} in "
-                f"{counted(there.data, 'replica')}, {why}: give both {do}, or put all layers that use it "
-                "into one stage"
+                f"{where} in {counted(grid.data, 'replica')} and shares parameter {name!r} with stage "
+                f"{differing} in {counted(there.data, 'replica')}, {why}: give both {do}, or put all layers "
+                "that use the parameter into one stage"
             )
 
 
@@ -153,30 +151,27 @@ def _check_replicas(plan: Plan, number: int, last: int | None) -> None:
     if last is not None and last % data:
         every = lcm(*(one.grid.data for one in plan.stages))
         raise UsageError(
-            f"{where}, which cannot divide the {counted(last, 'sample')} of the last microbatch equally: "
-            "leave out "
-            f"{last % every} of them, or give the batch {-last % every} more"
+            f"{where}, which cannot split the {counted(last, 'sample')} of the last microbatch evenly: "
+            f"remove {last % every} of them, or add {-last % every}"
         )
     for layer, cost in zip(plan.profile.layers[stage.start : stage.stop], _costs(plan, number), strict=True):
         if cost.alone:
             raise UsageError(
-                f"{where}, and layer {layer} {cost.alone}: that would become another in each replica, so put "
-                "this "
+                f"{where}, but layer {layer} {cost.alone}, with different results in each replica: put this "
                 "layer into a stage on one device"
             )
     if plan.measurement.loss.alone and number + 1 == len(plan.stages):
         raise UsageError(
-            f"{where}, and the loss {plan.measurement.loss.alone}: that would become another in each "
-            "replica, so put "
-            "the last stage on one device"
+            f"{where}, but the loss {plan.measurement.loss.alone}, with different results in each replica: "
+            "put the last stage on one device"
         )
     for shared, stages in plan.summed.items() if stage.grid.divides_gradients else ():
         if number in stages:
             raise UsageError(
-                f"{where} that divide gradients, and shares parameter "
-                f"{plan.measurement.shared[shared].name!r} with "
-                "another stage, whose gradients would have to stay on all: divide the optimizer state alone "
-                "(shard='optimizer'), or put the layers that share it into one stage"
+                f"{where} that shard gradients, but shares parameter "
+                f"{plan.measurement.shared[shared].name!r} with another stage, which needs its gradients on "
+                "all replicas: shard only the optimizer state (shard='optimizer'), or put the layers that "
+                "share it into one stage"
             )
     for decision in plan.decisions:
         if decision.stage == number and isinstance(decision.subject, State) and stage.grid.shard != "none":
@@ -189,21 +184,19 @@ def _check_state(decision: Decision, moved: State, shard: Sharding, where: str) 
     """
     if decision.what is What.UPDATE and shard == "optimizer":
         raise UsageError(
-            f"{decision}: {where} that divide the optimizer state alone, and each of them has all gradients: "
-            "divide "
-            "these too (shard='gradients'), so that each sends the host its own"
+            f"{decision}: {where} that shard only the optimizer state, so each holds all gradients: shard "
+            "gradients too (shard='gradients'), so that each replica sends only its own to the host"
         )
     if moved.kind == "gradients":
         raise UsageError(
-            f"{decision}: {where} that divide {shard}, whose gradients are summed or dealt out when they "
-            "have been "
-            "computed, and cannot be moved; leave them, or have the host update the layers"
+            f"{decision}: {where} that shard {shard}, whose gradients are reduced as soon as they have been "
+            "computed and cannot be offloaded: omit the decision, or let the host update the layers"
         )
     if moved.kind == "parameters" and shard != "parameters":
         raise UsageError(
-            f"{decision}: {where} that divide {shard} and have all parameters, which an update brings to all "
-            "of them: "
-            "divide these too (shard='parameters'), so that each moves its own"
+            f"{decision}: {where} that shard {shard} but hold all parameters, which an update gathers on "
+            "all replicas: shard parameters too (shard='parameters'), so that each replica offloads only "
+            "its own"
         )
 
 

@@ -58,9 +58,7 @@ def schedule_named(name: str) -> Schedule:
     try:
         return SCHEDULES[name]
     except KeyError:
-        raise UsageError(
-            unknown(f"there is no schedule {name!r}", str(name), (*SCHEDULES, *ENDLESS))
-        ) from None
+        raise UsageError(unknown(f"unknown schedule {name!r}", str(name), (*SCHEDULES, *ENDLESS))) from None
 
 
 def is_endless(plan: Plan) -> bool:
@@ -188,9 +186,8 @@ def lower(
     if is_endless(plan):
         if not update:
             raise UsageError(
-                f"schedule {plan.training.schedule} updates in every step: it cannot accumulate the "
-                "gradients of "
-                "several batches; use larger batches, or schedule 1f1b"
+                f"schedule {plan.training.schedule} updates in every step and cannot accumulate gradients "
+                "over several batches: use larger batches, or schedule 1f1b"
             )
         own = (*smaller, *_last_one(count, last))
         result = _endless(plan, count, entered, range(len(plan.ranks)), steps, smaller=own)

@@ -155,12 +155,12 @@ class _Reader:
             file.seek(self._end)
             *lines, _ = file.read().split(b"\n")
         if not self._end and [line + b"\n" for line in lines[:1]] != [self._header]:
-            raise ValueError("it does not begin as a cache of this machine does")
+            raise ValueError("it does not start like a cache of this machine")
         for line in lines:
             self._end += len(line) + 1
             if line + b"\n" != self._header:
                 if line != _signed(text := line[_DIGITS + 1 :]):
-                    raise ValueError("a line is not as it was written")
+                    raise ValueError("a line has been changed")
                 self._kernels.add(text)
 
 
@@ -541,23 +541,23 @@ def measured(
 def _refused(func: Any, args: tuple[Any, ...]) -> str:
     """Return why the operation must not run on synthetic data; empty if it may."""
     if func.namespace not in _OWN:
-        return "it does not come with torch, so it is not run on made-up data"
+        return "it does not belong to torch, so it is not run on synthetic data"
     by_value = (
         torch.Tag.dynamic_output_shape in func.tags and func is not aten.index.Tensor
     )  # it runs with all masks
     if by_value or (func is aten._embedding_bag_backward.default and args[_BAG_MODE] == _MAXIMUM):
         return _BY_VALUE
     if any(tensor.layout is not torch.strided for tensor in tensors(args)):
-        return "only dense arguments are made up"
+        return "only dense arguments can be synthesised"
     return ""
 
 
 def _too_much(nbytes: int, flops: int, threads: int) -> str:
     """Return why an operation of this size is too expensive to run; empty if it is not."""
     if nbytes > _MOST_BYTES:
-        return f"to run it takes {format_bytes(nbytes)}, more than is spent on measuring"
+        return f"running it needs {format_bytes(nbytes)}, above the limit for measuring"
     if flops > _MOST_FLOPS * threads:
-        return f"to run it takes {flops / 1e9:,.0f} GFLOP, more than is spent on measuring"
+        return f"running it needs {flops / 1e9:,.0f} GFLOP, above the limit for measuring"
     return ""
 
 
@@ -572,7 +572,7 @@ def _run(func: Any, recipe: Recipe, threads: int) -> Taken | str:
             result = {_once(func, recipe, mask) for mask in ((False, True) if recipe.has_masks else (False,))}
         except Exception as error:  # noqa: BLE001 - whatever torch raises for synthetic data
             said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-            return f"it cannot be run on made-up data ({said})"
+            return f"it cannot run on synthetic data ({said})"
         return result.pop() if len(result) == 1 else _BY_VALUE
 
 

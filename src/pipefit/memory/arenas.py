@@ -277,7 +277,7 @@ def check_room(plan: Plan, lent: Sequence[Arena]) -> None:
         OutOfMemory: a member lacks memory; says how much, and for which devices.
     """
     if result := shortage(plan, lent):
-        raise OutOfMemory(f"{result}; move fewer tensors there, or those of fewer microbatches")
+        raise OutOfMemory(f"{result}; offload less there, or only from fewer microbatches")
 
 
 def shortage(plan: Plan, lent: Sequence[Arena]) -> str:
@@ -285,8 +285,8 @@ def shortage(plan: Plan, lent: Sequence[Arena]) -> str:
     for member, missing in missing_bytes(plan, lent).items():
         shares = room_needed(plan, lent)[member]
         return (
-            f"{member} has {format_bytes(plan.cluster.capacity(member))} and would have to keep "
-            f"{format_bytes(shares.total())} of moved tensors, {format_bytes(missing)} more: "
+            f"{member} has {format_bytes(plan.cluster.capacity(member))}, but would need "
+            f"{format_bytes(shares.total())} for offloaded tensors, {format_bytes(missing)} too much: "
             + ", ".join(f"{format_bytes(share)} of device {n}" for n, share in shares.items())
         )
     return ""
@@ -329,9 +329,8 @@ def snapshot_shortage(plan: Plan, lent: Sequence[Arena]) -> str:
         rest = plan.cluster.capacity(host) - needed[host].total()
         if nbytes > rest:
             return (
-                f"{host} has {format_bytes(plan.cluster.capacity(host))}, of which moved tensors take "
-                f"{format_bytes(needed[host].total())}, and a copy of what it saves takes "
-                f"{format_bytes(nbytes)}, "
-                f"{format_bytes(nbytes - rest)} more than is left"
+                f"{host} has {format_bytes(plan.cluster.capacity(host))}, but needs "
+                f"{format_bytes(needed[host].total())} for offloaded tensors and {format_bytes(nbytes)} for "
+                f"a copy of the saved state, {format_bytes(nbytes - rest)} too much"
             )
     return ""

@@ -152,10 +152,12 @@ def offload(transition: Transition) -> Answer:
         saver = transition.holders.saved(subject.layer - transition.storages.start)
         if not transition.working.held.get(instance, 0) & saver:
             transition.refuse(
-                f"moves what is not there: it belongs between forward and backward of layer {subject.layer}"
+                f"offloads a missing tensor: it belongs between forward and backward of layer {subject.layer}"
             )
         if instance in transition.residency.away:
-            transition.refuse(f"moves a storage that is {transition.residency.away[instance].state} already")
+            transition.refuse(
+                f"offloads a storage that is {transition.residency.away[instance].state} already"
+            )
         transition.working.away[instance] = Away(Whereabouts.LEAVING, transition.action.place)
     return transition.left()[0], None
 
@@ -166,12 +168,13 @@ def offloaded(transition: Transition) -> Answer:
         holders = transition.working.held[instance]
         if holders & (transition.holders.value | transition.holders.target):
             transition.refuse(
-                f"frees what the forward of layer {transition.layer(transition.residency.at)} still reads"
+                f"frees a tensor that the forward of layer {transition.layer(transition.residency.at)} "
+                "still reads"
             )
         if holders & transition.holders.sending:
             transition.refuse(
-                f"frees what is still being sent: {transition.waits_for(Kind.SEND_FORWARD)} must come before "
-                "it"
+                f"frees a tensor that is still being sent: {transition.waits_for(Kind.SEND_FORWARD)} must "
+                "come before it"
             )
         transition.working.away[instance] = Away(Whereabouts.AWAY, transition.action.place)
     return transition.left()
@@ -183,7 +186,7 @@ def reload(transition: Transition) -> Answer:
         result = transition.residency.away.get(instance, Away(Whereabouts.HERE, None))
         if result != Away(Whereabouts.AWAY, transition.action.place):
             where = "" if result.place is None else f" (@{result.place})"
-            transition.refuse(f"brings back a storage that is {result.state}{where}")
+            transition.refuse(f"reloads a storage that is {result.state}{where}")
         transition.working.away[instance] = Away(Whereabouts.RETURNING, transition.action.place)
     return transition.left()
 
@@ -203,17 +206,19 @@ def _subjects(transition: Transition) -> list[tuple[Subject, int]]:
             twice.
     """
     if transition.action.place is None:
-        transition.refuse("does not say where: write @host, @device3 or, in shares, @device3*2+device4*1")
+        transition.refuse("lacks a place: write @host, @device3 or, in shares, @device3*2+device4*1")
     result: dict[int, Subject] = {}
     for subject in transition.moved:
         if not isinstance(subject.what, int):
-            transition.refuse("moves something else: only saved tensors move, such as [5.3]")
+            transition.refuse(
+                "offloads something else: only saved tensors can be offloaded here, such as [5.3]"
+            )
         try:
             number = transition.storages.storage(subject)
         except UsageError:
             transition.refuse(f"names a tensor that stage {transition.action.stage} does not keep")
         if number in result:
-            transition.refuse(f"moves one storage by two names, {result[number]} and {subject}")
+            transition.refuse(f"offloads one storage under two names, {result[number]} and {subject}")
         result[number] = subject
     return [(subject, _instance(transition, number, subject)) for number, subject in result.items()]
 
@@ -294,7 +299,7 @@ def _answer(transition: Transition) -> Answer:
     action = transition.action
     handler = (_JOINS if action.wait else _STARTS).get(action.kind)
     if handler is None or (action.part is not None and action.kind not in OF_ROWS):
-        transition.refuse("can be written down, but neither simulated nor run yet")
+        transition.refuse("is valid in a program, but neither the simulator nor the runtime supports it yet")
     return handler(transition)
 
 
@@ -304,12 +309,14 @@ def _answer(transition: Transition) -> Answer:
 def _load(transition: Transition) -> Answer:
     storages, holders = transition.storages, transition.holders
     if transition.rows_before:
-        transition.refuse("loads what is there already")
+        transition.refuse("loads data that is already loaded")
     if not transition.completes:
-        transition.refuse(f"loads other rows than the {storages.samples} of the stage's slice")
+        transition.refuse(
+            f"loads a number of rows other than the {storages.samples} of the stage's local batch"
+        )
     if storages.start and not storages.last:
         transition.refuse(
-            "has nothing to load: only the first stage has inputs and only the last one targets"
+            "has nothing to load: only the first stage takes inputs and only the last stage takes targets"
         )
     values = transition.residency.values
     if not storages.start:
@@ -408,11 +415,11 @@ def _inputs(transition: Transition, first: int, end: int) -> tuple[int, ...]:
             f"{storages.stop - 1}"
         )
     if first == 0 and storages.start and not transition.has_joined(Kind.RECV_FORWARD):
-        transition.refuse(f"has no inputs: {transition.waits_for(Kind.RECV_FORWARD)} must come before it")
+        transition.refuse(f"lacks its inputs: {transition.waits_for(Kind.RECV_FORWARD)} must come before it")
     needs_data = (first == 0 and not storages.start) or (end == storages.count and storages.last)
     if needs_data and not residency.rows(Kind.LOAD, wait=False, samples=storages.samples):
         transition.refuse(
-            f"has no data: {transition.action.stage}LOAD{transition.action.microbatch} must come before it"
+            f"lacks its data: {transition.action.stage}LOAD{transition.action.microbatch} must come before it"
         )
     return residency.values
 
@@ -448,7 +455,7 @@ def _check_inputs(transition: Transition, piece: Piece) -> None:
         state, place = transition.residency.away.get(instance, Away(Whereabouts.HERE, None))
         if state in (Whereabouts.AWAY, Whereabouts.RETURNING):
             transition.refuse(
-                f"starts from a tensor that is {state} (@{place}): RELOAD it and join the reload before"
+                f"starts from a tensor that is {state} (@{place}): RELOAD it and wait for the reload first"
             )
 
 
@@ -461,7 +468,8 @@ def _piece(transition: Transition, first: int, end: int) -> tuple[int, Piece]:
     result = [(n, p) for n, p in enumerate(transition.residency.pieces) if (p.first, p.end) == (first, end)]
     if not result:
         transition.refuse(
-            "belongs to no forward of just these layers: cut forwards, recomputations and backwards alike"
+            "needs a forward of exactly these layers: split forwards, recomputations and backwards at the "
+            "same layers"
         )
     return result[0]
 
@@ -479,11 +487,14 @@ def _backward(transition: Transition) -> Answer:
             f"is out of order: the next layer backward is {last}, after the forward of the stage"
         )
     if end == storages.count and not storages.last and not transition.has_joined(Kind.RECV_BACKWARD):
-        transition.refuse(f"has no gradients: {transition.waits_for(Kind.RECV_BACKWARD)} must come before it")
+        transition.refuse(
+            f"lacks its gradients: {transition.waits_for(Kind.RECV_BACKWARD)} must come before it"
+        )
     pieces = [piece for piece in residency.pieces if first <= piece.first < end]
     if not pieces or pieces[0].first != first or pieces[-1].end != end:
         transition.refuse(
-            "ends within layers that went forward in one action: cut forwards and backwards alike"
+            "ends within layers that went forward in one action: split forwards and backwards at the same "
+            "layers"
         )
     for piece in pieces:
         if piece.keeps_inputs and not piece.again:
@@ -529,8 +540,8 @@ def _check_present(transition: Transition, first: int, end: int) -> None:
             savers = [p for p in range(transition.storages.count) if holders & transition.holders.saved(p)]
             layers = " and ".join(dict.fromkeys(str(transition.layer(position)) for position in savers))
             transition.refuse(
-                f"needs a saved tensor of layer {layers} that is {state} (@{place}): "
-                "RELOAD it and join the reload before"
+                f"needs a saved tensor of layer {layers} that is {state} (@{place}): RELOAD it and wait for "
+                "the reload first"
             )
 
 

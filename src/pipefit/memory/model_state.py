@@ -116,7 +116,9 @@ class Gathered:
         if action.kind is Kind.RESHARD:
             missing = [layer for layer in gathered if layer not in self._here]
             if missing:
-                raise UsageError(f"{action} frees parameters of layer {missing[0]}, which are not here")
+                raise UsageError(
+                    f"{action} frees parameters of layer {missing[0]}, which are not on the device"
+                )
             self._here.difference_update(gathered)
             return gathered
         if action.wait:
@@ -126,7 +128,8 @@ class Gathered:
         known = [layer for layer in gathered if layer in self._here or layer in self._coming]
         if known:
             raise UsageError(
-                f"{action} brings parameters of layer {known[0]}, which are here or on their way"
+                f"{action} gathers parameters of layer {known[0]}, which are already on the device or on "
+                "their way"
             )
         self._coming.update(gathered)
         return gathered
@@ -143,7 +146,7 @@ class Gathered:
         missing = [layer for layer in needed if layer not in self._here]
         if missing:
             raise UsageError(
-                f"{action} needs the parameters of layer {missing[0]}, which replicas divide: the join of an "
+                f"{action} needs the parameters of layer {missing[0]}, which are sharded: the WAIT of an "
                 f"{Kind.UNSHARD} of this layer must come before it"
             )
 
@@ -391,7 +394,7 @@ class StageRest:
                 is_owned = self.share is None or self.share.owns(subject.layer)
                 return self.bytes_of(kind, subject.layer, subject.layer + 1) if is_owned else 0
         raise UsageError(
-            f"{subject} cannot be moved as a state: that is a layer's parameters, gradients or optimizer"
+            f"{subject} cannot be offloaded as a state: only a layer's parameters, gradients or optimizer can"
         )
 
     def update_room_bytes(self, start: int, stop: int) -> int:

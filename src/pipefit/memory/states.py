@@ -197,11 +197,11 @@ class StageVersions:
         version = self._version(microbatch)
         for layer in layers:
             if version == self._newest or (version == self._current and layer not in self._copied):
-                raise UsageError("moves weights that updates would change: a STASH must come before it")
+                raise UsageError("offloads weights that updates would change: a STASH must come before it")
             if layer >= self._used[microbatch].end:
-                raise UsageError(f"moves weights of layer {layer}, through which it has gone backward")
+                raise UsageError(f"offloads weights of layer {layer}, whose backward has already run")
             if known := self._absent.get((version, layer)):
-                raise UsageError(f"moves a version of layer {layer} that is {known.state} already")
+                raise UsageError(f"offloads a version of layer {layer} that is {known.state} already")
             self._absent[version, layer] = _Absent(microbatch, Whereabouts.LEAVING, place)
 
     def left(self, microbatch: int, layers: Iterable[int]) -> None:
@@ -221,7 +221,7 @@ class StageVersions:
             result = self._absent.get(key)
             if result != _Absent(microbatch, Whereabouts.AWAY, place):
                 state = Whereabouts.HERE if result is None else f"{result.state} (@{result.place})"
-                raise UsageError(f"brings back a version of layer {layer} that is {state}")
+                raise UsageError(f"reloads a version of layer {layer} that is {state}")
             self._absent[key] = _Absent(microbatch, Whereabouts.RETURNING, place)
 
     def are_back(self, microbatch: int, layers: Iterable[int]) -> None:
@@ -240,13 +240,12 @@ class StageVersions:
             if absent := self._absent.get((self._current if use is None else use.version, layer)):
                 raise UsageError(
                     f"needs a version of layer {layer} that is {absent.state} (@{absent.place}): RELOAD it "
-                    "and join "
-                    "the reload before"
+                    "and wait for the reload first"
                 )
 
     def _version(self, microbatch: int) -> int:
         if microbatch not in self._used:
-            raise UsageError(f"is about weights of microbatch {microbatch}, which is not in flight")
+            raise UsageError(f"refers to weights of microbatch {microbatch}, which is not in flight")
         return self._used[microbatch].version
 
 
@@ -338,7 +337,9 @@ def state_moves(program: UncheckedProgram, device: int, stages: Mapping[int, Lay
             kept = homes[home] = homes.get(home) or _kept(action, program.moved(action), stages[action.stage])
             for layer in range(*kept.layers):
                 if owners.setdefault((kept.kind, layer), home) != home:
-                    raise UsageError(f"{action} moves {layer}.{kept.kind}, which another action moves too")
+                    raise UsageError(
+                        f"{action} offloads {layer}.{kept.kind}, which another action offloads too"
+                    )
         elif action.kind is Kind.STEP and action.place is not None:
             updates[action.stage, action.layers or stages[action.stage]] = action.place
     return StateMoves(homes, updates)
@@ -351,7 +352,7 @@ def home_of(action: Action) -> Home:
         UsageError: the action names no place.
     """
     if action.place is None:
-        raise UsageError(f"{action} does not say where: write @host, or @device3 for a peer")
+        raise UsageError(f"{action} lacks a place: write @host, or @device3 for a peer")
     assert action.subject is not None, "programs refuse copies of nothing"
     return Home(action.stage, action.subject, action.place)
 
@@ -362,14 +363,13 @@ def _kept(action: Action, subjects: Iterable[Subject], stage: Layers) -> Kept:
     start, stop = layers[0], layers[-1] + 1
     if len(kinds) > 1 or not kinds <= {*STATES} or layers != list(range(start, stop)):
         raise UsageError(
-            f"{action} moves what belongs to no microbatch: that is one of {', '.join(STATES)}, of layers "
-            "that follow "
-            "each other, such as [5.optimizer]"
+            f"{action} offloads state that does not belong to a microbatch: name one of {', '.join(STATES)} "
+            "of consecutive layers, such as [5.optimizer]"
         )
     if not stage[0] <= start < stop <= stage[1]:
         raise UsageError(f"{action} is outside its stage, which holds {layers_text(*stage)}")
     if kinds == {"versions"}:
-        raise UsageError(f"{action} moves versions of weights, which cannot be carried out yet")
+        raise UsageError(f"{action} offloads weight versions, which is not supported yet")
     return Kept(kinds.pop(), (start, stop))
 
 
@@ -425,10 +425,12 @@ class Conditions:
         """
         home = home_of(action)
         if home not in self._of:
-            raise UsageError(f"{action} moves what this run has no memory for: lower the plan again")
+            raise UsageError(
+                f"{action} offloads state for which this run has not reserved memory: lower the plan again"
+            )
         condition, (needed, after) = self._of[home], _COPIES[action.kind, action.wait]
         if condition is not needed and not (condition is Condition.STALE and needed is Condition.AWAY):
-            raise UsageError(f"{action} moves {self._moves.homes[home]}, which is {condition}")
+            raise UsageError(f"{action} copies {self._moves.homes[home]}, which is {condition}")
         return after
 
     def check_here(self, action: Action, layers: Layers, *, newest: bool = True) -> None:
@@ -477,7 +479,9 @@ class Conditions:
             UsageError: a needed state is not there, or another place updates some of them.
         """
         if self._moves.updated_elsewhere(layers):
-            raise UsageError(f"{action} updates layers that another place updates in this program")
+            raise UsageError(
+                f"{action} updates layers that are also updated at another place in this program"
+            )
         self.check_here(action, layers)
 
     def update_elsewhere(self, action: Action, layers: Layers) -> None:
@@ -493,9 +497,7 @@ class Conditions:
             return
         if self._of[gradients] is not Condition.AWAY:
             offload = Action(Kind.OFFLOAD, action.stage, subject=gradients.subject, place=gradients.place)
-            raise UsageError(
-                f"{action} needs gradients that are not there: {offload.join} must come before it"
-            )
+            raise UsageError(f"{action} needs missing gradients: {offload.join} must come before it")
         self._check(action, parameters)
         self.put(gradients, Condition.UPDATING)
         self.put(parameters, Condition.UPDATING)
@@ -507,7 +509,7 @@ class Conditions:
             return home
         needed = "OFFLOAD of their gradients" if kind == "gradients" else "RELOAD of their parameters"
         raise UsageError(
-            f"{action} needs an {needed} with {action.place}, of just these layers, in its program"
+            f"{action} needs an {needed} with {action.place}, of exactly these layers, in its program"
         )
 
 
@@ -567,7 +569,7 @@ class StageStates:
         kept = self._moves.homes[home]
         own = (n for n in range(*kept.layers) if self._rest.share is None or self._rest.share.owns(n))
         if kept.kind == "gradients" and not action.wait and not born.issuperset(own):
-            raise UsageError(f"{action} has no gradients: the backward of every layer must come before it")
+            raise UsageError(f"{action} lacks gradients: the backward of every layer must come before it")
         self.conditions.put(home, self.conditions.behind(action))
         if action.wait != (action.kind is Kind.OFFLOAD):
             return None

@@ -265,9 +265,8 @@ class StageStorages:
         result = self._named.get(subject)
         if result is None:
             raise UsageError(
-                f"saved tensor {subject} cannot be moved: in {layers_text(self.start, self.stop)} no such "
-                "tensor is "
-                "kept, or one that autograd's hooks do not see, or values decide whether it is kept"
+                f"saved tensor {subject} cannot be offloaded: {layers_text(self.start, self.stop)} do not "
+                "save it, autograd's hooks do not see it, or saving it depends on values"
             )
         return result
 

@@ -60,5 +60,5 @@ def factory(name: str) -> Callable[..., Task]:
         UsageError: no such model.
     """
     if name not in MODELS:
-        raise UsageError(unknown(f"there is no model {name!r} in the zoo", name, sorted(MODELS)))
+        raise UsageError(unknown(f"{name!r} is not a model of the zoo", name, sorted(MODELS)))
     return MODELS[name]

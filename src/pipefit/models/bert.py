@@ -121,9 +121,7 @@ def bert(
     """
     check_heads("bert", hidden, heads)
     if tied and head != "tokens":
-        raise UsageError(
-            "bert: head='span' has no weights that could be tied to the embedding: leave out tied"
-        )
+        raise UsageError("bert: head='span' lacks weights to tie to the embedding: omit tied")
     sizes = Sizes(
         layers=layers,
         hidden=hidden,

@@ -202,6 +202,8 @@ def _text() -> Tensor:
         :_LARGEST_MODULES
     ]
     if not modules:
-        raise UsageError(f"this Python has no sources in {library}: use zoo:gpt, which makes its data up")
+        raise UsageError(
+            f"this Python does not have sources in {library}: use zoo:gpt, which uses synthetic data"
+        )
     text = b"".join(path.read_bytes() for path in modules)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)

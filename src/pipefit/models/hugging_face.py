@@ -92,7 +92,7 @@ def _config(transformers: Any, name: str, settings: dict[str, Any]) -> Any:
     names = {*vars(plain), *plain.attribute_map, "num_labels"}
     for key in settings:
         if key.startswith("_") or key not in names:
-            raise UsageError(f"hf:{name} has no setting {key!r}{_closest(key, [*names, *_OWN])}")
+            raise UsageError(f"hf:{name} does not have a setting {key!r}{_closest(key, [*names, *_OWN])}")
     config = _configured(transformers, name, **settings)
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
@@ -174,8 +174,8 @@ def _kind(name: str) -> tuple[str, str]:
             result = classes[name]
             return kind, result if isinstance(result, str) else result[0]
     raise UsageError(
-        f"hf:{name} is neither a language model, nor speech to text, nor an image classifier; "
-        "build it in Python and pass the module to pipefit.Task"
+        f"hf:{name} is not a language model, speech-to-text model or image classifier; build it in Python "
+        "and pass the module to pipefit.Task"
     )
 
 
@@ -207,9 +207,8 @@ def _architecture(name: str, known: Sequence[str]) -> str:
     begun = max((one for one in known if last.startswith(one)), key=len, default="")
     guess = f"; did you mean {begun}?" if begun else _closest(last, known)
     of_checkpoint = (
-        " A checkpoint has no name here: write its architecture, and its shape with --set, from the "
-        "settings that "
-        f"pipefit models hf:{begun or 'gpt2'} lists."
+        " Names of checkpoints are not supported: write the architecture, and its shape with --set, from "
+        f"the settings that pipefit models hf:{begun or 'gpt2'} lists."
     )
     return guess + (of_checkpoint if begun or "/" in name else "")
 
@@ -236,10 +235,9 @@ def _check_batch(name: str, batch: Callable[[int], Any]) -> None:
             batch(1)
         except (AttributeError, TypeError, RuntimeError) as error:
             raise UsageError(
-                f"hf:{name}: its samples cannot be made up from its configuration ({in_one_line(error)}); "
-                "set what is "
-                "missing, or build it in Python and pass the module to pipefit.Task, with a batch function "
-                "of your own"
+                f"hf:{name}: its samples cannot be generated from its configuration ({in_one_line(error)}); "
+                "set the missing values, or build it in Python and pass the module and your own batch "
+                "function to pipefit.Task"
             ) from error
 
 

@@ -129,9 +129,8 @@ def _check_image(model: str, image_size: int, *, groups: int) -> None:
     least = 2 ** (groups + 1) + 1
     if image_size < least:
         raise UsageError(
-            f"{model}: image_size={image_size} leaves single pixels to the last of {groups} groups of "
-            "blocks, "
-            f"and batch norm needs more: take {least} or more"
+            f"{model}: image_size={image_size} leaves single pixels for the last of {groups} groups of "
+            f"blocks, but batch norm needs more: use {least} or more"
         )
 
 

@@ -176,9 +176,7 @@ Sizes = Annotated[
         "a tuple of whole numbers, each 1 or more, such as (64, 32)",
     ),
 ]
-Share = Annotated[
-    float, Rule(lambda value: _is_number(value, 0, 1), "a number from 0 up to, not including, 1")
-]
+Share = Annotated[float, Rule(lambda value: _is_number(value, 0, 1), "a number from 0 to below 1")]
 Rate = Annotated[
     float, Rule(lambda value: value != 0 and _is_number(value, 0, inf), "a finite number above 0")
 ]
@@ -204,7 +202,7 @@ def rule_of(hint: Any) -> Rule:
     if get_origin(hint) in (Union, UnionType) and NoneType in get_args(hint):
         (other,) = (rule_of(part) for part in get_args(hint) if part is not NoneType)
         return Rule(lambda value: value is None or other.accepts(value), f"{other.words}, or None")
-    raise TypeError(f"no rule for a setting of type {hint}")
+    raise TypeError(f"settings of type {hint} are not supported")
 
 
 def describe(factory: Callable[..., object]) -> str:
@@ -242,7 +240,7 @@ def checked(factory: Callable[Parameters, Described]) -> Callable[Parameters, De
                 near = meant(name, rules)
                 guess = f"{near} It" if near else "it"
                 raise UsageError(
-                    f"{factory.__name__} has no setting {name!r}: {guess} has {describe(factory)}"
+                    f"{factory.__name__} does not have a setting {name!r}: {guess} has {describe(factory)}"
                 )
             if not rules[name].accepts(value):
                 raise UsageError(
@@ -263,6 +261,5 @@ def check_heads(model: str, hidden: int, heads: int) -> None:
         fewer = next(count for count in range(min(heads, hidden), 0, -1) if hidden % count == 0)
         wider = (hidden // heads + 1) * heads
         raise UsageError(
-            f"{model}: hidden={hidden} does not divide among heads={heads}: try heads={fewer} or "
-            f"hidden={wider}"
+            f"{model}: hidden={hidden} is not divisible by heads={heads}: try heads={fewer} or hidden={wider}"
         )

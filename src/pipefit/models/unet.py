@@ -142,7 +142,7 @@ def _check_image(image_size: int, depth: int) -> None:
         near = f"{below}" if below == above else f"{below} or {above}"
         raise UsageError(
             f"unet: image_size={image_size} cannot be halved depth={depth} times to 2 x 2 pixels or more: "
-            f"take a multiple of {step} such as {near}"
+            f"use a multiple of {step} such as {near}"
         )
 
 

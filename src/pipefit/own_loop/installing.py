@@ -132,7 +132,9 @@ def install(module: nn.Module, decisions: Sequence[LoopDecision], host: HostTens
     modules = dict(module.named_modules(remove_duplicate=False))
     for decision in decisions:
         if decision.name not in modules:
-            raise UsageError(f"the plan is for another module: this one has no submodule {decision.name!r}")
+            raise UsageError(
+                f"the plan is for another module: this one does not have a submodule {decision.name!r}"
+            )
     check_free(module)
     planned = [PlannedForward(modules[decision.name], decision, host) for decision in decisions]
     for forward in planned:
@@ -155,6 +157,6 @@ def check_free(module: nn.Module) -> None:
             raise UsageError("the module has a plan already: call remove() of its handle first")
         if getattr(part, "_compiled_call_impl", None) is not None or hasattr(part, "_orig_mod"):
             raise UsageError(
-                f"{name or 'the module'} is compiled, and what a compiled call saves is decided by the compiler: "
+                f"{name or 'the module'} is compiled, and the compiler decides which tensors a compiled call saves: "
                 "apply the plan to the module as it was before torch.compile"
             )

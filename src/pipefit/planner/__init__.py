@@ -158,16 +158,15 @@ def answered(
     """
     instance("cluster", cluster, Cluster, 'such as pipefit.load_cluster("4x-titan-rtx")')
     if not callable(profile):
-        instance("profile", profile, ModelProfile, "pipefit.profile makes one of a task")
+        instance("profile", profile, ModelProfile, "create one with pipefit.profile")
     if training is not None:
-        instance("training", training, Training, "or say batch_size and microbatches by name")
+        instance("training", training, Training, "or pass batch_size and microbatches by name")
     planner = options.planner or PLANNER_FOR[options.objective]
     check_planner(planner, options.objective)
     if training is not None and options.describes_training:
         raise UsageError(
-            "say how the model is trained either with training or with batch_size, microbatches, "
-            "microbatch_size, "
-            "schedule, clip_norm and versions, not both"
+            "give either training, or batch_size, microbatches, microbatch_size, schedule, clip_norm and "
+            "versions, not both"
         )
     space = space_of(profile, cluster, training, replace(options, planner=planner), redone=redone)
     if planner in CHOOSE_SIZES:
@@ -184,12 +183,11 @@ def check_planner(name: str, objective: Goal = "throughput") -> None:
             while the objective is the lowest peak.
     """
     if name not in PLANNERS:
-        raise UsageError(unknown(f"there is no planner {name!r}", name, PLANNERS))
+        raise UsageError(unknown(f"unknown planner {name!r}", name, PLANNERS))
     if objective == "peak" and name in FOR_SPEED:
         raise UsageError(
-            f"the {name} planner looks for the fastest step, not for the lowest peak: leave it out for the "
-            "objective "
-            "peak (then exact is used), or leave out the objective"
+            f"the {name} planner minimises step time, not the peak: omit the planner for the objective peak "
+            "(exact is then used), or omit the objective"
         )
 
 

@@ -129,7 +129,7 @@ class Trials:
     def _told(self, trial: Trial | None, other: Mixed | None) -> tuple[Question, Found]:
         """Return the plan of the best trial, or the best plan of any degrees."""
         if trial is None:
-            assert other is not None, "a question is given up for what is known"
+            assert other is not None, "a question is abandoned only for a known answer"
             return other.question, other.found(len(self.mixed))
         question, result = trial.question, trial.search.told(trial.searched)
         if not self._is_beaten(trial, trial.seconds, other):
@@ -430,7 +430,7 @@ class Trials:
             self._known[trial.arrangement] = longer
             self._spent += longer.work - trial.work
             best = longer if best is None else min(best, longer, key=lambda one: one.order)
-        assert best is not None, "something was tried"
+        assert best is not None, "at least one candidate was tried"
         return best
 
     @property

@@ -229,7 +229,7 @@ class _Bound:
             for stage, edges in enumerate(pairwise(self._even))
         )
         windows = self._windows(lambda stage, within: self._highest(stage, within) <= known * _ROUNDING)
-        assert windows is not None, "there is such a split"
+        assert windows is not None, "such a split exists"
         reached = np.zeros(1)
         for stage, within in enumerate(windows):
             reached = np.maximum(reached[:, None], self._highest(stage, within)).min(axis=0)

@@ -53,8 +53,8 @@ class Accounts(NamedTuple):
         count = len(self.compactions)
         return (
             (
-                f"Of {count + self.left_out} ways in which stages free memory, the {count} of most layers are "
-                "told."
+                f"Of {count + self.left_out} ways in which stages free memory, the {count} with most layers "
+                "are shown."
             ),
         )
 
@@ -94,9 +94,7 @@ def _technique(decision: Decision) -> str:
     """Return the name of a decision's technique."""
     if decision.what is What.RECOMPUTE:
         return "recompute"
-    what = (
-        f"offload {decision.subject.kind} state to" if isinstance(decision.subject, State) else "offload to"
-    )
+    what = f"offload {decision.subject.kind} to" if isinstance(decision.subject, State) else "offload to"
     return f"{what} {decision.place}"
 
 
@@ -119,9 +117,8 @@ def undivided(plan: Plan) -> Iterator[str]:
         peaks = simulation.peak_bytes
         fullest = max(range(len(peaks)), key=lambda device: peaks[device] / budgets[device])
         yield (
-            f"If replicas divided nothing, device {fullest} would need {format_bytes(peaks[fullest])} and a "
-            "step would "
-            f"take {format_seconds(simulation.step_seconds[-1])}."
+            f"Without sharding between replicas, device {fullest} would need {format_bytes(peaks[fullest])} "
+            f"and a step would take {format_seconds(simulation.step_seconds[-1])}."
         )
 
 
@@ -159,11 +156,11 @@ def explanation(
     if planner in _BEST:
         none_fits = "; no plan was found that fits" if compacts else "; no other split fits either"
     if question.profile.indivisible:
-        none_fits += f"; the model is one block, as {question.profile.indivisible}"
+        none_fits += f"; the model is one block, because {question.profile.indivisible}"
     if question.staying and compacts:
-        none_fits += f"; no state moves, as {question.staying}"
+        none_fits += f"; state cannot be offloaded, because {question.staying}"
     if planner in ON_GRIDS and question.changed_by_replicas:
-        why = f"{question.changed_by_replicas}, and replicas would train to other numbers"
+        why = f"{question.changed_by_replicas}, so replicas would train to other numbers"
         none_fits += f"; replicas are not considered, because {why} (--data N, data=N, allows them)"
     asked = judge if compacts and judge is not None else _fullest
     return f"{where}{none_fits}. {_remedies(question, planner, asked)}"
@@ -176,12 +173,8 @@ def _device(question: Question, found: Found, peaks: tuple[int, ...]) -> str:
     device, need = split.devices[stage], peaks[stage]
     names = question.profile.span(*question.layers(*split.edges[stage : stage + 2]))
     budget, reserve = budgets[device], question.cluster.reserves[device]
-    left = (
-        f", {format_bytes(reserve)} of the device are left to what its process takes besides"
-        if reserve
-        else ""
-    )
-    freed = ", with what recomputing and moving tensors frees" if found.decisions else ""
+    left = f", {format_bytes(reserve)} of the device are reserved for non-tensor memory" if reserve else ""
+    freed = ", even with recomputation and offloading" if found.decisions else ""
     return (
         f"device {device} needs {format_bytes(need)} for stage {stage} ({first_to_last(names)}), "
         f"{format_bytes(need - budget)} over its {format_bytes(budget)} ({ceil(100 * need / budget)} % "
@@ -213,8 +206,8 @@ def _remedies(question: Question, planner: str, judge: Judge) -> str:
 def _useless(size: str, most: int, *, exactly: bool) -> str:
     """Say that more devices do not help, as far as that is known."""
     if exactly:
-        return f". More devices of {size} do not help, up to {most} of them"
-    return f". No plan for more devices of {size} was found to fit, up to {most} of them"
+        return f". More devices of {size} do not help, up to {most}"
+    return f". For more devices of {size}, up to {most}, no plan was found that fits"
 
 
 def _free(question: Question, judge: Judge) -> Iterator[str]:
@@ -468,13 +461,13 @@ def answer(
 def _whole(plan: Plan) -> Iterator[str]:
     """Yield the reason why the plan has one stage, if the model is indivisible."""
     if plan.profile.indivisible:
-        yield f"The model is one block, as {plan.profile.indivisible}."
+        yield f"The model is one block, because {plan.profile.indivisible}."
 
 
 def _staying(question: Question, found: Found) -> Iterator[str]:
     """Yield the reason why no state moves, if the plan frees memory in other ways."""
     if question.staying and found.decisions:
-        yield f"No state moves, as {question.staying}."
+        yield f"State is not offloaded, because {question.staying}."
 
 
 def _unreplicated(question: Question, asked: PlanOptions, name: str) -> Iterator[str]:
@@ -482,9 +475,8 @@ def _unreplicated(question: Question, asked: PlanOptions, name: str) -> Iterator
     reason = replace(question, options=asked).changed_by_replicas if name in ON_GRIDS else ""
     if reason and question.training.microbatch_size > 1 and len(question.cluster.devices) > 1:
         yield (
-            f"Replicas are not considered, because {reason}: they would train to other numbers. --data N "
-            "(data=N) "
-            "allows that."
+            f"Replicas are not considered, because {reason}, so they would train to other numbers. --data N "
+            "(data=N) allows them."
         )
 
 

@@ -296,7 +296,7 @@ class Evaluator:
         self.work = 0  # new actions requested, and equivalent work
         self.effort = 1.0  # scale of every budget
         self.ended = False  # whether a budget has ended a search
-        self._refusal = UsageError("no candidate was tried")  # error of the last refused candidate
+        self._refusal = UsageError("no candidate was evaluated")  # error of the last refused candidate
 
     def restricted(self, means: Means) -> Evaluator:
         """Return an evaluator for fewer techniques that shares all simulations with this one.
@@ -329,9 +329,7 @@ class Evaluator:
         """A sentence about the limit of work, if it has ended a search."""
         if not self.ended:
             return ()
-        return (
-            f"The search ended at its limit of work, after {counted(self.count, 'simulated candidate')}.",
-        )
+        return (f"The search stopped at its work limit, after {counted(self.count, 'simulated candidate')}.",)
 
     def stage_menus(self, split: Split) -> list[tuple[Menu, ...]]:
         """Return the menus of every stage of a split."""

@@ -475,7 +475,7 @@ def leanest_of(questions: Iterable[Question]) -> tuple[Question, Found]:
         if best is None or result.value < best[1].value:
             best = question, result
     if best is None:
-        raise refusal or UsageError("no question was asked")
+        raise refusal or UsageError("no planning problem was given")
     question, result = best
     return question, result._replace(proven=bound >= result.value, bound=min(bound, result.value))
 

@@ -159,7 +159,7 @@ class Search:
         if not any(filler.evaluator.ended for filler in self._fillers.values()):
             return ()
         count = counted(self._filler.evaluator.count, "simulated candidate")
-        return (f"The search ended at its limit of work, after {count}.",)
+        return (f"The search stopped at its work limit, after {count}.",)
 
     # ---- Subsets of the techniques
 
@@ -252,7 +252,7 @@ def _is_base(less: Means, means: Means) -> bool:
 def _told(best: Evaluation, other: Evaluation, remarks: tuple[str, ...]) -> tuple[str, ...]:
     """Return the remarks about lending, or that lending is declined if the best plan does not lend."""
     if other.lends and not best.lends:
-        return ("Lending memory between devices is declined: steps would be no shorter.",)
+        return ("Memory is not lent between devices, because steps would not be shorter.",)
     return remarks
 
 
@@ -375,5 +375,5 @@ def _lent(filler: Filler, best: Filled) -> tuple[Filled, tuple[str, ...]]:
         return best, ("No plan in which devices lend each other memory was found to fit.",)
     share = 100 * lending.gained_seconds / best.found.seconds
     if lending.gained_seconds <= _WORTH * best.found.seconds:
-        return best, (f"Lending memory between devices is declined: steps would take {-share:.1f} % longer.",)
+        return best, (f"Memory is not lent between devices, because steps would take {-share:.1f} % longer.",)
     return lending.found, (f"Lending memory between devices makes steps {share:.1f} % shorter.",)

@@ -72,14 +72,14 @@ def lean(question: Question) -> Found:
     told = counted(search.count, "plan")
     if result is None:
         remark = (
-            f"None of {told} with state at hosts has a lower peak."
+            f"None of {told} with state on hosts has a lower peak."
             if search.count
-            else "No state can be at hosts."
+            else "State cannot be kept on hosts."
         )
         return kept._replace(remarks=(*kept.remarks, remark))
     candidate, value = result
-    remark = f"It is the lowest of {told} with state at hosts, and below what is possible without them."
-    remark += " The search ended at its limit of work." if search.ended else ""
+    remark = f"It has the lowest peak of {told} with state on hosts, below the lowest possible peak without."
+    remark += " The search stopped at its work limit." if search.ended else ""
     decisions = search.decisions(candidate)
     return Found(
         candidate.split,
@@ -98,7 +98,7 @@ def leanest_with_hosts(questions: Iterable[Question]) -> tuple[Question, Found]:
     Raises:
         UsageError: no question has a plan; the error of the last one.
     """
-    refusal, result = UsageError("no question was asked"), list[tuple[Question, Found]]()
+    refusal, result = UsageError("no planning problem was given"), list[tuple[Question, Found]]()
     for question in questions:
         try:
             result.append((question, lean(question)))
@@ -121,9 +121,9 @@ def at_hosts(question: Question, part: float, moves: Moves = UPDATED) -> Found:
     """
     means = question.means
     if not (means.host and means.state) or means.recompute == "never":
-        raise UsageError("hosts may not update layers, or nothing may run again")
+        raise UsageError("the means must allow updates on hosts and recomputation")
     if moves == ALL_AWAY and not means.spill:
-        raise UsageError("parameters and gradients may not move to hosts")
+        raise UsageError("the means must allow offloading parameters and gradients to hosts")
     split = exact(_without_state(question, part)).split
     plan, result = plan_of(question, split), list[Decision]()
     for number in range(len(plan.stages)):

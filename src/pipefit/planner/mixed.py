@@ -110,7 +110,7 @@ class _Search:
 
     def blocks(self, decision: Decision) -> int:
         """Return the number of blocks from a stage's first to the last one that a decision recomputes."""
-        assert isinstance(decision.subject, Run), "stages run again by runs"
+        assert isinstance(decision.subject, Run), "stages are recomputed by runs"
         return self.question.edges.index(decision.subject.stop) - self.split.edges[decision.stage]
 
     def menus(self, number: int) -> tuple[Menu, ...]:

@@ -364,8 +364,8 @@ def chosen_from(space: Space, sizes: Sequence[int], degrees: Sequence[Degree], s
     on += f" of {_listed(shards, 'shard')}" if shards != [1] else ""
     known = f"{searched} of these arrangements {'was' if searched == 1 else 'were'}"
     return (
-        f"It is chosen from {_listed(space.stages, 'stage')}{on}, microbatches of {_listed(sizes, 'sample')} "
-        f"and schedule {' or '.join(space.schedules)}; {known} searched."
+        f"It is chosen from {_listed(space.stages, 'stage')}{on}, microbatches of "
+        f"{_listed(sizes, 'sample')} and schedule {' or '.join(space.schedules)}; {known} searched."
     )
 
 
@@ -375,10 +375,7 @@ def left_out(sizes: Sequence[int], arrangements: int) -> Iterator[str]:
         of = f"microbatches of {_listed(sizes, 'sample')}" if sizes else ""
         others = f"{counted(arrangements, 'other arrangement')} that may be faster" if arrangements else ""
         left = " and ".join(filter(None, (of, others)))
-        yield (
-            f"The search ended before {left}: --stages, --microbatch-size and --schedule leave it less to "
-            "search."
-        )
+        yield (f"The search stopped before {left}: --stages, --microbatch-size and --schedule narrow it.")
 
 
 def _listed(numbers: Sequence[int], noun: str) -> str:

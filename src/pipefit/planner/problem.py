@@ -106,11 +106,9 @@ def check_divided(training: Training, shard: Sharding | None) -> None:
     """
     if shard is not None and shard not in divisible(training):
         raise UsageError(
-            f"schedule {training.schedule} updates with microbatches in flight, each of which goes through "
-            "weights of "
-            f"its own version, and replicas cannot divide {_DIVIDED[shard]} then: divide gradients (with "
-            "versions of "
-            "weights alone), or use schedule 1f1b"
+            f"schedule {training.schedule} updates with microbatches in flight, each with its own weight "
+            f"version, so replicas cannot shard {_DIVIDED[shard]}: shard gradients (with versions of "
+            "weights only), or use schedule 1f1b"
         )
 
 
@@ -170,8 +168,8 @@ def check_pins(
     along = any(measurement.sequences for measurement in profile.measurements)
     if options.sequences and options.tensor is None and not along:
         raise UsageError(
-            f"{profile.model} was profiled without sequence parallelism: profile it, or plan the model, with "
-            "--tensor 2 --sequences"
+            f"{profile.model} was profiled without sequence parallelism: profile it, or plan the model, "
+            "with --tensor 2 --sequences"
         )
     asked = Degree.requested(options)
     if asked == SINGLE:
@@ -188,19 +186,17 @@ def check_degrees(size: int, devices: int, options: PlanOptions, batch: int | No
     """
     for what, number in (("data", options.data), ("tensor", options.tensor)):
         if number is not None and number < 1:
-            raise UsageError(f"a stage has at least one device: {what} is 1 or more, not {number}")
+            raise UsageError(f"a stage needs at least one device: {what} must be 1 or more, not {number}")
     if options.sequences and options.tensor == 1:
-        raise UsageError(
-            "sequence parallelism is of several shards: ask for 2 or more (tensor), or leave it out"
-        )
+        raise UsageError("sequence parallelism needs several shards: give tensor=2 or more, or omit it")
     asked = Degree.requested(options)
     if asked.devices > devices:
         raise UsageError(
-            f"a stage of {asked} needs {counted(asked.devices, 'device')}, and there are {devices}: use fewer"
+            f"a stage of {asked} needs {counted(asked.devices, 'device')}, but there are {devices}: use fewer"
         )
     if size % asked.data:
         raise UsageError(
-            f"{asked.data} replicas cannot divide microbatches of {counted(size, 'sample')} equally: use "
+            f"{asked.data} replicas cannot split microbatches of {counted(size, 'sample')} evenly: use "
             f"{dividing(size, asked.data, batch)}, or another number of replicas"
         )
     shard = options.shard
@@ -223,9 +219,9 @@ def _most_replicas(size: int, devices: int, options: PlanOptions) -> int:
 def _two_replicas(options: PlanOptions, devices: int) -> str:
     """Return the advice that would let a stage have two replicas."""
     if options.data is not None:
-        return "ask for 2 replicas or more"
+        return "give 2 or more replicas"
     if devices < 2 * (options.tensor or 1):
-        return "ask for fewer shards" if options.tensor and devices > 1 else "name a cluster of more devices"
+        return "give fewer shards" if options.tensor and devices > 1 else "choose a cluster with more devices"
     return "use microbatches of an even number of samples"
 
 
@@ -238,11 +234,9 @@ def _check_replicas(profile: ModelProfile, size: int, shard: str, *, most: int) 
     }
     if not any(1 < count <= most for count in counts):
         raise UsageError(
-            f"replicas of a stage divide {_DIVIDED[shard]}, and with microbatches of "
-            f"{counted(size, 'sample')} no "
-            f"stage can have two here: profile {profile.model} at a size and its half, such as 2 and 1 (-b 2 "
-            "-b 1), "
-            "ask for 2 replicas or more, or leave out what they divide"
+            f"sharding {_DIVIDED[shard]} needs two replicas of a stage, which microbatches of "
+            f"{counted(size, 'sample')} do not allow here: profile {profile.model} at a size and its half, "
+            "such as 2 and 1 (-b 2 -b 1), give 2 or more replicas, or do not shard"
         )
 
 
@@ -250,10 +244,9 @@ def _check_slices(profile: ModelProfile, size: int, data: int) -> None:
     measured = sorted({measurement.microbatch_size for measurement in profile.measurements})
     if size // data not in measured:
         raise UsageError(
-            f"{data} replicas compute slices of {counted(size // data, 'sample')}, and {profile.model} was "
-            "profiled at "
-            f"{', '.join(map(str, measured))}: profile it at {size} and {size // data} "
-            f"(-b {size} -b {size // data}, microbatch_size=({size}, {size // data}))"
+            f"{data} replicas compute local batches of {counted(size // data, 'sample')}, but "
+            f"{profile.model} was profiled at {', '.join(map(str, measured))}: profile it at {size} and "
+            f"{size // data} (-b {size} -b {size // data}, microbatch_size=({size}, {size // data}))"
         )
 
 
@@ -296,7 +289,7 @@ class TensorCosts:
             seconds is not None and seconds < 0
             for seconds in (self.interval_seconds, *self._seconds.values())
         ):
-            raise UsageError("a tensor's costs are times of zero or more")
+            raise UsageError("the costs of a tensor must be non-negative times")
 
     @property
     def _seconds(self) -> dict[Technique, float | None]:
@@ -342,7 +335,7 @@ def _some(costs: TensorCosts) -> dict[Technique, float]:
         UsageError: no technique is available.
     """
     if not costs.added_seconds:
-        raise UsageError(f"{costs} leaves no technique to choose")
+        raise UsageError(f"{costs} leaves no technique to choose from")
     return costs.added_seconds
 
 
@@ -368,7 +361,7 @@ def check_stages(options: PlanOptions, cluster: Cluster) -> None:
     """
     asked, devices = options.stages, len(cluster.devices)
     if asked is not None and asked < 1:
-        raise UsageError(f"a plan has at least one stage, not {asked}")
+        raise UsageError(f"a plan needs at least one stage, not {asked}")
     each = Degree.requested(options).devices
     if asked is not None and asked * each > devices:
         of = f" of {each} devices" if each > 1 else ""
@@ -444,17 +437,15 @@ class Question:
         asked, blocks = self.options.stages, self.blocks
         if asked is not None and blocks < asked < len(self.profile.edges):
             raise UsageError(
-                f"schedule {self.training.schedule} updates every stage by itself, so that layers that share "
-                "a "
-                f"parameter are in one stage, with those between them: ask for {counted(blocks, 'stage')} or "
-                "fewer, "
-                "untie them, or use schedule 1f1b"
+                f"schedule {self.training.schedule} updates every stage separately, so layers that share a "
+                "parameter, and those between them, must be in one stage: plan with at most "
+                f"{counted(blocks, 'stage')}, untie the layers, or use schedule 1f1b"
             )
         if asked is not None and asked > blocks:
             why = f" ({self.profile.indivisible})" if self.profile.indivisible else ""
             raise UsageError(
-                f"{self.profile.model} has {self.profile.parts}{why}, too few for {counted(asked, 'stage')}: "
-                f"ask for {blocks} or fewer"
+                f"{self.profile.model} has {self.profile.parts}{why}, too few for "
+                f"{counted(asked, 'stage')}: use {blocks} or fewer"
             )
 
     @cached_property
@@ -487,7 +478,7 @@ class Question:
     def staying(self) -> str:
         """The reason why no state moves, whatever the means; empty if state may move."""
         reason = next((cost.undivided for cost in self.measurement.costs if cost.undivided), "")
-        return reason and f"the optimizer {reason} and so updates all layers at once"
+        return reason and f"the optimizer {reason} and therefore updates all layers at once"
 
     @cached_property
     def degrees(self) -> tuple[Degree, ...]:

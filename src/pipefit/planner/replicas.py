@@ -43,8 +43,8 @@ def groups_of(question: Question, degree: Degree) -> Groups:
     ]
     if not result:
         raise UsageError(
-            f"cluster {question.cluster.name} has no {size} equal devices for the replicas of a stage: use "
-            "fewer"
+            f"cluster {question.cluster.name} does not have {size} equal devices for the replicas of a "
+            "stage: use fewer replicas"
         )
     return tuple(sorted(result))
 
@@ -60,16 +60,16 @@ def representative(question: Question, degree: Degree) -> Question:
     for what, cost in zip((*names, "the loss"), (*measured.costs, measured.loss), strict=True):
         if degree.data > 1 and cost.alone:
             raise UsageError(
-                f"{what} {cost.alone}: that would become another in each of {degree.data} replicas, "
-                "so leave data out, and its stage can be on one device"
+                f"{what} {cost.alone}, with different results in each of {degree.data} replicas: omit data, "
+                "and put this stage on one device"
             )
     how, options, profile = question.training, question.options, question.profile
     asked = options.stages
     if asked is not None and asked > len(groups):
         raise UsageError(
-            f"{counted(asked, 'stage')} of {degree.data} replicas would need "
-            f"{counted(asked * degree.devices, 'device')}, and cluster {question.cluster.name} has "
-            f"{len(question.cluster.devices)}: use fewer of either"
+            f"{counted(asked, 'stage')} of {degree.data} replicas need "
+            f"{counted(asked * degree.devices, 'device')}, but cluster {question.cluster.name} has "
+            f"{len(question.cluster.devices)}: use fewer stages or replicas"
         )
     alike = [measurement for measurement in profile.measurements if measurement.way[1:] == degree[1:]]
     ranks = tuple(replace(one, tensor=1, sequences=False) for one in alike)

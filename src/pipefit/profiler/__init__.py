@@ -50,7 +50,7 @@ def profile(
         sequences: also profile sequence parallelism: ranks divide values between attention and MLP along
         positions. progress: called with (layers done, number of layers, name of the next one).
     """
-    instance("task", task, Task, "pipefit.Task says how a module is trained")
+    instance("task", task, Task, "pipefit.Task describes how a module is trained")
     asked: Sequence[Any] = microbatch_size if isinstance(microbatch_size, list | tuple) else [microbatch_size]
     sizes = list(dict.fromkeys(whole("microbatch_size", size, 1) for size in asked or [0]))
     whole("threads", threads, 1, MOST_THREADS)
@@ -60,9 +60,9 @@ def profile(
     if progress is not None:
         instance("progress", progress, Callable)
     if along and max(degrees, default=1) < 2:
-        raise UsageError("sequence parallelism is of several ranks: say how many (tensor), such as 2")
+        raise UsageError("sequence parallelism needs several ranks: give their number (tensor), such as 2")
     if device not in ("fake", "cpu", "cuda"):
-        raise UsageError(f"there is no device {device!r} to profile on; choose fake, cpu or cuda")
+        raise UsageError(f"{device!r} is not a device to profile on; choose fake, cpu or cuda")
     real = device if device != "fake" else None
     followed: Target = "cuda" if real == "cuda" else target
     generators = range(torch.cuda.device_count()) if real == "cuda" else ()

@@ -69,11 +69,9 @@ def profile_sizes(
         if result:
             size = other.measurements[0].microbatch_size
             raise UsageError(
-                f"{task.name} is another model at {counted(size, 'sample')} than at {sizes[0]} "
-                f"({'; '.join(result)}), "
-                "so that no plan could use both: profile it at one size, or let its operations not depend on "
-                "the "
-                "number of samples"
+                f"{task.name} differs between {counted(size, 'sample')} and {sizes[0]} "
+                f"({'; '.join(result)}), so no plan could use both sizes: profile it at one size, or make "
+                "its operations independent of the number of samples"
             )
     every = (first, *others)
     kernels = tuple(dict.fromkeys(kernel for result in every for kernel in result.kernels.kernels))

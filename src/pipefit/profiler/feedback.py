@@ -61,11 +61,11 @@ LONGEST_SECONDS = 1.0
 MOST_BYTES, MOST_LOGITS_BYTES = 1 << 30, 1 << 28
 _SAMPLES, _SEEDS = 4, (0, 1)
 _NORMALIZES = "normalizes over the batch"
-_WEIGHS = "divides by the weights of the targets that a slice has"
-_APART = "is another one for a microbatch than its halves have on average"
+_WEIGHS = "divides by the weights of the targets in a local batch"
+_APART = "differs between a microbatch and the mean of its halves"
 _TRAINING = ("train", "training")  # names of arguments
 _WEIGHING = "aten::nll_loss_forward", "aten::nll_loss2d_forward"
-_LEAVES_OUT = "is a mean over targets, of which some samples have fewer that count"
+_LEAVES_OUT = "is a mean over targets, of which samples ignore different numbers"
 _MEAN = 1  # the number of the reduction "mean" in torch
 
 
@@ -386,9 +386,8 @@ def changed_inputs(inputs: Sequence[Tensor], versions: Sequence[int], written: S
     changed = frozenset(number for number, value in enumerate(inputs) if value._version != versions[number])
     if any(storage_key(value) in written for number, value in enumerate(inputs) if number not in changed):
         raise Refusal(
-            "its forward changes what it is given where autograd does not see it (x.data), and what the "
-            "layer before "
-            "has saved of that would stay as it was where a stage ends between them",
+            "its forward changes its input without autograd's knowledge (x.data), so saved tensors of the "
+            "layer before would stay unchanged if a stage ended between them",
             "change it under torch.no_grad(), or compute with a clone",
         )
     return changed
@@ -461,8 +460,8 @@ def _toggles(before: Plain, after: Plain) -> bool:
 
 def _unrepeatable(changed: Sequence[str], *, draws: bool) -> str:
     if changed:
-        return f"changes {changed[0]!r}, which is no buffer"
-    return "draws from a generator of its own" if draws else ""
+        return f"changes {changed[0]!r}, which is not a buffer"
+    return "draws from a private generator" if draws else ""
 
 
 class _Seen(NamedTuple):

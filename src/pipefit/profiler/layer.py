@@ -608,6 +608,7 @@ def _check_buffer_shapes(before: dict[str, object], after: dict[str, object]) ->
     name = changed_name(before, after)
     if name is not None:
         raise Refusal(
-            f"its forward gives the buffer {name!r} another shape or type, and what that takes is in no plan",
-            "register it with a tensor of the shape that it is going to have",
+            f"its forward changes the shape or dtype of the buffer {name!r}, whose new memory plans cannot "
+            "predict",
+            "register it with a tensor of its final shape",
         )

@@ -55,7 +55,9 @@ def add_seconds(
         UsageError: there is no CUDA device to measure on.
     """
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("there is no CUDA device here to measure on: use --device fake, or --device cpu")
+        raise UsageError(
+            "this machine does not have a CUDA device to measure on: use --device fake or --device cpu"
+        )
     check_backwards([device])
     copied = on_a_copy(task)
     copied = replace(copied, module=in_mode(copied.build(), True))

@@ -361,7 +361,7 @@ class _Insertion:
             users = tuple(self._before(user) for user in one.users if user not in inside)
             origin = next((other for other in left if (other.users, other.sizes) == (users, one.sizes)), None)
             if origin is None:
-                raise NotRepeated(f"shared {one.what} {one.name} is another one with more blocks")
+                raise NotRepeated(f"shared {one.what} {one.name} differs with more blocks")
             left.remove(origin)
             grown.append(
                 self._with_users(replace(one, name=_counted(origin.name, one.name, times)), one, times)
@@ -370,7 +370,7 @@ class _Insertion:
             for one in again:
                 previous = before.get(tuple(user - self.count for user in one.users))
                 if previous is None:
-                    raise NotRepeated(f"shared {one.what} {one.name} is not in the block before")
+                    raise NotRepeated(f"shared {one.what} {one.name} is not in the previous block")
                 shifted = self._shifted(one, repeat * self.count)
                 grown.append(replace(shifted, name=_counted(previous.name, one.name, 1 + repeat)))
         return tuple(sorted(grown, key=lambda one: one.users[0]))  # the order in which layers first hold them
@@ -415,7 +415,7 @@ def _counted(first: str, second: str, times: int) -> str:
     """
     ones, others = _NUMBERS.split(first), _NUMBERS.split(second)
     if len(ones) != len(others) or ones[::2] != others[::2]:
-        raise NotRepeated(f"{second} is no {first} with other numbers")
+        raise NotRepeated(f"{second} differs from {first} in more than its numbers")
     numbers = (
         one if one == other else str(int(one) + times * (int(other) - int(one)))
         for one, other in zip(ones[1::2], others[1::2], strict=True)
@@ -426,5 +426,5 @@ def _counted(first: str, second: str, times: int) -> str:
 
 def _block(first: Block, second: Block, times: int) -> Block:
     if replace(first, name="") != replace(second, name=""):
-        raise NotRepeated(f"block {second.name} is another one than {first.name}")
+        raise NotRepeated(f"block {second.name} differs from {first.name}")
     return replace(second, name=_counted(first.name, second.name, times))

@@ -97,13 +97,11 @@ class ValueMemory:
             mine = before[number] if number < len(before) else None
             if mine == _FIXED:
                 _refuse(
-                    what, number, "with a parameter or buffer of an earlier layer, which would change with it"
+                    what, number, "with a parameter or buffer of an earlier layer, which would change too"
                 )
             others = [other for other, memory in enumerate(before) if memory == mine and other != number]
             if others:
-                _refuse(
-                    what, number, f"with input {others[0]}, which would not change with it on another device"
-                )
+                _refuse(what, number, f"with input {others[0]}, which would not change on another device")
 
     def go_on(self, origins: Sequence[Origin]) -> None:
         """Proceed to the values that a layer returns, with storages of these origins."""
@@ -118,9 +116,8 @@ class ValueMemory:
 
 def _refuse(what: str, number: int, reason: str) -> NoReturn:
     raise UsageError(
-        f"{what} changes its input {number} in place, and that shares memory {reason}: return a clone() of "
-        "it from the "
-        "layer before, or leave the change in place out"
+        f"{what} changes its input {number} in place, but that input shares memory {reason}: return a "
+        "clone() of it from the layer before, or avoid the in-place change"
     )
 
 
@@ -435,9 +432,9 @@ class Survey:
         self._memory.check(meter.changed_inputs, f"the loss of {self.task.name}")
         if not result.requires_grad and _is_trained(chain):
             raise UsageError(
-                f"the loss of {self.task.name} requires no gradient, so that nothing can be trained: it was "
-                "detached "
-                "(.item(), .detach(), torch.tensor(...)), or depends on no parameter that is trained"
+                f"the loss of {self.task.name} does not require a gradient, so it cannot be trained: it was "
+                "detached (.item(), .detach(), torch.tensor(...)), or does not depend on a trained "
+                "parameter"
             )
         cost = replace(cost, packing=self.form.packing, unrepeatable=cost.unrepeatable or changed)
         return cost, meter.layouts[:count]
@@ -464,10 +461,8 @@ def _refuse_changes(chain: Chain, shared: SharedStorage, user: int) -> NoReturn:
     layers = ", ".join(chain.layers[number].name for number in shared.users)
     raise UsageError(
         f"layers {layers} share buffer {_name(chain, shared)!r}, and the forward of layer "
-        f"{chain.layers[user].name} "
-        "changes it, which a copy on another device would miss: make one layer of those that share it, or "
-        "give each a "
-        "module of its own"
+        f"{chain.layers[user].name} changes it, but a copy on another device would not change: merge these "
+        "layers into one, or give each a separate module"
     )
 
 
@@ -502,9 +497,8 @@ def sharded_chains(
     for sharded in result:
         if sharded.shares.divides_nothing:
             raise UsageError(
-                f"{sharded.ranks} tensor-parallel ranks divide nothing of {chain.name}, 0 % of its "
-                "parameters and of "
-                f"its operations: {_why(sharded)}; choose another number, or replicas"
+                f"{sharded.ranks} tensor-parallel ranks cannot shard {chain.name}: 0 % of its parameters "
+                f"and operations, because {_why(sharded)}; choose another number, or replicas"
             )
     return [*result, *(_along_positions(traced, one) for one in result if sequences and traced is not None)]
 
@@ -520,10 +514,9 @@ def _along_positions(traced: TracedStage, plain: ShardedChain) -> ShardedChain:
         (collective.kind, collective.phase) for collective in result.collectives
     }:
         raise UsageError(
-            f"{plain.ranks} tensor-parallel ranks divide nothing of {plain.chain.name} along positions: it "
-            "sums "
-            "no sequences whose positions they divide, so leave sequence parallelism out, or choose another "
-            "number"
+            f"{plain.ranks} tensor-parallel ranks cannot shard {plain.chain.name} along positions, because "
+            "it does not all-reduce sequences that they could split: omit sequence parallelism, or choose "
+            "another number"
         )
     return result
 
@@ -532,9 +525,9 @@ def _why(sharded: ShardedChain) -> str:
     """Return why the largest operation stays whole."""
     whole = sharded.shares.whole
     return (
-        f"{whole[0].operator} of {whole[0].layer} stays whole, since {whole[0].reason}"
+        f"{whole[0].operator} of {whole[0].layer} stays whole, because {whole[0].reason}"
         if whole
-        else "it has none"
+        else "it does not have any"
     )
 
 
@@ -599,19 +592,19 @@ def _check_alike(measured: Measurement, whole: Measurement, sharded: ShardedChai
     Raises:
         UsageError: they exchange other values, or share other parameters.
     """
-    chain, between = sharded.chain, f"divided between {sharded.ranks} ranks"
+    chain, between = sharded.chain, f"sharded over {sharded.ranks} ranks"
     for edge in blocks_begin(chain):
         one, other = whole.costs[edge].inputs, measured.costs[edge].inputs
         if one != other:
             raise UsageError(
-                f"{chain.name} {between} hands other values to layer {chain.layers[edge].name} than whole "
-                f"({other}, not {one}), so that no stage could end there: choose no tensor-parallel ranks"
+                f"{chain.name} {between} passes other values to layer {chain.layers[edge].name} than "
+                f"unsharded ({other}, not {one}), so stages could not end there: do not use tensor "
+                "parallelism"
             )
     uses = [{(each.name, each.users) for each in one.shared} for one in (whole, measured)]
     if uses[0] != uses[1]:
         names = ", ".join(sorted({name for name, _ in uses[0] ^ uses[1]}))
         raise UsageError(
-            f"{chain.name} {between} shares {names} between other layers than whole: let layers hand on no "
-            "parameters, "
-            "or choose no tensor-parallel ranks"
+            f"{chain.name} {between} shares {names} between other layers than unsharded: do not pass "
+            "parameters between layers, or do not use tensor parallelism"
         )

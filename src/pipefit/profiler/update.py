@@ -30,9 +30,8 @@ from pipefit.torch_internals import without_dispatch_modes
 # ---- Names of layers, the loss and the optimizer in errors
 
 _ASSUMED = (
-    ". Until then it has read numbers, and a profile assumes that every condition on a tensor holds: leave "
-    "out a check "
-    "that fails then, or make it torch._assert_async(condition)"
+    ". Before that it read numbers, and a profile assumes that every condition on a tensor is true: "
+    "remove a check that then fails, or make it torch._assert_async(condition)"
 )
 
 

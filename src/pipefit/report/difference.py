@@ -186,7 +186,7 @@ def _asked(before: Plan, after: Plan) -> Iterator[str]:
     if before.cluster != after.cluster:
         same = str(before.cluster) == str(after.cluster)
         yield f"{before.cluster}, then " + (
-            "the same with other links or reserves" if same else str(after.cluster)
+            "the same cluster with other links or reserves" if same else str(after.cluster)
         )
     ours, theirs = (plan.profile.fingerprint for plan in (before, after))
     if ours.digest != theirs.digest:
@@ -290,10 +290,10 @@ def _treatment(decision: Decision) -> str:
     taken, every, _ = decision.microbatches
     words = [_done(decision) + (f" for {taken} of {every} microbatches" if taken < every else "")]
     if decision.ahead:
-        back = "" if decision.what is What.RECOMPUTE else "brought back "
+        back = "" if decision.what is What.RECOMPUTE else "reloaded "
         words.append(f"{back}{counted(decision.ahead, 'pass')} early")
     if decision.what is What.OFFLOAD and decision.behind != 1:
-        words.append(f"with {counted(decision.behind, 'pass')} to leave")
+        words.append(f"with {counted(decision.behind, 'pass')} to finish")
     return ", ".join(words)
 
 
@@ -304,9 +304,9 @@ def _done(decision: Decision) -> str:
         case What.UPDATE, _:
             return f"updated on {decision.place}"
         case _, State(kind=kind):
-            return f"{'optimizer state' if kind == 'optimizer' else kind} moved to {decision.place}"
+            return f"{'optimizer state' if kind == 'optimizer' else kind} offloaded to {decision.place}"
         case _:
-            return f"saved tensors moved to {decision.place}"
+            return f"saved tensors offloaded to {decision.place}"
 
 
 def _subjects(decision: Decision) -> Iterator[tuple[int, int]]:
@@ -333,10 +333,10 @@ def describe_difference(found: Difference) -> list[Block]:
     """Describe a difference: the costs, the request, a row for each device, and the changes."""
     blocks: list[Block] = ["\n".join([_price(found), *_time(found)])]
     if found.asked:
-        blocks.append("What was asked:\n" + "\n".join(f"  {phrase}" for phrase in found.asked))
+        blocks.append("Request:\n" + "\n".join(f"  {phrase}" for phrase in found.asked))
     blocks.append(_devices(found))
     if found.changes:
-        blocks.append("What moved:\n" + "\n".join(f"  {change}" for change in found.changes))
+        blocks.append("Changes:\n" + "\n".join(f"  {change}" for change in found.changes))
     return blocks
 
 
@@ -346,7 +346,7 @@ def _price(found: Difference) -> str:
     told = [
         f"{format_bytes(abs(after - before))} {'more' if after > before else 'less'} on the fullest device"
     ]
-    told = told if after != before else ["as much memory on the fullest device"]
+    told = told if after != before else ["the same memory on the fullest device"]
     one, two = found.before_seconds, found.after_seconds
     if one and two:
         told.append(f"a step that is {_beside(two / one)}")
@@ -373,7 +373,7 @@ def _time(found: Difference) -> Iterator[str]:
     yield f"A step takes {format_seconds(one)}, then {format_seconds(two)}{rates}."
     if found.before_busy and found.after_busy:
         yield (
-            f"The busiest device computes for {100 * found.before_busy:.0f} % of it, then for "
+            f"The busiest device computes {100 * found.before_busy:.0f} % of the step, then "
             f"{100 * found.after_busy:.0f} %."
         )
 

@@ -81,28 +81,27 @@ def _devices(overview: Overview) -> Table:
         )
         for row in overview.reaches
     )
-    columns = ("devices", "1 sample", "of budget", "full", "kept", "recomputed", "moved", "samples/s")
+    columns = ("devices", "1 sample", "of budget", "full", "kept", "recomputed", "offloaded", "samples/s")
     return Table(
-        columns, rows, title="largest microbatch: kept, recomputed, or moved too", spare=("of budget",)
+        columns, rows, title="largest microbatch: kept, recomputed, or also offloaded", spare=("of budget",)
     )
 
 
 def _explained(overview: Overview) -> str:
     """Explain the columns of the first table."""
     looked = ", ".join(map(str, overview.sizes))
-    among = f"one of {looked}" if len(overview.sizes) > 1 else f"of {looked}, the one that was looked at"
+    among = f"one of {looked}" if len(overview.sizes) > 1 else f"of {looked}, the only size tried"
     return (
-        "Peaks are those of microbatches of one sample, all kept. The largest microbatch that fits is "
-        f"{among}: where "
-        "all is kept for the backward, where runs of layers may be recomputed, and where tensors and "
-        "optimizer state "
-        f"may move to the host as well.{_largest_first(overview)}{_replicas_take_the_others(overview)}"
+        "Peaks are for microbatches of one sample with all activations kept. The largest microbatch that "
+        f"fits is {among}: with all activations kept, with recomputation allowed, and with offloading of "
+        "tensors and optimizer state to the host allowed "
+        f"too.{_largest_first(overview)}{_replicas_take_the_others(overview)}"
     )
 
 
 def _largest_first(overview: Overview) -> str:
     """Say which devices the rows of unequal clusters have; empty for equal devices."""
-    return "" if overview.cluster.is_uniform else " Rows of fewer devices have those with the most memory."
+    return "" if overview.cluster.is_uniform else " Rows with fewer devices use those with the most memory."
 
 
 def _replicas_take_the_others(overview: Overview) -> str:
@@ -112,9 +111,9 @@ def _replicas_take_the_others(overview: Overview) -> str:
     if stages == devices:
         return ""
     return (
-        f" These are pipelines of one device a stage, and this model has {counted(stages, 'stage')} at most: "
-        "of "
-        f"{counted(devices, 'device')} the others are for replicas, which pipefit plan chooses."
+        " These are pipelines of one device per stage, and this model has at most "
+        f"{counted(stages, 'stage')}: the other devices of {counted(devices, 'device')} are for replicas, "
+        "which pipefit plan chooses."
     )
 
 
@@ -174,7 +173,10 @@ def _limits(overview: Overview) -> str:
     held = sorted(overview.filled.items(), key=lambda item: -item[1])[:3]
     what = ", ".join(f"{format_bytes(nbytes)} of {category.value}" for category, nbytes in held)
     device = overview.cluster.largest(overview.here.devices)[one.device]
-    size = f"With microbatches of {counted(one.value, 'sample')}, all kept, device {device} limits"
+    size = (
+        f"With microbatches of {counted(one.value, 'sample')} and all activations kept, device {device} "
+        "limits"
+    )
     holds = f"stage {one.stage} ({first_to_last(one.blocks)}) needs {format_bytes(one.need_bytes)}: {what}."
     return f"{size}: {holds}"
 
@@ -198,9 +200,8 @@ def _next(overview: Overview, asked: str) -> Iterator[str]:
         how = f"{replicas.way}, every block recomputed" if replicas.recompute else replicas.way
         yield (
             f"It fits as {devices} replicas ({how}): {format_bytes(budget - replicas.need_bytes)} of each "
-            "device's "
-            f"{format_bytes(budget)} are left, {format_number(replicas.samples_per_second or 0)} samples per "
-            "second."
+            f"device's {format_bytes(budget)} are free, {format_number(replicas.samples_per_second or 0)} "
+            "samples per second."
         )
         size = 4 * devices
         command = f"pipefit plan {asked} --batch-size {size} -o plan.json"
@@ -218,29 +219,29 @@ def _ways_out(overview: Overview, here: Reach, asked: str) -> Iterator[str]:
     if overview.impossible:
         yield f"It cannot fit: {overview.impossible}."
     else:
-        replicas = ", and replicas that divide their state (ZeRO-1 to 3), the same three ways"
+        replicas = ", and replicas with ZeRO-1 to 3 in the same three ways"
         yield (
-            "Tried, without a plan that fits one sample: pipelines of one device a stage, kept, recomputed "
-            "by block "
-            f"and moved to hosts{replicas if overview.replicated else ''}. Not tried: tensor-parallel ranks "
-            "(--tensor of pipefit plan)."
+            "Tried, without a plan that fits one sample: pipelines of one device per stage, with "
+            "activations kept, recomputed by block, and offloaded to "
+            f"hosts{replicas if overview.replicated else ''}. Not tried: tensor-parallel ranks (--tensor of "
+            "pipefit plan)."
         )
-        yield f"With everything kept, {here.one.miss}."
+        yield f"With all activations kept, {here.one.miss}."
     if overview.loss_bytes > here.one.budget_bytes // _LARGE_LOSS:
         yield (
-            f"The loss alone takes {format_bytes(overview.loss_bytes)} of one device for one sample: compute "
-            "it in "
-            "chunks of positions (a chunked cross entropy), so that not all logits are there at once."
+            f"The loss alone needs {format_bytes(overview.loss_bytes)} of one device for one sample: "
+            "compute it in chunks of positions (a chunked cross entropy), so that not all logits are in "
+            "memory at once."
         )
     more = next((row for row in overview.reaches if row.fastest is not None), None)
     if more is not None:
-        yield f"{counted(more.devices, 'device')} of this kind would do{_growing(asked, 'devices')}"
+        yield f"{counted(more.devices, 'device')} of this kind would suffice{_growing(asked, 'devices')}"
     for one in overview.precisions[1:]:
         if one.fewest is not None and one.fewest <= here.devices:
             option = f"--precision {one.precision}" if asked else f'precision="{one.precision}" in the task'
             yield f"In {one.precision} it fits on {counted(one.fewest, 'device')}: {option}"
     if more is None:
-        yield f"How much memory each device must have{_growing(asked, 'memory')}"
+        yield f"To find the memory that each device needs{_growing(asked, 'memory')}"
 
 
 def _growing(asked: str, what: str) -> str:
@@ -260,7 +261,7 @@ def describe_fit(fit: Fit) -> list[Block]:
 
 _WORDS = {
     What.RECOMPUTE: "recomputed",
-    What.OFFLOAD: "moved away",
+    What.OFFLOAD: "offloaded",
     What.UPDATE: "updated on the host",
 }  # by kind
 
@@ -319,4 +320,4 @@ def _fit_limits(fit: Fit) -> Iterator[str]:
     if larger and fit.sense == "largest":
         yield f"{fit.named(min(larger))} is refused: {fit.refused[min(larger)]}."
     else:
-        yield f"No {further} value was to be tried."
+        yield f"There was no {further} value to try."

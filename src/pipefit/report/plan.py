@@ -34,7 +34,7 @@ def priced(alternatives: Sequence[Alternative], step_seconds: float) -> Iterator
     """Yield a table with a row for each alternative; nothing if there are none."""
     if alternatives:
         columns = (
-            "best at",
+            "best for",
             "stages",
             "devices",
             "microbatches",
@@ -42,7 +42,7 @@ def priced(alternatives: Sequence[Alternative], step_seconds: float) -> Iterator
             "fullest",
             "step",
             "longer",
-            "ask with",
+            "options",
         )
         yield Table(columns, tuple(_row(alternative, step_seconds) for alternative in alternatives))
 
@@ -177,8 +177,8 @@ def holds_for(plan: Plan) -> str:
         return ""
     threads = counted(made.threads, "thread")
     return (
-        f"Peaks are those of {made.cpu} with {made.capability}, torch {made.torch} and {threads}: elsewhere "
-        "kernels may take more or less."
+        f"Peaks are for {made.cpu} with {made.capability}, torch {made.torch} and {threads}: kernels may "
+        "need other memory elsewhere."
     )
 
 
@@ -198,12 +198,12 @@ def _coupled(plan: Plan) -> Iterator[str]:
     if plan.is_sliced and reason:
         (data, *others), how = sorted(degrees), plan.training
         as_slices = (
-            f": those of {how.microbatches * data} microbatches of "
+            f": the numbers of {how.microbatches * data} microbatches of "
             f"{counted(how.microbatch_size // data, 'sample')}"
         )
         yield (
-            f"Replicas train to other numbers than one device would with these microbatches, because {reason}"
-            f"{'' if others else as_slices}."
+            "Replicas train to other numbers than one device would with these microbatches, because "
+            f"{reason}{'' if others else as_slices}."
         )
 
 
@@ -253,7 +253,7 @@ def _bar(full: float) -> str:
 def _limit(plan: Plan) -> str:
     """Describe the fullest device, and its distance from its budget."""
     if plan.prediction is None:
-        return "This plan holds no predicted peaks: pipefit simulate shows them."
+        return "This plan does not contain predicted peaks: pipefit simulate shows them."
     number, stage = max(enumerate(plan.stages), key=lambda item: _fullness(plan, item[1]) or 0.0)
     device = _fullest(plan, stage)
     budget, peak = plan.cluster.budgets[device], plan.prediction.peak_bytes[device]
@@ -269,11 +269,11 @@ def _planner(plan: Plan) -> Iterator[str]:
     """Yield the planner, and the proven quality of the plan."""
     made = plan.provenance
     if made is None:
-        yield "This plan does not say which planner made it."
+        yield "This plan does not name its planner."
         return
     yield str(made)
     if made.proves_lowest_peak and plan.is_sliced:
-        divided = "" if "shard" in made.options else ", whatever they divide"
+        divided = "" if "shard" in made.options else ", sharded or not"
         yield (
             f"This holds for every split of {plan.profile.parts}, with any number of replicas of each "
             f"stage{divided}."
@@ -303,7 +303,7 @@ def _time(plan: Plan) -> Iterator[str]:
         return
     used = {device for stage in plan.stages for device in stage.devices}
     waiting = 1 - sum(busy[device] for device in used) / len(used)
-    yield f"{speed} Devices wait {100 * max(waiting, 0.0):.0f} % of it{_bubble(plan)}."
+    yield f"{speed} Devices are idle {100 * max(waiting, 0.0):.0f} % of the step{_bubble(plan)}."
 
 
 def _bubble(plan: Plan) -> str:
@@ -318,7 +318,7 @@ def _bubble(plan: Plan) -> str:
     if stages == 1 or len(plan.ranks) < stages or recomputes:
         return ""
     if plan.training.endless:
-        return f"; stages of equal time would not wait under {plan.training.schedule}, but for messages"
+        return f"; with equal stages and free messages they would not be idle under {plan.training.schedule}"
     share = (stages - 1) / (microbatches + stages - 1)
     return (
         f"; the ideal bubble of {plan.training.schedule} with {stages} stages and "
@@ -357,7 +357,7 @@ def _copies(plan: Plan) -> list[str]:
     sizes = ", ".join(map(format_bytes, stages))
     each = f"{sizes} on each device of stages 0 to {len(stages) - 1}" if len(stages) > 1 else sizes
     divides = any(stage.grid.shard == "parameters" for stage in plan.stages)
-    gathered = "; replicas that divide parameters have those of gathered layers alone" if divides else ""
+    gathered = "; replicas that shard parameters keep copies of gathered layers only" if divides else ""
     line = f"Half-precision copies of weights: {each}, once for all microbatches{gathered}."
     return [line] if any(stages) else []
 
@@ -369,7 +369,7 @@ def _reserves(cluster: Cluster, devices: tuple[int, ...], prediction: Prediction
     left = {cluster.reserves[device] for device in devices}
     if any(left):
         sizes = format_bytes(min(left)) + (f" to {format_bytes(max(left))}" if len(left) > 1 else "")
-        yield f"Budgets leave {sizes} of a device to what its process takes besides tensors."
+        yield f"Budgets reserve {sizes} of a device for non-tensor memory."
     if prediction is not None and cluster.backend == "cuda":
         yield _taken(cluster, prediction)
         if tight := [
@@ -380,7 +380,7 @@ def _reserves(cluster: Cluster, devices: tuple[int, ...], prediction: Prediction
             what = (
                 f"processes take {least}" if prediction.processes else f"tensors take {least} the budget of"
             )
-            room = "What is not counted, such as cuDNN's workspaces, may not find room there."
+            room = "Uncounted memory, such as cuDNN's workspaces, may not fit there."
             yield f"Tight: {what} {named}. {room}"
 
 
@@ -388,17 +388,19 @@ def _taken(cluster: Cluster, prediction: Prediction) -> str:
     """Describe the fullest process; or say that it is unknown."""
     known = {device: process for device, process in enumerate(prediction.processes) if process}
     if not known:
-        return "What GPUs reserve was not checked: pipefit certify does, and pipefit plan of a MODEL."
+        return (
+            "The memory that GPUs reserve was not checked: pipefit certify checks it, and so does pipefit "
+            "plan of a MODEL."
+        )
     fullest = max(
         known, key=lambda device: known[device].process_bytes / cluster.devices[device].memory_bytes
     )
-    return f"By a dry run {_process(known[fullest], fullest, cluster.devices[fullest].memory_bytes)}."
+    return f"By a dry run, {_process(known[fullest], fullest, cluster.devices[fullest].memory_bytes)}."
 
 
 def _process(process: AllocatorPeaks, device: int, memory: int) -> str:
     """Describe the memory of a device's process."""
     return (
-        f"the process of device {device} takes {format_bytes(process.process_bytes)} of its "
-        f"{format_bytes(memory)} "
-        f"({100 * process.process_bytes / memory:.1f} %): {process}"
+        f"the process of device {device} needs {format_bytes(process.process_bytes)} of its "
+        f"{format_bytes(memory)} ({100 * process.process_bytes / memory:.1f} %): {process}"
     )

@@ -25,9 +25,8 @@ from pipefit.units import MIB, format_bytes, format_seconds
 # its plan's prediction: nothing on the CPU, and on a GPU the overhead of its allocator and libraries.
 
 _PRICES = (
-    "Each has been planned and simulated for the same batch. The price is what a step takes more than that "
-    "of the plan "
-    "which ran out."
+    "Each plan has been simulated for the same batch. The price is the additional step time over the plan "
+    "that ran out of memory."
 )
 _MOST_DEVICES = 8  # as a multiple of the plan's devices
 
@@ -54,14 +53,16 @@ def describe_remedies(found: PostMortem) -> list[Block]:
     own = simulate(found.plan).step_seconds[-1]
     rows = tuple(_row(remedy, own) for remedy in remedies(found))
     if not rows:
-        return ["Nothing that was tried would have fitted: recomputing, moving, eight times the devices."]
-    columns = ("what would fit", "fullest device", "full", "step", "price", "ask pipefit plan with")
+        return [
+            "No plan that was tried would have fitted: with recomputation, offloading or 8 times the devices."
+        ]
+    columns = ("what would fit", "fullest device", "full", "step", "price", "options of pipefit plan")
     training = found.plan.training
     each = (
         f"--batch-size {training.batch_size} --microbatches {training.microbatches} --schedule "
         f"{training.schedule}"
     )
-    return [Table(columns, rows), f"{_PRICES} Ask with {each} as well, unless the row says otherwise."]
+    return [Table(columns, rows), f"{_PRICES} Add {each}, unless the row says otherwise."]
 
 
 def _row(one: Remedy, own: float) -> tuple[str, ...]:
@@ -136,7 +137,9 @@ def _on_others(plan: Plan, cluster: Cluster) -> Iterator[Remedy]:
         more = replace(cluster, devices=cluster.devices + (largest,) * (count * (times - 1)))
         made = _planned(plan, more, planner="exact")
         if made is not None and _fits(made):
-            yield Remedy(what=f"{times * count} devices, all kept", plan=made, asked_by="--objective peak")
+            yield Remedy(
+                what=f"{times * count} devices, all activations kept", plan=made, asked_by="--objective peak"
+            )
             break
     kept = _planned(plan, cluster, planner="exact")
     if kept is None or _fits(kept):
@@ -145,7 +148,9 @@ def _on_others(plan: Plan, cluster: Cluster) -> Iterator[Remedy]:
     larger = (replace(one, memory_bytes=one.memory_bytes + need) for one in cluster.devices)
     made = replace(kept, cluster=replace(cluster, devices=tuple(larger)))
     size = format_bytes(max(device.memory_bytes for device in made.cluster.devices))
-    yield Remedy(what=f"the same devices with {size}, all kept", plan=made, asked_by="--objective peak")
+    yield Remedy(
+        what=f"the same devices with {size}, all activations kept", plan=made, asked_by="--objective peak"
+    )
 
 
 def _planned(plan: Plan, cluster: Cluster, **options: Any) -> Plan | None:
@@ -172,7 +177,11 @@ def _seconds(plan: Plan) -> float:
 
 def _done(plan: Plan) -> str:
     """Describe a plan's memory techniques."""
-    kinds = {"recompute": "layers recomputed", "offload": "tensors moved", "update": "updates on the host"}
+    kinds = {
+        "recompute": "layers recomputed",
+        "offload": "tensors offloaded",
+        "update": "updates on the host",
+    }
     done = [
         words
         for kind, words in kinds.items()
@@ -198,7 +207,7 @@ def categories(found: PostMortem) -> Table:
     total = found.moment.total_bytes or 1
     held = sorted(found.moment.by_category.items(), key=lambda item: -item[1])
     rows = tuple((name.value, format_bytes(nbytes), f"{100 * nbytes / total:.1f} %") for name, nbytes in held)
-    title = "with what was asked for" if found.asked_bytes else "at the peak of the action"
+    title = "with the failed request" if found.asked_bytes else "at the peak of the action"
     return Table(("used for", "bytes", "share"), rows, title=title)
 
 
@@ -210,7 +219,7 @@ def layers(found: PostMortem) -> list[Block]:
     told = contents_at(found.plan, found.device, found.moment)
     if told is None:
         return []
-    title = f"layers, by the plan's account, as {found.moment.action} began"
+    title = f"layers, by the plan's prediction, as {found.moment.action} began"
     return [filled(found.plan, told, title), *([largest(found.plan, told)] if told.tensors else [])]
 
 
@@ -229,7 +238,7 @@ def filled(plan: Plan, found: Contents, title: str = "") -> Table:
         )
     left = found.peak.total_bytes - sum(row.total_bytes for row in found.layers)
     rows.append(
-        (f"what {found.peak.action} adds, and buffers", format_bytes(max(0, left)), "", "", "", "", "", "")
+        (f"added by {found.peak.action}, and buffers", format_bytes(max(0, left)), "", "", "", "", "", "")
     )
     state = "parameters", "half-precision copies", "gradients", "optimizer state"
     columns = ("layer", "in all", *state, "activations", "microbatches")
@@ -242,7 +251,7 @@ def largest(plan: Plan, found: Contents) -> Table:
     """Return a row for each of the largest activations, and one for all others."""
     ordered = sorted(found.tensors, key=lambda one: -one.nbytes * one.microbatches)
     rows = [
-        (_named(plan, one.layer), one.operation or "handed on", " x ".join(map(str, one.shape)) or "-",
+        (_named(plan, one.layer), one.operation or "passed on", " x ".join(map(str, one.shape)) or "-",
          format_bytes(one.nbytes), str(one.microbatches), format_bytes(one.nbytes * one.microbatches))
         for one in ordered[:_MOST_LAYERS]
     ]  # fmt: skip
@@ -266,7 +275,7 @@ def _layer(plan: Plan, row: LayerContents) -> tuple[str, ...]:
 
 
 def _named(plan: Plan, layer: int | None) -> str:
-    return "from the stage before, or the data" if layer is None else plan.profile.layers[layer]
+    return "from the previous stage, or the data" if layer is None else plan.profile.layers[layer]
 
 
 def _sizes(row: LayerContents) -> tuple[int, ...]:

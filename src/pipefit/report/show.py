@@ -66,7 +66,7 @@ def _devices(cluster: Cluster) -> Table:
     return Table(
         columns,
         tuple(rows),
-        title="in brackets the part that estimates reckon with where no time was measured",
+        title="in brackets the fraction of the peak used for estimates",
     )
 
 
@@ -96,7 +96,7 @@ def _overheads(cluster: Cluster) -> list[Block]:
         for name, own in kinds.items()
     )
     columns = ("kind", "context", "a communicator", "cuBLAS, a thread")
-    return [Table(columns, rows, title="what a process takes besides tensors")] if rows else []
+    return [Table(columns, rows, title="non-tensor memory of a process")] if rows else []
 
 
 def _hosts(cluster: Cluster) -> Table:
@@ -132,7 +132,7 @@ def _both_ways(cluster: Cluster) -> Iterator[str]:
     """Yield the links whose directions slow each other, and by how much."""
     for duplex in sorted({link.duplex for link in cluster.links if link.duplex < 1}):
         names = ", ".join("-".join(map(str, link.members)) for link in cluster.links if link.duplex == duplex)
-        yield f"while both directions are busy, each reaches {duplex:.0%} of it: {shortened(names)}"
+        yield f"when both directions are busy, each reaches {duplex:.0%} of it: {shortened(names)}"
 
 
 def _rate(cluster: Cluster, source: Member, target: Member) -> str:
@@ -172,9 +172,7 @@ def describe_profile(profile: ModelProfile) -> list[Block]:
             blocks.append(_layers(profile, measurement))
         blocks.append(_saved(profile, measurement))
     if undivided := tuple((block.name, block.undivided) for block in profile.blocks if block.undivided):
-        blocks.append(
-            Table(("block", "modules, and what parts them nowhere"), undivided, title="not divided")
-        )
+        blocks.append(Table(("block", "modules, and the reason"), undivided, title="not divided"))
     if profile.kernels.unknown:
         blocks.append(_unknown(profile.kernels))
     if profile.additive is not None:
@@ -197,7 +195,7 @@ def _unknown(memory: KernelMemory) -> Table:
     """Return the operations that could not be measured; peaks lack the workspace of their kernels."""
     rows = tuple((kernel.operation, kernel.reason) for kernel in memory.unknown)
     return Table(
-        ("operation", "why"), rows, title="not measured: peaks are without what these kernels take inside"
+        ("operation", "why"), rows, title="not measured: peaks do not include the memory inside these kernels"
     )
 
 
@@ -261,7 +259,7 @@ def _layers(profile: ModelProfile, measurement: Measurement) -> Table:
         for first, _ in _runs(profile, measurement)
         for number in range(profile.edges[first], profile.edges[first + 1])
     ]
-    return Table(("layer", *_COLUMNS), tuple(rows), title="layers, of equal blocks those of the first")
+    return Table(("layer", *_COLUMNS), tuple(rows), title="layers; equal blocks are shown once")
 
 
 def _runs(profile: ModelProfile, measurement: Measurement) -> Iterator[tuple[int, int]]:
@@ -312,7 +310,7 @@ def _saved(profile: ModelProfile, measurement: Measurement) -> Table:
         for tensor in cost.saved:
             groups[tensor.operation or "-", tensor.dtype, tensor.origin.kind].append(tensor)
         rows += [(example, cost.module, *group, *_figures(tensors)) for group, tensors in groups.items()]
-    columns = ("for example", "module", "operation", "dtype", "storage", "tensors", "together", "largest")
+    columns = ("for example", "module", "operation", "dtype", "storage", "tensors", "total", "largest")
     return Table(columns, tuple(rows), title="saved for backward", spare=("module", "largest", "tensors"))
 
 

@@ -140,7 +140,7 @@ def describe_comparison(comparison: Comparison) -> list[Block]:
 def _time(comparison: Comparison) -> str:
     ours, theirs = comparison.predicted_seconds, comparison.measured_seconds
     if ours is None or theirs is None:
-        return "step time: not compared, because a dry run has no times"
+        return "step time: not compared, because a dry run does not measure time"
     apart = f" ({100 * (theirs / ours - 1):+z.1f} %)" if ours else ""
     return (
         f"step time: {format_seconds(ours)} "
@@ -229,7 +229,9 @@ def _allocators(trace: Trace) -> list[Block]:
     )
     columns = (*of_tensors, *(() if measured else of_a_process), "cache emptied")
     settings = known[0][1].settings or "default"
-    table = Table(columns, rows, title=f"what a GPU holds at most (caching allocator: {settings} settings)")
+    table = Table(
+        columns, rows, title=f"most memory that a GPU holds (caching allocator: {settings} settings)"
+    )
     return [table, *_shortage(trace)]
 
 

@@ -128,9 +128,9 @@ class Hardware:
             return "gloo"
         if not torch.cuda.is_available():
             raise UsageError(
-                f"the plan is for {cluster.name}, and this machine has no GPU: pipefit certify needs none; "
-                "to train "
-                f"here, plan for emulated devices, such as emulated:{len(self.plan.stages)}x256MiB"
+                f"the plan is for {cluster.name}, but this machine does not have a GPU: run pipefit "
+                "certify, which needs none, or plan for emulated devices to train here, such as "
+                f"emulated:{len(self.plan.stages)}x256MiB"
             )
         return "gloo" if self.shared else "nccl"
 
@@ -162,9 +162,8 @@ class Hardware:
             return torch.device("cuda", 0)  # as under SLURM; torchrun sets LOCAL_WORLD_SIZE
         if there >= shown:
             raise UsageError(
-                f"{self.plan.cluster.name} needs GPU {there} of this machine, which shows {shown}: choose a "
-                "cluster of "
-                "fewer devices, or emulated ones, or let all share one GPU (--share-device)"
+                f"{self.plan.cluster.name} needs GPU {there} of this machine, which has {shown}: choose a "
+                "cluster of fewer devices, emulated devices, or one shared GPU (--share-device)"
             )
         return torch.device("cuda", there)
 
@@ -225,11 +224,9 @@ def check_hosts(plan: Plan, rank: int) -> None:
     together = [number for number, other in enumerate(hosts) if other == host]
     if started != together:
         raise UsageError(
-            f"workers {started} were started on one machine, but the plan has workers {together} on host "
-            f"{host}, which "
-            f"worker {rank} belongs to: start {len(together)} there, as torchrun --nproc-per-node does, with "
-            "the "
-            "machines in the order of the cluster's hosts"
+            f"workers {started} were started on one machine, but worker {rank} belongs to host {host}, "
+            f"which has workers {together} by the plan: start {len(together)} there, such as with torchrun "
+            "--nproc-per-node, with machines in the order of the cluster's hosts"
         )
 
 
@@ -241,9 +238,7 @@ def check_backwards(devices: Iterable[torch.device]) -> None:
     """
     if follows_fake_streams() and any(device.type == "cuda" for device in devices):
         raise UsageError(
-            "this process has profiled or certified for CUDA with fake GPUs of its own, after which torch "
-            "runs no "
-            "backward on a real one: plan and certify before the first backward, or in another process, and "
-            "load the "
-            "plan here"
+            "this process has profiled or certified for CUDA with simulated GPUs, after which torch cannot "
+            "run a backward on a real GPU: plan and certify before the first backward, or do it in another "
+            "process and load the plan here"
         )

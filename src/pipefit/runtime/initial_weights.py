@@ -242,7 +242,7 @@ def _between_workers(plan: Plan) -> Iterator[dist.ProcessGroup]:
         yield group
         dist.destroy_process_group(group)
     except RuntimeError as error:
-        what = "another worker is gone while weights were handed out"
+        what = "another worker ended while weights were sent"
         raise lost(what, error, plan.workers[dist.get_rank()]) from error
 
 

@@ -196,9 +196,8 @@ class StageState:
 def _check(layer: ChainLayer, local: str, kept: object) -> None:
     if not isinstance(kept, Tensor):
         raise UsageError(
-            f"layer {layer.name} keeps {local} in its state dict, which is {kind_of(kept)} and not a tensor: "
-            "a state "
-            "can hold tensors alone; keep it in a buffer"
+            f"layer {layer.name} keeps {local} in its state dict, which is {kind_of(kept)} and not a "
+            "tensor: states hold only tensors, so keep it in a buffer"
         )
 
 
@@ -208,9 +207,8 @@ def _copy(tensors: Mapping[str, Tensor], name: str, into: Tensor, shards: RankSh
     if result is None or result.shape != needed:
         have = "is missing" if result is None else f"has shape {tuple(result.shape)}"
         raise UsageError(
-            f"the state does not fit the model: {name} {have}, and {tuple(needed)} is needed: load it into "
-            "the "
-            "model that it was taken from"
+            f"the state does not fit the model: {name} {have}, but {tuple(needed)} is needed: load it into "
+            "the model that it came from"
         )
     with torch.no_grad():
         into.copy_(result if shards is None else shards.part(name, result))

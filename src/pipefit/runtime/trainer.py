@@ -483,9 +483,9 @@ class Trainer:
         """
         if self._accumulated:
             raise UsageError(
-                f"{self._accumulated} of the {self.accumulate} batches of an update are done, whose "
-                "gradients no "
-                f"checkpoint holds: save after the update, so after a multiple of {self.accumulate} batches"
+                f"only {self._accumulated} of the {self.accumulate} batches of an update are done, and "
+                f"checkpoints do not hold partial gradients: save after a multiple of {self.accumulate} "
+                "batches"
             )
         self._drain()
         self._checkpoints.save(directory, self.steps_done, keep=keep, background=background)

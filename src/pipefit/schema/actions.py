@@ -264,7 +264,7 @@ def message_of(device: int, action: Action, placement: Placement) -> Message:
     if place is None:
         if len(there) > 1:
             raise UsageError(
-                f"{action} does not say to which of devices {list(there)}: write {action}@device{there[0]}"
+                f"{action} needs one of the devices {list(there)}: write {action}@device{there[0]}"
             )
         peer = there[0]
     else:
@@ -280,7 +280,7 @@ def message_of(device: int, action: Action, placement: Placement) -> Message:
 def _how_named(devices: tuple[int, ...]) -> str:
     """Describe the devices of a stage, and whether a message to the stage names one of them."""
     if len(devices) == 1:
-        return f"device {devices[0]} alone, which is not named"
+        return f"device {devices[0]}, which needs no name"
     return f"devices {', '.join(map(str, devices))}; name one of them"
 
 

@@ -76,12 +76,12 @@ class Cluster:
     def __post_init__(self) -> None:
         check_types(self)
         if not self.devices:
-            raise UsageError(f"cluster {self.name!r} has no devices: give it at least one")
+            raise UsageError(f"cluster {self.name!r} must have at least one device")
         for number, device in enumerate(self.devices):
             if not 0 <= device.host < len(self.hosts):
                 raise UsageError(
-                    f"device {number} of cluster {self.name!r} names host {device.host}; it has "
-                    f"{counted(len(self.hosts), 'host')}"
+                    f"device {number} of cluster {self.name!r} names host {device.host}, but the cluster "
+                    f"has {counted(len(self.hosts), 'host')}"
                 )
         for member in dict.fromkeys(chain.from_iterable(link.members for link in self.links)):
             self.check(member, "a link")
@@ -116,7 +116,7 @@ class Cluster:
         for group in groups:
             if not isinstance(group, tuple) or len(group) != 2:
                 raise UsageError(
-                    f"emulated devices are pairs of a count and bytes, such as (2, 1 << 28), not {group!r}"
+                    f"emulated devices are pairs (count, bytes), such as (2, 1 << 28), not {group!r}"
                 )
             whole("the number of emulated devices", group[0], 1, MOST_DEVICES)
         devices = tuple(
@@ -249,7 +249,7 @@ class Cluster:
             there = f"{len(numbers)} {member.kind.value}s"
             if member.kind is MemberKind.DISK and numbers:
                 there += f", of hosts {list(numbers)}"
-            raise UsageError(f"{who} of cluster {self.name!r} names {member}; it has {there}")
+            raise UsageError(f"{who} of cluster {self.name!r} names {member}, but the cluster has {there}")
 
     @cached_property
     def _numbers(self) -> dict[MemberKind, Sequence[int]]:
@@ -295,8 +295,8 @@ class Cluster:
         path = list(dict.fromkeys([source, self._near(source), self._near(target), target]))
         if len(path) < 3:
             raise UsageError(
-                f"no link joins {source} and {target}: add one to the cluster, or a link from each device to "
-                "its host"
+                f"{source} and {target} are not connected: add a link between them, or links from each "
+                "device to its host"
             )
         hops = [self.route(a, b) for a, b in pairwise(path)]
         both_ways = dict[str, float]()  # bytes per second while both directions of a wire are busy
@@ -382,12 +382,13 @@ def parse_emulated(text: str) -> Cluster:
         if not times or not _COUNT.fullmatch(count.strip()):
             raise UsageError(
                 f"{shortened(repr(text))} is not an emulated cluster: write count x memory, such as "
-                "emulated:4x256MiB "
-                "or emulated:2x256MiB+2x128MiB"
+                "emulated:4x256MiB or emulated:2x256MiB+2x128MiB"
             )
         groups.append((int(count), parse_bytes(size)))
     if sum(count for count, _ in groups) > MOST_DEVICES:
-        raise UsageError(f"{shortened(repr(text))} asks for more than {MOST_DEVICES} devices")
+        raise UsageError(
+            f"{shortened(repr(text))} has more than {MOST_DEVICES} devices, the largest supported number"
+        )
     return Cluster.emulated(*groups)
 
 

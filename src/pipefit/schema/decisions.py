@@ -60,7 +60,8 @@ class SavedTensors:
         check_types(self)
         if not self.tensors:
             raise UsageError(
-                "a decision about saved tensors names at least one, such as layer 5 and its number 3"
+                "a decision about saved tensors must name at least one tensor by layer and number, such as "
+                "layer 5 and number 3"
             )
 
     def __str__(self) -> str:
@@ -143,16 +144,19 @@ class Decision:
     def __post_init__(self) -> None:
         check_types(self)
         if isinstance(self.subject, Run) != (self.what is What.RECOMPUTE):
-            raise UsageError(f"{self}: runs of layers are recomputed, saved tensors and states are offloaded")
+            raise UsageError(
+                f"{self}: only runs of layers can be recomputed, and only saved tensors and "
+                "states can be offloaded"
+            )
         if self.what is What.UPDATE and not (
             isinstance(self.subject, State) and self.subject.kind == "optimizer"
         ):
             raise UsageError(
-                f"{self}: what is updated at a place is an optimizer's state, which stays there: name it as "
+                f"{self}: only an optimizer's state can be updated at a place, and it stays there: write "
                 "State(start, stop, kind='optimizer')"
             )
         if (self.place is None) != (self.what is What.RECOMPUTE):
-            raise UsageError(f"{self}: what is offloaded needs a place to go to, what is recomputed has none")
+            raise UsageError(f"{self}: offloading needs a place, and recomputation does not take one")
         if self.what is What.UPDATE and [member.kind for member, _ in self.place or ()] != [MemberKind.HOST]:
             raise UsageError(f"{self}: an update runs on one host, such as host or host1")
         if self.ahead < 0 or self.behind < 0:
@@ -163,11 +167,11 @@ class Decision:
         taken, every, _ = self.microbatches
         if not 0 < taken <= every:
             raise UsageError(
-                f"{self}: it takes {taken} of every {every} microbatches; take 1 or more, up to {every}"
+                f"{self}: it applies to {taken} of every {every} microbatches, but must apply to 1 to {every}"
             )
         whole = isinstance(self.subject, State) and self.subject.kind != "versions"
         if whole and self.microbatches != ALL_MICROBATCHES:
-            raise UsageError(f"{self}: this state is that of all microbatches: leave `microbatches` out")
+            raise UsageError(f"{self}: all microbatches share this state: omit `microbatches`")
 
     @property
     def layers(self) -> tuple[int, ...]:

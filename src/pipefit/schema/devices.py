@@ -134,7 +134,9 @@ def parse_member(text: str) -> Member:
     """
     match = _MEMBER.fullmatch(text)
     if not match or (match[1] == "device" and not match[2]):
-        raise UsageError(f"{shortened(repr(text))} is no member of a cluster: write device3, host0 or disk0")
+        raise UsageError(
+            f"{shortened(repr(text))} is not a member of a cluster: write device3, host0 or disk0"
+        )
     return Member(MemberKind(match[1]), int(match[2]) if match[2] else None)
 
 
@@ -156,16 +158,15 @@ def parse_place(text: str) -> Place:
         shares.append(Share(parse_member(match[1]), int(match[2] or 1)))
     place = Place(shares)
     if min(parts for _, parts in place) < 1:
-        raise UsageError(f"place {text!r}: every share is one part or more")
+        raise UsageError(f"place {text!r}: every share must be one part or more")
     if len(set(place.members)) != len(place):
-        raise UsageError(f"place {text!r} names a member twice: add its shares up")
+        raise UsageError(f"place {text!r} names a member twice: add up its shares")
     for kind in (MemberKind.HOST, MemberKind.DISK):
         numbers = [member.number for member in place.members if member.kind is kind]
         if None in numbers and len(numbers) > 1:
             raise UsageError(
-                f"place {text!r} names a {kind.value} with its number and one without, which may be the "
-                "same: "
-                "give both a number"
+                f"place {text!r} names a {kind.value} with a number and one without, which may be the same "
+                f"{kind.value}: number both"
             )
     return place
 
@@ -206,9 +207,8 @@ def _check_rates(what: str, *rates: float) -> None:
     for rate in rates:
         if not _SLOWEST <= rate <= _FASTEST:
             raise UsageError(
-                f"{what} is at {rate:g} a second, as far as it is reached, and times are reckoned with "
-                f"{_SLOWEST:g} to "
-                f"{_FASTEST:g}: write the figure of the data sheet"
+                f"{what} has an effective rate of {rate:g} per second, outside the supported {_SLOWEST:g} "
+                f"to {_FASTEST:g}: write the figure of the data sheet"
             )
 
 
@@ -230,7 +230,7 @@ class Overheads:
     def __post_init__(self) -> None:
         check_types(self)
         if min(self.context_bytes, self.communicator_bytes, self.cublas_workspace_bytes) < 0:
-            raise UsageError("context, communicator and cublas_workspace take zero or more bytes of a device")
+            raise UsageError("context, communicator and cublas_workspace must be zero or more bytes")
 
     def of_process(self, *, alone: bool) -> int:
         """Return a worker's non-tensor bytes, `alone` or between two others, without fragmentation."""
@@ -268,19 +268,17 @@ class DeviceKind:
             0 < rate < inf for rate in (self.memory_bandwidth, *self.flops.values())
         ):
             raise UsageError(
-                f"device kind {self.name!r} needs a memory_bandwidth and at least one FLOP/s figure, all of "
-                "them "
+                f"device kind {self.name!r} needs a memory_bandwidth and at least one FLOP/s figure, all "
                 "positive and finite"
             )
         if not all(0 < part <= 1 for part in (self.bandwidth_reached, *self.flops_reached.values())):
             raise UsageError(
-                f"device kind {self.name!r}: bandwidth_reached and flops_reached are parts of the peak "
-                "figures, above "
-                "0 and at most 1"
+                f"device kind {self.name!r}: bandwidth_reached and flops_reached are fractions of the peak "
+                "figures, above 0 and at most 1"
             )
         if not 0 <= self.operation_seconds < 1:
             raise UsageError(
-                f"device kind {self.name!r}: operation_seconds is from 0 to less than 1, not "
+                f"device kind {self.name!r}: operation_seconds must be at least 0 and less than 1, not "
                 f"{self.operation_seconds:g}"
             )
         _check_rates(f"memory of device kind {self.name!r}", self.memory_bandwidth * self.bandwidth_reached)
@@ -339,9 +337,8 @@ class Device:
             raise UsageError(f"a device needs at least one byte of memory, not {self.memory_bytes}")
         if self.reserve_bytes is not None and not 0 <= self.reserve_bytes < self.memory_bytes:
             raise UsageError(
-                "a reserve is zero or more and less than the memory of its device, "
-                f"{format_bytes(self.memory_bytes)}, "
-                f"not {format_bytes(self.reserve_bytes)}"
+                f"a reserve must be at least zero and less than the {format_bytes(self.memory_bytes)} of "
+                f"its device, not {format_bytes(self.reserve_bytes)}"
             )
 
 
@@ -366,14 +363,13 @@ class Host:
         check_types(self)
         if self.memory_bytes < 1 or self.disk_bytes < 0:
             raise UsageError(
-                "a host needs positive memory_bytes, and disk_bytes of zero or more, not "
-                f"{self.memory_bytes} and {self.disk_bytes}"
+                f"a host needs positive memory_bytes and non-negative disk_bytes, not {self.memory_bytes} "
+                f"and {self.disk_bytes}"
             )
         if self.memory_bandwidth is not None and not 0 < self.memory_bandwidth < inf:
             raise UsageError(
                 f"a host's memory_bandwidth must be positive and finite, not {self.memory_bandwidth:g}: "
-                "leave it out "
-                "if unknown"
+                "omit it if unknown"
             )
         if self.memory_bandwidth is not None:
             _check_rates("memory of a host", self.memory_bandwidth)
@@ -403,31 +399,28 @@ class Link:
         check_types(self)
         if len(set(self.members)) < 2 or any(member.number is None for member in self.members):
             raise UsageError(
-                "a link joins two or more different members, each with its number, such as device0 and "
-                "host0, not "
-                f"{', '.join(map(str, self.members)) or 'none'}"
+                "a link connects two or more different members, each with its number, such as device0 and "
+                f"host0, not {', '.join(map(str, self.members)) or 'none'}"
             )
         if not 0 < self.bytes_per_second < inf or not 0 <= self.latency_seconds < inf or self.lanes < 1:
             raise UsageError(
-                f"{self._named}: bytes_per_second and lanes must be positive, and latency not negative, all "
-                "of them "
+                f"{self._named}: bytes_per_second and lanes must be positive, latency non-negative, and all "
                 f"finite, not {self.bytes_per_second:g}, {self.lanes} and {self.latency_seconds:g}"
             )
         if not 0 < self.efficiency <= 1:
             raise UsageError(
-                f"{self._named}: efficiency is the part of bytes_per_second that copies "
-                f"reach, above 0 and at most 1, not {self.efficiency:g}"
+                f"{self._named}: efficiency is the fraction of bytes_per_second that copies reach, above 0 "
+                f"and at most 1, not {self.efficiency:g}"
             )
         if not 0.5 <= self.duplex <= 1:
             raise UsageError(
-                f"{self._named}: duplex is the part of its rate that each direction keeps while both are "
-                "busy, from "
-                f"0.5, as if they took turns, to 1, not {self.duplex:g}"
+                f"{self._named}: duplex is the fraction of its rate that each direction keeps when both are "
+                f"busy, from 0.5 (half duplex) to 1 (full duplex), not {self.duplex:g}"
             )
         _check_rates(self._named, self.copy_rate)
         if self.latency_seconds >= LONGEST_SECONDS:
             raise UsageError(
-                f"{self._named}: latency_seconds is less than {LONGEST_SECONDS:g}, not "
+                f"{self._named}: latency_seconds must be less than {LONGEST_SECONDS:g}, not "
                 f"{self.latency_seconds:g}"
             )
 

@@ -37,16 +37,16 @@ def content(path: str | os.PathLike[str], source: str, most: int, what: str) -> 
     try:
         status = os.stat(path)
         if stat.S_ISDIR(status.st_mode):
-            raise FileError(f"{source} is a folder; name a file in it")
+            raise FileError(f"{source} is a folder: name a file in it")
         if not stat.S_ISREG(status.st_mode):
-            raise FileError(f"{source} is not a regular file; save its content to one first")
+            raise FileError(f"{source} is not a regular file: save its content to a regular file first")
         if status.st_size > most:
             raise FileError(
-                f"{source} has {format_bytes(status.st_size)}; {what} at most {format_bytes(most)}"
+                f"{source} has {format_bytes(status.st_size)}, but {what} at most {format_bytes(most)}"
             )
         return Path(path).read_bytes()
     except FileNotFoundError:
-        raise FileError(f"there is no file {source}; check the name and the folder") from None
+        raise FileError(f"file {source} does not exist: check the name and the folder") from None
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
         reason = error.strerror if isinstance(error, OSError) else None
         raise FileError(f"{source} cannot be read: {reason or error}") from None

@@ -278,7 +278,7 @@ class Overview:
 
     def __repr__(self) -> str:
         """Return one line, without the plans."""
-        answer = "fits" if self.fits else "does not fit" if self.impossible else "has no plan that was found"
+        answer = "fits" if self.fits else "does not fit" if self.impossible else "has no known plan"
         return f"<Overview: {self.here.one.plan.profile.model} {answer} on {self.cluster}>"
 
     @property

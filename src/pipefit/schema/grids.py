@@ -84,7 +84,8 @@ def dimensions(
     for number, (dimension, value) in enumerate(zip(result, one, strict=True)):
         if gathers and dimension is None and value.has_gradient:
             raise UsageError(
-                f"value {number} has a gradient but no samples, and several replicas would send one back"
+                f"value {number} has a gradient but no sample dimension, so several replicas would each "
+                "send one gradient back"
             )
     return result
 
@@ -100,11 +101,12 @@ def _dimension(one: Value, other: Value, samples: tuple[int, int], number: int) 
     alike = len(one.shape) == len(other.shape) and len(differing) == 1
     if not alike or (one.shape[differing[0]], other.shape[differing[0]]) != samples:
         raise UsageError(
-            f"value {number} has no dimension of the samples that could be divided: it is {shapes}"
+            f"value {number} cannot be split between replicas, because it does not have a sample dimension: "
+            f"it is {shapes}"
         )
     if prod(one.shape[: differing[0]]) > 1:
         raise UsageError(
-            f"value {number} has its samples along dimension {differing[0]}, not the first ({shapes})"
+            f"value {number} has its samples along dimension {differing[0]} instead of dimension 0 ({shapes})"
         )
     return differing[0]
 
@@ -144,31 +146,29 @@ class Grid:
         check_types(self)
         if self.data < 1 or self.tensor < 1:
             raise UsageError(
-                f"a grid has 1 replica or more of 1 shard or more, not {self.data} of {self.tensor}"
+                f"a grid must have at least 1 replica of at least 1 shard, not {self.data} of {self.tensor}"
             )
         if self.data * self.tensor != len(self.devices):
             raise UsageError(
-                f"a grid of {counted(self.data, 'replica')} of {counted(self.tensor, 'shard')} each has "
+                f"a grid of {counted(self.data, 'replica')} of {counted(self.tensor, 'shard')} each needs "
                 f"{counted(self.data * self.tensor, 'device')}, not {len(self.devices)}"
             )
         if self.sequences and self.tensor == 1:
             raise UsageError(
-                "a stage of 1 shard has all positions of its sequences, so that sequences=True means "
-                "nothing: leave it "
-                "out, or give the stage several shards (tensor)"
+                "a stage of 1 shard holds all positions of its sequences, so sequences=True has no effect: "
+                "omit it, or give the stage several shards (tensor)"
             )
         if self.buckets < 1:
-            raise UsageError(f"gradients are summed in 1 bucket or more, not {self.buckets}")
+            raise UsageError(f"gradients are all-reduced in 1 bucket or more, not {self.buckets}")
         if self.data == 1 and (self.shard != "none" or self.buckets > 1):
             asked = f"shard={self.shard!r}" if self.shard != "none" else f"buckets={self.buckets}"
             raise UsageError(
-                "a stage of 1 replica sums no gradients and divides nothing between replicas, so that "
-                f"{asked} means "
-                "nothing: leave it out, or give the stage several replicas (data)"
+                f"a stage of 1 replica neither all-reduces nor shards anything, so {asked} has no effect: "
+                "omit it, or give the stage several replicas (data)"
             )
         if len(set(self.devices)) != len(self.devices) or min(self.devices) < 0:
             raise UsageError(
-                "a grid names each of its devices once, by a number of zero or more, not "
+                "a grid must name each of its devices once, by a non-negative number, not "
                 f"{list(self.devices)}"
             )
 
@@ -178,10 +178,10 @@ class Grid:
         degrees = ((self.data, "replica"), (self.tensor, "shard"))
         told = " of ".join(counted(degree, what) for degree, what in degrees if degree > 1)
         told += " with sequence parallelism" if self.sequences else ""
-        told += {"none": "", "optimizer": " that divide optimizer state"}.get(
-            self.shard, f" that divide {self.shard}"
+        told += {"none": "", "optimizer": " that shard optimizer state"}.get(
+            self.shard, f" that shard {self.shard}"
         )
-        return told + (f", summing in {self.buckets} buckets" if self.buckets > 1 else "")
+        return told + (f", all-reducing in {self.buckets} buckets" if self.buckets > 1 else "")
 
     @property
     def divides_gradients(self) -> bool:
@@ -226,7 +226,9 @@ class Stage:
     def __post_init__(self) -> None:
         check_types(self)
         if not 0 <= self.start < self.stop:
-            raise UsageError(f"a stage holds at least one layer, not layers {self.start} to {self.stop - 1}")
+            raise UsageError(
+                f"a stage must hold at least one layer, not layers {self.start} to {self.stop - 1}"
+            )
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -242,9 +244,8 @@ class Stage:
         """
         if len(self.devices) != 1:
             raise UsageError(
-                f"the stage of {layers_text(self.start, self.stop)} is on devices {list(self.devices)}: this "
-                "is for "
-                "plans with one device for each stage, as --data 1 --tensor 1 makes them"
+                f"the stage of {layers_text(self.start, self.stop)} is on devices {list(self.devices)}, but "
+                "one device for each stage is required: plan with --data 1 --tensor 1"
             )
         return self.devices[0]
 

@@ -263,12 +263,12 @@ class _Kind:
 
 
 _KINDS = {
-    "cluster": _Kind(Cluster, Cluster, "write one, or use a preset"),
-    "profile": _Kind(ModelProfile, ModelProfile, "make one with pipefit profile"),
-    "plan": _Kind(Plan, Plan, "make one with pipefit plan"),
-    "program": _Kind(Program, ProgramText, "make one with pipefit.lower"),
-    "trace": _Kind(Trace, Trace, "make one with pipefit simulate, certify or train"),
-    "post-mortem": _Kind(PostMortem, PostMortem, "pipefit train and certify leave one where memory runs out"),
+    "cluster": _Kind(Cluster, Cluster, "write a cluster file, or use a preset"),
+    "profile": _Kind(ModelProfile, ModelProfile, "create one with pipefit profile"),
+    "plan": _Kind(Plan, Plan, "create one with pipefit plan"),
+    "program": _Kind(Program, ProgramText, "create one with pipefit.lower"),
+    "trace": _Kind(Trace, Trace, "create one with pipefit simulate, certify or train"),
+    "post-mortem": _Kind(PostMortem, PostMortem, "pipefit train and certify write one if memory runs out"),
     "loop-plan": _Kind(LoopPlan, LoopPlan, "make one with pipefit.apply"),
 }
 
@@ -312,7 +312,7 @@ def dumps(document: Document) -> str:
     try:
         text = json.dumps({"pipefit": name, "version": kind.version, **body}, indent=indent, allow_nan=False)
     except ValueError:
-        raise FileError(f"this {name} cannot be written: it holds a number that is not finite") from None
+        raise FileError(f"this {name} cannot be written: it contains a number that is not finite") from None
     return f"{text}\n"
 
 
@@ -324,7 +324,8 @@ def check_target(path: str | os.PathLike[str]) -> None:
     """
     if reason := obstacle(_check_place(path).parent):
         raise FileError(
-            f"{_named(path)} cannot be written: nothing can be made in its folder ({reason}); choose another"
+            f"{_named(path)} cannot be written: a file cannot be created in its folder ({reason}); choose "
+            "another folder"
         )
 
 
@@ -339,17 +340,19 @@ def _check_place(path: str | os.PathLike[str]) -> Path:
         _OPEN
     ):  # even if it is redirected to a file
         raise FileError(
-            f"{source} cannot be written: a result goes to a file of its own; name one such as result.json"
+            f"{source} cannot be written: a result needs a separate file; name one such as result.json"
         )
     try:
         taken = target.exists() and not target.is_file()
     except (OSError, ValueError) as error:  # such as a name that is too long
         raise FileError(f"{source} cannot be written: {_reason(error)}") from None
     if taken:
-        kind = "a folder" if target.is_dir() else "no file that can be replaced"
+        kind = "a folder" if target.is_dir() else "not a replaceable file"
         raise FileError(f"{source} cannot be written: it is {kind}; name a file such as result.json")
     if not target.parent.is_dir():
-        raise FileError(f"{source} cannot be written: its folder is missing; create {_named(target.parent)}")
+        raise FileError(
+            f"{source} cannot be written: its folder does not exist; create {_named(target.parent)}"
+        )
     return target
 
 
@@ -357,7 +360,7 @@ def _program_text(program: Program) -> ProgramText:
     lines = tuple(str(program).splitlines())
     if _words(lines) > MOST_ACTIONS:
         raise FileError(
-            f"this program has more than the {MOST_ACTIONS} actions that a file can have: save its plan"
+            f"this program has more than {MOST_ACTIONS} actions, the limit of a file: save its plan instead"
         )
     return ProgramText(placement=program.placement, microbatches=program.microbatches, lines=lines)
 
@@ -416,7 +419,7 @@ def load_cluster(name_or_path: str) -> Cluster:
     suffix = Path(name_or_path).suffix.lower()
     if suffix == ".toml":
         source = _named(name_or_path)
-        what = "a cluster in TOML, which JSON may exceed, has"
+        what = "a cluster in TOML (JSON may be larger) has"
         content = file_access.content(name_or_path, source, LARGEST_TOML_BYTES, what)
         return Cluster.parse(utf8_text(content, source), source)
     if suffix == ".json" or os.sep in name_or_path:
@@ -428,20 +431,20 @@ def _check_header(name: object, version: object, source: str, expected: str | No
     """Check the kind and version of a document, and return its kind."""
     if not isinstance(name, str) or name not in _KINDS:
         said = (
-            f"it says it is a {shortened(name)!r}"
+            f"it claims to be a {shortened(name)!r}"
             if isinstance(name, str)
-            else 'it has no "pipefit" key with its kind'
+            else 'it lacks the key "pipefit" with its kind'
         )
         raise FileError(
             f"{source} is JSON, but not a pipefit document: {said}; kinds are {', '.join(_KINDS)}"
         )
     if expected is not None and name != expected:
-        raise FileError(f"{source} is a {name}; a {expected} is expected: {_KINDS[expected].maker}")
+        raise FileError(f"{source} is a {name}, but a {expected} is needed: {_KINDS[expected].maker}")
     supported = _KINDS[name].version
     if type(version) is not int or version != supported:
         said = f"of version {version}" if type(version) is int else "without a version number"
         raise FileError(
-            f"{source} is a {name} {said}; this pipefit reads version {supported}: "
+            f"{source} is a {name} {said}, but this pipefit reads version {supported}: "
             f"{'use a newer pipefit' if type(version) is int and version > supported else _KINDS[name].maker}"
         )
     return name
@@ -451,7 +454,7 @@ def _program(stored: ProgramText, source: str) -> Program:
     """Parse a stored program."""
     if _words(stored.lines) > MOST_ACTIONS:
         raise FileError(
-            f"{source} is not valid: it has more than the {MOST_ACTIONS} actions that a file can have"
+            f"{source} is not valid: it has more than {MOST_ACTIONS} actions, the limit of a file"
         )
     try:
         text = "\n".join(stored.lines)
@@ -474,7 +477,7 @@ def name_of_kind(type_: type) -> str:
             return name
     known = ", ".join(kind.document.__name__ for kind in _KINDS.values())
     what = f"a {type_.__name__}" if isinstance(type_, type) else kind_of(type_)
-    raise UsageError(f"{what} is not a document; documents are {known}")
+    raise UsageError(f"{what} is not a document; the documents are {known}")
 
 
 def _named(path: str | os.PathLike[str]) -> str:

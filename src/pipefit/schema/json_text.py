@@ -57,7 +57,7 @@ def json_object(content: bytes, source: str) -> dict[str, Any]:
     """
     text = utf8_text(content, source).rstrip()
     if not text:
-        raise FileError(f"{source} is empty: make it again, or copy it again")
+        raise FileError(f"{source} is empty: create it or copy it again")
     try:
         data = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
@@ -67,7 +67,7 @@ def json_object(content: bytes, source: str) -> dict[str, Any]:
     except ValueError as error:  # of the two functions above, or a number with thousands of digits
         raise FileError(f"{source} is not valid: {error}") from None
     if not isinstance(data, dict):
-        raise FileError(f"{source} is JSON, but not a pipefit document: it holds no object")
+        raise FileError(f"{source} is JSON, but not a pipefit document: it is not an object")
     return data
 
 
@@ -112,7 +112,7 @@ def _damage(text: str, error: json.JSONDecodeError) -> str:
     """Describe a syntax error; a text may also be cut off."""
     rest = text[error.pos :]
     if error.msg.startswith("Unterminated") or any(word.startswith(rest) for word in _WORDS):
-        return "is cut off: make it again, or copy it again"
+        return "is truncated: create it or copy it again"
     return f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
 
 
@@ -158,7 +158,7 @@ def _first_mistake(refused: ValidationError, data: Any) -> str:
     if kind == "missing":
         place, meaning = place + _part_text(error["loc"][-1]), "this is missing"
     elif kind == "unexpected_keyword_argument":
-        meaning = "this key is not known"
+        meaning = "this key is unknown"
     elif kind == "finite_number":
         meaning = "a number must be finite"
     elif kind == "json_invalid":  # of a text that `to_json` wrote

@@ -47,9 +47,9 @@ class Layout:
         check_dtype(self.dtype)
         if min(self.offset, self.storage, self.storage_bytes, 0) < 0 or len(self.shape) != len(self.strides):
             raise UsageError(
-                "a result has as many strides as dimensions, and no negative place or size, not "
-                f"{counted(len(self.strides), 'stride')} for {counted(len(self.shape), 'dimension')}, offset "
-                f"{self.offset}, storage {self.storage} and {self.storage_bytes} bytes"
+                "a result needs one stride for each dimension and a non-negative place and size, not "
+                f"{counted(len(self.strides), 'stride')} for {counted(len(self.shape), 'dimension')}, "
+                f"offset {self.offset}, storage {self.storage} and {self.storage_bytes} bytes"
             )
 
 
@@ -73,7 +73,7 @@ class Kernel:
         if self.peak_bytes is not None and self.peak_bytes < 0:
             raise UsageError(f"{self.operation} cannot take {self.peak_bytes} bytes")
         if (self.peak_bytes is None) != bool(self.reason):
-            raise UsageError(f"{self.operation} needs either bytes, or the reason why they are not known")
+            raise UsageError(f"{self.operation} needs either bytes, or a reason why they are unknown")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,10 @@ class KernelMemory:
             return ""
         first, others = self.unknown[0], len(self.unknown) - 1
         more = f" and {counted(others, 'other')}" if others else ""
-        return f"peaks are without what kernels take inside {first.operation}{more}: {first.reason}"
+        return (
+            f"peaks do not include the memory that kernels need inside {first.operation}{more}: "
+            f"{first.reason}"
+        )
 
 
 # ---- Work of a pass: operations by size, their sums, and measured seconds
@@ -153,21 +156,24 @@ class Work:
         if self.operations:
             self._check_operations()
         if any(collective.nbytes < 0 for collective in self.collectives):
-            raise UsageError("a collective is of zero or more bytes")
+            raise UsageError("a collective must have zero or more bytes")
         if (
             self.flops < 0
             or self.moved_bytes < 0
             or (self.seconds is not None and not 0 <= self.seconds < 1e9)
         ):
             raise UsageError(
-                "work has zero or more FLOPs, bytes moved and seconds, and fewer than 1e9 seconds, not "
-                f"{self.flops}, {self.moved_bytes} and {self.seconds}"
+                "work must have non-negative FLOPs, bytes moved and seconds, and less than 1e9 seconds, "
+                f"not {self.flops}, {self.moved_bytes} and {self.seconds}"
             )
 
     def _check_operations(self) -> None:
         """Check that the operations are valid, and that the work is their sum."""
         if any(number < 1 or flops < 0 or moved < 0 for number, flops, moved, _ in self.operations):
-            raise UsageError("operations alike are one or more, of zero or more FLOPs and bytes moved each")
+            raise UsageError(
+                "a group of equal operations must have one or more, each with non-negative "
+                "FLOPs and bytes moved"
+            )
         for dtype in {alike.dtype for alike in self.operations} - {""}:
             check_dtype(dtype)
         sums = (
@@ -176,9 +182,8 @@ class Work:
         )
         if sums != (self.flops, self.moved_bytes):
             raise UsageError(
-                f"work of {self.flops} FLOPs and {self.moved_bytes} bytes moved is not that of its "
-                "operations, "
-                f"{sums[0]} and {sums[1]}"
+                f"work of {self.flops} FLOPs and {self.moved_bytes} bytes moved differs from the sums over "
+                f"its operations, {sums[0]} and {sums[1]}"
             )
 
 
@@ -253,9 +258,8 @@ class SharedParameter(SharedTensor):
         SharedTensor.__post_init__(self)
         if not set(self.cast_only) <= set(self.copying):
             raise UsageError(
-                f"layers {list(self.cast_only)} read shared parameter {self.name!r} through its "
-                "half-precision copy "
-                f"alone, which only layers {list(self.copying)} have"
+                f"layers {list(self.cast_only)} read shared parameter {self.name!r} only through its "
+                f"half-precision copy, which only layers {list(self.copying)} have"
             )
 
     @property
@@ -503,12 +507,13 @@ class LayerCost:
         for parameter in self.parameters:
             if parameter.cast_only and not parameter.copy_bytes:
                 self._refuse(
-                    f"reads {parameter.name!r} through its half-precision copy alone, which has 0 bytes"
+                    f"reads {parameter.name!r} only through its half-precision copy, which has 0 bytes"
                 )
         for number in (k for span in self._spans for k in span.released):
             if not 0 <= number < len(self.inputs):
                 self._refuse(
-                    f"releases input {number} in a backward; it has {counted(len(self.inputs), 'input')}"
+                    f"releases input {number} in a backward, but has only "
+                    f"{counted(len(self.inputs), 'input')}"
                 )
 
     def _sizes(self) -> Iterator[tuple[str, Sequence[int]]]:
@@ -530,7 +535,7 @@ class LayerCost:
     def _check_size(self, what: str, sizes: Sequence[int]) -> None:
         """Check that the sum is below `LARGEST_BYTES`, so that planners can add it up over layers."""
         if sum(sizes) >= LARGEST_BYTES:
-            self._refuse(f"has {sum(sizes)} bytes as {what}, which no device has: profile again")
+            self._refuse(f"has {sum(sizes)} bytes as {what}, more than any device has: profile again")
 
     def _check_origins(
         self, what: str, origins: Sequence[Origin | GradientOrigin], own: Sequence[int]
@@ -539,7 +544,7 @@ class LayerCost:
         known = {"own": len(own), "input": len(self.inputs), "output": len(self.outputs)}
         for origin in origins:
             if origin.kind in known and not 0 <= origin.index < known[origin.kind]:
-                self._refuse(f"names {origin.kind} {what} {origin.index}; it has {known[origin.kind]}")
+                self._refuse(f"names {origin.kind} {what} {origin.index}, but has {known[origin.kind]}")
 
     def _refuse(self, reason: str) -> NoReturn:
         raise UsageError(f"a layer of class {self.module} {reason}")

@@ -32,7 +32,7 @@ class Objective(StrEnum):
     """The quantity that a planner minimises, as a phrase; `unit` is the unit of its value."""
 
     PEAK = "peak of the fullest device, in bytes"
-    PEAK_SHARE = "peak of the fullest device, as a part of its budget"
+    PEAK_SHARE = "peak of the fullest device, as a share of its budget"
     ESTIMATED_PEAK = "estimated peak of the fullest device, in bytes"
     PARAMETERS = "parameter bytes of the heaviest stage"
     BLOCKS = "blocks of the longest stage"
@@ -75,9 +75,7 @@ class Provenance:
         check_types(self)
         for name, measure in (("value", self.value), ("bound", self.bound), ("seconds", self.seconds)):
             if measure is not None and not 0 <= measure < _LARGEST:
-                raise UsageError(
-                    f"{name} must be a number from 0 to {_LARGEST:g}: it is a size, a share or a time"
-                )
+                raise UsageError(f"{name} must be a number from 0 to {_LARGEST:g}")
 
     def __str__(self) -> str:
         took = f" in {format_seconds(self.seconds)}" if self.seconds else ""
@@ -92,10 +90,7 @@ class Provenance:
     def _optimality(self) -> str:
         what = self.objective.partition(",")[0]
         if self.bound is None or self.bound == 0 < self.value:
-            return (
-                f"The {what} is {self._value}; this planner does not tell how far that is from the lowest "
-                "possible."
-            )
+            return f"The {what} is {self._value}; this planner does not know the lowest possible value."
         if self.proves_lowest_peak:
             return f"Proven optimal: no split brings the {what} below {self._value}."
         if self.bound == self.value:
@@ -150,8 +145,7 @@ class Alternative:
             or min(self.peak_bytes, self.step_seconds) < 0
         ):
             raise UsageError(
-                "an alternative has a stage, a device, a microbatch and a peak and a time of zero or more, "
-                f"not {self}"
+                f"an alternative needs a non-negative stage, device, microbatch, peak and time, not {self}"
             )
 
 
@@ -180,7 +174,7 @@ class Compaction:
         check_types(self)
         if self.stage < 0 or self.layers < 1:
             raise UsageError(
-                f"a compaction is of a stage and one layer or more, not of stage {self.stage} and "
+                f"a compaction needs a stage and at least one layer, not stage {self.stage} and "
                 f"{counted(self.layers, 'layer')}"
             )
 
@@ -214,9 +208,8 @@ class Prediction:
         for name, told in (("processes", self.processes), ("utilisation", self.utilisation)):
             if told and len(told) != len(self.peak_bytes):
                 raise UsageError(
-                    f"a prediction of {counted(len(self.peak_bytes), 'peak')} tells the {name} of as many "
-                    "devices, or "
-                    f"of none, not of {len(told)}"
+                    f"a prediction of {counted(len(self.peak_bytes), 'peak')} must have {name} for each of "
+                    f"these devices or for none, not for {len(told)}"
                 )
         for name, figures in (
             ("peak_bytes", self.peak_bytes),
@@ -224,7 +217,7 @@ class Prediction:
             ("utilisation", self.utilisation),
         ):
             if wrong := [figure for figure in figures if not figure >= 0]:
-                raise UsageError(f"{name} of a prediction are zero or more, not {wrong[0]}")
+                raise UsageError(f"{name} of a prediction must be non-negative, not {wrong[0]}")
 
     def is_tight(self, cluster: Cluster, device: int) -> bool:
         """Return whether a GPU has little memory left: for its process, or for tensors if the process is
@@ -285,24 +278,23 @@ class Plan:
         edges = [0, *(stage.stop for stage in self.stages)]
         if [stage.start for stage in self.stages] != edges[:-1] or edges[-1] != len(self.profile.layers):
             raise UsageError(
-                f"the stages must hold layers 0 to {len(self.profile.layers) - 1} once each and in order, "
-                f"not {', '.join(f'{s.start}-{s.stop - 1}' for s in self.stages) or 'none'}"
+                f"the stages must hold layers 0 to {len(self.profile.layers) - 1} exactly once and in "
+                f"order, not {', '.join(f'{s.start}-{s.stop - 1}' for s in self.stages) or 'none'}"
             )
         self._check_devices()
         for decision in self.decisions:
             _check_decision(decision, self.stages, self.cluster)
         if self.prediction is not None and len(self.prediction.peak_bytes) != len(self.cluster.devices):
             raise UsageError(
-                f"the prediction names {counted(len(self.prediction.peak_bytes), 'peak')}, but cluster "
+                f"the prediction has {counted(len(self.prediction.peak_bytes), 'peak')}, but cluster "
                 f"{self.cluster.name!r} has {counted(len(self.cluster.devices), 'device')}"
             )
         if self.training.precision != self.profile.assumptions.precision:
             raise UsageError(
                 f"the plan would train in {self.training.precision}, but {self.profile.model} was profiled "
-                "in "
-                f"{self.profile.assumptions.precision}: profile it again with --precision "
-                f"{self.training.precision}, "
-                f"or plan for Training(..., precision={self.profile.assumptions.precision!r})"
+                f"in {self.profile.assumptions.precision}: profile it again with --precision "
+                f"{self.training.precision}, or plan for Training(..., "
+                f"precision={self.profile.assumptions.precision!r})"
             )
         self.profile.at(self.training.microbatch_size)
         self._check_slices()
@@ -315,19 +307,17 @@ class Plan:
             data = stage.grid.data
             if size % data:
                 raise UsageError(
-                    f"the {data} replicas of stage {number} cannot divide a microbatch of "
-                    f"{counted(size, 'sample')} "
-                    f"equally: use {dividing(size, every, asked.batch_size, asked.microbatches)}, or another "
-                    "number of "
+                    f"the {data} replicas of stage {number} cannot split a microbatch of "
+                    f"{counted(size, 'sample')} evenly: use "
+                    f"{dividing(size, every, asked.batch_size, asked.microbatches)}, or another number of "
                     "replicas"
                 )
             if size // data not in known:
                 raise UsageError(
-                    f"the {data} replicas of stage {number} compute slices of "
-                    f"{counted(size // data, 'sample')}, and "
-                    f"{self.profile.model} was profiled at {', '.join(map(str, sorted(known)))}: profile it "
-                    "at all "
-                    f"sizes of the plan, as profile(task, microbatch_size=({size}, {size // data})) does"
+                    f"the {data} replicas of stage {number} compute local batches of "
+                    f"{counted(size // data, 'sample')}, but {self.profile.model} was profiled at "
+                    f"{', '.join(map(str, sorted(known)))}: profile it at all sizes of the plan, as in "
+                    f"profile(task, microbatch_size=({size}, {size // data}))"
                 )
             self.measured(number)  # refuses ranks that the profile does not know
 
@@ -339,15 +329,14 @@ class Plan:
         if times > 1:
             shares = [list(devices) for devices in grids if device in devices]
             raise UsageError(
-                f"device {device} is in the grids {', '.join(map(str, shares))}: two stages share either all "
-                "of their "
-                "devices or none"
+                f"device {device} is in the grids {', '.join(map(str, shares))}, but two stages must share "
+                "all of their devices or none"
             )
         for number, stage in enumerate(self.stages):
             if max(stage.devices) >= len(self.cluster.devices):
                 raise UsageError(
-                    f"stage {number} is on device {max(stage.devices)}; cluster {self.cluster.name!r} has "
-                    f"{counted(len(self.cluster.devices), 'device')}"
+                    f"stage {number} is on device {max(stage.devices)}, but cluster {self.cluster.name!r} "
+                    f"has {counted(len(self.cluster.devices), 'device')}"
                 )
 
     @property
@@ -379,10 +368,9 @@ class Plan:
             result = dimensions(sent, received, sizes, gathers=front < behind)
         except UsageError as error:
             raise UsageError(
-                f"{counted(front, 'replica')} of stage {stage - 1} cannot divide what they send among "
-                f"{behind} of "
-                f"stage {stage}: {error}; use as many replicas on both sides, or end the stage at another "
-                "layer"
+                f"{counted(front, 'replica')} of stage {stage - 1} cannot split the values for {behind} of "
+                f"stage {stage}: {error}; use the same number of replicas for both stages, or end the stage "
+                "at another layer"
             ) from error
         return Division(result, front, behind)
 

@@ -40,12 +40,13 @@ class PostMortem:
         if self.device not in [one.device for one in self.trace.devices] or not self.plan.stages_of(
             self.device
         ):
-            raise UsageError(f"this run has no device {self.device} that could have run out of memory")
+            raise UsageError(
+                f"device {self.device} is not part of this run, so it cannot have run out of memory"
+            )
         if not 0 <= self.asked_bytes <= self.moment.total_bytes:
             raise UsageError(
-                f"{self.asked_bytes} bytes were asked for, of {self.moment.total_bytes} that would have been "
-                "held: "
-                "what was asked for is a part of them"
+                f"the failed allocation of {self.asked_bytes} bytes is not part of the "
+                f"{self.moment.total_bytes} bytes needed at that moment"
             )
 
     def __repr__(self) -> str:
@@ -86,8 +87,8 @@ class PostMortem:
     @property
     def head(self) -> str:
         """The device, the action, and the lacking memory, in a sentence."""
-        asked = f"asked for {format_bytes(self.asked_bytes)} with {format_bytes(self.left_bytes)} left of"
-        needed = f"needs {format_bytes(self.moment.total_bytes)} of"
+        asked = f"requested {format_bytes(self.asked_bytes)} with {format_bytes(self.left_bytes)} free of"
+        needed = f"needed {format_bytes(self.moment.total_bytes)} of"
         return (
             f"Device {self.device} ({self.stages}) ran out of memory at {self.moment.action} of step "
             f"{self.moment.step}: it {asked if self.asked_bytes else needed} "

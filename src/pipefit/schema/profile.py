@@ -177,8 +177,8 @@ class AdditiveCosts:
     def __post_init__(self) -> None:
         if len(self.mem_isolated) != len(self.mem_added) or not self.mem_isolated:
             raise UsageError(
-                "additive costs are two numbers for every block, not "
-                f"{len(self.mem_isolated)} alone and {len(self.mem_added)} added"
+                f"additive costs need two numbers for every block, not {len(self.mem_isolated)} alone and "
+                f"{len(self.mem_added)} added"
             )
 
     def differences(self, training: Training, recompute: str) -> list[str]:
@@ -200,7 +200,8 @@ class AdditiveCosts:
         """
         if not 0 <= start < stop <= len(self.mem_isolated):
             raise UsageError(
-                f"blocks {start} to {stop - 1} are no stage of {counted(len(self.mem_isolated), 'block')}"
+                f"blocks {start} to {stop - 1} are not a valid stage of "
+                f"{counted(len(self.mem_isolated), 'block')}"
             )
         return self.mem_isolated[start] + self._sums[stop] - self._sums[start + 1]
 
@@ -266,9 +267,9 @@ class Shares:
     def sentence(self) -> str:
         """The divided shares, as a sentence without a full stop."""
         return (
-            f"{self.ranks} ranks divide {_percent(self.divided_bytes, self.parameter_bytes)} of "
-            f"{format_bytes(self.parameter_bytes)} of parameters ({format_bytes(self.rank_bytes)} each) and "
-            f"{_percent(self.divided_flops, self.flops)} of the operations"
+            f"{self.ranks} tensor-parallel ranks shard {_percent(self.divided_bytes, self.parameter_bytes)} "
+            f"of {format_bytes(self.parameter_bytes)} of parameters ({format_bytes(self.rank_bytes)} each) "
+            f"and {_percent(self.divided_flops, self.flops)} of the operations"
         )
 
     def __str__(self) -> str:
@@ -319,16 +320,16 @@ class Measurement:
 
     def __post_init__(self) -> None:
         if self.microbatch_size < 1:
-            raise UsageError(f"a microbatch has at least one sample, not {self.microbatch_size}")
+            raise UsageError(f"a microbatch must have at least one sample, not {self.microbatch_size}")
         if self.tensor < 1 + self.sequences:
             least = "two ranks" if self.sequences else "one rank"
-            raise UsageError(f"layers are divided between {least} or more, not {self.tensor}")
+            raise UsageError(f"layers must be sharded over {least} or more, not {self.tensor}")
         if not self.layers:
-            raise UsageError("a measurement needs at least one layer")
+            raise UsageError("a measurement must have at least one layer")
         for number, kind in enumerate(self.layers):
             if not 0 <= kind < len(self.kinds):
                 raise UsageError(
-                    f"layer {number} is of kind {kind}, and there are layers of "
+                    f"layer {number} is of kind {kind}, but the measurement has layers of "
                     f"{counted(len(self.kinds), 'kind')}"
                 )
         self._check_values()
@@ -339,7 +340,7 @@ class Measurement:
     def __repr__(self) -> str:
         """Return one line, without the costs."""
         along = " with sequence parallelism" if self.sequences else ""
-        divided = f", each divided between {self.tensor} ranks{along}" if self.tensor > 1 else ""
+        divided = f", each sharded over {self.tensor} ranks{along}" if self.tensor > 1 else ""
         return (
             f"<Measurement: a microbatch of {counted(self.microbatch_size, 'sample')}, "
             f"{counted(len(self.layers), 'layer')} of {counted(len(self.kinds), 'kind')}{divided}>"
@@ -351,7 +352,7 @@ class Measurement:
         """
         for number, (before, after) in enumerate(pairwise((*self.costs, self.loss))):
             if not before.inputs:
-                raise UsageError(f"layer {number} takes no inputs: each takes at least one")
+                raise UsageError(f"layer {number} must take at least one input")
             if len(before.outputs) > len(after.inputs):
                 taker = "the loss" if number + 1 == len(self.layers) else f"layer {number + 1}"
                 raise UsageError(
@@ -365,12 +366,12 @@ class Measurement:
         """
         what, users = f"shared {tensor.what} {tensor.name!r}", tensor.users
         if not 0 <= min(users) <= max(users) < len(self.layers):
-            raise UsageError(f"{what} names layers {list(users)}; there are {len(self.layers)}")
+            raise UsageError(f"{what} names layers {list(users)}, but there are {len(self.layers)}")
         if not {layer for layer, _, _ in tensor.parts} <= set(users):
-            raise UsageError(f"{what} is copied in layers that do not use it: its users are {list(users)}")
+            raise UsageError(f"{what} has copies in layers that do not use it: its users are {list(users)}")
         for nbytes in tensor.sizes:
             if not 0 <= nbytes < LARGEST_BYTES:
-                raise UsageError(f"{what} has {nbytes} bytes, which no device has: profile again")
+                raise UsageError(f"{what} has {nbytes} bytes, more than any device has: profile again")
 
     def _check_parts(self) -> None:
         """Check that every layer's cost includes its shared bytes, because sums over layers subtract them."""
@@ -381,7 +382,7 @@ class Measurement:
         for (layer, what), nbytes in shared.items():
             if nbytes > (own := getattr(self.kinds[self.layers[layer]], what)):
                 raise UsageError(
-                    f"layer {layer} shares {nbytes} bytes of its {what} with other layers, and has {own}: "
+                    f"layer {layer} shares {nbytes} bytes of its {what} with other layers, but has {own}: "
                     "profile again"
                 )
 
@@ -444,7 +445,7 @@ class Assumptions:
 
     def __post_init__(self) -> None:
         if not 1 <= self.threads <= MOST_THREADS:
-            raise UsageError(f"a worker has from 1 to {MOST_THREADS} threads, not {self.threads}")
+            raise UsageError(f"a worker must have 1 to {MOST_THREADS} threads, not {self.threads}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -461,7 +462,7 @@ class Block:
 
     def __post_init__(self) -> None:
         if self.layers < 1:
-            raise UsageError(f"block {self.name!r} needs at least one layer, not {self.layers}")
+            raise UsageError(f"block {self.name!r} must have at least one layer, not {self.layers}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -486,7 +487,7 @@ class ModelProfile:
 
     def __post_init__(self) -> None:
         if not self.measurements:
-            raise UsageError(f"the profile of {self.model!r} holds no measurement")
+            raise UsageError(f"the profile of {self.model!r} lacks measurements")
         for what, names in (("layer", self.layers), ("block", tuple(block.name for block in self.blocks))):
             if len(set(names)) != len(names):
                 twice = Counter(names).most_common(1)[0][0]
@@ -627,20 +628,19 @@ class ModelProfile:
         if sequences and tensor in known:
             raise UsageError(
                 f"{self.model} was profiled at microbatch size {microbatch_size} for "
-                f"{counted(tensor, 'rank')} without "
-                f"sequence parallelism: profile it again with --tensor {tensor} --sequences"
+                f"{counted(tensor, 'rank')} without sequence parallelism: profile it again with --tensor "
+                f"{tensor} --sequences"
             )
         if known:
             raise UsageError(
                 f"{self.model} was profiled at microbatch size {microbatch_size} for {_between(known)}, not "
-                "for layers "
-                f"divided between {counted(tensor, 'rank')}: profile it again with --tensor {tensor}"
+                f"for layers sharded over {counted(tensor, 'rank')}: profile it again with --tensor "
+                f"{tensor}"
             )
         sizes = ", ".join(str(size) for size in dict.fromkeys(m.microbatch_size for m in self.measurements))
         raise UsageError(
-            f"{self.model} was profiled at microbatch size {sizes}, not {microbatch_size}: "
-            f"profile it again with --microbatch-size {microbatch_size}, or choose another batch size or "
-            "number of "
+            f"{self.model} was profiled at microbatch size {sizes}, not {microbatch_size}: profile it again "
+            f"with --microbatch-size {microbatch_size}, or choose another batch size or number of "
             "microbatches"
         )
 
@@ -649,5 +649,5 @@ def _between(tensor: Collection[int]) -> str:
     """Format degrees of tensor parallelism: `whole layers and layers divided between 2 and 4 ranks`."""
     ranks = " and ".join(str(degree) for degree in sorted(tensor) if degree > 1)
     return " and ".join(
-        ["whole layers"] * (1 in tensor) + [f"layers divided between {ranks} ranks"] * bool(ranks)
+        ["whole layers"] * (1 in tensor) + [f"layers sharded over {ranks} ranks"] * bool(ranks)
     )

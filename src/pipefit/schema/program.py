@@ -185,26 +185,24 @@ def _content(action: Action) -> tuple[int | None, tuple[int, int] | None]:
 
 def _clash(one: str, other: str) -> str:
     return (
-        f"the program would hang: {one} and {other} meet on one communicator, on which neither completes; "
-        "give each "
-        "direction one of its own"
+        f"the program would hang: {one} and {other} use the same communicator, so neither completes; give "
+        "each direction its own communicator"
     )
 
 
 def _misdelivered(one: str, other: str, *, sends: bool) -> str:
     send, receive = (one, other) if sends else (other, one)
     return (
-        f"{receive} would get what {send} sends: messages of one direction arrive in the order of the sends, "
-        "whatever "
-        "microbatch a receive names; start the receives in the order of the sends"
+        f"{receive} would get the message of {send}, because messages of one direction arrive in the order "
+        "of the sends: start the receives in the same order"
     )
 
 
 def _mixed(first: Action, second: Action) -> str:
     return (
-        f"{second} would be added to {first}: sums over the same stages happen in the order in which each "
-        "stage starts "
-        f"them; start them in the same order on stages {first.stage} and {second.stage}"
+        f"{second} would be added to {first}, because all-reduces over the same stages match in the order "
+        f"in which each stage starts them: start them in the same order on stages {first.stage} and "
+        f"{second.stage}"
     )
 
 
@@ -323,7 +321,7 @@ class _Follower:
         passed = list(way)
         circle = passed[passed.index(device) :] if device in way else passed[-1:]
         stand = "; ".join(
-            f"device {one} stands at {self._held[one][0]} until device {other} starts {start}"
+            f"device {one} waits at {self._held[one][0]} until device {other} starts {start}"
             for one in circle
             for other, start in (way[one],)
         )
@@ -344,9 +342,9 @@ class _Follower:
     def _remedy(self, needed: list[tuple[int, Action]]) -> str:
         other, start = needed[-1]
         if other not in self._held:
-            return f"Device {other} ends without it: start {start} there, or nowhere"
+            return f"Device {other} ends without it: start {start} there, or remove it everywhere"
         orders = (f"start {start} before {self._held[other][0]}" for other, start in needed)
-        return f"To end, {', or '.join(orders)}"
+        return f"To end the wait, {', or '.join(orders)}"
 
 
 _Starts = dict[
@@ -418,7 +416,7 @@ class UncheckedProgram:
             return (subject,)
         if subject is None or subject.number >= len(self.bundles):
             raise UsageError(
-                f"{action} moves nothing that is known: name a tensor, or one of "
+                f"{action} does not offload anything known: name a tensor, or one of "
                 f"{counted(len(self.bundles), 'bundle')}"
             )
         return self.bundles[subject.number]
@@ -460,13 +458,13 @@ class Program(UncheckedProgram):
     def __post_init__(self) -> None:
         if () in self.placement:
             raise UsageError(
-                f"stage {self.placement.index(())} is on no device: a program places every stage"
+                f"stage {self.placement.index(())} is not on any device: a program must place every stage"
             )
         for carried in (self.carried_in, self.carried_out):
             if len(carried) not in (0, len(self.actions)):
                 raise UsageError(
-                    f"starts are carried over on {counted(len(carried), 'device')}, and the program has "
-                    f"{len(self.actions)}: it needs a line for each, or none"
+                    f"starts are carried over on {counted(len(carried), 'device')}, but the program has "
+                    f"{len(self.actions)}: give one line for each device, or none"
                 )
         for device, actions in enumerate(self.actions):
             _check_device(device, actions, self)
@@ -514,9 +512,8 @@ def _subject(word: str) -> Subject:
     layer, dot, what = word.partition(".")
     if not (dot and layer.isdigit() and (what.isdigit() or what in STATES)):
         raise UsageError(
-            f"{word!r} is no saved tensor and no state: a bundle lists them as layer and number, such as "
-            "5.3, or as "
-            f"layer and one of {', '.join(STATES)}"
+            f"{word!r} is neither a saved tensor nor a state: a bundle lists them as layer and number, such "
+            f"as 5.3, or as layer and one of {', '.join(STATES)}"
         )
     return Subject(int(layer), int(what) if what.isdigit() else what)
 
@@ -549,15 +546,15 @@ def _check_device(device: int, actions: Iterable[Action], program: Program) -> N
     for action in actions:
         kind = action.kind
         if action.stage not in stages:
-            raise UsageError(f"device {device} has action {action}, but stage {action.stage} is not on it")
+            raise UsageError(f"device {device} has action {action}, but does not hold stage {action.stage}")
         if action.wait:
             if open_starts.pop(action[:-1], None) is None:
                 raise UsageError(
-                    f"device {device}: {action} joins nothing: {action.start} did not start before it"
+                    f"device {device}: {action} waits for nothing: {action.start} did not start before it"
                 )
         elif kind in BACKGROUND or action.in_background:
             if action[:-1] in open_starts:
-                raise UsageError(f"device {device}: {action} starts twice before it is joined")
+                raise UsageError(f"device {device}: {action} starts twice without a WAIT in between")
             open_starts[action[:-1]] = action
         elif kind in SPLIT_BACKWARD:
             _check_split(device, action, open_starts)
@@ -567,9 +564,9 @@ def _check_device(device: int, actions: Iterable[Action], program: Program) -> N
         _, first = never[0]
         if first.kind is Kind.INPUT_GRADIENTS:
             raise UsageError(
-                f"device {device}: {first} is half a backward: add {_other_half(first)} behind it"
+                f"device {device}: {first} is half a backward: add {_other_half(first)} after it"
             )
-        raise UsageError(f"device {device}: {first} is never joined: add its WAIT")
+        raise UsageError(f"device {device}: {first} never completes: add its WAIT")
 
 
 def _carried_starts(carried: Actions, device: int) -> dict[_Start, Action]:
@@ -586,11 +583,11 @@ def _check_split(device: int, action: Action, open_starts: dict[_Start, Action])
     first = action._replace(kind=Kind.INPUT_GRADIENTS)
     if action.kind is Kind.INPUT_GRADIENTS:
         if first[:-1] in open_starts:
-            raise UsageError(f"device {device}: {action} comes twice")
+            raise UsageError(f"device {device}: {action} occurs twice")
         open_starts[first[:-1]] = first
     elif open_starts.pop(first[:-1], None) is None:
         raise UsageError(
-            f"device {device}: {action} has no gradients to start from: {first} must come before it"
+            f"device {device}: {action} lacks gradients to start from: {first} must come before it"
         )
 
 
@@ -622,9 +619,7 @@ def _check_messages(program: Program) -> None:
     for message, stream in streams.items():
         for (microbatch, part), (count, action) in stream.items():
             if count and message._replace(microbatch=microbatch, part=part) not in elsewhere:
-                raise UsageError(
-                    f"{action} has no partner: {_partner(action, message, placement)} is missing"
-                )
+                raise UsageError(f"{action} lacks its partner {_partner(action, message, placement)}")
 
 
 def _partner(action: Action, message: Message, placement: Placement) -> Action:

@@ -116,7 +116,7 @@ class AllocatorPeaks:
             field.name: getattr(self, field.name) for field in fields(self) if field.name != "settings"
         }
         if wrong := next((name for name, figure in figures.items() if figure < 0), None):
-            raise UsageError(f"{wrong} of an allocator is zero or more, not {figures[wrong]}")
+            raise UsageError(f"{wrong} of an allocator must be zero or more, not {figures[wrong]}")
 
     @property
     def outside_bytes(self) -> int:
@@ -197,8 +197,11 @@ class DeviceTrace:
         others = self.allocator.process_bytes - self.allocator.requested_bytes if self.allocator else 0
         reserve = -(-others // MIB)
         if not 0 < reserve * MIB < self.budget_bytes:
-            return "plan again for this cluster, in smaller microbatches or over more devices"
-        return f"plan with --reserve {reserve}MiB, which leaves as much to all that is no tensor"
+            return "plan again for this cluster with smaller microbatches or more devices"
+        return (
+            f"plan with --reserve {reserve}MiB, which keeps that memory free for everything other than "
+            "tensors"
+        )
 
     def step_peak_bytes(self, step: int) -> int:
         """Return the most bytes allocated during one step."""
@@ -227,16 +230,16 @@ class Trace:
     def __post_init__(self) -> None:
         if self.steps != len(self.step_seconds):
             raise UsageError(
-                f"a trace has the seconds of each of its {self.steps} steps, not {len(self.step_seconds)}"
+                f"a trace needs the seconds of each of its {self.steps} steps, not {len(self.step_seconds)}"
             )
         numbers = [device.device for device in self.devices]
         if len(set(numbers)) != len(numbers) or min(numbers, default=0) < 0:
             raise UsageError(
-                f"a trace names each device once, by a number of zero or more, not {_some(numbers)}"
+                f"a trace must name each device once, by a non-negative number, not {_some(numbers)}"
             )
         if not all(0 <= seconds <= LONGEST_SECONDS for seconds in self.step_seconds):
             raise UsageError(
-                f"the seconds of a step are from 0 to {LONGEST_SECONDS:g}, not {_some(self.step_seconds)}"
+                f"the seconds of a step must be from 0 to {LONGEST_SECONDS:g}, not {_some(self.step_seconds)}"
             )
         for wrong in chain.from_iterable(map(_wrong, self.devices)):
             raise UsageError(wrong)
@@ -282,15 +285,14 @@ class Trace:
 def _wrong(device: DeviceTrace) -> Iterator[str]:
     """Yield the impossible figures of a device, in sentences."""
     if device.budget_bytes < 0:
-        yield f"device {device.device} has {device.budget_bytes} bytes: a budget is zero or more"
+        yield f"device {device.device} has {device.budget_bytes} bytes, but a budget must be zero or more"
     for event in device.events:
         start, end = event.start_seconds, event.end_seconds
         if event.step < 0 or not -LONGEST_SECONDS <= start <= end <= LONGEST_SECONDS:
             what = f"{shortened(event.action)} of step {event.step} from {start:g} to {end:g} s"
             yield (
-                f"device {device.device} has {what}: no event is before step 0, ends before it starts, or is "
-                "more than "
-                f"{LONGEST_SECONDS:g} s away"
+                f"device {device.device} has {what}, but events must be at step 0 or later, end after they "
+                f"start, and be at most {LONGEST_SECONDS:g} s away"
             )
     for sample in device.memory:
         if (
@@ -300,9 +302,8 @@ def _wrong(device: DeviceTrace) -> Iterator[str]:
         ):
             at = f"{shortened(sample.action)} of step {sample.step}, {sample.seconds:g} s"
             yield (
-                f"device {device.device} has {list(sample.bytes)} bytes at {at}: no sample is before step 0, "
-                "has fewer "
-                f"bytes than none, or is more than {LONGEST_SECONDS:g} s away"
+                f"device {device.device} has {list(sample.bytes)} bytes at {at}, but samples must be at "
+                f"step 0 or later, have non-negative bytes, and be at most {LONGEST_SECONDS:g} s away"
             )
 
 

@@ -55,34 +55,30 @@ class Training:
             )
         if self.microbatches > MOST_MICROBATCHES:
             raise UsageError(
-                f"{self.microbatches} microbatches are more than the {MOST_MICROBATCHES} that a step can "
-                "have: "
-                "use larger ones"
+                f"{self.microbatches} microbatches exceed the limit of {MOST_MICROBATCHES} in a step: use "
+                "larger microbatches"
             )
         if self.batch_size > MOST_SAMPLES:
             raise UsageError(
-                f"a batch of {shortened(str(self.batch_size))} samples is more than the {MOST_SAMPLES} that "
-                "a step can "
-                "have: use a smaller one"
+                f"a batch of {shortened(str(self.batch_size))} samples exceeds the limit of {MOST_SAMPLES} "
+                "in a step: use a smaller batch"
             )
         if self.clip_norm is not None and not 0 < self.clip_norm < inf:
             raise UsageError(
-                f"gradients can be clipped to a finite, positive norm, not to {self.clip_norm}: leave it out "
-                "to keep "
-                "them as they are"
+                f"gradients can be clipped only to a finite, positive norm, not to {self.clip_norm}: omit "
+                "it to disable clipping"
             )
         if self.endless:
             self._check_endless()
         elif self.versions != "weights":
             raise UsageError(
-                f"schedule {self.schedule} has no versions of weights that could hold {self.versions}: they "
-                "belong to "
-                f"{' and '.join(ENDLESS)}"
+                f"schedule {self.schedule} does not keep weight versions, so it cannot hold "
+                f"{self.versions}: use {' or '.join(ENDLESS)}"
             )
         if self.microbatches > self.batch_size:
             raise UsageError(
-                f"{self.microbatches} microbatches need at least as many samples; the batch has "
-                f"{self.batch_size}"
+                f"a batch of {self.batch_size} samples is too small for {self.microbatches} microbatches: "
+                "each needs at least one sample"
             )
         if self.batch_size % self.microbatches:
             raise UsageError(
@@ -93,18 +89,17 @@ class Training:
 
     def _check_endless(self) -> None:
         """Check that stages have nothing to agree on before an update."""
-        why = f"schedule {self.schedule} updates every stage by itself and never waits for all of them"
+        why = f"schedule {self.schedule} updates every stage separately and never waits for all stages"
         if self.clip_norm is not None:
             raise UsageError(
-                f"gradients cannot be clipped to a common norm, as {why}: clip in the optimizer, stage by "
-                "stage, or "
-                "use schedule 1f1b"
+                f"gradients cannot be clipped to a common norm, because {why}: clip in the optimizer, stage "
+                "by stage, or use schedule 1f1b"
             )
         if self.scales_loss:
             raise UsageError(
                 f"precision {self.precision} scales the loss and skips an update on all stages after an "
-                "overflow, but "
-                f"{why}: use {self.precision.replace('float16', 'bfloat16')}, or schedule 1f1b"
+                f"overflow, but {why}: use {self.precision.replace('float16', 'bfloat16')}, or schedule "
+                "1f1b"
             )
 
     @property
@@ -144,7 +139,7 @@ class Training:
             else f"{self.schedule} with versions of {self.versions}",
             f"{counted(self.microbatches, 'microbatch')} of {self.microbatch_size}",
             self.precision,
-            "gradients that are not clipped" if self.clip_norm is None else "clipped gradients",
+            "unclipped gradients" if self.clip_norm is None else "clipped gradients",
         )
 
     def differences(self, other: Training) -> list[str]:

@@ -34,7 +34,7 @@ def check_dtype(name: str) -> None:
         UsageError: torch does not have it.
     """
     if name not in DTYPES:
-        raise UsageError(unknown(f"{shortened(repr(name))} is no dtype of torch", name, _USUAL))
+        raise UsageError(unknown(f"{shortened(repr(name))} is not a dtype of torch", name, _USUAL))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -76,9 +76,9 @@ def check_names(function: str, given: Mapping[str, object], kind: Any, elsewhere
     known = [name for name, *_ in _annotated(kind)]
     for name in given:
         if name in elsewhere:
-            raise UsageError(f"{function} has no argument {name!r}: {elsewhere[name]}")
+            raise UsageError(f"{function} does not take the argument {name!r}: {elsewhere[name]}")
         if name not in known:
-            raise UsageError(unknown(f"{function} has no argument {name!r}", name, known))
+            raise UsageError(unknown(f"{function} does not take the argument {name!r}", name, known))
 
 
 def whole(name: str, value: int, least: int, most: int | None = None) -> int:

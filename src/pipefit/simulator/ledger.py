@@ -234,7 +234,7 @@ class Ledger:
             action.microbatch is not None and action.microbatch < 0,
         )
         if action.microbatch is None or action.microbatch > last or (earlier and not self._program.endless):
-            self._refuse(f"{action} needs the number of a microbatch, 0 to {last}")
+            self._refuse(f"{action} needs a microbatch number from 0 to {last}")
         key = action.stage, action.microbatch
         residency = self._flights.get(key, stage.flights.start)
         try:
@@ -296,9 +296,7 @@ class Ledger:
         """
         versions, microbatch, place = self._versions.get(action.stage), action.microbatch, action.place
         if versions is None or microbatch is None or place is None:
-            raise UsageError(
-                f"{action} names no place, or moves versions of weights in a program that has none"
-            )
+            raise UsageError(f"{action} lacks a place, or offloads weight versions in a program without them")
         layers, nbytes = [subject.layer for subject in moved], sum(map(stage.storages.nbytes, moved))
         try:
             match action.kind, action.wait:
@@ -355,8 +353,8 @@ class Ledger:
             if stage.divides_gradients:
                 return frozenset(layers) - self._born
             self._refuse(
-                f"{action} is the first backward of the step for some of its layers only: cut all backwards "
-                "alike"
+                f"{action} is the first backward of the step only for some of its layers: split all "
+                "backwards at the same layers"
             )
         return True
 
@@ -365,7 +363,7 @@ class Ledger:
         layers = range(*(action.layers or (stage.start, stage.stop)))
         summed = layers if action.kind is Kind.REDUCE else [n for n in layers if stage.keeps_gradients(n)]
         if not action.wait and not self._born.issuperset(summed):
-            self._refuse(f"{action} has no gradients: the backward of every layer must come before it")
+            self._refuse(f"{action} lacks gradients: the backward of every layer must come before it")
         try:
             for number, states in self._states.items():
                 states.conditions.check_here(action, (self._stages[number].start, self._stages[number].stop))
@@ -407,7 +405,7 @@ class Ledger:
         """
         if action.microbatch is not None and not self._program.endless:
             raise UsageError(
-                f"{action} has a number, but this program is updated once, at its end: write it without"
+                f"{action} has a number, but this program updates once, at its end: write it without a number"
             )
         start, stop = layers = action.layers or (stage.start, stage.stop)
         if not stage.start <= start < stop <= stage.stop:
@@ -435,7 +433,7 @@ class Ledger:
     def _use_gradients(self, action: Action, layers: tuple[int, int], stage: StageCost) -> None:
         """Consume the gradients of these layers in an update."""
         if not self._born.issuperset(n for n in range(*layers) if stage.keeps_gradients(n)):
-            raise UsageError(f"{action} has no gradients: the backward of every layer must come before it")
+            raise UsageError(f"{action} lacks gradients: the backward of every layer must come before it")
         self._born.difference_update(range(*layers))
         self._complete.discard(action.stage)
 
@@ -444,7 +442,8 @@ class Ledger:
         before = self._stepped.intersection(range(*layers))
         if 0 < len(before) < layers[1] - layers[0]:
             raise UsageError(
-                f"{action} is the first update for some of its layers only: cut all updates alike"
+                f"{action} is the first update only for some of its layers: split all updates at the same "
+                "layers"
             )
         self._stepped.update(range(*layers))
         return not before
@@ -492,5 +491,5 @@ def reading(
         actions = programs[min(step, len(programs) - 1)].actions[device]
         result.append(ledger.read_again(actions, result[-1]) if result else ledger.read(actions))
     settled = not endless or steps < distinct
-    assert settled or before == ledger.state, "the last step that differs leaves what it found"
+    assert settled or before == ledger.state, "the last differing step leaves the state unchanged"
     return Reading(result, ledger.placed, away)

@@ -60,7 +60,7 @@ def simulate(plan: Plan, *, program: Program | None = None, steps: int | None = 
     """
     instance("plan", plan, Plan, "pipefit.load reads one")
     if program is not None:
-        instance("program", program, Program, "pipefit.lower makes one of a plan")
+        instance("program", program, Program, "create one with pipefit.lower")
     if gap := plan.profile.kernels.gap:
         warnings.warn(gap, PipefitWarning, stacklevel=2)
     simulation = Simulation(plan, program=program, steps=steps)
@@ -86,9 +86,8 @@ class Simulation:
         self.plan = plan
         if program is not None and program.endless:
             raise UsageError(
-                "the program is a part of an endless schedule, which nothing has begun: simulate its plan, "
-                "which "
-                "begins with the programs of the first steps"
+                "the program is a part of an asynchronous schedule without its first steps: simulate its "
+                "plan, which starts with their programs"
             )
         self._distinct = distinct_steps(plan) if program is None else 2
         self.steps = self._distinct if steps is None else steps
@@ -295,15 +294,14 @@ def _check(plan: Plan, program: Program, steps: int) -> None:
     ):
         if of_plan != of_program:
             raise UsageError(
-                f"the program is for {counted(of_program, what)}, the plan has {of_plan}: lower the plan "
-                "again"
+                f"the program is for {counted(of_program, what)}, but the plan has {of_plan}: lower the "
+                "plan again"
             )
     for number, (there, stage) in enumerate(zip(program.placement, plan.stages, strict=True)):
         if len(there) != len(stage.devices):
             raise UsageError(
-                f"stage {number} is on devices {list(there)} in the program, and on {list(stage.devices)} in "
-                "the plan: "
-                "lower the plan again"
+                f"stage {number} is on devices {list(there)} in the program, but on {list(stage.devices)} "
+                "in the plan: lower the plan again"
             )
     check_slices(plan, None)
 

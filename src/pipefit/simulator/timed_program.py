@@ -176,7 +176,7 @@ class DeviceReader:
             there = member if member.number is not None else Member(member.kind, self._host)
             if there == here:
                 raise UsageError(
-                    f"device {self._device} cannot move a tensor to {str(place)!r}: name other members"
+                    f"device {self._device} cannot offload to {str(place)!r}: name other members"
                 )
             route = self._cluster.route(*((here, there) if outward else (there, here)))
             yield route.seconds(share), route.wires, route.slowed

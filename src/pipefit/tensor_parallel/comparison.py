@@ -308,11 +308,7 @@ class Block:
         """Yield everything that is not bitwise equal."""
         gradients = [g for g in (*whole.gradients.values(), *whole.incoming) if g is not None]
         floor = _SMALLEST * (max(map(largest, gradients), default=0.0) or 1.0)
-        what = (
-            ["the loss"]
-            if self.is_last
-            else [f"value {n} that it hands on" for n in range(len(whole.values))]
-        )
+        what = ["the loss"] if self.is_last else [f"output value {n}" for n in range(len(whole.values))]
         for rank, one in enumerate(ranks):
             of_rank = f"on rank {rank}"
             for name, ours, theirs in zip(what, one.values, whole.values, strict=True):
@@ -414,7 +410,7 @@ def compare_blocks(
         UsageError: a divided block computes other numbers than the whole one. The message says which, by how
             much and what to do.
     """
-    with put_back(), recording("comparing divided layers"):
+    with put_back(), recording("comparing sharded layers"):
         blocks = _Blocks(divided, free_bytes)
         reason, sizes = "", [Shortening()] if blocks.seconds <= longest else Shortening.of(values)
         for size, is_wide in product(sizes, (True, False)):
@@ -423,7 +419,7 @@ def compare_blocks(
             except NotComparable as error:
                 reason = str(error)
     return Compared(
-        left_out=reason or f"it would take about {blocks.seconds:.0f} s, and its batches cannot be cut short"
+        left_out=reason or f"it would take about {blocks.seconds:.0f} s, and its batches cannot be shortened"
     )
 
 
@@ -503,19 +499,17 @@ class _Blocks:
             NotComparable: the whole block returns no finite numbers.
         """
         if not any(bool(v.isfinite().all()) for v in whole.values if v.is_floating_point()):
-            raise NotComparable(f"{self._name(one.block)} makes no finite numbers of such inputs")
+            raise NotComparable(f"{self._name(one.block)} has infinite or nan outputs for such inputs")
         result = list(one.differences(whole, ranks))
         if far := [each for each in result if each.apart is None or not each.apart <= one.allowed]:
             more = f", and {len(far) - _PRINTED} more" if len(far) > _PRINTED else ""
             raise UsageError(
-                f"{self._name(one.block)} of {self.chain.name}, divided between {self.divided.ranks} "
-                "tensor-parallel "
-                f"ranks, computes other numbers than whole: {', '.join(map(str, far[:_PRINTED]))}{more} "
-                f"({one.allowed:.0e} of the largest value is allowed{one.size.said}). Nothing was trained. "
-                "Give its "
-                "stage one shard (Grid(tensor=1), or --tensor 1 for all stages) and report the layer: this "
-                "is a fault "
-                "of pipefit; numbers=False (train --no-numbers) leaves the comparison out"
+                f"{self._name(one.block)} of {self.chain.name}, sharded over {self.divided.ranks} "
+                "tensor-parallel ranks, computes other numbers than unsharded: "
+                f"{', '.join(map(str, far[:_PRINTED]))}{more} ({one.allowed:.0e} of the largest value is "
+                f"allowed{one.size.said}). Training was not started. This is a defect of pipefit; please "
+                "report it with the layer. Give its stage one shard (Grid(tensor=1), or --tensor 1 for all "
+                "stages), or skip the comparison with numbers=False (train --no-numbers)"
             )
         return max((each.apart or 0.0 for each in result), default=0.0)
 
@@ -529,8 +523,8 @@ class _Blocks:
         needed = 8 * _COPIES * sum(parameter.numel() for parameter in parameters.values())
         if needed > self.free_bytes:
             raise NotComparable(
-                f"{self._name(block)} takes {format_bytes(needed)} of the host, which has "
-                f"{format_bytes(self.free_bytes)} to spare"
+                f"{self._name(block)} needs {format_bytes(needed)} on the host, which has "
+                f"{format_bytes(self.free_bytes)} free"
             )
 
     def _name(self, block: range) -> str:

@@ -196,11 +196,10 @@ class Shard:
         if not isinstance(item, Tensor) or tuple(item.shape) != shape:
             if isinstance(item, Tensor) and item.numel() > 1 and self.dim is not None:
                 raise UsageError(
-                    f"the optimizer keeps {key} of {self.name} in the shape {tuple(item.shape)}, and the "
-                    "parameter has "
-                    f"{shape}: ranks that share the parameter cannot share that; take an optimizer that "
-                    "keeps tensors "
-                    "of the parameter's shape, such as AdamW, or no tensor parallelism"
+                    f"the optimizer keeps {key} of {self.name} in shape {tuple(item.shape)}, but the "
+                    f"parameter has {shape}, so ranks that shard the parameter cannot shard {key}: use an "
+                    "optimizer that keeps tensors of the parameter's shape, such as AdamW, or no tensor "
+                    "parallelism"
                 )
             return item
         return change(item)

@@ -89,12 +89,12 @@ def _whole(stage: TracedStage, choice: Choice, node: fx.Node, ranks: int) -> Who
 
 def _reason(choice: Choice, node: fx.Node, ranks: int) -> str:
     if rule_of(node) is None:
-        return "there is no rule for this operator"
+        return "this operator is not supported"
     if not choice.changed.isdisjoint((node, *node.all_input_nodes)):
-        return "it shares memory with what is changed in place"
+        return "it shares memory with a tensor that is changed in place"
     if choice.options[node] == 1:
-        return f"its result {shape(node)} has no part for each of {ranks} ranks that what follows can use"
-    return "whole it is cheaper than what dividing it would send"
+        return f"its result {shape(node)} cannot be split into {ranks} parts that later operations can use"
+    return "sharding would cost more in communication than it saves"
 
 
 # ---- A sharded stage
@@ -157,7 +157,7 @@ def check_ranks(ranks: int) -> None:
         UsageError: there is not.
     """
     if ranks < 2:
-        raise UsageError(f"a tensor-parallel group of {ranks} shares nothing: give at least 2 ranks")
+        raise UsageError(f"a tensor-parallel group of {ranks} cannot shard anything: give at least 2 ranks")
 
 
 class ShardedStage:

@@ -198,9 +198,8 @@ def _naming_the_layer() -> Iterator[None]:
         if not notes:
             raise
         raise UsageError(
-            f"layer {notes[0]} cannot be divided between tensor-parallel ranks, which takes a trace of it: "
-            f"{error}; or "
-            "use replicas alone (data), which take layers as they are"
+            f"layer {notes[0]} cannot be sharded over tensor-parallel ranks, which needs a trace of the "
+            f"layer: {error}; or use only replicas (data), which do not"
         ) from error
 
 

@@ -310,9 +310,9 @@ class RankTensors:
         form = self.forms.get(id(tensor), R)
         if isinstance(form, Split) and isinstance(tensor, nn.Parameter) and hooks_of(tensor):
             raise UsageError(
-                f"{name} has hooks on its gradient, and {self.ranks} ranks would share it, so that a hook "
-                "would see a "
-                "part of the gradient: take them off, or use no tensor parallelism for its stage"
+                f"{name} has hooks on its gradient, but {self.ranks} tensor-parallel ranks would shard it, "
+                "so each hook would see only part of the gradient: remove the hooks, or do not use tensor "
+                "parallelism for this stage"
             )
         return Shard.of(name, tensor.shape, form, self.rank, self.ranks)
 

@@ -148,7 +148,7 @@ def test_a_second_forward_counts_copies_of_the_buffers_that_it_leaves_as_they_ar
 def test_a_recomputation_of_all_but_one_is_refused_where_steps_overlap(schedule: str) -> None:
     """An asynchronous step ends without a last microbatch; the error names the alternatives."""
     with pytest.raises(
-        UsageError, match=r"recompute except_last leaves a microbatch of a step out, .*: recompute always"
+        UsageError, match=r"recompute except_last exempts a microbatch of each step, .*: use recompute always"
     ):
         surroundings(schedule, 0, 2, 4, "except_last")
 

@@ -124,8 +124,7 @@ def striped(cluster: Cluster, device: int, peers: Iterable[int] | None = None) -
         reached = ", ".join(map(str, near)) or "no other device"
         raise UsageError(
             f"device {device} of cluster {cluster.name!r} cannot stripe tensors over {far or 'no peers'}: "
-            "links join "
-            f"it directly with {reached}; name some of those, or a host"
+            f"its links lead to {reached}; name some of those, or a host"
         )
     rates = [cluster.route(Member.device(device), Member.device(peer)).bytes_per_second for peer in chosen]
     return Place(Share(Member.device(peer), parts) for peer, parts in zip(chosen, _whole(rates), strict=True))
@@ -290,7 +289,8 @@ def _positions(
         holds = action.layers is None or action.layers[0] <= users.last_saver < action.layers[1]
         if holds and action.kind in (Kind.FORWARD_ONLY, Kind.RECOMPUTE):
             raise UsageError(
-                f"{decision}: layer {users.last_saver} is recomputed for microbatch {microbatch}; do only one"
+                f"{decision}: layer {users.last_saver} is also recomputed for microbatch {microbatch}; do "
+                "only one of both"
             )
         if action.kind in FORWARDS:
             forward = number

@@ -46,7 +46,7 @@ def recomputed_microbatches(recompute: Recompute, schedule: str, microbatches: i
         UsageError: no such setting; lists the known ones.
     """
     if recompute not in RECOMPUTE:
-        raise UsageError(f"recompute is one of {', '.join(RECOMPUTE)}, not {recompute!r}")
+        raise UsageError(f"recompute must be one of {', '.join(RECOMPUTE)}, not {recompute!r}")
     if recompute in ("always", "stages"):
         return ALL_MICROBATCHES
     if recompute == "never" or microbatches == 1:
@@ -81,7 +81,7 @@ def recompute_decisions(
             subject=run,
             what=What.RECOMPUTE,
             microbatches=which,
-            why=f"recompute {recompute} was asked for",
+            why=f"requested by recompute={recompute}",
         )
         for number, stage in enumerate(stages)
         if which is not None
@@ -215,7 +215,7 @@ def _divided(
         assert isinstance(decision.subject, Run)
         start, stop = decision.subject.start, decision.subject.stop
         if start < at:
-            raise UsageError(f"{decision}: layer {start} is recomputed already for microbatch {microbatch}")
+            raise UsageError(f"{decision}: layer {start} is already recomputed for microbatch {microbatch}")
         pieces += [(at, start, None)] if at < start else []
         pieces.append((start, stop, decision))
         at = stop
@@ -235,9 +235,8 @@ def _cut(piece: Piece, edges: Sequence[int]) -> list[Piece]:
     inside = [edge for edge in edges if start < edge < stop]
     if inside and decision is not None:
         raise UsageError(
-            f"{decision}: a state that is moved begins or ends at layer {inside[0]}, within this run: move "
-            "the state "
-            "of runs that hold all of these layers or none, or recompute in two runs"
+            f"{decision}: offloaded state starts or ends at layer {inside[0]}, within this run: offload the "
+            "state of runs that contain all of these layers or none, or recompute in two runs"
         )
     cuts = [start, *inside, stop]
     return [(one, other, decision) for one, other in pairwise(cuts)]
@@ -262,11 +261,9 @@ def _check_repeatable(plan: Plan, stage: int, pieces: Sequence[Piece]) -> None:
             if why:
                 what = "the loss" if is_loss else f"layer {layer} ({plan.profile.layers[layer]})"
                 raise UsageError(
-                    f"stage {stage} cannot recompute {what}, which {why}: a second forward might not be like "
-                    "the "
-                    "first. Recompute other runs of layers, or none; or keep what a forward changes in "
-                    "buffers, and "
-                    "draw from torch's default generator"
+                    f"stage {stage} cannot recompute {what}, which {why}, because a second forward may differ "
+                    "from the first: recompute other runs of layers, or none; or keep state that a forward "
+                    "changes in buffers, and draw from torch's default generator"
                 )
 
 

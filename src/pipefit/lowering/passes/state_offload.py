@@ -271,11 +271,11 @@ def check_moved(decisions: Sequence[Decision], plan: Plan) -> None:
         for other in plan.decisions_of(decision.stage, What.UPDATE):
             if other.layers[0] < run.stop and run.start <= other.layers[1]:
                 raise UsageError(
-                    f"{decision}: the plan says `{other}`, for which they move by themselves; do only one"
+                    f"{decision}: the plan has `{other}`, which already offloads them; do only one of both"
                 )
         for layer in range(run.start, run.stop):
             if (run.kind, layer) in moved:
-                raise UsageError(f"{decision}: the {run.kind} of layer {layer} are moved already")
+                raise UsageError(f"{decision}: the {run.kind} of layer {layer} are already offloaded")
             moved.add((run.kind, layer))
         stage = plan.stages[decision.stage]
         for shared in plan.measurement.shared:
@@ -283,7 +283,6 @@ def check_moved(decisions: Sequence[Decision], plan: Plan) -> None:
             inside = [run.start <= user < run.stop for user in users]
             if any(inside) and not all(inside):
                 raise UsageError(
-                    f"{decision}: parameter {shared.name!r} is shared by layers "
-                    f"{', '.join(map(str, users))}: move "
-                    "those of all these layers, or of none"
+                    f"{decision}: layers {', '.join(map(str, users))} share parameter {shared.name!r}: "
+                    "offload all these layers, or none"
                 )

@@ -61,10 +61,9 @@ def check_changed_weights(plan: Plan, ranks: Iterable[int]) -> None:
                     plan, number, layer, is_trained=parameter.trainable, copied=copied
                 ):
                     raise UsageError(
-                        f"layer {plan.profile.layers[layer]} changes its parameter {parameter.name!r} in its "
-                        "forward, "
-                        f"as nn.Embedding(max_norm=...) does, and {where}, which would miss the change: "
-                        f"{instead}"
+                        f"layer {plan.profile.layers[layer]} changes its parameter {parameter.name!r} in "
+                        f"its forward, like nn.Embedding(max_norm=...), but {where}, which would miss the "
+                        f"change: {instead}"
                     )
 
 
@@ -78,8 +77,8 @@ def _elsewhere(
     training, moved = plan.training, list(_moved(plan, number, layer))
     for decision in moved if is_trained else [one for one in moved if one.what is What.OFFLOAD]:
         yield (
-            f"the plan has it elsewhere too ({decision})",
-            "leave the parameters of this layer on its device",
+            f"the plan keeps it elsewhere too ({decision})",
+            "keep the parameters of this layer on its device",
         )
     if is_trained and training.endless:
         yield f"schedule {training.schedule} has several versions of it", "use schedule 1f1b"
@@ -241,7 +240,7 @@ def runs_of(plan: Plan, stage: int) -> list[_Run]:
     )
     for start, stop, decision in sorted(_decided(plan, stage), key=lambda run: run.start):
         if start < at:
-            raise UsageError(f"{decision}: the optimizer state of layer {start} is moved already")
+            raise UsageError(f"{decision}: the optimizer state of layer {start} is already offloaded")
         runs += _free(at, start, edges)
         runs.append(_Run(start, stop, decision))
         at = stop
@@ -265,9 +264,8 @@ def _decided(plan: Plan, stage: int) -> Iterator[_Run]:
         assert isinstance(subject, State)
         if subject.kind == "versions" and not plan.training.endless:
             raise UsageError(
-                f"{decision}: schedule {plan.training.schedule} has no versions of weights; they belong to "
-                "pipedream "
-                "and pipedream-2bw"
+                f"{decision}: schedule {plan.training.schedule} does not keep weight versions; use "
+                "pipedream or pipedream-2bw, or omit the decision"
             )
         if subject.kind == "optimizer":
             yield _Run(subject.start, subject.stop, decision)

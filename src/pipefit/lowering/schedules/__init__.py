@@ -51,9 +51,8 @@ def check_alone(name: str, chunks: int) -> None:
     """
     if chunks > 1:
         raise UsageError(
-            f"{name} is an order for one stage on each device, not for {chunks}: use schedule gpipe, or give "
-            "every "
-            "stage a device of its own"
+            f"schedule {name} supports one stage on each device, not {chunks}: use schedule gpipe, or put "
+            "every stage on a separate device"
         )
 
 
@@ -71,10 +70,9 @@ def computes(
         len(stages) != len(ranks[0]) for stages in ranks
     ):
         raise UsageError(
-            f"schedule {plan.training.schedule} needs stages on the devices in turn, equally many on each, "
-            "not "
-            f"{', '.join(f'stages {list(stages)}' for stages in ranks)}: change the plan, or write its "
-            "program by hand"
+            f"schedule {plan.training.schedule} needs stages in turn on the devices, the same number on "
+            f"each, not {', '.join(f'stages {list(stages)}' for stages in ranks)}: change the plan, or "
+            "write its program by hand"
         )
     return [
         [Action(*compute) for compute in schedule(number, len(ranks), len(stages), microbatches)]

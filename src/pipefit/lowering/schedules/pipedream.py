@@ -45,9 +45,9 @@ def two_buffered(rank: int, ranks: int, microbatches: int, entered: int) -> Iter
     """
     if 0 < microbatches < ranks:
         raise UsageError(
-            f"pipedream-2bw needs as many microbatches in a step as there are stages, {ranks}, not "
-            f"{microbatches}: two "
-            "versions of the weights would not be enough; use more microbatches, or schedule pipedream"
+            f"pipedream-2bw needs at least {ranks} microbatches in a step, one for each stage, not "
+            f"{microbatches}, because it keeps only two weight versions: use more microbatches, or schedule "
+            "pipedream"
         )
     lag = ranks - 1 - rank
     for m in range(microbatches):

@@ -333,7 +333,9 @@ class CachingAllocator:
         addresses: Iterator[int] | None = None,
     ) -> None:
         if capacity is None and settings.memory_fraction < 1:
-            raise UsageError("per_process_memory_fraction is a part of the device's memory: say its capacity")
+            raise UsageError(
+                "per_process_memory_fraction is a fraction of the device's memory: give the device's capacity"
+            )
         self.settings, self.capacity, self.taken = settings, capacity, taken
         self._limit = (
             None
@@ -382,7 +384,8 @@ class CachingAllocator:
         """
         if nbytes < 1:
             raise UsageError(
-                f"a block holds at least one byte, not {nbytes}: torch allocates none for empty tensors"
+                f"a block must hold at least one byte, not {nbytes}: torch does not allocate memory for "
+                "empty tensors"
             )
         size = self.settings.rounded(nbytes)
         pool = self._pool(stream, small=size <= SMALL)
@@ -557,9 +560,9 @@ class CachingAllocator:
             f"{reserved} more are "
             f"reserved, and of the device's {format_bytes(capacity)} {format_bytes(left)} are left: "
             + (
-                "plan for less"
+                "plan for less memory"
                 if self.settings.expandable
-                else "try expandable_segments:True, or plan for less"
+                else "try expandable_segments:True, or plan for less memory"
             )
         )
 

@@ -43,7 +43,7 @@ class Replay:
             f"{format_bytes(self.peak.reserved_bytes)} reserved, recorded "
             f"{format_bytes(self.recorded_reserved_bytes)}"
         )
-        verdict = "every block is where it was" if not self.differences else "differences:"
+        verdict = "every block is at its recorded address" if not self.differences else "differences:"
         return "\n".join([f"{self.allocations} allocations, {reserved}: {verdict}", *self.differences])
 
 
@@ -119,8 +119,7 @@ class _Replayed:
         if address not in self._blocks:
             raise UsageError(
                 f"entry {position} frees {address:#x}, which the history does not allocate: record it from "
-                "the "
-                "beginning, before the first tensor is on the GPU, and with max_entries large enough"
+                "the beginning, before the first tensor is on the GPU, and with a large enough max_entries"
             )
         self._allocator.free(self._blocks.pop(address))
 

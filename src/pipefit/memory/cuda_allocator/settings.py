@@ -44,9 +44,9 @@ _ON_HOST = frozenset(
 )
 _NOT_SIMULATED = {
     "garbage_collection_threshold": "frees cached blocks by their age",
-    "throw_on_cudamalloc_oom": "gives up before cached blocks are freed",
-    "expandable_segments_reserve": "gives expandable segments an end",
-    "expandable_segments_reserve_by_class": "gives expandable segments an end",
+    "throw_on_cudamalloc_oom": "raises an error before it frees cached blocks",
+    "expandable_segments_reserve": "limits expandable segments",
+    "expandable_segments_reserve_by_class": "limits expandable segments",
 }
 
 
@@ -82,8 +82,7 @@ class AllocatorSettings:
         if self.expandable and large % PAGE:
             raise UsageError(
                 "large_segment_size_mb must be even with expandable_segments, whose pages are multiples of "
-                "2 MiB, not "
-                f"{large / MIB:g}"
+                f"2 MiB, not {large / MIB:g}"
             )
         for name, nbytes in (
             ("max_split_size_mb", split),
@@ -95,7 +94,7 @@ class AllocatorSettings:
                 )
         if not 0 < self.memory_fraction <= 1:
             raise UsageError(
-                f"per_process_memory_fraction is above 0 and at most 1, not {self.memory_fraction:g}"
+                f"per_process_memory_fraction must be above 0 and at most 1, not {self.memory_fraction:g}"
             )
 
     @classmethod
@@ -109,14 +108,13 @@ class AllocatorSettings:
         for key, value in _pairs(text):
             if key in _NOT_SIMULATED:
                 raise UsageError(
-                    f"the allocator setting {key} is not simulated: it {_NOT_SIMULATED[key]}; leave it out "
-                    "of the "
-                    "simulated settings, or compare requested bytes"
+                    f"the allocator setting {key} is not simulated, because it {_NOT_SIMULATED[key]}; "
+                    "remove it from the simulated settings, or compare requested bytes"
                 )
             if key == "backend" and value != "native":
                 raise UsageError(
-                    f"the allocator backend {shortened(repr(value))} is not simulated, only torch's own: "
-                    "native"
+                    f"the allocator backend {shortened(repr(value))} is not simulated: only torch's own "
+                    "backend, native, is"
                 )
             if key in _KEYS:
                 field, read = _KEYS[key]
@@ -124,7 +122,7 @@ class AllocatorSettings:
             elif key != "backend" and key not in _ON_HOST:
                 known = ", ".join(sorted((*_KEYS, *_ON_HOST, "backend")))
                 raise UsageError(
-                    f"{shortened(repr(key))} is no setting of CUDA's caching allocator (known: {known})"
+                    f"{shortened(repr(key))} is not a setting of CUDA's caching allocator (known: {known})"
                 )
         return replace(cls(), **result)
 
@@ -186,14 +184,13 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
                 key, colon, value = written[start:place].partition(":")
                 if not colon or not value or depth:
                     raise UsageError(
-                        f"{shortened(repr(written[start:place]))} is no allocator setting: write key:value, "
-                        "with a "
-                        "comma between"
+                        f"{shortened(repr(written[start:place]))} is not an allocator setting: write "
+                        "key:value pairs, separated by commas"
                     )
                 yield key, value
             start = place + 1
     if depth:
-        raise UsageError(f"{shortened(repr(text))} has a bracket that is not closed")
+        raise UsageError(f"{shortened(repr(text))} has an unclosed bracket")
 
 
 def _mib(key: str, value: str) -> int:

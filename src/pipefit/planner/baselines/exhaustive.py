@@ -34,8 +34,7 @@ def exhaustive(question: Question) -> Found:
     if count > LIMIT:
         raise UsageError(
             f"{question.profile.parts} on {question.stages} stages split in {count:,} ways, more than the "
-            f"{LIMIT:,} "
-            "that the exhaustive planner tries: use the exact planner, which finds the same plan"
+            f"{LIMIT:,} that the exhaustive planner tries: use the exact planner, which finds the same plan"
         )
     value, split = _best(question)
     return Found(split, question.objective, value, count)

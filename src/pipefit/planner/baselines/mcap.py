@@ -68,8 +68,7 @@ def minimiser() -> Minimise:
     except ImportError:
         raise UsageError(
             "Bayesian optimisation needs scikit-optimize, which is not installed: pip install "
-            "pipefit[bayes], or use "
-            "the exact planner, which finds better plans sooner"
+            "'pipefit[bayes]', or use the exact planner, which finds better plans sooner"
         ) from None
     minimise: Minimise = gp_minimize
     return minimise
@@ -145,22 +144,20 @@ def measured_costs(question: Question) -> AdditiveCosts:
     model, costs = question.profile.model, question.profile.additive
     if costs is None:
         raise UsageError(
-            f"this planner takes what training runs measured, and there were none of {model}: profile it "
-            "with "
-            "--runs incremental or --runs trimmed, or use the exact planner, which needs none"
+            f"this planner needs measurements of training runs, and {model} does not have any: profile it "
+            "with --runs incremental or --runs trimmed, or use the exact planner, which does not need them"
         )
     unlike = costs.differences(question.training, question.options.recompute)
     if unlike:
         raise UsageError(
-            f"the training runs of {model} were made with {'; '.join(unlike)}: ask for a plan of that "
-            "training, "
-            "profile with --runs and the settings of this one, or use the exact planner, which needs no runs"
+            f"the training runs of {model} used {'; '.join(unlike)}: plan for that training, profile with "
+            "--runs and these settings, or use the exact planner, which does not need training runs"
         )
     if question.blocks < len(question.profile.block_names):
         raise UsageError(
-            f"the training runs of {model} were made block by block, and schedule "
-            f"{question.training.schedule} keeps "
-            "blocks that share a parameter in one stage: use the exact planner, or untie them"
+            f"the training runs of {model} were made block by block, but schedule "
+            f"{question.training.schedule} keeps blocks that share a parameter in one stage: use the exact "
+            "planner, or untie these blocks"
         )
     return costs
 
@@ -185,8 +182,7 @@ def mcap_bf(question: Question) -> Found:
     if count > LIMIT:
         raise UsageError(
             f"{question.profile.parts} on {stages} stages split in {count:,} ways, more than the {LIMIT:,} "
-            "that "
-            "mcap_bf tries: use the additive planner, which finds the same split"
+            "that mcap_bf tries: use the additive planner, which finds the same split"
         )
     splits = ((0, *cuts, blocks) for cuts in combinations(range(1, blocks), stages - 1))
     peaks, _, edges = min(

@@ -54,8 +54,8 @@ def best_split(predictor: Predictor, blocks: int, devices: int) -> tuple[int, ..
     """
     if not 1 <= devices <= blocks:
         raise UsageError(
-            f"{counted(blocks, 'block')} cannot be split over {counted(devices, 'device')}: each holds at "
-            "least one"
+            f"{counted(blocks, 'block')} cannot be split over {counted(devices, 'device')}, because each "
+            "device holds at least one block"
         )
     partials: dict[int, _Partial] = {0: _Partial((), ())}
     for stage in range(devices):

@@ -144,7 +144,7 @@ class _Walk:
     def _update(
         self, action: Action, before: Action | None, following: Action | None
     ) -> Iterator[Surroundings]:
-        assert self.weights is not None, "synchronous orders have no updates"
+        assert self.weights is not None, "synchronous schedules do not update within a step"
         if action.kind is Kind.STASH:
             self.weights.adopt() if action.wait else self.weights.stash()
             return
@@ -171,9 +171,8 @@ def _endless_orders(
     """
     if recompute not in ("never", "always", "stages"):
         raise UsageError(
-            f"recompute {recompute} leaves a microbatch of a step out, and under schedule {schedule} steps "
-            "overlap: "
-            "recompute always, stages or never"
+            f"recompute {recompute} exempts a microbatch of each step, but steps overlap under schedule "
+            f"{schedule}: use recompute always, stages or never"
         )
     again = () if recompute == "never" else ALL_MICROBATCHES
     for step in range(distinct_steps_of(schedule, stages, microbatches)):

@@ -291,9 +291,9 @@ class Search:
         value, count = min((programme.values[count - 1], count) for count in self.counts)
         if value == _INFINITE:
             raise UsageError(
-                f"{self.question.profile.parts} have no plan in {counted(self.counts[-1], 'stage')} or fewer "
-                "on the "
-                f"devices of {self.question.cluster.name} by these costs: use other degrees, or none"
+                f"{self.question.profile.parts} cannot be planned with at most "
+                f"{counted(self.counts[-1], 'stage')} on the devices of {self.question.cluster.name} by "
+                "these costs: use other numbers of replicas and shards, or leave them open"
             )
         return self._made(programme.best(count), value)
 

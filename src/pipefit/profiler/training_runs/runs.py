@@ -89,9 +89,8 @@ def check_devices(devices: int) -> None:
     """
     if devices < 3:
         raise UsageError(
-            f"incremental profiling needs at least three devices, not {devices}: one "
-            "for a block alone, and one each for the blocks before and behind it; trimmed runs do with one "
-            "device"
+            f"incremental profiling needs at least three devices, not {devices}: one for a single block, "
+            "and one each for the blocks before and after it; trimmed runs need only one device"
         )
 
 
@@ -102,7 +101,7 @@ def trimmed(blocks: int, devices: int) -> list[Stages]:
         UsageError: `devices` is less than 1.
     """
     if devices < 1:
-        raise UsageError("profiling needs a device")
+        raise UsageError("profiling needs at least one device")
     pairs = [(start, start + 2) for first in (0, 1) for start in range(first, blocks - 1, 2)]
     waiting = [*pairs, *((block, block + 1) for block in range(blocks))]
     runs: list[Stages] = []
@@ -183,7 +182,7 @@ class Conditions:
         result += self.training.differences(other.training)
         model = differences(self.fingerprint, other.fingerprint, names)
         if not model and self.edges != other.edges:
-            model = ["other blocks of layers, as a task of another granularity has"]
+            model = ["other blocks of layers, such as those of a task with another granularity"]
         if not result and not model and self.sizes != other.sizes:
             model = ["operations of other sizes"]
         return [*result, *model]
@@ -214,9 +213,8 @@ def check_places(cluster: Cluster, training: Training, recompute: Recompute) -> 
     ]
     if len(set(met)) > 1:
         raise UsageError(
-            f"under {training.schedule} a stage's memory depends on its place in the pipeline, which two "
-            "numbers for "
-            "each block cannot express: profile, plan and train under gpipe"
+            f"under {training.schedule} a stage's memory depends on its position in the pipeline, which two "
+            "numbers for each block cannot express: profile, plan and train under gpipe"
         )
 
 
@@ -310,11 +308,11 @@ class Runs:
         names = self.profile.block_names[slice(*interval)]
         what = f"{names[0]} alone" if len(names) == 1 else f"{' and '.join(names)} together"
         failures = [o.failure for stages, o in self.outcomes.items() if interval in stages and o.failure]
-        said = f". The last of them: {failures[-1]}" if failures else ""
+        said = f". The last failure: {failures[-1]}" if failures else ""
         return InfeasibleError(
             f"{self.profile.model} cannot be profiled on {self.cluster.name}: every run with {what} on a "
-            "device passed "
-            f"a device's memory{hint}; profile with smaller microbatches, or on larger or more devices{said}"
+            f"device exceeded a device's memory{hint}; profile with smaller microbatches, or on larger or "
+            f"more devices{said}"
         )
 
     # ---------------------------------------------------------------- the file
@@ -326,13 +324,13 @@ class Runs:
             outcomes = dict(map(_outcome, result["runs"]))
         except (OSError, ValueError, KeyError, TypeError, RecursionError, FileError) as error:
             raise FileError(
-                f"{self.path} is no record of profiling runs ({error}): delete it to begin anew"
+                f"{self.path} is not a record of profiling runs ({error}): delete it to start again"
             ) from None
         unlike = made.differences(self.conditions, self.profile.layers)
         if unlike:
             raise FileError(
                 f"{self.path} holds runs made for {'; '.join(unlike)}: name another file, or delete it to "
-                "begin anew"
+                "start again"
             )
         return outcomes
 

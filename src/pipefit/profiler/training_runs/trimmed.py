@@ -209,7 +209,7 @@ def _train(lone: LoneStages, plan: Plan, stage: int) -> int:
         meter = hardware.meter(number, device, kernels)
         if meter is None:
             raise UsageError(
-                f"{plan.cluster.name} does not count memory: profile on emulated devices, or on GPUs"
+                f"{plan.cluster.name} does not measure memory: profile on emulated devices, or on GPUs"
             )
         try:
             return lone.train(plan, stage, device=device, meter=meter)

@@ -112,15 +112,15 @@ def _lacked(found: PostMortem) -> list[tuple[str, str, str]]:
     moment = found.moment
     facts = [
         ("ran out at", moment.action, f"step {moment.step}, device {found.device}"),
-        ("would have held", format_bytes(moment.total_bytes), f"of {format_bytes(found.budget_bytes)}"),
+        ("would have needed", format_bytes(moment.total_bytes), f"of {format_bytes(found.budget_bytes)}"),
         (
-            "too little by",
+            "short by",
             format_bytes(found.lack_bytes),
             "of tensors" if found.lack_bytes else "tensors alone fit",
         ),
     ]
     if found.asked_bytes:
-        asked = ("asked for", format_bytes(found.asked_bytes), f"with {format_bytes(found.left_bytes)} left")
+        asked = ("requested", format_bytes(found.asked_bytes), f"with {format_bytes(found.left_bytes)} free")
         facts.insert(1, asked)
     return facts
 
@@ -329,4 +329,4 @@ def _links(plan: Plan, trace: Trace) -> Iterator[str]:
         Table(("from", "to", "traffic", "bytes", "share of the step"), tuple(rows), title="traffic by link")
     )
     if len(flows) > len(rows):
-        yield f"<p>and {len(flows) - len(rows)} more, of fewer bytes</p>"
+        yield f"<p>and {len(flows) - len(rows)} more with fewer bytes</p>"

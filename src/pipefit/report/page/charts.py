@@ -140,12 +140,12 @@ def _own(plan: Plan) -> str:
     shares = any(len(stage.devices) > 1 for stage in plan.stages)
     more = [
         words
-        for is_so, words in ((moves, "it moves tensors too"), (shares, "its devices share stages"))
+        for is_so, words in ((moves, "it offloads tensors"), (shares, "its devices share stages"))
         if is_so
     ]
     return (
-        f" This plan takes {format_bytes(peak)} of {format_bytes(budget)} and {step} a step"
-        f"{'; ' * bool(more)}{' and '.join(more)}{', which no position does' * bool(more)}."
+        f" This plan needs {format_bytes(peak)} of {format_bytes(budget)} and {step} a "
+        f"step{'; ' * bool(more)}{' and '.join(more)}{', unlike the plans below' * bool(more)}."
     )
 
 
@@ -178,14 +178,13 @@ def lesson(plan: Plan) -> str:
     told.append([f"x {factor:g}" for factor in axes.links])
     data = dumps({"axes": told, "rows": rows}, separators=(",", ":"))
     return (
-        "<p>Each position is a plan for the lowest peak with one device a stage, computed when this page was "
-        "made, "
-        f"with microbatches of {counted(_size(plan), 'sample')}.{kept_together(_own(plan))}</p>"
-        f'<div class="whatif">{controls}</div>'
-        '<div class="outcome"><span>fullest</span><span class="bar"><i class="c3" id="whatif-bar"></i>'
-        '<u id="whatif-cap"></u></span><span class="figure" id="whatif-peak"></span></div>'
-        '<p id="whatif" role="status" aria-live="polite"></p>'
-        f'<script type="application/json" id="grid">{data}</script>'
+        "<p>Each position is a plan for the lowest peak with one device per stage, computed when this page "
+        "was made, with microbatches of "
+        f"{counted(_size(plan), 'sample')}.{kept_together(_own(plan))}</p><div "
+        f'class="whatif">{controls}</div><div class="outcome"><span>fullest</span><span class="bar"><i '
+        'class="c3" id="whatif-bar"></i><u id="whatif-cap"></u></span><span class="figure" '
+        'id="whatif-peak"></span></div><p id="whatif" role="status" aria-live="polite"></p><script '
+        f'type="application/json" id="grid">{data}</script>'
     )
 
 
@@ -386,9 +385,9 @@ def growth(fit: Fit) -> str:
     peak = _line(across, up, [(one.value, one.need_bytes) for one in tried], "soft-line")
     points = "".join(_point(fit, across, up, one) for one in tried)
     return (
-        f'<svg class="growth" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" role="img" aria-label="peak of the '
-        f'fullest device over {escape(fit.grown)}, beside its memory">{_levels(up, sizes)}{_values(fit, across, tried)}'
-        f"{budget}{peak}{points}</svg>"
+        f'<svg class="growth" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" role="img" aria-label="peak '
+        f"of the fullest device over {escape(fit.grown)}, and its "
+        f'memory">{_levels(up, sizes)}{_values(fit, across, tried)}{budget}{peak}{points}</svg>'
     )
 
 

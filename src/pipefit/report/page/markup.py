@@ -79,7 +79,7 @@ def _alike(devices: Sequence[DeviceTrace], largest: int, fewest: int) -> str:
     if len(others) <= fewest:
         return "".join((first, *others))
     to = "and" if len(others) == 2 else "to"
-    named = f"devices {devices[1].device} {to} {devices[-1].device} are filled alike"
+    named = f"devices {devices[1].device} {to} {devices[-1].device} have the same memory"
     return f"{first}<details><summary>{named}</summary>{''.join(others)}</details>"
 
 

@@ -174,7 +174,9 @@ class Checkpointing:
             except FileError as failed:
                 error = failed
         if self._saver.which(error is not None, self._on_load):
-            raise error or FileError(f"worker 0 cannot hold {printable(str(directory))}, and tells why")
+            raise error or FileError(
+                f"worker 0 cannot lock {printable(str(directory))}; its output shows the reason"
+            )
         there = self._saver.which(bool(steps), self._on_load)
         return self.load(directory, seed=self._all[0].seed) if there else None
 
@@ -199,9 +201,8 @@ class Checkpointing:
             if isinstance(error, PipefitError | torch.OutOfMemoryError) or no_memory(error):
                 raise
             raise FileError(
-                f"{printable(str(checkpoint.folder))} cannot be taken up: its settings are not those of this "
-                "task's "
-                f"optimizer and scheduler ({in_one_line(error)})"
+                f"{printable(str(checkpoint.folder))} cannot be loaded: its settings differ from those of "
+                f"this task's optimizer and scheduler ({in_one_line(error)})"
             ) from error
         for runner in self.runners:
             _count(runner)
@@ -231,7 +232,8 @@ class Checkpointing:
                 return checkpoint, tensors
             if error is None and candidates.named:
                 raise PeerLost(
-                    f"worker {failed[0]} cannot read {printable(str(checkpoint.folder))}, and says why"
+                    f"worker {failed[0]} cannot read {printable(str(checkpoint.folder))}; its output shows "
+                    "the reason"
                 )
             candidates.pass_over(error or DamagedCheckpoint(f"worker {failed[0]} cannot read it"))
 
@@ -250,9 +252,9 @@ class Checkpointing:
         ):
             return
         raise FileError(
-            f"{printable(str(checkpoint.folder))} is of another training, {manifest.owner}, which saved it "
-            "at "
-            f"{utc(manifest.saved_seconds)}, after this one had begun: give each training a folder of its own"
+            f"{printable(str(checkpoint.folder))} belongs to another training, {manifest.owner}, which "
+            f"saved it at {utc(manifest.saved_seconds)}, after this training had begun: use a separate "
+            "folder for each training"
         )
 
     def state(self) -> StageState:
@@ -313,13 +315,12 @@ class Checkpointing:
         """
         needed, free = found.nbytes * self._beside, free_bytes()
         missing = self._plan_shortage or (
-            f"this host has {format_bytes(free)} of memory left, and copies of what its workers save take up "
-            "to "
-            f"{format_bytes(needed)}"
+            f"this host has {format_bytes(free)} of memory left, but the copies of its workers' state need "
+            f"up to {format_bytes(needed)}"
             if needed > free
             else ""
         )
-        return missing and f"{missing}: training stands still while a checkpoint is written"
+        return missing and f"{missing}: training pauses while a checkpoint is written"
 
     @cached_property
     def _plan_shortage(self) -> str:
@@ -366,9 +367,8 @@ def _check_seed(checkpoint: Checkpoint, seed: int | None) -> None:
     if seed not in (None, trained):
         raise UsageError(
             f"{printable(str(checkpoint.folder))} was trained with seed {trained}, by training "
-            f"{checkpoint.manifest.owner}, and this one has seed {seed}: give it that seed to go on "
-            "(Trainer.load "
-            "takes the checkpoint's), or save to another folder"
+            f"{checkpoint.manifest.owner}, but this training has seed {seed}: resume with seed {trained} "
+            "(Trainer.load uses the checkpoint's seed), or save to another folder"
         )
 
 

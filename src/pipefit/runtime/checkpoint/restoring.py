@@ -98,7 +98,8 @@ def take_state(scheduler: Any, common: Settings, by_group: Sequence[Settings]) -
     unknown = next((path for path in rest if "." in path), None)
     if unknown is not None:
         raise FileError(
-            f"the checkpoint's scheduler keeps {unknown}, which the task's has not: use the same scheduler"
+            f"the checkpoint's scheduler stores {unknown}, but the task's scheduler does not: use the same "
+            "scheduler"
         )
     scheduler.load_state_dict({**state, **rest})
 
@@ -127,9 +128,8 @@ def scalar(value: Any, what: str) -> Scalar:
     if isinstance(value, float) and isfinite(value):
         return float(value)
     raise UsageError(
-        f"{what} is {value if isinstance(value, float) else kind_of(value)}, which no checkpoint can hold: "
-        "it takes "
-        "finite numbers, texts and lists of them"
+        f"{what} is {value if isinstance(value, float) else kind_of(value)}, which cannot be saved: "
+        "checkpoints hold finite numbers, texts and lists of them"
     )
 
 
@@ -170,14 +170,14 @@ def _rebuilt(path: str, template: Any, rest: Settings, by_group: Sequence[Settin
         )
     if path not in rest:
         raise FileError(
-            f"the checkpoint's scheduler has no {path}, which the task's keeps: use the same scheduler"
+            f"the checkpoint's scheduler does not store {path}, but the task's scheduler does: use the same "
+            "scheduler"
         )
     value = rest.pop(path)
     if isinstance(template, list | tuple) and len(template) != len(value if isinstance(value, tuple) else ()):
         raise FileError(
-            f"the checkpoint's scheduler has another number of {path} than the task's under this plan: use "
-            "the same "
-            "scheduler, or the plan that was trained"
+            f"the checkpoint's scheduler has a different number of {path} than the task's scheduler under "
+            "this plan: use the same scheduler, or the plan that was trained"
         )
     return _like(template, value, f"the scheduler's {path}")
 
@@ -211,7 +211,7 @@ def _like(template: Any, value: Setting, what: str) -> Any:
         return tuple(items) if isinstance(template, tuple) else items
     if not _fits(template, value):
         raise FileError(
-            f"the checkpoint has {shortened(repr(value))} as {what}, where the task has {template!r}"
+            f"the checkpoint has {shortened(repr(value))} as {what}, but the task has {template!r}"
         )
     if _is_number(template) and isinstance(value, bool | int | float):
         return template.clone().fill_(value)
@@ -389,9 +389,8 @@ def _checked(tensor: Tensor, key: str) -> Tensor:
     dtype = dtype_name(tensor.dtype)
     if tensor.layout != torch.strided or dtype not in DTYPES or tensor.is_quantized:
         raise UsageError(
-            f"{key} is a tensor of {tensor.dtype} and layout {tensor.layout}, which no checkpoint can hold: "
-            "it takes "
-            f"dense tensors of {', '.join(DTYPES)}"
+            f"{key} is a tensor of {tensor.dtype} and layout {tensor.layout}, which cannot be saved: "
+            f"checkpoints hold dense tensors of {', '.join(DTYPES)}"
         )
     return tensor
 
@@ -408,8 +407,8 @@ def check_task(checkpoint: Checkpoint, profile: ModelProfile) -> None:
     result = differences(checkpoint.manifest.model, profile.fingerprint, profile.layers)
     if result:
         raise FileError(
-            f"{_named(checkpoint)} is of another training than that of {profile.model}: it was made for "
-            f"{'; '.join(result)}: load it into its own task, or take up its weights alone (load_state_dict)"
+            f"{_named(checkpoint)} does not belong to this task of {profile.model}: it was made for "
+            f"{'; '.join(result)}. Load it into its own task, or load only its weights (load_state_dict)"
         )
 
 
@@ -498,12 +497,11 @@ def check_weight(path: str | os.PathLike[str], name: str, found: Tensor | None, 
     """
     source = printable(os.fspath(path))
     if found is None:
-        raise FileError(f"{source} does not fit the model: it has no {name}, of shape {tuple(into.shape)}")
+        raise FileError(f"{source} does not fit the model: it lacks {name} of shape {tuple(into.shape)}")
     if found.shape != into.shape or (found.dtype != into.dtype and not _both_floating(found, into)):
         raise FileError(
             f"{source} does not fit the model: {name} has dtype {found.dtype} and shape "
-            f"{tuple(found.shape)}, and "
-            f"{into.dtype} and {tuple(into.shape)} are needed"
+            f"{tuple(found.shape)}, but the model needs {into.dtype} and {tuple(into.shape)}"
         )
 
 
@@ -557,7 +555,7 @@ def _check_like(checkpoint: Checkpoint, what: str, found: Tensor | None, into: T
     if found.shape != into.shape or found.dtype != into.dtype:
         raise FileError(
             f"{_named(checkpoint)} does not fit the model: {what} has dtype {found.dtype} and shape "
-            f"{tuple(found.shape)}, and {into.dtype} and {tuple(into.shape)} are needed"
+            f"{tuple(found.shape)}, but the model needs {into.dtype} and {tuple(into.shape)}"
         )
 
 
@@ -576,10 +574,9 @@ def _check_constants(checkpoint: Checkpoint, stage: StageRunner, tensors: Mappin
     for name, constant in _constants(stage).items():
         if not torch.equal(constant, tensors[tensor_key("held", name)].to(constant.device)):
             raise FileError(
-                f"{_named(checkpoint)} has another {name} than the model, and tensor shards cannot take it "
-                "up, for it "
-                "is a plain attribute of its layer: make it a buffer, or load under a plan without tensor "
-                "shards"
+                f"{_named(checkpoint)} and the model differ in {name}, a plain attribute of its layer, "
+                "which tensor-parallel ranks cannot load: make it a buffer, or load under a plan without "
+                "tensor parallelism"
             )
 
 
@@ -594,9 +591,9 @@ def _take_groups(checkpoint: Checkpoint, stage: StageRunner, names: Names) -> No
     ]
     common = checkpoint.manifest.scheduler
     if (stage.scheduler is None) != (common is None):
-        have, has = ("none", "one") if common is None else ("one", "none")
+        have, has = ("no", "one") if common is None else ("a", "none")
         raise FileError(
-            f"{_named(checkpoint)} has {have} where the task has {has}: a scheduler; use the same task"
+            f"{_named(checkpoint)} has {have} scheduler, but the task has {has}: use the same task"
         )
     if stage.scheduler is not None and common is not None:
         take_state(stage.scheduler, common, [group.scheduled for group in result])
@@ -611,15 +608,14 @@ def _one_group(
     missing = next((name for name in parameters if name not in known), None)
     if missing is not None:
         raise FileError(
-            f"{_named(checkpoint)} does not fit the optimizer: {missing} is in none of its groups"
+            f"{_named(checkpoint)} does not fit the optimizer: {missing} is missing in its parameter groups"
         )
     first, *others = (known[name] for name in parameters)
     for name, other in zip(parameters[1:], others, strict=True):
         if (other.options, other.scheduled) != (first.options, first.scheduled):
             raise FileError(
-                f"{_named(checkpoint)} does not fit the optimizer: {parameters[0]} and {name} are in one "
-                "parameter "
-                "group now, and had other options in theirs"
+                f"{_named(checkpoint)} does not fit the optimizer: {parameters[0]} and {name} are now in "
+                "one parameter group, but had different options when it was saved"
             )
     return first
 
@@ -627,9 +623,8 @@ def _one_group(
 def _check_batches(checkpoint: Checkpoint, stage: StageRunner) -> None:
     if _batches(checkpoint.manifest, stage) is None:
         raise FileError(
-            f"{_named(checkpoint)} was saved by stages that had taken different numbers of batches, as after "
-            "a step "
-            "that failed, so that no other plan can go on with their random draws: load it under the plan "
+            f"{_named(checkpoint)} was saved by stages that had taken different numbers of batches, as "
+            "after a failed step, so other plans cannot continue its random draws: load it under the plan "
             "that saved it"
         )
 
@@ -647,7 +642,7 @@ def _batches(manifest: Manifest, stage: StageRunner) -> int | None:
 def _check_scale(checkpoint: Checkpoint, stage: StageRunner) -> None:
     scales = stage.agreement is not None and stage.agreement.scale is not None
     if scales != (checkpoint.manifest.loss_scale is not None):
-        raise FileError(f"{_named(checkpoint)} does not fit the plan: only one of both scales the loss")
+        raise FileError(f"{_named(checkpoint)} does not fit the plan: only one of them uses loss scaling")
 
 
 def _take_rest(manifest: Manifest, stage: StageRunner) -> None:

@@ -235,7 +235,7 @@ class Saver:
                 dist.all_reduce(numbers)
             except RuntimeError as error:
                 raise PeerLost(
-                    f"another worker is gone while a checkpoint is saved or loaded ({all_lines(error)})"
+                    f"another worker ended while a checkpoint was saved or loaded ({all_lines(error)})"
                 ) from error
             tell(False)
         return [int(number) for number in numbers.tolist()]
@@ -301,7 +301,7 @@ class _Writing:
         if not self._others():
             if self.given_up:
                 return  # the worker that failed reports it
-            raise FileError("the program ended before all workers had written their parts")
+            raise FileError("the program ended before all workers had written their files")
         parts = [folders.read_part(self.partial, rank) for rank in range(self.saver.workers)]
         folders.complete(self.partial, self.join(parts))
         if self.target.keep is not None:
@@ -312,7 +312,7 @@ class _Writing:
         left = None
         while not all(folders.has_part(self.partial, rank) for rank in range(self.saver.workers)):
             if not self.partial.is_dir():
-                raise FileError("somebody has removed the folder")
+                raise FileError("the folder has been removed")
             if not threading.main_thread().is_alive():
                 left = left or time.monotonic() + _LEAVING_SECONDS
             if self.given_up or (left is not None and time.monotonic() > left):
@@ -327,7 +327,9 @@ class _Writing:
         """Return a message about the failure and the last whole checkpoint."""
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else _reason(error)
         known = [step for step, _ in folders.whole(self.target.directory)]
-        last = f"the last whole one is {known[-1]}" if known else "there is no whole one yet"
+        last = (
+            f"the last complete checkpoint is {known[-1]}" if known else "there is no complete checkpoint yet"
+        )
         return (
             f"checkpoint {self.target.step} cannot be saved to {printable(str(self.partial))}: {reason}; "
             f"{last}"

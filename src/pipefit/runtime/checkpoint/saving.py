@@ -60,9 +60,8 @@ class Saving:
         for entry in reversed(survey(Path(self.directory))):
             if entry.step > first and entry.obstacle:
                 raise UsageError(
-                    f"{printable(str(entry.folder))} is no whole checkpoint ({entry.obstacle}): remove it, "
-                    "or save to "
-                    "another folder"
+                    f"{printable(str(entry.folder))} is an incomplete checkpoint ({entry.obstacle}): remove "
+                    "it, or save to another folder"
                 )
         newest = self.newest
         if newest is None:
@@ -70,14 +69,13 @@ class Saving:
         step, other = newest[0], find(newest[1]).manifest.owner
         if step > first:
             raise UsageError(
-                f"{printable(self.directory)} holds a checkpoint of step {step} already, and this training "
-                "begins at "
-                f"{first}: go on from there (--resume), or save to another folder"
+                f"{printable(self.directory)} already has a checkpoint of step {step}, but this training "
+                f"starts at step {first}: resume from it (--resume), or save to another folder"
             )
         if other.training != owner.training:
             raise UsageError(
-                f"{printable(self.directory)} holds checkpoints of another training, {other}: save to "
-                "another folder"
+                f"{printable(self.directory)} has checkpoints of another training, {other}: save to another "
+                "folder"
             )
 
     def check(self, plan: Plan) -> None:
@@ -91,9 +89,8 @@ class Saving:
         missing = "" if self.in_foreground else snapshot_shortage(plan, arenas_of(plan, whole_run(plan)))
         if missing:
             raise OutOfMemory(
-                f"{missing}: let training stand still while a checkpoint is written (--save-in-foreground), "
-                "or move "
-                "less there"
+                f"{missing}: pause training while a checkpoint is written (--save-in-foreground), or "
+                "offload less to the host"
             )
 
     @property
@@ -104,7 +101,7 @@ class Saving:
     @property
     def way_on(self) -> str:
         """Hint for the message of a training that has ended and can be resumed; empty if nothing is saved."""
-        return f"; go on with --resume {printable(self.directory)}" if self.newest else ""
+        return f"; resume with --resume {printable(self.directory)}" if self.newest else ""
 
     def reached(self, steps_done: int) -> str:
         """Return a message with the steps done and the last saved step."""

@@ -58,11 +58,10 @@ from pipefit.units import format_bytes
 
 LONGEST_SECONDS = 10.0
 _FOR_SLICES = (
-    "Return the mean over samples, which do not depend on each other; or use one device for each stage; or, "
-    "if every "
-    "slice's own loss is meant, leave this comparison out (numbers=False, train --no-numbers)"
+    "Return the mean over independent samples, use one device for each stage, or, if the loss of each "
+    "local batch is intended, skip this comparison (numbers=False, train --no-numbers)"
 )
-_SMALLER = "compare a smaller model of the same code, such as one of fewer layers"
+_SMALLER = "compare a smaller model of the same code, such as one with fewer layers"
 _MICROBATCHES, _RUNS = 2, 2
 _COPIES = 3  # of the module's bytes: a copy, its gradients, and the previous copy's
 _CORE = Cluster.emulated((1, 1)).devices[0].kind
@@ -83,8 +82,8 @@ def certify_numbers(task: Task, plan: Plan, *, seed: int = 0) -> Numbers:
     instance("plan", plan, Plan, "pipefit.load reads one")
     if (needed := module_bytes(plan.measurement)) > (free := free_bytes()):
         raise UsageError(
-            f"comparing the numbers of {task.name} takes {format_bytes(needed)} of the host, which has "
-            f"{format_bytes(free)} to spare: {_SMALLER}"
+            f"comparing the numbers of {task.name} needs {format_bytes(needed)} on the host, which has "
+            f"{format_bytes(free)} free: {_SMALLER}"
         )
     with recording("comparing numbers"):
         whole = built(task if task.dtype is None else on_a_copy(task), seed=seed)
@@ -118,9 +117,8 @@ def _certified_plan(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sam
     needed, free = plan_comparison.host_bytes(plan, count), free_bytes()
     if needed > free:
         return (
-            f"; training by the plan was not compared: it takes {format_bytes(needed)} of the host, which "
-            "has "
-            f"{format_bytes(free)} to spare"
+            f"; training by the plan was not compared: it needs {format_bytes(needed)} on the host, which "
+            f"has {format_bytes(free)} free"
         )
     try:
         compared = compare_plan(whole, plan, chain, batches, count)
@@ -146,10 +144,12 @@ def _certified(whole: Task, plan: Plan) -> Iterator[str]:
         divided = shard_chain(chain, ranks, given, wanted, sequences=sequences)
         compared = compare_blocks(divided, given, wanted, free_bytes=free_bytes(), longest=inf)
         if compared.left_out:
-            yield f"; what {ranks} tensor-parallel ranks divide was not compared: {compared.left_out}"
+            yield (
+                f"; layers sharded over {ranks} tensor-parallel ranks were not compared: {compared.left_out}"
+            )
         else:
             yield (
-                f"; what {ranks} tensor-parallel ranks have agrees with "
+                f"; layers sharded over {ranks} tensor-parallel ranks agree with "
                 f"{counted(compared.blocks, 'distinct block')}"
             )
 
@@ -182,7 +182,7 @@ def comparable(
             chosen.append(row)
             costs = {name: cost for name, cost in costs.items() if name not in left_out}
     if not chosen:
-        raise NotComparable(f"{reason}, and it has no list of more than two equal blocks")
+        raise NotComparable(f"{reason}, and it does not have a list of more than two equal blocks")
     try:
         fewer = with_fewer_blocks(whole, chosen)
         with recording("comparing numbers"):
@@ -207,7 +207,7 @@ def _costs(chain: Chain, plan: Plan, measurement: Measurement) -> list[LayerCost
     costs = dict(zip(plan.profile.layers, measurement.costs, strict=True))
     strange = next((layer.name for layer in chain.layers if layer.name not in costs), None)
     if strange is not None:
-        raise NotComparable(f"its layer {strange} is none of the plan's")
+        raise NotComparable(f"its layer {strange} is not in the plan")
     return [costs[layer.name] for layer in chain.layers]
 
 
@@ -257,9 +257,8 @@ def compare_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sa
 
 def _not_compared(whole: Task, reason: NotComparable) -> str:
     return (
-        f"the numbers of {whole.name} as a chain were not compared with those of the module: {reason}; "
-        "pipefit certify "
-        "--numbers compares them, however long it takes, and numbers=False (train --no-numbers) leaves it out"
+        f"{whole.name} as a chain was not compared with its module: {reason}. To compare anyway, run "
+        "pipefit certify --numbers; to skip this check, pass numbers=False (train --no-numbers)"
     )
 
 
@@ -281,7 +280,7 @@ def compare_plan_at_start(
         needed, taken = plan_comparison.host_bytes(plan, count), passes(count) * each
         reason = f"it takes about {taken:.0f} s" if taken > LONGEST_SECONDS else ""
         if needed > free:
-            reason = f"it takes {format_bytes(needed)} of the host, which has {format_bytes(free)} to spare"
+            reason = f"it needs {format_bytes(needed)} on the host, which has {format_bytes(free)} free"
         if not reason:
             break
     if not reason:
@@ -292,9 +291,9 @@ def compare_plan_at_start(
         else:
             return ""
     return (
-        f"training of {whole.name} by the plan was not compared with plain training: {reason}; pipefit "
-        "certify "
-        "--numbers compares it, however long it takes, and numbers=False (train --no-numbers) leaves it out"
+        f"training of {whole.name} by the plan was not compared with plain training: {reason}. To compare "
+        "anyway, run pipefit certify --numbers; to skip this check, pass numbers=False (train "
+        "--no-numbers)"
     )
 
 
@@ -365,11 +364,9 @@ def compare_divided(divided: ShardedChain, batch: Sample) -> str:
     if not result.left_out:
         return ""
     return (
-        f"layers of {chain.name} that {divided.ranks} tensor-parallel ranks divide were not compared with "
-        "whole ones: "
-        f"{result.left_out}; pipefit certify --numbers compares them at full length, and numbers=False "
-        "(train "
-        "--no-numbers) leaves it out"
+        f"layers of {chain.name} on {divided.ranks} tensor-parallel ranks were not compared with whole "
+        f"layers: {result.left_out}. To compare anyway, run pipefit certify --numbers; to skip this check, "
+        "pass numbers=False (train --no-numbers)"
     )
 
 
@@ -392,14 +389,13 @@ def _slices_apart(whole: Task, plan: Plan, chain: Chain, batch: Sample, data: in
         whole, [batch, batch, *slices], traced=chain.traced, target=plan.cluster.target
     )
     if one != again and isfinite(one):
-        raise NotComparable(f"{whole.name} draws random numbers in evaluation too")
+        raise NotComparable(f"{whole.name} also draws random numbers in evaluation")
     mean = sum(parts) / data
     if abs(mean - one) <= tolerance(plan) * max(abs(one), abs(mean)):
         return ""
     return (
-        f"{data} replicas would train another loss of {whole.name}: that of a microbatch is {one:.6g}, and "
-        "its "
-        f"{data} slices have {mean:.6g} on average"
+        f"{data} replicas would train another loss of {whole.name}: the loss of a microbatch is {one:.6g}, "
+        f"but its {data} local batches have {mean:.6g} on average"
     )
 
 
@@ -427,7 +423,10 @@ def _compare_rows(whole: Task, plan: Plan, chain: Chain, batch: Sample, data: in
     degrees = [stage.grid.data for stage in plan.stages]
     changing = [number for number in range(1, len(degrees)) if degrees[number - 1] != degrees[number]]
     if changing and len(chain.layers) < len(plan.profile.layers):
-        raise NotComparable("stages of different degrees exchange values between layers that it may not have")
+        raise NotComparable(
+            "stages with different numbers of replicas exchange values between layers, "
+            "which this comparison does not support"
+        )
     first, target = [plan.stages[number].start for number in changing], plan.cluster.target
     size = plan.training.microbatch_size // data
     sliced = chain.measured(plan.profile.at(size))
@@ -440,13 +439,11 @@ def _compare_rows(whole: Task, plan: Plan, chain: Chain, batch: Sample, data: in
                 own[value], torch.cat([o[value] for o in others], dimension), plan
             ):
                 raise UsageError(
-                    f"{counted(degrees[number - 1], 'replica')} of stage {number - 1} and {degrees[number]} "
-                    "of stage "
-                    f"{number} would exchange wrong rows: in slices for {data} replicas value {value} "
-                    "between them has "
-                    "other numbers than in a whole microbatch, as where a layer puts samples in another "
-                    "order. Use as "
-                    "many replicas on both sides, or end the stage at another layer"
+                    f"stages {number - 1} and {number} with {counted(degrees[number - 1], 'replica')} and "
+                    f"{degrees[number]} would exchange wrong rows: value {value} between them has other "
+                    f"numbers in {data} local batches than in a whole microbatch, for example because a "
+                    "layer reorders samples. Use the same number of replicas for both stages, or end the "
+                    "stage at another layer"
                 )
 
 
@@ -467,7 +464,7 @@ def _too_much(costs: Sequence[LayerCost], loss: LayerCost) -> str:
 def _lack_of_memory(costs: Sequence[LayerCost], loss: LayerCost) -> str:
     """Return that a comparison needs more memory than the host has, or an empty text."""
     needed, free = _bytes(costs, loss), free_bytes()
-    return f"it takes {format_bytes(needed)} of the host, which has {format_bytes(free)} to spare" * (
+    return f"it needs {format_bytes(needed)} on the host, which has {format_bytes(free)} free" * (
         needed > free
     )
 

@@ -58,13 +58,11 @@ def what_microbatches_change(whole: Task, plan: Plan, chain: Chain, batches: Seq
         return ""
     size = plan.training.microbatch_size
     return (
-        f"the loss of {whole.name} depends on the size of microbatches: two of {size} have {mean:.6g} on "
-        "average, and "
-        f"their {2 * size} samples together {together:.6g}, as where samples are each other's negatives, or "
-        "a loss is "
-        "a sum, or a mean over other things than samples. An update takes the mean of all microbatches' "
-        "losses, as a "
-        "plain loop does that accumulates gradients; for the loss of a whole batch, plan with one microbatch "
+        f"the loss of {whole.name} depends on the microbatch size: two microbatches of {size} have "
+        f"{mean:.6g} on average, but their {2 * size} samples together have {together:.6g}, for example "
+        "because samples are each other's negatives, or because the loss is a sum or a mean over something "
+        "other than samples. An update uses the mean of the losses of all microbatches, like a plain loop "
+        "with gradient accumulation. For the loss of a whole batch, plan with one microbatch "
         "(microbatches=1)"
     )
 
@@ -95,11 +93,8 @@ def check_left_out(plan: Plan, cut: Cut) -> None:
     for number, (inputs, targets) in enumerate(zip(cut.inputs, cut.targets, strict=True)):
         if counts := left_out((*inputs, *targets), data):
             raise UsageError(
-                f"{data} replicas would train another loss: of microbatch {number} of this batch their "
-                "slices leave "
-                f"out {', '.join(map(str, counts))} targets ({LEFT_OUT}), so that the mean of their losses "
-                "is not "
-                "that of the microbatch. Plan with data=1 (--data 1); or, if every slice's own mean is "
-                "meant, with "
-                f"data={data}"
+                f"{data} replicas would train another loss: in microbatch {number} of this batch their "
+                f"local batches ignore {', '.join(map(str, counts))} targets ({LEFT_OUT}), so the mean of "
+                "their losses differs from the loss of the microbatch. Plan with data=1 (--data 1), or "
+                f"with data={data} if the mean of each local batch is intended"
             )

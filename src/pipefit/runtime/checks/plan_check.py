@@ -22,8 +22,8 @@ from pipefit.texts import counted
 # Kernels then take other temporary memory, and another torch may save other tensors. The figures of a plan
 # stay those of the profiled machine; certifying or training elsewhere raises one warning.
 
-CERTIFIED = "the peaks certified are those of the profile"
-TRAINED = "what this run takes may differ from its plan"
+CERTIFIED = "certified peaks are those of the profile"
+TRAINED = "this run may need more or less memory than planned"
 
 
 def warn_elsewhere(made: Assumptions, meaning: str, *, threads: int | None = None, callers: int = 1) -> None:
@@ -34,8 +34,8 @@ def warn_elsewhere(made: Assumptions, meaning: str, *, threads: int | None = Non
     """
     if differences := list(_differences(made, threads)):
         warnings.warn(
-            f"the profile was made {', '.join(differences)}: {meaning}, so profile the model again here "
-            "for figures of this machine",
+            f"the profile was made {', '.join(differences)}: {meaning}. Profile the model again on this "
+            "machine for exact figures",
             PipefitWarning,
             stacklevel=2 + callers,
         )
@@ -50,7 +50,7 @@ def _differences(made: Assumptions, threads: int | None) -> Iterator[str]:
     if made.cpu and (made.cpu, made.capability) != (here.cpu, here.capability):
         yield f"on {made.cpu} with {made.capability}, not {here.cpu} with {here.capability}"
     elif made.processor not in ("", here.details):
-        yield f"on another {made.cpu}, which has other features"
+        yield f"on another {made.cpu} with different features"
     if made.threads != here.threads:
         yield (
             f"for {counted(made.threads, 'thread')}, not {here.threads} (call "
@@ -84,8 +84,8 @@ def check_model(plan: Plan, task: Task, chain: Chain, samples: int | None = None
         ]
     if result:
         raise FileError(
-            f"the plan of {profile.model} does not belong to this task: it was made for {'; '.join(result)}: "
-            "profile and plan this task again"
+            f"the plan of {profile.model} does not belong to this task: it was made for "
+            f"{'; '.join(result)}. Profile and plan this task again"
         )
 
 
@@ -100,11 +100,9 @@ def check_casts(plan: Plan, task: Task) -> None:
     made, trained = plan.profile.assumptions.target, plan.cluster.target
     if task.autocast is not None and made != trained:
         raise UsageError(
-            f"the plan of {plan.profile.model} has the types of values that autocast makes for the target "
-            f"{made}, and "
-            f"{plan.cluster.name} would train with the kernels of {trained}, for which it casts other "
-            "operators: "
-            f"profile with --target {trained} and plan again"
+            f"the plan of {plan.profile.model} has the dtypes of autocast for the target {made}, but "
+            f"{plan.cluster.name} would train with the kernels of {trained}, for which autocast casts other "
+            f"operators: profile with --target {trained} and plan again"
         )
 
 
@@ -122,8 +120,7 @@ def check_frozen(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
     for name, parameter in parameters:
         if parameter.requires_grad:
             raise UsageError(
-                f"parameter {name} was frozen when its plan was made, which has no room for its gradient, "
-                "and no "
-                "optimizer updates it: make a plan and a trainer anew for training it, or freeze it before "
-                "the step"
+                f"parameter {name} was frozen when the plan was made, so the plan has neither memory for "
+                "its gradient nor an optimizer for it: plan again and create a new Trainer to train it, or "
+                "freeze it before the step"
             )

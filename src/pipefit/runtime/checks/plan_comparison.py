@@ -94,13 +94,12 @@ class PlanNumbers:
     def __str__(self) -> str:
         if self.differences:
             return self._refusal
-        noisy = f"; {counted(self.noisy, 'tensor')} that rounding decides left out" if self.noisy else ""
-        draws = ", with means in place of random draws" if self.without_draws else ""
+        noisy = f"; {counted(self.noisy, 'tensor')} dominated by rounding not compared" if self.noisy else ""
+        draws = ", with means instead of random draws" if self.without_draws else ""
         return (
-            f"{self.name} trains by the plan as it trains plainly: {STEPS} steps of "
+            f"{self.name} trains by the plan exactly like plain training: {STEPS} steps of "
             f"{counted(self.microbatches, 'microbatch')}{draws}, {counted(self.tensors, 'tensor')} of "
-            "parameters, "
-            f"buffers and optimizer on all devices{noisy}"
+            f"parameters, buffers and optimizer on all devices{noisy}"
         )
 
     def check(self) -> None:
@@ -118,11 +117,11 @@ class PlanNumbers:
         more = f", and {rest} more" if rest > 0 else ""
         told = ", ".join(self.differences[:_PRINTED])
         return (
-            f"{self.name} trains by this plan otherwise than plainly: after {STEPS} steps {told}{more}. "
-            "Either a backward uses tensors that autograd does not track (an attribute of a context, a hook), "
-            "and with several microbatches in flight finds those of another one: keep them by "
-            "ctx.save_for_backward. Or it is a fault of pipefit: report it with the plan; another plan may be "
-            "right, and numbers=False (train --no-numbers) trains by this one nonetheless"
+            f"{self.name} trains differently by this plan than plainly: after {STEPS} steps {told}{more}. "
+            "Either a backward uses tensors that autograd does not track (an attribute of a context, a "
+            "hook), which later microbatches overwrite: save them with ctx.save_for_backward. Or this is a "
+            "defect of pipefit: please report it with the plan, and try another plan, or train by this one "
+            "anyway with numbers=False (train --no-numbers)"
         )
 
 
@@ -150,7 +149,7 @@ def compare_plan(
         UsageError: the plan cannot be executed.
     """
     if is_endless(plan):
-        raise NotComparable(f"schedule {plan.training.schedule} trains with older weights than a plain loop")
+        raise NotComparable(f"schedule {plan.training.schedule} uses older weights than a plain loop")
     steps = _steps(batches, plan.training.microbatch_size, microbatches)
     with put_back(), recording("comparing numbers"), casting_for(plan.cluster.target):
         net = _PlanComparison(whole, plan, chain, steps, held)
@@ -160,7 +159,7 @@ def compare_plan(
         except UnknownDraw as error:
             raise NotComparable(str(error)) from error
         except OutOfMemory as error:
-            raise NotComparable(f"this machine has no memory for it ({in_one_line(error)})") from error
+            raise NotComparable(f"this machine lacks the memory for it ({in_one_line(error)})") from error
 
 
 def host_bytes(plan: Plan, microbatches: int) -> int:
@@ -206,9 +205,7 @@ class _PlanComparison:
         around = partial(self._around, draws, slices, means=drew and self._threads)
         plain, perturbed = (self._plainly(slices, around, perturbed=perturbed) for perturbed in (False, True))
         if not all(map(isfinite, plain.losses)):
-            raise NotComparable(
-                f"the losses of {self.whole.name} are {plain.losses} before anything is trained"
-            )
+            raise NotComparable(f"the losses of {self.whole.name} are {plain.losses} before training")
         noisy = _noisy(plain, perturbed)
         result, count, left_out = list[str](), 0, set[str]()
         for runner in runners:
@@ -254,7 +251,7 @@ class _PlanComparison:
             forward(*_copied(batch))
         drew = not torch.equal(before, torch.get_rng_state())
         if elsewhere != python_state():
-            raise NotComparable(f"{self.whole.name} draws from Python's generators, or from those of numpy")
+            raise NotComparable(f"{self.whole.name} draws from the random generators of Python or numpy")
         counts = any(
             b.is_floating_point() and not same(b, old) for b, old in zip(own.buffers(), held, strict=True)
         )
@@ -268,8 +265,8 @@ class _PlanComparison:
             return drew, 1
         if len(degrees) > 1:
             raise NotComparable(
-                "samples depend on each other, as in batch norm, or count unlike, and stages differ in their "
-                "replicas"
+                "stages have different numbers of replicas, and samples depend on each other, as in batch "
+                "norm, or have different weights in the loss"
             )
         return drew, data
 

@@ -160,10 +160,9 @@ def to_send(
 def _absent(value: Value, profile: ModelProfile, device: torch.device) -> Tensor:
     if not may_be_absent(profile):
         raise UsageError(
-            f"the loss does not depend on a value of shape {value.shape}, on which it did when the model was "
-            "profiled, "
-            "and plain training may leave parameters behind it as they are: multiply by zero instead of "
-            "leaving it out"
+            f"the loss does not depend on a value of shape {value.shape}, but it did when the model was "
+            "profiled, so plain training may leave earlier parameters without a gradient: multiply the "
+            "value by zero instead of omitting it"
         )
     made = torch.empty(value.shape, dtype=getattr(torch, value.dtype), device=device)
     bits, mark = _bits(made)

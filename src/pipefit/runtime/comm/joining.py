@@ -88,9 +88,8 @@ def _copied(tensor: Tensor) -> Tensor:
 # Workers that torchrun restarts get the addresses of their predecessors (pytorch issue 135712); under
 # --node-rank those of another machine do, even with this set.
 _ADVICE = (
-    "; where torchrun is to start workers again, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it, and let "
-    "several "
-    "machines meet by --rdzv-backend=c10d"
+    "; if torchrun should restart workers, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it, and use "
+    "--rdzv-backend=c10d with several machines"
 )
 
 
@@ -112,7 +111,9 @@ def joins_workers(hardware: Hardware, timeout_seconds: float) -> bool:
                 backend, timeout=None if backend == "nccl" else timedelta(seconds=timeout_seconds)
             )
         except RuntimeError as error:
-            raise PeerLost(f"the workers did not find each other ({all_lines(error)}){_ADVICE}") from error
+            raise PeerLost(
+                f"the workers could not connect to each other ({all_lines(error)}){_ADVICE}"
+            ) from error
         atexit.register(_part)
         check_members(None, "all")
     if not dist.is_initialized():
@@ -120,10 +121,9 @@ def joins_workers(hardware: Hardware, timeout_seconds: float) -> bool:
     count = len(hardware.plan.workers)
     if dist.get_world_size() != count:
         raise UsageError(
-            f"the plan uses {counted(count, 'device')}, and the launcher started "
-            f"{counted(dist.get_world_size(), 'worker')}: start one for each device, as torchrun "
-            "--nproc-per-node "
-            f"{count} does"
+            f"the plan uses {counted(count, 'device')}, but the launcher started "
+            f"{counted(dist.get_world_size(), 'worker')}: start one worker for each device, such as with "
+            f"torchrun --nproc-per-node {count}"
         )
     if not hardware.shared:
         check_hosts(hardware.plan, dist.get_rank())
@@ -142,9 +142,9 @@ def transport_of(
     if hardware.shared and here.type == "cuda":
         if tensor_groups(plan):
             raise UsageError(
-                "workers that share a GPU cannot compute tensor shards together, for their messages go by "
-                "way of the "
-                "host: use a GPU for each device, or a plan without tensor shards"
+                "workers that share a GPU cannot compute tensor-parallel layers together, because their "
+                "messages go through the host: use one GPU for each device, or a plan without tensor "
+                "parallelism"
             )
         return HostBuffers(connect(plan, program, torch.device("cpu"), timeout))
     return connect(plan, program, here, timeout)

@@ -160,9 +160,8 @@ def _check_planned(action: Action, target: int, tensors: Sequence[Tensor], value
     if sent != planned:
         raise UsageError(
             f"{action} would send {_described(sent)}, but by the plan device {target} allocates "
-            f"{_described(planned)}: the model made other tensors than when it was profiled; profile and "
-            "plan it "
-            "again with such inputs"
+            f"{_described(planned)}: the model made other tensors than when it was profiled. Profile and "
+            "plan it again with such inputs"
         )
 
 

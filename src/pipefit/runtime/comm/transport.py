@@ -105,9 +105,8 @@ def check_members(group: dist.ProcessGroup | None, name: str) -> None:
         if not hmac.compare_digest(bytes(tensor.tolist()), _digest(name, rank, mine)):
             _let_go(begun)  # a worker with another token receives ours before we exit, and reports the same
             raise PeerLost(
-                f"what has connected as worker {rank} does not know the token of this training: a stranger "
-                "has taken "
-                f"its place, or workers were started with different {TOKEN}s"
+                f"a process that connected as worker {rank} does not know the token of this training: "
+                f"another program took its place, or workers were started with different values of {TOKEN}"
             )
     for rank, work in zip(others, begun, strict=True):
         with _with(rank):
@@ -121,9 +120,8 @@ def _with(rank: int) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise PeerLost(
-            f"worker {rank} has connected and does not show the token of this training: it is gone, or a "
-            "stranger has "
-            f"taken its place ({all_lines(error)})"
+            f"worker {rank} connected but did not send the token of this training: it ended, or another "
+            f"program took its place ({all_lines(error)})"
         ) from error
 
 
@@ -310,7 +308,7 @@ class Network:
                 group, tensors, [partial(begin, tensor, rank, group=group) for tensor in tensors]
             )
         except RuntimeError as error:
-            raise lost(f"{action} failed: device {peer} is gone", error, self.device) from error
+            raise lost(f"{action} failed: device {peer} has ended", error, self.device) from error
 
     def collect(
         self,
@@ -333,7 +331,7 @@ class Network:
             return [*begin_together(group, loan.tensors, begins), loan]
         except RuntimeError as error:
             others = " or ".join(str(member) for member in members if member != device)
-            raise lost(f"{action} failed: device {others} is gone", error, self.device) from error
+            raise lost(f"{action} failed: device {others} has ended", error, self.device) from error
 
     def ready(self, handle: _UnderWay | _Message) -> bool:
         return True  # joining may block: this process runs only this device
@@ -345,7 +343,7 @@ class Network:
             try:
                 self._wait(work)
             except RuntimeError as error:
-                what = f"{action} failed: the device at its other end is gone or hangs"
+                what = f"{action} failed: the peer device has ended or hangs"
                 raise lost(what, error, self.device) from error
         return None
 
@@ -427,7 +425,9 @@ def connect(plan: Plan, program: Program, device: torch.device, timeout: timedel
         )
         network.warm_up(device)
     except RuntimeError as error:
-        raise lost("the workers did not find each other", error, plan.workers[dist.get_rank()]) from error
+        raise lost(
+            "the workers could not connect to each other", error, plan.workers[dist.get_rank()]
+        ) from error
     return network
 
 
@@ -441,10 +441,9 @@ def _members(plan: Plan) -> tuple[tuple[int, ...], ...]:
     for devices in members:
         if len(set(devices)) < len(devices):
             raise UsageError(
-                f"devices {', '.join(map(str, devices))} have stages that share a parameter, and one has two "
-                "of them: "
-                "workers cannot add up such gradients; put the layers that share it in one stage or on other "
-                "devices"
+                f"devices {', '.join(map(str, devices))} have stages that share a parameter, and one device "
+                "has two of these stages, whose gradients workers cannot sum: put the layers that share "
+                "the parameter into one stage or on different devices"
             )
     return members
 
@@ -460,8 +459,7 @@ def groups_in_order(plan: Plan) -> tuple[tuple[int, ...], ...]:
         if devices != (right := tuple(sorted(devices, key=plan.workers.index))):
             raise UsageError(
                 f"devices {', '.join(map(str, devices))} hold tensor shards in this order, but workers are "
-                "started "
-                f"host by host: name them as {', '.join(map(str, right))} in their grid"
+                f"started host by host: write {', '.join(map(str, right))} in their grid"
             )
     return groups
 
@@ -476,9 +474,8 @@ def _check_queues() -> None:
     """
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise UsageError(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 gives a GPU one queue for everything, in which a receive would "
-            "block the "
-            "computation whose result it waits for: unset it, or set it to 8 or more"
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 gives a GPU a single queue, in which a receive would block the "
+            "computation that it waits for: unset it, or set it to 8 or more"
         )
 
 

@@ -100,7 +100,8 @@ def _traces(
     target = target or plan.profile.assumptions.target
     if allocators and target != "cuda":
         raise UsageError(
-            f"target {target} has no caching allocator: certify for the target cuda, or without allocator"
+            f"target {target} does not have a caching allocator: certify for the target cuda, or without an "
+            "allocator"
         )
     warn_elsewhere(plan.profile.assumptions, CERTIFIED, callers=2)
     kernels = Kernels(plan.profile.assumptions.threads, plan.profile.kernels) if target == "cpu" else None

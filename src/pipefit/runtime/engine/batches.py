@@ -106,13 +106,12 @@ def cut_batch(plan: Plan, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -
         _check_plain(what, tensors)
     counts = {value.shape[0] if value.ndim else 0 for value in (*inputs, *targets)}
     if len(counts) != 1:
-        raise UsageError(f"the tensors of a batch must hold equally many samples, not {sorted(counts)}")
+        raise UsageError(f"all tensors of a batch must hold the same number of samples, not {sorted(counts)}")
     samples = counts.pop()
     if not 0 < samples <= training.batch_size:
         raise UsageError(
             f"the batch holds {counted(samples, 'sample')}, but the plan trains batches of "
-            f"{training.batch_size}: "
-            "make a plan for this batch size"
+            f"{training.batch_size}: plan for this batch size"
         )
     _check_like("inputs", inputs, measurement.costs[0].inputs)
     _check_like("targets", targets, measurement.loss.inputs[len(measurement.costs[-1].outputs) :])
@@ -134,8 +133,7 @@ def _check_plain(what: str, tensors: Sequence[Tensor]) -> None:
         if strange or is_callers_fake(tensor):
             raise UsageError(
                 f"tensor {number} of the {what} of this batch is sparse, nested, quantised, fake or on the "
-                "meta "
-                "device: give a plain one, such as its to_dense() or dequantize()"
+                "meta device: pass a plain tensor, such as its to_dense() or dequantize()"
             )
 
 
@@ -150,19 +148,18 @@ def _check_like(what: str, tensors: Sequence[Tensor], planned: Sequence[Value]) 
     for number, (tensor, value) in enumerate(zip(tensors, planned, strict=True)):
         if _kind(tensor.dtype) != _kind(getattr(torch, value.dtype)):
             raise UsageError(
-                f"tensor {number} of the {what} of this batch is of {dtype_name(tensor.dtype)}, but the plan "
-                "is for "
-                f"{value.dtype}: cast it, as numbers would be cut off or rounded, or plan for such batches"
+                f"tensor {number} of the {what} of this batch has {dtype_name(tensor.dtype)}, but the plan "
+                f"expects {value.dtype}: cast the tensor if rounding is acceptable, or plan for such "
+                "batches"
             )
         if tensor.shape[1:] != value.shape[1:]:
             own, wanted = (
                 f"({', '.join(('n', *map(str, shape[1:])))})" for shape in (tensor.shape, value.shape)
             )
             raise UsageError(
-                f"tensor {number} of the {what} of this batch has the shape {own}, but the plan is for "
-                f"{wanted}, as "
-                "its memory depends on it: pad or cut the samples, or profile and plan the task with such "
-                "batches"
+                f"tensor {number} of the {what} of this batch has shape {own}, but the plan expects "
+                f"{wanted}, because memory depends on it: pad or cut the samples, or profile and plan the "
+                "task with such batches"
             )
 
 

@@ -409,8 +409,7 @@ class Flight:
         first, end = load.part
         if end - first != self.samples:
             raise UsageError(
-                f"{load} takes {counted(end - first, 'row')}, and the slice of the microbatch has "
-                f"{self.samples}"
+                f"{load} takes {counted(end - first, 'row')}, but the local batch has {self.samples}"
             )
         return [tensor[first:end] for tensor in tensors]
 
@@ -454,11 +453,10 @@ def gradients_to_send(
     for gradient, value in zip(gradients, values, strict=True):
         if gradient is not None and not value.has_gradient:
             raise UsageError(
-                f"layer {layer} has a gradient for a value of shape {value.shape} on which the loss did not "
-                "depend "
-                "when the model was profiled, so that no stage expects it: the layers that use a value must "
-                "not depend "
-                "on numbers in tensors; multiply by zero instead of leaving a value out"
+                f"layer {layer} has a gradient for a value of shape {value.shape}, but the loss did not "
+                "depend on it when the model was profiled, so no stage expects this gradient: the layers "
+                "that use a value must not depend on numbers in tensors. Multiply by zero instead of "
+                "omitting a value"
             )
     return [
         None if gradient is None else gradient.contiguous()
@@ -481,8 +479,7 @@ def naming_changes(flight: Flight, piece: Piece) -> Iterator[None]:
             raise
         raise UsageError(
             f"microbatch {flight.microbatch} cannot go backward through "
-            f"{layers_text(piece.first, piece.end)}: what "
-            "they saved has been changed in place since, as by a later microbatch's forward, where it is a "
-            "buffer. Let "
-            "the plan recompute these layers, or let them compute with a clone of what they change"
+            f"{layers_text(piece.first, piece.end)}: their saved tensors have been changed in place, for "
+            "example because a later microbatch's forward updates a buffer. Let the plan recompute these "
+            "layers, or let them compute with a clone of the changed tensor"
         ) from error

@@ -150,9 +150,8 @@ class Passes:
                 [layer.name for layer in self.layers[first - self.start : end - self.start]]
             )
             raise UsageError(
-                f"{names} changes its inputs in place, so that its forward cannot be run again: keep them "
-                "instead "
-                "of recomputing them, or use layers with inplace=False"
+                f"{names} changes its inputs in place, so its forward cannot be recomputed: keep its "
+                "activations, or use layers with inplace=False"
             )
         return self._leaving(flight, end, values)
 
@@ -166,8 +165,7 @@ class Passes:
         if piece is None or piece.end != end or piece.has_graph:
             raise UsageError(
                 f"{layers_text(first, end)} of microbatch {flight.microbatch} cannot be recomputed: the "
-                "program has "
-                "to run just these forward first, and once"
+                "program must first run exactly one forward of exactly these layers"
             )
         with (
             self._weights_of(flight),
@@ -305,9 +303,9 @@ class Passes:
             or (edges[0][0], edges[-1][1]) != (first, end)
         ):
             raise UsageError(
-                f"microbatch {flight.microbatch} cannot go backward through {layers_text(first, end)}: it "
-                "has no "
-                "forward of just these layers, later ones come first, or it went backward already"
+                f"microbatch {flight.microbatch} cannot go backward through {layers_text(first, end)}: the "
+                "forward of exactly these layers is missing, later layers come first, or the backward "
+                "already ran"
             )
         for piece in reversed(pieces):
             self._backward_of(flight, piece)

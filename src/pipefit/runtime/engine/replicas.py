@@ -254,9 +254,9 @@ def check_as_profiled(plan: Plan, wanted: Wanted, divided: ShardedChain) -> None
     ranks = len(wanted.group)
     if plan.profile.at(wanted.samples, ranks, sequences=wanted.sequences).forms != divided.digest:
         raise UsageError(
-            f"{ranks} tensor-parallel ranks would divide {plan.profile.model} otherwise than in its profile, "
-            "which was "
-            "made with another release of torch or pipefit: profile and plan it again here"
+            f"{ranks} tensor-parallel ranks would shard {plan.profile.model} differently than in its "
+            "profile, which was made with another release of torch or pipefit: profile and plan it again "
+            "here"
         )
 
 

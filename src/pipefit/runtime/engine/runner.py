@@ -436,7 +436,7 @@ class DeviceRunner:
         handler = (_JOINS if action.wait else _STARTS).get(action.kind)
         if handler is None or (action.part is not None and action.kind not in OF_ROWS):
             raise UsageError(
-                f"the runtime cannot execute {action} yet, and the simulator neither: lower the plan again"
+                f"neither the runtime nor the simulator supports {action} yet: lower the plan again"
             )
         handler(self, action)
 

@@ -142,10 +142,9 @@ class Specializations:
         if tuple(layer.name for layer in chain.layers) != self.plan.profile.layers:
             mode = "training" if training else "evaluation"
             raise UsageError(
-                f"{self.task.name} has other layers than the plan when it is traced for {mode} with "
-                f"{counted(size, 'sample')}: use batches that divide into the plan's microbatches, and "
-                "evaluate with a "
-                "module of your own"
+                f"{self.task.name} traced for {mode} with {counted(size, 'sample')} has other layers than "
+                "the plan: use batches that divide into the plan's microbatches, and evaluate with a "
+                "separate module"
             )
 
     def _respecialized(self, stage: int, chain: Chain, fake: FakeTarget, like: Sample) -> Specialized:
@@ -220,9 +219,8 @@ def _rebind(new: ChainLayer, old: ChainLayer, stage: Sequence[ChainLayer]) -> nn
             del place[attribute]
         else:
             raise UsageError(
-                f"{new.name} needs {name} in this mode, which its stage does not have in training: evaluate "
-                "with a "
-                "module of your own"
+                f"{new.name} needs {name} in this mode, which its stage does not hold in training: evaluate "
+                "with a separate module"
             )
     return new.module
 

@@ -201,7 +201,7 @@ class StageRunner:
     def _moving(self, action: Action) -> StateMover:
         if self.states is None:
             raise UsageError(
-                f"{action} moves state, which the plan of this run does not: lower the plan again"
+                f"{action} offloads state, but the plan of this run does not: lower the plan again"
             )
         return self.states
 

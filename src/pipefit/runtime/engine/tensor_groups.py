@@ -35,13 +35,15 @@ def lost(what: str, error: BaseException, device: int) -> WorkerFailed | OutOfMe
     said = all_lines(error)
     if ran_out(error):
         return OutOfMemory(
-            f"device {device} has no memory left for messages between workers ({said}): plan with more "
+            f"device {device} ran out of memory for messages between workers ({said}): plan with a larger "
             "--reserve"
         )
     if limit := met(error):
         return LimitMet(f"{what} ({said}); {limit}")
     late = "timed out" in said.lower() or "timeout" in said.lower()
-    advice = "if it is only slow, raise timeout_seconds" if late else "the output of its own worker says why"
+    advice = (
+        "raise timeout_seconds if it is only slow" if late else "the output of that worker shows the reason"
+    )
     return PeerLost(f"{what} ({said}); {advice}")
 
 
@@ -67,9 +69,9 @@ class Together:
         self.devices = frozenset(member for group in self._meetings for member in group)
         if self.devices and plan.cluster.backend == "cuda":
             raise UsageError(
-                f"devices {', '.join(map(str, sorted(self.devices)))} hold tensor shards, which one process "
-                "cannot "
-                "train on GPUs: start a worker for each device, as pipefit train and torchrun do"
+                f"devices {', '.join(map(str, sorted(self.devices)))} hold tensor shards, which a single "
+                "process cannot train on GPUs: start one worker for each device, such as with pipefit "
+                "train or torchrun"
             )
 
     def __call__(self, group: tuple[int, ...], rank: int) -> Collectives:
@@ -129,5 +131,5 @@ class BetweenWorkers:
             raise
         except RuntimeError as error:
             named = " or ".join(str(device) for device in self.devices if device != self.device)
-            what = f"a layer that is divided among tensor shards failed: device {named} is gone or hangs"
+            what = f"a tensor-parallel layer failed: device {named} has ended or hangs"
             raise lost(what, error, self.device) from error

@@ -142,28 +142,27 @@ def died(code: int | None, *, starting: bool, building: bool = False, on_gpu: bo
     """
     if on_gpu and code == -signal.SIGABRT:
         return Aborted(
-            "aborted (signal 6), as NCCL does where another worker is gone or hangs; its output says why"
+            "aborted (signal 6), as NCCL does if another worker ends or hangs; its output shows the reason"
         )
     if code is None:
-        return ProcessDied("it closed its pipe without a report, and did not end")
+        return ProcessDied("it closed its pipe without a report, but is still running")
     if code == -signal.SIGKILL:
         return ProcessDied(
-            "killed by signal 9 (SIGKILL), as the system does when memory runs out: dmesg tells so, and the "
-            "limit of a "
-            "control group is in its memory.max"
+            "killed by signal 9 (SIGKILL), usually by the system because memory ran out: see dmesg, and "
+            "memory.max for the limit of a control group"
         )
     if code == -signal.SIGABRT and building:
         limits = ", ".join(filter(None, (processes(), files(), addresses())))
         return ProcessDied(
-            "aborted (signal 6), as libraries do that can start no thread or open no file; its output says "
-            "why"
-            f"{limits and f': {limits}'}"
+            "aborted (signal 6), usually because a library could not start a thread or open a file; its "
+            f"output shows the reason{limits and f': {limits}'}"
         )
     if code < 0:
         return ProcessDied(f"killed by signal {-code} ({signal.strsignal(-code)})")
     if code == 1 and starting:
         return ProcessDied(
-            'it could not be started, and has printed why; a script must call train under `if __name__ == "__main__":`'
+            "it could not be started; its output shows the reason. A script must call train under `if "
+            "__name__ == '__main__':`"
         )
     return ProcessDied(f"its process exited with code {code}")
 
@@ -295,15 +294,13 @@ def check_startable() -> None:
     """
     if not hasattr(os, "memfd_create"):
         raise UsageError(
-            "worker processes need Linux: here, train in one process with pipefit.Trainer, or under torchrun "
-            "with a "
-            "script of your own around it"
+            "worker processes need Linux: here, train in one process with pipefit.Trainer, or start a "
+            "script under torchrun"
         )
     if current_process().daemon:
         raise UsageError(
-            "a daemonic process, as those of multiprocessing.Pool are, may not start workers: call train in "
-            "one with "
-            "daemon=False, such as those of concurrent.futures.ProcessPoolExecutor"
+            "a daemonic process, such as those of multiprocessing.Pool, cannot start workers: call train "
+            "in a process with daemon=False, such as those of concurrent.futures.ProcessPoolExecutor"
         )
 
 
@@ -633,11 +630,9 @@ class _Supervisor:
             self.slow.add(ends)
             warnings.warn(
                 f"{self._name(seen.rank)} has waited {seen.silent_seconds:.0f} s {self._place(seen.rank)} "
-                "for device "
-                f"{' or '.join(map(str, others))}, which has begun that too: the link between them is slow. "
-                "Training "
-                f"goes on, unless no worker gets on for {seen.limit_seconds:g} s "
-                f"({self._limit(seen.rank)[1]})",
+                f"for device {' or '.join(map(str, others))}, which has started the same transfer: the link "
+                "between them is slow. Training continues, unless no worker makes progress for "
+                f"{seen.limit_seconds:g} s ({self._limit(seen.rank)[1]})",
                 PipefitWarning,
                 stacklevel=2,
             )
@@ -657,7 +652,6 @@ class _Supervisor:
         seconds, name = self._limit(rank)
         return WorkerFailed(
             f"{self._name(rank)}{self._together(rank)} hangs {self._place(rank)}: no sign of life for "
-            f"{seconds:g} s; "
-            f"all workers were stopped; if it only needs more time, raise {name} (on the command line "
-            "--timeout)"
+            f"{seconds:g} s; all workers were stopped. If it only needs more time, raise {name} (--timeout "
+            "on the command line)"
         )

@@ -95,12 +95,12 @@ def _resumed(candidates: Candidates, plan: Plan, steps: int, seed: int | None) -
     manifest, named = checkpoint.manifest, printable(str(checkpoint.folder))
     if manifest.step >= steps:
         raise UsageError(
-            f"{named} has {counted(manifest.step, 'step')}, and {steps} are wanted in all: give more "
-            "(--steps)"
+            f"{named} already has {counted(manifest.step, 'step')}, but the training should end after "
+            f"{steps}: give a larger number of steps (--steps)"
         )
     if seed is not None and seed != manifest.seed:
         raise UsageError(
-            f"{named} was trained with seed {manifest.seed}, by which all that follows is drawn, by training "
-            f"{manifest.owner}: leave seed {seed} out"
+            f"{named} was trained with seed {manifest.seed}, which determines all further random draws, by "
+            f"training {manifest.owner}: omit seed {seed}"
         )
     return checkpoint

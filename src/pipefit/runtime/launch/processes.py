@@ -44,15 +44,16 @@ def obstacle(error: OSError) -> str:
     try:
         os.getcwd()
     except OSError:
-        return "the working directory has been removed; change to one that exists (os.chdir)"
+        return "the working directory has been removed; change to an existing one (os.chdir)"
     if error.errno in (errno.EROFS, errno.EACCES, errno.ENOENT, errno.ENOSPC):
         return (
-            f"{error.strerror}; processes share semaphores in /dev/shm and sockets in the folder of "
-            "temporary files: "
-            'both must be there, writable and with room (df /dev/shm "$TMPDIR")'
+            f"{error.strerror}; processes share semaphores in /dev/shm and sockets in the folder for "
+            "temporary files: check that both exist, are writable and have free space (df /dev/shm "
+            '"$TMPDIR")'
         )
     limit = (
-        met(error) or "ulimit -a shows those of open files and processes; free, memory; df, free disk space"
+        met(error)
+        or "see ulimit -a for limits of open files and processes, free for memory, df for disk space"
     )
     return f"{error.strerror or error}; plan for fewer devices, or raise the limit: {limit}"
 
@@ -74,7 +75,9 @@ def check_room(workers: int) -> None:
     if addresses():
         return
     if not room_for_threads(_LEAST * workers):
-        raise OSError(errno.EAGAIN, f"there is no room for their {_LEAST * workers} processes and threads")
+        raise OSError(
+            errno.EAGAIN, f"there is no capacity for their {_LEAST * workers} processes and threads"
+        )
 
 
 def forks() -> ForkServerContext:
@@ -113,7 +116,10 @@ def _start(process: BaseProcess) -> None:
             time.sleep(_PAUSE_SECONDS)
         except (EOFError, ConnectionError) as error:  # it was there, and ended during the request
             if lost:
-                what = "the process that forks workers was ended twice, as by lack of memory or of processes"
+                what = (
+                    "the process that forks workers ended twice, for example because memory or processes "
+                    "ran out"
+                )
                 raise OSError(errno.EAGAIN, what) from error
             lost = True
         else:

@@ -137,7 +137,9 @@ def _restarted(
         restart += 1
         plan = plan if replan is None else _planned_again(replan, plan, failure)
         told.go_on(
-            start.first, f"{failure}; restart {restart} of {restarts} goes on after step {start.first}", plan
+            start.first,
+            f"{failure}; restart {restart} of {restarts} continues after step {start.first}",
+            plan,
         )
 
 
@@ -214,7 +216,7 @@ class _Starts:
         try:
             again = again.after(self._own.take())
         except FileError:
-            self._own.tell(f"training starts as it began, after step {again.first}")
+            self._own.tell(f"training starts from the beginning, after step {again.first}")
             self._set_aside(self._own)
             self._own = None
             return again
@@ -240,10 +242,7 @@ def _connected(run: Callable[[], Trace], told: _Told) -> Trace:
         except PeerLost as error:
             if told.steps_done > before:
                 raise
-            _warn(
-                f"{error}; none of them has failed by itself, so they connect anew: start {start} of "
-                f"{_STARTS}"
-            )
+            _warn(f"{error}; no worker failed on its own, so they connect again: start {start} of {_STARTS}")
     return run()
 
 
@@ -251,7 +250,7 @@ def _planned_again(replan: Replan, plan: Plan, failure: str) -> Plan:
     try:
         return replan(plan)
     except PipefitError as error:
-        error.args = (f"{failure}; it does not start again: {error}",)
+        error.args = (f"{failure}; training does not restart: {error}",)
         raise
 
 
@@ -272,7 +271,7 @@ class _Told:
         self.losses.append(report.loss)
         if not isfinite(report.loss) and self._warns:
             self._warns = False  # the following steps have the same weights
-            _warn(f"{not_finite(report.step, report.loss)}. Training goes on; --on-nan stop would end it")
+            _warn(f"{not_finite(report.step, report.loss)}. Training continues; --on-nan stop would end it")
         if self._on_step is not None:
             self._on_step(report)
 
@@ -299,7 +298,8 @@ def pickled_task(task: Callable[[], Task]) -> bytes:
     """
     if not callable(task):
         raise UsageError(
-            f"every worker builds its own task: pass a function that returns it, not a {type(task).__name__}"
+            "every worker builds its own task: pass a function that returns the task, not a "
+            f"{type(task).__name__}"
         )
     _check_script(task)
     try:
@@ -307,8 +307,7 @@ def pickled_task(task: Callable[[], Task]) -> bytes:
     except Exception as error:
         raise UsageError(
             f"the task cannot be sent to the workers ({error}): pass a function of a module, or a "
-            "functools.partial "
-            "of one"
+            "functools.partial of such a function"
         ) from error
 
 
@@ -328,7 +327,7 @@ def _check_script(task: Callable[[], Task]) -> None:
         return
     if file is None or (script.__spec__ is None and not os.path.isfile(file)):
         raise UsageError(
-            f"workers cannot read what is in no file ({file or 'a notebook, a prompt or python -c'}): write "
-            "the task "
-            'into a file, and call train in a script under `if __name__ == "__main__":`, or import the task'
+            "workers cannot read a task that is not in a file "
+            f"({file or 'a notebook, a prompt or python -c'}): write the task into a file, and call train "
+            "in a script under `if __name__ == '__main__':`, or import the task"
         )

@@ -63,11 +63,11 @@ from pipefit.texts import printable
 SAVES_TOGETHER, SAVING, STARTING, RENDEZVOUS, BUILDING, BETWEEN_STEPS = -6, -5, -4, -3, -2, -1
 PHASES = {
     STARTING: "while it started",
-    RENDEZVOUS: "while it waited for the others to start",
+    RENDEZVOUS: "while it waited for the other workers to start",
     BUILDING: "while it built its layers",
     BETWEEN_STEPS: "while it made its batch",
     SAVING: "while it saved a checkpoint",
-    SAVES_TOGETHER: "while it waited for the others to save",
+    SAVES_TOGETHER: "while it waited for the other workers to save",
 }
 
 _FOREVER = timedelta(days=1000)  # no timeout between workers: the parent knows which one hangs
@@ -181,9 +181,8 @@ def _end_fork(device: int, pipe: Connection) -> None:
 
 
 _FORKED = (
-    "and the fork goes on training as if it were the worker: let it end where it was made (os._exit), or "
-    "fork in the "
-    "function that makes batches"
+    "and the fork continues training like the worker: end the fork where it was made (os._exit), or fork "
+    "in the function that makes batches"
 )
 
 
@@ -255,9 +254,8 @@ def _load(trainer: Trainer, folder: str, orders: Orders) -> None:
         orders.owner is not None and trainer.owner.training != orders.owner.training
     ):
         raise FileError(
-            f"{printable(folder)} has been replaced: it holds step {steps} of training {trainer.owner}, and "
-            "step "
-            f"{orders.first} of {orders.owner} was there"
+            f"{printable(folder)} has been replaced: it holds step {steps} of training {trainer.owner}, but "
+            f"should hold step {orders.first} of {orders.owner}"
         )
 
 
@@ -334,9 +332,8 @@ class _Told:
 def not_finite(step: int, loss: float) -> str:
     """Return the message about an infinite or nan loss."""
     return (
-        f"the loss of step {step} is {loss}: lower the learning rate, clip gradients (clip_norm), or look at "
-        "the data; "
-        "checkpoints of later steps hold what came of it"
+        f"the loss of step {step} is {loss}: lower the learning rate, clip gradients (clip_norm), or check "
+        "the data; later checkpoints are affected"
     )
 
 
@@ -346,8 +343,7 @@ def _task(pickled: bytes) -> Task:
     except Exception as error:
         raise UsageError(
             f"a worker cannot load the task ({in_one_line(error)}): its function must be in a module that "
-            "can be "
-            "imported"
+            "can be imported"
         ) from error
     task = factory()
     if not isinstance(task, Task):
@@ -376,7 +372,9 @@ class _Rendezvous:
                 backend, store=self.store, rank=self.rank, world_size=self.world, timeout=_FOREVER
             )
         except RuntimeError as error:
-            raise lost("the workers did not find each other", error, plan.workers[self.rank]) from error
+            raise lost(
+                "the workers could not connect to each other", error, plan.workers[self.rank]
+            ) from error
         check_members(None, "all")
 
     def wait(self, name: str) -> None:

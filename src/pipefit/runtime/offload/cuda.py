@@ -76,7 +76,7 @@ class CudaDriver:
             self._library = library or ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise UsageError(
-                f"this machine has no CUDA driver ({error}): plan for emulated devices"
+                f"this machine does not have a CUDA driver ({error}): plan for emulated devices"
             ) from error
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:

@@ -45,17 +45,15 @@ def check_folder(folder: str, nbytes: int) -> None:
     reason = obstacle(folder)
     if reason:
         raise UsageError(
-            f"moved tensors cannot go to {folder!r}: it is no folder in which a file can be made ({reason}); "
-            "name "
-            "another as the disk_folder of the host, or set TMPDIR"
+            f"tensors cannot be offloaded to {folder!r}, because a file cannot be created there ({reason}): "
+            "give another disk_folder for the host, or set TMPDIR"
         )
     disk = os.statvfs(folder)
     if nbytes > (free := disk.f_bavail * disk.f_frsize):
         raise OutOfMemory(
-            f"the moved tensors need {format_bytes(nbytes)} in {folder!r}, whose disk has "
-            f"{format_bytes(free)} free, "
-            f"{format_bytes(nbytes - free)} less: move fewer, or name another folder as the disk_folder of "
-            "the host"
+            f"the offloaded tensors need {format_bytes(nbytes)} in {folder!r}, but its disk has only "
+            f"{format_bytes(free)} free, {format_bytes(nbytes - free)} too little: offload less, or give "
+            "another disk_folder for the host"
         )
 
 
@@ -71,8 +69,7 @@ def nameless_file(arena: Arena, folder: str) -> IO[bytes]:
     except OSError as error:
         raise OutOfMemory(
             f"{arena.lender} cannot keep {format_bytes(arena.nbytes)} of device {arena.borrower} in "
-            f"{folder!r} "
-            f"({error.strerror}): move fewer tensors there"
+            f"{folder!r} ({error.strerror}): offload less there"
         ) from error
     return file
 
@@ -159,9 +156,8 @@ class DiskSlot(Slot):
             carry(self.owner.fileno(), self.address + parts[0].within, rows)
         except OSError as error:
             raise WorkerFailed(
-                f"a moved tensor cannot be {'written to' if outward else 'read from'} the disk "
-                f"({error.strerror}): "
-                "move tensors to the host instead, or name another folder as its disk_folder"
+                f"an offloaded tensor cannot be {'written to' if outward else 'read from'} the disk "
+                f"({error.strerror}): offload to the host instead, or give it another disk_folder"
             ) from error
 
 
@@ -224,5 +220,5 @@ def _read(file: int, rest: memoryview, at: int) -> None:
     while rest:
         count = os.preadv(file, [rest], at)
         if not count:
-            raise OSError(0, "the file has become shorter")
+            raise OSError(0, "the file has been truncated")
         rest, at = rest[count:], at + count

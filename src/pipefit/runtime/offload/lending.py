@@ -97,9 +97,7 @@ def _nameless(arena: Arena) -> int:
         OutOfMemory: the machine lacks the memory.
     """
     if not hasattr(os, "memfd_create"):
-        raise UsageError(
-            "devices lend memory to other workers on Linux only: move tensors to the host instead"
-        )
+        raise UsageError("devices lend memory to other workers on Linux only: offload to the host instead")
     file = os.memfd_create("pipefit-arena")
     try:
         os.posix_fallocate(file, 0, arena.nbytes)
@@ -107,8 +105,7 @@ def _nameless(arena: Arena) -> int:
         os.close(file)
         raise OutOfMemory(
             f"{arena.lender} cannot lend {format_bytes(arena.nbytes)} to device {arena.borrower} "
-            f"({error.strerror}): "
-            "move fewer tensors there"
+            f"({error.strerror}): offload less there"
         ) from error
     return file
 
@@ -139,8 +136,7 @@ def _mapped(arena: Arena, machine: str, path: str) -> mmap.mmap:
 
 def _unreached(arena: Arena, why: str) -> UsageError:
     return UsageError(
-        f"device {arena.borrower} cannot use what {arena.lender} lends ({why}): their workers have to run on "
-        "one "
+        f"device {arena.borrower} cannot use the memory of {arena.lender} ({why}): run their workers on one "
         "machine, as one user"
     )
 
@@ -245,8 +241,8 @@ def _allocating(arena: Arena) -> Iterator[None]:
         yield
     except RuntimeError as error:  # raised by torch for GPUs and pinned memory
         raise OutOfMemory(
-            f"{arena.lender} cannot give {format_bytes(arena.nbytes)} to device {arena.borrower} "
-            f"({first_line(error)}): move fewer tensors there"
+            f"{arena.lender} cannot lend {format_bytes(arena.nbytes)} to device {arena.borrower} "
+            f"({first_line(error)}): offload less there"
         ) from error
 
 
@@ -257,10 +253,9 @@ def _shared(arena: Arena) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise UsageError(
-            f"device {arena.borrower} cannot use what {arena.lender} lends ({error}): the two GPUs have to "
-            "reach each "
-            "other, their processes to share one IPC namespace, and PYTORCH_CUDA_ALLOC_CONF not to ask for "
-            "expandable_segments; otherwise move tensors to the host"
+            f"device {arena.borrower} cannot use the memory of {arena.lender} ({error}): this needs peer "
+            "access between the two GPUs, one IPC namespace for their processes, and "
+            "PYTORCH_CUDA_ALLOC_CONF without expandable_segments. Otherwise offload to the host"
         ) from error
 
 
@@ -282,7 +277,7 @@ class Borrowed:
             return Slot(0)
         free = self._free.get((lender, nbytes))
         assert free, (
-            f"the arena of {lender} has no slot of {nbytes} bytes left: arenas are counted by the program"
+            f"the arena of {lender} lacks a free slot of {nbytes} bytes: arenas are sized by the program"
         )
         return free.pop()
 
@@ -445,13 +440,12 @@ def _checked(plan: Plan, program: Program) -> tuple[Arena, ...]:
     for arena in arenas:
         kind, number = arena.lender
         if arena.lender == Member.device(arena.borrower):
-            raise UsageError(f"device {arena.borrower} cannot move a tensor to itself: name other members")
+            raise UsageError(f"device {arena.borrower} cannot offload to itself: give another place")
         host = cluster.devices[number or 0].host if kind is MemberKind.DEVICE else number
         if host != cluster.devices[arena.borrower].host:
             raise UsageError(
-                f"device {arena.borrower} moves tensors to {arena.lender}, which is on another host: only "
-                "simulated "
-                "yet; use members of the same host"
+                f"device {arena.borrower} offloads to {arena.lender} on another host, which only the "
+                "simulator supports: use a place on the same host"
             )
         cluster.tier(arena.borrower, arena.lender)  # raises an error if no link reaches the lender
     check_room(plan, arenas)
@@ -469,9 +463,8 @@ def _checked_here(plan: Plan, program: Program) -> tuple[Arena, ...]:
             on_disk[folder_of(plan.cluster.hosts[member.number or 0].disk_folder)] += shares.total()
     if needed and needed > (free := free_bytes()):
         raise OutOfMemory(
-            f"the moved tensors need {format_bytes(needed)} of this machine's memory, which has "
-            f"{format_bytes(free)} "
-            "to spare: move fewer"
+            f"the offloaded tensors need {format_bytes(needed)} of this machine's memory, which has "
+            f"{format_bytes(free)} free: offload less"
         )
     for folder, nbytes in on_disk.items():
         check_folder(folder, nbytes)

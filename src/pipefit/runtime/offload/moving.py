@@ -235,7 +235,7 @@ class Mover:
         for action in program.actions[self.number]:
             if action.kind is Kind.OFFLOAD and not action.wait and not action.moves_state:
                 if action.place is None:
-                    raise UsageError(f"{action} does not say where: write @host, or @device3 for a peer")
+                    raise UsageError(f"{action} lacks a place: write @host, or @device3 for a peer")
                 wanted = self._wanted.setdefault((action.stage, action.microbatch), defaultdict(set))
                 for subject in program.moved(action):
                     if subject.what != "versions":
@@ -284,7 +284,8 @@ class Mover:
         for storage, _ in self._present(action, move):
             if storage._cdata in read:
                 raise UsageError(
-                    f"{action} frees what is still read or sent: it belongs behind the last use and its WAIT"
+                    f"{action} frees a tensor that is still read or sent: put it after the last use and its "
+                    "WAIT"
                 )
             storage.resize_(0)
             self.resized(storage)
@@ -295,7 +296,7 @@ class Mover:
         move = luggage.moves.get(_subject(action))
         if move is None or move.state is not Whereabouts.AWAY or move.action.place != action.place:
             state = Whereabouts.HERE if move is None else f"{move.state} (@{move.action.place})"
-            raise UsageError(f"{action} brings back a storage that is {state}")
+            raise UsageError(f"{action} reloads a storage that is {state}")
         storages = self._present(action, move)
         for storage, nbytes in storages:
             storage.resize_(nbytes)
@@ -346,9 +347,8 @@ class Mover:
         """
         if gone := luggage.away.intersection(layers):
             raise UsageError(
-                f"{action} needs weights of layer {min(gone)} that have been moved: RELOAD them and join the "
-                "reload "
-                "before it"
+                f"{action} needs the offloaded weights of layer {min(gone)}: RELOAD them and wait for the "
+                "reload first"
             )
 
     # ---------------------------------------------------------------- storages and slots
@@ -382,12 +382,11 @@ class Mover:
                 continue
             storage = _found(action, subject, luggage)
             if storage._cdata in moved:
-                raise UsageError(f"{action} moves the storage of saved tensor {subject} a second time")
+                raise UsageError(f"{action} offloads the storage of saved tensor {subject} a second time")
             if not storage.resizable():
                 raise UsageError(
-                    f"{action} cannot move saved tensor {subject}: its memory belongs to something else than "
-                    "torch, "
-                    "such as an array of numpy; leave it where it is"
+                    f"{action} cannot offload saved tensor {subject}: its memory does not belong to torch, "
+                    "but for example to a numpy array; keep it on the device"
                 )
             self._check_planned(action, subject, luggage.found[subject], storage.nbytes(), smaller=smaller)
             moved.add(storage._cdata)
@@ -403,11 +402,11 @@ class Mover:
         saved = next(t for t in stage.costs[subject.layer - stage.start].saved if t.index == subject.what)
         like = found.dtype == saved.dtype and (found.shape == saved.shape or smaller)
         if not like or (nbytes != planned and not (smaller and nbytes < planned)):
-            why = "the model keeps other tensors than when it was profiled; profile and plan it again"
+            why = "the model saves other tensors than when it was profiled; profile and plan it again"
             if smaller:
                 why = (
-                    "a microbatch of fewer samples keeps other tensors; leave it out, or keep what its layer "
-                    "saves"
+                    "a smaller microbatch saves other tensors; omit it, or do not offload the tensors that "
+                    "this layer saves"
                 )
             raise UsageError(
                 f"{action}: saved tensor {subject} is {list(found.shape)} of {found.dtype} in {nbytes} "
@@ -421,7 +420,9 @@ class Mover:
             (storage(), nbytes) for storage, nbytes in zip(move.storages, move.table.tensors, strict=True)
         ]
         if any(storage is None for storage, _ in result):
-            raise UsageError(f"{action} comes after the backward that needed what {move.action} has moved")
+            raise UsageError(
+                f"{action} comes after the backward that needed the tensors that {move.action} offloaded"
+            )
         return [(storage, nbytes) for storage, nbytes in result if storage is not None]
 
     def _slots(self, action: Action) -> list[tuple[Member, int]]:
@@ -484,10 +485,9 @@ def _found(action: Action, subject: Subject, luggage: Luggage) -> torch.UntypedS
     storage = None if result is None else result.storage()
     if storage is None:
         raise UsageError(
-            f"{action} moves what is not there: layer {subject.layer} has not saved tensor {subject.what}, "
-            "or its "
-            "backward is over, or it keeps it in a way that cannot be moved, as on the context of a custom "
-            "function"
+            f"{action} offloads a missing tensor: layer {subject.layer} has not saved tensor {subject.what} "
+            "yet, its backward is over, or it keeps the tensor in a way that cannot be offloaded, such as "
+            "on the context of a custom function"
         )
     return storage
 
@@ -503,14 +503,15 @@ def _weights(
         UsageError: the schedule lacks versions, the microbatch's is still in use, or it takes other bytes.
     """
     if layer in luggage.away:
-        raise UsageError(f"{action} moves the weights of layer {layer} a second time")
+        raise UsageError(f"{action} offloads the weights of layer {layer} a second time")
     if luggage.weights is None:
-        raise UsageError(f"{action} moves versions of weights where there are none: its schedule has an end")
+        raise UsageError(
+            f"{action} offloads weight versions, but the plan's schedule is synchronous and has none"
+        )
     storages = [(storage, storage.nbytes()) for storage in luggage.weights(layer)]
     if (nbytes := sum(nbytes for _, nbytes in storages)) != planned:
         raise UsageError(
-            f"{action}: the weights of layer {layer} are {nbytes} bytes, but by the plan {planned}: profile "
-            "the model "
-            "and plan it again, or leave them where they are"
+            f"{action}: the weights of layer {layer} are {nbytes} bytes, but {planned} by the plan: profile "
+            "the model and plan it again, or keep them on the device"
         )
     return storages

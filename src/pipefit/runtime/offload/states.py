@@ -184,14 +184,14 @@ class StateMover:
     def _gather(self, action: Action, content: _Content, updates: Updates) -> None:
         """Find the storages of a state, each once, and check that they are as planned."""
         kept = content.kept
-        content.storages = storages_of(self._tensors(content, updates), f"{action} cannot move {kept}")
+        content.storages = storages_of(self._tensors(content, updates), f"{action} cannot offload {kept}")
         nbytes = sum(nbytes for _, nbytes in content.storages)
         if nbytes > content.planned or (nbytes != content.planned and updates.is_whole(kept)):
-            why = "it is not kept in tensors of the optimizer's state, or it changes its size"
+            why = "it is not stored in tensors of the optimizer's state, or its size changes"
             raise UsageError(
-                f"{action}: {kept} takes {nbytes} bytes, but by the plan {content.planned}: "
-                f"{why if kept.kind == 'optimizer' else 'several tensors share their memory, or it changes its size'}; "
-                "leave it where it is, or profile and plan it again"
+                f"{action}: {nbytes} bytes for {kept}, but {content.planned} by the plan: "
+                f"{why if kept.kind == 'optimizer' else 'several tensors share their memory, or its size changes'}; "
+                "keep it on the device, or profile and plan it again"
             )
         if kept.kind == "optimizer" and content.storages and not content.apart:
             updates.check_apart(kept.layers)
@@ -285,12 +285,11 @@ class StateMover:
     def _write(self, home: Home, tensors: Sequence[Tensor]) -> None:
         """Copy tensors to their home, without pacing; the copy is complete on return."""
         content = self._contents[home]
-        refusal = f"the plan moves {content.kept}" if self._moves.begins_away(content.kept) else ""
+        refusal = f"the plan offloads {content.kept}" if self._moves.begins_away(content.kept) else ""
         content.storages = storages_of(tensors, refusal)
         if sum(nbytes for _, nbytes in content.storages) > content.planned:
             raise UsageError(
-                f"{content.kept} takes more than the {content.planned} bytes of the plan: profile and plan "
-                "it again"
+                f"the plan reserves only {content.planned} bytes for {content.kept}: profile and plan it again"
             )
         self._copy_at_once(content, outward=True)
         content.changed = False
@@ -329,9 +328,8 @@ def storages_of(tensors: Sequence[Tensor], refusal: str = "") -> Storages:
         storage = tensor.untyped_storage()
         if refusal and not storage.resizable():
             raise UsageError(
-                f"{refusal}: its memory belongs to something else than torch, such as an array of numpy; "
-                "leave it "
-                "where it is"
+                f"{refusal}: its memory does not belong to torch, but for example to a numpy array; keep it "
+                "on the device"
             )
         result.setdefault(storage._cdata, (storage, storage.nbytes()))
     return list(result.values())
@@ -385,7 +383,7 @@ class GatheredParameters:
             copied: list[Tensor] = [copies.copies[id(weight)].tensor for weight in copies.own(layer)]
             others = [] if self._owns(layer) else parameters
             gathered = [parameter for parameter in others if not copies.is_cast_only(parameter)]
-            refusal = "the plan divides the parameters of this stage"
+            refusal = "the plan shards the parameters of this stage"
             needed = {storage_key(tensor): needed_bytes(tensor) for tensor in (*gathered, *copied)}
             result = storages_of([*gathered, *copied], refusal)
             self._storages[layer] = [(one, nbytes or needed[one._cdata]) for one, nbytes in result]
@@ -487,11 +485,9 @@ class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in pytree.tree_leaves((args, kwargs)) if not func.is_view and func is not _DEVICE else ():
             if isinstance(tensor, Tensor) and (name := self._absent.get(storage_key(tensor))) is not None:
                 raise UsageError(
-                    f"layer {self._layer} reads {name!r} as it is in {func}, and through its half-precision "
-                    "copy alone "
-                    "in its profile, so that replicas that divide parameters have the copy alone: let the "
-                    "layer do the "
-                    "same in training and evaluation, profile it again with this torch, or divide less "
-                    '(shard="gradients")'
+                    f"layer {self._layer} reads {name!r} in full precision in {func}, but only its "
+                    "half-precision copy in its profile, so replicas that shard parameters hold only the "
+                    "copy: make the layer do the same in training and evaluation, profile it again with "
+                    "this torch, or shard less (shard='gradients')"
                 )
         return func(*args, **(kwargs or {}))

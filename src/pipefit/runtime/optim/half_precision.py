@@ -343,9 +343,8 @@ def _made(task: Task, groups: list[Group]) -> Optimizer:
     held, whole = _held(made), {id(parameter) for group in given for parameter in group["params"]}
     if not held <= whole or (held < whole and held != _held_of_each(task, given)):
         raise UsageError(
-            f"the optimizer of {task.name} works on other parameters than the groups that it is given, which "
-            "are those "
-            "of a stage: give it all groups, and set requires_grad=False for what is not to be trained"
+            f"the optimizer of {task.name} works on other parameters than the groups of its stage: pass all "
+            "groups to it, and set requires_grad=False for frozen parameters"
         )
     return made
 
@@ -376,21 +375,18 @@ def make_scheduler(task: Task, optimizer: Optimizer | MasterWeights | None) -> A
         made = task.scheduler(optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer)
     except Exception as error:
         raise UsageError(
-            f"the scheduler of {task.name} cannot be made of "
-            f"{counted(len(optimizer.param_groups), 'parameter group')} "
-            f"({in_one_line(error)}): every stage makes one, and has a group for each layer, so give one "
-            "number or "
-            "function for all groups, not a list"
+            f"the scheduler of {task.name} cannot be created for "
+            f"{counted(len(optimizer.param_groups), 'parameter group')} ({in_one_line(error)}): each stage "
+            "creates a scheduler with one group for each layer, so give one number or function for all "
+            "groups, not a list"
         ) from error
     try:
         signature(made.step).bind()
     except (AttributeError, TypeError) as error:
         raise UsageError(
             f"the scheduler of {task.name} ({kind_of(made)}) is stepped after every update, without "
-            "arguments, and "
-            f"cannot be ({in_one_line(error)}): use one that follows the number of steps alone, such as "
-            "LambdaLR, not "
-            "ReduceLROnPlateau"
+            f"arguments, which fails ({in_one_line(error)}): use a scheduler that depends only on the "
+            "number of steps, such as LambdaLR, not ReduceLROnPlateau"
         ) from error
     return made
 

@@ -65,9 +65,8 @@ class Undivided(UsageError):
 
     def __str__(self) -> str:
         return (
-            f"optimizer {self.name} {self.reason}, so that it cannot update a stage in parts: leave its "
-            "state where it "
-            "is, as planners do, or use an optimizer such as AdamW or SGD"
+            f"optimizer {self.name} {self.reason}, so it cannot update a stage in parts: keep its state on "
+            "the device, as planners do, or use an optimizer such as AdamW or SGD"
         )
 
 
@@ -89,7 +88,7 @@ def step_part(
         part.step()
     whole.__dict__["_opt_called"] = True  # torch's schedulers check it
     if before != [other._version for other in others]:
-        raise Undivided(type(whole).__name__, "changes parameters that are not in the groups it is given")
+        raise Undivided(type(whole).__name__, "changes parameters outside its groups")
     changed = sorted(
         name for name in part.__dict__.keys() - _PUT_IN if part.__dict__[name] is not whole.__dict__.get(name)
     )
@@ -117,7 +116,7 @@ def check_state_apart(
     ]
     if not kept[0].isdisjoint(kept[1]):
         whole = optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer
-        raise Undivided(type(whole).__name__, "keeps one tensor for several parameters")
+        raise Undivided(type(whole).__name__, "shares one tensor between several parameters")
 
 
 def part_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Optimizer:
@@ -243,11 +242,9 @@ def check_elementwise(
         result = _coupled(task, tried, draws) if tried else ""
     if result:
         raise UsageError(
-            f"optimizer {result} of {task.name} updates a parameter by more than its elements one by one, as "
-            "by norms, "
-            "rows or random numbers of all of it, and tensor shards have parts: use an optimizer such as "
-            "AdamW or SGD, "
-            "or no tensor shards"
+            f"optimizer {result} of {task.name} does not update parameters element by element (it uses "
+            "norms, rows or random numbers of whole tensors), but tensor-parallel ranks hold only shards: "
+            "use an optimizer such as AdamW or SGD, or no tensor parallelism"
         )
 
 
@@ -581,9 +578,8 @@ def _check_for_hosts(optimizer: Optimizer | MasterWeights) -> None:
     for option in _OF_GPUS:
         if any(group.get(option) for group in optimizer.param_groups):
             raise UsageError(
-                f"the plan updates layers on the host, which an optimizer with {option}=True cannot: make it "
-                "without "
-                "fused and capturable, or update all layers on their devices"
+                f"the plan updates layers on the host, which does not work with {option}=True: create the "
+                "optimizer without fused and capturable, or update all layers on their devices"
             )
 
 

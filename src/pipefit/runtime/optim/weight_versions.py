@@ -128,7 +128,7 @@ class Weights:
             self._newest = Version(list(self._current.leaves), dict(self._current.copies))
             self._copied = frozenset()
         if not self._copied.isdisjoint(range(*layers)):
-            raise UsageError(f"weights of {layers_text(*layers)} have been copied already")
+            raise UsageError(f"weights of {layers_text(*layers)} have already been copied")
         self._copied |= frozenset(range(*layers))
         rooms = {
             n: torch.empty(self._rooms[n], dtype=torch.uint8, device=self._device) for n in range(*layers)
@@ -173,11 +173,9 @@ class Weights:
         """
         users = max(self._newest.users.values(), default=0)
         if users or not self._copied.issuperset(range(*layers)):
-            who = f"{counted(users, 'microbatch')} in flight" if users else "coming forwards"
+            who = f"{counted(users, 'microbatch')} in flight" if users else "later forwards"
             raise UsageError(
-                f"an update would change weights that are needed by {who}: the program has to copy them "
-                "first, with a "
-                "STASH"
+                f"an update would change the weights of {who}: the program must copy them first, with a STASH"
             )
 
     def updated(self, layers: Layers) -> None:
@@ -215,7 +213,8 @@ class Weights:
         """
         if version is self._newest or (version is self._current and layer not in self._copied):
             raise UsageError(
-                f"weights of layer {layer} cannot be moved: updates would change them; copy them first"
+                f"weights of layer {layer} cannot be offloaded, because updates would change them: copy "
+                "them first"
             )
         result = []
         for parameter, leaf in zip(self.parameters, version.leaves, strict=True):
@@ -223,10 +222,8 @@ class Weights:
                 storage = leaf.untyped_storage()
                 if storage.nbytes() != leaf.nbytes or not storage.resizable():
                     raise UsageError(
-                        f"parameter {self._names[id(parameter)]} cannot be moved, because it lies in memory "
-                        "that holds "
-                        "something else or belongs to something else than torch: leave its versions where "
-                        "they are"
+                        f"parameter {self._names[id(parameter)]} cannot be offloaded, because its memory is "
+                        "shared or does not belong to torch: keep its versions on the device"
                     )
                 result.append(storage)
         copied = [version.copies[self._numbers[id(parameter)]] for parameter in self._copies.own(layer)]
@@ -266,11 +263,9 @@ class Weights:
         for parameter, leaf in zip(self.parameters, version.leaves, strict=True):
             if leaf is not None and parameter.grad is not None:
                 raise UsageError(
-                    f"parameter {self._names[id(parameter)]} was used past the attribute that holds it, as "
-                    "from a list "
-                    "or another module, where it has no versions: read it from its attribute in the forward, "
-                    "or use "
-                    "schedule 1f1b"
+                    f"parameter {self._names[id(parameter)]} was used other than through its attribute, "
+                    "such as from a list or another module, which bypasses its versions: read it from its "
+                    "attribute in the forward, or use schedule 1f1b"
                 )
         _hand_over(version.leaves, self.parameters)
 
@@ -295,16 +290,14 @@ class Weights:
             name = self._names[id(parameter)]
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise UsageError(
-                    f"parameter {name} has a hook on its gradient, which the versions of its weights would "
-                    "pass by: "
+                    f"parameter {name} has a hook on its gradient, which weight versions would bypass: "
                     "remove it, or use schedule 1f1b"
                 )
             other = storages.setdefault(storage_key(parameter), name)
             if other != name:
                 raise UsageError(
-                    f"parameters {other} and {name} lie in the same memory, which versions of weights would "
-                    "take "
-                    "apart: give each memory of its own, or use schedule 1f1b"
+                    f"parameters {other} and {name} share memory, which weight versions would separate: "
+                    "give each its own memory, or use schedule 1f1b"
                 )
 
 
@@ -316,7 +309,8 @@ def required(weights: Weights | None, action: Action, schedule: str) -> Weights:
     """
     if weights is None:
         raise UsageError(
-            f"{action} belongs to a schedule without end, and the plan's is {schedule}: lower the plan again"
+            f"{action} belongs to an asynchronous schedule, but the plan uses {schedule}: lower the plan "
+            "again"
         )
     return weights
 

@@ -56,9 +56,9 @@ def preset_text(name: str) -> str:
         return _text(f"cards/{card}.toml")
     guess = f"{near} " if (near := nearest(name)) else ""
     raise UsageError(
-        f"there is no cluster {name!r}: {guess}pipefit clusters lists machines such as dgx1-v100 and cards "
-        "such as "
-        "4x-rtx-3090; or name a .toml file, or emulated devices such as emulated:4x256MiB"
+        f"unknown cluster {name!r}: {guess}run pipefit clusters for the list, with machines such as "
+        "dgx1-v100 and cards such as 4x-rtx-3090; or name a .toml file, or emulated devices such as "
+        "emulated:4x256MiB"
     )
 
 

@@ -244,8 +244,7 @@ def _device(group: DevicesText, kinds: dict[str, DeviceKind]) -> Device:
     if group.kind not in kinds:
         known = ", ".join(kinds) or "none"
         raise UsageError(
-            f"devices are of kind {group.kind!r}, which has no table [kinds.{group.kind}]: add it (known: "
-            f"{known})"
+            f"device kind {group.kind!r} is unknown: add a table [kinds.{group.kind}], or use one of {known}"
         )
     memory, reserve = _size(group.memory), group.reserve
     return Device(
@@ -260,7 +259,7 @@ def _links(text: LinksText, known: dict[str, int]) -> Iterator[Link]:
     """Yield the links of a `[[links]]` table."""
     ways = [bool(text.members), bool(text.pairs), text.each is not None or text.to is not None]
     if sum(ways) != 1 or (text.each is None) != (text.to is None):
-        raise UsageError("a link needs exactly one of: members, pairs, or each together with to")
+        raise UsageError("a link needs exactly one of: members, pairs, or both each and to")
     rate = _rate(text.bytes_per_second)
     for members, lanes in _joined(text, known):
         yield Link(
@@ -295,14 +294,14 @@ def _members(pattern: str, known: dict[str, int]) -> Sequence[Member]:
     match = _PATTERN.fullmatch(pattern)
     if not match:
         raise UsageError(
-            f"{shortened(repr(pattern))} names no members of a link: write device0, device0-3, device* or "
-            "host0"
+            f"{shortened(repr(pattern))} does not name members of a link: write device0, device0-3, device* "
+            "or host0"
         )
     what, every, first, last = match.groups()
     if every:
         return [Member(MemberKind(what), number) for number in range(known[what])]
     if int(last or first) >= known[what]:
-        raise UsageError(f"a link names {pattern}; the cluster has {known[what]} {what}s")
+        raise UsageError(f"a link names {pattern}, but the cluster has {known[what]} {what}s")
     return [Member(MemberKind(what), number) for number in range(int(first), int(last or first) + 1)]
 
 
@@ -329,9 +328,8 @@ def _workspace(written: str | int) -> int:
         return _size(written, least=0)
     if not _WORKSPACE.fullmatch(written):
         raise UsageError(
-            f"{shortened(repr(written))} is no workspace of cuBLAS: write a size such as 32MiB, or pairs of "
-            "KiB and "
-            "how many, such as :4096:2:16:8"
+            f"{shortened(repr(written))} is not a cuBLAS workspace: write a size such as 32MiB, or pairs of "
+            "KiB and count, such as :4096:2:16:8"
         )
     numbers = written.removeprefix(":").split(":")
     return sum(int(size) * KIB * int(count) for size, count in zip(numbers[::2], numbers[1::2], strict=True))
@@ -351,10 +349,10 @@ def _rate(written: str | float) -> float:
 
 def _check_total(what: str, count: int, most: int) -> None:
     if count > most:
-        raise UsageError(f"it has {count} or more {what}; a cluster has at most {most}")
+        raise UsageError(f"it has {count} or more {what}, but a cluster can have at most {most}")
 
 
 def _count(count: int, what: str) -> int:
     if not 1 <= count <= MOST_DEVICES:
-        raise UsageError(f"a group of {what} has a count from 1 to {MOST_DEVICES}, not {count}")
+        raise UsageError(f"a group of {what} needs a count from 1 to {MOST_DEVICES}, not {count}")
     return count
