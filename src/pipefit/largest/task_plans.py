@@ -293,10 +293,9 @@ def _check(model: Task, asked: PlanOptions) -> None:
         )
     if asked.planner in ON_RUNS:
         raise UsageError(
-            f"the {asked.planner} planner takes what training runs measured: profile the model with "
-            "--runs "
-            "incremental or --runs trimmed, and plan that profile, or use the exact planner, which needs no "
-            "runs"
+            f"the {asked.planner} planner needs measurements of training runs: profile the model with --runs "
+            "incremental or --runs trimmed and plan that profile, or use the exact planner, which does not "
+            "need them"
         )
     Training(  # of one sample: checks that schedule, precision, clipping and versions fit together
         batch_size=1,

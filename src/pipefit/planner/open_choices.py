@@ -155,7 +155,7 @@ def _check_numbers(options: PlanOptions) -> None:
         return
     if count is not None and batch != count * size:
         raise UsageError(
-            f"microbatches={count} of microbatch_size={size} are no batch "
+            f"microbatches={count} of microbatch_size={size} do not make a batch "
             f"of {batch}: leave one of the three numbers out"
         )
     if batch > size and batch % size:

@@ -368,7 +368,7 @@ def check_stages(options: PlanOptions, cluster: Cluster) -> None:
         raise UsageError(
             f"cluster {cluster.name} has {counted(devices, 'device')}, too few for "
             f"{counted(asked, 'stage')}{of}: "
-            f"ask for {max(1, devices // each)} or fewer"
+            f"use {max(1, devices // each)} or fewer"
         )
 
 
