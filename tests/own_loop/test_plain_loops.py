@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from own_loop_models import MODELS, Model
 from own_loop_oracle import Trained, train
@@ -65,3 +68,18 @@ def test_the_budget_is_kept_to_the_byte(name: str, part: float, offload: bool) -
     assert max(planned.peaks) <= budget
     assert planned.equals(plain)
     assert bool(handle.plan.decisions) == (max(handle.plan.plain_bytes) > budget)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_least_peak_is_not_above_checkpointed_blocks() -> None:
+    """Without offloading, a budget that checkpointing of every block keeps is kept too."""
+    model = BY_NAME["language"]
+    torch.manual_seed(0)
+    module = model.build()
+    for block in module.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    by_hand = train(model, module, model.optimizer(module.parameters()))
+    planned, handle = trained(model, max(by_hand.peaks), offload=False)
+    assert handle is not None
+    assert max(planned.peaks) <= max(by_hand.peaks)
+    assert planned.losses == by_hand.losses

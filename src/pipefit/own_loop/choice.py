@@ -53,11 +53,12 @@ class Claim(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """A claim on `nbytes` of a storage from operation `start` to `stop - 1`."""
+    """A claim on a storage from operation `start` to `stop - 1`; `returned` is the call that brings it back."""
 
     claim: Claim
     start: int
     stop: int
+    returned: int | None = None
 
 
 class Row(NamedTuple):
@@ -178,7 +179,9 @@ class Choices:
                 back = calls[call].back
                 own = self._around([call], numbers)
                 if back is not None and own and stop > back:
-                    result[saved.storage].append(Interval(Claim(0, own), max(back, storage.natural), stop))
+                    result[saved.storage].append(
+                        Interval(Claim(0, own), max(back, storage.natural), stop, call)
+                    )
         for number, own_call in enumerate(calls):
             again = Variable(own_call.name, "recompute")
             if own_call.back is None or again not in known:
@@ -241,12 +244,12 @@ class Choices:
         base = int(self.recording.high[at] - self._held_by_graph[at])
         return Row(base, self._claims(at), {})
 
-    def _claims(self, at: int, without: Variable | None = None) -> dict[frozenset[Claim], int]:
+    def _claims(self, at: int, unless: int | None = None) -> dict[frozenset[Claim], int]:
+        """Return the bytes of each set of claims at `at`, except for returns by the call `unless`."""
         result: dict[frozenset[Claim], int] = defaultdict(int)
         for key, intervals in self.intervals.items():
-            claims = frozenset(i.claim for i in intervals if i.start <= at < i.stop)
-            if without is not None:
-                claims = frozenset(c for c in claims if c.constant or without not in c.variables)
+            here = (i for i in intervals if i.start <= at < i.stop)
+            claims = frozenset(i.claim for i in here if unless is None or i.returned != unless)
             if claims:
                 result[claims] += self._nbytes(key)
         return result
@@ -262,9 +265,7 @@ class Choices:
             at = call.back
             extra = self._growth[number] + self._nbytes(-1 - number)
             base = int(recording.before[at] - self._held_by_graph[at])
-            claims = self._claims(at)
-            claims = {k: v for k, v in claims.items() if not _only(k, again)}
-            result.append(Row(base, claims, {again: extra}))
+            result.append(Row(base, self._claims(at, number), {again: extra}))
         return result
 
     def peak(self, chosen: frozenset[Variable]) -> int:
@@ -331,11 +332,6 @@ class Choices:
         steady = slice(self.recording.ends[0], None)
         without = self.curve(chosen - {variable})[steady]
         return int((without - self.curve(chosen)[steady]).max(initial=0))
-
-
-def _only(claims: frozenset[Claim], variable: Variable) -> bool:
-    """Return whether nothing but the variable's decision brings a storage back."""
-    return all(not claim.constant and claim.variables == {variable} for claim in claims)
 
 
 def _joined(intervals: Iterable[Interval]) -> Iterator[tuple[int, int]]:
