@@ -154,7 +154,7 @@ class Trials:
     def _mix(self, size: int) -> None:
         """Find the fastest plan of a size whose stages have any degrees."""
         with suppress(UsageError):
-            if self.degrees(size) == (SINGLE,):
+            if self.degrees(size) in ((), (SINGLE,)):  # no size of a local batch was profiled, or one device
                 return
             question = self.space.question_of(size, self._profile(size))
             self._least[size] = Least.of(question)
