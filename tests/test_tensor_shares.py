@@ -18,7 +18,7 @@ def test_all_is_divided_only_where_nothing_is_left_whole() -> None:
         divided_flops=7,
         whole=(),
     )
-    assert "divide 99.9 % of 976.56 KiB" in str(all_but_one) and str(all_but_one).endswith(
+    assert "shard 99.9 % of 976.56 KiB" in str(all_but_one) and str(all_but_one).endswith(
         "100.0 % of the operations"
     )
     assert str(replace(all_but_one, flops=0, divided_flops=0)).endswith("0.0 % of the operations")

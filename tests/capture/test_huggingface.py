@@ -104,7 +104,7 @@ def test_labels_may_stay_outside() -> None:
             {},
             r"did you mean gpt2\? Names of checkpoints are not supported.* --set",
         ),
-        ("meta-llama/Llama-2-7b", {}, r"did you mean llama\? A checkpoint"),
+        ("meta-llama/Llama-2-7b", {}, r"did you mean llama\? Names of checkpoints"),
         ("llama", {"num_hiden_layers": 2}, "did you mean num_hidden_layers"),
         ("gpt2", {"sequence": 4096}, "from 1 to 1024"),
         ("gpt2", {"optimizer": "lion"}, "adamw"),

@@ -223,7 +223,7 @@ def test_a_checkpoint_under_another_steps_name_is_refused(tmp_path: Path) -> Non
     """A checkpoint renamed or copied to another step's name is refused, with its true step."""
     folder = write(tmp_path, 6).rename(tmp_path / "step-00000003")
     with pytest.raises(
-        FileError, match=r"step-00000003 holds the checkpoint of step 6: .* its name step-00000006"
+        FileError, match=r"step-00000003 holds the checkpoint of step 6, .* its name step-00000006"
     ):
         find(folder)
     with pytest.raises(FileError, match="step-00000003 holds the checkpoint of step 6"):
@@ -240,10 +240,10 @@ def test_a_step_has_one_name(name: str, tmp_path: Path) -> None:
     for step in (1, 2):
         write(tmp_path, step)
     shutil.copytree(tmp_path / "step-00000002", tmp_path / name)
-    with pytest.raises(FileError, match="it has been renamed; give it its own name back, step-00000002"):
+    with pytest.raises(FileError, match="it has been renamed: restore its name step-00000002"):
         find(tmp_path / name)
     shutil.rmtree(tmp_path / "step-00000002")
-    with pytest.warns(PipefitWarning, match=f"{name} is passed over: .* renamed"):
+    with pytest.warns(PipefitWarning, match=f"{name} is skipped: .* renamed"):
         assert find(tmp_path).manifest.step == 1
 
 

@@ -128,7 +128,9 @@ def test_a_process_that_keeps_the_lock_of_an_ended_holder_is_told(tmp_path: Path
     child = int(os.read(told, 16))
     try:
         said = "that process is not found here, but one that it started may hold the folder: fuser .*"
-        with pytest.raises(FileError, match=rf"process {holder} on .* saves to .*; {said}{LOCK} names it$"):
+        with pytest.raises(
+            FileError, match=rf"process {holder} on .* is saving to .*; {said}{LOCK} names it$"
+        ):
             Hold(tmp_path, OWNER)
     finally:
         os.kill(child, signal.SIGKILL)

@@ -26,6 +26,7 @@ from pipefit.lowering import ENDLESS, SCHEDULES, lower
 from pipefit.lowering.passes.recomputation import RECOMPUTE, recompute_decisions
 from pipefit.planner import PLANNERS
 from pipefit.runtime.callbacks import StepReport
+from pipefit.runtime.options import TrainOptions
 from pipefit.schema import profile as profiles
 from pipefit.schema import training
 from pipefit.schema.cluster import Cluster
@@ -366,7 +367,9 @@ def test_the_timeout_holds_for_the_start_too(
     asked = []
 
     def train(*_: object, **options: object) -> None:
-        asked.append((options["timeout_seconds"], options["start_seconds"]))
+        limits = {name: value for name, value in options.items() if name.endswith("_seconds")}
+        chosen = TrainOptions(**limits)
+        asked.append((chosen.timeout_seconds, chosen.start_seconds))
         raise UsageError("enough")
 
     monkeypatch.setattr("pipefit.runtime.train", train)

@@ -37,14 +37,14 @@ def test_a_page_is_written_beside_the_document(words: str, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        ("report profile.json", 2, "neither a plan nor a trace"),
+        ("report profile.json", 2, "is not a plan, trace or post-mortem"),
         ("report missing.json", 6, "missing.json"),
         ("report .", 6, "is a folder"),
         ("report /", 6, "is a folder"),
         ("report plan.json -o none/page.html", 6, "create"),
         ("report plan.json profile.json", 6, "profile"),
         ("export profile.json --to perfetto", 2, "neither a plan nor a trace"),
-        ("export trace.json --to pipelining", 2, "no plan"),
+        ("export trace.json --to pipelining", 2, "is not a plan"),
         ("export plan.json --to megatron", 2, "Megatron"),
         ("export plan.json", 2, "--to"),
     ],

@@ -278,12 +278,12 @@ def test_a_plan_for_gpus_is_held_against_what_their_processes_take(
     model, out = ["zoo:mlp", "--set", "widths=(64, 32, 16, 8)"], str(tmp_path / "plan.json")
     small, large = (["--cluster", str(tmp_path / name), "-o", out] for name in ("small.toml", "large.toml"))
     assert main(["plan", *model, *large]) == 0
-    assert "By a dry run the process of device" in capsys.readouterr().out
+    assert "By a dry run, the process of device" in capsys.readouterr().out
     assert main(["plan", *model, *small]) == 3
     assert "the process of device 0 needs" in capsys.readouterr().err
     assert main(["plan", *model, *small, "--no-certify"]) == 0
     told = capsys.readouterr().out
-    assert "Budgets leave 12.00 MiB of a device" in told  # a context and two workspaces
+    assert "Budgets reserve 12.00 MiB of a device" in told  # a context and two workspaces
     assert "was not checked" in told
     assert main(["certify", out, *model]) == 4
     assert "over its 13.50 MiB" in capsys.readouterr().err

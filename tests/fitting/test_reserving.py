@@ -204,7 +204,7 @@ def test_what_fits_at_once_is_the_planner_s_own_plan() -> None:
     assert (found.stages, found.cluster) == (make(cluster).stages, cluster)
     trace = certify(stack(), found, allocator=AllocatorSettings())
     assert found.prediction.processes == tuple(device.allocator for device in trace.devices)
-    assert "By a dry run the process of device" in " ".join(text(found).split())
+    assert "By a dry run, the process of device" in " ".join(text(found).split())
 
 
 def test_a_worker_between_two_others_takes_what_is_reserved_for_it() -> None:

@@ -157,7 +157,7 @@ def test_what_is_too_large_or_too_slow_is_named_and_not_run() -> None:
     with FakeTarget("cpu"):
         large, slow, known = torch.empty(1 << 14, 1 << 14), torch.empty(1 << 13, 1 << 13), Kernels(1)
         assert "2.00 GiB" in met(known, aten.relu.default, large).reason
-        assert "takes 1,100 GFLOP" in met(known, aten.mm.default, slow, slow).reason
+        assert "needs 1,100 GFLOP" in met(known, aten.mm.default, slow, slow).reason
     assert [(kernel.operation, kernel.peak_bytes) for kernel in known.memory.unknown] == [
         ("aten.relu.default(float32[16384x16384])", None),
         ("aten.mm.default(float32[8192x8192], float32[8192x8192])", None),

@@ -241,7 +241,7 @@ def test_impossible_requests() -> None:
     module = mlp()
     with pytest.raises(UsageError, match="budget and a batch"):
         apply(module, budget=1)
-    with pytest.raises(UsageError, match="no submodule 'head'"):
+    with pytest.raises(UsageError, match="does not have a submodule 'head'"):
         apply(module, plan=plan_of(head="recompute"))
     apply(module, plan=plan_of(**{"0": "recompute"}))
     with pytest.raises(UsageError, match="has a plan already"):

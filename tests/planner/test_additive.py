@@ -44,7 +44,7 @@ def test_no_split_has_a_lower_estimate(seed: int) -> None:
 
 def test_without_training_runs_it_is_refused() -> None:
     """A profile without training runs is refused, with the command that makes them."""
-    with pytest.raises(UsageError, match="none of synthetic: profile it with --runs incremental"):
+    with pytest.raises(UsageError, match="synthetic does not have any: profile it with --runs incremental"):
         plan(profile(plain(Random(0), 4)), devices(1 << 40), training("gpipe", 3), planner="additive")
 
 

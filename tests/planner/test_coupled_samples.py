@@ -189,7 +189,7 @@ def test_draws_of_replicas_are_those_of_smaller_microbatches() -> None:
     assert "because layer 1 draws random numbers" in str(asked.provenance)
     free = plan(found, TWO, batch_size=SIZE, effort=0.1)
     assert free.is_sliced
-    assert f"those of 2 microbatches of {SIZE // 2} samples" in " ".join(sentences(free))
+    assert f"the numbers of 2 microbatches of {SIZE // 2} samples" in " ".join(sentences(free))
     halved = plan(found, TWO, batch_size=SIZE, microbatches=2, stages=1)
     plain, trainer = Trainer(DRAWING, halved), Trainer(DRAWING, free)
     for batch in batches(DRAWING, SIZE):

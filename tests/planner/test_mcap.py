@@ -56,7 +56,7 @@ def test_bayesian_optimisation_finds_what_brute_force_finds(
 @pytest.mark.parametrize("planner", ["mcap_bf", "mcap_bo"])
 def test_without_training_runs_both_are_refused(planner: str) -> None:
     """Profiles without training runs are refused, with the command that makes them."""
-    with pytest.raises(UsageError, match="none of synthetic: profile it with --runs incremental"):
+    with pytest.raises(UsageError, match="synthetic does not have any: profile it with --runs incremental"):
         plan(profile(plain(Random(0), 4)), devices(1 << 40), GPIPE, planner=planner)
 
 

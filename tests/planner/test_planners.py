@@ -164,9 +164,9 @@ def test_what_is_said_of_the_batch_decides_the_rest(said: dict[str, int], follow
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"planner": "best"}, "no planner 'best': choose one of joint, mpress, exact, exhaustive"),
+        ({"planner": "best"}, "unknown planner 'best': choose one of joint, mpress, exact, exhaustive"),
         ({"objective": "best"}, "objective must be 'throughput' or 'peak', not 'best'"),
-        ({"schedule": "zigzag"}, "no schedule 'zigzag'"),
+        ({"schedule": "zigzag"}, "unknown schedule 'zigzag'"),
         ({"stages": 9, "cluster": devices(*[AMPLE] * 9)}, "has 8 layers, too few for 9 stages"),
         ({"stages": 5}, "has 4 devices, too few for 5 stages"),
         ({"stages": 0}, "at least one stage"),

@@ -251,7 +251,7 @@ def test_a_profile_says_what_it_took_for_granted() -> None:
     [
         ({"microbatch_size": 0}, "microbatch_size must be a whole number of at least 1, not 0"),
         ({"microbatch_size": 1, "threads": 0}, "threads must be a whole number from 1 to 1024, not 0"),
-        ({"microbatch_size": 1, "device": "tpu"}, "no device 'tpu'"),
+        ({"microbatch_size": 1, "device": "tpu"}, "'tpu' is not a device"),
         ({"microbatch_size": 1, "target": "tpu"}, "'tpu' is not a target"),
     ],
 )

@@ -174,7 +174,10 @@ def test_the_command_profiles_ranks(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [m.tensor for m in load(path, ModelProfile).measurements] == [1, 2, 4, 2, 4]
     assert main(["show", str(path)]) == 0
     told = capsys.readouterr().out
-    assert "4 ranks divide" in told and "on one of 4 tensor-parallel ranks with sequence parallelism" in told
+    assert (
+        "4 tensor-parallel ranks shard" in told
+        and "on one of 4 tensor-parallel ranks with sequence parallelism" in told
+    )
     asked = ["plan", str(path), "-c", "emulated:2x64MiB", "--tensor", "2", "--batch-size", "4"]
     for which, expected in (("--sequences", True), ("--no-sequences", False)):
         assert main([*asked, which]) == 0
@@ -213,5 +216,5 @@ def test_profiles_of_ranks_are_made_on_demand() -> None:
 def test_a_printed_profile_says_what_is_divided() -> None:
     """The printed profile has the divided share of bytes and operations, and the table's degree."""
     text = "\n".join(map(str, describe(gpt())))
-    assert "2 ranks divide 9" in text
+    assert "2 tensor-parallel ranks shard 9" in text
     assert "on one of 4 tensor-parallel ranks" in text

@@ -107,7 +107,7 @@ def test_a_plan_of_replicas_has_the_grid_of_what_one_of_them_computes() -> None:
     assert found[4, "never", 2, 1.0][0] == max(trace.peak_bytes)
     assert found[4, "never", 2, 1.0].step_seconds == trace.step_seconds[-1]
     known = replace(sliced, prediction=Prediction(peak_bytes=(1,) * 4, step_seconds=1.0))
-    assert "a step; its devices share stages, which no position does." in _own(known)
+    assert "a step; its devices share stages, unlike the plans below." in _own(known)
     assert "with microbatches of 1 sample." in lesson(sliced)
 
 

@@ -13,6 +13,7 @@ from made_up import alike, devices, profile, training, vgg_like
 from pipefit.errors import UsageError
 from pipefit.planner import plan
 from pipefit.report.plan import describe_plan, stage_table, told_sharing
+from pipefit.report.show import text
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.layer_costs import Kernel, KernelMemory
@@ -36,7 +37,7 @@ def made(**options: object) -> Plan:
 
 def said(shown: Plan) -> str:
     """Return the plan's printed text without line breaks."""
-    return " ".join(str(shown).split())
+    return " ".join(text(shown).split())
 
 
 def test_no_line_is_longer_than_80_columns() -> None:
@@ -44,17 +45,17 @@ def test_no_line_is_longer_than_80_columns() -> None:
     shown = made(stages=4)
     names = tuple(f"{'decoder.' * 9}{n}" for n in range(30))
     for one in (shown, replace(shown, profile=replace(shown.profile, layers=names))):
-        assert max(map(len, str(one).splitlines())) <= 80
+        assert max(map(len, text(one).splitlines())) <= 80
         for stage in one.stages:
-            assert re.search(rf"  {format_bytes(one.prediction.peak_bytes[stage.device])}(  |\n)", str(one))
-    assert "".join(str(one).split()).count("decoder.") >= 8 * 9
+            assert re.search(rf"  {format_bytes(one.prediction.peak_bytes[stage.device])}(  |\n)", text(one))
+    assert "".join(text(one).split()).count("decoder.") >= 8 * 9
 
 
 def test_many_devices_of_a_stage_are_named_in_short() -> None:
     """The short form keeps lines within 80 columns."""
     shown = gridded(64, 1, samples=64)
-    assert re.search(r"\n +0 +0-63 +layer0 ", str(shown))
-    assert max(map(len, str(shown).splitlines())) <= 80
+    assert re.search(r"\n +0 +0-63 +layer0 ", text(shown))
+    assert max(map(len, text(shown).splitlines())) <= 80
 
 
 @pytest.mark.parametrize(
@@ -147,16 +148,16 @@ def test_a_device_that_is_too_small_is_marked() -> None:
 
 def test_an_exact_plan_is_called_proven_and_covers_all_splits() -> None:
     """The sentence has the number of splits."""
-    text = said(made(planner="exact"))
-    assert "Proven optimal: no split brings the peak of the fullest device below" in text
-    assert f"all {comb(29, 3):,} splits" in text
+    words = said(made(planner="exact"))
+    assert "Proven optimal: no split brings the peak of the fullest device below" in words
+    assert f"all {comb(29, 3):,} splits" in words
 
 
 def test_a_baseline_is_proven_only_for_what_it_minimises() -> None:
     """The sentence names the planner's measure, and claims nothing about memory."""
-    text = said(made(planner="uniform"))
-    assert "It minimises only the blocks of the longest stage: 8 is the lowest possible." in text
-    assert "splits of" not in text
+    words = said(made(planner="uniform"))
+    assert "It minimises only the blocks of the longest stage: 8 is the lowest possible." in words
+    assert "splits of" not in words
 
 
 @pytest.mark.parametrize(
@@ -253,10 +254,10 @@ def waits_of(trace: Trace) -> float:
 
 def test_a_plan_written_by_hand_is_explained_as_far_as_it_goes() -> None:
     """Without prediction and planner, the stages are shown all the same."""
-    text = said(replace(made(), prediction=None, provenance=None))
-    assert "layer0" in text
-    assert "does not contain predicted peaks" in text
-    assert "does not name its planner" in text
+    words = said(replace(made(), prediction=None, provenance=None))
+    assert "layer0" in words
+    assert "does not contain predicted peaks" in words
+    assert "does not name its planner" in words
 
 
 def test_where_the_peaks_hold_is_one_sentence() -> None:
@@ -267,8 +268,8 @@ def test_where_the_peaks_hold_is_one_sentence() -> None:
     assumed = replace(
         shown.profile.assumptions, cpu="Some CPU (1/2/3)", capability="AVX9", torch="7.1", threads=3
     )
-    text = plain(describe_plan(replace(shown, profile=replace(shown.profile, assumptions=assumed))))
-    (line,) = [line for line in text.splitlines() if "Some CPU" in line]
+    lines = plain(describe_plan(replace(shown, profile=replace(shown.profile, assumptions=assumed))))
+    (line,) = [line for line in lines.splitlines() if "Some CPU" in line]
     assert line.startswith("Peaks are for Some CPU (1/2/3) with AVX9, torch 7.1 and 3 threads: kernels may ")
     assert "elsewhere" not in said(shown)
 
@@ -306,12 +307,12 @@ def test_kernels_that_could_not_be_measured_are_named() -> None:
         (3, " and 2 others: "),
     ):
         memory = KernelMemory(kernels=(known, *unknown[:count]))
-        text = plain(describe_plan(replace(shown, profile=replace(shown.profile, kernels=memory))))
+        lines = plain(describe_plan(replace(shown, profile=replace(shown.profile, kernels=memory))))
         (line,) = [
             one
-            for one in text.splitlines()
+            for one in lines.splitlines()
             if one.startswith("Peaks do not include the memory that kernels need inside ")
         ]
         assert words in line
     memory = KernelMemory(kernels=(known,))
-    assert "without" not in said(replace(shown, profile=replace(shown.profile, kernels=memory)))
+    assert "do not include" not in said(replace(shown, profile=replace(shown.profile, kernels=memory)))

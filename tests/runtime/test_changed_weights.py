@@ -109,7 +109,7 @@ def test_the_change_is_plain_trainings(moves: bool) -> None:
 def test_what_has_another_copy_is_refused(plan, why: str) -> None:  # type: ignore[no-untyped-def]
     """A plan with a second copy of the parameter is refused by name, since that copy would miss the change."""
     with pytest.raises(
-        UsageError, match=f"changes its parameter .*, and .*{why}.*, which would miss the change"
+        UsageError, match=f"changes its parameter .*, but .*{why}.*, which would miss the change"
     ):
         lower(plan())
 

@@ -275,7 +275,7 @@ def test_memory_that_cannot_be_pinned_is_out_of_memory() -> None:
         raise RuntimeError("CUDA error: out of memory")
 
     with pytest.raises(
-        OutOfMemory, match=r"host0 cannot give 15 B to device 0 \(CUDA error: out of memory\): move fewer"
+        OutOfMemory, match=r"host0 cannot lend 15 B to device 0 \(CUDA error: out of memory\): offload less"
     ):
         pinned_slots(Arena(HOST, 0, 5, 3), pinned)
 
@@ -407,7 +407,7 @@ def test_pinned_memory_counts_as_it_is_allocated() -> None:
     assert needed > arena.nbytes
     assert room_needed(plan, [arena]) == {HOST: {0: needed}}
     check_lending(on_gpus("host*2+device1*1", needed), lower(plan))
-    with pytest.raises(OutOfMemory, match=r"host0 has .* more: .* of device 0"):
+    with pytest.raises(OutOfMemory, match=r"host0 has .* too much: .* of device 0"):
         check_lending(on_gpus("host*2+device1*1", needed - 1), lower(plan))
 
 

@@ -36,7 +36,7 @@ def test_backwards_on_a_gpu_are_refused_after_fake_ones() -> None:
     with FakeTarget("cuda"):
         pass
     check_backwards([torch.device("cpu")])
-    with pytest.raises(UsageError, match="in another process, and load the plan here"):
+    with pytest.raises(UsageError, match="in another process and load the plan here"):
         check_backwards([torch.device("cpu"), GPU])
 
 

@@ -224,7 +224,7 @@ def test_a_folder_with_older_checkpoints_of_another_training_is_refused(tmp_path
 def test_restarts_need_checkpoints() -> None:
     """Restarts without checkpoints are refused before any worker starts."""
     plan = plan_for("dropout", "1f1b", SPLIT)
-    with pytest.raises(UsageError, match="give a folder for checkpoints"):
+    with pytest.raises(UsageError, match="say where they are saved"):
         train(partial(named, "dropout"), plan, steps=1, restarts=1)
     with pytest.raises(UsageError, match="restarts must be a whole number of at least 0"):
         train(partial(named, "dropout"), plan, steps=1, restarts=-1)

@@ -348,7 +348,7 @@ def test_a_batch_that_the_plan_has_no_room_for_is_refused(size: int) -> None:
     task = fused()
     small = trainer_of(task, [3, 2])
     with pytest.raises(
-        UsageError, match=f"the batch holds {size} samples, but the plan trains batches of 4: make a"
+        UsageError, match=f"the batch holds {size} samples, but the plan trains batches of 4: plan for"
     ):
         small.step((torch.zeros(size, 8), torch.zeros(size, 4)))
     with pytest.raises(UsageError):
@@ -359,7 +359,7 @@ def test_a_batch_that_the_plan_has_no_room_for_is_refused(size: int) -> None:
     ("batch", "words"),
     [
         (lambda size: torch.zeros(size, 8), "must return a pair"),
-        (lambda size: (torch.zeros(size, 8),), "must return a pair .*, not 1 of them"),
+        (lambda size: (torch.zeros(size, 8),), "must return a pair .*, not 1 value"),
         (lambda size: None, "must return a pair .*, not None"),
         (lambda size: ({1, 2}, torch.zeros(size, 4)), "the inputs of a batch must be a tensor, .* not a set"),
         (

@@ -385,7 +385,7 @@ def forged(directory: Path, key: str, other: Tensor | None) -> None:
         (
             "0.weight",
             torch.ones(8, 64),
-            r"0.weight has dtype .* shape \(8, 64\), and .* \(64, 8\) are needed",
+            r"0.weight has dtype .* shape \(8, 64\), but the model needs .* \(64, 8\)",
         ),
         ("0.weight", torch.ones(64, 8).double(), "0.weight has dtype torch.float64"),
     ],

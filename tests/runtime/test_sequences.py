@@ -15,6 +15,7 @@ from movable import movable
 from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.profiler import profile
+from pipefit.report.show import text
 from pipefit.runtime import Trainer, certify, train
 from pipefit.runtime.comm import joining
 from pipefit.runtime.engine.tensor_groups import without_peers
@@ -122,7 +123,7 @@ def test_less_is_kept_and_more_is_sent() -> None:
     assert [cost.parameter_bytes for cost in one.costs] == [cost.parameter_bytes for cost in other.costs]
     kinds = [{each.kind for cost in m.costs for each in cost.forward.collectives} for m in (one, other)]
     assert kinds[0] == {"all_reduce"} and kinds[1] >= {"reduce_scatter", "all_gather"}
-    assert "with sequence parallelism" in str(less) and "with sequence parallelism" not in str(plain)
+    assert "with sequence parallelism" in text(less) and "with sequence parallelism" not in text(plain)
 
 
 def test_tied_stages_may_differ_in_it() -> None:

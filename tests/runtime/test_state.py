@@ -128,9 +128,12 @@ def test_a_shared_parameter_is_taken_up_by_every_stage_that_has_a_copy() -> None
     [
         (
             lambda state: {n: t for n, t in state.items() if n != "3.weight"},
-            "3.weight is missing, and .16, 16. is",
+            "3.weight is missing, but the model needs .16, 16.",
         ),
-        (lambda state: state | {"4.bias": torch.zeros(5)}, r"4.bias has shape \(5,\), and \(4,\) is needed"),
+        (
+            lambda state: state | {"4.bias": torch.zeros(5)},
+            r"4.bias has shape \(5,\), but the model needs \(4,\)",
+        ),
     ],
 )
 def test_a_state_of_another_model_is_refused(changed: Any, message: str) -> None:

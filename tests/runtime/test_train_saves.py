@@ -228,7 +228,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"resume": True, "weights": "model.safetensors"},
         UsageError,
-        "give either a checkpoint or initial weights",
+        "give either a checkpoint or weights to start from",
     ),
     ({"resume": "nowhere"}, FileError, "nowhere does not contain a complete checkpoint"),
     ({"task": partial(named, "norm"), "resume": True}, FileError, "does not belong to this task"),

@@ -31,7 +31,7 @@ WRONG: list[tuple[Callable[[Tensor, Tensor], list[Tensor]], str]] = [
     ),
     (lambda big, small: [small, big], "one number of int64, 2x3 of float32, but"),
     (lambda big, small: [big], "0SEND_F3 would send 2x3 of float32, but"),
-    (lambda big, small: [], "0SEND_F3 would send nothing, but .* profile and plan it again"),
+    (lambda big, small: [], "0SEND_F3 would send nothing, but .* Profile and plan it again"),
 ]
 
 

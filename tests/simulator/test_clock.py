@@ -399,7 +399,7 @@ def test_a_deadlock_in_a_sum_names_the_sum() -> None:
     device 1: 1RECV_F0 1WAIT_RECV_F0 1LOAD0 1F0 1B0 1SEND_B0 1WAIT_SEND_B0 1RECV_F1 1WAIT_RECV_F1 1AGREE 1WAIT_AGREE
     """
     with pytest.raises(
-        UsageError, match="device 0 waits at 0WAIT_AGREE until device 1 starts 1AGREE; device 1 stands"
+        UsageError, match="device 0 waits at 0WAIT_AGREE until device 1 starts 1AGREE; device 1 waits"
     ):
         parse_program(text.format("0AGREE 0WAIT_AGREE"), placement=((0,), (1,)), microbatches=2)
 
@@ -415,8 +415,8 @@ def test_the_same_question_has_the_same_answer() -> None:
     ("steps", "microbatches", "stages", "message"),
     [
         (0, 4, 2, "steps must be a whole number from 1 to 1000"),
-        (1, 3, 2, "3 microbatches, the plan has 4"),
-        (1, 4, 1, "1 stage, the plan has 2"),
+        (1, 3, 2, "3 microbatches, but the plan has 4"),
+        (1, 4, 1, "1 stage, but the plan has 2"),
     ],
 )
 def test_a_program_of_another_plan_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipefit.report.page.charts import traffic
+from pipefit.report.show import text
 from pipefit.simulator import Simulation, simulate
 from pipefit.simulator.simulation import contents
 from profiles_in_slices import gridded
@@ -10,7 +11,7 @@ from profiles_in_slices import gridded
 
 def test_a_stage_is_printed_with_all_its_devices() -> None:
     """The fullest replica stands for the stage; rows of three or more devices are abbreviated."""
-    rows = str(gridded(3, 2, samples=6)).splitlines()
+    rows = text(gridded(3, 2, samples=6)).splitlines()
     assert [row.split()[:3] for row in rows if row.split()[:1] in (["0"], ["1"])] == [
         ["0", "0-2", "layer0"],
         ["1", "3", "4"],

@@ -127,7 +127,7 @@ def test_a_plans_own_arguments_say_part_of_it(here: Path) -> None:
     (here / "plan.args").write_text(
         "--num-layers 4\n--pipeline-model-parallel-layout 'Et|t|ttL'\n--clip-grad 0.0\n--seq-length 64\n"
     )
-    with pytest.raises(UsageError, match="has no --hidden-size"):
+    with pytest.raises(UsageError, match="lacks --hidden-size"):
         megatron("plan.args")
 
 

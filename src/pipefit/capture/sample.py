@@ -136,5 +136,5 @@ def pair(batch: Any, who: str) -> Sample:
 
 def _describe(batch: Any) -> str:
     if isinstance(batch, (tuple, list)):
-        return f"{len(batch)} values"
+        return counted(len(batch), "value")
     return kind_of(batch)

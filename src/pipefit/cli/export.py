@@ -118,7 +118,7 @@ def _trace(file: Path, document: Document) -> Trace:
         with used(file):
             return simulate(document)
     if not isinstance(document, Trace):
-        raise UsageError(f"{file} is neither a plan nor a trace")
+        raise UsageError(f"{file} is not a plan or a trace")
     return document
 
 

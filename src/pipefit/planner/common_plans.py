@@ -39,7 +39,7 @@ from pipefit.planner.replicas import in_replicas
 from pipefit.schema.decisions import Decision, Run, State, StateKind, What
 from pipefit.schema.devices import Member
 from pipefit.schema.grids import SHARDINGS, Sharding
-from pipefit.schema.layer_costs import LayerCost, Work
+from pipefit.schema.layer_costs import LayerCost, SharedParameter, Work
 from pipefit.schema.plan import Plan
 
 _WORK = 60_000  # budget of work for simulations
@@ -121,15 +121,11 @@ def _without_updates(question: Question) -> Question:
 
 def _without_state(question: Question) -> Question:
     """Return the question without optimizer state."""
-    result = _with_costs(question, lambda cost: replace(cost, state_bytes=0, early_state_bytes=0))
-    measurements = (
-        replace(
-            one,
-            shared=tuple(replace(shared, state_bytes=0, early_state_bytes=0) for shared in one.shared),
-        )
-        for one in result.profile.measurements
+    return _with_costs(
+        question,
+        lambda cost: replace(cost, state_bytes=0, early_state_bytes=0),
+        lambda shared: replace(shared, state_bytes=0, early_state_bytes=0),
     )
-    return replace(result, profile=replace(result.profile, measurements=tuple(measurements)))
 
 
 def _may_have_room(question: Question, moves: Moves) -> bool:
@@ -145,11 +141,15 @@ def _may_have_room(question: Question, moves: Moves) -> bool:
     return left <= sum(question.cluster.budgets) and (not moves or moved <= hosts)
 
 
-def _with_costs(question: Question, changed: Callable[[LayerCost], LayerCost]) -> Question:
-    """Return the question with changed costs of all layers."""
+def _with_costs(
+    question: Question,
+    changed: Callable[[LayerCost], LayerCost],
+    shared: Callable[[SharedParameter], SharedParameter] = lambda tensor: tensor,
+) -> Question:
+    """Return the question with changed costs of all layers and of the parameters that layers share."""
     measurements = (
-        replace(measurement, kinds=tuple(map(changed, measurement.kinds)))
-        for measurement in question.profile.measurements
+        replace(one, kinds=tuple(map(changed, one.kinds)), shared=tuple(map(shared, one.shared)))
+        for one in question.profile.measurements
     )
     return replace(question, profile=replace(question.profile, measurements=tuple(measurements)))
 

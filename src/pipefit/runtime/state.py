@@ -207,8 +207,8 @@ def _copy(tensors: Mapping[str, Tensor], name: str, into: Tensor, shards: RankSh
     if result is None or result.shape != needed:
         have = "is missing" if result is None else f"has shape {tuple(result.shape)}"
         raise UsageError(
-            f"the state does not fit the model: {name} {have}, but {tuple(needed)} is needed: load it into "
-            "the model that it came from"
+            f"the state does not fit the model: {name} {have}, but the model needs {tuple(needed)}: load it "
+            "into the model that it came from"
         )
     with torch.no_grad():
         into.copy_(result if shards is None else shards.part(name, result))
