@@ -43,7 +43,7 @@ def test_a_page_is_written_beside_the_document(words: str, capsys: pytest.Captur
         ("report /", 6, "is a folder"),
         ("report plan.json -o none/page.html", 6, "create"),
         ("report plan.json profile.json", 6, "profile"),
-        ("export profile.json --to perfetto", 2, "neither a plan nor a trace"),
+        ("export profile.json --to perfetto", 2, "is not a plan or a trace"),
         ("export trace.json --to pipelining", 2, "is not a plan"),
         ("export plan.json --to megatron", 2, "Megatron"),
         ("export plan.json", 2, "--to"),
