@@ -53,7 +53,7 @@ from pipefit.planner import PlanOptions, Question, alpa, capture, exact, lean, p
 from pipefit.planner.baselines.capture import CaptureOptions
 from pipefit.planner.driver import plan_of
 from pipefit.planner.mixed import mixed
-from pipefit.planner.problem import Found, Planner, Split, divisors
+from pipefit.planner.problem import Planner, PlannerResult, Split, divisors
 from pipefit.planner.replicas import in_replicas
 from pipefit.profiler import profile
 from pipefit.schema.cluster import Cluster
@@ -139,7 +139,7 @@ def questions(costs: ModelProfile, on: Cluster, schedule: str) -> list[Question]
 
 def chosen(planner: Planner, asked: list[Question]) -> Plan:
     """The plan with the lowest value over all sizes."""
-    found: list[tuple[float, int, Found]] = []
+    found: list[tuple[float, int, PlannerResult]] = []
     for number, question in enumerate(asked):
         with suppress(UsageError):
             made = planner(question)

@@ -59,7 +59,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
-from pipefit.timing import Seconds, layer_seconds
+from pipefit.timing import PassSeconds, layer_seconds
 
 RESULTS = Path(__file__).parent / "results" / "joint_real.json"
 NAMES = (
@@ -274,11 +274,11 @@ def paced_task(name: str, plan: Plan) -> Task:
     return task_of(name)
 
 
-def pace(passes: type[Passes], stage: type[StageRunner], seconds: Sequence[Seconds]) -> None:
+def pace(passes: type[Passes], stage: type[StageRunner], seconds: Sequence[PassSeconds]) -> None:
     """Make passes and updates of layers take these seconds, the last of which are those of the loss."""
 
-    def loss(passes: Passes, end: int) -> Seconds:
-        return seconds[-1] if passes.last and end == passes.stop else Seconds(0.0, 0.0, 0.0)
+    def loss(passes: Passes, end: int) -> PassSeconds:
+        return seconds[-1] if passes.last and end == passes.stop else PassSeconds(0.0, 0.0, 0.0)
 
     def ahead(passes: Passes, _: Flight, first: int, end: int) -> float:
         return sum(one.forward for one in seconds[first:end]) + loss(passes, end).forward

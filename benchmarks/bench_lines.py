@@ -24,7 +24,7 @@ from bench_grids import MODELS, PAGE, cluster, measured
 from measured_on import machine
 from page_tables import markdown, put
 from pipefit.planner import Question
-from pipefit.planner.baselines.capture import Runs
+from pipefit.planner.baselines.capture import BlockRuns
 from pipefit.planner.problem import SINGLE
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
@@ -55,7 +55,7 @@ def errors(costs: ModelProfile) -> Iterator[Error]:
 def predicted(costs: ModelProfile, sizes: Sequence[int], samples: int) -> Any:
     """The peaks of all ranges of blocks at so many samples, by runs at these sizes."""
     how = Training(batch_size=KEPT * samples, microbatches=KEPT, schedule="gpipe")
-    return Runs(Question(profile=costs, cluster=cluster(4), training=how), sizes).predicted(SINGLE, KEPT)
+    return BlockRuns(Question(profile=costs, cluster=cluster(4), training=how), sizes).predicted(SINGLE, KEPT)
 
 
 def table(made: Iterable[dict[str, Any]]) -> str:

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import made_up
 from measured_on import machine
 from pipefit.models import build
-from pipefit.planner import PLANNERS, Found, Question, best_split, solved, true_peaks
+from pipefit.planner import PLANNERS, PlannerResult, Question, best_split, solved, true_peaks
 from pipefit.planner.baselines.exhaustive import LIMIT
 from pipefit.profiler import profile
 from pipefit.schema.cluster import Cluster
@@ -252,7 +252,7 @@ def by_planner(case: Case, planner: str) -> Answer:
     """By a planner, inside the driver that makes a plan of what it finds."""
     spent: list[float] = []
 
-    def timed(question: Question) -> Found:
+    def timed(question: Question) -> PlannerResult:
         began = time.process_time()
         found = PLANNERS[planner](question)
         spent.append(time.process_time() - began)

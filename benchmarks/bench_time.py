@@ -33,7 +33,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Precision, Training
 from pipefit.simulator import Simulation
-from pipefit.timing import Seconds, layer_seconds
+from pipefit.timing import PassSeconds, layer_seconds
 
 COLUMNS = ("what", "on", "published", "estimated", "over")
 BERT: dict[str, Any] = {"layers": 24, "hidden": 1024, "heads": 16, "head": "span", "attention": "eager"}
@@ -156,7 +156,7 @@ def throughput(case: Published) -> Row:
     return Row(what=case.what, on=kind.name, published=case.throughput, estimated=estimated)
 
 
-def blocks(found: ModelProfile, times: Sequence[Seconds]) -> list[Seconds]:
+def blocks(found: ModelProfile, times: Sequence[PassSeconds]) -> list[PassSeconds]:
     """The seconds of the blocks alone."""
     return [time for name, time in zip(found.layers, times, strict=False) if name.startswith("block")]
 

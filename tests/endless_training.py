@@ -134,7 +134,7 @@ class Gradients:
             step(updates, layers)
 
         def watched_elsewhere(
-            updates: Updates, layers: Layers, gradients: updating.Gradients, seconds: float
+            updates: Updates, layers: Layers, gradients: updating.SentGradients, seconds: float
         ) -> Any:
             gradients.arrive()
             self._note(updates, layers, gradients.there)

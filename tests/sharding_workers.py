@@ -13,7 +13,7 @@ import torch.distributed as dist
 from pipefit.measure.cpu import Meter
 from pipefit.tensor_parallel import Collectives, ProcessGroupCollectives
 from pipefit.tensor_parallel.collectives import copied, gathered, reduced, scattered, sliced, spread
-from pipefit.tensor_parallel.forms import Split
+from pipefit.tensor_parallel.forms import DimSplit
 
 PATIENCE = timedelta(seconds=60)
 
@@ -65,11 +65,11 @@ def through_seams(group: Collectives) -> list[float]:
     x, up, down = (
         torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 4), (8, 4), (4, 8))
     )
-    inner = copied(x, group) @ sliced(up, Split(0), group).T
-    whole = reduced(inner.tanh() @ sliced(down, Split(1), group).T, group)
-    some = scattered(inner.tanh() @ sliced(down, Split(1), group).T, Split(1), group)
-    mean = spread(some, Split(1), 4, group) @ sliced(up, Split(0), group).T
-    (whole + gathered(inner, Split(1), 8, group)[:, ::2]).square().sum().backward(retain_graph=True)
+    inner = copied(x, group) @ sliced(up, DimSplit(0), group).T
+    whole = reduced(inner.tanh() @ sliced(down, DimSplit(1), group).T, group)
+    some = scattered(inner.tanh() @ sliced(down, DimSplit(1), group).T, DimSplit(1), group)
+    mean = spread(some, DimSplit(1), 4, group) @ sliced(up, DimSplit(0), group).T
+    (whole + gathered(inner, DimSplit(1), 8, group)[:, ::2]).square().sum().backward(retain_graph=True)
     reduced(mean.sum(1), group).square().sum().backward()
     gradients = [leaf.grad for leaf in (x, up, down) if leaf.grad is not None]
     return torch.cat([gradient.flatten() for gradient in gradients]).tolist()

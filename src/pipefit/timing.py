@@ -55,7 +55,7 @@ class Hop(NamedTuple):
     nbytes: int
 
 
-class Exchange(NamedTuple):
+class LinkCollective(NamedTuple):
     """A collective over the links of a cluster.
 
     It has its hops, the latency of dependent messages, the seconds that each wire needs for the bytes of its
@@ -86,7 +86,7 @@ class Exchange(NamedTuple):
         return result
 
 
-def ways_of_sum(cluster: Cluster, members: Sequence[int], nbytes: int) -> list[Exchange]:
+def ways_of_sum(cluster: Cluster, members: Sequence[int], nbytes: int) -> list[LinkCollective]:
     """Return the algorithms for an all-reduce: the ring, and trees if several hosts take part."""
     count = len(members)
     hops = _around(members, [2 * (count - 1) * nbytes // count] * count)
@@ -98,19 +98,19 @@ def ways_of_sum(cluster: Cluster, members: Sequence[int], nbytes: int) -> list[E
     return result
 
 
-def sum_for_all(cluster: Cluster, members: Sequence[int], nbytes: int) -> Exchange:
+def sum_for_all(cluster: Cluster, members: Sequence[int], nbytes: int) -> LinkCollective:
     """Return the fastest all-reduce of `nbytes` over devices."""
     return min(ways_of_sum(cluster, members, nbytes), key=lambda way: way.seconds)
 
 
-def sum_for_owners(cluster: Cluster, members: Sequence[int], shares: Sequence[int]) -> Exchange:
+def sum_for_owners(cluster: Cluster, members: Sequence[int], shares: Sequence[int]) -> LinkCollective:
     """Return a reduce-scatter over the ring, in which every member gets its share; `shares` are in bytes."""
     whole = sum(shares)
     hops = _around(members, [whole - share for share in shares])
     return _exchange(cluster, hops, _ring_delay(cluster, members, 1))
 
 
-def brought_by_owners(cluster: Cluster, members: Sequence[int], shares: Sequence[int]) -> Exchange:
+def brought_by_owners(cluster: Cluster, members: Sequence[int], shares: Sequence[int]) -> LinkCollective:
     """Return an all-gather over the ring, in which every member sends its share to all others."""
     whole = sum(shares)
     hops = _around(members, [whole - share for share in (*shares[1:], shares[0])])
@@ -124,7 +124,7 @@ class Line(NamedTuple):
     seconds_per_byte: float
 
     @staticmethod
-    def of(exchange: Exchange, nbytes: int) -> Line:
+    def of(exchange: LinkCollective, nbytes: int) -> Line:
         """Return the line through an exchange of `nbytes`."""
         delay = exchange.seconds_of(0.0)
         return Line(delay, (exchange.seconds - delay) / nbytes)
@@ -163,7 +163,9 @@ class Group(NamedTuple):
         return min(way.seconds(one.nbytes) for way in ways)
 
 
-def _exchange(cluster: Cluster, hops: Iterable[Hop], delay_seconds: float, reaches: float = 1.0) -> Exchange:
+def _exchange(
+    cluster: Cluster, hops: Iterable[Hop], delay_seconds: float, reaches: float = 1.0
+) -> LinkCollective:
     """Return an exchange whose hops reach the share `reaches` of link rates."""
     hops, of_wires, slowed = tuple(hops), defaultdict[str, list[float]](list), dict[str, float]()
     for source, target, nbytes in hops:
@@ -171,7 +173,9 @@ def _exchange(cluster: Cluster, hops: Iterable[Hop], delay_seconds: float, reach
         for wire, left in zip(route.wires, route.slowed, strict=True):
             of_wires[wire].append(nbytes / (route.bytes_per_second * reaches))
             slowed[wire] = min(left, slowed.get(wire, 1.0))
-    return Exchange(hops, delay_seconds, {wire: fsum(every) for wire, every in of_wires.items()}, slowed)
+    return LinkCollective(
+        hops, delay_seconds, {wire: fsum(every) for wire, every in of_wires.items()}, slowed
+    )
 
 
 def _latency(cluster: Cluster, source: int, target: int) -> float:
@@ -206,7 +210,7 @@ def _chains(cluster: Cluster, members: Sequence[int]) -> list[list[int]]:
     return list(result.values())
 
 
-def _double_tree(cluster: Cluster, chains: Sequence[Sequence[int]], nbytes: int) -> Exchange:
+def _double_tree(cluster: Cluster, chains: Sequence[Sequence[int]], nbytes: int) -> LinkCollective:
     """Return an all-reduce up and down two trees over the members of several hosts."""
     hops, delay = list[Hop](), 0.0
     for tree, part in zip(_trees(chains), (nbytes - nbytes // 2, nbytes // 2), strict=True):
@@ -251,7 +255,7 @@ def _above(place: int, count: int) -> int:
 HOST_BANDWIDTH_REACHED = 0.8  # of a host's memory bandwidth, by an optimizer on all cores
 
 
-class Seconds(NamedTuple):
+class PassSeconds(NamedTuple):
     """Seconds of a layer's passes: forward and backward of a microbatch, and the update of a step."""
 
     forward: float
@@ -283,7 +287,7 @@ def _operations(work: Work) -> tuple[Alike, ...]:
 
 def layer_seconds(
     measurement: Measurement, kind: DeviceKind, dtype: str = "float32", group: Group | None = None
-) -> tuple[Seconds, ...]:
+) -> tuple[PassSeconds, ...]:
     """Return the seconds of every layer, and of the loss after the last one.
 
     Those of a tensor-parallel rank include its collectives in `group`.
@@ -292,10 +296,12 @@ def layer_seconds(
     return (*(alike[number] for number in measurement.layers), _seconds(measurement.loss, kind, dtype, group))
 
 
-def _seconds(cost: LayerCost, kind: DeviceKind, dtype: str, group: Group | None) -> Seconds:
+def _seconds(cost: LayerCost, kind: DeviceKind, dtype: str, group: Group | None) -> PassSeconds:
     works = cost.forward, cost.backward, cost.update
     together = (0.0 if group is None else group.seconds(work.collectives) for work in works)
-    return Seconds(*(seconds(work, kind, dtype) + more for work, more in zip(works, together, strict=True)))
+    return PassSeconds(
+        *(seconds(work, kind, dtype) + more for work, more in zip(works, together, strict=True))
+    )
 
 
 def copy_seconds(nbytes: int, kind: DeviceKind) -> float:

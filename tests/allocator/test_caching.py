@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipefit.errors import OutOfMemory, UsageError
-from pipefit.memory.cuda_allocator import AllocatorSettings, Block, CachingAllocator, describe
+from pipefit.memory.cuda_allocator import AllocatorSettings, CachingAllocator, SegmentPart, describe
 from plain_allocator import Pages, Plain
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -42,7 +42,7 @@ def drawn_size(rng: Random) -> int:
     return rng.choice([rng.choice(edges), int(2 ** rng.uniform(6, 26)), rng.randint(1, 40) * 512 * KIB])
 
 
-def check_invariants(found: CachingAllocator, live: dict[int, Block]) -> None:
+def check_invariants(found: CachingAllocator, live: dict[int, SegmentPart]) -> None:
     """Check that blocks tile their segments, free ones are never neighbours, and running sums are right."""
     segments = found.snapshot()
     for before, behind in itertools.pairwise(segments):
@@ -69,7 +69,7 @@ def test_it_does_what_its_rules_say(text: str, seed: int) -> None:
     the plain model.
     """
     rng, found, model = Random(seed), allocator(text), fresh(text)
-    live: dict[int, Block] = {}
+    live: dict[int, SegmentPart] = {}
     for name in range(400):
         if live and rng.random() < 0.48:
             gone = rng.choice(list(live))
@@ -101,7 +101,7 @@ def test_before_it_runs_out_of_memory_it_gives_back_its_cache(text: str, seed: i
     """
     rng, capacity, taken = Random(seed), 500 * MIB, 402 * MIB
     found, model = allocator(text, capacity, taken=taken), fresh(text, capacity, taken)
-    live: dict[int, Block] = {}
+    live: dict[int, SegmentPart] = {}
     for name in range(300):
         nbytes = drawn_size(rng)
         while found.allocated + nbytes > 70 * MIB:

@@ -11,7 +11,7 @@ import bench_joint_real as bench
 from bench_joint_real import Result, Trained
 from pipefit.errors import InfeasibleError
 from pipefit.planner import PLANNERS, Question, solved
-from pipefit.timing import Seconds, layer_seconds
+from pipefit.timing import PassSeconds, layer_seconds
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_a_pass_takes_what_its_layers_say(monkeypatch: pytest.MonkeyPatch) -> No
         call()
         return sum(slept)
 
-    seconds = [Seconds(*(unit * number for number in (1, 2, 3))) for unit in (5.0, 0.01, 0.02, 0.04)]
+    seconds = [PassSeconds(*(unit * number for number in (1, 2, 3))) for unit in (5.0, 0.01, 0.02, 0.04)]
     bench.pace(Runner, Runner, seconds)
     stage = Runner()
     update = SimpleNamespace(layers=None, place=None)

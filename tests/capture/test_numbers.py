@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipefit.capture.comparison import ALLOWED, Numbers, Run, compared
+from pipefit.capture.comparison import ALLOWED, Numbers, RunResult, compared
 from pipefit.errors import UsageError
 
 LIMITS = [(torch.float32, 1e-4), (torch.float64, 1e-9), (torch.bfloat16, 6e-2), (torch.float16, 2e-2)]
@@ -18,11 +18,11 @@ def run(
     loss: float = 1.0,
     gradients: dict[str, Tensor | None] | None = None,
     buffers: dict[str, Tensor] | None = None,
-) -> Run:
-    return Run([torch.tensor(loss, dtype=torch.float64)] * 2, gradients or {}, buffers or {})
+) -> RunResult:
+    return RunResult([torch.tensor(loss, dtype=torch.float64)] * 2, gradients or {}, buffers or {})
 
 
-def held(plain: Run, ours: Run, dtype: torch.dtype = torch.float32) -> Numbers:
+def held(plain: RunResult, ours: RunResult, dtype: torch.dtype = torch.float32) -> Numbers:
     return compared(plain, ours, name="model", microbatch_size=4, untouched={}, precisions={dtype})
 
 

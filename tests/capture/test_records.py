@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from pipefit.capture import Task, capture
 from pipefit.capture.sample import sample
-from pipefit.capture.structure import Record, closed, opened
+from pipefit.capture.structure import OpenedDataclass, closed, opened
 from pipefit.errors import UsageError
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
@@ -134,4 +134,4 @@ def test_leaves_are_told_by_their_fields() -> None:
     named, spec = pytree.tree_flatten_with_path(opened({"x": Points(torch.ones(1), "mine")}))
     assert [pytree.keystr(path) for path, _ in named] == ["['x'].at", "['x'].name", "['x'].weights"]
     again = pytree.tree_unflatten([leaf for _, leaf in named], spec)
-    assert isinstance(again["x"], Record) and closed(again)["x"].name == "mine"
+    assert isinstance(again["x"], OpenedDataclass) and closed(again)["x"].name == "mine"

@@ -15,7 +15,15 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import Link, Member
 from pipefit.schema.layer_costs import Collective
 from pipefit.simulator import Simulation
-from pipefit.timing import Exchange, Group, Hop, brought_by_owners, sum_for_all, sum_for_owners, ways_of_sum
+from pipefit.timing import (
+    Group,
+    Hop,
+    LinkCollective,
+    brought_by_owners,
+    sum_for_all,
+    sum_for_owners,
+    ways_of_sum,
+)
 from pipelines import make_cluster
 from profiles_in_slices import gridded
 
@@ -189,7 +197,9 @@ def test_a_sum_of_one_is_none() -> None:
     """A group of one sends nothing, for any collective."""
     cluster = hosts(3, 2, on="cuda")
     one = [Collective("all_reduce", 100), Collective("all_gather", 100)]
-    assert sum_for_all(cluster, [4], 100) == sum_for_owners(cluster, [4], [9]) == Exchange((), 0.0, {}, {})
+    assert (
+        sum_for_all(cluster, [4], 100) == sum_for_owners(cluster, [4], [9]) == LinkCollective((), 0.0, {}, {})
+    )
     assert Group.of(cluster, [4]).seconds(one) == 0.0
 
 

@@ -16,7 +16,7 @@ from pipefit.schema.actions import Action, Kind
 from pipefit.schema.devices import DeviceKind, Host
 from pipefit.schema.layer_costs import Alike, LayerCost, Work
 from pipefit.schema.training import Training
-from pipefit.timing import Seconds, host_update_seconds, layer_seconds, seconds
+from pipefit.timing import PassSeconds, host_update_seconds, layer_seconds, seconds
 from pipelines import equal_profile
 
 # Products reach 1e12 FLOP/s in float16, 2e11 in float32; kernels 1e9 byte/s; an operation costs 1 ms
@@ -99,7 +99,7 @@ def test_a_stage_adds_up_its_layers_and_the_last_one_the_loss() -> None:
     found = equal_profile(4, forward_seconds=1.0, backward_seconds=2.0, update_seconds=0.5).measurements[0]
     loss = replace(found.loss, forward=replace(found.loss.forward, seconds=16.0))
     found = replace(found, loss=loss)
-    assert layer_seconds(found, KIND)[:4] == (Seconds(1.0, 2.0, 0.5),) * 4
+    assert layer_seconds(found, KIND)[:4] == (PassSeconds(1.0, 2.0, 0.5),) * 4
     costs = Costs(found, Training(batch_size=1, microbatches=1))
     first, last = costs.stage(0, 2, KIND), costs.stage(2, 4, KIND)
     actions = Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0), Action(Kind.STEP, 0, None)

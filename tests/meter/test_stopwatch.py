@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipefit.measure.cuda import Stopwatch
-from pipefit.runtime.engine.runner import Record
+from pipefit.runtime.engine.runner import RunRecord
 from pipefit.schema.trace import Event, MemorySample, Stream
 
 GPU = torch.device("cuda", 0)
@@ -101,7 +101,7 @@ def test_times_stay_exact_over_days(gpu: Twin) -> None:
     assert times[1] - times[0] == pytest.approx(0.01 + 1e-6, abs=2e-7)
 
 
-def recorded(record: Record, gpu: Twin, seconds: float) -> None:
+def recorded(record: RunRecord, gpu: Twin, seconds: float) -> None:
     """Record an action that launches a kernel, as a runner does."""
     began, mark = gpu.clock(), record.mark()
     gpu.launch(seconds)
@@ -116,7 +116,7 @@ def test_a_record_waits_for_no_gpu_within_a_step(gpu: Twin) -> None:
     """A record within a step does not wait for the GPU: the times of a step are read together after its last
     mark.
     """
-    record = Record(stopwatch(gpu))
+    record = RunRecord(stopwatch(gpu))
     for _ in range(2):
         recorded(record, gpu, 1.0)
     before = list(gpu.waits)
@@ -133,7 +133,7 @@ def test_a_record_waits_for_no_gpu_within_a_step(gpu: Twin) -> None:
 
 def test_a_trace_has_the_times_of_all_steps(gpu: Twin) -> None:
     """A trace waits for the GPU and has the times of all steps; skipped times shift no others."""
-    record = Record(stopwatch(gpu))
+    record = RunRecord(stopwatch(gpu))
     for _ in range(300):
         recorded(record, gpu, 1.0)
         record.next_step()

@@ -9,7 +9,7 @@ import pytest
 
 from pipefit.models import build
 from pipefit.planner.driver import plan_of
-from pipefit.planner.evaluation import AtOnce
+from pipefit.planner.evaluation import SplitTimer
 from pipefit.planner.problem import PlanOptions, Question, Split
 from pipefit.profiler import profile
 from pipefit.schema.cluster import Cluster
@@ -59,7 +59,7 @@ def test_splits_at_once_take_what_each_takes_alone(model: ModelProfile, schedule
         cuts = [sorted(rng.sample(range(1, blocks), stages - 1)) for _ in range(6)]
         splits = [Split((0, *own, blocks), tuple(rng.sample(range(stages), stages))) for own in cuts]
         splits = [split._replace(devices=splits[0].devices) for split in splits]
-        timer = AtOnce.of(question, splits[0])
+        timer = SplitTimer.of(question, splits[0])
         assert timer is not None
         each = [Simulation(plan_of(question, split)).step_seconds[0] for split in splits]
         assert timer.seconds(splits).tolist() == pytest.approx(each, rel=1e-12)
@@ -73,4 +73,4 @@ def test_steps_that_overlap_have_no_times_at_once(model: ModelProfile) -> None:
         cluster=cluster(2, 1, 0),
         training=Training(batch_size=4, microbatches=4, schedule="pipedream-2bw"),
     )
-    assert AtOnce.of(question, Split((0, 4, 10), (0, 1))) is None
+    assert SplitTimer.of(question, Split((0, 4, 10), (0, 1))) is None

@@ -13,7 +13,7 @@ import random_cases
 from compaction import compacted
 from made_up import layer, measurement, profile, training, value
 from pipefit.planner import Means, PlanOptions, Question, bounds
-from pipefit.planner.bounds import Work, highest_line, position_of, step_bound
+from pipefit.planner.bounds import MicrobatchSeconds, highest_line, position_of, step_bound
 from pipefit.planner.choices import Within
 from pipefit.simulator import simulate
 from tight import HOST, JOINED, KEEP, PEER, RECOMPUTE, Case, cluster, fastest, keeping_layer, random_case
@@ -256,7 +256,7 @@ def test_the_lines_are_never_above_a_step_of_any_stages(seed: int) -> None:
     step, whole = walked(schedule, forward, backward, count), sum(forward) + sum(backward)
     for stage in range(stages):
         before = np.array(sum(forward[:stage]) + sum(backward[:stage]))
-        work = Work(np.array(forward[stage]), np.array(backward[stage]), before, whole)
+        work = MicrobatchSeconds(np.array(forward[stage]), np.array(backward[stage]), before, whole)
         assert highest_line(position_of(schedule, stage, stages, count), work) <= step + 1e-9
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from made_up import AMPLE, devices, even, keeping, plain
 from pipefit.planner import Question, alpa, capture, plan
-from pipefit.planner.baselines.capture import CaptureOptions, Runs
+from pipefit.planner.baselines.capture import BlockRuns, CaptureOptions
 from pipefit.planner.problem import Degree
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
@@ -27,7 +27,7 @@ def question(seed: int, schedule: str = "gpipe", layers: int = 4, count: int = 4
 
 
 def by_hand(
-    asked: Question, runs: Runs, edges: tuple[int, ...], degrees: tuple[int, ...], held: list[int]
+    asked: Question, runs: BlockRuns, edges: tuple[int, ...], degrees: tuple[int, ...], held: list[int]
 ) -> float:
     return max(
         float(runs.predicted(Degree(degree, 1), n)[start, stop])
@@ -41,7 +41,7 @@ def test_no_plan_is_predicted_to_have_a_lower_peak(seed: int, early: bool) -> No
     early release.
     """
     asked = question(seed, "1f1b")
-    runs, found = Runs(asked), capture(asked, CaptureOptions(early_release=early))
+    runs, found = BlockRuns(asked), capture(asked, CaptureOptions(early_release=early))
     lowest = float("inf")
     for stages in range(1, 5):
         held = [min(3, stages - stage) if early else 3 for stage in range(stages)]
@@ -58,7 +58,7 @@ def test_runs_of_one_block_and_of_two_are_predicted_as_they_are(seed: int) -> No
     asked = question(seed, layers=3, count=3)
     made = written(asked.profile, asked.cluster, asked.training, (0, 1, 2, 3), (1, 1, 1))
     peak = Simulation(made).peak_bytes[1]
-    predicted = Runs(asked).predicted(Degree(1, 1), 3)
+    predicted = BlockRuns(asked).predicted(Degree(1, 1), 3)
     assert predicted[1, 2] == pytest.approx(peak)
 
 
@@ -69,7 +69,9 @@ def test_a_line_through_peaks_at_several_sizes_foretells_another() -> None:
     few, all_sizes = sized(chain, 8, 2), sized(chain, 8, 4, 2)
     how = Training(batch_size=16, microbatches=2, schedule="gpipe")
     predicted = [
-        Runs(Question(profile=one, cluster=devices(AMPLE, AMPLE), training=how)).predicted(Degree(2, 1), 2)
+        BlockRuns(Question(profile=one, cluster=devices(AMPLE, AMPLE), training=how)).predicted(
+            Degree(2, 1), 2
+        )
         for one in (few, all_sizes)
     ]
     assert np.allclose(*[one[np.isfinite(one)] for one in predicted])

@@ -13,7 +13,7 @@ from pipefit.errors import InfeasibleError
 from pipefit.memory.arenas import check_room, room_needed
 from pipefit.planner import PlanOptions, Question, exact, plan, solved, time
 from pipefit.planner.evaluation import Candidate, Evaluation, Evaluator
-from pipefit.planner.joint import Search, joint
+from pipefit.planner.joint import JointSearch, joint
 from pipefit.schema.decisions import What
 from pipefit.schema.devices import Host, Member
 from pipefit.schema.plan import Plan
@@ -198,7 +198,7 @@ def test_where_a_few_microbatches_mislead_the_next_best_plan_is_taken(
 ) -> None:
     """If abridged simulation underestimates a plan's step, the next best plan is taken."""
     question, whole = long_steps("1f1b"), Evaluator.whole
-    first = Search(question).best(1.0).evaluation
+    first = JointSearch(question).best(1.0).evaluation
 
     def longer(self: Evaluator, candidate: Candidate) -> Evaluation:
         found = whole(self, candidate)
@@ -206,7 +206,7 @@ def test_where_a_few_microbatches_mislead_the_next_best_plan_is_taken(
         return found
 
     monkeypatch.setattr(Evaluator, "whole", longer)
-    found = Search(question).best(1.0).evaluation
+    found = JointSearch(question).best(1.0).evaluation
     assert found.fits
     assert found.candidate != first.candidate
     assert first.seconds <= found.seconds < 1.1 * first.seconds

@@ -18,7 +18,7 @@ from pipefit.capture import Task
 from pipefit.memory.storages import StageStorages, Whereabouts
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
-from pipefit.runtime.offload.copying import AtOnce, Part
+from pipefit.runtime.offload.copying import SlotPart, UnpacedCopies
 from pipefit.runtime.offload.moving import BlockTable
 from pipefit.schema.actions import Subject, parse_action
 from pipefit.schema.decisions import Decision, SavedTensors, What
@@ -84,14 +84,14 @@ def bundled(schedule: str, place: str) -> Plan:
     return replace(plan, cluster=with_disk(plan.cluster), decisions=decisions)
 
 
-class Counting(AtOnce):
+class Counting(UnpacedCopies):
     """A copier that counts the pieces of every copy, per tensors and blocks."""
 
     def __init__(self) -> None:
         self.copies: list[tuple[int, int, int]] = []
         self.seconds: list[float] = []
 
-    def start(self, parts: Sequence[Part], *, outward: bool, seconds: float) -> None:
+    def start(self, parts: Sequence[SlotPart], *, outward: bool, seconds: float) -> None:
         tensors, slots = {part.storage._cdata for part in parts}, {id(part.slot) for part in parts}
         self.copies.append((len(parts), len(tensors), len(slots)))
         self.seconds.append(seconds)

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from pipefit.runtime.offload.copying import AtOnce, Beside, Copier, Part, Slot
+from pipefit.runtime.offload.copying import Beside, Copier, Slot, SlotPart, UnpacedCopies
 
 BYTES = 4096
 
 
-@pytest.fixture(params=[AtOnce, Beside])
+@pytest.fixture(params=[UnpacedCopies, Beside])
 def copier(request: pytest.FixtureRequest) -> Iterator[Copier]:
     """Return one of both kinds of copiers."""
     made: Copier = request.param()
@@ -38,9 +38,9 @@ def values(seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def part(tensor: torch.Tensor, there: Slot) -> list[Part]:
+def part(tensor: torch.Tensor, there: Slot) -> list[SlotPart]:
     """Return all bytes of both."""
-    return [Part(tensor.untyped_storage(), 0, there, 0, BYTES)]
+    return [SlotPart(tensor.untyped_storage(), 0, there, 0, BYTES)]
 
 
 def test_what_goes_out_comes_back(copier: Copier) -> None:
@@ -51,9 +51,9 @@ def test_what_goes_out_comes_back(copier: Copier) -> None:
     wanted = [one.clone(), other.clone()]
     half = BYTES // 2
     parts = [
-        Part(one.untyped_storage(), 0, there[0], half, half),
-        Part(one.untyped_storage(), half, there[1], 0, half),
-        Part(other.untyped_storage(), 10, there[0], 0, 100),
+        SlotPart(one.untyped_storage(), 0, there[0], half, half),
+        SlotPart(one.untyped_storage(), half, there[1], 0, half),
+        SlotPart(other.untyped_storage(), 10, there[0], 0, 100),
     ]
     copier.join(copier.start(parts, outward=True, seconds=0.0))
     one.zero_()
@@ -68,7 +68,7 @@ class Gated(Slot):
 
     opened: threading.Event = field(default_factory=threading.Event)
 
-    def carry(self, parts: Sequence[Part], *, outward: bool) -> None:
+    def carry(self, parts: Sequence[SlotPart], *, outward: bool) -> None:
         assert self.opened.wait(60)
         Slot.carry(self, parts, outward=outward)
 

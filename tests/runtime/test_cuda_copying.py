@@ -33,7 +33,7 @@ from pipefit.lowering import lower
 from pipefit.memory.arenas import Arena, arenas_of, pinned_sizes, room_needed
 from pipefit.runtime import Trainer
 from pipefit.runtime.hardware import Hardware
-from pipefit.runtime.offload.copying import Part, Slot
+from pipefit.runtime.offload.copying import Slot, SlotPart
 from pipefit.runtime.offload.cuda import CudaDriver, Driver, OnStreams, StreamCopies
 from pipefit.runtime.offload.disk import Buffers, DiskSlot, nameless_file
 from pipefit.runtime.offload.lending import CudaMemory, HostMemory, Lending, check_lending, pinned_slots
@@ -172,7 +172,7 @@ class Working:
         """Start a copy between a tensor and its slots, half of it at each lender."""
         half, storage = BYTES // 2, self.here[number].untyped_storage()
         parts = [
-            Part(storage, n * half, slot, 0, half, lender)
+            SlotPart(storage, n * half, slot, 0, half, lender)
             for n, (lender, slot) in enumerate(self.away[number])
         ]
         return self.gpu.copier.start(parts, outward=outward, seconds=0.0)
@@ -195,7 +195,9 @@ def test_starting_and_joining_stops_nobody() -> None:
     """Copies do not block the host: a copy waits for the launches before it, not for those after it."""
     gpu, tensor, slot = Gpu(), torch.ones(BYTES, dtype=torch.uint8), memory()
     gpu.computing.work.append(lambda: tensor.fill_(7))
-    handle = gpu.copier.start([Part(tensor.untyped_storage(), 0, slot, 0, BYTES)], outward=True, seconds=60.0)
+    handle = gpu.copier.start(
+        [SlotPart(tensor.untyped_storage(), 0, slot, 0, BYTES)], outward=True, seconds=60.0
+    )
     gpu.computing.work.append(lambda: tensor.fill_(9))
     (copies,) = gpu.copies
     assert not copies.may_run
@@ -212,7 +214,7 @@ def test_a_join_lets_go_of_the_storages() -> None:
     """A running copy holds its tensors; after the join their owner does."""
     gpu, tensor = Gpu(), torch.ones(BYTES, dtype=torch.uint8)
     handle = gpu.copier.start(
-        [Part(tensor.untyped_storage(), 0, memory(), 0, BYTES)], outward=True, seconds=0.0
+        [SlotPart(tensor.untyped_storage(), 0, memory(), 0, BYTES)], outward=True, seconds=0.0
     )
     assert handle.parts
     gpu.copier.join(handle)
@@ -223,7 +225,9 @@ def test_settling_a_copy_stops_the_host_until_it_is_complete() -> None:
     """Any thread may wait for a copy; when it continues, the bytes are there and the storages are released."""
     gpu, tensor, slot = Gpu(), torch.ones(BYTES, dtype=torch.uint8), memory()
     gpu.computing.work.append(lambda: tensor.fill_(7))
-    handle = gpu.copier.start([Part(tensor.untyped_storage(), 0, slot, 0, BYTES)], outward=True, seconds=0.0)
+    handle = gpu.copier.start(
+        [SlotPart(tensor.untyped_storage(), 0, slot, 0, BYTES)], outward=True, seconds=0.0
+    )
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(gpu.copier.settle, handle)
         time.sleep(0.05)
@@ -479,7 +483,7 @@ def test_a_thread_that_has_written_a_file_holds_no_memory(tmp_path: Path) -> Non
     gpu, tensor, rests = Gpu(), torch.zeros(BYTES, dtype=torch.uint8), threading.Event()
     storage = weakref.ref(tensor.untyped_storage())
     copy = gpu.copier.start(
-        [Part(tensor.untyped_storage(), 0, on_disk(tmp_path), 0, BYTES)], outward=True, seconds=0.0
+        [SlotPart(tensor.untyped_storage(), 0, on_disk(tmp_path), 0, BYTES)], outward=True, seconds=0.0
     )
     assert copy.files is not None
     copy.files.add_done_callback(lambda _: rests.wait(60))  # on the thread, which still has its work
@@ -495,7 +499,7 @@ def test_a_copy_to_a_file_waits_for_what_it_copies(tmp_path: Path) -> None:
     raises its errors.
     """
     gpu, tensor, slot = Gpu(), torch.zeros(BYTES, dtype=torch.uint8), on_disk(tmp_path)
-    parts = [Part(tensor.untyped_storage(), 0, slot, 0, BYTES)]
+    parts = [SlotPart(tensor.untyped_storage(), 0, slot, 0, BYTES)]
     gpu.computing.work.append(lambda: tensor.fill_(5))
     copy = gpu.copier.start(parts, outward=True, seconds=0.0)
     assert copy.files is not None and not copy.files.done()

@@ -22,7 +22,7 @@ from moving_plans import make_chain, make_wide, with_disk
 from pipefit.errors import OutOfMemory, UsageError, WorkerFailed
 from pipefit.memory.arenas import Arena
 from pipefit.runtime import Trainer, certify
-from pipefit.runtime.offload.copying import Part
+from pipefit.runtime.offload.copying import SlotPart
 from pipefit.runtime.offload.disk import DiskSlot, nameless_file, plain_buffers
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import Decision, SavedTensors, What
@@ -81,7 +81,7 @@ def test_what_is_written_is_read_back(tmp_path: Path, seed: int) -> None:
     slot = slot_in(tmp_path, before + sum(sizes), rng.choice([1, 16, 500, 4096, 1 << 20][seed % 2 :]))
     starts = [before + sum(sizes[:n]) for n in range(len(sizes))]
     parts = [
-        Part(tensor.untyped_storage(), 5, slot, start, size)
+        SlotPart(tensor.untyped_storage(), 5, slot, start, size)
         for tensor, start, size in zip(tensors, starts, sizes, strict=True)
     ]
     slot.carry(parts, outward=True)
@@ -99,7 +99,7 @@ def test_small_tensors_are_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "pwrite", lambda *args: calls.update(["write"]) or pwrite(*args))
     monkeypatch.setattr(os, "preadv", lambda *args: calls.update(["read"]) or preadv(*args))
     slot, tensors = slot_in(tmp_path, 4000, 2048), [torch.zeros(100, dtype=torch.uint8) for _ in range(40)]
-    parts = [Part(tensor.untyped_storage(), 0, slot, 100 * n, 100) for n, tensor in enumerate(tensors)]
+    parts = [SlotPart(tensor.untyped_storage(), 0, slot, 100 * n, 100) for n, tensor in enumerate(tensors)]
     slot.carry(parts, outward=True)
     slot.carry(parts, outward=False)
     assert calls == {"write": 2, "read": 2}
@@ -131,7 +131,7 @@ def test_a_disk_that_fails_is_named(
     with pytest.raises(
         WorkerFailed, match=rf"cannot be {words} the disk \(Input/output error\): offload to the host"
     ):
-        slot.carry([Part(tensor.untyped_storage(), 0, slot, 0, 8)], outward=outward)
+        slot.carry([SlotPart(tensor.untyped_storage(), 0, slot, 0, 8)], outward=outward)
 
 
 # -------------------------------------------------------------------- training

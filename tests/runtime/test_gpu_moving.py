@@ -21,7 +21,7 @@ from pipefit.memory.arenas import Arena, arenas_of
 from pipefit.models import build
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
-from pipefit.runtime.offload.copying import Part
+from pipefit.runtime.offload.copying import SlotPart
 from pipefit.runtime.offload.cuda import CudaDriver, OnStreams
 from pipefit.runtime.offload.lending import CudaMemory, Lending
 from pipefit.schema.decisions import Decision, SavedTensors, What
@@ -140,12 +140,12 @@ def test_bytes_make_the_round_trip(nbytes: int) -> None:
     slot, other = CudaMemory(cluster, [arena], lambda number: DEVICE, CudaDriver()).own(arena)
     copier, tensor = OnStreams.of(DEVICE), torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=DEVICE)
     wanted, storage = tensor.clone(), tensor.untyped_storage()
-    copier.join(copier.start([Part(storage, 0, slot, 0, nbytes)], outward=True, seconds=0.0))
+    copier.join(copier.start([SlotPart(storage, 0, slot, 0, nbytes)], outward=True, seconds=0.0))
     storage.resize_(0)
     spoils = [torch.zeros(nbytes, dtype=torch.uint8, device=DEVICE) for _ in range(4)]
     copier.join(
-        copier.start([Part(spoils[0].untyped_storage(), 0, other, 0, nbytes)], outward=True, seconds=0.0)
+        copier.start([SlotPart(spoils[0].untyped_storage(), 0, other, 0, nbytes)], outward=True, seconds=0.0)
     )
     storage.resize_(nbytes)
-    copier.join(copier.start([Part(storage, 0, slot, 0, nbytes)], outward=False, seconds=0.0))
+    copier.join(copier.start([SlotPart(storage, 0, slot, 0, nbytes)], outward=False, seconds=0.0))
     assert torch.equal(tensor, wanted)

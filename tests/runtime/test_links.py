@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pipefit.lowering import lower
-from pipefit.runtime.launch.launch import Position, waited_for
+from pipefit.runtime.launch.launch import WorkerPosition, waited_for
 from pipefit.schema.plan import Plan
 from pipelines import equal_profile, make_plan
 
@@ -17,13 +17,13 @@ NEVER = 1 << 20  # after all actions of a step
 
 def positions(
     plan: Plan, at: Mapping[int, str | int], steps: Mapping[int, int] | None = None
-) -> dict[int, Position]:
+) -> dict[int, WorkerPosition]:
     """Return the positions of workers: each at an action, or at a number without one; in step 3 by default."""
     found = {}
     for device, own in enumerate(lower(plan).actions):
         where = at[device]
         number = where if isinstance(where, int) else [str(action) for action in own].index(where)
-        found[device] = Position(step=(steps or {}).get(device, 3), number=number, actions=own)
+        found[device] = WorkerPosition(step=(steps or {}).get(device, 3), number=number, actions=own)
     return found
 
 

@@ -28,7 +28,7 @@ from pipefit.runtime import Trainer, train
 from pipefit.runtime.launch import restarts
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
-from pipefit.tensor_parallel.forms import Shard, Split
+from pipefit.tensor_parallel.forms import DimSplit, TensorShard
 from pretrained_models import PRETRAINED
 from resuming import ADAMW
 from tiny import batch_of, plan_of
@@ -266,7 +266,7 @@ def test_a_file_is_read_by_the_slices_that_are_taken(tmp_path: Path) -> None:
     safetensors.torch.save_file({"weight": weight, "other": weight + 1}, tmp_path / "model.safetensors")
     found = load_weights(tmp_path / "model.safetensors", ["weight"])["weight"]
     assert mapped(tmp_path / "model.safetensors") < weight.nbytes / 16
-    shard = Shard.of("weight", weight.shape, Split(dim=0), 1, 4)
+    shard = TensorShard.of("weight", weight.shape, DimSplit(dim=0), 1, 4)
     assert torch.equal(shard.local(found), weight[1 << 10 : 1 << 11])
     assert mapped(tmp_path / "model.safetensors") < weight.nbytes / 2
 

@@ -17,7 +17,7 @@ from movable import movable
 from pipefit.capture import Task, capture
 from pipefit.capture.comparison import NotComparable
 from pipefit.capture.model import built
-from pipefit.capture.plain_training import Draws, Recording
+from pipefit.capture.plain_training import DrawRecording, Draws
 from pipefit.capture.sample import sample
 from pipefit.errors import PipefitWarning, UsageError
 from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions
@@ -148,7 +148,7 @@ RANKS = Grid(devices=(0, 1), tensor=2)
 
 
 def sums_of_replicas(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(transport._Sum, "add_up", lambda self, members, owners: self._end())
+    patch.setattr(transport._ProcessCollective, "add_up", lambda self, members, owners: self._end())
 
 
 def last_of_a_bucket(patch: pytest.MonkeyPatch) -> None:
@@ -174,19 +174,19 @@ def sums_of_tied(patch: pytest.MonkeyPatch) -> None:
 
 
 def updates_of_owners(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(transport._Sum, "hand_out", lambda self, owners: self._end())
+    patch.setattr(transport._ProcessCollective, "hand_out", lambda self, owners: self._end())
 
 
 def rows_between_degrees(patch: pytest.MonkeyPatch) -> None:
     from pipefit.runtime.engine import runner
 
-    part = runner.Exchange._part
+    part = runner.DeviceMessages._part
 
     def first_rows(self: Any, action: Any, message: Any, boundary: Any) -> Any:
         found = part(self, action, message, boundary)
         return None if found is None else found._replace(rows=(0, found.rows[1] - found.rows[0]))
 
-    patch.setattr(runner.Exchange, "_part", first_rows)
+    patch.setattr(runner.DeviceMessages, "_part", first_rows)
 
 
 def doubled_norm(patch: pytest.MonkeyPatch) -> None:
@@ -252,7 +252,7 @@ def other_draws(patch: pytest.MonkeyPatch) -> None:
 
 def offset_of_shards(patch: pytest.MonkeyPatch) -> None:
     """Give every rank the first rank's part."""
-    local = forms.Shard.local
+    local = forms.TensorShard.local
 
     def first(self: Any, whole: Tensor) -> Tensor:
         begin = self.ranges[0][0] if self.ranges else 0
@@ -260,7 +260,7 @@ def offset_of_shards(patch: pytest.MonkeyPatch) -> None:
             replace(self, ranges=tuple((start - begin, stop - begin) for start, stop in self.ranges)), whole
         )
 
-    patch.setattr(forms.Shard, "local", first)
+    patch.setattr(forms.TensorShard, "local", first)
 
 
 def sums_of_ranks(patch: pytest.MonkeyPatch) -> None:
@@ -428,7 +428,7 @@ def test_a_comparison_leaves_model_and_generators_as_they_were() -> None:
 def test_attention_without_dropout_draws_nothing() -> None:
     """A fused attention without dropout is no random draw, so that models with one are compared."""
     draws, query = Draws(), torch.randn(1, 2, 4, 8)
-    with Recording(draws, "key"):
+    with DrawRecording(draws, "key"):
         torch.nn.functional.scaled_dot_product_attention(query, query, query)
         torch.dropout(query, 0.5, True)
     assert len(draws.of["key"]) == 1

@@ -19,7 +19,7 @@ from pipefit.profiler import profile
 from pipefit.runtime import certify
 from pipefit.runtime.dry_run import rehearsal, reserved
 from pipefit.runtime.dry_run.devices import Ownership, kin, owned_layers
-from pipefit.runtime.dry_run.lives import Event
+from pipefit.runtime.dry_run.lives import LifeEvent
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import SHARDINGS, Grid, Stage
 from pipefit.schema.plan import Plan
@@ -219,25 +219,25 @@ def test_an_optimizer_that_joins_layers_has_every_replica_run(normed: ModelProfi
 class Run:
     """A run with these events in its only action."""
 
-    def __init__(self, *events: Event) -> None:
+    def __init__(self, *events: LifeEvent) -> None:
         self.told, self.layer_of = list(events), dict[Any, int]()
 
-    def settled(self) -> list[Event]:
+    def settled(self) -> list[LifeEvent]:
         return []
 
     def changes(self) -> None:
         """Return nothing."""
 
-    def events(self) -> list[list[Event]]:
+    def events(self) -> list[list[LifeEvent]]:
         return [[], self.told]
 
 
-def born(name: str, nbytes: int, layer: int | None = None) -> Event:
+def born(name: str, nbytes: int, layer: int | None = None) -> LifeEvent:
     """Return the birth of a storage, of a layer or of none."""
-    return Event(("born", name, 1), layer, ((0, nbytes),))
+    return LifeEvent(("born", name, 1), layer, ((0, nbytes),))
 
 
-def merged(ones: Sequence[Event], others: Sequence[Event]) -> Ownership:
+def merged(ones: Sequence[LifeEvent], others: Sequence[LifeEvent]) -> Ownership:
     """Merge the events of two runs that have ended a step."""
     both: Any = Run(*ones), Run(*others)
     ownership = Ownership(*both)
@@ -268,6 +268,6 @@ def test_a_replica_has_the_events_of_owners_for_its_own_layers() -> None:
         ([born("a", 1, layer=1)], [born("a", 2, layer=2)]),
     ],
 )
-def test_stories_that_are_not_alike_are_told_as_such(ones: list[Event], others: list[Event]) -> None:
+def test_stories_that_are_not_alike_are_told_as_such(ones: list[LifeEvent], others: list[LifeEvent]) -> None:
     """Two event streams differ by order or size, or if one has events outside its own layers."""
     assert not merged(ones, others).alike

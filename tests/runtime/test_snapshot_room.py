@@ -16,7 +16,7 @@ from pipefit.errors import OutOfMemory, PipefitWarning
 from pipefit.lowering import whole_run
 from pipefit.memory.arenas import arenas_of, room_needed, snapshot_bytes
 from pipefit.runtime import Trainer, train
-from pipefit.runtime.checkpoint.saver import Saved
+from pipefit.runtime.checkpoint.saver import SaveReport
 from pipefit.runtime.checkpoint.saving import Saving
 from pipefit.schema.devices import Member
 from pipefit.schema.plan import Plan
@@ -111,7 +111,7 @@ def test_training_stands_still_where_that_is_asked_for(
     suffices.
     """
     needed = snapshot_bytes(on_a_host_of(1 << 30))[HOST]
-    saves, saving = list[Saved](), Saving(directory=str(tmp_path), every=1, in_foreground=in_foreground)
+    saves, saving = list[SaveReport](), Saving(directory=str(tmp_path), every=1, in_foreground=in_foreground)
     plan = on_a_host_of(needed - missing)
     with warnings.catch_warnings():
         warnings.simplefilter("error", PipefitWarning)

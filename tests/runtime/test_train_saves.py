@@ -17,7 +17,7 @@ from pipefit.checkpoints import find, folders
 from pipefit.errors import FileError, NotSaved, PipefitWarning, UsageError, WorkerFailed
 from pipefit.lowering import lower, lower_drain
 from pipefit.runtime import Trainer, train
-from pipefit.runtime.checkpoint.saver import Saved
+from pipefit.runtime.checkpoint.saver import SaveReport
 from pipefit.runtime.checkpoint.saving import Saving
 from pipefit.runtime.launch import launch
 from pipefit.runtime.launch.orders import Orders
@@ -106,7 +106,7 @@ def test_a_worker_that_cannot_write_costs_the_checkpoints_alone(tmp_path: Path, 
     Each failure is reported once, and no partial checkpoint remains. A training that should leave a
     checkpoint ends with the last failure, and its losses are part of the error.
     """
-    saves: list[Saved] = []
+    saves: list[SaveReport] = []
     with (
         pytest.warns(PipefitWarning) as warned,
         pytest.raises(
@@ -183,7 +183,7 @@ def test_a_worker_without_room_for_copies_makes_all_write_at_once(tmp_path: Path
     """If one worker lacks room for copies, all workers write in the foreground, so that none waits for
     another.
     """
-    saves: list[Saved] = []
+    saves: list[SaveReport] = []
     with pytest.warns(PipefitWarning, match="training pauses") as told:
         assert trained(tmp_path, task=partial(crowded, 1), on_saved=saves.append) == expected()
     said = r"this host has 0 B of memory left, but the copies of its workers' state need up to \S+ KiB: training pauses"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipefit.errors import UsageError
-from pipefit.runtime.comm.transfers import Part, Transfers
+from pipefit.runtime.comm.transfers import MessagePart, Transfers
 from pipefit.runtime.comm.transport import InProcess
 from pipefit.schema.actions import Message, parse_action
 from pipefit.schema.layer_costs import Value
@@ -88,8 +88,10 @@ def test_rows_are_held_until_the_last_of_them_has_gone() -> None:
     for number, (send, receive, there, here, along) in enumerate(ends):
         message = MESSAGE._replace(part=send.part, source=1, target=3 + number)
         carried: tuple[tuple[int, int | None], ...] = ((0, 0), (1, None)) if along else ((0, 0),)
-        sender.send(send, message, values, Part(carried, there, 2))
-        receivers[number].receive(receive, message, lambda own=buffers[number]: own, Part(carried, here, 3))
+        sender.send(send, message, values, MessagePart(carried, there, 2))
+        receivers[number].receive(
+            receive, message, lambda own=buffers[number]: own, MessagePart(carried, here, 3)
+        )
     assert buffers[0][0].tolist() == [[0, 0], [0, 0], [4, 5]]
     assert buffers[1][0].tolist() == [[6, 7], [0, 0], [0, 0]]
     assert [own[1].item() for own in buffers] == [0, 7]

@@ -10,12 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipefit.tensor_parallel.forms import Shard, Split, assembled, dealt, divides, join, local_shape, take
+from pipefit.tensor_parallel.forms import (
+    DimSplit,
+    TensorShard,
+    assembled,
+    dealt,
+    divides,
+    join,
+    local_shape,
+    take,
+)
 from pipefit.tensor_parallel.rules.reshaping import through_reshape
 
 
 @st.composite
-def splits(draw: st.DrawFn) -> tuple[list[int], Split, int]:
+def splits(draw: st.DrawFn) -> tuple[list[int], DimSplit, int]:
     """Draw a shape, a split of one of its dimensions, and the number of ranks."""
     ranks, dim = draw(st.integers(2, 4)), draw(st.integers(0, 2))
     blocks = tuple(ranks * size for size in draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
@@ -23,12 +32,12 @@ def splits(draw: st.DrawFn) -> tuple[list[int], Split, int]:
     shape = draw(st.lists(st.integers(1, 4), min_size=3, max_size=3))
     if padded:
         shape[dim] = draw(st.integers(ranks, 4 * ranks + 1))
-        return shape, Split(dim, padded=True), ranks
+        return shape, DimSplit(dim, padded=True), ranks
     shape[dim] = repeats * sum(blocks)
-    return shape, Split(dim, repeats, blocks if len(set(blocks)) > 1 else ()), ranks
+    return shape, DimSplit(dim, repeats, blocks if len(set(blocks)) > 1 else ()), ranks
 
 
-def owners(shape: list[int], split: Split, ranks: int) -> Tensor:
+def owners(shape: list[int], split: DimSplit, ranks: int) -> Tensor:
     """Return the owner of each element, counted element by element."""
     size = shape[split.dim]
     found = []
@@ -41,7 +50,7 @@ def owners(shape: list[int], split: Split, ranks: int) -> Tensor:
 
 
 @given(splits())
-def test_a_rank_has_the_elements_that_are_its_own_in_order(case: tuple[list[int], Split, int]) -> None:
+def test_a_rank_has_the_elements_that_are_its_own_in_order(case: tuple[list[int], DimSplit, int]) -> None:
     """A rank's part has the elements that it owns, in the order of the whole, padded with zeros."""
     shape, split, ranks = case
     whole, owner = torch.arange(1, math.prod(shape) + 1).reshape(shape), owners(*case)
@@ -52,12 +61,12 @@ def test_a_rank_has_the_elements_that_are_its_own_in_order(case: tuple[list[int]
 
 
 @given(splits())
-def test_the_parts_of_all_ranks_make_the_whole(case: tuple[list[int], Split, int]) -> None:
+def test_the_parts_of_all_ranks_make_the_whole(case: tuple[list[int], DimSplit, int]) -> None:
     """The joined parts of all ranks equal the tensor, as a value and as a parameter's shards."""
     shape, split, ranks = case
     whole = torch.randn(shape)
     parts = [take(whole, split, rank, ranks) for rank in range(ranks)]
-    shards = [Shard.of("weight", shape, split, rank, ranks) for rank in range(ranks)]
+    shards = [TensorShard.of("weight", shape, split, rank, ranks) for rank in range(ranks)]
     assert torch.equal(join(parts, split, shape[split.dim]), whole)
     assert torch.equal(dealt(whole, split, ranks), torch.stack(parts))
     assert all(torch.equal(shard.local(whole), part) for shard, part in zip(shards, parts, strict=True))
@@ -65,7 +74,7 @@ def test_the_parts_of_all_ranks_make_the_whole(case: tuple[list[int], Split, int
 
 
 @given(splits())
-def test_a_part_has_memory_of_its_own(case: tuple[list[int], Split, int]) -> None:
+def test_a_part_has_memory_of_its_own(case: tuple[list[int], DimSplit, int]) -> None:
     """A part's storage is as large as the part, not as the whole."""
     shape, split, ranks = case
     part = take(torch.randn(shape), split, 0, ranks)
@@ -96,7 +105,7 @@ def test_a_split_seen_through_a_reshape_divides_the_same_elements(
     """
     before, after = shapes
     ranks = data.draw(st.integers(2, 3))
-    split = Split(data.draw(st.integers(0, len(before) - 1)), data.draw(st.integers(1, 3)))
+    split = DimSplit(data.draw(st.integers(0, len(before) - 1)), data.draw(st.integers(1, 3)))
     if not divides(before, split, ranks):
         return
     found = through_reshape(before, after, split, ranks)
@@ -112,19 +121,19 @@ def test_a_split_seen_through_a_reshape_divides_the_same_elements(
 @pytest.mark.parametrize(
     ("before", "after", "split", "found"),
     [
-        ([2, 8, 12], [2, 8, 4, 3], Split(2), Split(2)),  # heads out of features
-        ([2, 8, 4, 3], [2, 8, 12], Split(2), Split(2)),
-        ([2, 4, 8, 3], [8, 8, 3], Split(1), Split(0, 2)),  # heads merged behind a batch
-        ([2, 8, 12], [2, 8, 3, 4], Split(2, 3), Split(3)),  # a fused projection
-        ([2, 8, 12], [16, 12], Split(2, 1, (8, 2, 2)), Split(1, 1, (8, 2, 2))),
-        ([2, 8, 12], [2, 8, 3, 4], Split(2, 1, (8, 2, 2)), None),
-        ([2, 3, 7], [6, 7], Split(2, padded=True), Split(1, padded=True)),
-        ([4, 6], [24], Split(1), Split(0, 4)),
-        ([24], [4, 6], Split(0), Split(0)),
+        ([2, 8, 12], [2, 8, 4, 3], DimSplit(2), DimSplit(2)),  # heads out of features
+        ([2, 8, 4, 3], [2, 8, 12], DimSplit(2), DimSplit(2)),
+        ([2, 4, 8, 3], [8, 8, 3], DimSplit(1), DimSplit(0, 2)),  # heads merged behind a batch
+        ([2, 8, 12], [2, 8, 3, 4], DimSplit(2, 3), DimSplit(3)),  # a fused projection
+        ([2, 8, 12], [16, 12], DimSplit(2, 1, (8, 2, 2)), DimSplit(1, 1, (8, 2, 2))),
+        ([2, 8, 12], [2, 8, 3, 4], DimSplit(2, 1, (8, 2, 2)), None),
+        ([2, 3, 7], [6, 7], DimSplit(2, padded=True), DimSplit(1, padded=True)),
+        ([4, 6], [24], DimSplit(1), DimSplit(0, 4)),
+        ([24], [4, 6], DimSplit(0), DimSplit(0)),
     ],
 )
 def test_reshapes_of_heads_and_fused_projections_keep_what_is_divided(
-    before: list[int], after: list[int], split: Split, found: Split | None
+    before: list[int], after: list[int], split: DimSplit, found: DimSplit | None
 ) -> None:
     """Reshapes of heads and fused projections, as in models, keep their split."""
     assert through_reshape(before, after, split, 2) == found
@@ -133,4 +142,4 @@ def test_reshapes_of_heads_and_fused_projections_keep_what_is_divided(
 @pytest.mark.parametrize("shape", [[0, 4], [4, 0, 2]])
 def test_nothing_cannot_be_shared(shape: list[int]) -> None:
     """A dimension without elements is not divided."""
-    assert not any(divides(shape, Split(dim), 2) for dim, size in enumerate(shape) if size == 0)
+    assert not any(divides(shape, DimSplit(dim), 2) for dim, size in enumerate(shape) if size == 0)

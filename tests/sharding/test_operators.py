@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from pipefit.capture import Task
 from pipefit.tensor_parallel import Prices, ShardedStage
-from pipefit.tensor_parallel.forms import Split
+from pipefit.tensor_parallel.forms import DimSplit
 from sharded import CHEAP, Case, differences
 
 WIDTH, LENGTH = 8, 6
@@ -192,7 +192,7 @@ def test_one_head_of_keys_for_all_queries() -> None:
     """Query heads are divided, and the keys and values that they share are gathered."""
     stage = check(of(one_head, inner=12), prices=Prices(stored=20.0))
     attention = next(node for node in stage.choice.ways if "attention" in node.name)
-    assert stage.choice.home[attention] == Split(1)
+    assert stage.choice.home[attention] == DimSplit(1)
 
 
 class Summed(nn.Module):

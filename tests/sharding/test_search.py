@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from pipefit.capture import Task, capture
 from pipefit.tensor_parallel import Prices
-from pipefit.tensor_parallel.forms import Form, R, Split
+from pipefit.tensor_parallel.forms import DimSplit, Form, R
 from pipefit.tensor_parallel.operations import Strategy
-from pipefit.tensor_parallel.search import Costs, _options, _trained, choose, keeps_operands, keeps_result
+from pipefit.tensor_parallel.search import FormCosts, _options, _trained, choose, keeps_operands, keeps_result
 from pipefit.tensor_parallel.tracing import TracedStage, is_stored, trace
 
 WIDTH = 8
@@ -64,7 +64,7 @@ def staged(module: nn.Module, tokens: int) -> TracedStage:
     return trace(chain.layers, values, chain=None, targets=(), is_first=False)
 
 
-def price(stage: TracedStage, ways: dict[fx.Node, Strategy], costs: Costs) -> float:
+def price(stage: TracedStage, ways: dict[fx.Node, Strategy], costs: FormCosts) -> float:
     """Return the cost of one combination of strategies.
 
     Every value is converted into a form once, from its replicated form if available, and kept once whole and
@@ -73,7 +73,7 @@ def price(stage: TracedStage, ways: dict[fx.Node, Strategy], costs: Costs) -> fl
     kept = set()
 
     def keep(node: fx.Node, form: Form) -> float:
-        form = form if isinstance(form, Split) else R
+        form = form if isinstance(form, DimSplit) else R
         is_new = (node, form) not in kept and not is_stored(node)
         kept.add((node, form))
         return costs.kept(node, form) if is_new else 0.0
@@ -84,7 +84,7 @@ def price(stage: TracedStage, ways: dict[fx.Node, Strategy], costs: Costs) -> fl
     for node, operands in [*needs, (output, [(source, R) for source in output.all_input_nodes])]:
         for source, form in operands:
             if source not in had:
-                had[source] = [form if isinstance(form, Split) else R]
+                had[source] = [form if isinstance(form, DimSplit) else R]
                 total += costs.stored(source, had[source][0])
             if form not in had[source]:
                 total += costs.conversion(source, R if R in had[source] else had[source][0], form)
@@ -106,7 +106,7 @@ def test_no_choice_is_cheaper(module: type[nn.Module], tokens: int, stored: floa
     """The search finds the cheapest of all combinations of strategies, and its cost."""
     stage, prices = staged(module(), tokens), Prices(stored=stored)
     trained = _trained(stage)
-    costs = Costs(ranks=2, prices=prices, trained=trained)
+    costs = FormCosts(ranks=2, prices=prices, trained=trained)
     options = _options(stage, 2, trained, frozenset())
     operations = [node for node in stage.graph.nodes if node in options]
     every = itertools.product(*(options[node] for node in operations))
@@ -121,5 +121,5 @@ def test_what_is_dear_to_store_is_divided_and_what_is_dear_to_send_is_whole() ->
     forms = []
     for stored in (0.0, 100.0):
         found = choose(staged(Gated(), 64), 2, Prices(stored=stored, flops=math.inf))
-        forms.append([isinstance(form, Split) for node, form in found.home.items() if is_stored(node)])
+        forms.append([isinstance(form, DimSplit) for node, form in found.home.items() if is_stored(node)])
     assert forms == [[False] * 3, [True] * 3]

@@ -21,8 +21,8 @@ from pipefit.tensor_parallel import (
     Alone,
     LockstepCollectives,
     Prices,
-    Shard,
     ShardedStage,
+    TensorShard,
     assembled,
     assembled_state,
     in_lockstep,
@@ -197,7 +197,7 @@ def test_training_by_ranks_is_training_of_the_whole() -> None:
 
 def test_state_that_cannot_be_divided_is_refused() -> None:
     """Optimizer state by rows of a matrix, as Adafactor's, cannot be divided and is refused."""
-    shard = Shard(name="weight", dim=0, ranges=((0, 2),), global_shape=(4, 3))
+    shard = TensorShard(name="weight", dim=0, ranges=((0, 2),), global_shape=(4, 3))
     with pytest.raises(UsageError, match="row_var of weight"):
         shard.local_state({"row_var": torch.ones(4, 1)})
 

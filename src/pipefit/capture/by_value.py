@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 @dataclass(slots=True)
-class Reading:
+class NumberReads:
     """Counters of a layer over all of its runs.
 
     `count` numbers have been read, `most` may be read, and `assumed` results have been assumed, numbers
@@ -37,7 +37,7 @@ class Reading:
     most: int = 20_000
 
 
-_reading: ContextVar[Reading | None] = ContextVar("numbers read by the running layer", default=None)
+_reading: ContextVar[NumberReads | None] = ContextVar("numbers read by the running layer", default=None)
 _otherwise: ContextVar[bool] = ContextVar("assume the opposite", default=False)
 _updating: ContextVar[int | None] = ContextVar("numbers read by an update", default=None)
 
@@ -78,7 +78,7 @@ def reads_a_number(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 @contextmanager
-def reading(numbers: Reading) -> Iterator[Reading]:
+def reading(numbers: NumberReads) -> Iterator[NumberReads]:
     """Count in `numbers` what a layer reads and assumes in the body.
 
     Raises:

@@ -92,7 +92,7 @@ Key = tuple[int, bool]  # a storage, and whether a buffer lies in it
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldStorage:
     """A storage that a layer holds as a buffer or as a plain attribute, named after the first tensor in
     it.
     """
@@ -107,7 +107,7 @@ class Held:
 class SharedStorage:
     """A storage that several layers hold: the first layer's entry, and the numbers of all the layers."""
 
-    held: Held
+    held: HeldStorage
     users: tuple[int, ...]
 
     def is_among(self, tensors: Iterable[Tensor]) -> bool:
@@ -115,9 +115,9 @@ class SharedStorage:
         return self.held.storage in map(storage_key, tensors)
 
 
-def held_storages(module: nn.Module) -> dict[Key, Held]:
+def held_storages(module: nn.Module) -> dict[Key, HeldStorage]:
     """Return the storages of buffers and of plain attributes; a storage that is both counts as a buffer."""
-    result: dict[Key, Held] = {}
+    result: dict[Key, HeldStorage] = {}
     for name, tensor in module.named_buffers():
         result.setdefault((storage_key(tensor), True), _held(name, tensor, is_buffer=True))
     for name, tensor in named_constants(module):
@@ -128,7 +128,7 @@ def held_storages(module: nn.Module) -> dict[Key, Held]:
 
 def shared_storages(modules: Sequence[nn.Module]) -> tuple[SharedStorage, ...]:
     """Return the storages that more than one of `modules` holds, in the order of their first use."""
-    first: dict[Key, Held] = {}
+    first: dict[Key, HeldStorage] = {}
     users: dict[Key, list[int]] = {}
     for number, module in enumerate(modules):
         for key, held in held_storages(module).items():
@@ -137,8 +137,8 @@ def shared_storages(modules: Sequence[nn.Module]) -> tuple[SharedStorage, ...]:
     return tuple(SharedStorage(held, tuple(users[key])) for key, held in first.items() if len(users[key]) > 1)
 
 
-def _held(name: str, tensor: Tensor, *, is_buffer: bool) -> Held:
-    return Held(name, storage_key(tensor), tensor.untyped_storage().nbytes(), is_buffer)
+def _held(name: str, tensor: Tensor, *, is_buffer: bool) -> HeldStorage:
+    return HeldStorage(name, storage_key(tensor), tensor.untyped_storage().nbytes(), is_buffer)
 
 
 # ---- Settings of a module as plain values, which distinguish layers of one class

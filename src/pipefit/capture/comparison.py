@@ -53,7 +53,7 @@ _PRINTED = 3  # printed differences
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunResult:
     """Results of a run: the loss of each microbatch; by name, the summed gradients and the final buffers."""
 
     losses: list[Tensor]
@@ -156,8 +156,8 @@ class Numbers:
 
 
 def compared(
-    plain: Run,
-    ours: Run,
+    plain: RunResult,
+    ours: RunResult,
     *,
     name: str,
     microbatch_size: int,
@@ -185,7 +185,7 @@ def compared(
     )
 
 
-def _differences(plain: Run, ours: Run) -> Iterator[Difference]:
+def _differences(plain: RunResult, ours: RunResult) -> Iterator[Difference]:
     """Yield everything that is not bitwise equal."""
     for number, (loss, own) in enumerate(zip(plain.losses, ours.losses, strict=True)):
         if not same(loss, own):
@@ -279,7 +279,7 @@ _ENOUGH = 2  # blocks of a kind: the second takes what the first returns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class EqualBlocks:
     """A list of blocks of a model, by its path, and the names of the blocks that a copy leaves out."""
 
     path: str
@@ -300,9 +300,9 @@ class Row:
         return inside.startswith(around) and inside[len(around) :].partition(".")[0] in self.left_out
 
 
-def rows_of(module: nn.Module) -> list[Row]:
+def rows_of(module: nn.Module) -> list[EqualBlocks]:
     """Return the lists of blocks that a copy can shorten, except lists in left-out blocks."""
-    result = list[Row]()
+    result = list[EqualBlocks]()
     for path, part in module.named_modules():
         if isinstance(part, nn.ModuleList | nn.Sequential) and not any(
             row.leaves_out(path) for row in result
@@ -311,11 +311,11 @@ def rows_of(module: nn.Module) -> list[Row]:
             superfluous = _superfluous([_kind(block) for block in part._modules.values()])
             if superfluous:
                 left_out = names[superfluous.start : superfluous.stop]
-                result.append(Row(path=path, blocks=len(names), left_out=left_out))
+                result.append(EqualBlocks(path=path, blocks=len(names), left_out=left_out))
     return result
 
 
-def with_fewer_blocks(task: Task, rows: Sequence[Row]) -> Task:
+def with_fewer_blocks(task: Task, rows: Sequence[EqualBlocks]) -> Task:
     """Return `task`, whose module exists, with a copy of the module that leaves out blocks of `rows`.
 
     The two modules share their weights. Settings around a list that hold its number of blocks, such as
@@ -475,12 +475,12 @@ class NotComparable(UsageError):
 # -------------------------------------------------------------------- two runs
 
 
-def _plain_run(task: Task, module: nn.Module, chain: Chain, batches: Sequence[Sample]) -> Run:
+def _plain_run(task: Task, module: nn.Module, chain: Chain, batches: Sequence[Sample]) -> RunResult:
     """Run a copy of the module forward and backward as a plain loop does, without an update."""
     (own,), loss_of = copies_of([module], task.loss)
     with plainly(task, "training"):
         losses = _losses(plain_forward(task, own, loss_of, traced=chain.traced), batches)
-    return Run(losses, _gradients(own.named_parameters(), module), dict(own.named_buffers()))
+    return RunResult(losses, _gradients(own.named_parameters(), module), dict(own.named_buffers()))
 
 
 def plain_forward(task: Task, own: nn.Module, loss_of: Any, *, traced: bool) -> Callable[[Any, Any], Tensor]:
@@ -515,7 +515,9 @@ def plainly(task: Task, doing: str) -> Iterator[None]:
         ) from error
 
 
-def _chain_run(module: nn.Module, chain: Chain, batches: Sequence[Sample], *, in_flight: bool) -> Run | None:
+def _chain_run(
+    module: nn.Module, chain: Chain, batches: Sequence[Sample], *, in_flight: bool
+) -> RunResult | None:
     """Run a copy of the chain forward and backward, like the module or with all microbatches `in_flight`.
 
     Its tensors have their names in the module. Returns None if autograd detects that a later forward changed
@@ -542,7 +544,7 @@ def _chain_run(module: nn.Module, chain: Chain, batches: Sequence[Sample], *, in
             f"{chain.name} fails as a chain but not as a module ({in_one_line(error)}): {REMEDY}"
         ) from error
     parameters, buffers = _by_names_of(module, chain, own)
-    return Run(losses, _gradients(parameters.items(), module), buffers)
+    return RunResult(losses, _gradients(parameters.items(), module), buffers)
 
 
 def _by_names_of(

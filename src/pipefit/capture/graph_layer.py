@@ -304,7 +304,7 @@ def write(
     Between layers every value is contiguous, whether it is sent or passed on: a value with other strides, as
     after a transpose, crosses as a view with its dimensions in memory order.
     """
-    writer = _Writer(flow, inputs, names)
+    writer = _GraphWriter(flow, inputs, names)
     for node in order:
         writer.operation(node)
     writer.output(outputs, as_they_are=outputs == flow.outputs)
@@ -350,7 +350,7 @@ class Contexts:
         self.current = wanted
 
 
-class _Writer:
+class _GraphWriter:
     """Writes a layer's operations into a new graph, each after the repeated operations that it needs."""
 
     def __init__(self, flow: Flow, inputs: Sequence[fx.Node], names: Mapping[str, str]) -> None:

@@ -81,7 +81,7 @@ _MOST = 16  # kinds of parameters that are tried, at most
 _KNOWN: dict[Hashable, bool] = {}  # answers of this process
 
 
-class _Kind(NamedTuple):
+class _ParameterKind(NamedTuple):
     """Number of dimensions and group options of a kind of parameters."""
 
     options: dict[str, Any]
@@ -109,7 +109,7 @@ def couples(task: Task, module: nn.Module) -> bool:
     return _KNOWN[key]
 
 
-def _key(optimizer: object, kinds: Sequence[_Kind]) -> Hashable:
+def _key(optimizer: object, kinds: Sequence[_ParameterKind]) -> Hashable:
     """Return what determines the answer of a class with fixed options; None for other functions, which may
     depend on anything.
     """
@@ -125,7 +125,7 @@ def _key(optimizer: object, kinds: Sequence[_Kind]) -> Hashable:
     return key if isinstance(function, type) else None
 
 
-def _couples(task: Task, kinds: Sequence[_Kind]) -> bool:
+def _couples(task: Task, kinds: Sequence[_ParameterKind]) -> bool:
     """Try the optimizer on small parameters of these kinds."""
     with without_dispatch_modes(), torch.random.fork_rng(devices=[]):
         try:
@@ -136,21 +136,21 @@ def _couples(task: Task, kinds: Sequence[_Kind]) -> bool:
         return _alike(alone, again) and not _alike(alone, together)
 
 
-def _kinds(task: Task, module: nn.Module) -> list[_Kind]:
+def _kinds(task: Task, module: nn.Module) -> list[_ParameterKind]:
     """Return the kinds of parameters that are trained, each once."""
-    result: list[_Kind] = []
+    result: list[_ParameterKind] = []
     for group in (
         group for of_layer in parameter_groups([ChainLayer("", module)], task.groups) for group in of_layer
     ):
         wanted = {key: value for key, value in group.items() if key != "params"}
         for parameter in group["params"]:
-            kind = _Kind(wanted, parameter.ndim)
+            kind = _ParameterKind(wanted, parameter.ndim)
             if len(result) < _MOST and kind not in result:
                 result.append(kind)
     return result
 
 
-def _updated(task: Task, kinds: Sequence[_Kind], *, at_once: bool, seed: int) -> list[Tensor]:
+def _updated(task: Task, kinds: Sequence[_ParameterKind], *, at_once: bool, seed: int) -> list[Tensor]:
     """Return small parameters after some steps of one optimizer with shared groups, or of one each."""
     draws = torch.Generator().manual_seed(0)
     tried = [nn.Parameter(torch.randn([_SIDE] * kind.dimensions, generator=draws)) for kind in kinds]

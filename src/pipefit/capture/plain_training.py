@@ -67,7 +67,7 @@ def _together(tensors: list[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-class Recording(_Mode):  # type: ignore[no-untyped-call]
+class DrawRecording(_Mode):  # type: ignore[no-untyped-call]
     """A mode that records random draws under `key`."""
 
     def __init__(self, draws: Draws, key: Hashable) -> None:
@@ -102,7 +102,7 @@ class Replaying(_Mode):  # type: ignore[no-untyped-call]
         return drawn.clone()
 
 
-class Means(_Mode):  # type: ignore[no-untyped-call]
+class MeanDraws(_Mode):  # type: ignore[no-untyped-call]
     """A mode in which random operators return the mean of their distribution."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -22,11 +22,11 @@ from pipefit.torch_internals import pytree
 # ---- Dataclasses and mappings in batches and outputs
 #
 # torch's trees know tuples, lists, dictionaries and registered classes, such as Hugging Face's outputs. Other
-# dataclasses are opened to a `Record` of their fields, and closed to an equal dataclass for the user's code;
+# dataclasses are opened to a `OpenedDataclass` of their fields, and closed to an equal dataclass for the user's code;
 # other mappings, such as a tokenizer's, become dictionaries.
 
 
-class Record:
+class OpenedDataclass:
     """An opened dataclass: its class and its fields."""
 
     def __init__(self, kind: type, items: Mapping[str, Any]) -> None:
@@ -40,17 +40,19 @@ def opened(tree: Any) -> Any:
 
 def closed(tree: Any) -> Any:
     """Return `tree` with records as dataclasses, without another call of `__post_init__`."""
-    return pytree.tree_map(_closed, tree, is_leaf=lambda part: isinstance(part, Record))
+    return pytree.tree_map(_closed, tree, is_leaf=lambda part: isinstance(part, OpenedDataclass))
 
 
 def _opened(leaf: Any) -> Any:
     if is_dataclass(leaf) and not isinstance(leaf, type):
-        return Record(type(leaf), {field.name: opened(getattr(leaf, field.name)) for field in fields(leaf)})
+        return OpenedDataclass(
+            type(leaf), {field.name: opened(getattr(leaf, field.name)) for field in fields(leaf)}
+        )
     return {key: opened(item) for key, item in leaf.items()} if isinstance(leaf, Mapping) else leaf
 
 
 def _closed(leaf: Any) -> Any:
-    if not isinstance(leaf, Record):
+    if not isinstance(leaf, OpenedDataclass):
         return leaf
     made: Any = object.__new__(leaf.kind)
     for name, item in leaf.items.items():
@@ -58,20 +60,20 @@ def _closed(leaf: Any) -> Any:
     return made
 
 
-def _flatten(record: Record) -> tuple[list[Any], tuple[type, tuple[str, ...]]]:
+def _flatten(record: OpenedDataclass) -> tuple[list[Any], tuple[type, tuple[str, ...]]]:
     return list(record.items.values()), (record.kind, tuple(record.items))
 
 
-def _flatten_with_keys(record: Record) -> tuple[list[tuple[Any, Any]], tuple[type, tuple[str, ...]]]:
+def _flatten_with_keys(record: OpenedDataclass) -> tuple[list[tuple[Any, Any]], tuple[type, tuple[str, ...]]]:
     return [(pytree.GetAttrKey(name), item) for name, item in record.items.items()], _flatten(record)[1]
 
 
-def _unflatten(items: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Record:
-    return Record(context[0], dict(zip(context[1], items, strict=True)))
+def _unflatten(items: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> OpenedDataclass:
+    return OpenedDataclass(context[0], dict(zip(context[1], items, strict=True)))
 
 
 pytree.register_pytree_node(
-    Record,
+    OpenedDataclass,
     _flatten,
     _unflatten,
     serialized_type_name="pipefit.capture.structure.Record",

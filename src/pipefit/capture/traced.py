@@ -208,7 +208,7 @@ _LITTLE = 1000  # drop such a cut only next to a piece with less than 1/1000 of 
 _SMALL = 100  # a unit with less than 1/100 of the largest unit's parameters joins a neighbor
 
 
-class Piece(NamedTuple):
+class LayerOperations(NamedTuple):
     """Operations `start` to `stop - 1`, which become the layer `name`."""
 
     start: int
@@ -219,7 +219,7 @@ class Piece(NamedTuple):
 class Pieces(NamedTuple):
     """The layers in order, and their blocks; without blocks, each layer is one."""
 
-    layers: tuple[Piece, ...]
+    layers: tuple[LayerOperations, ...]
     blocks: tuple[Block, ...]
 
 
@@ -228,7 +228,7 @@ WHOLE = "whole"  # the name of a model's only layer
 
 def all_in_one(flow: Flow, why: str) -> Pieces:
     """Return the model as one layer and one block, with the reason."""
-    piece = Piece(0, len(flow.order), WHOLE)
+    piece = LayerOperations(0, len(flow.order), WHOLE)
     return Pieces((piece,), (Block(name=WHOLE, layers=1, undivided=why),))
 
 
@@ -270,13 +270,13 @@ def _whole(nodes: Sequence[fx.Node], module: nn.Module, kept: Mapping[str, str])
             yield f"{path} stays whole{kept[path]}"
 
 
-def _named(flow: Flow, cuts: Sequence[int], name: Callable[[int, int], str]) -> Iterator[Piece]:
+def _named(flow: Flow, cuts: Sequence[int], name: Callable[[int, int], str]) -> Iterator[LayerOperations]:
     """Yield the pieces between cuts, named after their operations, with a number for repeated names."""
     met: dict[str, int] = {}
     for start, stop in pairwise([0, *(cut + 1 for cut in cuts), len(flow.order)]):
         own = plain(name(start, stop))
         count = met[own] = met.get(own, -1) + 1
-        yield Piece(start, stop, f"{own}@{count}" if count else own)
+        yield LayerOperations(start, stop, f"{own}@{count}" if count else own)
 
 
 def _fine(flow: Flow, given: Set[int], is_free: Sequence[bool]) -> list[int]:
@@ -501,7 +501,11 @@ def _traced(
 
 
 def _layers(
-    flow: Flow, module: nn.Module, cut: Sequence[Piece], program: ExportedProgram, first: Sequence[fx.Node]
+    flow: Flow,
+    module: nn.Module,
+    cut: Sequence[LayerOperations],
+    program: ExportedProgram,
+    first: Sequence[fx.Node],
 ) -> Iterator[ChainLayer]:
     """Yield the layers, one for each piece; each takes the values that the layer before it returns."""
     binding, result, arriving = Binding(module, program.constants), list[ChainLayer](), tuple(first)

@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.function import Function, FunctionMeta
 from torch.export import ExportedProgram
 
-from pipefit.capture.by_value import Reading, assumed, otherwise, reading
+from pipefit.capture.by_value import NumberReads, assumed, otherwise, reading
 from pipefit.capture.copying import copied
 from pipefit.capture.refusals import LooksAtValues, Refusal
 from pipefit.capture.storages import storage_key
@@ -357,14 +357,14 @@ def whole_modules(root: nn.Module, paths: Collection[str]) -> Iterator[list[_Mod
         if any(path.startswith(f"{other}.") for other in paths):
             continue  # a part of another one
         part = root.get_submodule(path)
-        part.forward = _Whole(path, part, calls)
+        part.forward = _WholeForward(path, part, calls)
     try:
         yield calls
     finally:
         _calls.reset(token)
 
 
-class _Whole:
+class _WholeForward:
     """The forward of a part that stays whole, during a trace."""
 
     def __init__(self, path: str, part: nn.Module, calls: list[_ModuleCall]) -> None:
@@ -372,7 +372,7 @@ class _Whole:
         self._mode = _Assuming(allow_non_fake_inputs=True)
         self._like = copied(part, self._fake)  # a fake copy that is run for the results of calls
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Whole:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _WholeForward:
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -414,7 +414,12 @@ class _Whole:
 
     def _once(self, given: Given) -> Any:
         """Return the results of a call over separate fake tensors."""
-        with without_dispatch_modes(), without_torch_function(), functions_as_they_are(), reading(Reading()):
+        with (
+            without_dispatch_modes(),
+            without_torch_function(),
+            functions_as_they_are(),
+            reading(NumberReads()),
+        ):
             fakes = [self._argument(tensor) for tensor in given.tensors]
             args, kwargs = given.with_tensors(fakes)
             with self._mode:

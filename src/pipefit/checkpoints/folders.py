@@ -175,7 +175,7 @@ def find(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class FolderEntry:
     """An entry of a folder with the name of a checkpoint; `obstacle` says why it is not one, or is empty."""
 
     step: int
@@ -183,7 +183,7 @@ class Entry:
     obstacle: str
 
 
-def survey(directory: Path) -> list[Entry]:
+def survey(directory: Path) -> list[FolderEntry]:
     """Return all entries of `directory` with the name of a whole checkpoint, the newest last.
 
     The list is empty if `directory` does not exist.
@@ -199,7 +199,7 @@ def survey(directory: Path) -> list[Entry]:
         raise FileError(f"{_named(directory)} cannot be read: {getattr(error, 'strerror', error)}") from None
     result = [(int(match[1]), match[0]) for match in map(_WHOLE.fullmatch, names) if match]
     return [
-        Entry(step=step, folder=directory / name, obstacle=_obstacle(directory / name))
+        FolderEntry(step=step, folder=directory / name, obstacle=_obstacle(directory / name))
         for step, name in sorted(result)
     ]
 

@@ -81,7 +81,7 @@ def load_runnable(file: Path) -> Plan:
 # lack of a log.
 
 
-class Told(io.TextIOWrapper):
+class MessageStream(io.TextIOWrapper):
     """A stream for messages, which ignores errors of the system."""
 
     def write(self, text: str) -> int:
@@ -110,7 +110,7 @@ def fill_streams() -> bool:
     if (out := sys.__stdout__) is not None and sys.stdout is out and isinstance(out.buffer, io.RawIOBase):
         sys.stdout = _again(out, io.TextIOWrapper)
     if (err := sys.__stderr__) is not None and sys.stderr is err:
-        sys.stderr = _again(err, Told)
+        sys.stderr = _again(err, MessageStream)
     return _takes_words(sys.stdout)
 
 

@@ -17,7 +17,7 @@ from pipefit.errors import NotSaved, UsageError
 
 if TYPE_CHECKING:
     from pipefit.runtime.callbacks import StepReport
-    from pipefit.runtime.checkpoint.saver import Saved
+    from pipefit.runtime.checkpoint.saver import SaveReport
     from pipefit.runtime.checkpoint.saving import Saving
     from pipefit.schema.plan import Plan
     from pipefit.schema.trace import Trace
@@ -171,7 +171,7 @@ def command(
         resolve(model, settings, precision)  # reports mistakes in MODEL before any worker starts
         from pipefit.runtime import train
 
-    told = _Told(saving, resume)
+    told = _CheckpointMessages(saving, resume)
     log = StepLog(document, steps)
     with (
         progress("training", lines=False) as bar,
@@ -251,7 +251,7 @@ def _planned_for(cluster: str, plan: Plan) -> Plan:
     return result
 
 
-class _Told:
+class _CheckpointMessages:
     """Messages about checkpoints: the resumed one, the costs of saves, and the state after an
     interruption.
     """
@@ -268,7 +268,7 @@ class _Told:
             self.steps_done = checkpoint.manifest.step
             on_stderr(f"resuming from {checkpoint.folder}, after step {self.steps_done}")
 
-    def saved(self, saved: Saved) -> None:
+    def saved(self, saved: SaveReport) -> None:
         """Record the costs of a save on one worker."""
         self._bytes[saved.step] = self._bytes.get(saved.step, 0) + saved.nbytes
         self._still_seconds[saved.step] = max(self._still_seconds.get(saved.step, 0.0), saved.still_seconds)
@@ -308,7 +308,7 @@ class _Told:
         return [f"{what} {where}; training paused for at most {longest} for each"]
 
 
-def _print(losses: list[float], trace: Trace, told: _Told, *, as_json: bool) -> None:
+def _print(losses: list[float], trace: Trace, told: _CheckpointMessages, *, as_json: bool) -> None:
     """Print the losses and the trace."""
     from pipefit.cli.train_log import in_json
     from pipefit.report.traces import describe_trace

@@ -193,7 +193,7 @@ def _inner(value: Any, depth: int) -> object:
 # ---------------------------------------------------------------- the loss
 
 
-class _Recorder(TorchFunctionMode):
+class _CallRecorder(TorchFunctionMode):
     """Records every call of a torch function: its name, dtypes and settings; numbers and shapes separately.
 
     Without named arguments torch passes None or an empty mapping, as Python called: under a profiler the
@@ -239,7 +239,7 @@ def _loss(chain: Chain, measurement: Measurement) -> tuple[str, str]:
         with (
             left_as_found(chain.criterion),
             torch.enable_grad(),
-            _Recorder() as recorder,
+            _CallRecorder() as recorder,
         ):  # the surrounding mode is not recorded
             try:
                 chain.measured(measurement).loss(tuple(values[:count]), tuple(values[count:]))

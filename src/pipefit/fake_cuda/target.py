@@ -305,7 +305,7 @@ class FakeTarget:
             )
         self.target: Target = target
         self.device = _device_of(target)
-        self._mode = _Mode(_known(target))
+        self._mode = _BuildMode(_known(target))
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> FakeTarget:
@@ -391,7 +391,7 @@ def _known(_: Target) -> Known:
     return {}
 
 
-class _Mode(QuickFakeMode):  # type: ignore[no-untyped-call]
+class _BuildMode(QuickFakeMode):  # type: ignore[no-untyped-call]
     """`QuickFakeMode` for modules that are moved and copied after they were built."""
 
     fake_tensor_converter: _Forgetful
@@ -432,7 +432,7 @@ class _Mode(QuickFakeMode):  # type: ignore[no-untyped-call]
             if isinstance(arg, FakeTensor) and arg.constant is not None and isinstance(arg, nn.Parameter):
                 self.fake_tensor_converter.forget(arg)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> _Mode:
+    def __deepcopy__(self, memo: dict[int, object]) -> _BuildMode:
         return self  # copied fake tensors, as in `nn.TransformerEncoder`, keep their mode
 
 

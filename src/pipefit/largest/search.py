@@ -142,7 +142,7 @@ def find(growth: Growth, *, certify: bool = True, progress: Progress | None = No
         InfeasibleError: not even the smallest, or largest, value fits; says which device, and by how much.
         UsageError: every value is refused; has the first refusal. Or no plan satisfies the demand.
     """
-    search = _Search(growth, progress)
+    search = _LargestSearch(growth, progress)
     result = search.edge()
     while True:
         search.settle(result.fits)
@@ -165,7 +165,7 @@ class _Neighbours(NamedTuple):
 
 
 @dataclass
-class _Search:
+class _LargestSearch:
     """The state of a search."""
 
     growth: Growth
@@ -369,7 +369,7 @@ def _negated(statement: bool | None) -> bool | None:
     return None if statement is None else not statement
 
 
-def _answer(growth: Growth, search: _Search, found: _Neighbours) -> Fit:
+def _answer(growth: Growth, search: _LargestSearch, found: _Neighbours) -> Fit:
     if not search.known:
         raise UsageError(next(iter(search.refused.values())))
     best, beyond = found

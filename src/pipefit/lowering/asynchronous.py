@@ -18,9 +18,9 @@ from pipefit.lowering.local_batches import Slices
 from pipefit.lowering.passes.collectives import summed_units
 from pipefit.lowering.passes.communication import communicated, drained
 from pipefit.lowering.passes.offload import (
+    Absence,
     Bundles,
     Inserted,
-    Move,
     Timeline,
     inserted,
     moved_states,
@@ -65,7 +65,7 @@ class _Version:
     copied: list[int] = field(default_factory=list)
 
 
-class _Use(NamedTuple):
+class _PassUse(NamedTuple):
     """The passes of a microbatch through some layers that need them at once: a forward, or all later
     passes.
     """
@@ -77,7 +77,7 @@ class _Use(NamedTuple):
 
 def version_moves(
     timeline: Timeline, decisions: Sequence[Decision], stage: Stage, bundles: Bundles
-) -> Iterator[Move]:
+) -> Iterator[Absence]:
     """Yield the moves of a rank of one stage by decisions to offload weight versions."""
     if not decisions:
         return
@@ -129,7 +129,7 @@ def _gaps(timeline: Timeline, state: State, version: _Version) -> Iterator[tuple
         free = max(free, use.positions[-1])
 
 
-def _uses(timeline: Timeline, state: State, microbatch: int, since: int) -> Iterator[_Use]:
+def _uses(timeline: Timeline, state: State, microbatch: int, since: int) -> Iterator[_PassUse]:
     """Yield the uses of the layers by a microbatch after a position: its forward, and all later passes."""
     for kinds in (FORWARDS, _AGAIN):
         passes = (
@@ -139,7 +139,7 @@ def _uses(timeline: Timeline, state: State, microbatch: int, since: int) -> Iter
             number for number, action in passes if action.kind in kinds and _touches(action, state)
         )
         if result:
-            yield _Use(result, microbatch, kinds is FORWARDS)
+            yield _PassUse(result, microbatch, kinds is FORWARDS)
 
 
 def _computes(timeline: Timeline, microbatch: int) -> list[int]:
@@ -299,7 +299,7 @@ def carried(actions: Sequence[Action]) -> tuple[tuple[Action, ...], tuple[Action
 # The order of a rank's forwards and backwards does not depend on the ends of steps, unless it is drained. But
 # actions next to a forward or backward may belong to a microbatch of another step: an early recomputation,
 # the end of a copy that began in the previous step, or the start of one for the next step. Therefore a
-# `Stream` decides them for the surrounding steps too, and the step takes the part next to its own actions.
+# `RankActions` decides them for the surrounding steps too, and the step takes the part next to its own actions.
 #
 #     step before        F3 OFFLOAD3 B0 | the next one    WAIT_OFFLOAD3 F4 B1 ... WAIT_RELOAD3 B3
 #
@@ -344,7 +344,7 @@ def as_early(plan: Plan, entered: int) -> int:
     return entered if entered <= least else least + (entered - least) % period(plan)
 
 
-class Stream:
+class RankActions:
     """The actions of one rank's device, from an empty pipeline on.
 
     They are those of `entered` microbatches in `steps` earlier steps, of a step, and of the following ones.
@@ -413,7 +413,7 @@ class Stream:
         """Return an order of the stream with its receives, loads and sends."""
         return list(communicated(list(order), self._plan, self._slices, before=before, endless=True))
 
-    def _with_the_rest(self, actions: Sequence[Action], moves: Sequence[Move]) -> Iterator[Action]:
+    def _with_the_rest(self, actions: Sequence[Action], moves: Sequence[Absence]) -> Iterator[Action]:
         """Yield the actions of a drain with the unfinished moves of earlier steps, and the drain's own
         moves.
         """
@@ -497,7 +497,7 @@ class Stream:
     def _timeline(self) -> Timeline:
         return Timeline(self._communicated(chain(*self._units)))
 
-    def _moves(self) -> list[Move]:
+    def _moves(self) -> list[Absence]:
         """Return all moves in the stream except those of updates."""
         tensors = [d for d in self._offloads if isinstance(d.subject, SavedTensors)]
         versions = self._of_state("versions")

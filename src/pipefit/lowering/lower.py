@@ -18,7 +18,14 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import fields
 
 from pipefit.errors import UsageError
-from pipefit.lowering.asynchronous import Stream, as_early, carried, check_endless, check_in_turn, settled
+from pipefit.lowering.asynchronous import (
+    RankActions,
+    as_early,
+    carried,
+    check_endless,
+    check_in_turn,
+    settled,
+)
 from pipefit.lowering.local_batches import Slices, check_slices
 from pipefit.lowering.passes.collectives import gathered, summed
 from pipefit.lowering.passes.communication import communicated
@@ -310,7 +317,7 @@ def _endless(
     schedule, bundles, entered = ENDLESS[plan.training.schedule], bundles_of(plan), as_early(plan, entered)
 
     def actions(rank: int, slices: Slices) -> list[Action]:
-        stream = Stream(
+        stream = RankActions(
             plan, schedule, rank, bundles, slices, microbatches=microbatches, entered=entered, steps=steps
         )
         return stream.step() if microbatches else stream.drain()

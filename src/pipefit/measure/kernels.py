@@ -262,7 +262,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _MASKS = (torch.bool, torch.uint8)
 
 
-class Recipe:
+class ArgumentRecipe:
     """A description from which arguments like those of a call can be made later and on another thread."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], grad: bool) -> None:
@@ -528,7 +528,7 @@ def measured(
     """Measure the kernel of `func(*args, **kwargs)`. `out` is the call's result, real or fake."""
     if why := _refused(func, args):
         return Kernel(operation=operation, peak_bytes=None, reason=why)
-    recipe = Recipe(args, kwargs, torch.is_grad_enabled())
+    recipe = ArgumentRecipe(args, kwargs, torch.is_grad_enabled())
     if why := _too_much(_size(args, kwargs, out), _flops(func, args, kwargs, out), threads):
         return Kernel(operation=operation, peak_bytes=None, reason=why)
     result = apart(partial(_run, func, recipe, threads))
@@ -561,7 +561,7 @@ def _too_much(nbytes: int, flops: int, threads: int) -> str:
     return ""
 
 
-def _run(func: Any, recipe: Recipe, threads: int) -> Taken | str:
+def _run(func: Any, recipe: ArgumentRecipe, threads: int) -> Taken | str:
     """Return the kernel's memory, or why it cannot be measured. Called on a separate thread.
 
     Never raises: the frames of an exception would keep the arguments of the call alive until the next garbage
@@ -576,7 +576,7 @@ def _run(func: Any, recipe: Recipe, threads: int) -> Taken | str:
         return result.pop() if len(result) == 1 else _BY_VALUE
 
 
-def _once(func: Any, recipe: Recipe, mask: bool) -> Taken:
+def _once(func: Any, recipe: ArgumentRecipe, mask: bool) -> Taken:
     args, kwargs = recipe.make(mask)
     peak, out = peak_of(lambda: func(*args, **kwargs))
     return peak, layouts_of(out, tensors((args, kwargs)))

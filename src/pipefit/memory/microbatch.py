@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 from pipefit.errors import UsageError
 from pipefit.memory.passes import Forward, Working, buffer_copies, copy_inputs, run_backward, run_forward
 from pipefit.memory.storages import (
-    Away,
     Done,
     Effect,
+    MovedStorage,
     Piece,
     Residency,
     Sent,
@@ -158,7 +158,7 @@ def offload(transition: Transition) -> Answer:
             transition.refuse(
                 f"offloads a storage that is {transition.residency.away[instance].state} already"
             )
-        transition.working.away[instance] = Away(Whereabouts.LEAVING, transition.action.place)
+        transition.working.away[instance] = MovedStorage(Whereabouts.LEAVING, transition.action.place)
     return transition.left()[0], None
 
 
@@ -176,18 +176,18 @@ def offloaded(transition: Transition) -> Answer:
                 f"frees a tensor that is still being sent: {transition.waits_for(Kind.SEND_FORWARD)} must "
                 "come before it"
             )
-        transition.working.away[instance] = Away(Whereabouts.AWAY, transition.action.place)
+        transition.working.away[instance] = MovedStorage(Whereabouts.AWAY, transition.action.place)
     return transition.left()
 
 
 def reload(transition: Transition) -> Answer:
     """Start a reload, into memory that is allocated now."""
     for _, instance in _subjects(transition):
-        result = transition.residency.away.get(instance, Away(Whereabouts.HERE, None))
-        if result != Away(Whereabouts.AWAY, transition.action.place):
+        result = transition.residency.away.get(instance, MovedStorage(Whereabouts.HERE, None))
+        if result != MovedStorage(Whereabouts.AWAY, transition.action.place):
             where = "" if result.place is None else f" (@{result.place})"
             transition.refuse(f"reloads a storage that is {result.state}{where}")
-        transition.working.away[instance] = Away(Whereabouts.RETURNING, transition.action.place)
+        transition.working.away[instance] = MovedStorage(Whereabouts.RETURNING, transition.action.place)
     return transition.left()
 
 
@@ -452,7 +452,7 @@ def _recompute(transition: Transition) -> Answer:
 def _check_inputs(transition: Transition, piece: Piece) -> None:
     """Refuse a recomputation whose inputs are not on the device."""
     for instance in piece.inputs:
-        state, place = transition.residency.away.get(instance, Away(Whereabouts.HERE, None))
+        state, place = transition.residency.away.get(instance, MovedStorage(Whereabouts.HERE, None))
         if state in (Whereabouts.AWAY, Whereabouts.RETURNING):
             transition.refuse(
                 f"starts from a tensor that is {state} (@{place}): RELOAD it and wait for the reload first"

@@ -37,7 +37,7 @@ _DIVIDED: dict[Sharding, frozenset[str]] = {  # states, as `LayerState` names th
 }
 
 
-class Share(NamedTuple):
+class ReplicaShare(NamedTuple):
     """The share of one replica of a stage.
 
     `owners` has the owning replica of every layer from `start` on, `divided` the states that only the owner
@@ -57,7 +57,7 @@ class Share(NamedTuple):
         """Return whether this replica owns a layer."""
         return self.owner(layer) == self.replica
 
-    def owning(self, *, all_layers: bool) -> Share:
+    def owning(self, *, all_layers: bool) -> ReplicaShare:
         """Return the share of a replica that owns all layers, or none."""
         return self._replace(owners=(self.replica if all_layers else -1,) * len(self.owners))
 
@@ -86,7 +86,7 @@ class Gathered:
     parameters are always present.
     """
 
-    def __init__(self, share: Share | None, storages: StageStorages) -> None:
+    def __init__(self, share: ReplicaShare | None, storages: StageStorages) -> None:
         self._divides = share is not None and share.divides_parameters
         self._lenders = lenders(storages.measurement.shared, storages.start, storages.stop)
         self._coming, self._here = set[int](), set[int]()
@@ -151,7 +151,7 @@ class Gathered:
             )
 
 
-def share_of(plan: Plan, stage: int, device: int) -> Share | None:
+def share_of(plan: Plan, stage: int, device: int) -> ReplicaShare | None:
     """Return a device's share of its stage's state; None if nothing is divided."""
     place = plan.stages[stage]
     if place.grid.shard == "none":
@@ -159,9 +159,9 @@ def share_of(plan: Plan, stage: int, device: int) -> Share | None:
     return share_among(place, device, owners(StageStorages.of(plan, stage), place.grid))
 
 
-def share_among(place: Stage, device: int, owners: tuple[int, ...]) -> Share:
+def share_among(place: Stage, device: int, owners: tuple[int, ...]) -> ReplicaShare:
     """Return the share of a device of a stage whose layers have these owners."""
-    return Share(place.start, owners, place.grid.replica_of(device), _DIVIDED[place.grid.shard])
+    return ReplicaShare(place.start, owners, place.grid.replica_of(device), _DIVIDED[place.grid.shard])
 
 
 def owners(storages: StageStorages, grid: Grid) -> tuple[int, ...]:
@@ -227,7 +227,9 @@ class StageRest:
     `share` is the device's ZeRO share.
     """
 
-    def __init__(self, storages: StageStorages, microbatches: int, *, share: Share | None = None) -> None:
+    def __init__(
+        self, storages: StageStorages, microbatches: int, *, share: ReplicaShare | None = None
+    ) -> None:
         self.storages, self.microbatches, self.share = storages, microbatches, share
         self._updates: dict[tuple[int, int, bool], Effect] = {}
         self._sums: dict[LayerState, list[int]] = {}

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from pipefit.memory.storages import (
-    Away,
     Effect,
     Holders,
     LayerStorages,
+    MovedStorage,
     Piece,
     Residency,
     StageStorages,
@@ -145,7 +145,7 @@ class Working:
         )
 
 
-def _is_here(away: Mapping[int, Away], instance: int) -> bool:
+def _is_here(away: Mapping[int, MovedStorage], instance: int) -> bool:
     """Return whether an instance's bytes are on the device."""
     return instance not in away or away[instance].state is not Whereabouts.AWAY
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from pipefit.memory.microbatch import Flights
-from pipefit.memory.model_state import Share, StageRest, owners, share_among
+from pipefit.memory.model_state import ReplicaShare, StageRest, owners, share_among
 from pipefit.memory.storages import Effect, Sent, StageStorages
 from pipefit.schema.actions import Action, Kind, Subject
 from pipefit.schema.devices import DeviceKind, Host
@@ -15,7 +15,7 @@ from pipefit.schema.grids import Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Measurement
 from pipefit.schema.training import Training
-from pipefit.timing import Group, Seconds, copy_seconds, host_update_seconds, layer_seconds
+from pipefit.timing import Group, PassSeconds, copy_seconds, host_update_seconds, layer_seconds
 
 
 class StageCost:
@@ -28,10 +28,10 @@ class StageCost:
     def __init__(
         self,
         flights: Flights,
-        times: Sequence[Seconds],
+        times: Sequence[PassSeconds],
         kind: DeviceKind,
         microbatches: int,
-        share: Share | None,
+        share: ReplicaShare | None,
     ) -> None:
         self.flights, self.storages, self.share = flights, flights.storages, share
         self.start, self.stop = self.storages.start, self.storages.stop
@@ -158,7 +158,7 @@ class Costs:
         self._storages: dict[tuple[object, ...], StageStorages] = {}
         self._flights: dict[tuple[object, ...], Flights] = {}
         self._owners: dict[tuple[object, ...], tuple[int, ...]] = {}
-        self._times: dict[tuple[object, ...], tuple[Seconds, ...]] = {}  # by measurement, kind and group
+        self._times: dict[tuple[object, ...], tuple[PassSeconds, ...]] = {}  # by measurement, kind and group
 
     @staticmethod
     def of(plan: Plan) -> Costs:
@@ -172,7 +172,7 @@ class Costs:
         kind: DeviceKind,
         *,
         data: int = 1,
-        share: Share | None = None,
+        share: ReplicaShare | None = None,
         group: Group | None = None,
         sequences: bool = False,
         sent: Sent = Sent(),  # noqa: B008 - it is frozen
@@ -219,7 +219,7 @@ class Costs:
             self._storages[key] = StageStorages(self._measurements[degree], start, stop, rooms=rooms)
         return self._storages[key]
 
-    def _share(self, place: Stage, device: int) -> Share | None:
+    def _share(self, place: Stage, device: int) -> ReplicaShare | None:
         """Return a device's ZeRO share of a stage; None if nothing is divided."""
         grid = place.grid
         if grid.shard == "none":
@@ -229,7 +229,7 @@ class Costs:
             self._owners[*there, grid.shard] = owners(self._storages_of(*there), grid)
         return share_among(place, device, self._owners[*there, grid.shard])
 
-    def _seconds(self, kind: DeviceKind, degree: Way, group: Group | None) -> tuple[Seconds, ...]:
+    def _seconds(self, kind: DeviceKind, degree: Way, group: Group | None) -> tuple[PassSeconds, ...]:
         """Return the seconds of all layers in one measurement, on a device of `kind`."""
         result = self._times.get((degree, kind.key, group))
         if result is None:

@@ -57,7 +57,7 @@ class _Absent(NamedTuple):
     place: Place | None
 
 
-class _Use(NamedTuple):
+class _VersionNeed(NamedTuple):
     """The need of a microbatch in flight: the layers of a version up to `end`.
 
     It has gone backward through the others.
@@ -79,7 +79,7 @@ class StageVersions:
         self._newest = self._current = 0
         self._copied = frozenset(range(start, self._stop))  # layers whose newest version is a separate copy
         self._held = {0: self._stop}  # by version in memory, the end of its layers
-        self._used: dict[int, _Use] = {}  # by microbatch in flight
+        self._used: dict[int, _VersionNeed] = {}  # by microbatch in flight
         self._absent: dict[tuple[int, int], _Absent] = {}  # by version and layer
 
     @property
@@ -106,7 +106,7 @@ class StageVersions:
 
     def forward(self, microbatch: int) -> None:
         """Start the forward of a microbatch with the current weights."""
-        self._used[microbatch] = _Use(self._current, self._stop)
+        self._used[microbatch] = _VersionNeed(self._current, self._stop)
 
     def backward(self, microbatch: int, first: int | None = None) -> int:
         """End the backward of a microbatch through all layers from `first` on.
@@ -117,7 +117,7 @@ class StageVersions:
         if first is None or first == self._start:
             del self._used[microbatch]
         else:
-            self._used[microbatch] = _Use(version, first)
+            self._used[microbatch] = _VersionNeed(version, first)
         return self._free(version)
 
     def stash(self, layers: tuple[int, int] | None = None) -> int:
@@ -263,7 +263,7 @@ class Condition(StrEnum):
     STALE = "out of date"
 
 
-class Away(NamedTuple):
+class BytesAway(NamedTuple):
     """Bytes that are not on the device before the first step."""
 
     parameters: int
@@ -278,7 +278,7 @@ class Home(NamedTuple):
     place: Place
 
 
-class Kept(NamedTuple):
+class HomeState(NamedTuple):
     """The contents of a home: a state of `layers`, by its name in actions."""
 
     kind: str
@@ -296,7 +296,7 @@ class StateMoves:
     layers.
     """
 
-    homes: Mapping[Home, Kept] = field(default_factory=dict)
+    homes: Mapping[Home, HomeState] = field(default_factory=dict)
     updates: Mapping[tuple[int, Layers], Place] = field(default_factory=dict)  # by stage and layers
     layers_elsewhere: frozenset[int] = field(init=False)  # layers that are updated at another place
 
@@ -311,7 +311,7 @@ class StateMoves:
             {key: place for key, place in self.updates.items() if key[0] == stage},
         )
 
-    def begins_away(self, kept: Kept) -> bool:
+    def begins_away(self, kept: HomeState) -> bool:
         """Return whether a state is away before the first step."""
         moves = kept.kind == "parameters" and not self.updated_elsewhere(kept.layers)
         return moves or kept.kind == "optimizer"
@@ -329,7 +329,7 @@ def state_moves(program: UncheckedProgram, device: int, stages: Mapping[int, Lay
             stage, or a state
         that another action moves too.
     """
-    homes, updates = dict[Home, Kept](), dict[tuple[int, Layers], Place]()
+    homes, updates = dict[Home, HomeState](), dict[tuple[int, Layers], Place]()
     owners = dict[tuple[str, int], Home]()
     for action in program.actions[device]:
         if action.moves_state:
@@ -357,7 +357,7 @@ def home_of(action: Action) -> Home:
     return Home(action.stage, action.subject, action.place)
 
 
-def _kept(action: Action, subjects: Iterable[Subject], stage: Layers) -> Kept:
+def _kept(action: Action, subjects: Iterable[Subject], stage: Layers) -> HomeState:
     """Return the content that an action moves: one state of consecutive layers."""
     layers, kinds = [subject.layer for subject in subjects], {str(subject.what) for subject in subjects}
     start, stop = layers[0], layers[-1] + 1
@@ -370,17 +370,17 @@ def _kept(action: Action, subjects: Iterable[Subject], stage: Layers) -> Kept:
         raise UsageError(f"{action} is outside its stage, which holds {layers_text(*stage)}")
     if kinds == {"versions"}:
         raise UsageError(f"{action} offloads weight versions, which is not supported yet")
-    return Kept(kinds.pop(), (start, stop))
+    return HomeState(kinds.pop(), (start, stop))
 
 
-class Conditions:
+class StateConditions:
     """The conditions of all states of one stage at a point of its program; ledger and runtime both use it."""
 
     def __init__(self, moves: StateMoves) -> None:
         self._moves = moves
         self._needs: dict[tuple[Kind, Layers], tuple[tuple[Home, ...], frozenset[Home]]] = {}
         self._by_layer: dict[int, list[Home]] = {}
-        self._by_content: dict[tuple[Kept, Place], Home] = {}
+        self._by_content: dict[tuple[HomeState, Place], Home] = {}
         for home, kept in moves.homes.items():
             self._by_content.setdefault((kept, home.place), home)
             for layer in range(*kept.layers):
@@ -504,7 +504,7 @@ class Conditions:
 
     def _home(self, action: Action, layers: Layers, kind: str) -> Home:
         """Return the home of a state of exactly these layers, at the place of their update."""
-        home = None if action.place is None else self._by_content.get((Kept(kind, layers), action.place))
+        home = None if action.place is None else self._by_content.get((HomeState(kind, layers), action.place))
         if home is not None:
             return home
         needed = "OFFLOAD of their gradients" if kind == "gradients" else "RELOAD of their parameters"
@@ -534,7 +534,7 @@ class StageStates:
     """The state moves of one stage at a point of its program, with the bytes that they allocate and free."""
 
     def __init__(self, rest: StageRest, moves: StateMoves) -> None:
-        self._rest, self._moves, self.conditions = rest, moves, Conditions(moves)
+        self._rest, self._moves, self.conditions = rest, moves, StateConditions(moves)
 
     @property
     def complete(self) -> bool:
@@ -547,12 +547,12 @@ class StageStates:
         return tuple(self.conditions.of.values())
 
     @property
-    def away(self) -> Away:
+    def away(self) -> BytesAway:
         """The bytes that exist before the first step and are not on the device."""
         kept = [kept for kept in self._moves.homes.values() if self._moves.begins_away(kept)]
         early = [one.layers for one in kept if one.kind == "optimizer"]
         early += [layers for _, layers in self._moves.updates]
-        return Away(
+        return BytesAway(
             sum(self._bytes(one, set()) for one in kept if one.kind == "parameters"),
             sum(self._rest.bytes_of("early optimizer", *layers) for layers in early),
         )
@@ -578,7 +578,7 @@ class StageStates:
             return None if self._moves.updated_elsewhere(kept.layers) else effect(parameters=nbytes)
         return effect(gradients=nbytes) if kept.kind == "gradients" else effect(optimizer=nbytes)
 
-    def _bytes(self, kept: Kept, stepped: set[int]) -> int:
+    def _bytes(self, kept: HomeState, stepped: set[int]) -> int:
         """Return the bytes of a state now."""
         if kept.kind != "optimizer":
             return sum(self._rest.state_bytes_of(Subject(layer, kept.kind)) for layer in range(*kept.layers))

@@ -547,24 +547,24 @@ class Whereabouts(StrEnum):
     RETURNING = "on its way back"
 
 
-class Away(NamedTuple):
+class MovedStorage(NamedTuple):
     """A storage that is moved: its state, and the other place."""
 
     state: Whereabouts
     place: Place | None
 
 
-class Held:
+class Instances:
     """The existing instances, on the device or away, with their holders (`Holders`).
 
-    Usually only the changes of an action and the previous `Held` are kept, so that a stage with a thousand
+    Usually only the changes of an action and the previous `Instances` are kept, so that a stage with a thousand
     actions per microbatch needs memory for the changes, not for full copies.
     """
 
     __slots__ = ("_before", "_changes", "_count", "_since", "_whole")
 
     def __init__(self) -> None:
-        self._before: Held | None = None
+        self._before: Instances | None = None
         self._changes: dict[int, int] = {}  # 0 if nothing holds an instance any more
         self._since = 0  # changes since the last full copy
         self._whole: dict[int, int] | None = {}
@@ -573,9 +573,9 @@ class Held:
     def __len__(self) -> int:
         return self._count
 
-    def after(self, now: dict[int, int], touched: Iterable[int]) -> Held:
+    def after(self, now: dict[int, int], touched: Iterable[int]) -> Instances:
         """Return the instances held `now`, which differ at most in the `touched` ones."""
-        result, changes = Held(), {instance: now.get(instance, 0) for instance in touched}
+        result, changes = Instances(), {instance: now.get(instance, 0) for instance in touched}
         result._count, result._since, result._whole = len(now), self._since + len(changes), None
         if result._since * _PART >= result._count:
             result._since, result._whole = 0, now
@@ -616,13 +616,13 @@ class Residency:
     def __init__(
         self,
         *,
-        held: Held,
+        held: Instances,
         at: int,
         values: tuple[int, ...],
         pieces: tuple[Piece, ...],
         back: int | None,
         done: frozenset[Done],
-        away: dict[int, Away],
+        away: dict[int, MovedStorage],
         categories: tuple[int, int],
     ) -> None:
         self.held, self.at, self.values, self.pieces = held, at, values, pieces
@@ -653,7 +653,7 @@ class Residency:
 def begin() -> Residency:
     """Return the residency of a microbatch that has not reached the stage yet."""
     return Residency(
-        held=Held(), at=0, values=(), pieces=(), back=None, done=frozenset(), away={}, categories=(0, 0)
+        held=Instances(), at=0, values=(), pieces=(), back=None, done=frozenset(), away={}, categories=(0, 0)
     )
 
 

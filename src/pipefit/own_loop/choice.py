@@ -25,7 +25,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from pipefit.own_loop.recording import Call, Recording
+from pipefit.own_loop.recording import LoopRecording, ModuleCall
 from pipefit.schema.loop_plan import LoopDecision, Technique
 
 SMALLEST_BYTES = 1024  # a smaller storage is not worth a copy
@@ -61,7 +61,7 @@ class Interval(NamedTuple):
     returned: int | None = None
 
 
-class Row(NamedTuple):
+class MemoryBound(NamedTuple):
     """Bytes at a moment: `base`, plus those of each set of claims, plus those of each variable."""
 
     base: int
@@ -78,7 +78,7 @@ class Choices:
         overlaps: whether copies run while the device computes.
     """
 
-    recording: Recording
+    recording: LoopRecording
     copy_bytes_per_second: float
     overlaps: bool
 
@@ -239,10 +239,10 @@ class Choices:
                 change[stop] -= nbytes
         return self.recording.high - self._held_by_graph + np.cumsum(change)[: len(self.recording.high)]
 
-    def row(self, at: int) -> Row:
+    def row(self, at: int) -> MemoryBound:
         """Return the bytes during operation `at`."""
         base = int(self.recording.high[at] - self._held_by_graph[at])
-        return Row(base, self._claims(at), {})
+        return MemoryBound(base, self._claims(at), {})
 
     def _claims(self, at: int, unless: int | None = None) -> dict[frozenset[Claim], int]:
         """Return the bytes of each set of claims at `at`, except for returns by the call `unless`."""
@@ -255,9 +255,9 @@ class Choices:
         return result
 
     @cached_property
-    def recomputations(self) -> list[Row]:
+    def recomputations(self) -> list[MemoryBound]:
         """Rows of the recomputation of every call: the bytes before its backward, and its growth."""
-        recording, result = self.recording, list[Row]()
+        recording, result = self.recording, list[MemoryBound]()
         for number, call in enumerate(recording.calls):
             again = Variable(call.name, "recompute")
             if call.back is None or again not in self.seconds or call.back >= len(recording.high):
@@ -265,7 +265,7 @@ class Choices:
             at = call.back
             extra = self._growth[number] + self._nbytes(-1 - number)
             base = int(recording.before[at] - self._held_by_graph[at])
-            result.append(Row(base, self._claims(at, number), {again: extra}))
+            result.append(MemoryBound(base, self._claims(at, number), {again: extra}))
         return result
 
     def peak(self, chosen: frozenset[Variable]) -> int:
@@ -296,7 +296,7 @@ class Choices:
                 return None
         return chosen
 
-    def _violated(self, chosen: frozenset[Variable], limit: int) -> Iterator[tuple[int, Row]]:
+    def _violated(self, chosen: frozenset[Variable], limit: int) -> Iterator[tuple[int, MemoryBound]]:
         """Yield rows above the limit: the highest operation of each of some parts of the loop."""
         curve = self.curve(chosen)
         for part in np.array_split(np.arange(len(curve)), min(_ROWS_AT_ONCE, len(curve))):
@@ -348,7 +348,7 @@ def _joined(intervals: Iterable[Interval]) -> Iterator[tuple[int, int]]:
         yield start, stop
 
 
-def value_of(row: Row, chosen: frozenset[Variable]) -> int:
+def value_of(row: MemoryBound, chosen: frozenset[Variable]) -> int:
     """Return the bytes of a row under these decisions."""
     claimed = sum(n for claims, n in row.claims.items() if any(c.holds(chosen) for c in claims))
     return row.base + claimed + sum(n for variable, n in row.extra.items() if variable in chosen)
@@ -380,13 +380,13 @@ class _Programme:
             if len(path) > 1:
                 self._entries.append(({self._columns[v]: 1.0 for v in path}, 1.0))
 
-    def _of(self, choices: Choices, call: Call) -> Iterator[Variable]:
+    def _of(self, choices: Choices, call: ModuleCall) -> Iterator[Variable]:
         for technique in ("recompute", "offload"):
             variable = Variable(call.name, technique)
             if variable in self._columns:
                 yield variable
 
-    def add(self, rows: Iterable[tuple[int, Row]]) -> bool:
+    def add(self, rows: Iterable[tuple[int, MemoryBound]]) -> bool:
         """Add rows; return whether any is new."""
         new = False
         for key, row in rows:
@@ -396,7 +396,7 @@ class _Programme:
                 new = True
         return new
 
-    def _add(self, row: Row) -> None:
+    def _add(self, row: MemoryBound) -> None:
         """Add the row in MiB, so that coefficients are near 1."""
         unit = float(1 << 20)
         coefficients: dict[int, float] = defaultdict(float)

@@ -19,7 +19,7 @@ from pipefit.own_loop.installing import PlannedForward, check_free, install
 from pipefit.own_loop.loop import Loop
 from pipefit.own_loop.offloading import HostTensors
 from pipefit.own_loop.optimizer_state import StateOnHost, on_host
-from pipefit.own_loop.recording import Recording, record
+from pipefit.own_loop.recording import LoopRecording, record
 from pipefit.report.show import text
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import DeviceKind, Member
@@ -163,7 +163,7 @@ def _optimizers(optimizer: Any) -> tuple[Optimizer, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class LoopDevice:
     """The device of the loop: whose kernels run, at which rates, and how fast it copies to its host."""
 
     target: Target
@@ -171,7 +171,7 @@ class Site:
     copy_bytes_per_second: float  # 0 if nothing may be offloaded
 
 
-def _site(module: nn.Module, device: str | None, *, offload: bool) -> Site:
+def _site(module: nn.Module, device: str | None, *, offload: bool) -> LoopDevice:
     """Return the device's figures: of a named card, or of a usual one of the module's device type.
 
     Raises:
@@ -186,13 +186,13 @@ def _site(module: nn.Module, device: str | None, *, offload: bool) -> Site:
         nbytes = 1 << 30
         target, kind = "cuda", cluster.devices[0].kind
         rate = nbytes / cluster.seconds([(Member.device(0), Member.host(0), nbytes)])
-    return Site(target=target, kind=kind, copy_bytes_per_second=rate if offload else 0.0)
+    return LoopDevice(target=target, kind=kind, copy_bytes_per_second=rate if offload else 0.0)
 
 
 # ---- The plan
 
 
-def planned(loop: Loop, budget_bytes: int, site: Site) -> LoopPlan:
+def planned(loop: Loop, budget_bytes: int, site: LoopDevice) -> LoopPlan:
     """Return the cheapest certified plan.
 
     Raises:
@@ -208,22 +208,22 @@ def planned(loop: Loop, budget_bytes: int, site: Site) -> LoopPlan:
             f"the loop fails over fake tensors ({in_one_line(error)}): if it trains without pipefit, pass every "
             "object with tensors that it uses besides module and optimizer as state="
         ) from error
-    result = _Search(loop, budget_bytes, site, kernels, recording).plan()
+    result = _BudgetSearch(loop, budget_bytes, site, kernels, recording).plan()
     if kernels is not None:
         kernels.keep()
     return result
 
 
-class _Search:
+class _BudgetSearch:
     """Choices for a budget, each certified by a dry run."""
 
     def __init__(
         self,
         loop: Loop,
         budget_bytes: int,
-        site: Site,
+        site: LoopDevice,
         kernels: Kernels | None,
-        recording: Recording,
+        recording: LoopRecording,
     ) -> None:
         self._loop, self._budget, self._site, self._kernels = loop, budget_bytes, site, kernels
         self._recording = recording

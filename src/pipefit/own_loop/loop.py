@@ -40,7 +40,7 @@ from pipefit.torch_internals.patches import always_stepping
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
-class Stand:
+class FakeCopies:
     """Fake tensors for the real ones of some objects: equal tensors and storages for equal ones."""
 
     def __init__(self, fake: FakeTarget) -> None:
@@ -132,7 +132,7 @@ class Stand:
 
 
 @contextmanager
-def _replaced(objects: Sequence[Any], stand: Stand) -> Iterator[None]:
+def _replaced(objects: Sequence[Any], stand: FakeCopies) -> Iterator[None]:
     """Replace all tensors in the attributes of `objects` by fake ones in the body."""
     attributes = [(one, dict(vars(one))) for one in objects]
     registered: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -199,7 +199,7 @@ class Loop:
         `meter` counts from the parameters on. Random states and the user's objects are put back.
         """
         numbers = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        stand = Stand(fake)
+        stand = FakeCopies(fake)
         gc.disable()  # cycles live until a collection, which no plan can rely on
         try:
             with (
@@ -234,12 +234,12 @@ class Loop:
             np.random.set_state(numbers[1])
             torch.set_rng_state(numbers[2])
 
-    def _resident(self, stand: Stand) -> list[Tensor]:
+    def _resident(self, stand: FakeCopies) -> list[Tensor]:
         return [
             t for made in stand.tensors for t in (made, made.grad if made.is_leaf else None) if t is not None
         ]
 
-    def _made_batch(self, stand: Stand, meter: Any) -> Any:
+    def _made_batch(self, stand: FakeCopies, meter: Any) -> Any:
         """Return a new fake batch, counted by the meter."""
         batch = self.batch() if callable(self.batch) else self.batch
         if isinstance(batch, Mapping):

@@ -20,7 +20,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from pipefit.runtime.offload.copying import AtOnce, Copier, NoCopier, Part, Slot
+from pipefit.runtime.offload.copying import Copier, NoCopier, Slot, SlotPart, UnpacedCopies
 from pipefit.runtime.offload.cuda import OnStreams
 
 CHANGED = "a tensor that autograd has saved was modified by an inplace operation before its backward"
@@ -78,7 +78,7 @@ class HostTensors:
         """Return the offloading of real tensors on `device`."""
         if device.type == "cuda":
             return cls(HostPool(pinned=True), OnStreams.of(device))
-        return cls(HostPool(pinned=False), AtOnce())
+        return cls(HostPool(pinned=False), UnpacedCopies())
 
     @classmethod
     def dry(cls) -> HostTensors:
@@ -108,8 +108,8 @@ class _Away:
         self.is_stale = False  # whether other parts were saved since the copy
         self.users = 0  # packed tensors that have not been unpacked
 
-    def _parts(self, storage: torch.UntypedStorage) -> list[Part]:
-        return [Part(storage, 0, self.slot, 0, self.nbytes)]
+    def _parts(self, storage: torch.UntypedStorage) -> list[SlotPart]:
+        return [SlotPart(storage, 0, self.slot, 0, self.nbytes)]
 
     def send(self, storage: torch.UntypedStorage) -> None:
         """Begin to copy the storage to the host, after an earlier copy if there is one."""

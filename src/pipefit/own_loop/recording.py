@@ -59,7 +59,7 @@ class Saved:
 
 
 @dataclass(slots=True, kw_only=True)
-class Call:
+class ModuleCall:
     """A call of a submodule: operations `enter` to `exit - 1`, and its backward from `back` to before `done`."""
 
     name: str
@@ -74,12 +74,12 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
+class LoopRecording:
     """The plain loop."""
 
     storages: list[Storage]
     saved: list[Saved]
-    calls: list[Call]
+    calls: list[ModuleCall]
     before: np.ndarray[Any, np.dtype[np.int64]]  # bytes before each operation
     high: np.ndarray[Any, np.dtype[np.int64]]  # most bytes during each operation
     seconds: np.ndarray[Any, np.dtype[np.float64]]  # of each operation
@@ -94,7 +94,7 @@ class Recording:
         return int(self.high[:first].max()), int(self.high[first:].max())
 
 
-def record(loop: Loop, target: Any, kernels: Kernels | None, kind: DeviceKind) -> Recording:
+def record(loop: Loop, target: Any, kernels: Kernels | None, kind: DeviceKind) -> LoopRecording:
     """Record the loop on a target.
 
     Raises:
@@ -106,7 +106,7 @@ def record(loop: Loop, target: Any, kernels: Kernels | None, kind: DeviceKind) -
         natural = away.lives[number].died if aligned else storage.died
         storage.natural = min(max(natural, storage.born + 1), storage.died)
     counts, measured = kernels is not None, () if kernels is None else kernels.memory.kernels
-    return Recording(
+    return LoopRecording(
         storages=plain.lives,
         saved=plain.saved,
         calls=plain.finished_calls(),
@@ -156,7 +156,7 @@ class _Recorder(PassMeter):  # type: ignore[no-untyped-call]
         self._kind = kind
         self.lives: list[Storage] = []
         self.saved: list[Saved] = []
-        self.calls: list[Call] = []
+        self.calls: list[ModuleCall] = []
         self.before: list[int] = []
         self.high: list[int] = []
         self.seconds: list[float] = []
@@ -272,14 +272,14 @@ class _Recorder(PassMeter):  # type: ignore[no-untyped-call]
 
     # ---------------------------------------------------------------- calls
 
-    def enter(self, name: str, args: Any) -> Call:
+    def enter(self, name: str, args: Any) -> ModuleCall:
         """Begin a call."""
         own = len(self.calls)
         leaves = pytree.tree_leaves(args)
         numbers = [
             self._number.get(leaf.untyped_storage()._cdata) for leaf in leaves if isinstance(leaf, Tensor)
         ]
-        call = Call(
+        call = ModuleCall(
             name=name,
             path=(*self._open, own),
             enter=self.now,
@@ -291,7 +291,7 @@ class _Recorder(PassMeter):  # type: ignore[no-untyped-call]
         self._saved_in[own] = 0
         return call
 
-    def leave(self, call: Call, module: nn.Module) -> None:
+    def leave(self, call: ModuleCall, module: nn.Module) -> None:
         """End a call: find what it wrote."""
         self._open.pop()
         call.exit = self.now
@@ -307,7 +307,7 @@ class _Recorder(PassMeter):  # type: ignore[no-untyped-call]
             if name not in buffers:
                 call.refusal = call.refusal or f"its forward changes its parameter {name}"
 
-    def finished_calls(self) -> list[Call]:
+    def finished_calls(self) -> list[ModuleCall]:
         """Return all calls, with the refusals that only the rest of the step shows."""
         for call in self.calls:
             until = self.now if call.back is None else call.back

@@ -28,7 +28,7 @@ from pipefit.planner.joint import joint
 from pipefit.planner.lean import lean, leanest_with_hosts
 from pipefit.planner.open_choices import Profiles, Space, space_of
 from pipefit.planner.options import Goal, Means, PlanArguments, PlanOptions
-from pipefit.planner.problem import CHOOSE_SIZES, ON_GRIDS, Degree, Found, Planner, Question
+from pipefit.planner.problem import CHOOSE_SIZES, ON_GRIDS, Degree, Planner, PlannerResult, Question
 from pipefit.planner.replicas import in_replicas
 from pipefit.processes import uncollected
 from pipefit.schema.cluster import Cluster
@@ -42,11 +42,11 @@ __all__ = [
     "ON_GRIDS",
     "ON_RUNS",
     "PLANNERS",
-    "Found",
     "Means",
     "PlanArguments",
     "PlanOptions",
     "Planner",
+    "PlannerResult",
     "Profiles",
     "Question",
     "additive",

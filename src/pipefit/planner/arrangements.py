@@ -31,7 +31,7 @@ from pipefit.planner.bounds import simple_bound, step_bound
 from pipefit.planner.driver import plan_of
 from pipefit.planner.exact import exact, leanest_of
 from pipefit.planner.hybrid import Least, budget_level, candidates
-from pipefit.planner.joint import Search, Searched, exact_in_time
+from pipefit.planner.joint import JointSearch, Searched, exact_in_time
 from pipefit.planner.mixed import Mixed, commonly, mixed, otherwise
 from pipefit.planner.neighbours import is_small
 from pipefit.planner.open_choices import (
@@ -43,7 +43,7 @@ from pipefit.planner.open_choices import (
     leaves_no_room,
     left_out,
 )
-from pipefit.planner.problem import SINGLE, Degree, Found, Question
+from pipefit.planner.problem import SINGLE, Degree, PlannerResult, Question
 from pipefit.planner.replicas import expanded, representative, seconds_together
 from pipefit.processes import beside
 from pipefit.schema.plan import Alternative
@@ -113,7 +113,7 @@ class Trials:
             self._try(self._roomiest)
         return self._roomier(self._longest(sorted(self._known.values(), key=lambda trial: trial.order)))
 
-    def told(self, trial: Trial | None) -> tuple[Question, Found]:
+    def told(self, trial: Trial | None) -> tuple[Question, PlannerResult]:
         """Return the best plan of all, with the bound of all arrangements and remarks about the choice.
 
         It is the plan of the best trial, unless a plan with stages of different degrees is faster.
@@ -126,7 +126,7 @@ class Trials:
             bound=min(result.value, *bounds), remarks=(*self._remarks, *result.remarks)
         )
 
-    def _told(self, trial: Trial | None, other: Mixed | None) -> tuple[Question, Found]:
+    def _told(self, trial: Trial | None, other: Mixed | None) -> tuple[Question, PlannerResult]:
         """Return the plan of the best trial, or the best plan of any degrees."""
         if trial is None:
             assert other is not None, "a question is abandoned only for a known answer"
@@ -142,7 +142,7 @@ class Trials:
         """Return whether `other` is preferred to a trial's plan of this many seconds."""
         return other is not None and (not trial.fits or other.seconds < seconds * self._allowed(trial, other))
 
-    def _together(self, trial: Trial, found: Found) -> tuple[Question, Found]:
+    def _together(self, trial: Trial, found: PlannerResult) -> tuple[Question, PlannerResult]:
         """Return the result of a trial, expanded to all replicas and simulated with them."""
         if trial.arrangement.degree == SINGLE:
             return trial.question, found
@@ -211,7 +211,7 @@ class Trials:
         question = self.question(arrangement)
         if bound is None and _is_costly(question):
             bound = simple_bound(question)
-        search = Search(question, bound)
+        search = JointSearch(question, bound)
         searched = search.best(_SHORT * question.options.effort)
         apart = self._apart(arrangement, searched)
         self._known[arrangement] = Trial(arrangement, question, search, searched, search.work, apart)

@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 
 from pipefit.errors import UsageError
 from pipefit.lowering import schedule_named
-from pipefit.planner.choices import Floats, Prices, Within, ranges
+from pipefit.planner.choices import BlockPrices, Floats, Within, ranges
 from pipefit.planner.problem import Question
 from pipefit.schema.actions import Kind
 from pipefit.schema.cluster import Cluster, Route
@@ -82,7 +82,7 @@ _ROUNDING = 1 + 1e-9  # margin of windows, outside of which nothing is possible
 _INFINITE = float("inf")
 
 
-class Position(NamedTuple):
+class StageWork(NamedTuple):
     """The work of a stage that follows from its place in the schedule."""
 
     microbatches: int
@@ -101,7 +101,7 @@ class Position(NamedTuple):
         return self.windows - 1
 
 
-class Work(NamedTuple):
+class MicrobatchSeconds(NamedTuple):
     """Seconds for one microbatch: a stage's forward and backward, all stages before it, and all stages."""
 
     forward: Floats
@@ -111,7 +111,7 @@ class Work(NamedTuple):
 
 
 @cache
-def position_of(schedule: str, stage: int, stages: int, microbatches: int) -> Position:
+def position_of(schedule: str, stage: int, stages: int, microbatches: int) -> StageWork:
     """Return the position of `stage` under a synchronous schedule.
 
     Raises:
@@ -123,7 +123,7 @@ def position_of(schedule: str, stage: int, stages: int, microbatches: int) -> Po
     )
     last = len(own) - 1 - own[::-1].index(Kind.FORWARD)
     held, at_end = own.index(Kind.BACKWARD), end.index(Kind.BACKWARD)
-    return Position(microbatches, held, own[:last].count(Kind.BACKWARD), at_end == microbatches)
+    return StageWork(microbatches, held, own[:last].count(Kind.BACKWARD), at_end == microbatches)
 
 
 def in_flight(training: Training, stage: int, stages: int) -> int:
@@ -142,7 +142,7 @@ def _held(schedule: str, left: int, microbatches: int) -> int:
     return next(number for number, compute in enumerate(order) if compute.kind is Kind.BACKWARD)
 
 
-def lines(at: Position, work: Work) -> tuple[Floats, Floats]:
+def lines(at: StageWork, work: MicrobatchSeconds) -> tuple[Floats, Floats]:
     """Return a stage's two lower bounds of a synchronous step, in seconds, without recomputation.
 
     To the first one, the recomputation of all microbatches is added; to the second one (the maximum of
@@ -157,7 +157,7 @@ def lines(at: Position, work: Work) -> tuple[Floats, Floats]:
     return every, np.maximum(late, work.whole + (m - 1) * (f + b)) if at.apart else late
 
 
-def highest_line(at: Position, work: Work) -> Floats:
+def highest_line(at: StageWork, work: MicrobatchSeconds) -> Floats:
     """Return the higher of a stage's two lower bounds under a synchronous schedule, without recomputation."""
     highest: Floats = np.maximum(*lines(at, work))
     return highest
@@ -175,7 +175,7 @@ def simple_bound(question: Question) -> float:
     division in which all stages take equally long has the fewest seconds, S / (1 - (1 - 1 / M)^P); an
     asynchronous schedule takes M S / P.
     """
-    prices, how = Prices(question), question.training
+    prices, how = BlockPrices(question), question.training
     whole = float(prices.forward[-1] + prices.backward[-1])
     if how.endless:
         return how.microbatches * whole / question.stages
@@ -183,7 +183,7 @@ def simple_bound(question: Question) -> float:
 
 
 class _Bound:
-    """Bisection over the seconds of a step, on tables over ranges of blocks (`Prices`).
+    """Bisection over the seconds of a step, on tables over ranges of blocks (`BlockPrices`).
 
     Only windows of the tables are computed: edges at which stages may start and stop within the given
     seconds.
@@ -192,7 +192,7 @@ class _Bound:
     def __init__(self, question: Question) -> None:
         self.question, self.count = question, question.blocks
         self.microbatches, self.endless = question.training.microbatches, question.training.endless
-        self.prices = Prices(question)
+        self.prices = BlockPrices(question)
         self.forward, self.backward, self.update = (
             self.prices.forward,
             self.prices.backward,
@@ -299,12 +299,12 @@ class _Bound:
             )
             return result, result
         before, whole = self.forward + self.backward, float(self.forward[-1] + self.backward[-1])
-        work = Work(
+        work = MicrobatchSeconds(
             ranges(self.forward, within), ranges(self.backward, within), before[within.starts, None], whole
         )
         return lines(self._position(stage), work)
 
-    def _position(self, stage: int) -> Position:
+    def _position(self, stage: int) -> StageWork:
         return position_of(self.question.training.schedule, stage, self.question.stages, self.microbatches)
 
     def _elsewhere(self, updates: int, step: float, within: Within) -> Floats:

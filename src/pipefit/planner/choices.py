@@ -25,7 +25,7 @@ from pipefit.schema.actions import Subject
 from pipefit.schema.decisions import Decision, Run, SavedTensors, State, StateKind, What
 from pipefit.schema.devices import Place
 from pipefit.schema.profile import Measurement
-from pipefit.timing import Seconds, layer_seconds
+from pipefit.timing import PassSeconds, layer_seconds
 
 # ---- Price of recomputation
 #
@@ -47,7 +47,7 @@ class Within(NamedTuple):
 EVERYWHERE = Within(slice(0, -1), slice(None))
 
 
-class Prices:
+class BlockPrices:
     """Seconds of blocks on the fastest kinds of device, and the seconds that freeing their bytes costs.
 
     Layers are grouped into a few classes by seconds per byte. A class has the price of its cheapest layer, so
@@ -126,11 +126,11 @@ def ranges(sums: Floats, within: Within = EVERYWHERE) -> Floats:
     return result
 
 
-def _fastest(question: Question) -> list[Seconds]:
+def _fastest(question: Question) -> list[PassSeconds]:
     """Return the seconds of every layer and of the loss, each on the cluster's fastest kind for it."""
     kinds = {device.kind.key: device.kind for device in question.cluster.devices}
     times = [layer_seconds(question.measurement, kind, question.training.dtype) for kind in kinds.values()]
-    return [Seconds(*map(min, zip(*of_kinds, strict=True))) for of_kinds in zip(*times, strict=True)]
+    return [PassSeconds(*map(min, zip(*of_kinds, strict=True))) for of_kinds in zip(*times, strict=True)]
 
 
 # ---- Menus of blocks: runs of layers to recompute, and tensors to offload
@@ -201,7 +201,7 @@ class Menus:
     def __init__(self, question: Question) -> None:
         self.question, self.measurement = question, question.measurement
         self._known: dict[object, Menu] = {}
-        self._seconds = Prices(question).layers
+        self._seconds = BlockPrices(question).layers
 
     def restricted(self, means: Means) -> Menus:
         """Return the menus without the techniques that `means` lacks; recipes keep their numbers."""

@@ -71,7 +71,7 @@ class CommonPlan(NamedTuple):
     decisions: tuple[Decision, ...]
 
 
-class Candidate(NamedTuple):
+class CommonCandidate(NamedTuple):
     """Split with the memory decisions of all its stages."""
 
     split: Split
@@ -154,7 +154,7 @@ def _with_costs(
     return replace(question, profile=replace(question.profile, measurements=tuple(measurements)))
 
 
-def common_plans(question: Question) -> Iterator[Candidate]:
+def common_plans(question: Question) -> Iterator[CommonCandidate]:
     """Yield all common plans, those without recomputation and with the most replicas first."""
     means, asked = question.means, question.options.recompute
     settings: tuple[Recompute, ...] = ("never", "always") if asked == "never" else (asked,)
@@ -176,7 +176,7 @@ def common_plans(question: Question) -> Iterator[Candidate]:
                 _decided(question, plan, moves, in_buckets=one, recompute=recompute) for one in (True, False)
             )
             for decisions in dict.fromkeys(runs) if moves else [next(runs)]:
-                yield Candidate(divided, recompute, moves, decisions)
+                yield CommonCandidate(divided, recompute, moves, decisions)
 
 
 def _is_allowed(means: Means, moves: Moves) -> bool:

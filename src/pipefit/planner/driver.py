@@ -23,7 +23,7 @@ from pipefit.memory.stage import Costs
 from pipefit.planner.closed_forms.bands import stage_peak
 from pipefit.planner.exact import exact
 from pipefit.planner.options import PlanOptions
-from pipefit.planner.problem import ON_GRIDS, Found, Planner, Question, Split
+from pipefit.planner.problem import ON_GRIDS, Planner, PlannerResult, Question, Split
 from pipefit.processes import uncollected
 from pipefit.schema.decisions import Decision, SavedTensors, State, What
 from pipefit.schema.grids import Stage
@@ -138,7 +138,7 @@ Judge = Callable[[Question], float | None]  # share of the fullest device's budg
 
 def explanation(
     question: Question,
-    found: Found,
+    found: PlannerResult,
     peaks: tuple[int, ...],
     *,
     planner: str,
@@ -166,7 +166,7 @@ def explanation(
     return f"{where}{none_fits}. {_remedies(question, planner, asked)}"
 
 
-def _device(question: Question, found: Found, peaks: tuple[int, ...]) -> str:
+def _device(question: Question, found: PlannerResult, peaks: tuple[int, ...]) -> str:
     """Describe the fullest device: its stage, the missing bytes, and its use in percent."""
     budgets, split = question.cluster.budgets, found.split
     stage = max(range(len(peaks)), key=lambda s: peaks[s] / budgets[split.devices[s]])
@@ -400,7 +400,7 @@ def explained(plan: Plan) -> Plan:
     )
 
 
-def _simulated(plan: Plan, found: Found) -> Assembled:
+def _simulated(plan: Plan, found: PlannerResult) -> Assembled:
     """Return the simulation of a planner's plan, which the planner may have made."""
     known = found.simulation
     return assembled(plan) if known is None or known.plan != plan else known
@@ -408,7 +408,7 @@ def _simulated(plan: Plan, found: Found) -> Assembled:
 
 def answer(
     question: Question,
-    found: Found,
+    found: PlannerResult,
     *,
     planner: Planner,
     name: str,
@@ -464,7 +464,7 @@ def _whole(plan: Plan) -> Iterator[str]:
         yield f"The model is one block, because {plan.profile.indivisible}."
 
 
-def _staying(question: Question, found: Found) -> Iterator[str]:
+def _staying(question: Question, found: PlannerResult) -> Iterator[str]:
     """Yield the reason why no state moves, if the plan frees memory in other ways."""
     if question.staying and found.decisions:
         yield f"State is not offloaded, because {question.staying}."
@@ -507,7 +507,7 @@ class _Judge:
 
 
 def _check(
-    question: Question, found: Found, peaks: tuple[int, ...], short: str, name: str, judge: _Judge
+    question: Question, found: PlannerResult, peaks: tuple[int, ...], short: str, name: str, judge: _Judge
 ) -> None:
     """Check that every device has the memory of its stage; `short` names another shortage, if there is one.
 
@@ -551,7 +551,7 @@ def plan_of(question: Question, split: Split, *, decisions: tuple[Decision, ...]
     )
 
 
-def _peaks(question: Question, found: Found, simulation: Assembled) -> tuple[int, ...]:
+def _peaks(question: Question, found: PlannerResult, simulation: Assembled) -> tuple[int, ...]:
     """Return the peaks of all devices, by closed forms if these suffice."""
     counted = simulation.plan.decisions or found.split.grids
     return simulation.peak_bytes if counted else _by_device(question, found.split)

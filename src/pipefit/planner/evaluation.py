@@ -29,7 +29,7 @@ from pipefit.lowering import schedule_named
 from pipefit.lowering.schedules import Compute
 from pipefit.memory.arenas import missing_bytes
 from pipefit.memory.stage import Costs
-from pipefit.planner.choices import Floats, Menu, Menus, Prices, StageChoice, decisions_of
+from pipefit.planner.choices import BlockPrices, Floats, Menu, Menus, StageChoice, decisions_of
 from pipefit.planner.driver import plan_of
 from pipefit.planner.options import Means
 from pipefit.planner.problem import Question, Split
@@ -63,14 +63,14 @@ class _Step(NamedTuple):
     waits: bool = False
 
 
-class AtOnce:
+class SplitTimer:
     """Timer for many splits of one question on devices in this order, one numpy row per event.
 
     Cost: a microsecond for every action of a step and 200 splits.
     """
 
     def __init__(self, question: Question, devices: Sequence[int]) -> None:
-        self.question, self._prices = question, Prices(question)
+        self.question, self._prices = question, BlockPrices(question)
         how = question.training
         self.steps = _in_turn(how.schedule, len(devices), how.microbatches)
         self._edges, costs = np.array(question.edges), question.measurement.costs
@@ -84,10 +84,10 @@ class AtOnce:
         }
 
     @staticmethod
-    def of(question: Question, split: Split) -> AtOnce | None:
+    def of(question: Question, split: Split) -> SplitTimer | None:
         """Return the timer of a split's devices; None for asynchronous schedules or unconnected devices."""
         try:
-            return None if question.training.endless else AtOnce(question, split.devices)
+            return None if question.training.endless else SplitTimer(question, split.devices)
         except UsageError:
             return None
 
@@ -290,7 +290,7 @@ class Evaluator:
         self._short = replace(question, training=_shortened(question, pinned=self.pinned))
         steps = 1 if self._is_short and question.training.endless else None
         self._parts = Parts(Costs(question.measurement, self._short.training), steps)
-        self._timers: dict[tuple[int, ...], AtOnce | None] = {}  # by devices
+        self._timers: dict[tuple[int, ...], SplitTimer | None] = {}  # by devices
         self._simulated: dict[Candidate, Evaluation] = {}  # shared by all evaluators restricted from one
         self.known: dict[Candidate, Evaluation | None] = {}
         self.work = 0  # new actions requested, and equivalent work
@@ -353,7 +353,7 @@ class Evaluator:
         """
         devices = splits[0].devices
         if devices not in self._timers:
-            self._timers[devices] = None if self.pinned else AtOnce.of(self._short, splits[0])
+            self._timers[devices] = None if self.pinned else SplitTimer.of(self._short, splits[0])
         timer = self._timers[devices]
         if timer is None:
             return None

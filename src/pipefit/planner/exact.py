@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 
 from pipefit.errors import UsageError
 from pipefit.planner.closed_forms.bands import Band, stage_peak
-from pipefit.planner.hybrid import Search, leanest, searches
+from pipefit.planner.hybrid import HybridSearch, leanest, searches
 from pipefit.planner.hybrid.search import Sizes, few_classes
-from pipefit.planner.problem import SINGLE, Found, Question, Split
+from pipefit.planner.problem import SINGLE, PlannerResult, Question, Split
 from pipefit.schema.actions import Kind
 
 # ---- Lower bounds
@@ -192,7 +192,7 @@ class Solution(NamedTuple):
 
 def solve(question: Question) -> Solution:
     """Return the best split of the question."""
-    search = _Search(question)
+    search = _ExactSearch(question)
     return search.best()
 
 
@@ -232,7 +232,7 @@ class _Candidates(NamedTuple):
         return _Candidates._make(part[which] for part in self)
 
 
-class _Search:
+class _ExactSearch:
     def __init__(self, question: Question) -> None:
         self.question, self.blocks, self.stages = question, question.blocks, question.stages
         self.classes, self.kept = few_classes(
@@ -421,17 +421,17 @@ def _merged(costs: Floats, chosen: _Candidates) -> Floats:
 # ---- Planner
 
 
-def exact(question: Question) -> Found:
+def exact(question: Question) -> PlannerResult:
     """Return the plan with the lowest peak; without grids, also with the lowest second peak, and so on."""
     return _exact(question, ())
 
 
-def _exact(question: Question, every: Sequence[Search]) -> Found:
+def _exact(question: Question, every: Sequence[HybridSearch]) -> PlannerResult:
     """Return the exact plan, found with the prepared searches `every` if there are any."""
     if question.degrees == (SINGLE,) and question.options.recompute != "always":
         return _alone(question)
     result = leanest(question, every)
-    best = Found(result.split, question.objective, result.value, result.evaluated)
+    best = PlannerResult(result.split, question.objective, result.value, result.evaluated)
     if (
         SINGLE in question.degrees
         and question.options.recompute != "always"
@@ -441,7 +441,7 @@ def _exact(question: Question, every: Sequence[Search]) -> Found:
     return best._replace(proven=result.bound >= best.value, bound=min(result.bound, best.value))
 
 
-def leanest_of(questions: Iterable[Question]) -> tuple[Question, Found]:
+def leanest_of(questions: Iterable[Question]) -> tuple[Question, PlannerResult]:
     """Return the question whose plan has the lowest peak, and that plan; its bound holds for all questions.
 
     Questions whose lower bound is not below a known peak are skipped. Questions with recomputation come
@@ -451,7 +451,7 @@ def leanest_of(questions: Iterable[Question]) -> tuple[Question, Found]:
         UsageError: no question has a plan; the error of the last one.
     """
     levels, refusal, best, known = list[tuple[float, int, Question]](), None, None, float("inf")
-    kept: tuple[float, int, Sequence[Search]] = known, -1, ()  # of the lowest level, with cached tables
+    kept: tuple[float, int, Sequence[HybridSearch]] = known, -1, ()  # of the lowest level, with cached tables
     for number, question in sorted(enumerate(questions), key=lambda one: one[1].options.recompute == "never"):
         try:
             alone = question.degrees == (SINGLE,) and question.options.recompute != "always"
@@ -480,11 +480,11 @@ def leanest_of(questions: Iterable[Question]) -> tuple[Question, Found]:
     return question, result._replace(proven=bound >= result.value, bound=min(bound, result.value))
 
 
-def _alone(question: Question) -> Found:
+def _alone(question: Question) -> PlannerResult:
     """Return the best split with one device for each stage."""
     split, value, evaluated, kept = solve(question)
     value = int(value) if question.equal_budgets else value
-    return Found(
+    return PlannerResult(
         split,
         question.objective,
         value,

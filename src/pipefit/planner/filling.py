@@ -21,8 +21,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from pipefit.planner.bounds import Work, highest_line, host_rates, in_flight, position_of
-from pipefit.planner.choices import KEPT, TO_HOST, TO_PEERS, Floats, Menu, Prices, StageChoice, ranges
+from pipefit.planner.bounds import MicrobatchSeconds, highest_line, host_rates, in_flight, position_of
+from pipefit.planner.choices import KEPT, TO_HOST, TO_PEERS, BlockPrices, Floats, Menu, StageChoice, ranges
 from pipefit.planner.closed_forms.bands import Band, stage_peak
 from pipefit.planner.driver import range_peak
 from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
@@ -55,7 +55,7 @@ class Balance:
     """
 
     def __init__(self, question: Question, devices: Sequence[int]) -> None:
-        self.question, self.prices, self._devices = question, Prices(question), tuple(devices)
+        self.question, self.prices, self._devices = question, BlockPrices(question), tuple(devices)
         self.passes = ranges(self.prices.forward + self.prices.backward)
         self._known: dict[int, Floats] = {}
         self.valid = np.arange(question.blocks)[:, None] < np.arange(question.blocks + 1)
@@ -142,7 +142,7 @@ _FILLING_AWAY = 2  # microbatches whose offloaded tensors are on the device: one
 States = Literal["stay", "needed", "all", "spill"]
 
 
-class Setting(NamedTuple):
+class FillingSetting(NamedTuple):
     """Parameters of filling for each stage of a split.
 
     `host` is the usable part of the capacity of the host's link; `early` is the number of last recomputed
@@ -160,16 +160,20 @@ class Setting(NamedTuple):
     updated: tuple[float, ...] = ()
 
     @staticmethod
-    def of(split: Split, host: float = 1.0, *, states: States = "stay", updated: float = 0.0) -> Setting:
+    def of(
+        split: Split, host: float = 1.0, *, states: States = "stay", updated: float = 0.0
+    ) -> FillingSetting:
         """Return the same setting for every stage, without peers."""
         count = len(split.devices)
-        return Setting(split, (host,) * count, (0,) * count, ((0, None),) * count, states, (updated,) * count)
+        return FillingSetting(
+            split, (host,) * count, (0,) * count, ((0, None),) * count, states, (updated,) * count
+        )
 
 
 class Filled(NamedTuple):
     """A setting, its best candidate, and the estimation error in bytes of every stage."""
 
-    setting: Setting
+    setting: FillingSetting
     found: Evaluation
     margins: tuple[float, ...]
 
@@ -181,7 +185,7 @@ class Filler:
         self.evaluator, self.question = evaluator, evaluator.question
         self._asked = evaluator.question  # with all techniques
         self._budget = Budget(evaluator, _WORK)
-        self._filled: dict[Setting, Filled | None] = {}
+        self._filled: dict[FillingSetting, Filled | None] = {}
         self._peaks: dict[tuple[int, int, int], int] = {}
 
     def restricted(self, means: Means) -> Filler:
@@ -193,7 +197,11 @@ class Filler:
         return result
 
     def fill(
-        self, setting: Setting, margins: Sequence[float] | None = None, *, than: Evaluation | None = None
+        self,
+        setting: FillingSetting,
+        margins: Sequence[float] | None = None,
+        *,
+        than: Evaluation | None = None,
     ) -> Filled | None:
         """Return the best candidate of a setting; None if its decisions cannot be carried out.
 
@@ -213,7 +221,7 @@ class Filler:
             result.setdefault(filled.setting.split, filled)
         return [one for split, one in result.items() if split != than.setting.split][:count]
 
-    def _fill(self, setting: Setting, margins: Sequence[float], limit: float) -> Filled | None:
+    def _fill(self, setting: FillingSetting, margins: Sequence[float], limit: float) -> Filled | None:
         split, best = setting.split, None
         needs = [float(p - b) for p, b in zip(self._whole(split), self._budgets(split), strict=True)]
         off = list(margins)
@@ -267,7 +275,7 @@ class Filler:
                 continue
             at = position_of(how.schedule, stage, len(split.devices), how.microbatches)
             passes = forward[stop] - forward[start], backward[stop] - backward[start]
-            result.append(float(highest_line(at, Work(*passes, before[start], whole))))
+            result.append(float(highest_line(at, MicrobatchSeconds(*passes, before[start], whole))))
         return max(result)
 
     def keeps(self, split: Split) -> bool:
@@ -295,10 +303,10 @@ class Filler:
         return in_flight(self.question.training, stage, len(split.devices))
 
     @cached_property
-    def _prices(self) -> Prices:
-        return Prices(self._asked)
+    def _prices(self) -> BlockPrices:
+        return BlockPrices(self._asked)
 
-    def host_bytes(self, setting: Setting, stage: int) -> tuple[float, float]:
+    def host_bytes(self, setting: FillingSetting, stage: int) -> tuple[float, float]:
         """Return the bytes of a microbatch that a stage may offload to the host.
 
         The first number is for its forward only, the second for both passes. Devices that share a wire to the
@@ -309,7 +317,7 @@ class Filler:
         rate = self.rates(setting)[stage] * setting.host[stage]
         return rate * forward, rate * (forward + backward)
 
-    def rates(self, setting: Setting) -> list[float]:
+    def rates(self, setting: FillingSetting) -> list[float]:
         """Return each stage's bytes per second to its host if all stages that may offload do so."""
         split = setting.split
         may = [
@@ -322,17 +330,17 @@ class Filler:
 
     # ---- Choices
 
-    def _choices(self, setting: Setting, needs: Sequence[float]) -> tuple[StageChoice, ...]:
+    def _choices(self, setting: FillingSetting, needs: Sequence[float]) -> tuple[StageChoice, ...]:
         stages = enumerate(zip(self.evaluator.stage_menus(setting.split), needs, strict=True))
         return tuple(self._choice(setting, stage, menus, need) for stage, (menus, need) in stages)
 
-    def _choice(self, setting: Setting, stage: int, menus: Sequence[Menu], need: float) -> StageChoice:
+    def _choice(self, setting: FillingSetting, stage: int, menus: Sequence[Menu], need: float) -> StageChoice:
         """Return the cheapest choice of a stage that frees `need` bytes."""
         held, (near, most) = self.in_flight(setting.split, stage), self.host_bytes(setting, stage)
         lent, peers = setting.lent[stage]
         states = self._state_bytes(menus) if setting.states in ("all", "spill") and need > 0 else []
         need -= max(0, sum(states) - DOUBLE * max(states, default=0))
-        blocks = _Blocks(menus)
+        blocks = _StageBlocks(menus)
         for to_host in range(len(menus), -1, -1):
             moving = _Moving(blocks, need, max(0, held - _FILLING_AWAY))
             moving.take(TO_PEERS, lent)
@@ -390,7 +398,7 @@ class Filler:
         return [sum(getattr(cost, kind) for cost in costs[menu.start : menu.stop]) for menu in menus]
 
 
-class _Blocks:
+class _StageBlocks:
     """Blocks of a stage: movable bytes, the order of offloading, and the order of recomputation."""
 
     def __init__(self, menus: Sequence[Menu]) -> None:
@@ -402,7 +410,7 @@ class _Blocks:
 class _Moving:
     """Choice of the blocks whose tensors move; `need` is the number of bytes still to free."""
 
-    def __init__(self, blocks: _Blocks, need: float, away: int) -> None:
+    def __init__(self, blocks: _StageBlocks, need: float, away: int) -> None:
         self.blocks, self.need, self.away = blocks, need, away
         self.places = [KEPT] * len(blocks.bytes)
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from pipefit.planner.bounds import host_route, in_flight
 from pipefit.planner.choices import KEPT, TO_HOST, Floats, Menu, StageChoice
 from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
-from pipefit.planner.filling import Filled, Filler, Setting
+from pipefit.planner.filling import Filled, Filler, FillingSetting
 from pipefit.planner.mapping import MOST, Orders, peer_rates
 from pipefit.planner.problem import Question, Split
 from pipefit.schema.cluster import Cluster
@@ -437,7 +437,7 @@ class _Faster:
     def __init__(self, filler: Filler, best: Filled) -> None:
         self._filler, self._best = filler, best
 
-    def __call__(self, setting: Setting) -> bool:
+    def __call__(self, setting: FillingSetting) -> bool:
         known, best = self._times, self._best.found.seconds
         if setting.split not in known or not self._filler.keeps(setting.split):
             return True
@@ -470,7 +470,7 @@ def _better(one: Filled, other: Filled) -> bool:
     return one.found.order < (missing, seconds * (1 - _IMPROVEMENT_ENOUGH))
 
 
-def _improvement_neighbours(filler: Filler, filled: Filled) -> Iterator[Setting]:
+def _improvement_neighbours(filler: Filler, filled: Filled) -> Iterator[FillingSetting]:
     """Yield the settings that differ by one small change, those of the neediest stage first."""
     result, setting = filled.found, filled.setting
     busy = result.simulation.utilisation
@@ -486,7 +486,7 @@ def _improvement_neighbours(filler: Filler, filled: Filled) -> Iterator[Setting]
         yield from _early(setting, stage, sum(map(bool, result.candidate.choices[stage].recipes)))
 
 
-def _narrower(setting: Setting, stage: int) -> Iterator[Setting]:
+def _narrower(setting: FillingSetting, stage: int) -> Iterator[FillingSetting]:
     """Yield settings in which the stage has one block less.
 
     It gives its first block to the stage before or its last one to the stage after. A block may also pass
@@ -502,11 +502,11 @@ def _narrower(setting: Setting, stage: int) -> Iterator[Setting]:
         yield _with_edges(setting, [e + (far <= n <= stage) for n, e in enumerate(edges)])
 
 
-def _with_edges(setting: Setting, edges: list[int]) -> Setting:
+def _with_edges(setting: FillingSetting, edges: list[int]) -> FillingSetting:
     return setting._replace(split=Split(tuple(edges), setting.split.devices))
 
 
-def _host(setting: Setting, stage: int) -> Iterator[Setting]:
+def _host(setting: FillingSetting, stage: int) -> Iterator[FillingSetting]:
     """Yield settings that use the host's link more or less."""
     for part in _HOST_PARTS:
         if part != setting.host[stage]:
@@ -514,7 +514,7 @@ def _host(setting: Setting, stage: int) -> Iterator[Setting]:
             yield setting._replace(host=host)
 
 
-def _early(setting: Setting, stage: int, recomputed: int) -> Iterator[Setting]:
+def _early(setting: FillingSetting, stage: int, recomputed: int) -> Iterator[FillingSetting]:
     """Yield settings with twice, half, or all of the recomputations ahead."""
     now = setting.early[stage]
     for number in {max(1, 2 * now), now // 2, recomputed} - {now}:

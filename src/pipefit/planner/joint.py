@@ -39,11 +39,11 @@ from pipefit.planner.baselines.simple import first_last, parameters, time, unifo
 from pipefit.planner.bounds import step_bound
 from pipefit.planner.evaluation import Budget, Evaluation, Evaluator
 from pipefit.planner.exact import exact
-from pipefit.planner.filling import Balance, Filled, Filler, Setting, States
+from pipefit.planner.filling import Balance, Filled, Filler, FillingSetting, States
 from pipefit.planner.improvement import improved, polished, spared, spread
 from pipefit.planner.mapping import with_peers
 from pipefit.planner.options import Means
-from pipefit.planner.problem import Found, Planner, Question, Split
+from pipefit.planner.problem import Planner, PlannerResult, Question, Split
 from pipefit.schema.plan import Objective
 from pipefit.texts import counted
 
@@ -89,18 +89,18 @@ _FASTEST = 12  # candidates that may be simulated with all microbatches while th
 _WORTH = 1e-3  # part of a step that lending has to gain
 
 
-def joint(question: Question) -> Found:
+def joint(question: Question) -> PlannerResult:
     """Return the fastest plan found, with its bound.
 
     Raises:
         UsageError: no split can be carried out, for instance if layers that cannot be repeated are to be
             recomputed.
     """
-    search = Search(question)
+    search = JointSearch(question)
     return search.told(search.best(question.options.effort))
 
 
-class Search:
+class JointSearch:
     """Search for the plan of one question with one device for each stage.
 
     A second call of `best` with more effort reuses the simulations of the first.
@@ -137,10 +137,10 @@ class Search:
             whole = min(whole, evaluator.whole(one.candidate), key=lambda one: one.order)
         return Searched(whole, (*_told(whole, result, remarks), *self._ended))
 
-    def told(self, searched: Searched) -> Found:
+    def told(self, searched: Searched) -> PlannerResult:
         """Return the result of the search as a planner's result."""
         evaluator, result = self._filler.evaluator, searched.evaluation
-        return Found(
+        return PlannerResult(
             result.candidate.split,
             Objective.STEP,
             result.seconds,
@@ -353,7 +353,7 @@ def _best_of(
         for host in (1.0, 0.0) if filler.question.means.host and not filler.evaluator.pinned else (0.0,):
             if best is not None and (number or best.found.fits) and budget.ends():
                 return best
-            setting = Setting.of(split, host, states=states, updated=updated)
+            setting = FillingSetting.of(split, host, states=states, updated=updated)
             if best is None or not best.found.fits or filler.fewest_seconds(split) < best.found.seconds:
                 filled = filler.fill(setting, than=None if best is None else best.found)
                 if filled is not None and (best is None or filled.found.order < best.found.order):

@@ -36,7 +36,7 @@ from pipefit.planner.exact import exact
 from pipefit.planner.hybrid.divided_state import Reader
 from pipefit.planner.neighbours import beside
 from pipefit.planner.open_choices import counts_of
-from pipefit.planner.problem import SINGLE, Found, Question, Split
+from pipefit.planner.problem import SINGLE, PlannerResult, Question, Split
 from pipefit.planner.replicas import in_replicas
 from pipefit.schema.decisions import Decision, What
 from pipefit.schema.grids import Sharding
@@ -57,7 +57,7 @@ _OF_SEVERAL: tuple[tuple[Sharding, Moves], ...] = (
 )
 
 
-class Candidate(NamedTuple):
+class StateCandidate(NamedTuple):
     """Split with the treatment of its stages' state."""
 
     split: Split
@@ -65,9 +65,9 @@ class Candidate(NamedTuple):
     in_buckets: bool = False  # instead of block by block
 
 
-def lean(question: Question) -> Found:
+def lean(question: Question) -> PlannerResult:
     """Return the plan with the lowest peak: that of `exact`, or one whose state is at hosts."""
-    kept, search = exact(question), _Search(question)
+    kept, search = exact(question), _PeakReader(question)
     result = search.best(kept.value)
     told = counted(search.count, "plan")
     if result is None:
@@ -81,7 +81,7 @@ def lean(question: Question) -> Found:
     remark = f"It has the lowest peak of {told} with state on hosts, below the lowest possible peak without."
     remark += " The search stopped at its work limit." if search.ended else ""
     decisions = search.decisions(candidate)
-    return Found(
+    return PlannerResult(
         candidate.split,
         question.objective,
         value,
@@ -92,13 +92,13 @@ def lean(question: Question) -> Found:
     )
 
 
-def leanest_with_hosts(questions: Iterable[Question]) -> tuple[Question, Found]:
+def leanest_with_hosts(questions: Iterable[Question]) -> tuple[Question, PlannerResult]:
     """Return the question whose plan has the lowest peak, and that plan.
 
     Raises:
         UsageError: no question has a plan; the error of the last one.
     """
-    refusal, result = UsageError("no planning problem was given"), list[tuple[Question, Found]]()
+    refusal, result = UsageError("no planning problem was given"), list[tuple[Question, PlannerResult]]()
     for question in questions:
         try:
             result.append((question, lean(question)))
@@ -109,7 +109,7 @@ def leanest_with_hosts(questions: Iterable[Question]) -> tuple[Question, Found]:
     return min(result, key=lambda one: one[1].value)
 
 
-def at_hosts(question: Question, part: float, moves: Moves = UPDATED) -> Found:
+def at_hosts(question: Question, part: float, moves: Moves = UPDATED) -> PlannerResult:
     """Return the plan that recomputes all blocks and has state at hosts, with one device for each stage.
 
     Hosts update the part `part` of every stage's blocks, or hold more of their state by other `moves`. The
@@ -133,7 +133,7 @@ def at_hosts(question: Question, part: float, moves: Moves = UPDATED) -> Found:
         result += ran_again(number, runs)
     simulation = assembled(plan_of(question, split, decisions=tuple(result)))
     value = question.value(tuple(simulation.peak_bytes[device] for device in split.devices), split.devices)
-    return Found(
+    return PlannerResult(
         split,
         question.objective,
         value,
@@ -158,12 +158,12 @@ def _without_state(question: Question, part: float) -> Question:
     return replace(question, profile=replace(question.profile, measurements=measurements), options=options)
 
 
-class _Search:
+class _PeakReader:
     """Reader of the peaks of candidates, within a limit of work."""
 
     def __init__(self, question: Question) -> None:
         self._question, self._reader = question, Reader(question)
-        self._known: dict[Candidate, float] = {}
+        self._known: dict[StateCandidate, float] = {}
         self.ended = False  # whether the limit of work has ended it
 
     @property
@@ -171,7 +171,7 @@ class _Search:
         """Number of plans read."""
         return len(self._known)
 
-    def best(self, below: float) -> tuple[Candidate, float] | None:
+    def best(self, below: float) -> tuple[StateCandidate, float] | None:
         """Return the candidate with the lowest peak, and its value, if it is `below` a value."""
         for candidate in _candidates(self._question):
             if self._ends():
@@ -184,7 +184,7 @@ class _Search:
                 return self._moved(candidate)
         return None
 
-    def _moved(self, best: Candidate) -> tuple[Candidate, float]:
+    def _moved(self, best: StateCandidate) -> tuple[StateCandidate, float]:
         """Return the best of a candidate and of those with cuts moved by one block at a time."""
         while not self._ends():
             others = [best._replace(split=split) for split in beside(best.split)]
@@ -199,7 +199,7 @@ class _Search:
         self.ended = self.ended or self._reader.actions > _WORK
         return self.ended
 
-    def _value(self, candidate: Candidate) -> float:
+    def _value(self, candidate: StateCandidate) -> float:
         """Return the highest peak, in bytes or as a share of unequal budgets.
 
         Infinity if the candidate cannot be carried out.
@@ -220,12 +220,12 @@ class _Search:
             self._known[candidate] = max(peak / unit for peak, unit in zip(peaks, units, strict=False))
         return self._known[candidate]
 
-    def _has_room(self, candidate: Candidate) -> bool:
+    def _has_room(self, candidate: StateCandidate) -> bool:
         """Return whether hosts have memory for the moved state."""
         plan = plan_of(self._question, candidate.split, decisions=self.decisions(candidate))
         return not any(missing_bytes(plan, Simulation(plan).arenas).values())
 
-    def decisions(self, candidate: Candidate) -> tuple[Decision, ...]:
+    def decisions(self, candidate: StateCandidate) -> tuple[Decision, ...]:
         """Return the decisions about the state of every stage, run by run, and about recomputation."""
         question, result = self._question, list[Decision]()
         plan = plan_of(question, candidate.split)
@@ -236,7 +236,7 @@ class _Search:
         return tuple(result)
 
 
-def _candidates(question: Question) -> Iterator[Candidate]:
+def _candidates(question: Question) -> Iterator[StateCandidate]:
     """Yield the splits of every degree and number of stages, with every way to have state at hosts."""
     if not (question.means.host and question.means.state):
         return
@@ -252,9 +252,9 @@ def _candidates(question: Question) -> Iterator[Candidate]:
                 for shard, moves in _OF_ONE if degree.data == 1 else _OF_SEVERAL:
                     if shard in (*question.shards, "none"):
                         divided = _divided(question, split, shard)
-                        yield Candidate(divided, moves)
+                        yield StateCandidate(divided, moves)
                         if degree.data > 1 and moves:
-                            yield Candidate(divided, moves, in_buckets=True)
+                            yield StateCandidate(divided, moves, in_buckets=True)
 
 
 def _divided(question: Question, split: Split, shard: Sharding) -> Split:

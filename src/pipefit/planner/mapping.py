@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.planner.evaluation import Budget
-from pipefit.planner.filling import Filled, Filler, Setting
+from pipefit.planner.filling import Filled, Filler, FillingSetting
 from pipefit.planner.problem import Question, Split
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import Member, Place, Share
@@ -271,14 +271,14 @@ _PEERS_PARTS = 64  # number of parts that the shares of a stripe are in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lending:
+class LendingResult:
     """Result of lending: the best filled candidate, and the seconds gained (negative if slower)."""
 
     found: Filled
     gained_seconds: float
 
 
-def with_peers(filler: Filler, best: Filled, *, budget: Budget) -> Lending | None:
+def with_peers(filler: Filler, best: Filled, *, budget: Budget) -> LendingResult | None:
     """Return the best candidate that lends memory; None if nothing can be lent, or no such candidate fits."""
     if not best.found.fits:
         return None
@@ -292,10 +292,10 @@ def with_peers(filler: Filler, best: Filled, *, budget: Budget) -> Lending | Non
     if not fitting:
         return None
     lending = min(fitting, key=lambda one: one.found.order)
-    return Lending(found=lending, gained_seconds=best.found.seconds - lending.found.seconds)
+    return LendingResult(found=lending, gained_seconds=best.found.seconds - lending.found.seconds)
 
 
-def _settings(filler: Filler, best: Filled) -> Iterator[Setting]:
+def _settings(filler: Filler, best: Filled) -> Iterator[FillingSetting]:
     """Yield the settings to try: the borrowers, and the part of the memory that is lent."""
     result, split = best.found, best.setting.split
     busy = [result.simulation.utilisation[device] for device in split.devices]
@@ -325,7 +325,7 @@ def _bytes_of(filler: Filler, best: Filled, stage: int, *, recomputed: bool) -> 
     )
 
 
-def _lent(filler: Filler, best: Filled, mapping: Mapping, part: float) -> Setting:
+def _lent(filler: Filler, best: Filled, mapping: Mapping, part: float) -> FillingSetting:
     """Return the setting in which every borrower moves the blocks that fit in a part of its loans."""
     setting = best.setting
     menus = filler.evaluator.stage_menus(setting.split)

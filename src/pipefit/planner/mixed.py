@@ -31,7 +31,7 @@ from pipefit.planner.hybrid.programme import WHOLE
 from pipefit.planner.hybrid.search import Hybrid, recomputed_blocks
 from pipefit.planner.mapping import Floats, lending, peer_rates, shared_out
 from pipefit.planner.neighbours import Simulations, Timed, nearby
-from pipefit.planner.problem import Degree, Found, Question, Split
+from pipefit.planner.problem import Degree, PlannerResult, Question, Split
 from pipefit.planner.replicas import representative
 from pipefit.schema.decisions import Decision, Run, What
 from pipefit.schema.devices import Member, Place
@@ -64,7 +64,7 @@ class Swapped(NamedTuple):
     peaks: tuple[int, ...]  # of every device, in bytes
 
 
-class _Blocks(NamedTuple):
+class _FirstBlocks(NamedTuple):
     """Split of a stage's first blocks.
 
     The first `moved` blocks are offloaded, the others before `last` are recomputed.
@@ -79,7 +79,7 @@ def swapped(simulations: Simulations, split: Split, best: Swapped) -> Swapped:
 
     Stages are tried from the one with the most recomputed blocks on, each with the results of those before.
     """
-    search, means = _Search(simulations, split), simulations.question.means
+    search, means = _MixedSearch(simulations, split), simulations.question.means
     again = dict[int, int]()
     for decision in best.decisions:
         if decision.what is What.RECOMPUTE:
@@ -95,7 +95,7 @@ def swapped(simulations: Simulations, split: Split, best: Swapped) -> Swapped:
     return best
 
 
-class _Search:
+class _MixedSearch:
     """Options of the stages of one split."""
 
     def __init__(self, simulations: Simulations, split: Split) -> None:
@@ -125,11 +125,11 @@ class _Search:
             self._menus[degree] = Menus(rank.using(self.question.means))
         return self._menus[degree].of_stage(*self.split.edges[number : number + 2])
 
-    def stage(self, number: int, again: int, best: Swapped) -> _Stage:
+    def stage(self, number: int, again: int, best: Swapped) -> _StageWays:
         """Return a stage of the plan `best`, which recomputes its first `again` blocks."""
         arenas = self._simulations.of(self.split, best.decisions).arenas
         devices = range(len(self.question.cluster.devices))
-        return _Stage(
+        return _StageWays(
             self, number, again, best.peaks, [lent_bytes(arenas, Member.device(n)) for n in devices]
         )
 
@@ -142,11 +142,11 @@ class _Search:
         return None
 
 
-class _Stage:
+class _StageWays:
     """Ways of one stage in a plan with these peaks; each device lends `lent` bytes."""
 
     def __init__(
-        self, search: _Search, number: int, again: int, peaks: tuple[int, ...], lent: list[int]
+        self, search: _MixedSearch, number: int, again: int, peaks: tuple[int, ...], lent: list[int]
     ) -> None:
         self._search, self._number, self._again = search, number, again
         self._reader, self._split, grid = search.reader, search.split, search.split.grid(number)
@@ -176,29 +176,29 @@ class _Stage:
             if blocks is not None:
                 yield self._decisions(blocks, self._lenders(self._needs(blocks, every)))
 
-    def _ways(self, place: Place) -> Iterator[_Blocks]:
+    def _ways(self, place: Place) -> Iterator[_FirstBlocks]:
         """Yield the blocks to offload to a place and to recompute so that the stage fits."""
         half = max(1, self._again // 2)
-        ways: list[Callable[[int], _Blocks]] = [
-            lambda moved: _Blocks(moved, moved),
-            lambda last: _Blocks(half, max(half, last)),
+        ways: list[Callable[[int], _FirstBlocks]] = [
+            lambda moved: _FirstBlocks(moved, moved),
+            lambda last: _FirstBlocks(half, max(half, last)),
         ]
         for way in ways if self._again > 1 else ways[:1]:
             if (result := self._fewest(way, place)) is not None:
                 yield result
 
-    def _within(self, place: Place, blocks: _Blocks) -> _Blocks | None:
+    def _within(self, place: Place, blocks: _FirstBlocks) -> _FirstBlocks | None:
         """Return `blocks`, or the most blocks for which lenders have memory."""
         room, low, high = sum(self._left.values()), 0, blocks.moved + 1
         while high - low > 1:
             middle = (low + high) // 2
-            fits = self._needs(_Blocks(middle, max(middle, blocks.last)), place) <= room
+            fits = self._needs(_FirstBlocks(middle, max(middle, blocks.last)), place) <= room
             low, high = (middle, high) if fits else (low, middle)
         if low in (0, blocks.moved):
             return blocks if low else None
-        return self._fewest(lambda last: _Blocks(low, max(low, last)), place)
+        return self._fewest(lambda last: _FirstBlocks(low, max(low, last)), place)
 
-    def _fewest(self, way: Callable[[int], _Blocks], place: Place) -> _Blocks | None:
+    def _fewest(self, way: Callable[[int], _FirstBlocks], place: Place) -> _FirstBlocks | None:
         """Return the fewest blocks with which the stage fits, by bisection.
 
         None if it does not fit with any, or if the work is spent.
@@ -211,13 +211,13 @@ class _Stage:
             low, high = (low, middle) if self._fits(way(middle), place) else (middle, high)
         return way(high)
 
-    def _fits(self, blocks: _Blocks, place: Place) -> bool:
+    def _fits(self, blocks: _FirstBlocks, place: Place) -> bool:
         with suppress(UsageError):
             (peak,) = self._reader.peaks(self._split, [self._number], self._decisions(blocks, place))
             return peak <= self._room
         return False
 
-    def _needs(self, blocks: _Blocks, place: Place) -> float:
+    def _needs(self, blocks: _FirstBlocks, place: Place) -> float:
         """Return the bytes that the stage's devices use at a place."""
         with suppress(UsageError):
             return self._reader.borrowed_bytes(self._split, self._number, self._decisions(blocks, place))
@@ -233,7 +233,7 @@ class _Stage:
         )
         return shared_out(result.lenders_of(0), [0, *lenders])
 
-    def _decisions(self, blocks: _Blocks, place: Place) -> Decisions:
+    def _decisions(self, blocks: _FirstBlocks, place: Place) -> Decisions:
         """Return the decisions of the stage.
 
         Raises:
@@ -304,10 +304,10 @@ class Mixed(NamedTuple):
         """True if replicas divide nothing and everything is kept."""
         return not self.decisions and all(grid.shard == "none" for grid in self.split.grids)
 
-    def found(self, evaluated: int, remarks: tuple[str, ...] = ()) -> Found:
+    def found(self, evaluated: int, remarks: tuple[str, ...] = ()) -> PlannerResult:
         """Return the plan as a planner's result, after `evaluated` simulations."""
         decisions = self.decisions if self.question.options.recompute == "never" else self.decisions or None
-        return Found(
+        return PlannerResult(
             self.split,
             Objective.STEP,
             self.seconds,

@@ -154,7 +154,7 @@ def nearby(simulations: Simulations, best: Timed | None, at_most: float) -> Time
 
     Plans that are certain to take `at_most` seconds or more are left out.
     """
-    question, search = simulations.question, _Search(simulations, at_most)
+    question, search = simulations.question, _NeighbourSearch(simulations, at_most)
     best = search.first(chain(alike(question), on_grids(question)), best, following=True)
     while best is not None:
         result = search.first(beside(best.split), best)
@@ -209,7 +209,7 @@ def _together(question: Question, split: Split) -> Iterator[Split]:
                 yield split._replace(grids=tuple(grids))
 
 
-class _Search:
+class _NeighbourSearch:
     """Simulations for one question, within a budget."""
 
     def __init__(self, simulations: Simulations, at_most: float) -> None:

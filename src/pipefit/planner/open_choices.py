@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from pipefit.errors import UsageError
 from pipefit.lowering import schedule_named
-from pipefit.planner.joint import Search, Searched
+from pipefit.planner.joint import JointSearch, Searched
 from pipefit.planner.options import PlanOptions
 from pipefit.planner.problem import (
     CHOOSE_SIZES,
@@ -54,7 +54,7 @@ class Trial(NamedTuple):
 
     arrangement: Arrangement
     question: Question
-    search: Search
+    search: JointSearch
     searched: Searched
     work: int
     apart: float = 0.0

@@ -1,4 +1,4 @@
-"""The planning problem (`Question`), and the result of a planner (`Found`)."""
+"""The planning problem (`Question`), and the result of a planner (`PlannerResult`)."""
 
 from __future__ import annotations
 
@@ -394,7 +394,7 @@ class Split(NamedTuple):
         return self.grids[stage] if self.grids else Grid.of(self.devices[stage])
 
 
-class Found(NamedTuple):
+class PlannerResult(NamedTuple):
     """Result of a planner: a split, its value, and the number of splits, stages or plans evaluated.
 
     `work` is the work of a search by simulation, in the unit of its budgets. `proven` says that no other
@@ -589,4 +589,4 @@ def changed_by_replicas(profile: ModelProfile, options: PlanOptions, *, opens_si
     return profile.coupled or ("" if opens_sizes else profile.draws)
 
 
-Planner = Callable[[Question], Found]
+Planner = Callable[[Question], PlannerResult]

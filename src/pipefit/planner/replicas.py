@@ -19,7 +19,7 @@ import numpy as np
 from pipefit.errors import UsageError
 from pipefit.planner.hybrid.divided_state import buckets_of
 from pipefit.planner.hybrid.tables import DegreeTables, together_seconds
-from pipefit.planner.problem import Degree, Found, Planner, Question, Split
+from pipefit.planner.problem import Degree, Planner, PlannerResult, Question, Split
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import Link, Member, MemberKind
 from pipefit.schema.grids import Grid
@@ -89,7 +89,7 @@ def representative(question: Question, degree: Degree) -> Question:
     )
 
 
-def expanded(question: Question, found: Found, degree: Degree) -> Found:
+def expanded(question: Question, found: PlannerResult, degree: Degree) -> PlannerResult:
     """Return the result for one replica as a result for all of them."""
     groups, shard = groups_of(question, degree), question.shards[0] if degree.data > 1 else "none"
     grids = tuple(
@@ -104,7 +104,7 @@ def in_replicas(planner: Planner) -> Planner:
     return lambda question: next(answers(question, planner))
 
 
-def answers(question: Question, *planners: Planner) -> Iterator[Found]:
+def answers(question: Question, *planners: Planner) -> Iterator[PlannerResult]:
     """Yield the results of planners of single devices, for stages of the requested degree.
 
     Raises:

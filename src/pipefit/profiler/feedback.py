@@ -426,7 +426,7 @@ def feedback(
     others = [_Seen.now(name, p) for name, p in module.named_parameters(remove_duplicate=False)]
     others += [_Seen.now(name, constant) for name, constant in named_constants(module)]
     plain = plain_attributes(owner)
-    with Sources([seen.tensor for seen in (*buffers, *others)]) as sources:
+    with BufferSources([seen.tensor for seen in (*buffers, *others)]) as sources:
         outputs = forward()
         read = frozenset[int]().union(*map(sources.of, (*outputs, *_kept_by_custom_functions(outputs))))
     now = dict(module.named_buffers(remove_duplicate=False))
@@ -497,7 +497,7 @@ def _put_back(module: nn.Module, buffers: Iterable[_Seen]) -> None:
         module.get_submodule(path)._buffers[name] = buffer.tensor
 
 
-class Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class BufferSources(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that tracks, for every storage, the buffers' storages from which its content was computed.
 
     - `written` are the storages that were written to, `in_place` those among them that are not statistics of

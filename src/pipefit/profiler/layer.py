@@ -27,9 +27,9 @@ from pipefit.capture.structure import Values
 from pipefit.measure.cpu import Tracked, saving_nothing
 from pipefit.measure.kernels import Kernels
 from pipefit.profiler.feedback import (
+    BufferSources,
     Feedback,
     Plain,
-    Sources,
     changed_inputs,
     changed_name,
     feedback,
@@ -70,7 +70,7 @@ class Packed:
         self.tensor = tensor.detach()
 
 
-class LayerStorages:
+class StorageOrigins:
     """Origins of the storages of a layer's tensors: parameters and buffers, inputs, or the layer's own.
 
     `own` has the bytes of the layer's own storages, in the order of the first calls of `origin`.
@@ -99,7 +99,7 @@ class LayerStorages:
 
 
 def saved_tensors(
-    packed: Sequence[Packed | None], operations: dict[object, list[str]], storages: LayerStorages
+    packed: Sequence[Packed | None], operations: dict[object, list[str]], storages: StorageOrigins
 ) -> list[SavedTensor]:
     """Return the tensors that autograd still holds, in the order of saving; None stands for a dropped one."""
     kept = [(index, held.tensor) for index, held in enumerate(packed) if held is not None]
@@ -116,7 +116,7 @@ def saved_tensors(
     ]
 
 
-def lasting_tensors(values: Sequence[Tensor], first: int, storages: LayerStorages) -> list[SavedTensor]:
+def lasting_tensors(values: Sequence[Tensor], first: int, storages: StorageOrigins) -> list[SavedTensor]:
     """Return the tensors that custom functions in the graph of `values` keep as attributes of their contexts.
 
     Autograd does not know these tensors: they live as long as the graph, past the backward of their function.
@@ -183,7 +183,7 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def changed_by_loss(forward: Callable[[], object], loss: object) -> str:
     """Return what `forward`, which runs `loss` over fake tensors, changes, to follow "which"; or ""."""
     before = [one for one in reachable(loss) if isinstance(one, Tensor)]
-    with noticing() as stood_in, Reads() as reads, Sources(()) as sources:
+    with noticing() as stood_in, Reads() as reads, BufferSources(()) as sources:
         forward()
     kept = set(map(id, reachable(loss)))
     held = held_tensors(loss) if isinstance(loss, nn.Module) else {}
@@ -200,20 +200,20 @@ def changed_by_loss(forward: Callable[[], object], loss: object) -> str:
 # ---- Gradients that a backward returns for its inputs: their storages and layouts
 
 
-class Gradients(NamedTuple):
+class GradientOrigins(NamedTuple):
     """Origins of the inputs' gradients, and bytes of their storages that are the layer's own."""
 
     origins: tuple[GradientOrigin, ...]
     storages: tuple[int, ...]
 
-    def also_as(self, others: Sequence[Gradients]) -> Gradients:
+    def also_as(self, others: Sequence[GradientOrigins]) -> GradientOrigins:
         """Return what holds here and in all `others`: gradients contiguous in each, the largest storages."""
         alike = [other for other in others if len(other.storages) == len(self.storages)]
         origins = tuple(
             replace(origin, contiguous=all(other.origins[number].contiguous for other in others))
             for number, origin in enumerate(self.origins)
         )
-        return Gradients(origins, tuple(map(max, zip(*(one.storages for one in alike), strict=True))))
+        return GradientOrigins(origins, tuple(map(max, zip(*(one.storages for one in alike), strict=True))))
 
 
 class BackwardPass(NamedTuple):
@@ -221,7 +221,7 @@ class BackwardPass(NamedTuple):
 
     first: tuple[Span, ...]
     later: tuple[Span, ...]
-    gradients: Gradients
+    gradients: GradientOrigins
     left: Layouts
 
 
@@ -230,7 +230,7 @@ def gradients_of(
     outgoing: Sequence[Tensor | None],
     given: Sequence[Tracked | None],
     usual: Sequence[GradientOrigin],
-) -> Gradients:
+) -> GradientOrigins:
     """Return whether inputs' gradients have their own storages, or those of the outputs' gradients, `given`.
 
     Several of `given` may share a storage; then `usual`, if given, says which of them is passed on.
@@ -250,7 +250,7 @@ def gradients_of(
         return GradientOrigin(kind="own", index=own.index(tracked), contiguous=contiguous)
 
     origins = tuple(origin(number, gradient) for number, gradient in enumerate(outgoing))
-    return Gradients(origins, tuple(tracked.nbytes for tracked in own))
+    return GradientOrigins(origins, tuple(tracked.nbytes for tracked in own))
 
 
 # ---- The meter of a layer
@@ -275,7 +275,7 @@ class _Microbatch(NamedTuple):
     spans: tuple[Span, ...]  # of the backward
     backward: Work
     arriving: Layouts
-    gradients: Gradients
+    gradients: GradientOrigins
     layouts: Layouts
 
 
@@ -490,7 +490,7 @@ class LayerMeter:
             values = self._enter(graph, list(inputs))
             values = self.call(values)
         self._refuse_strangers(values)
-        storages = LayerStorages(self.meter, self._statics(), inputs)
+        storages = StorageOrigins(self.meter, self._statics(), inputs)
         saved = saved_tensors([known() for known in packed], savers(values), storages)
         lasting = lasting_tensors(values, len(packed), storages)
         saved += lasting

@@ -62,12 +62,12 @@ def add_seconds(
     copied = on_a_copy(task)
     copied = replace(copied, module=in_mode(copied.build(), True))
     with threads_of(threads):
-        measured = tuple(_Clock(copied, m, device, progress).measure() for m in profile.measurements)
+        measured = tuple(_LayerTimer(copied, m, device, progress).measure() for m in profile.measurements)
     assumptions = replace(profile.assumptions, device=str(device))
     return replace(profile, measurements=measured, assumptions=assumptions)
 
 
-class _Clock:
+class _LayerTimer:
     """Runs and times layers."""
 
     def __init__(

@@ -34,7 +34,7 @@ from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.fingerprint import options
 from pipefit.measure.kernels import Kernels
-from pipefit.profiler.layer import BackwardPass, Gradients, LayerMeter
+from pipefit.profiler.layer import BackwardPass, GradientOrigins, LayerMeter
 from pipefit.profiler.pass_meter import Layouts, dense, dense_alike
 from pipefit.profiler.update import named, state_bytes
 from pipefit.runtime.optim.half_precision import make_optimizer
@@ -49,7 +49,7 @@ from pipefit.schema.layer_costs import (
 )
 from pipefit.schema.profile import Measurement
 from pipefit.tensor_parallel import ShardedChain, shard_traced, trace_chain
-from pipefit.tensor_parallel.forms import Split
+from pipefit.tensor_parallel.forms import DimSplit
 from pipefit.tensor_parallel.tracing import TracedStage, blocks_begin
 
 # ---- Layers that cost the same, so only one of them is measured
@@ -312,7 +312,7 @@ class Survey:
         dense_one = BackwardPass(
             cost.backward_first,
             cost.backward_later,
-            Gradients(cost.input_gradients, cost.gradient_storages),
+            GradientOrigins(cost.input_gradients, cost.gradient_storages),
             metered.left,
         )
         result = [
@@ -563,7 +563,7 @@ def of_rank(measured: Measurement, whole: Measurement, sharded: ShardedChain) ->
 def _form(sharded: ShardedChain, shared: Shared) -> str:
     """Return how the ranks divide a shared parameter, as a string; empty if each rank has all of it."""
     form = sharded.stage.form(shared.parameter)
-    return repr(form) if isinstance(form, Split) else ""
+    return repr(form) if isinstance(form, DimSplit) else ""
 
 
 def _by_layer(sharded: ShardedChain, layers: int) -> Iterator[_Collectives]:

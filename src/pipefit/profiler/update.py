@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipefit.capture.by_value import NUMBERS, Reading, reading, updating
+from pipefit.capture.by_value import NUMBERS, NumberReads, reading, updating
 from pipefit.capture.random_state import torch_draws_alone
 from pipefit.capture.refusals import Refusal, explained
 from pipefit.errors import PipefitError, UsageError
@@ -42,7 +42,7 @@ def named(what: str, values: Sequence[Tensor]) -> Iterator[None]:
     Raises:
         UsageError: the body raised an exception.
     """
-    numbers = Reading()
+    numbers = NumberReads()
     try:
         with torch_draws_alone(), reading(numbers):
             yield
@@ -76,7 +76,7 @@ class Peak(NamedTuple):
         return Peak(meter.peak_bytes, meter.workspace_bytes)
 
 
-class Updates(NamedTuple):
+class UpdateCosts(NamedTuple):
     """Peaks of the first optimizer step and of a later one, and bytes of the optimizer's state.
 
     `state_bytes` counts the state after a step, `early_state_bytes` before any step.
@@ -115,14 +115,14 @@ class _Passed:
 
 def updates_of(
     meter: PassMeter, optimizer: MakeOptimizer, groups: LayerGroups, follow: Callable[[], None]
-) -> Updates:
+) -> UpdateCosts:
     """Measure two optimizer steps for parameters with gradients; `follow` runs once after both.
 
     Raises:
         UsageError: the optimizer raised an exception.
     """
     if not groups:
-        return Updates(Peak(0, 0), Peak(0, 0), 0, 0, Work(flops=0, moved_bytes=0))
+        return UpdateCosts(Peak(0, 0), Peak(0, 0), 0, 0, Work(flops=0, moved_bytes=0))
     with named(
         "the optimizer", [parameter for layer in groups for group in layer for parameter in group["params"]]
     ):
@@ -131,8 +131,8 @@ def updates_of(
 
 def _updates_of(
     meter: PassMeter, optimizer: MakeOptimizer, groups: LayerGroups, follow: Callable[[], None]
-) -> Updates:
-    def steps() -> Updates:
+) -> UpdateCosts:
+    def steps() -> UpdateCosts:
         before = meter.total
         stepper = optimizer(groups)
         early, passed = meter.total - before, _Passed(meter)
@@ -146,10 +146,10 @@ def _updates_of(
         stepper.step()
         later, left = Peak.of(meter), max(0, passed.most - meter.total)
         follow()
-        return Updates(first, later, state, early, meter.work, undivided, left)
+        return UpdateCosts(first, later, state, early, meter.work, undivided, left)
 
     undivided = _undivided(optimizer, next((group for of_layer in groups for group in of_layer), {}))
-    with reading(Reading()) as numbers, updating():
+    with reading(NumberReads()) as numbers, updating():
         result = steps()
     for number in NUMBERS[1:] * bool(numbers.count):
         with updating(number), suppress(ArithmeticError):

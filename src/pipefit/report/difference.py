@@ -47,7 +47,7 @@ class DeviceDifference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class LayerChange:
     """A run of layers that the plans treat differently: its devices, recomputation or offloading.
 
     Layers are those of the model, by name, from `first` to `last`. If saved tensors move, `tensors` lists
@@ -83,13 +83,13 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class PlanDifference:
     """All differences. Seconds are those of the last step, None without a clock; rates are None for
     traces.
     """
 
     asked: tuple[str, ...]
-    changes: tuple[Change, ...]
+    changes: tuple[LayerChange, ...]
     devices: tuple[DeviceDifference, ...]
     before_seconds: float | None
     after_seconds: float | None
@@ -129,7 +129,7 @@ class Difference:
         }
 
 
-def difference_of_plans(before: Plan, after: Plan) -> Difference:
+def difference_of_plans(before: Plan, after: Plan) -> PlanDifference:
     """Compare the second plan with the first."""
     traces = simulate(before), simulate(after)
     result = difference_of_traces(*traces)
@@ -148,11 +148,11 @@ def difference_of_plans(before: Plan, after: Plan) -> Difference:
     )
 
 
-def difference_of_traces(before: Trace, after: Trace) -> Difference:
+def difference_of_traces(before: Trace, after: Trace) -> PlanDifference:
     """Compare the second trace with the first, device by device."""
     ours, theirs = ({device.device: device for device in trace.devices} for trace in (before, after))
     asked = [] if before.source == after.source else [f"{before.source}, then {after.source}"]
-    return Difference(
+    return PlanDifference(
         asked=tuple(asked),
         changes=(),
         devices=tuple(_device(n, ours.get(n), theirs.get(n)) for n in sorted({*ours, *theirs})),
@@ -200,7 +200,7 @@ def _asked(before: Plan, after: Plan) -> Iterator[str]:
         yield f"planned by {planners[0]}, then by {planners[1]}"
 
 
-def _placed(before: Plan, after: Plan) -> Iterator[Change]:
+def _placed(before: Plan, after: Plan) -> Iterator[LayerChange]:
     """Yield the layers that are on other devices, or shared differently between devices."""
     ours, theirs = _places(before), _places(after)
     names = [name for name in before.profile.layers if name in theirs]
@@ -208,7 +208,7 @@ def _placed(before: Plan, after: Plan) -> Iterator[Change]:
     for (one, two), run in groupby(pairs, key=lambda pair: pair[1:]):
         if one != two:
             layers = [name for name, *_ in run]
-            yield Change(first=layers[0], last=layers[-1], before=f"on {one}", after=f"on {two}")
+            yield LayerChange(first=layers[0], last=layers[-1], before=f"on {one}", after=f"on {two}")
 
 
 def _places(plan: Plan) -> dict[str, str]:
@@ -236,7 +236,7 @@ class _Treated(NamedTuple):
 _Treatments = dict[tuple[What, str], dict[tuple[str, int], _Treated]]
 
 
-def _treated(before: Plan, after: Plan) -> Iterator[Change]:
+def _treated(before: Plan, after: Plan) -> Iterator[LayerChange]:
     """Yield the differences in recomputation and offloading, by runs of layers with the same treatments."""
     ours, theirs = _treatments(before), _treatments(after)
     for kind in dict.fromkeys([*ours, *theirs]):
@@ -252,10 +252,10 @@ def _treated(before: Plan, after: Plan) -> Iterator[Change]:
                 yield _change(run, one_how, two_how, [told for name in run for told in layers[name]])
 
 
-def _change(run: list[str], before: str, after: str, told: Sequence[_Treated]) -> Change:
+def _change(run: list[str], before: str, after: str, told: Sequence[_Treated]) -> LayerChange:
     reasons = [one.why for one in told if one.why] if after else []
     kinds = Counter(one.tensor for one in told if one.tensor)
-    return Change(
+    return LayerChange(
         first=run[0],
         last=run[-1],
         before=before,
@@ -329,7 +329,7 @@ def _runs(plan: Plan, names: Sequence[str]) -> Iterator[list[str]]:
 # ---- Text
 
 
-def describe_difference(found: Difference) -> list[Block]:
+def describe_difference(found: PlanDifference) -> list[Block]:
     """Describe a difference: the costs, the request, a row for each device, and the changes."""
     blocks: list[Block] = ["\n".join([_price(found), *_time(found)])]
     if found.asked:
@@ -340,7 +340,7 @@ def describe_difference(found: Difference) -> list[Block]:
     return blocks
 
 
-def _price(found: Difference) -> str:
+def _price(found: PlanDifference) -> str:
     """Describe the second document's costs relative to the first: memory of the fullest device, and time."""
     before, after = found.highest_bytes
     told = [
@@ -361,7 +361,7 @@ def _beside(ratio: float) -> str:
     return f"{abs(100 * (ratio - 1)):.1f} % {'longer' if ratio > 1 else 'shorter'}"
 
 
-def _time(found: Difference) -> Iterator[str]:
+def _time(found: PlanDifference) -> Iterator[str]:
     one, two = found.before_seconds, found.after_seconds
     if one is None or two is None:
         return
@@ -378,7 +378,7 @@ def _time(found: Difference) -> Iterator[str]:
         )
 
 
-def _devices(found: Difference) -> Table:
+def _devices(found: PlanDifference) -> Table:
     """Return a row for each device, with the category that changed most."""
     rows = tuple(
         (

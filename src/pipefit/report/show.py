@@ -10,7 +10,7 @@ from typing import Any
 from pipefit import tables
 from pipefit.errors import UsageError
 from pipefit.planner.closed_forms.ranges import Ranges
-from pipefit.report.difference import Difference, describe_difference
+from pipefit.report.difference import PlanDifference, describe_difference
 from pipefit.report.fit import describe_fit, describe_overview
 from pipefit.report.plan import describe_plan
 from pipefit.report.post_mortem import describe_post_mortem
@@ -357,7 +357,7 @@ def describe_loop_plan(plan: LoopPlan) -> list[Block]:
 # ---- Any document
 
 Shows = (
-    Cluster | Comparison | Difference | Fit | LoopPlan | Measurement | ModelProfile | Overview | Plan | PostMortem
+    Cluster | Comparison | PlanDifference | Fit | LoopPlan | Measurement | ModelProfile | Overview | Plan | PostMortem
     | Program | Trace | UncheckedProgram
 )  # fmt: skip
 
@@ -401,7 +401,7 @@ def describe_program(program: UncheckedProgram) -> list[Block]:
 _WORDS: dict[type, Callable[[Any], list[Block]]] = {
     Cluster: describe_cluster,
     Comparison: describe_comparison,
-    Difference: describe_difference,
+    PlanDifference: describe_difference,
     Fit: describe_fit,
     LoopPlan: describe_loop_plan,
     Measurement: describe_measurement,

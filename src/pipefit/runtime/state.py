@@ -2,7 +2,7 @@
 
 The names do not depend on stages, so another plan, with other stages on other devices, can continue the
 training. `Names` maps the names of tied parameters to stored names, `StageState` reads and loads the state of
-stages as each rank has it, and `Told` joins the parts of tensor-parallel ranks to whole tensors.
+stages as each rank has it, and `GatheredState` joins the parts of tensor-parallel ranks to whole tensors.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def held_tensors(layer: ChainLayer) -> Iterator[tuple[str, Tensor]]:
 # ---- State of stages
 
 
-class Entry(NamedTuple):
+class StateKey(NamedTuple):
     """Key of one state tensor.
 
     It is a tensor of the `model`, a `master` copy, or an `optimizer` tensor, called `state` there.
@@ -133,22 +133,24 @@ class StageState:
                         numbers[name] = {k: v for k, v in known[trained].items() if not isinstance(v, Tensor)}
         return StageState(tensors, kept, masters, numbers)
 
-    def entries(self) -> dict[Entry, Tensor]:
+    def entries(self) -> dict[StateKey, Tensor]:
         """Return all tensors by their keys."""
-        result: dict[Entry, Tensor] = {Entry("model", name): tensor for name, tensor in self.tensors.items()}
-        result |= {Entry("master", name): tensor for name, tensor in self.master_weights.items()}
+        result: dict[StateKey, Tensor] = {
+            StateKey("model", name): tensor for name, tensor in self.tensors.items()
+        }
+        result |= {StateKey("master", name): tensor for name, tensor in self.master_weights.items()}
         kept = ((name, key, tensor) for name, own in self.optimizer.items() for key, tensor in own.items())
-        return result | {Entry("optimizer", name, key): tensor for name, key, tensor in kept}
+        return result | {StateKey("optimizer", name, key): tensor for name, key, tensor in kept}
 
-    def of_tensors(self, tensors: Mapping[Entry, Tensor]) -> StageState:
+    def of_tensors(self, tensors: Mapping[StateKey, Tensor]) -> StageState:
         """Return a copy of this state with other tensors."""
         return StageState(
-            tensors={name: tensors[Entry("model", name)] for name in self.tensors},
+            tensors={name: tensors[StateKey("model", name)] for name in self.tensors},
             optimizer={
-                name: {key: tensors[Entry("optimizer", name, key)] for key in own}
+                name: {key: tensors[StateKey("optimizer", name, key)] for key in own}
                 for name, own in self.optimizer.items()
             },
-            master_weights={name: tensors[Entry("master", name)] for name in self.master_weights},
+            master_weights={name: tensors[StateKey("master", name)] for name in self.master_weights},
             numbers=self.numbers,
         )
 
@@ -228,22 +230,22 @@ Ranks = Sequence[StageRunner]  # ranks of one replica of a stage: all in order, 
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class GatheredState:
     """Whole state of some stages, and by name the tensors of their layers that are in no state dict."""
 
     state: StageState = field(default_factory=lambda: StageState({}, {}))
     held: Mapping[str, Tensor] = field(default_factory=dict)
 
     @staticmethod
-    def of(stages: Iterable[Ranks], *, once: bool = False) -> Told:
+    def of(stages: Iterable[Ranks], *, once: bool = False) -> GatheredState:
         """Return the whole state of stages.
 
         With `once`, a tensor of several replicas is included only for the replica that stores it.
         """
-        return Told.joined([_of_stage(ranks, once=once) for ranks in stages])
+        return GatheredState.joined([_of_stage(ranks, once=once) for ranks in stages])
 
     @staticmethod
-    def joined(parts: Iterable[Told]) -> Told:
+    def joined(parts: Iterable[GatheredState]) -> GatheredState:
         """Join the states of several stages."""
         state, held = StageState({}, {}), dict[str, Tensor]()
         for part in parts:
@@ -254,7 +256,7 @@ class Told:
                 {**state.master_weights, **own.master_weights},
                 {**state.numbers, **own.numbers},
             )
-        return Told(state, held)
+        return GatheredState(state, held)
 
 
 def held_by(stage: StageRunner, layer: ChainLayer) -> dict[str, Tensor]:
@@ -268,15 +270,15 @@ def held_by(stage: StageRunner, layer: ChainLayer) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in unstored_buffers(layer) if name in known}
 
 
-def _of_stage(ranks: Ranks, *, once: bool) -> Told:
+def _of_stage(ranks: Ranks, *, once: bool) -> GatheredState:
     first, shards = ranks[0], ranks[0].shards
     states = [StageState.of([stage], once=once) for stage in ranks]
     held = [_held(stage) if not once or stage.replica == 0 else {} for stage in ranks]
     if shards is None:
-        return Told(states[0], held[0])
+        return GatheredState(states[0], held[0])
     entries = [state.entries() for state in states]
     constants = {n: t for layer in first.layers for n, t in shards.constants.get(layer.name, {}).items()}
-    return Told(
+    return GatheredState(
         states[0].of_tensors(
             {entry: _joined(first, entry.name, [own[entry] for own in entries]) for entry in entries[0]}
         ),

@@ -35,7 +35,7 @@ from pipefit.lowering import Entered, loss_delay, step_programs
 from pipefit.measure.kernels import Kernels
 from pipefit.runtime.callbacks import Callback, StepReport
 from pipefit.runtime.checkpoint.checkpointing import Checkpointing
-from pipefit.runtime.checkpoint.saver import Saved
+from pipefit.runtime.checkpoint.saver import SaveReport
 from pipefit.runtime.checks.comparison import Comparisons
 from pipefit.runtime.checks.loss import check_left_out
 from pipefit.runtime.checks.plan_check import (
@@ -496,7 +496,7 @@ class Trainer:
         return self._checkpoints.owner
 
     @property
-    def saved(self) -> Saved | None:
+    def saved(self) -> SaveReport | None:
         """Costs of the last save; None before the first save."""
         return self._checkpoints.saved
 

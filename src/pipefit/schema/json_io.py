@@ -138,7 +138,7 @@ class GrowthAnswer(TypedDict):
     refused: dict[str, str]
 
 
-class Seconds(TypedDict):
+class StepTime(TypedDict):
     """The step time of one document; `step_seconds` is None for a dry run."""
 
     source: str
@@ -159,8 +159,8 @@ class ComparedDevice(TypedDict):
 class CompareAnswer(TypedDict):
     """`pipefit compare`."""
 
-    predicted: Seconds
-    measured: Seconds
+    predicted: StepTime
+    measured: StepTime
     devices: list[ComparedDevice]
 
 

@@ -32,8 +32,8 @@ from pipefit.schema.grids import Grid
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import UncheckedProgram, in_a_row, shifted
 from pipefit.simulator.clock import Times
-from pipefit.simulator.equal_devices import Alike, alike
-from pipefit.simulator.ledger import Effects, Reading, at_rest, highest, reading
+from pipefit.simulator.equal_devices import EqualDevices, alike
+from pipefit.simulator.ledger import Effects, LedgerReading, at_rest, highest, reading
 from pipefit.simulator.timed_program import STARTS, Collected, DeviceReader, Own, TimedDevice, TimedProgram
 
 # ---- Long steps from short ones
@@ -269,7 +269,7 @@ class Lowered:
         rest = at_rest((stage.rest for stage in self._stages.values()), 0, read.away)
         return DeviceMemory(highest(rest, changes), tuple(placed))
 
-    def _reading(self) -> Reading:
+    def _reading(self) -> LedgerReading:
         distinct = distinct_steps(self._plan)
         return reading(self._device, self._stages, self.programs, steps=self._steps, distinct=distinct)
 
@@ -300,7 +300,7 @@ class _Unread:
         return self._found
 
 
-class Part(NamedTuple):
+class DevicePart(NamedTuple):
     """One device: its actions for the clock, its forwards and backwards in the last step, and its memory.
 
     `memory()` raises `UsageError` if an action uses a tensor or state that does not exist at that time.
@@ -316,7 +316,7 @@ class Part(NamedTuple):
 class _Read(NamedTuple):
     """Parts of the devices of a rank, and the number of actions in their programs."""
 
-    parts: dict[int, Part]
+    parts: dict[int, DevicePart]
     actions: int
 
 
@@ -331,8 +331,8 @@ class Parts:
         self._costs, self._steps = costs, steps
         self._read_by_all: dict[Hashable, _Read] = {} if shared is None else shared._read_by_all
         self._lowered: dict[Hashable, Lowered] = {} if shared is None else shared._lowered
-        self._known: dict[Hashable, dict[int, Part]] = {}
-        self._alike: dict[Hashable, Alike | None] = {} if shared is None else shared._alike
+        self._known: dict[Hashable, dict[int, DevicePart]] = {}
+        self._alike: dict[Hashable, EqualDevices | None] = {} if shared is None else shared._alike
         self.actions = 0  # in the programs of all requested devices, once each
 
     @property
@@ -348,7 +348,7 @@ class Parts:
         """Return the number of simulated steps of a plan."""
         return distinct_steps(plan) if self._steps is None else self._steps
 
-    def alike(self, plan: Plan) -> Alike | None:
+    def alike(self, plan: Plan) -> EqualDevices | None:
         """Return the devices that represent all devices of a plan; None if no device represents another."""
         key = (
             tuple(stage.grid for stage in plan.stages),
@@ -360,7 +360,7 @@ class Parts:
             self._alike[key] = alike(plan)
         return self._alike[key]
 
-    def of_rank(self, plan: Plan, rank: int, standing: Alike | None = None) -> dict[int, Part]:
+    def of_rank(self, plan: Plan, rank: int, standing: EqualDevices | None = None) -> dict[int, DevicePart]:
         """Return the parts of a rank's devices, or of those that represent the others (`standing`).
 
         Raises:
@@ -420,7 +420,7 @@ class Parts:
         """
         told = dict[Hashable, DeviceMemory]()  # ledger results of the rank's devices
 
-        def read(device: int) -> tuple[Part, int]:
+        def read(device: int) -> tuple[DevicePart, int]:
             stages = {number: self._costs_of(plan, number, device) for number in plan.ranks[rank]}
             lowered = Lowered(plan, rank, device, steps, stages)
 
@@ -446,7 +446,7 @@ class Parts:
         steps: int,
         stages: Mapping[int, StageCost],
         held: Callable[[], DeviceMemory],
-    ) -> Part:
+    ) -> DevicePart:
         """Return the part of a device from its lowered actions, perhaps those of an equal device."""
         program = replace(lowered.programs[-1], placement=plan.placement)
         nbytes = moved_bytes(program, {number: stage.rest for number, stage in stages.items()})
@@ -459,7 +459,7 @@ class Parts:
 
         timed = lowered.timed(DeviceReader(device, program, plan.cluster, stages, nbytes))
         counts = lowered.counts
-        return Part(
+        return DevicePart(
             timed=timed,
             counts=tuple(counts[min(step, len(counts) - 1)] for step in range(steps)),
             forwards=lowered.passes(FORWARDS),

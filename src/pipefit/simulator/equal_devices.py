@@ -35,7 +35,7 @@ Key = TypeVar("Key")
 _BYTES = 2**20 + 1  # bytes of a sum whose hops differ if those of any sum may
 
 
-class Alike(NamedTuple):
+class EqualDevices(NamedTuple):
     """Representatives of all devices, of both ends of messages, and of wires."""
 
     devices: dict[int, int]
@@ -71,7 +71,7 @@ class _WireUse(NamedTuple):
     earliest: int
 
 
-def alike(plan: Plan) -> Alike | None:
+def alike(plan: Plan) -> EqualDevices | None:
     """Return the devices that represent all others; None if no device represents another."""
     if not _may_be(plan):
         return None
@@ -159,7 +159,7 @@ class _Refinement:
         self.opposite = {wire: opposite(wire) if slowed else None for wire in self.wires}
         self.classes = [0] * len(edges)
 
-    def found(self) -> Alike | None:
+    def found(self) -> EqualDevices | None:
         """Return the first member of every class; None if equal transfers have to wait for each other."""
         count = 0
         while (now := self._divided()) > count:
@@ -170,7 +170,7 @@ class _Refinement:
         first = dict[int, tuple[int, int]]()
         for edge, one in zip(self.edges, self.classes, strict=True):
             ends[edge.source, edge.target] = first.setdefault(one, (edge.source, edge.target))
-        return Alike(_standing(self.devices), ends, _standing(self.wires))
+        return EqualDevices(_standing(self.devices), ends, _standing(self.wires))
 
     def _divided(self) -> int:
         """Divide all classes by the classes that their members meet; return the number of classes."""

@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn
 from pipefit.errors import UsageError
 from pipefit.memory.model_state import Gathered, StageRest
 from pipefit.memory.stage import StageCost
-from pipefit.memory.states import Away, StageStates, StageVersions, state_moves
+from pipefit.memory.states import BytesAway, StageStates, StageVersions, state_moves
 from pipefit.memory.storages import Effect, Residency, effect, freeing_versions
 from pipefit.schema.actions import COLLECTIVE, COMPUTE, COPIES, FORWARDS, Action, Kind, Subject
 from pipefit.schema.program import UncheckedProgram
@@ -28,10 +28,10 @@ Change = tuple[int, int, Effect]  # an effect, after its training step and its p
 
 Row = tuple[float, int, str, Levels]  # an action's peak: seconds, step, text, bytes
 
-NOTHING_AWAY = Away(0, 0)
+NOTHING_AWAY = BytesAway(0, 0)
 
 
-def at_rest(stages: Iterable[StageRest], lent_bytes: int, away: Away = NOTHING_AWAY) -> Levels:
+def at_rest(stages: Iterable[StageRest], lent_bytes: int, away: BytesAway = NOTHING_AWAY) -> Levels:
     """Return the bytes of a device before the first step.
 
     Parameters and buffers and optimizer state that exists before the first update, less what is `away` of
@@ -169,10 +169,10 @@ class Ledger:
         return stage.rest.update(*(action.layers or (stage.start, stage.stop)), first=False)
 
     @property
-    def away(self) -> Away:
+    def away(self) -> BytesAway:
         """Bytes that exist before the first step, but not on the device."""
         result = [states.away for states in self._states.values()]
-        return Away(sum(away.parameters for away in result), sum(away.optimizer for away in result))
+        return BytesAway(sum(away.parameters for away in result), sum(away.optimizer for away in result))
 
     def contents(self, stage: int) -> tuple[list[Residency], frozenset[int], frozenset[int]]:
         """Return the contents of a stage after the actions read so far.
@@ -455,7 +455,7 @@ class Ledger:
 # ---- Readings
 
 
-class Reading(NamedTuple):
+class LedgerReading(NamedTuple):
     """Result of a device's ledger for the first steps of its program.
 
     The effects of the distinct steps, the last step's actions that name a place, and state away before the
@@ -464,7 +464,7 @@ class Reading(NamedTuple):
 
     effects: list[Effects]
     placed: list[Action]
-    away: Away
+    away: BytesAway
 
 
 def reading(
@@ -474,7 +474,7 @@ def reading(
     *,
     steps: int,
     distinct: int,
-) -> Reading:
+) -> LedgerReading:
     """Return the reading of a device with these stages for `steps` steps; at most `distinct` of them differ.
 
     The last of the programs repeats.
@@ -492,4 +492,4 @@ def reading(
         result.append(ledger.read_again(actions, result[-1]) if result else ledger.read(actions))
     settled = not endless or steps < distinct
     assert settled or before == ledger.state, "the last differing step leaves the state unchanged"
-    return Reading(result, ledger.placed, away)
+    return LedgerReading(result, ledger.placed, away)

@@ -33,8 +33,8 @@ from pipefit.simulator.ledger import (
     Change,
     Effects,
     Ledger,
+    LedgerReading,
     Levels,
-    Reading,
     Row,
     at_rest,
     highest,
@@ -200,7 +200,7 @@ class Simulation:
         return range(len(self.program.actions))
 
     @cached_property
-    def _readings(self) -> list[Reading]:
+    def _readings(self) -> list[LedgerReading]:
         """Ledger reading of every device."""
         how = {"steps": self.steps, "distinct": self._distinct}
         return [reading(device, self._of_device(device), self._programs, **how) for device in self._devices]

@@ -38,8 +38,8 @@ from pipefit.schema.actions import (
 from pipefit.schema.cluster import Cluster, opposite
 from pipefit.schema.devices import Member, Place
 from pipefit.schema.program import UncheckedProgram
-from pipefit.simulator.equal_devices import Alike
-from pipefit.timing import Exchange, brought_by_owners, sum_for_all, sum_for_owners
+from pipefit.simulator.equal_devices import EqualDevices
+from pipefit.timing import LinkCollective, brought_by_owners, sum_for_all, sum_for_owners
 
 # ---- One device
 #
@@ -217,7 +217,7 @@ class TimedProgram:
         devices: Sequence[TimedDevice],
         cluster: Cluster,
         message_bytes: Callable[[Message], int],
-        alike: Alike | None = None,
+        alike: EqualDevices | None = None,
     ) -> None:
         self._message_bytes, self._alike = message_bytes, alike
         self._wires: dict[str, int] = {}
@@ -326,7 +326,7 @@ class TimedProgram:
         return seconds, tuple(self._wires.setdefault(wire, len(self._wires)) for wire in names), slowed
 
 
-def exchange_of(cluster: Cluster, members: list[int], begun: Collected) -> Exchange:
+def exchange_of(cluster: Cluster, members: list[int], begun: Collected) -> LinkCollective:
     """Return the exchange of a collective: an all-reduce, a reduce-scatter or an all-gather."""
     if begun.shares is None:
         result = sum_for_all(cluster, members, begun.nbytes)

@@ -8,7 +8,7 @@ Parallelism", 2019; forms of values after Lepikhin et al., "GShard", 2020, and X
 
 from pipefit.schema.profile import Shares
 from pipefit.tensor_parallel.collectives import Alone, Collectives, Loan, ProcessGroupCollectives
-from pipefit.tensor_parallel.forms import Shard, assembled, assembled_state
+from pipefit.tensor_parallel.forms import TensorShard, assembled, assembled_state
 from pipefit.tensor_parallel.lockstep import LockstepCollectives, in_lockstep
 from pipefit.tensor_parallel.search import Prices
 from pipefit.tensor_parallel.stage import (
@@ -21,10 +21,27 @@ from pipefit.tensor_parallel.stage import (
     shard_traced,
     trace_chain,
 )
-from pipefit.tensor_parallel.writing import Collective
+from pipefit.tensor_parallel.writing import WrittenCollective
 
 __all__ = [
-    "Alone", "Collective", "Collectives", "Loan", "LockstepCollectives", "Prices", "ProcessGroupCollectives",
-    "RankLoss", "RankStage", "Shard", "ShardedChain", "ShardedStage", "Shares", "assembled", "assembled_state",
-    "in_lockstep", "shard_chain", "shard_stage", "shard_traced", "trace_chain",
+    "Alone",
+    "Collectives",
+    "Loan",
+    "LockstepCollectives",
+    "Prices",
+    "ProcessGroupCollectives",
+    "RankLoss",
+    "RankStage",
+    "ShardedChain",
+    "ShardedStage",
+    "Shares",
+    "TensorShard",
+    "WrittenCollective",
+    "assembled",
+    "assembled_state",
+    "in_lockstep",
+    "shard_chain",
+    "shard_stage",
+    "shard_traced",
+    "trace_chain",
 ]  # fmt: skip

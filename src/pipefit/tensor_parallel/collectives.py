@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from pipefit.tensor_parallel.forms import Split, dealt, join, take
+from pipefit.tensor_parallel.forms import DimSplit, dealt, join, take
 
 # ---- Tensors lent to a collective: their memory is returned exactly when the collective completes
 #
@@ -184,7 +184,7 @@ def reduced(partial: Tensor, group: Collectives) -> Tensor:
     return made
 
 
-def gathered(part: Tensor, form: Split, size: int, group: Collectives) -> Tensor:
+def gathered(part: Tensor, form: DimSplit, size: int, group: Collectives) -> Tensor:
     """Return the whole of the ranks' parts; its divided dimension has `size`."""
     return _converted(
         part,
@@ -193,7 +193,7 @@ def gathered(part: Tensor, form: Split, size: int, group: Collectives) -> Tensor
     )
 
 
-def sliced(whole: Tensor, form: Split, group: Collectives) -> Tensor:
+def sliced(whole: Tensor, form: DimSplit, group: Collectives) -> Tensor:
     """Return this rank's part of `whole`."""
     size = whole.shape[form.dim]
     return _converted(
@@ -203,7 +203,7 @@ def sliced(whole: Tensor, form: Split, group: Collectives) -> Tensor:
     )
 
 
-def spread(part: Tensor, form: Split, size: int, group: Collectives) -> Tensor:
+def spread(part: Tensor, form: DimSplit, size: int, group: Collectives) -> Tensor:
     """Return the whole of the ranks' parts, like `gathered`, but sum its gradients over the ranks."""
     return _converted(
         part,
@@ -212,7 +212,7 @@ def spread(part: Tensor, form: Split, size: int, group: Collectives) -> Tensor:
     )
 
 
-def scattered(partial: Tensor, form: Split, group: Collectives) -> Tensor:
+def scattered(partial: Tensor, form: DimSplit, group: Collectives) -> Tensor:
     """Return this rank's part of the sum of all ranks' partial results."""
     size = partial.shape[form.dim]
     return _converted(
@@ -231,7 +231,7 @@ def _summed(gradient: Tensor, group: Collectives) -> Tensor:
     return group.all_reduce(gradient.clone(memory_format=torch.contiguous_format))
 
 
-def _part_of_sum(partial: Tensor, form: Split, group: Collectives) -> Tensor:
+def _part_of_sum(partial: Tensor, form: DimSplit, group: Collectives) -> Tensor:
     """Return this rank's part of a sum: ranks exchange parts, and add them up in one order."""
     return group.all_to_all(dealt(partial, form, group.size)).sum(0)
 

@@ -31,7 +31,7 @@ from pipefit.capture.chain import Chain, ChainLayer, Form, as_values, module_set
 from pipefit.capture.comparison import ALLOWED, Difference, difference, largest
 from pipefit.capture.copying import copied
 from pipefit.capture.graph_layer import GraphLayer
-from pipefit.capture.plain_training import Means, UnknownDraw
+from pipefit.capture.plain_training import MeanDraws, UnknownDraw
 from pipefit.capture.random_state import put_back, seed_torch
 from pipefit.capture.structure import Values
 from pipefit.errors import PipefitError, UsageError, in_one_line
@@ -126,7 +126,7 @@ class Shortening:
 
     def without_draws(self) -> AbstractContextManager[object]:
         """Use means for random draws in the body if they would have other sizes than in the code."""
-        return Means() if self.length else nullcontext()
+        return MeanDraws() if self.length else nullcontext()
 
     def _cut(self, tensor: Tensor) -> Tensor:
         if not self.length:
@@ -153,7 +153,7 @@ class Made(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Block:
+class ComparedBlock:
     """One block, whole and divided, with the same parameters."""
 
     divided: ShardedChain
@@ -389,7 +389,7 @@ class Compared:
     left_out: str = ""
 
 
-class NotComparable(Exception):
+class BlockNotComparable(Exception):
     """A block cannot run whole in the required way."""
 
 
@@ -411,12 +411,12 @@ def compare_blocks(
             much and what to do.
     """
     with put_back(), recording("comparing sharded layers"):
-        blocks = _Blocks(divided, free_bytes)
+        blocks = _ChainBlocks(divided, free_bytes)
         reason, sizes = "", [Shortening()] if blocks.seconds <= longest else Shortening.of(values)
         for size, is_wide in product(sizes, (True, False)):
             try:
                 return blocks.compare(*size.cut(values, targets), size, is_wide=is_wide)
-            except NotComparable as error:
+            except BlockNotComparable as error:
                 reason = str(error)
     return Compared(
         left_out=reason or f"it would take about {blocks.seconds:.0f} s, and its batches cannot be shortened"
@@ -424,7 +424,7 @@ def compare_blocks(
 
 
 @dataclass(frozen=True)
-class _Blocks:
+class _ChainBlocks:
     """The blocks of a divided chain."""
 
     divided: ShardedChain
@@ -479,19 +479,21 @@ class _Blocks:
     ) -> tuple[Made, float]:
         """Return the results of the whole block, and the largest difference of the ranks from them."""
         self._check_room(block)
-        one = Block(self.divided, block, targets, form, size, is_wide=is_wide)
+        one = ComparedBlock(self.divided, block, targets, form, size, is_wide=is_wide)
         try:
             whole = one.whole(values)
             ranks = one.by_ranks(values)
         except UnknownDraw as error:
-            raise NotComparable(str(error)) from error
+            raise BlockNotComparable(str(error)) from error
         except PipefitError:
             raise
         except Exception as error:  # a kernel that has no double precision, or none on the CPU
-            raise NotComparable(f"{self._name(block)} fails on the CPU ({in_one_line(error)})") from error
+            raise BlockNotComparable(
+                f"{self._name(block)} fails on the CPU ({in_one_line(error)})"
+            ) from error
         return whole, self._apart(one, whole, ranks)
 
-    def _apart(self, one: Block, whole: Made, ranks: Sequence[Made]) -> float:
+    def _apart(self, one: ComparedBlock, whole: Made, ranks: Sequence[Made]) -> float:
         """Return the largest difference of the ranks, as a share of the largest value.
 
         Raises:
@@ -499,7 +501,7 @@ class _Blocks:
             NotComparable: the whole block returns no finite numbers.
         """
         if not any(bool(v.isfinite().all()) for v in whole.values if v.is_floating_point()):
-            raise NotComparable(f"{self._name(one.block)} has infinite or nan outputs for such inputs")
+            raise BlockNotComparable(f"{self._name(one.block)} has infinite or nan outputs for such inputs")
         result = list(one.differences(whole, ranks))
         if far := [each for each in result if each.apart is None or not each.apart <= one.allowed]:
             more = f", and {len(far) - _PRINTED} more" if len(far) > _PRINTED else ""
@@ -522,7 +524,7 @@ class _Blocks:
         parameters = {id(p): p for n in block for p in self.chain.layers[n].module.parameters()}
         needed = 8 * _COPIES * sum(parameter.numel() for parameter in parameters.values())
         if needed > self.free_bytes:
-            raise NotComparable(
+            raise BlockNotComparable(
                 f"{self._name(block)} needs {format_bytes(needed)} on the host, which has "
                 f"{format_bytes(self.free_bytes)} free"
             )

@@ -2,7 +2,7 @@
 
 A value has one of three forms. R, replicated: every rank has the whole value, and its whole gradient. C,
 replicated with a partial gradient: every rank has the whole value, but the gradients that the ranks compute
-must be summed. `Split`: every rank has a part of one dimension, and of the gradient too. Partial sums do not
+must be summed. `DimSplit`: every rank has a part of one dimension, and of the gradient too. Partial sums do not
 have a form: the operation that makes them ends with their sum.
 """
 
@@ -22,7 +22,7 @@ R: Final = "R"
 C: Final = "C"
 
 
-class Split(NamedTuple):
+class DimSplit(NamedTuple):
     """Division of dimension `dim`: `repeats` rows of blocks, with each block divided between the ranks.
 
     `blocks` are the sizes of unequal blocks, such as the queries, keys and values of a fused projection;
@@ -36,20 +36,20 @@ class Split(NamedTuple):
     padded: bool = False
 
     @staticmethod
-    def of(dim: int, blocks: Sequence[int]) -> Split:
+    def of(dim: int, blocks: Sequence[int]) -> DimSplit:
         """Return the split of a dimension that is a row of these blocks; equal blocks become repeats."""
         sizes = tuple(size for size in blocks if size)
-        return Split(dim, len(sizes)) if len(set(sizes)) <= 1 else Split(dim, 1, sizes)
+        return DimSplit(dim, len(sizes)) if len(set(sizes)) <= 1 else DimSplit(dim, 1, sizes)
 
-    def at(self, dim: int) -> Split:
+    def at(self, dim: int) -> DimSplit:
         """Return the same split of another dimension."""
         return self._replace(dim=dim)
 
 
-Form = Split | Literal["R", "C"]
+Form = DimSplit | Literal["R", "C"]
 
 
-def divides(shape: Sequence[int], form: Split, ranks: int) -> bool:
+def divides(shape: Sequence[int], form: DimSplit, ranks: int) -> bool:
     """Return whether `ranks` ranks can share a value of this shape in this form."""
     if not 0 <= form.dim < len(shape) or shape[form.dim] % form.repeats:
         return False
@@ -64,12 +64,12 @@ def divides(shape: Sequence[int], form: Split, ranks: int) -> bool:
 def local_shape(shape: Sequence[int], form: Form, ranks: int) -> list[int]:
     """Return the shape of one rank's part."""
     return [
-        math.ceil(size / ranks) if isinstance(form, Split) and dim == form.dim else size
+        math.ceil(size / ranks) if isinstance(form, DimSplit) and dim == form.dim else size
         for dim, size in enumerate(shape)
     ]
 
 
-def ranges(size: int, form: Split, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
+def ranges(size: int, form: DimSplit, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) of a rank's ranges in a dimension of `size`, in order, without the padding."""
     if form.padded:
         share = math.ceil(size / ranks)
@@ -83,7 +83,7 @@ def ranges(size: int, form: Split, rank: int, ranks: int) -> Iterator[tuple[int,
             start += block
 
 
-def take(whole: Tensor, form: Split, rank: int, ranks: int) -> Tensor:
+def take(whole: Tensor, form: DimSplit, rank: int, ranks: int) -> Tensor:
     """Return a rank's part of `whole`, contiguous, in separate memory."""
     dim, size = form.dim, whole.shape[form.dim]
     if form.padded:
@@ -98,7 +98,7 @@ def take(whole: Tensor, form: Split, rank: int, ranks: int) -> Tensor:
     return torch.cat(parts, dim + 1).contiguous().flatten(dim, dim + 1)
 
 
-def dealt(whole: Tensor, form: Split, ranks: int) -> Tensor:
+def dealt(whole: Tensor, form: DimSplit, ranks: int) -> Tensor:
     """Return the parts of all ranks along a new first dimension."""
     made = whole.new_empty([ranks, *local_shape(whole.shape, form, ranks)])
     for rank, part in enumerate(made):
@@ -106,7 +106,7 @@ def dealt(whole: Tensor, form: Split, ranks: int) -> Tensor:
     return made
 
 
-def join(parts: Sequence[Tensor], form: Split, size: int) -> Tensor:
+def join(parts: Sequence[Tensor], form: DimSplit, size: int) -> Tensor:
     """Return the whole, of `size` along the divided dimension, from the parts of all ranks in order."""
     dim = form.dim
     if form.padded:
@@ -125,12 +125,12 @@ def _rows(tensor: Tensor, dim: int, count: int) -> Tensor:
 
 # ---- Shards of parameters and buffers, and conversions to and from whole tensors, exact to the bit
 #
-# A `Shard` is plain data: ranges of one dimension of the whole tensor, in the rank's order. Gradients and
+# A `TensorShard` is plain data: ranges of one dimension of the whole tensor, in the rank's order. Gradients and
 # optimizer states of a parameter are divided like the parameter, so the same functions serve them.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
+class TensorShard:
     """One rank's part of the tensor `name`: the `ranges` of dimension `dim`, then `padding` zeros.
 
     A replicated tensor has `dim` None and no ranges: the rank has the whole tensor.
@@ -143,14 +143,14 @@ class Shard:
     padding: int = 0
 
     @staticmethod
-    def of(name: str, shape: Sequence[int], form: Form, rank: int, ranks: int) -> Shard:
+    def of(name: str, shape: Sequence[int], form: Form, rank: int, ranks: int) -> TensorShard:
         """Return the shard of `rank` of `ranks` for a tensor of this shape in this form."""
-        if not isinstance(form, Split):
-            return Shard(name=name, dim=None, ranges=(), global_shape=tuple(shape))
+        if not isinstance(form, DimSplit):
+            return TensorShard(name=name, dim=None, ranges=(), global_shape=tuple(shape))
         mine = tuple(ranges(shape[form.dim], form, rank, ranks))
         kept = sum(stop - start for start, stop in mine)
         missing = local_shape(shape, form, ranks)[form.dim] - kept
-        return Shard(name=name, dim=form.dim, ranges=mine, global_shape=tuple(shape), padding=missing)
+        return TensorShard(name=name, dim=form.dim, ranges=mine, global_shape=tuple(shape), padding=missing)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -205,7 +205,7 @@ class Shard:
         return change(item)
 
 
-def assembled(shards: Sequence[Shard], parts: Sequence[Tensor]) -> Tensor:
+def assembled(shards: Sequence[TensorShard], parts: Sequence[Tensor]) -> Tensor:
     """Return the whole tensor, or gradient, from all ranks' parts."""
     whole = parts[0].new_empty(shards[0].global_shape)
     for shard, part in zip(shards, parts, strict=True):
@@ -213,7 +213,7 @@ def assembled(shards: Sequence[Shard], parts: Sequence[Tensor]) -> Tensor:
     return whole
 
 
-def assembled_state(shards: Sequence[Shard], states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def assembled_state(shards: Sequence[TensorShard], states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return an optimizer's state for the whole tensor, from the ranks' states for its parts.
 
     Raises:

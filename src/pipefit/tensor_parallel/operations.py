@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 from torch import Tensor, fx
 
 from pipefit.capture.flat import operator_name, value
-from pipefit.tensor_parallel.forms import C, Form, R, Split, divides, local_shape
+from pipefit.tensor_parallel.forms import C, DimSplit, Form, R, divides, local_shape
 from pipefit.torch_internals import OpOverload
 
 # ---- Equations of Einstein sums
@@ -78,10 +78,10 @@ class Strategy:
     @property
     def divides(self) -> bool:
         """True if each rank does a part of the operation."""
-        return any(isinstance(form, Split) for form in (self.result, *self.operands.values()))
+        return any(isinstance(form, DimSplit) for form in (self.result, *self.operands.values()))
 
 
-Wishes = Mapping[Split, None]  # forms of a result that its users prefer; ordered, so every process agrees
+Wishes = Mapping[DimSplit, None]  # forms of a result that its users prefer; ordered, so every process agrees
 Rule = Callable[["Operation", Wishes], Iterator[Strategy | None]]
 
 
@@ -161,11 +161,11 @@ class Operation:
             result=result,
             call=call or self.replicated().call,
             summed=self.nbytes if summed else 0,
-            scattered=summed and isinstance(result, Split),
+            scattered=summed and isinstance(result, DimSplit),
         )
 
     def _shares(self, node: fx.Node, form: Form) -> bool:
-        if not isinstance(form, Split) or not isinstance(value(node), Tensor):
+        if not isinstance(form, DimSplit) or not isinstance(value(node), Tensor):
             return True
         return divides(shape(node), form, self.ranks)
 
@@ -173,7 +173,7 @@ class Operation:
         """Return the shape of a rank's part of the result in this form."""
         return local_shape(self.shape, form, self.ranks)
 
-    def broadcast(self, wish: Split, operand: fx.Node) -> Form:
+    def broadcast(self, wish: DimSplit, operand: fx.Node) -> Form:
         """Return the form in which an operand is needed for a result in the form `wish`."""
         dim = wish.dim - (self.last + 1 - len(shape(operand)))
         return C if dim < 0 or shape(operand)[dim] == 1 else wish.at(dim)
@@ -192,9 +192,9 @@ def nbytes(node: fx.Node) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
 
-def wished(wishes: Wishes, dim: int) -> Iterable[Split]:
+def wished(wishes: Wishes, dim: int) -> Iterable[DimSplit]:
     """Return the splits of dimension `dim` to try: into one row, and those in `wishes`."""
-    return dict.fromkeys([Split(dim), *(wish for wish in wishes if wish.dim == dim)])
+    return dict.fromkeys([DimSplit(dim), *(wish for wish in wishes if wish.dim == dim)])
 
 
 def flops(node: fx.Node) -> int:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch import Tensor, fx
 
 from pipefit.capture.flat import groups, mutated_arguments, operator_name, role, value
-from pipefit.tensor_parallel.forms import C, Form, R, Split
+from pipefit.tensor_parallel.forms import C, DimSplit, Form, R
 from pipefit.tensor_parallel.operations import Operation, Strategy, flops, nbytes, shape
 from pipefit.tensor_parallel.rules import rule_of
 from pipefit.tensor_parallel.rules.elementwise import COPIES
@@ -46,7 +46,7 @@ SEQUENCES = Prices(stored=2.0)  # for sequence parallelism, whose purpose is to 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
+class FormCosts:
     """The costs of a stage among `ranks`, at these prices.
 
     `trained` are the values that need a gradient.
@@ -65,8 +65,8 @@ class Costs:
         if not isinstance(value(node), Tensor):
             return math.inf  # lists are never converted
         back = node in self.trained
-        if not isinstance(home, Split):
-            times = 2 * back if form == C else float(back) if isinstance(form, Split) else 0.0
+        if not isinstance(home, DimSplit):
+            times = 2 * back if form == C else float(back) if isinstance(form, DimSplit) else 0.0
         else:
             times = 1 + (back if form != R else 0.0)
         return times * self._sent * nbytes(node)
@@ -83,7 +83,7 @@ class Costs:
 
     def kept(self, node: fx.Node, form: Form) -> float:
         """Return the cost of keeping a value in a form until the backward."""
-        return self.prices.stored * nbytes(node) / (self.ranks if isinstance(form, Split) else 1)
+        return self.prices.stored * nbytes(node) / (self.ranks if isinstance(form, DimSplit) else 1)
 
 
 # ---- Values that a backward probably keeps, by operator
@@ -121,22 +121,22 @@ _MOST = 200
 _SEQUENCES = 3  # dimensions of values with positions: samples, positions, features
 
 
-class Kept(NamedTuple):
+class KeptValue(NamedTuple):
     """A value kept for the backward in this form; C counts as R."""
 
     form: Form
 
     @staticmethod
-    def of(form: Form) -> Kept:
+    def of(form: Form) -> KeptValue:
         """Return the entry for a value that is used in a form."""
-        return Kept(form if isinstance(form, Split) else R)
+        return KeptValue(form if isinstance(form, DimSplit) else R)
 
 
-State = dict[fx.Node, tuple[Form | Kept, ...]]
+State = dict[fx.Node, tuple[Form | KeptValue, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class ChosenForms:
     """The strategy of every operation, and the form in which each value is made or stored.
 
     `options` counts the strategies of every operation. `trained` are the values that need a gradient,
@@ -166,23 +166,23 @@ def choose(
     *,
     sequences: bool = False,
     given: Mapping[fx.Node, Form] | None = None,
-) -> Choice:
+) -> ChosenForms:
     """Return the cheapest forms that the search finds; with `sequences`, norms may be divided too.
 
     Parameters and buffers in `given` have that form, whatever its cost.
     """
     trained, changed = _trained(stage), _changed(stage.graph)
     options = _options(stage, ranks, trained, changed, sequences=sequences)
-    search = _FormSearch(stage, options, Costs(ranks=ranks, prices=prices, trained=trained), given or {})
+    search = _FormSearch(stage, options, FormCosts(ranks=ranks, prices=prices, trained=trained), given or {})
     ways, cost = search.run()
     home: dict[fx.Node, Form] = {**dict.fromkeys(stage.inputs, R), **(given or {})}
     for node, way in ways.items():
         for source, form in way.operands.items():
             if is_stored(source):
-                home.setdefault(source, form if isinstance(form, Split) else R)
+                home.setdefault(source, form if isinstance(form, DimSplit) else R)
         home[node] = way.result
     counts = {node: len(found) for node, found in options.items()}
-    return Choice(ways=ways, home=home, options=counts, trained=trained, changed=changed, cost=cost)
+    return ChosenForms(ways=ways, home=home, options=counts, trained=trained, changed=changed, cost=cost)
 
 
 def _trained(stage: TracedStage) -> frozenset[fx.Node]:
@@ -241,7 +241,7 @@ def _options(
     sequences: bool = False,
 ) -> dict[fx.Node, list[Strategy]]:
     """Return the strategies of every operation, replicated first, found from users to operands."""
-    wishes: dict[fx.Node, dict[Split, None]] = {}
+    wishes: dict[fx.Node, dict[DimSplit, None]] = {}
     result: dict[fx.Node, list[Strategy]] = {}
     derived = _derived(stage.graph)
     for node in reversed(stage.graph.nodes):
@@ -253,10 +253,12 @@ def _options(
             result[node] += [way for way in rule(op, wishes.get(node, {})) if way is not None]
         for way in result[node]:
             for source, form in way.operands.items():
-                if isinstance(form, Split):
+                if isinstance(form, DimSplit):
                     wishes.setdefault(source, {})[form] = None
                 elif sequences and form == C and len(shape(source)) == _SEQUENCES:
-                    wishes.setdefault(source, {})[Split(1)] = None  # its positions are gathered just before
+                    wishes.setdefault(source, {})[DimSplit(1)] = (
+                        None  # its positions are gathered just before
+                    )
     return result
 
 
@@ -276,7 +278,7 @@ class _FormSearch:
         self,
         stage: TracedStage,
         options: dict[fx.Node, list[Strategy]],
-        costs: Costs,
+        costs: FormCosts,
         given: Mapping[fx.Node, Form],
     ) -> None:
         self.stage, self.options, self.costs, self.given = stage, options, costs, given
@@ -292,7 +294,7 @@ class _FormSearch:
             edge = self.number[node] - 0.5  # they live until the cut, used or not
             self.ends |= {source: max(edge, self.ends.get(source, edge)) for source in cut}
         self.trained = costs.trained
-        self._costs: dict[tuple[fx.Node, Form | Kept, Form | Kept], float] = {}
+        self._costs: dict[tuple[fx.Node, Form | KeptValue, Form | KeptValue], float] = {}
         roots = groups(stage.graph)
         changed = {roots[target] for node in self.nodes for target in mutated_arguments(node)}
         self.fixed = {
@@ -331,7 +333,7 @@ class _FormSearch:
                 total = record.cost + cost + sum(operands)
                 known[node] = (way.result,)
                 if keeps_own:
-                    total += self._more(known, node, Kept.of(way.result))
+                    total += self._more(known, node, KeptValue.of(way.result))
                 for source in ending:
                     known.pop(source, None)
                 key = tuple(known.items())
@@ -377,13 +379,13 @@ class _FormSearch:
         """Add a form of a value, kept for the backward if `keeps`, to the state; return the cost."""
         cost = 0.0
         if node not in known:  # first use of a parameter or buffer: store it in the form needed
-            home = self.given.get(node, form if isinstance(form, Split) else R)
+            home = self.given.get(node, form if isinstance(form, DimSplit) else R)
             known[node] = (home,)
             cost += self.costs.stored(node, home)
         cost += self._more(known, node, form)
-        return cost + (self._more(known, node, Kept.of(form)) if keeps and not is_stored(node) else 0)
+        return cost + (self._more(known, node, KeptValue.of(form)) if keeps and not is_stored(node) else 0)
 
-    def _more(self, known: State, node: fx.Node, what: Form | Kept) -> float:
+    def _more(self, known: State, node: fx.Node, what: Form | KeptValue) -> float:
         """Add a form or a kept copy of a value to the state unless it is free; return its cost."""
         if what in known[node]:
             return 0.0
@@ -392,7 +394,7 @@ class _FormSearch:
             known[node] = (*known[node], what)
         return cost
 
-    def _cost_of(self, known: State, node: fx.Node, what: Form | Kept) -> float:
+    def _cost_of(self, known: State, node: fx.Node, what: Form | KeptValue) -> float:
         start = R if R in known[node] else known[node][0]
         key = (node, start, what)
         result = self._costs.get(key)
@@ -400,10 +402,10 @@ class _FormSearch:
             result = self._costs[key] = self._priced(node, start, what)
         return result
 
-    def _priced(self, node: fx.Node, start: Form | Kept, what: Form | Kept) -> float:
-        if isinstance(what, Kept):
+    def _priced(self, node: fx.Node, start: Form | KeptValue, what: Form | KeptValue) -> float:
+        if isinstance(what, KeptValue):
             return self.costs.kept(node, what.form)
-        assert not isinstance(start, Kept)  # the form in which a value is made is first
+        assert not isinstance(start, KeptValue)  # the form in which a value is made is first
         return math.inf if node in self.fixed else self.costs.conversion(node, start, what)
 
     def _end(self, state: State, output: fx.Node) -> float:
@@ -417,9 +419,9 @@ def _firsts(stage: TracedStage) -> list[fx.Node]:
     return [next((node for node in operations if stage.layer_of[node] >= edge), end) for edge in stage.edges]
 
 
-def _whole(forms: tuple[Form | Kept, ...]) -> tuple[Form | Kept, ...]:
+def _whole(forms: tuple[Form | KeptValue, ...]) -> tuple[Form | KeptValue, ...]:
     """Return the replicated form of a value, and its kept forms."""
-    return (R, *(form for form in forms if isinstance(form, Kept)))
+    return (R, *(form for form in forms if isinstance(form, KeptValue)))
 
 
 def _ways(record: _Record) -> Iterator[Strategy]:

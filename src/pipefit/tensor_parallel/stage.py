@@ -2,7 +2,7 @@
 
 `shard_stage` decides for all ranks; `ShardedStage.rank` makes the layers of one. A rank has the same number
 of layers, with the same names. Its parameters and buffers have the same names too, and are the parts given by
-their `Shard`. Inputs and outputs of the stage are replicated. Ranks that plan independently compare their
+their `TensorShard`. Inputs and outputs of the stage are replicated. Ranks that plan independently compare their
 `digest`.
 """
 
@@ -25,17 +25,17 @@ from pipefit.capture.structure import Tree, Values
 from pipefit.errors import UsageError
 from pipefit.schema.profile import Shares, Whole
 from pipefit.tensor_parallel.collectives import Collectives
-from pipefit.tensor_parallel.forms import Form, R, Shard, Split, divides, local_shape
+from pipefit.tensor_parallel.forms import DimSplit, Form, R, TensorShard, divides, local_shape
 from pipefit.tensor_parallel.operations import flops, nbytes, shape
 from pipefit.tensor_parallel.rules import rule_of
-from pipefit.tensor_parallel.search import SEQUENCES, Choice, Prices, choose
+from pipefit.tensor_parallel.search import SEQUENCES, ChosenForms, Prices, choose
 from pipefit.tensor_parallel.tracing import TracedStage, blocks_begin, is_stored, trace
 from pipefit.tensor_parallel.writing import (
-    Collective,
     Key,
     LayerCode,
     RankTensors,
     Steps,
+    WrittenCollective,
     crossing,
     tensors_of,
     write,
@@ -46,10 +46,10 @@ from pipefit.tensor_parallel.writing import (
 _MOST = 8  # entries about operations that stay whole, at most
 
 
-def shares(stage: TracedStage, choice: Choice, ranks: int) -> Shares:
+def shares(stage: TracedStage, choice: ChosenForms, ranks: int) -> Shares:
     """Return the shares of a stage in the chosen forms."""
     sizes = {n: nbytes(n) for n in choice.home if is_stored(n) and isinstance(stage.tensor(n), nn.Parameter)}
-    divided = {node for node in sizes if isinstance(choice.home[node], Split)}
+    divided = {node for node in sizes if isinstance(choice.home[node], DimSplit)}
     counts = {node: flops(node) for node in choice.ways}
     every = [_whole(stage, choice, node, ranks) for node, way in choice.ways.items() if not way.divides]
     return Shares(
@@ -69,11 +69,11 @@ def _size(each: Whole) -> tuple[int, int]:
     return -each.parameter_bytes, -each.flops
 
 
-def _of_rank(node: fx.Node, choice: Choice, ranks: int) -> int:
+def _of_rank(node: fx.Node, choice: ChosenForms, ranks: int) -> int:
     return math.prod(local_shape(shape(node), choice.home[node], ranks)) * int(value(node).element_size())
 
 
-def _whole(stage: TracedStage, choice: Choice, node: fx.Node, ranks: int) -> Whole:
+def _whole(stage: TracedStage, choice: ChosenForms, node: fx.Node, ranks: int) -> Whole:
     parameters = [
         n for n in node.all_input_nodes if is_stored(n) and isinstance(stage.tensor(n), nn.Parameter)
     ]
@@ -87,7 +87,7 @@ def _whole(stage: TracedStage, choice: Choice, node: fx.Node, ranks: int) -> Who
     )
 
 
-def _reason(choice: Choice, node: fx.Node, ranks: int) -> str:
+def _reason(choice: ChosenForms, node: fx.Node, ranks: int) -> str:
     if rule_of(node) is None:
         return "this operator is not supported"
     if not choice.changed.isdisjoint((node, *node.all_input_nodes)):
@@ -110,7 +110,7 @@ class RankStage:
 
     layers: tuple[ChainLayer, ...]
     criterion: GraphLayer | None
-    shards: Mapping[str, Shard]
+    shards: Mapping[str, TensorShard]
 
     def __call__(self, values: Values, targets: Values = ()) -> Values:
         """Return the stage's outputs for its inputs, or the loss."""
@@ -163,12 +163,12 @@ def check_ranks(ranks: int) -> None:
 class ShardedStage:
     """A stage and the forms chosen for it."""
 
-    def __init__(self, stage: TracedStage, choice: Choice, ranks: int) -> None:
+    def __init__(self, stage: TracedStage, choice: ChosenForms, ranks: int) -> None:
         self.stage, self.choice, self.ranks = stage, choice, ranks
         self._steps = Steps(stage, choice)
 
     @property
-    def collectives(self) -> tuple[Collective, ...]:
+    def collectives(self) -> tuple[WrittenCollective, ...]:
         """The collectives of one microbatch, for cost estimates."""
         return tuple(self._steps.collectives)
 
@@ -205,7 +205,7 @@ class ShardedStage:
         """Return a rank's part of `whole(tensor)` for every tensor of the stage, by default of the tensor."""
         return RankTensors(self.stage, self.choice.home, rank, self.ranks, whole)
 
-    def shards(self, rank: int) -> dict[str, Shard]:
+    def shards(self, rank: int) -> dict[str, TensorShard]:
         """Return a rank's shard of every tensor of the whole stage's state dict, by its name in the model."""
         tensors = self.tensors(rank)
         return {
@@ -319,7 +319,7 @@ class ShardedChain:
         return self.stage.ranks
 
     @property
-    def collectives(self) -> tuple[Collective, ...]:
+    def collectives(self) -> tuple[WrittenCollective, ...]:
         """The collectives of one microbatch, by layer and direction; the loss follows the last layer."""
         return self.stage.collectives
 
@@ -348,7 +348,7 @@ class ShardedChain:
             packing="bare",
         )
 
-    def shards(self, rank: int) -> dict[str, Shard]:
+    def shards(self, rank: int) -> dict[str, TensorShard]:
         """Return a rank's shard of every tensor in the layers' state dicts, by its name in the model."""
         return self.stage.shards(rank)
 
@@ -385,5 +385,5 @@ def _given(chain: Chain, traced: TracedStage, like: ShardedChain) -> Mapping[fx.
     return {
         node: form
         for node, (form, tensor) in result.items()
-        if not isinstance(form, Split) or divides(tensor.shape, form, like.ranks)
+        if not isinstance(form, DimSplit) or divides(tensor.shape, form, like.ranks)
     }

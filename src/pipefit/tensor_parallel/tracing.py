@@ -78,7 +78,7 @@ def trace(
     Raises:
         UsageError: a layer cannot be traced.
     """
-    stage = _Stage(layers, chain, len(targets), edges)
+    stage = _TracedStage(layers, chain, len(targets), edges)
     dtype = layers[0].autocast
     name = f"layers {layers[0].name} to {layers[-1].name}"
     with _naming_the_layer():
@@ -120,7 +120,7 @@ def without_gradient(node: fx.Node) -> bool:
     return [entry[1] for entry in context(node) if entry[0] == "grad"][-1:] == [False]
 
 
-class _Stage(nn.Module):
+class _TracedStage(nn.Module):
     """The layers as one module, as the runtime calls them; also returns the values that cross at edges."""
 
     def __init__(

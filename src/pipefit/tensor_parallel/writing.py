@@ -21,9 +21,9 @@ from pipefit.capture.graph_layer import Contexts, layer_class, register
 from pipefit.errors import UsageError
 from pipefit.schema.layer_costs import CollectiveKind
 from pipefit.tensor_parallel.collectives import Collectives, copied, gathered, sliced, spread
-from pipefit.tensor_parallel.forms import C, Form, R, Shard, Split
+from pipefit.tensor_parallel.forms import C, DimSplit, Form, R, TensorShard
 from pipefit.tensor_parallel.operations import GROUP, Call, nbytes, shape
-from pipefit.tensor_parallel.search import Choice
+from pipefit.tensor_parallel.search import ChosenForms
 from pipefit.tensor_parallel.tracing import TracedStage, is_stored
 
 # ---- The operations of a rank in order: those of the stage, and conversions of values to other forms
@@ -58,7 +58,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Collective:
+class WrittenCollective:
     """A collective in one pass of a layer; `nbytes` are those of the whole tensor."""
 
     kind: CollectiveKind
@@ -73,10 +73,10 @@ class Steps:
     `crossing` has the values that cross at each edge between blocks.
     """
 
-    def __init__(self, stage: TracedStage, choice: Choice) -> None:
+    def __init__(self, stage: TracedStage, choice: ChosenForms) -> None:
         self.stage, self.choice = stage, choice
         self.all: list[Step] = []
-        self.collectives: list[Collective] = []
+        self.collectives: list[WrittenCollective] = []
         self.crossing: list[list[Key]] = []
         self._known = {Key(node, R) for node in stage.inputs}
         for node in stage.graph.nodes:
@@ -112,7 +112,7 @@ class Steps:
         home = self._home(node, layer)
         if form != home:
             direct = form == R or (
-                form == C and isinstance(home, Split) and self._key(node, R, layer) not in self._known
+                form == C and isinstance(home, DimSplit) and self._key(node, R, layer) not in self._known
             )
             start = self._in_form(node, home if direct else R, layer)
             call = self._conversion(node, start.form, form, layer)
@@ -133,8 +133,8 @@ class Steps:
 
     def _conversion(self, node: fx.Node, start: Form, form: Form, layer: int) -> Call:
         is_trained = node in self.choice.trained
-        if isinstance(start, Split):
-            assert not isinstance(form, Split)
+        if isinstance(start, DimSplit):
+            assert not isinstance(form, DimSplit)
             self._note("all_gather", "forward", layer, nbytes(node))
             if form == C and is_trained:
                 self._note("reduce_scatter", "backward", layer, nbytes(node))
@@ -150,7 +150,7 @@ class Steps:
         )
 
     def _note(self, kind: CollectiveKind, phase: Phase, layer: int, nbytes: int) -> None:
-        self.collectives.append(Collective(kind=kind, phase=phase, layer=layer, nbytes=nbytes))
+        self.collectives.append(WrittenCollective(kind=kind, phase=phase, layer=layer, nbytes=nbytes))
 
 
 def crossing(steps: Steps, inputs: Iterable[Key], layers: int) -> list[list[Key]]:
@@ -199,13 +199,13 @@ def write(
     pass them on.
     """
     module = stage.layers[layer].module if layer < len(stage.layers) else nn.Module()
-    writer = _Writer(stage, module, inputs)
+    writer = _StepWriter(stage, module, inputs)
     for step in of_layer(steps, layer):
         writer.step(step)
     return writer.finished(outputs, ends_block=layer + 1 in stage.edges)
 
 
-class _Writer:
+class _StepWriter:
     """Writes steps into a new graph."""
 
     def __init__(self, stage: TracedStage, module: nn.Module, inputs: Sequence[Key]) -> None:
@@ -301,20 +301,20 @@ class RankTensors:
             self._made[id(tensor)] = _like(tensor, local) if isinstance(tensor, nn.Parameter) else local
         return self._made[id(tensor)]
 
-    def shard(self, tensor: Tensor, name: str) -> Shard:
+    def shard(self, tensor: Tensor, name: str) -> TensorShard:
         """Return the shard of a tensor.
 
         Raises:
             UsageError: a divided parameter has gradient hooks, which would see a part of the gradient.
         """
         form = self.forms.get(id(tensor), R)
-        if isinstance(form, Split) and isinstance(tensor, nn.Parameter) and hooks_of(tensor):
+        if isinstance(form, DimSplit) and isinstance(tensor, nn.Parameter) and hooks_of(tensor):
             raise UsageError(
                 f"{name} has hooks on its gradient, but {self.ranks} tensor-parallel ranks would shard it, "
                 "so each hook would see only part of the gradient: remove the hooks, or do not use tensor "
                 "parallelism for this stage"
             )
-        return Shard.of(name, tensor.shape, form, self.rank, self.ranks)
+        return TensorShard.of(name, tensor.shape, form, self.rank, self.ranks)
 
 
 def _like(parameter: nn.Parameter, local: Tensor) -> nn.Parameter:

@@ -143,7 +143,7 @@ def _whole(rates: list[float]) -> list[int]:
 Inserted = defaultdict[int, list[Action]]  # by position
 
 
-class Move(NamedTuple):
+class Absence(NamedTuple):
     """The absence of a tensor or state: its OFFLOAD, and the positions of the actions around it.
 
     The offload starts after `start` and is joined after `freed`. The reload starts before `back`, and is
@@ -177,7 +177,7 @@ def copied(actions: Sequence[Action], plan: Plan, bundles: Bundles) -> list[Acti
     ]
 
 
-def inserted(moves: Sequence[Move]) -> tuple[Inserted, Inserted]:
+def inserted(moves: Sequence[Absence]) -> tuple[Inserted, Inserted]:
     """Return the copies of all moves to insert before, and after, the action at each position."""
     before: Inserted = defaultdict(list)
     behind: Inserted = defaultdict(list)
@@ -189,14 +189,16 @@ def inserted(moves: Sequence[Move]) -> tuple[Inserted, Inserted]:
     return before, behind
 
 
-def moves_of(timeline: Timeline, decisions: Sequence[Decision], plan: Plan, bundles: Bundles) -> list[Move]:
+def moves_of(
+    timeline: Timeline, decisions: Sequence[Decision], plan: Plan, bundles: Bundles
+) -> list[Absence]:
     """Return one rank's moves by decisions to offload saved tensors.
 
     Raises:
         UsageError: a decision moves tensors that are recomputed.
     """
     storages = {stage: StageStorages.of(plan, stage) for stage in {decision.stage for decision in decisions}}
-    result = list[Move | None]()
+    result = list[Absence | None]()
     for decision in decisions:
         users, subject = _users(storages[decision.stage], decision), _subject(decision, bundles)
         for microbatch in filter(decision.microbatches.__contains__, timeline.microbatches(decision.stage)):
@@ -255,7 +257,7 @@ class Timeline:
 
 def _move(
     timeline: Timeline, decision: Decision, microbatch: int, subject: Subject | Bundle, users: _Users
-) -> Move | None:
+) -> Absence | None:
     """Return the offload and reload of one microbatch; None if the offload could not end before the reload.
 
     The offload starts after the forward, or after the send of its outputs, which may be in the same storage.
@@ -272,7 +274,7 @@ def _move(
     freed = max(timeline.units[last][1], timeline.sends.get((decision.stage, microbatch, True), 0))
     back = timeline.before_waiting(timeline.units[first][0]) if decision.ahead else needed[0]
     offload = Action(Kind.OFFLOAD, decision.stage, microbatch, None, subject, decision.place)
-    return Move(offload, start, freed, back, needed) if freed < back else None
+    return Absence(offload, start, freed, back, needed) if freed < back else None
 
 
 def _positions(

@@ -32,7 +32,7 @@ from collections.abc import Container, Iterator, Sequence
 from itertools import chain, pairwise
 
 from pipefit.errors import UsageError
-from pipefit.lowering.passes.offload import Bundles, Move, Timeline, moved_states, named, subjects_of
+from pipefit.lowering.passes.offload import Absence, Bundles, Timeline, moved_states, named, subjects_of
 from pipefit.schema.actions import COLLECTIVE, COMPUTE, FORWARDS, Action, Kind
 from pipefit.schema.decisions import Decision, State, What
 from pipefit.schema.plan import Plan
@@ -83,7 +83,7 @@ def through_older_weights(earlier: Sequence[Action], actions: Sequence[Action]) 
     return frozenset(result)
 
 
-def gradient_moves(timeline: Timeline, decisions: Sequence[Decision], bundles: Bundles) -> Iterator[Move]:
+def gradient_moves(timeline: Timeline, decisions: Sequence[Decision], bundles: Bundles) -> Iterator[Absence]:
     """Yield one rank's moves by decisions to offload gradients, between two uses."""
     copies = StateCopies(timeline)
     for decision in decisions:
@@ -136,7 +136,7 @@ class StateCopies:
             behind = 0 if self._is_unchanged(decision, uses[-1]) else decision.behind
             self._leave(uses[-1], self._freed(uses[-1], behind), offload)
 
-    def gaps(self, decision: Decision, offload: Action) -> Iterator[Move]:
+    def gaps(self, decision: Decision, offload: Action) -> Iterator[Absence]:
         """Yield the moves of a state between two uses."""
         for one, following in self._pairs(decision):
             behind = 0 if self._is_unchanged(decision, one) else decision.behind
@@ -145,13 +145,13 @@ class StateCopies:
 
     def gap(
         self, offload: Action, one: int, users: tuple[int, ...], *, behind: int, ahead: int
-    ) -> Move | None:
+    ) -> Absence | None:
         """Return the move of a state after `one` and before `users`; None if nothing is computed while it is
         away.
         """
         freed, begin = self._freed(one, behind), self._begin(users[0], ahead)
         if bisect_right(self.computing, freed) < bisect_left(self.computing, begin):
-            return Move(offload, one, freed, begin, users)
+            return Absence(offload, one, freed, begin, users)
         return None
 
     def merged(self) -> Iterator[Action]:

@@ -8,10 +8,10 @@ of these. `CachingAllocator` simulates one device, without torch and without a G
 from __future__ import annotations
 
 from pipefit.memory.cuda_allocator.caching import (
-    Block,
     BlockState,
     CachingAllocator,
     Figures,
+    SegmentPart,
     SegmentState,
     describe,
 )
@@ -21,11 +21,11 @@ from pipefit.memory.cuda_allocator.settings import ENVIRONMENT, AllocatorSetting
 __all__ = [
     "ENVIRONMENT",
     "AllocatorSettings",
-    "Block",
     "BlockState",
     "CachingAllocator",
     "Figures",
     "Replay",
+    "SegmentPart",
     "SegmentState",
     "describe",
     "replay",

@@ -45,17 +45,17 @@ class Segment:
 
     def __init__(self, pool: Pool, address: int, size: int, *, mapped: bool) -> None:
         self.pool, self.address, self.size = pool, address, size
-        self.first = Block(self, address, size, mapped=mapped)
+        self.first = SegmentPart(self, address, size, mapped=mapped)
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[SegmentPart]:
         """Yield the blocks by address."""
-        block: Block | None = self.first
+        block: SegmentPart | None = self.first
         while block is not None:
             yield block
             block = block.next
 
 
-class Block:
+class SegmentPart:
     """A part of a segment: in use, free, or addresses without memory.
 
     `size` is in bytes; `requested` is the size of the tensor in it.
@@ -66,17 +66,17 @@ class Block:
     def __init__(self, segment: Segment, address: int, size: int, *, mapped: bool = True) -> None:
         self.segment, self.address, self.size, self.mapped = segment, address, size, mapped
         self.allocated, self.requested = False, 0
-        self.previous: Block | None = None
-        self.next: Block | None = None
+        self.previous: SegmentPart | None = None
+        self.next: SegmentPart | None = None
 
     @property
     def whole(self) -> bool:
         """True if the block fills its segment."""
         return self.previous is None and self.next is None
 
-    def cut(self, size: int) -> Block:
+    def cut(self, size: int) -> SegmentPart:
         """Keep the first `size` bytes; return the rest as a new block after this one."""
-        rest = Block(self.segment, self.address + size, self.size - size, mapped=self.mapped)
+        rest = SegmentPart(self.segment, self.address + size, self.size - size, mapped=self.mapped)
         rest.previous, rest.next = self, self.next
         if self.next is not None:
             self.next.previous = rest
@@ -103,24 +103,24 @@ class Pool:
 
     def __init__(self, stream: int, *, small: bool, page: int) -> None:
         self.stream, self.small, self.page = stream, small, page
-        self.free: list[tuple[int, int, Block]] = []
-        self.unmapped: list[tuple[int, Block]] = []
+        self.free: list[tuple[int, int, SegmentPart]] = []
+        self.unmapped: list[tuple[int, SegmentPart]] = []
 
-    def insert(self, block: Block) -> None:
+    def insert(self, block: SegmentPart) -> None:
         """Insert a free block, with memory or without."""
         if block.mapped:
             insort(self.free, (block.size, block.address, block))
         else:
             insort(self.unmapped, (block.address, block))
 
-    def remove(self, block: Block) -> None:
+    def remove(self, block: SegmentPart) -> None:
         """Remove a free block whose size and address have not changed since it was inserted."""
         if block.mapped:
             del self.free[bisect_left(self.free, (block.size, block.address))]
         else:
             del self.unmapped[bisect_left(self.unmapped, (block.address,))]
 
-    def merged(self, block: Block) -> Block:
+    def merged(self, block: SegmentPart) -> SegmentPart:
         """Merge `block`, which is in neither list, with its free neighbours; return the result."""
         following, previous = block.next, block.previous
         if following is not None and not following.allocated and following.mapped == block.mapped:
@@ -141,7 +141,7 @@ class Pool:
 # CUDACachingAllocator.cpp).
 
 
-def room_for(pool: Pool, size: int) -> Block | None:
+def room_for(pool: Pool, size: int) -> SegmentPart | None:
     """Return the first of neighbouring free blocks, not all with memory, that together have `size` bytes.
 
     Returns None without room (`find_expandable_block`).
@@ -154,22 +154,22 @@ def room_for(pool: Pool, size: int) -> Block | None:
     return None
 
 
-def _has_room(start: Block, size: int) -> bool:
-    block: Block | None = start
+def _has_room(start: SegmentPart, size: int) -> bool:
+    block: SegmentPart | None = start
     while block is not None and not block.allocated and size > 0:
         size -= block.size
         block = block.next
     return size <= 0
 
 
-def grown(pool: Pool, start: Block, size: int, take: Callable[[int], bool]) -> Block | None:
+def grown(pool: Pool, start: SegmentPart, size: int, take: Callable[[int], bool]) -> SegmentPart | None:
     """Return a free block of at least `size` from `start` on, removed from its pool.
 
     This is `try_allocate_expandable_block`.
 
     `take` gets memory from the driver, if it has enough. None if not; pages mapped before stay mapped.
     """
-    block: Block | None = start if start.mapped else _mapped(pool, start, min(start.size, size), take)
+    block: SegmentPart | None = start if start.mapped else _mapped(pool, start, min(start.size, size), take)
     while block is not None and block.size < size:
         following = block.next
         assert following is not None
@@ -179,7 +179,7 @@ def grown(pool: Pool, start: Block, size: int, take: Callable[[int], bool]) -> B
     return block
 
 
-def _mapped(pool: Pool, block: Block, size: int, take: Callable[[int], bool]) -> Block | None:
+def _mapped(pool: Pool, block: SegmentPart, size: int, take: Callable[[int], bool]) -> SegmentPart | None:
     """Map whole pages at the beginning of `block`.
 
     Returns the free block that contains them, or None without memory.
@@ -210,14 +210,14 @@ def release_pages(pool: Pool) -> tuple[int, list[Segment]]:
     return released, empty
 
 
-def _pages(block: Block, page: int) -> tuple[int, int]:
+def _pages(block: SegmentPart, page: int) -> tuple[int, int]:
     """Return the start and end address of the whole pages in a block."""
     base = block.segment.address
     first, end = block.address - base, block.address - base + block.size
     return base - (-first // page) * page, base + end // page * page
 
 
-def _unmapped(pool: Pool, block: Block, first: int, end: int) -> Block:
+def _unmapped(pool: Pool, block: SegmentPart, first: int, end: int) -> SegmentPart:
     """Unmap a free block from `first` to `end`; return the block without memory that contains them."""
     pool.remove(block)
     if block.address < first:
@@ -295,7 +295,7 @@ def describe(segments: Sequence[SegmentState]) -> str:
     return "\n".join([head, *map(str, segments)])
 
 
-def _state(block: Block) -> BlockState:
+def _state(block: SegmentPart) -> BlockState:
     return BlockState(
         nbytes=block.size,
         requested_bytes=block.requested if block.allocated else 0,
@@ -375,7 +375,7 @@ class CachingAllocator:
 
     # ---- Allocating and freeing
 
-    def allocate(self, nbytes: int, stream: int = 0) -> Block:
+    def allocate(self, nbytes: int, stream: int = 0) -> SegmentPart:
         """Allocate a block for a tensor of `nbytes` on a stream.
 
         Raises:
@@ -401,7 +401,7 @@ class CachingAllocator:
         self._peak_allocated = max(self._peak_allocated, self.allocated)
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: SegmentPart) -> None:
         """Free a block that `allocate` returned."""
         assert block.allocated, "a block is freed once"
         block.allocated = False
@@ -431,7 +431,7 @@ class CachingAllocator:
             pool = self._pools[stream, small] = Pool(stream, small=small, page=page)
         return pool
 
-    def _best_fit(self, pool: Pool, size: int) -> Block | None:
+    def _best_fit(self, pool: Pool, size: int) -> SegmentPart | None:
         """Return the free block for a request of `size`, removed from its pool (`get_free_block`)."""
         free = pool.free
         place = bisect_left(free, (size,))
@@ -465,7 +465,7 @@ class CachingAllocator:
 
     # ---- The driver's memory
 
-    def _new(self, pool: Pool, size: int) -> Block | None:
+    def _new(self, pool: Pool, size: int) -> SegmentPart | None:
         """Return a block of new memory from the driver, after releasing cached memory if necessary."""
         block = self._taken_anew(pool, size)
         if block is None and self._release_oversize(pool, size):
@@ -476,7 +476,7 @@ class CachingAllocator:
             block = self._taken_anew(pool, size)
         return block
 
-    def _taken_anew(self, pool: Pool, size: int) -> Block | None:
+    def _taken_anew(self, pool: Pool, size: int) -> SegmentPart | None:
         """Return a new segment's block, or that of an expandable segment that has grown.
 
         Returns None without room (`alloc_block`).
@@ -492,7 +492,7 @@ class CachingAllocator:
         self._reserve(nbytes)
         return segment.first
 
-    def _grown(self, pool: Pool, size: int) -> Block | None:
+    def _grown(self, pool: Pool, size: int) -> SegmentPart | None:
         """Return a block of `size` of an expandable segment, after mapping the necessary pages."""
         start = room_for(pool, size)
         if start is None:
@@ -512,7 +512,7 @@ class CachingAllocator:
         self._segments[address] = Segment(pool, address, nbytes, mapped=mapped)
         return self._segments[address]
 
-    def _release(self, pool: Pool, block: Block) -> None:
+    def _release(self, pool: Pool, block: SegmentPart) -> None:
         """Release the segment that a free block fills."""
         pool.remove(block)
         del self._segments[block.address]
@@ -567,7 +567,7 @@ class CachingAllocator:
         )
 
 
-def _could_become(block: Block) -> int:
+def _could_become(block: SegmentPart) -> int:
     """Return the size of a free block together with the following addresses that have no memory yet."""
     following = block.next
     return block.size if following is None or following.mapped else block.size + following.size

@@ -19,7 +19,7 @@ from itertools import count
 from typing import Any
 
 from pipefit.errors import UsageError
-from pipefit.memory.cuda_allocator.caching import Block, CachingAllocator, Figures
+from pipefit.memory.cuda_allocator.caching import CachingAllocator, Figures, SegmentPart
 from pipefit.memory.cuda_allocator.settings import AllocatorSettings
 from pipefit.units import format_bytes
 
@@ -64,7 +64,7 @@ class _Replayed:
     def __init__(self, settings: AllocatorSettings) -> None:
         self._given: deque[int] = deque()  # addresses of segments that the real driver has just handed out
         self._allocator = CachingAllocator(settings, addresses=self._addresses())
-        self._blocks: dict[int, Block] = {}  # by recorded address
+        self._blocks: dict[int, SegmentPart] = {}  # by recorded address
         self._reserved = self._highest = self._count = 0
         self._emptied = False
         self._differences: list[str] = []

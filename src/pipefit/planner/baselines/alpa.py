@@ -13,21 +13,21 @@ from __future__ import annotations
 import numpy as np
 
 from pipefit.errors import UsageError
-from pipefit.planner.hybrid import Hybrid, Search, budget_level
-from pipefit.planner.hybrid.programme import Choice, Cost
-from pipefit.planner.problem import Found, Question
+from pipefit.planner.hybrid import Hybrid, HybridSearch, budget_level
+from pipefit.planner.hybrid.programme import Cost, StageRequest
+from pipefit.planner.problem import PlannerResult, Question
 from pipefit.schema.plan import Objective
 
 _SLOWEST = 24  # number of values that are tried
 
 
-def alpa(question: Question) -> Found:
+def alpa(question: Question) -> PlannerResult:
     """Return the plan with the fewest seconds by the formula that fits; if none fits, ignore memory.
 
     Raises:
         UsageError: no plan has the requested degrees.
     """
-    search, best = Search(question, shards=question.shards[:1]), list[Hybrid]()
+    search, best = HybridSearch(question, shards=question.shards[:1]), list[Hybrid]()
     for level in (budget_level(question), float("inf")):
         for slowest in _values(search):
             within = _within(search, slowest, level)
@@ -37,10 +37,10 @@ def alpa(question: Question) -> Found:
     else:
         best.append(search.best(lambda _, choice: Cost(search.barred_ranges(choice))))  # raises: no plan
     result = min(best, key=lambda one: one.value)
-    return Found(result.split, Objective.ESTIMATED_STEP, result.value, result.evaluated, proven=False)
+    return PlannerResult(result.split, Objective.ESTIMATED_STEP, result.value, result.evaluated, proven=False)
 
 
-def _values(search: Search) -> list[float]:
+def _values(search: HybridSearch) -> list[float]:
     """Return values for the seconds of the slowest stage, as quantiles over all stages."""
     every = np.concatenate(
         [search.each(choice)[np.isfinite(search.shares(1, choice))] for choice in search.choices]
@@ -49,10 +49,10 @@ def _values(search: Search) -> list[float]:
     return result
 
 
-def _within(search: Search, slowest: float, level: float) -> Hybrid | None:
+def _within(search: HybridSearch, slowest: float, level: float) -> Hybrid | None:
     """Return the plan with the lowest sum within `slowest` seconds for each stage and a memory level."""
 
-    def cost(left: int, choice: Choice) -> Cost:
+    def cost(left: int, choice: StageRequest) -> Cost:
         each = search.each(choice)
         allowed = (
             (each <= slowest)

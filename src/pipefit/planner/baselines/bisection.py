@@ -19,18 +19,18 @@ from pipefit.planner.baselines.simple import equal_lengths
 from pipefit.planner.closed_forms.bands import stage_peak
 from pipefit.planner.driver import range_peak, stage_peaks
 from pipefit.planner.exact import Bounds, Floats
-from pipefit.planner.problem import Found, Question
+from pipefit.planner.problem import PlannerResult, Question
 
 _FINEST = 1e-12  # negligible share of a budget
 _ROUNDING = 1 + 1e-9
 
 
-def bisection(question: Question) -> Found:
+def bisection(question: Question) -> PlannerResult:
     """Return the split with the lowest peak of greedy filling, improved around the fullest stage."""
     filling = _Filling(question)
     split = question.in_order(filling.best())
     value = question.value(stage_peaks(question, split), split.devices)
-    return Found(split, question.objective, value, filling.looked_at, proven=False)
+    return PlannerResult(split, question.objective, value, filling.looked_at, proven=False)
 
 
 class _StageRun(NamedTuple):

@@ -27,9 +27,9 @@ from pipefit.planner.choices import ranges
 from pipefit.planner.closed_forms.bands import stage_peak
 from pipefit.planner.closed_forms.ranges import ranges_of
 from pipefit.planner.closed_forms.surroundings import surroundings
-from pipefit.planner.hybrid import Search
-from pipefit.planner.hybrid.programme import Choice, Cost, Floats
-from pipefit.planner.problem import Degree, Found, Question
+from pipefit.planner.hybrid import HybridSearch
+from pipefit.planner.hybrid.programme import Cost, Floats, StageRequest
+from pipefit.planner.problem import Degree, PlannerResult, Question
 from pipefit.schema.plan import Objective
 from pipefit.schema.profile import Measurement
 
@@ -43,21 +43,21 @@ class CaptureOptions:
     early_release: bool = False
 
 
-def capture(question: Question, options: CaptureOptions | None = None) -> Found:
+def capture(question: Question, options: CaptureOptions | None = None) -> PlannerResult:
     """Return the plan with the lowest predicted peak of the fullest worker; all devices count as equal."""
-    search, runs = Search(question, shards=question.shards[:1]), Runs(question)
+    search, runs = HybridSearch(question, shards=question.shards[:1]), BlockRuns(question)
     early = options is not None and options.early_release
 
-    def cost(left: int, choice: Choice) -> Cost:
+    def cost(left: int, choice: StageRequest) -> Cost:
         how = question.training
         held = in_flight(how, 0, left) if early else how.microbatches
         return Cost.of(runs.predicted(choice.degree, held) + search.barred_ranges(choice))
 
     result = search.best(cost)
-    return Found(result.split, Objective.ESTIMATED_PEAK, result.value, result.evaluated)
+    return PlannerResult(result.split, Objective.ESTIMATED_PEAK, result.value, result.evaluated)
 
 
-class Runs:
+class BlockRuns:
     """Profile runs of single blocks and of pairs, and the lines through them.
 
     Runs at all microbatch sizes of the profile, or at some `sizes`.

@@ -17,14 +17,14 @@ from pipefit.lowering import distinct_steps, step_programs
 from pipefit.memory.stage import Costs
 from pipefit.planner.baselines.simple import equal_lengths
 from pipefit.planner.driver import plan_of
-from pipefit.planner.problem import Found, Question, Split
+from pipefit.planner.problem import PlannerResult, Question, Split
 from pipefit.schema.program import Program
 from pipefit.simulator.ledger import Ledger, at_rest, highest
 
 LIMIT = 2_000_000  # splits; about a minute
 
 
-def exhaustive(question: Question) -> Found:
+def exhaustive(question: Question) -> PlannerResult:
     """Return the split with the lexicographically lowest list of peaks, highest first, by trying all.
 
     Raises:
@@ -37,7 +37,7 @@ def exhaustive(question: Question) -> Found:
             f"{LIMIT:,} that the exhaustive planner tries: use the exact planner, which finds the same plan"
         )
     value, split = _best(question)
-    return Found(split, question.objective, value, count)
+    return PlannerResult(split, question.objective, value, count)
 
 
 def _count(question: Question) -> int:

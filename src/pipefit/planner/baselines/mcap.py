@@ -16,7 +16,7 @@ from typing import Any
 
 from pipefit.errors import UsageError
 from pipefit.planner.baselines.prediction import best_split, true_peaks
-from pipefit.planner.problem import Found, Question
+from pipefit.planner.problem import PlannerResult, Question
 from pipefit.schema.plan import Objective
 from pipefit.schema.profile import AdditiveCosts
 
@@ -30,7 +30,7 @@ Minimise = Callable[..., Any]
 Edges = tuple[int, ...]
 
 
-def bayesian(question: Question) -> Found:
+def bayesian(question: Question) -> PlannerResult:
     """Return the best of 75 splits, each chosen from the results of those before; deterministic.
 
     One dimension for each device, the number of its blocks; scikit-optimize with 75 evaluations, the
@@ -54,7 +54,7 @@ def bayesian(question: Question) -> Found:
 
     values = search(value_of, question.blocks, question.stages, minimiser())
     value, edges = min((value, edges) for edges, value in values.items())
-    return Found(question.in_order(edges), question.objective, value, len(values), proven=False)
+    return PlannerResult(question.in_order(edges), question.objective, value, len(values), proven=False)
 
 
 def minimiser() -> Minimise:
@@ -119,7 +119,7 @@ def scaled(proposed: Sequence[int], blocks: int) -> tuple[int, ...]:
 # ---- Estimated peaks
 
 
-def additive(question: Question) -> Found:
+def additive(question: Question) -> PlannerResult:
     """Return the split with the lowest highest estimated peak, then the lowest second highest, and so on.
 
     Dynamic programming finds the split of mCAP-BF (`mcap_bf`), in a few hundredths of a second for 42 blocks.
@@ -131,7 +131,7 @@ def additive(question: Question) -> Found:
     edges = best_split(costs, question.blocks, question.stages)
     highest = max(costs.peak(start, stop) for start, stop in pairwise(edges))
     looked_at = question.stages * comb(question.blocks - question.stages + 2, 2)
-    return Found(question.in_order(edges), Objective.ESTIMATED_PEAK, highest, looked_at)
+    return PlannerResult(question.in_order(edges), Objective.ESTIMATED_PEAK, highest, looked_at)
 
 
 def measured_costs(question: Question) -> AdditiveCosts:
@@ -167,7 +167,7 @@ def measured_costs(question: Question) -> AdditiveCosts:
 LIMIT = 2_000_000  # splits; about half a minute
 
 
-def mcap_bf(question: Question) -> Found:
+def mcap_bf(question: Question) -> PlannerResult:
     """Return the split of `additive` by trying every split, to reproduce the paper's comparisons.
 
     Splits are compared by their highest estimated peak, then by their second highest, and so on; equal ones
@@ -189,13 +189,13 @@ def mcap_bf(question: Question) -> Found:
         (sorted((costs.peak(*stage) for stage in pairwise(edges)), reverse=True), edges[::-1], edges)
         for edges in splits
     )
-    return Found(question.in_order(edges), Objective.ESTIMATED_PEAK, peaks[0], count)
+    return PlannerResult(question.in_order(edges), Objective.ESTIMATED_PEAK, peaks[0], count)
 
 
 # ---- Bayesian optimisation of estimated peaks
 
 
-def mcap_bo(question: Question) -> Found:
+def mcap_bo(question: Question) -> PlannerResult:
     """Return the best of 75 splits by mCAP's estimates, each chosen from the results of those before.
 
     The search of `bayesian` over estimated peaks, which the paper compares with brute force. `additive` finds
@@ -207,7 +207,7 @@ def mcap_bo(question: Question) -> Found:
     """
     values = estimates(measured_costs(question), question.blocks, question.stages)
     value, edges = min((value, edges) for edges, value in values.items())
-    return Found(question.in_order(edges), Objective.ESTIMATED_PEAK, value, len(values), proven=False)
+    return PlannerResult(question.in_order(edges), Objective.ESTIMATED_PEAK, value, len(values), proven=False)
 
 
 def estimates(costs: AdditiveCosts, blocks: int, stages: int, *, seed: int = SEED) -> dict[Edges, float]:

@@ -26,11 +26,11 @@ from statistics import median
 from typing import NamedTuple
 
 from pipefit.planner.baselines.simple import time
-from pipefit.planner.choices import KEPT, TO_HOST, TO_PEERS, Menu, Prices, StageChoice
+from pipefit.planner.choices import KEPT, TO_HOST, TO_PEERS, BlockPrices, Menu, StageChoice
 from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
-from pipefit.planner.filling import Filler, Setting
+from pipefit.planner.filling import Filler, FillingSetting
 from pipefit.planner.mapping import Mapping, mapped_stages, peer_rates, shared_out
-from pipefit.planner.problem import Found, Question, Split, Technique, TensorCosts, mpress_choice
+from pipefit.planner.problem import PlannerResult, Question, Split, Technique, TensorCosts, mpress_choice
 from pipefit.schema.plan import Objective
 
 _ACTIONS = 40_000  # in the programs of all rounds
@@ -54,12 +54,12 @@ class MpressOptions:
     patience: int = 2
 
 
-def mpress(question: Question, options: MpressOptions | None = None) -> Found:
+def mpress(question: Question, options: MpressOptions | None = None) -> PlannerResult:
     """Return the compacted time split."""
     evaluator = Evaluator(question)
     evaluator.begin(question.options.effort)
     result = evaluator.whole(compacted(Filler(evaluator), options or MpressOptions()).candidate)
-    return Found(
+    return PlannerResult(
         result.candidate.split,
         Objective.STEP,
         result.seconds,
@@ -119,7 +119,7 @@ class _Assignment:
     ) -> None:
         self.filler, self.split, self.kept, self.mapping, self.options = filler, split, kept, mapping, options
         self.menus = filler.evaluator.stage_menus(split)
-        self.setting, self._prices = Setting.of(split), Prices(filler.question)
+        self.setting, self._prices = FillingSetting.of(split), BlockPrices(filler.question)
         self.tensors = [self._tensors(stage) for stage in range(len(self.menus))]
 
     def first(self) -> Evaluation | None:

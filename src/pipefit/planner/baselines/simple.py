@@ -9,14 +9,14 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from pipefit.planner.problem import Found, Question
+from pipefit.planner.problem import PlannerResult, Question
 from pipefit.schema.plan import Objective
 from pipefit.timing import seconds
 
 # ---- first_last
 
 
-def first_last(question: Question) -> Found:
+def first_last(question: Question) -> PlannerResult:
     """Split into stages of equal length, the first and the last one block shorter.
 
     As torchtitan does for models whose embedding and head weigh as much as one block each: L + 2 blocks are
@@ -26,7 +26,7 @@ def first_last(question: Question) -> Found:
     """
     counts = _lengths(question.blocks, question.stages)
     edges = (0, *accumulate(counts))
-    return Found(question.in_order(edges), Objective.BLOCKS, max(counts), proven=False)
+    return PlannerResult(question.in_order(edges), Objective.BLOCKS, max(counts), proven=False)
 
 
 def _lengths(blocks: int, stages: int) -> list[int]:
@@ -84,7 +84,7 @@ def _heaviest(sums: Sequence[int], edges: Sequence[int]) -> int:
 # ---- parameters
 
 
-def parameters(question: Question) -> Found:
+def parameters(question: Question) -> PlannerResult:
     """Return the split whose largest stage has the fewest parameter bytes, DeepSpeed's default.
 
     Useful if parameters, gradients and optimizer state are most of the memory. Activations are ignored: a
@@ -94,7 +94,7 @@ def parameters(question: Question) -> Found:
     sizes = [cost.parameter_bytes for cost in question.measurement.costs]
     weights = [sum(sizes[start:stop]) for start, stop in pairwise(question.edges)]
     value, edges = lightest_parts(weights, question.stages)
-    return Found(question.in_order(edges), Objective.PARAMETERS, value)
+    return PlannerResult(question.in_order(edges), Objective.PARAMETERS, value)
 
 
 # ---- time
@@ -102,7 +102,7 @@ def parameters(question: Question) -> Found:
 _TICK = 1e-12  # seconds are rounded to this, so that their sums are exact
 
 
-def time(question: Question) -> Found:
+def time(question: Question) -> PlannerResult:
     """Return the split whose slowest stage needs the fewest seconds forward and backward.
 
     Useful if memory is plenty, because a pipeline runs at the pace of its slowest stage. Memory is ignored:
@@ -111,7 +111,7 @@ def time(question: Question) -> Found:
     minimum is exact, found in milliseconds. (torchgpipe's `balance_by_time`, solved exactly.)
     """
     slowest, edges = lightest_parts(ticks(question), question.stages)
-    return Found(question.in_order(edges), Objective.SECONDS, slowest * _TICK)
+    return PlannerResult(question.in_order(edges), Objective.SECONDS, slowest * _TICK)
 
 
 def ticks(question: Question) -> list[int]:
@@ -132,7 +132,7 @@ def ticks(question: Question) -> list[int]:
 # ---- uniform
 
 
-def uniform(question: Question) -> Found:
+def uniform(question: Question) -> PlannerResult:
     """Split into stages of equal length; if that is impossible, the first ones have one block more.
 
     Useful if all blocks are equal and memory is plenty. The costs of blocks, and the additional microbatches
@@ -140,7 +140,7 @@ def uniform(question: Question) -> Found:
     """
     edges = equal_lengths(question.blocks, question.stages)
     longest = edges[1]
-    return Found(question.in_order(edges), Objective.BLOCKS, longest)
+    return PlannerResult(question.in_order(edges), Objective.BLOCKS, longest)
 
 
 def equal_lengths(blocks: int, stages: int) -> tuple[int, ...]:

@@ -134,7 +134,7 @@ class Peaks(NamedTuple):
 OfBlock = tuple[int, int, int, int]  # the same of one block
 
 
-class Blocks(NamedTuple):
+class BlockBytes(NamedTuple):
     """Bytes of every block of a model.
 
     `inputs` are all inputs of a block, `new` those made by the block before it, and `sent` the outputs that
@@ -154,7 +154,9 @@ class Blocks(NamedTuple):
     end: Peaks
 
     @staticmethod
-    def of(measurement: Measurement, edges: Sequence[int], copies: Ints, born: Ints, sent: Ints) -> Blocks:
+    def of(
+        measurement: Measurement, edges: Sequence[int], copies: Ints, born: Ints, sent: Ints
+    ) -> BlockBytes:
         """Return the bytes of the blocks between these edges; `copies`, `born` and `sent` are known."""
         maker = _Maker(measurement)
         new = [*_new_inputs(measurement, edges)]
@@ -166,7 +168,7 @@ class Blocks(NamedTuple):
             Peaks(*(np.array(column, np.int64) for column in zip(*variant, strict=True)))
             for variant in zip(*every, strict=True)
         )
-        return Blocks(
+        return BlockBytes(
             inputs=np.array(inputs, np.int64),
             new=np.array([sum(own) for own in new], np.int64),
             copies=copies,
@@ -339,7 +341,7 @@ class _Passes:
         return peak
 
 
-def recomputed_by_block(band: Band, blocks: Blocks) -> Band:
+def recomputed_by_block(band: Band, blocks: BlockBytes) -> Band:
     """Return the band of stages recomputed block by block, from the band of the same stages."""
     width, starts = band.valid.shape
     i = band.first + np.arange(starts)
@@ -398,7 +400,7 @@ class Ranges:
         self.measurement = measurement
         self.one_by_one = one_by_one(measurement)
         self._known: dict[tuple[int, ...], Band] = {}
-        self._blocks: Blocks | None = None  # of stages recomputed block by block
+        self._blocks: BlockBytes | None = None  # of stages recomputed block by block
         model = lifetimes(measurement)
         costs = model.layers
         self.layers = len(costs) - 1
@@ -485,11 +487,11 @@ class Ranges:
         result._known, result._blocks = {}, self._of_blocks()
         return result
 
-    def _of_blocks(self) -> Blocks:
+    def _of_blocks(self) -> BlockBytes:
         """Return the bytes of every single block."""
         sent = self._maker(1, 0, self.count - 1).make(estimated=True).checkpoint_sent[0]
         edges = [*map(int, self.edges)]
-        return Blocks.of(self.measurement, edges, self.fed_back[self.edges], self.owned()[1], sent)
+        return BlockBytes.of(self.measurement, edges, self.fed_back[self.edges], self.owned()[1], sent)
 
     def band(self, width: int, *, first: int = 0, last: int | None = None, estimated: bool = False) -> Band:
         """Return the band of ranges up to `width` blocks that start at blocks `first` to `last` (or all)."""

@@ -34,7 +34,7 @@ from pipefit.schema.layer_costs import LayerCost
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Measurement
 from pipefit.schema.training import Training
-from pipefit.simulator.assembled import Part, Parts
+from pipefit.simulator.assembled import DevicePart, Parts
 
 # ---- Exact peaks, read from programs
 
@@ -89,7 +89,7 @@ class Reader:
             self._parts[how] = Parts(Costs(plan.measurement, how, plan.profile.measurements))
         return plan, self._parts[how]
 
-    def _devices(self, plan: Plan, parts: Parts, number: int) -> Iterable[Part]:
+    def _devices(self, plan: Plan, parts: Parts, number: int) -> Iterable[DevicePart]:
         """Return the parts of a stage's devices.
 
         Raises:
@@ -143,7 +143,7 @@ def buckets_of(shard: Sharding, blocks: int) -> int:
     return blocks if shard in ("gradients", "parameters") else 1
 
 
-class Sizes:
+class DivisibleBytes:
     """Divisible bytes of every layer; a shared parameter counts with its first layer."""
 
     def __init__(self, measurement: Measurement) -> None:
@@ -174,7 +174,7 @@ def least(
 
     The first band has the average bytes of a replica, the second those of the replica that owns the most.
     """
-    sizes, blocks = Sizes(measurement), Blocks(edges, band.valid.shape[0])
+    sizes, blocks = DivisibleBytes(measurement), DividedBytes(edges, band.valid.shape[0])
     dealt = sizes.divided(shard)
     largest = blocks.largest_share(dealt, data)
 
@@ -199,8 +199,8 @@ def least(
 
 def _with(
     band: Band,
-    sizes: Sizes,
-    blocks: Blocks,
+    sizes: DivisibleBytes,
+    blocks: DividedBytes,
     shard: Sharding,
     owned: Callable[[Ints], Ints],
     first: Ints,
@@ -253,7 +253,7 @@ def _grows(costs: Sequence[LayerCost]) -> bool:
     )
 
 
-class Blocks:
+class DividedBytes:
     """Tables over ranges of blocks from numbers of layers, with rows by width like those of bands."""
 
     def __init__(self, edges: Sequence[int], width: int) -> None:

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.planner.bounds import in_flight
-from pipefit.planner.hybrid.programme import Allowed, Choice, Floats, Placed, Way, banded, in_a_row
-from pipefit.planner.hybrid.search import LONG, WORK, Hybrid, Search, budget_level, searches
+from pipefit.planner.hybrid.programme import Allowed, Floats, Placed, StageRequest, Way, banded, in_a_row
+from pipefit.planner.hybrid.search import LONG, WORK, Hybrid, HybridSearch, budget_level, searches
 from pipefit.planner.hybrid.tables import DegreeTables
 from pipefit.planner.problem import Degree, Question
 from pipefit.schema.grids import Sharding
@@ -32,7 +32,7 @@ class Option(NamedTuple):
     Row i and column w are the w + 1 blocks from i on; infinity if a stage cannot have them.
     """
 
-    choice: Choice
+    choice: StageRequest
     way: Way
     head: Floats  # seconds of all microbatches and of the end of a step
     each: Floats  # seconds of one microbatch
@@ -269,19 +269,19 @@ def fastest(
     return sorted(result, key=lambda one: one.value)[:most]
 
 
-def _fitting(search: Search, level: float, at_most: float, most: int) -> list[Hybrid]:
+def _fitting(search: HybridSearch, level: float, at_most: float, most: int) -> list[Hybrid]:
     """Return up to `most` plans of at most `at_most` seconds whose stages stay within a level."""
     search.expects = True
     long = search.evaluated * search.states.count > LONG
     for _ in range(1 + (_TIMES if long else min(_TIMES, WORK // search.candidates))):
-        tried = (_labelled if long else Search.fastest)(search, level, at_most, most)
+        tried = (_labelled if long else HybridSearch.fastest)(search, level, at_most, most)
         fit = [one for one in tried if search.value(one) <= level]
         if fit[:1] == tried[:1]:
             return fit
     return fit
 
 
-def _labelled(search: Search, level: float, at_most: float, most: int) -> list[Hybrid]:
+def _labelled(search: HybridSearch, level: float, at_most: float, most: int) -> list[Hybrid]:
     """Return fast plans of a long question whose stages stay within a level, the fastest first."""
     longest = max(float(search.seconds(choice).step[0, -1]) for choice in search.choices)
     slowest = at_most
@@ -294,7 +294,7 @@ def _labelled(search: Search, level: float, at_most: float, most: int) -> list[H
     return result[:most]
 
 
-def _within(search: Search, level: float, slowest: float) -> list[Hybrid]:
+def _within(search: HybridSearch, level: float, slowest: float) -> list[Hybrid]:
     """Return plans of a long question of at most `slowest` seconds within a level."""
     question, how = search.question, search.question.training
     options = [
@@ -318,7 +318,9 @@ def _within(search: Search, level: float, slowest: float) -> list[Hybrid]:
     return sorted(result.values(), key=lambda one: one.value)
 
 
-def _options(search: Search, choice: Choice, way: Way, level: float, slowest: float) -> Iterator[Option]:
+def _options(
+    search: HybridSearch, choice: StageRequest, way: Way, level: float, slowest: float
+) -> Iterator[Option]:
     """Yield the option of this choice and way, if any range takes at most `slowest` seconds."""
     times = search.seconds(choice, way)
     starts, stops = np.nonzero(np.triu(times.step <= slowest, 1))

@@ -148,7 +148,7 @@ class States:
 Floats = NDArray[np.float64]
 
 
-class Choice(NamedTuple):
+class StageRequest(NamedTuple):
     """Degree of a stage, and its request for devices."""
 
     degree: Degree
@@ -184,11 +184,11 @@ class Placed(NamedTuple):
 
     start: int
     stop: int
-    choice: Choice
+    choice: StageRequest
     way: Way = WHOLE
 
 
-Costs = Callable[[int, Choice], Cost]  # by the number of stages from this one to the last
+Costs = Callable[[int, StageRequest], Cost]  # by the number of stages from this one to the last
 Allowed = Callable[
     [int, Degree, Degree], bool
 ]  # by the block after a cut and the degrees before and after it
@@ -210,7 +210,7 @@ class Programme:
         self,
         blocks: int,
         states: int,
-        choices: Sequence[Choice],
+        choices: Sequence[StageRequest],
         cost: Costs,
         most: int,
         barred: Mapping[int, Allowed],
@@ -274,7 +274,7 @@ class Programme:
 
     def _options(
         self, left: int, start: int, state: int | None, front: Degree | None
-    ) -> list[tuple[float, int, int, Choice]]:
+    ) -> list[tuple[float, int, int, StageRequest]]:
         """Return the best stage of every choice that starts here: its value, stop, next state, and choice."""
         result = []
         for choice in self._choices:

@@ -22,12 +22,12 @@ from pipefit.errors import UsageError
 from pipefit.lowering.passes.recomputation import Recompute, cuts
 from pipefit.planner.hybrid.divided_state import Reader, buckets_of
 from pipefit.planner.hybrid.programme import (
-    Choice,
     Cost,
     Costs,
     Floats,
     Placed,
     Programme,
+    StageRequest,
     States,
     Way,
     banded,
@@ -122,7 +122,7 @@ class Hybrid(NamedTuple):
 
 def searches(
     question: Question, shards: Sequence[Sharding] = ("none",), *, again: bool = False
-) -> list[Search]:
+) -> list[HybridSearch]:
     """Return the searches over a question.
 
     One, or one for each group of degrees with the same parts of shared parameters, since stages that share a
@@ -132,7 +132,7 @@ def searches(
     for degree in question.degrees:
         forms = tuple(one.form for one in question.measured(degree).shared)
         alike.setdefault((degree.tensor, forms) if forms else None, []).append(degree)
-    return [Search(question, degrees, shards, again=again) for degrees in alike.values()]
+    return [HybridSearch(question, degrees, shards, again=again) for degrees in alike.values()]
 
 
 def candidates(question: Question, shards: Sequence[Sharding], *, again: bool = False) -> int:
@@ -141,7 +141,7 @@ def candidates(question: Question, shards: Sequence[Sharding], *, again: bool = 
     return sum(one.candidates for one in every)
 
 
-def leanest(question: Question, every: Sequence[Search] = ()) -> Hybrid:
+def leanest(question: Question, every: Sequence[HybridSearch] = ()) -> Hybrid:
     """Return the plan with the lowest peak; of equal ones, the one with the fewest estimated seconds.
 
     `every` are the question's searches. The value is in bytes, or a share of unequal budgets. The bound
@@ -186,7 +186,7 @@ def budget_level(question: Question) -> float:
     return float(question.cluster.budgets[0]) if question.equal_budgets else 1.0
 
 
-class Times(NamedTuple):
+class StageTimes(NamedTuple):
     """Seconds of stages: a whole step with its end, a microbatch, and the longer pass of a microbatch."""
 
     step: Floats
@@ -194,7 +194,7 @@ class Times(NamedTuple):
     longer: Floats
 
 
-class Search:
+class HybridSearch:
     """Choices of a question, for all degrees or some, and dynamic programs over them."""
 
     def __init__(
@@ -211,13 +211,13 @@ class Search:
         self.classes, self.kept = sorted(few.classes, key=lambda one: one.memory_bytes), few.kept
         self.states = States([len(cls_.devices) for cls_ in self.classes])
         self.choices = [
-            Choice(degree, take) for degree in degrees for take in self.states.takes(degree.devices)
+            StageRequest(degree, take) for degree in degrees for take in self.states.takes(degree.devices)
         ]
         self.barred = barred_cuts(question, self.tables)
         self.expects = False  # assume that other peaks exceed their bounds as much as the read ones
         self._reader = Reader(question)
         self._level = _INFINITE  # if it is known
-        self._times: dict[tuple[Degree, int, Way], Times] = {}
+        self._times: dict[tuple[Degree, int, Way], StageTimes] = {}
         self._quickest: dict[tuple[Degree, int, float], list[tuple[Way, Floats, Floats]]] = {}
 
     def _is_cheap(self, sizes: Sizes) -> bool:
@@ -257,7 +257,7 @@ class Search:
     def _lowest(self, at_most: float) -> float:
         """Return the level, if it is not above `at_most`."""
 
-        def cost(left: int, choice: Choice) -> Cost:
+        def cost(left: int, choice: StageRequest) -> Cost:
             tables, ways = self.tables[choice.degree], self.ways(choice.degree)
             peaks = np.minimum.reduce([tables.rows(left, way, self.question.blocks) for way in ways])
             shares = peaks / self.unit(choice)
@@ -375,17 +375,17 @@ class Search:
 
     # ---- Costs
 
-    def unit(self, choice: Choice) -> int:
+    def unit(self, choice: StageRequest) -> int:
         """Return the divisor of peaks: the smallest budget of a stage's devices if budgets differ, else 1."""
         return 1 if self.question.equal_budgets else self.classes[choice.take.lowest].memory_bytes
 
-    def shares(self, left: int, choice: Choice) -> Floats:
+    def shares(self, left: int, choice: StageRequest) -> Floats:
         """Return the lowest peak of stages over all ways to save memory, as a share if budgets differ."""
         tables, ways = self.tables[choice.degree], self.ways(choice.degree)
         peaks: Floats = np.minimum.reduce([tables.peaks(left, way) for way in ways])
         return peaks / self.unit(choice)
 
-    def _within(self, left: int, choice: Choice, level: float, most: float = _INFINITE) -> Cost:
+    def _within(self, left: int, choice: StageRequest, level: float, most: float = _INFINITE) -> Cost:
         """Return the seconds of stages by the fastest way whose peak is within the level.
 
         Infinity if the seconds are more than `most`.
@@ -399,7 +399,7 @@ class Search:
             best, each = np.minimum(within, best), np.where(within < best, add, each)
         return Cost(best, each)
 
-    def _quick(self, choice: Choice, most: float) -> list[tuple[Way, Floats, Floats]]:
+    def _quick(self, choice: StageRequest, most: float) -> list[tuple[Way, Floats, Floats]]:
         """Return every way's seconds of a step, if at most `most`, and of a microbatch."""
         key = choice.degree, choice.take.lowest, most
         if key not in self._quickest:
@@ -413,7 +413,7 @@ class Search:
             ]
         return self._quickest[key]
 
-    def seconds(self, choice: Choice, way: Way | None = None) -> Times:
+    def seconds(self, choice: StageRequest, way: Way | None = None) -> StageTimes:
         """Return the seconds of stages with this choice, in the given way or the first one."""
         way = way or self.ways(choice.degree)[0]
         key = choice.degree, choice.take.lowest, way
@@ -429,14 +429,14 @@ class Search:
                 times[0] + times[1], times[2], Group.of(cluster, replicas), way.shard
             )
             step = self.question.training.microbatches * each + end
-            self._times[key] = Times(step, each, np.maximum(times[0], times[1]))
+            self._times[key] = StageTimes(step, each, np.maximum(times[0], times[1]))
         return self._times[key]
 
-    def each(self, choice: Choice) -> Floats:
+    def each(self, choice: StageRequest) -> Floats:
         """Return the seconds of a microbatch, with its part of the gradient all-reduce and of the update."""
         return self.seconds(choice)[0] / self.question.training.microbatches
 
-    def barred_ranges(self, choice: Choice) -> Floats:
+    def barred_ranges(self, choice: StageRequest) -> Floats:
         """Return zero, or infinity for ranges that stages of this degree cannot hold."""
         return self.tables[choice.degree].barred
 

@@ -160,7 +160,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conditions:
+class RunConditions:
     """Everything that the peaks of training runs depend on, except the stages."""
 
     kind: str  # incremental or trimmed
@@ -174,7 +174,7 @@ class Conditions:
     torch: str
     threads: int
 
-    def differences(self, other: Conditions, names: Sequence[str]) -> list[str]:
+    def differences(self, other: RunConditions, names: Sequence[str]) -> list[str]:
         """Return the differences from `other`, as phrases; `names` are the layers' names."""
         result = [
             f"{one}, not {two}" for one, two in zip(self._phrases, other._phrases, strict=True) if one != two
@@ -220,7 +220,7 @@ def check_places(cluster: Cluster, training: Training, recompute: Recompute) -> 
 
 def conditions(
     kind: str, profile: ModelProfile, cluster: Cluster, training: Training, recompute: Recompute
-) -> Conditions:
+) -> RunConditions:
     """Return the conditions of runs of the model of `profile`.
 
     Raises:
@@ -229,7 +229,7 @@ def conditions(
     """
     check_places(cluster, training, recompute)
     taken = profile.assumptions
-    return Conditions(
+    return RunConditions(
         kind=kind,
         fingerprint=profile.fingerprint,
         edges=profile.edges,
@@ -320,7 +320,7 @@ class Runs:
     def _load(self) -> dict[Stages, Outcome]:
         try:
             result = json.loads(content(self.path, "it", _LARGEST_BYTES, "records have"))
-            made = checked(Conditions, result["conditions"], f"the conditions in {self.path}")
+            made = checked(RunConditions, result["conditions"], f"the conditions in {self.path}")
             outcomes = dict(map(_outcome, result["runs"]))
         except (OSError, ValueError, KeyError, TypeError, RecursionError, FileError) as error:
             raise FileError(

@@ -33,7 +33,7 @@ from pipefit.runtime.checks.plan_check import check_casts, check_model
 from pipefit.runtime.engine.assembly import assemble
 from pipefit.runtime.engine.batches import cut_batch
 from pipefit.runtime.engine.in_turn import NoPeers, run_in_turn
-from pipefit.runtime.engine.replicas import Source, Sources
+from pipefit.runtime.engine.replicas import Source, StageSources
 from pipefit.runtime.engine.site import Site
 from pipefit.runtime.hardware import Hardware, check_backwards
 from pipefit.schema.cluster import Cluster
@@ -87,7 +87,7 @@ class LoneStages:
         programs = step_programs(plan)
         site = Site(
             task=self.task,
-            sources=Sources(
+            sources=StageSources(
                 plan,
                 Source(self.chain, self.shared),
                 plan.training.microbatch_size,

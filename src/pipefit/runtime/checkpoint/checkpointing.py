@@ -44,12 +44,12 @@ from pipefit.runtime.checkpoint.restoring import (
     stage_state_of,
     whole_likes,
 )
-from pipefit.runtime.checkpoint.saver import Saved, Saver, Target
+from pipefit.runtime.checkpoint.saver import Saver, SaveReport, Target
 from pipefit.runtime.engine.runner import DeviceRunner
 from pipefit.runtime.engine.stage import StageRunner
 from pipefit.runtime.hardware import free_bytes
 from pipefit.runtime.options import Supervision
-from pipefit.runtime.state import Names, Ranks, StageState, Told
+from pipefit.runtime.state import GatheredState, Names, Ranks, StageState
 from pipefit.schema.file_access import path_of
 from pipefit.schema.json_text import adapter
 from pipefit.schema.plan import Plan
@@ -101,7 +101,7 @@ class Checkpointing:
         )  # workers on this host
 
     @property
-    def saved(self) -> Saved | None:
+    def saved(self) -> SaveReport | None:
         """The last save that has begun."""
         return self._saver.last
 
@@ -264,9 +264,9 @@ class Checkpointing:
         """
         return self.told().state
 
-    def told(self) -> Told:
+    def told(self) -> GatheredState:
         """Return the state of `state` together with tensors of layers that are in no state dict."""
-        return Told.of([ranks for _, ranks in self._ranks], once=self._alone)
+        return GatheredState.of([ranks for _, ranks in self._ranks], once=self._alone)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors that this process would store, by their keys.

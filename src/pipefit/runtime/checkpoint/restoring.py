@@ -35,7 +35,7 @@ from pipefit.checkpoints.manifest import (
 from pipefit.errors import FileError, UsageError
 from pipefit.runtime.engine.stage import StageRunner
 from pipefit.runtime.optim.half_precision import MasterWeights
-from pipefit.runtime.state import Names, Ranks, StageState, Told, held_by
+from pipefit.runtime.state import GatheredState, Names, Ranks, StageState, held_by
 from pipefit.schema.profile import ModelProfile, differences
 from pipefit.texts import dtype_name, kind_of, printable, shortened
 
@@ -275,9 +275,9 @@ def snapshot(
         UsageError: a value cannot be written: a tensor's dtype or layout, an option, a scheduler's state.
             Names it.
     """
-    result = [(number, ranks[0], Told.of([ranks], once=once)) for number, ranks in stages]
+    result = [(number, ranks[0], GatheredState.of([ranks], once=once)) for number, ranks in stages]
     kept = [(number, stage, told) for number, stage, told in result if not once or stage.is_first_rank]
-    told = Told.joined([told for _, _, told in kept])
+    told = GatheredState.joined([told for _, _, told in kept])
     runners = [stage for _, stage, _ in kept]
     telling = [stage for stage in runners if not once or stage.replica == 0 or stage.share is not None]
     first = [(number, stage) for number, stage, _ in kept if not once or stage.replica == 0]
@@ -336,7 +336,7 @@ def named_parameters(stage: StageRunner, names: Names) -> dict[Tensor, str]:
 
 
 def _tensors(
-    told: Told, stages: Sequence[StageRunner], names: Names
+    told: GatheredState, stages: Sequence[StageRunner], names: Names
 ) -> Iterator[tuple[Kind, str, str, Tensor]]:
     """Yield kind, name and name in the optimizer of every tensor that these stages store, with the tensor."""
     state = told.state

@@ -53,7 +53,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class SaveReport:
     """A save as this process saw it.
 
     `nbytes` of tensors were saved, `snapshot_bytes` of them copied to host memory, and training stood still
@@ -80,7 +80,7 @@ class Saver:
 
     def __init__(self, rank: int, workers: int, device: torch.device, on_save: OnSave) -> None:
         self.rank, self.workers, self.device, self.on_save = rank, workers, device, on_save
-        self.last: Saved | None = None
+        self.last: SaveReport | None = None
         self._writing: _Writing | None = None
         self._untold: list[SaveFailed] = []
         self._holds: dict[Path, Hold] = {}  # of the first worker, from its first save to `release`
@@ -129,7 +129,7 @@ class Saver:
         self._writing.start()
         if at_once:  # the next step would change the tensors
             self.wait()
-        self.last = Saved(
+        self.last = SaveReport(
             step=target.step,
             nbytes=nbytes,
             snapshot_bytes=0 if at_once else nbytes,

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from pipefit.capture.caller import on_a_copy, recording
 from pipefit.capture.chain import Chain
 from pipefit.capture.comparison import (
+    EqualBlocks,
     NotComparable,
     Numbers,
-    Row,
     compare,
     evaluated,
     rows_of,
@@ -172,7 +172,7 @@ def comparable(
     if not reason:
         return whole, chain
     assert isinstance(whole.module, nn.Module)
-    cost_of, chosen = dict(zip(names, measurement.costs, strict=True)), list[Row]()
+    cost_of, chosen = dict(zip(names, measurement.costs, strict=True)), list[EqualBlocks]()
     costs = cost_of
     layers_of = {row: [name for name in names if row.leaves_out(name)] for row in rows_of(whole.module)}
     for row, left_out in sorted(

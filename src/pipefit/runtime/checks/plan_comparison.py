@@ -36,9 +36,9 @@ from pipefit.capture.comparison import (
 from pipefit.capture.cuda_autocast import casting_for
 from pipefit.capture.plain_training import (
     DrawingOptimizer,
+    DrawRecording,
     Draws,
-    Means,
-    Recording,
+    MeanDraws,
     Replaying,
     Trained,
     UnknownDraw,
@@ -258,7 +258,7 @@ class _PlanComparison:
         if degrees == {1}:
             return drew, 1
         data = max(degrees)
-        with plainly(self.whole, "training"), torch.no_grad(), Means() if drew else nullcontext():
+        with plainly(self.whole, "training"), torch.no_grad(), MeanDraws() if drew else nullcontext():
             together = forward(*_copied(batch)).item()
             apart = sum(forward(*_copied(part)).item() for part in in_slices(batch, data)) / data
         if not counts and (abs(together - apart) <= 1e-5 * abs(together) or self._is_rough):
@@ -318,7 +318,7 @@ class _PlanComparison:
     ) -> AbstractContextManager[object]:
         """Return the context of a plain forward, which replays the draws of the plan."""
         if means:
-            return Means()
+            return MeanDraws()
         if draws is None:
             return nullcontext()
         parts = [
@@ -363,13 +363,17 @@ class _PlanComparison:
         runners = [assemble(site, n, device=torch.device("cpu"), meter=None) for n in self.plan.workers]
         execution = Execution(task, self.plan, chain, runners, groups=groups, distributed=False)
         for number, step in enumerate(self.steps):
-            recorder = None if draws is None else _Recorder(self.plan, program, draws, number)
+            recorder = None if draws is None else _DrawRecorder(self.plan, program, draws, number)
             for runner in runners:
                 runner.on_action = None if recorder is None else partial(recorder.begin, runner.number)
             execution.drop_gradients()
             try:
                 execution.run(
-                    execution.cut(joined(*step)), program, 1, training=True, around=Means if means else None
+                    execution.cut(joined(*step)),
+                    program,
+                    1,
+                    training=True,
+                    around=MeanDraws if means else None,
                 )
             finally:
                 if recorder is not None:
@@ -377,12 +381,12 @@ class _PlanComparison:
         return runners, start
 
 
-class _Recorder:
+class _DrawRecorder:
     """Records the draws of first forwards in a step, by step, microbatch, stage and replica."""
 
     def __init__(self, plan: Plan, program: Program, draws: Draws, step: int) -> None:
         self._plan, self._program, self._draws, self._step = plan, program, draws, step
-        self._running: Recording | None = None
+        self._running: DrawRecording | None = None
 
     def begin(self, device: int, number: int) -> None:
         """Note that a device begins an action; earlier actions have ended, or wait."""
@@ -392,7 +396,7 @@ class _Recorder:
             return
         action = actions[number]
         replica = self._plan.stages[action.stage].grid.replica_of(device)
-        self._running = Recording(self._draws, (self._step, action.microbatch, action.stage, replica))
+        self._running = DrawRecording(self._draws, (self._step, action.microbatch, action.stage, replica))
         self._running.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:

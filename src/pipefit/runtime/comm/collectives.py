@@ -239,7 +239,7 @@ EXECUTED = frozenset({Kind.REDUCE, Kind.UNSHARD, Kind.AGREE})
 Resized = Sequence[torch.UntypedStorage]  # storages that have got or lost their memory
 
 
-class Collectives:
+class DeviceCollectives:
     """The collectives of one device of `plan`."""
 
     def __init__(self, plan: Plan, device: int, transfers: Transfers) -> None:

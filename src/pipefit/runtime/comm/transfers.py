@@ -21,7 +21,7 @@ from pipefit.schema.layer_costs import Value
 from pipefit.texts import dtype_name
 
 
-class Part(NamedTuple):
+class MessagePart(NamedTuple):
     """One of several messages' part of a stage's tensors.
 
     `carried` are the tensors' numbers, each with the dimension of the `rows`; None for a whole tensor. All of
@@ -48,7 +48,7 @@ class Part(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Whole:
+class _StageTensors:
     """The tensors of all messages of one kind about one microbatch of a stage.
 
     `left` counts the rows not yet joined.
@@ -65,14 +65,14 @@ class Transfers:
         self._transport = transport
         self._under_way: dict[Action, tuple[list[Tensor], Any, int]] = {}  # the tensors, a handle, the rows
         self._waiting: dict[Action, list[Tensor]] = {}
-        self._whole: dict[Action, _Whole] = {}
+        self._whole: dict[Action, _StageTensors] = {}
 
     def hand_over(self, action: Action, tensors: list[Tensor]) -> None:
         """Keep tensors that `action`, or its variants for some of the rows each, will send."""
         self._waiting[_name(action)] = tensors
 
     def send(
-        self, action: Action, message: Message, values: Sequence[Value], part: Part | None = None
+        self, action: Action, message: Message, values: Sequence[Value], part: MessagePart | None = None
     ) -> None:
         """Begin to send the tensors of `action`, or a part of them.
 
@@ -85,19 +85,23 @@ class Transfers:
         if name in self._waiting:
             tensors = self._waiting.pop(name)
             _check_planned(action, message.target, tensors, values)
-            self._whole[name] = _Whole(tensors, 1 if part is None else part.samples)
+            self._whole[name] = _StageTensors(tensors, 1 if part is None else part.samples)
         self._start(action, message, part)
 
     def receive(
-        self, action: Action, message: Message, buffers: Callable[[], list[Tensor]], part: Part | None = None
+        self,
+        action: Action,
+        message: Message,
+        buffers: Callable[[], list[Tensor]],
+        part: MessagePart | None = None,
     ) -> None:
         """Begin to receive, all or a part. `buffers` allocates memory at the first part, for all parts."""
         name = _name(action)
         if name not in self._whole:
-            self._whole[name] = _Whole(buffers(), 1 if part is None else part.samples)
+            self._whole[name] = _StageTensors(buffers(), 1 if part is None else part.samples)
         self._start(action, message, part)
 
-    def _start(self, action: Action, message: Message, part: Part | None) -> None:
+    def _start(self, action: Action, message: Message, part: MessagePart | None) -> None:
         whole = self._whole[_name(action)].tensors
         tensors, rows = (whole, 1) if part is None else (part.of(whole), part.length)
         self._under_way[action] = tensors, self._transport.start(action, tensors, message), rows
@@ -106,7 +110,7 @@ class Transfers:
         self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners
     ) -> None:
         """Begin a collective of the devices `members`, including this `device`, as a `Transport` does."""
-        self._whole[_name(action)] = _Whole(tensors, 1)
+        self._whole[_name(action)] = _StageTensors(tensors, 1)
         self._under_way[action] = (
             tensors,
             self._transport.collect(action, tensors, members, device, owners),

@@ -194,7 +194,7 @@ class _Message:
 
 
 @dataclass(slots=True)
-class _Sum:
+class _ProcessCollective:
     """A collective inside one process, computed when its last member has started it."""
 
     tensors: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -233,7 +233,7 @@ class InProcess:
     """
 
     messages: dict[Message, _Message] = field(default_factory=dict)
-    sums: dict[Hashable, _Sum] = field(default_factory=dict)
+    sums: dict[Hashable, _ProcessCollective] = field(default_factory=dict)
 
     def start(self, action: Action, tensors: list[Tensor], message: Message) -> _Message:
         result = self.messages.pop(message, None)
@@ -253,9 +253,9 @@ class InProcess:
         members: tuple[int, ...],
         device: int,
         owners: Owners = (),
-    ) -> _Sum:
+    ) -> _ProcessCollective:
         key = collective(action), action.microbatch
-        total = self.sums.setdefault(key, _Sum())
+        total = self.sums.setdefault(key, _ProcessCollective())
         total.tensors[device] = tensors
         if len(total.tensors) == len(members):
             del self.sums[key]
@@ -265,10 +265,10 @@ class InProcess:
                 total.add_up(members, owners)
         return total
 
-    def ready(self, handle: _Message | _Sum) -> bool:
+    def ready(self, handle: _Message | _ProcessCollective) -> bool:
         return handle.done
 
-    def join(self, action: Action, handle: _Message | _Sum) -> None:
+    def join(self, action: Action, handle: _Message | _ProcessCollective) -> None:
         assert handle.done
 
     def abandon(self) -> None:

@@ -21,7 +21,7 @@ from pipefit.lowering.asynchronous import period
 from pipefit.lowering.passes.communication import begins
 from pipefit.memory.states import StageVersions
 from pipefit.runtime.dry_run.lives import Lives
-from pipefit.runtime.dry_run.microbatches import Bytes, Change, plus
+from pipefit.runtime.dry_run.microbatches import Bytes, BytesChange, plus
 from pipefit.runtime.dry_run.reserved import Event
 from pipefit.schema.actions import FORWARDS, Action, Kind
 from pipefit.schema.plan import Plan
@@ -212,9 +212,9 @@ class Effects:
 
     def __init__(self, rest: Bytes) -> None:
         self._level = rest
-        self._known: dict[Label, Change] = {}
+        self._known: dict[Label, BytesChange] = {}
 
-    def learn(self, of_actions: Sequence[LabelledAction], measured: Sequence[Change]) -> None:
+    def learn(self, of_actions: Sequence[LabelledAction], measured: Sequence[BytesChange]) -> None:
         """Record the effects of the actions of an executed step."""
         for one, change in zip(of_actions, measured, strict=True):
             self._known.setdefault(one.label, change)

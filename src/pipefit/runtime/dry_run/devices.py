@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from pipefit.memory.arenas import Arena, lent_bytes
-from pipefit.memory.model_state import Share, owners, share_of
+from pipefit.memory.model_state import ReplicaShare, owners, share_of
 from pipefit.memory.storages import StageStorages
 from pipefit.runtime.dry_run.layers import RepeatedMeter, Shortened
-from pipefit.runtime.dry_run.lives import Event, Lives, LivesMeter, OwningMeter
-from pipefit.runtime.dry_run.microbatches import Bytes, Change
+from pipefit.runtime.dry_run.lives import LifeEvent, Lives, LivesMeter, OwningMeter
+from pipefit.runtime.dry_run.microbatches import Bytes, BytesChange
 from pipefit.runtime.dry_run.reserved import overheads
 from pipefit.runtime.engine.assembly import tells_norms
 from pipefit.schema.actions import Action, Kind
@@ -44,13 +44,13 @@ class _Choice(NamedTuple):
 
     layer: int | None
     owned: bool
-    event: Event
+    event: LifeEvent
 
 
 class ReplicaEffect(NamedTuple):
     """The effect of an action on some replicas."""
 
-    change: Change
+    change: BytesChange
     lives: Lives
 
 
@@ -76,7 +76,7 @@ class _Merged:
             self._known[key] = ReplicaEffect(_change(chosen), self._lives(chosen))
         return self._known[key]
 
-    def _lives(self, events: Iterable[Event]) -> Lives:
+    def _lives(self, events: Iterable[LifeEvent]) -> Lives:
         return tuple((self._number(name), nbytes) for event in events for name, nbytes in event.lives)
 
     def _number(self, name: Hashable) -> int:
@@ -112,11 +112,11 @@ class Ownership:
         """Return the effects before the step's first action, and of every action of it, on such a replica."""
         return [action.on(owned) for action in self._step]
 
-    def _merged(self, ones: Sequence[Event], others: Sequence[Event]) -> _Merged:
+    def _merged(self, ones: Sequence[LifeEvent], others: Sequence[LifeEvent]) -> _Merged:
         """Merge an action of both runs."""
         return _Merged(self._choices(ones, others), self._names)
 
-    def _choices(self, ones: Sequence[Event], others: Sequence[Event]) -> list[_Choice]:
+    def _choices(self, ones: Sequence[LifeEvent], others: Sequence[LifeEvent]) -> list[_Choice]:
         """Return the events of an action in both runs, in their common order."""
         of_one, of_other = ({event.name for event in events} for events in (ones, others))
         result, left, right = list[_Choice](), list(reversed(ones)), list(reversed(others))
@@ -141,20 +141,20 @@ class Ownership:
                     result += self._of_some(one, owned=True), self._of_some(other, owned=False)
         return result
 
-    def _of_some(self, event: Event, *, owned: bool) -> _Choice:
+    def _of_some(self, event: LifeEvent, *, owned: bool) -> _Choice:
         """Return an event of some replicas only; it must be about the state of one layer."""
         layer = self._layer(event)
         self.alike &= layer is not None
         return _Choice(layer, owned, event)
 
-    def _layer(self, event: Event) -> int | None:
+    def _layer(self, event: LifeEvent) -> int | None:
         """Return the layer that an event is about, if one of the runs knows it."""
         _, about, _ = event.name
         result = {event.layer, *(run.layer_of.get(about) for run in self._runs)} - {None}
         return result.pop() if len(result) == 1 else None
 
 
-def _change(events: Iterable[Event]) -> Change:
+def _change(events: Iterable[LifeEvent]) -> BytesChange:
     """Return the change of these events to the bytes of every category, at their peak and at the end."""
     level = [0] * len(CATEGORIES)
     peak, highest, total = tuple(level), 0, 0
@@ -166,7 +166,7 @@ def _change(events: Iterable[Event]) -> Change:
             highest = total + event.taken
             taken = [event.taken * (position == _WORKSPACE) for position in range(len(level))]
             peak = tuple(a + b for a, b in zip(level, taken, strict=True))
-    return Change(peak, tuple(level))
+    return BytesChange(peak, tuple(level))
 
 
 # ---- Representative devices
@@ -259,7 +259,7 @@ class Account(Protocol):
     """
 
     rest: Bytes
-    changes: list[Change]
+    changes: list[BytesChange]
     before: Lives
     lives: list[Lives]
 
@@ -272,7 +272,7 @@ class Measured:
 
     def __init__(self, meter: RepeatedMeter) -> None:
         self._meter, self.rest = meter, meter.level
-        self.changes, self.before, self.lives = list[Change](), Lives(), list[Lives]()
+        self.changes, self.before, self.lives = list[BytesChange](), Lives(), list[Lives]()
 
     def learn(self) -> None:
         """Read the results of a finished step."""
@@ -286,7 +286,7 @@ class PutTogether:
 
     def __init__(self, ownership: Ownership, owned: Owned) -> None:
         self._ownership, self._owned, self.rest = ownership, owned, ownership.rest(owned)
-        self.changes, self.before, self.lives = list[Change](), Lives(), list[Lives]()
+        self.changes, self.before, self.lives = list[BytesChange](), Lives(), list[Lives]()
 
     def learn(self) -> None:
         """Read the results of a finished step."""
@@ -310,7 +310,7 @@ class Cast:
         """True if accounts are composed from two runs."""
         return len(self.run) == 2
 
-    def shares(self, short: Shortened) -> Iterator[tuple[tuple[int, int], Share]]:
+    def shares(self, short: Shortened) -> Iterator[tuple[tuple[int, int], ReplicaShare]]:
         """Yield by stage and device the shares of representatives that own other layers than by the plan."""
         for device, all_layers in zip(self.run, (True, False), strict=False) if self.is_put_together else ():
             for stage in short.plan.stages_of(device):

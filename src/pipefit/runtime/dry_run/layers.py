@@ -33,7 +33,7 @@ from pipefit.fake_cuda.fingerprint import options
 from pipefit.measure.cpu import SCALAR_BYTES, Meter, Tracked
 from pipefit.measure.kernels import Kernels
 from pipefit.memory.storages import StageStorages
-from pipefit.runtime.dry_run.microbatches import ALL_LAYERS, Bytes, Change, Stand
+from pipefit.runtime.dry_run.microbatches import ALL_LAYERS, Bytes, BytesChange, StandIn
 from pipefit.runtime.engine.stage import StageRunner
 from pipefit.runtime.optim.half_precision import copies_of
 from pipefit.schema.actions import COMPUTE, COPIES, Action, Bundle, Kind, Subject
@@ -107,7 +107,7 @@ class Shortened:
     passings: Mapping[str, Passing]
     absent: int
     kept: tuple[int, ...]
-    stand: Stand = ALL_LAYERS
+    stand: StandIn = ALL_LAYERS
 
     def shortened(self, chain: Chain) -> Chain:
         """Return another chain of the same model without the omitted layers."""
@@ -139,7 +139,7 @@ class Shortened:
             passings=_passings(short, executed, copies, layers),
             absent=sum(parameter.requires_grad for parameter in left_out),
             kept=tuple(kept),
-            stand=Stand(moves.instead, moves.twin),
+            stand=StandIn(moves.instead, moves.twin),
         )
 
     @staticmethod
@@ -575,13 +575,13 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
                 own[_ACTIVATIONS] += SCALAR_BYTES * count
         return {copy: tuple(own) for copy, own in held.items()}
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[BytesChange]:
         """Return the effects of every action since the last call on the whole device."""
         self.begin(NEXT_STEP)
         began, held, ways, peaks = self._began, self._held, self._ways, self._peaks
         self._began, self._held, self._ways, self._peaks = [], [], [], []
         return [
-            Change(peak, self._grown(way, _plus(after, before, -1), own, behind))
+            BytesChange(peak, self._grown(way, _plus(after, before, -1), own, behind))
             for peak, way, (before, after), (own, behind) in zip(
                 peaks, ways, pairwise(began), pairwise(held), strict=False
             )

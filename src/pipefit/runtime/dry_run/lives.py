@@ -142,7 +142,7 @@ Arguments = tuple[Hashable, ...]  # names of storages
 NamedLife = tuple[Hashable, int]  # a storage, and its bytes at birth or 0 at death
 
 
-class Event(NamedTuple):
+class LifeEvent(NamedTuple):
     """An event in the account of a device.
 
     `name` has the kind of event, its storage, and the count of such events in the action; it is equal in
@@ -169,8 +169,8 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
         self._stages: list[StageRunner] = []
         self._called: dict[Tracked, Hashable] = {}
         self._living: dict[Tracked, Hashable] = {}  # names of lives in storages that have memory now
-        self._story: list[tuple[Event, Arguments]] = []  # of the present action
-        self._told: list[list[Event]] = []  # of every action, and before the first one
+        self._story: list[tuple[LifeEvent, Arguments]] = []  # of the present action
+        self._told: list[list[LifeEvent]] = []  # of every action, and before the first one
         self._counts = Counter[Hashable]()
         self._number = 0  # of the present action; 0 until `settled`
         self._present: Action | None = None
@@ -183,7 +183,7 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
         super().own_layers(stage, copies)
         self._stages.append(stage)
 
-    def settled(self) -> list[Event]:
+    def settled(self) -> list[LifeEvent]:
         """Begin to record events, after all layers are registered; return present storages as births."""
         self._number = 1
         for layer, stage in self._layers():
@@ -198,14 +198,14 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
                         self.layer_of[what, layer, number] = layer
         for number, tracked in enumerate(value for value in self._live.values() if value not in self._called):
             self._called[tracked] = "own", number
-        result = [Event(("lent", None, 1), None, ((_LENT, self.bytes[_LENT]),))]
+        result = [LifeEvent(("lent", None, 1), None, ((_LENT, self.bytes[_LENT]),))]
         for tracked in self._live.values():
             name, deltas = self._called[tracked], ((tracked.category, tracked.nbytes),)
             lives = tuple(self._life(tracked, tracked.nbytes))
-            result.append(Event(("born", name, 1), self.layer_of.get(name), deltas, lives=lives))
+            result.append(LifeEvent(("born", name, 1), self.layer_of.get(name), deltas, lives=lives))
         return result
 
-    def events(self) -> list[list[Event]]:
+    def events(self) -> list[list[LifeEvent]]:
         """Return the events before the next action, and in every action since the last call.
 
         Call it after `changes`.
@@ -314,7 +314,7 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
     ) -> None:
         """Record an event about the storage with this name."""
         self._counts[what, name] += 1
-        event = Event(
+        event = LifeEvent(
             (what, name, self._counts[what, name]), self._worked_on, tuple(deltas), taken, tuple(lives)
         )
         self._story.append((event, self._arguments))
@@ -347,7 +347,7 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
                 self.layer_of.setdefault(name, *layers)
         self._told.append([self._resolved(*told) for told in self._story])
 
-    def _resolved(self, event: Event, arguments: Arguments) -> Event:
+    def _resolved(self, event: LifeEvent, arguments: Arguments) -> LifeEvent:
         """Return an event with its layer, if its storage or the arguments determine the layer by now."""
         if event.layer is not None:
             return event

@@ -81,7 +81,7 @@ def shortened(program: Program, microbatches: frozenset[int]) -> Program:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class BytesChange:
     """Effect of an action on the bytes of every category: at its peak, and until the next action begins."""
 
     at_peak: Bytes
@@ -98,7 +98,7 @@ class Seat(NamedTuple):
     like: int | None
 
 
-class Stand(NamedTuple):
+class StandIn(NamedTuple):
     """Actions whose effects are those of an action on layers that are not run, and on equal ones that are."""
 
     instead: Callable[[Action], Action | None]  # the executed action for an action on omitted layers
@@ -109,16 +109,16 @@ def _itself(action: Action) -> None:
     """Return None: nothing stands for the action."""
 
 
-ALL_LAYERS = Stand(_itself, _itself)
+ALL_LAYERS = StandIn(_itself, _itself)
 
 
-class Repetition(Generic[T]):
+class StepEffects(Generic[T]):
     """The effects of all actions of a step, from those of the executed actions.
 
     `alike` turns False if an action and its twin have different effects.
     """
 
-    def __init__(self, folding: Folding, stand: Stand = ALL_LAYERS) -> None:
+    def __init__(self, folding: Folding, stand: StandIn = ALL_LAYERS) -> None:
         self.alike = True
         self._folding, self._stand = folding, stand
         self._known: dict[tuple[Action, int], T] = {}
@@ -154,8 +154,8 @@ class Repetition(Generic[T]):
 class Unfolding:
     """Memory of one device in the whole program, step by step, from that in the shortened program."""
 
-    def __init__(self, folding: Folding, rest: Bytes, stand: Stand = ALL_LAYERS) -> None:
-        self._repetition = Repetition[Change](folding, stand)
+    def __init__(self, folding: Folding, rest: Bytes, stand: StandIn = ALL_LAYERS) -> None:
+        self._repetition = StepEffects[BytesChange](folding, stand)
         self._level = rest
 
     @property
@@ -164,7 +164,7 @@ class Unfolding:
         return self._repetition.alike
 
     def step(
-        self, number: int, actions: Sequence[Action], measured: Sequence[Change]
+        self, number: int, actions: Sequence[Action], measured: Sequence[BytesChange]
     ) -> Iterator[MemorySample]:
         """Yield the memory samples of one step, from the measured changes of the executed actions.
 

@@ -31,7 +31,7 @@ from pipefit.runtime.dry_run.microbatches import Folding, Unfolding, shortened
 from pipefit.runtime.dry_run.reserved import Allocators, LivesOf, overheads
 from pipefit.runtime.engine.assembly import assemble
 from pipefit.runtime.engine.in_turn import NoPeers, run_in_turn
-from pipefit.runtime.engine.replicas import RankShards, Source, Sources, Wanted, check_as_profiled
+from pipefit.runtime.engine.replicas import RankShards, Source, StageSources, Wanted, check_as_profiled
 from pipefit.runtime.engine.runner import DeviceRunner, Microbatch
 from pipefit.runtime.engine.site import Site
 from pipefit.runtime.engine.tensor_groups import without_peers
@@ -298,7 +298,7 @@ class Rehearsal:
                 runners.append(runner)
         return runners, Company(every, meters)
 
-    def _sources(self, fake: FakeTarget, short: Shortened) -> Sources:
+    def _sources(self, fake: FakeTarget, short: Shortened) -> StageSources:
         """Return the chains of the stages; peers of tensor-parallel ranks are absent.
 
         A model is traced once for each number of samples, and every replica has a copy.
@@ -320,7 +320,7 @@ class Rehearsal:
             chain = whole.rank(alone)
             return Source.of(short.shortened(chain), RankShards.of(whole, chain, alone))
 
-        return Sources(short.plan, Source.of(short.chain), self._samples, make)
+        return StageSources(short.plan, Source.of(short.chain), self._samples, make)
 
     def _meter(self, fake: FakeTarget, short: Shortened, device: int, *, owning: bool) -> RepeatedMeter:
         if not self.allocators and not owning:

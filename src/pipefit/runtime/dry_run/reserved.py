@@ -17,9 +17,9 @@ from hashlib import sha256
 
 from pipefit.errors import OutOfMemory
 from pipefit.memory.arenas import Arena, communicators
-from pipefit.memory.cuda_allocator import AllocatorSettings, Block, CachingAllocator
+from pipefit.memory.cuda_allocator import AllocatorSettings, CachingAllocator, SegmentPart
 from pipefit.runtime.dry_run.lives import BACKWARD_WORKSPACE, FORWARD_WORKSPACE, Lives
-from pipefit.runtime.dry_run.microbatches import Folding, Repetition, Seat
+from pipefit.runtime.dry_run.microbatches import Folding, Seat, StepEffects
 from pipefit.schema.actions import Action
 from pipefit.schema.devices import Member, Overheads
 from pipefit.schema.plan import Plan
@@ -40,7 +40,7 @@ class LivesOf:
     def __init__(self, folding: Folding) -> None:
         self.consistent = True
         self.events: list[Event] = []
-        self._repetition = Repetition[Lives](folding)
+        self._repetition = StepEffects[Lives](folding)
         self._own: defaultdict[tuple[int, int], set[int]] = defaultdict(set)  # by stage, microbatch
         self._copies: defaultdict[int, list[Hashable]] = defaultdict(list)  # living, by executed storage
         self._living: set[Hashable] = set()
@@ -218,7 +218,7 @@ def _with_enough(
 
 def _run(events: Sequence[Event], allocator: CachingAllocator) -> bool:
     """Execute all events; return whether the allocator has room for them."""
-    blocks: dict[Hashable, Block] = {}
+    blocks: dict[Hashable, SegmentPart] = {}
     try:
         for name, nbytes in events:
             if nbytes:

@@ -13,7 +13,7 @@ from pipefit.capture.task import Task
 from pipefit.fake_cuda.target import is_fake
 from pipefit.measure import MemoryMeter
 from pipefit.measure.cuda import Stopwatch
-from pipefit.memory.model_state import Share, StageRest
+from pipefit.memory.model_state import ReplicaShare, StageRest
 from pipefit.memory.states import Layers, StateMoves, state_moves
 from pipefit.memory.storages import StageStorages
 from pipefit.runtime.comm.agreement import Agreement, LossScale
@@ -31,7 +31,7 @@ from pipefit.schema.plan import Plan
 from pipefit.timing import host_update_seconds
 
 
-def _owned(source: Source, place: Stage, share: Share | None) -> set[int] | None:
+def _owned(source: Source, place: Stage, share: ReplicaShare | None) -> set[int] | None:
     """Return the ids of the parameters of layers that a ZeRO rank owns; None if nothing is sharded."""
     if share is None:
         return None
@@ -97,7 +97,7 @@ def _agreement(site: Site, device: int) -> Agreement:
 
 
 def _state_mover(
-    moves: StateMoves, plan: Plan, storages: StageStorages, share: Share | None, mover: Mover
+    moves: StateMoves, plan: Plan, storages: StageStorages, share: ReplicaShare | None, mover: Mover
 ) -> StateMover | None:
     """Return the mover of a stage's offloaded state, or of a replica's `share` of it.
 
@@ -177,7 +177,7 @@ def _put_loss(task: Task, device: torch.device) -> None:
         move([task.loss], device)
 
 
-def _absent(usual: Specialized, start: int, share: Share | None) -> frozenset[int]:
+def _absent(usual: Specialized, start: int, share: ReplicaShare | None) -> frozenset[int]:
     """Return ids of a stage's parameters that the device does not keep between steps.
 
     The stage begins at layer `start`.

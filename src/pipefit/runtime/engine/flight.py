@@ -348,7 +348,7 @@ Loss = Callable[[Values, Values], Tensor]  # from the last layer's values and th
 
 
 @dataclass(slots=True)
-class Piece:
+class FlightPiece:
     """Layers `first` to `end - 1`, whose forward was one action.
 
     A piece without a graph keeps its inputs and targets for its recomputation, and as `copies` the buffers
@@ -395,7 +395,7 @@ class Flight:
     targets: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)
     waiting: dict[int, Tensor] = field(default_factory=dict)
-    pieces: dict[int, Piece] = field(default_factory=dict)  # by their first layer
+    pieces: dict[int, FlightPiece] = field(default_factory=dict)  # by their first layer
 
     def rows(self, load: Action, microbatches: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
         """Return the tensors that a LOAD takes from its microbatch: whole, or the rows of a local batch.
@@ -466,7 +466,7 @@ def gradients_to_send(
 
 
 @contextmanager
-def naming_changes(flight: Flight, piece: Piece) -> Iterator[None]:
+def naming_changes(flight: Flight, piece: FlightPiece) -> Iterator[None]:
     """Name the microbatch and layers if a piece's backward in the context finds a changed saved tensor.
 
     Raises:

@@ -22,8 +22,8 @@ from pipefit.memory.storages import StageStorages
 from pipefit.runtime.comm.agreement import Agreement
 from pipefit.runtime.engine.flight import (
     Flight,
+    FlightPiece,
     GraphEnds,
-    Piece,
     Waiting,
     apart,
     backward,
@@ -122,7 +122,7 @@ class Passes:
         Return the stage's outputs, detached, if they are its last layers. Otherwise return an empty tuple;
         the values wait in `flight`.
         """
-        piece = flight.pieces[first] = Piece(first, end)
+        piece = flight.pieces[first] = FlightPiece(first, end)
         with self._weights_of(flight):
             values = self._with_graph(flight, piece, flight.values, flight.targets)
         return self._leaving(flight, end, values)
@@ -136,7 +136,7 @@ class Passes:
         Raises:
             UsageError: a layer changed the inputs in place, although the recomputation needs them.
         """
-        piece = flight.pieces[first] = Piece(first, end, inputs=list(take(flight.values)))
+        piece = flight.pieces[first] = FlightPiece(first, end, inputs=list(take(flight.values)))
         piece.targets = list(take(flight.targets)) if self._has_loss(end) else []
         places = slice(first - self.start, end - self.start)
         piece.copies = fed_back_copies(flight.layers[places], self.storages.costs[places])
@@ -205,7 +205,9 @@ class Passes:
     def _has_loss(self, end: int) -> bool:
         return self.last and end == self.stop
 
-    def _with_graph(self, flight: Flight, piece: Piece, box: list[Tensor], targets: list[Tensor]) -> Values:
+    def _with_graph(
+        self, flight: Flight, piece: FlightPiece, box: list[Tensor], targets: list[Tensor]
+    ) -> Values:
         """Run a piece on the values in `box`, between an `enter` and a `leave`; empty `box` and `targets`."""
         box[:] = self._enter(piece.graph, flight, piece.first, take(box))
         values = self._run(flight, piece, box, targets)
@@ -221,7 +223,7 @@ class Passes:
         differentiable = tuple(value.requires_grad for value in flight.boundaries[number])
         return enter(graph, values, differentiable, self._anchor) if any(differentiable) else values
 
-    def _run(self, flight: Flight, piece: Piece, box: list[Tensor], targets: list[Tensor]) -> Values:
+    def _run(self, flight: Flight, piece: FlightPiece, box: list[Tensor], targets: list[Tensor]) -> Values:
         """Run the layers of a piece in order, and after the model's last one the loss."""
         values = take(box)
         for number in range(piece.first, piece.end):
@@ -229,7 +231,7 @@ class Passes:
                 values = self._layer(flight, number, values)
         return self._loss(flight, values, targets) if self._has_loss(piece.end) else values
 
-    def _run_unsaved(self, flight: Flight, piece: Piece, box: list[Tensor]) -> Values:
+    def _run_unsaved(self, flight: Flight, piece: FlightPiece, box: list[Tensor]) -> Values:
         """Run the layers of a piece, and the loss, and drop the graph of each layer after its forward."""
         values = take(box)
         with saving_nothing():
@@ -320,7 +322,7 @@ class Passes:
         gradients, flight.gradients = flight.gradients, []
         return gradients_to_send(gradients, flight.boundaries[self.start], self.layers[0].name)
 
-    def _backward_of(self, flight: Flight, piece: Piece) -> None:
+    def _backward_of(self, flight: Flight, piece: FlightPiece) -> None:
         """Run one piece backward: in `flight`, the gradients of its inputs replace those of its outputs."""
         graph, flight_gradients = piece.graph, flight.gradients
         trained = self._trained[piece.first - self.start : piece.end - self.start]
@@ -340,7 +342,7 @@ class Passes:
         graph.outgoing = ()
 
     @contextmanager
-    def _sharing(self, flight: Flight, piece: Piece) -> Iterator[list[Waiting]]:
+    def _sharing(self, flight: Flight, piece: FlightPiece) -> Iterator[list[Waiting]]:
         """Yield the gradients of shared parameters that have waited for a piece, which then goes backward.
 
         Afterwards, gradients of parameters with earlier users wait in `flight`, so that `.grad` gets their

@@ -28,7 +28,7 @@ from pipefit.runtime.engine.tensor_groups import TensorGroups
 from pipefit.schema.grids import Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Measurement
-from pipefit.tensor_parallel import Collectives, Shard, assembled
+from pipefit.tensor_parallel import Collectives, TensorShard, assembled
 from pipefit.tensor_parallel.stage import RankLoss, ShardedChain, shard_chain
 
 # ---- Tensor shards
@@ -51,7 +51,7 @@ class RankShards:
 
     group: Collectives
     divided: ShardedChain
-    shards: Mapping[str, tuple[Shard, ...]]
+    shards: Mapping[str, tuple[TensorShard, ...]]
     constants: Mapping[str, Mapping[str, Tensor]]
     criterion: nn.Module | None
 
@@ -64,7 +64,9 @@ class RankShards:
         for layer in layers:
             for name, buffer in unstored_buffers(layer):
                 form = divided.stage.form(buffer)
-                shards[name] = tuple(Shard.of(name, buffer.shape, form, rank, len(ranks)) for rank in ranks)
+                shards[name] = tuple(
+                    TensorShard.of(name, buffer.shape, form, rank, len(ranks)) for rank in ranks
+                )
         constants = {
             layer.name: {f"{layer.name}.{local}": tensor for local, tensor in named_constants(layer.module)}
             for layer in layers
@@ -75,7 +77,7 @@ class RankShards:
         )
 
     @property
-    def own(self) -> dict[str, Shard]:
+    def own(self) -> dict[str, TensorShard]:
         """Shards of this rank, by the same names."""
         return {name: of_ranks[self.group.rank] for name, of_ranks in self.shards.items()}
 
@@ -107,7 +109,7 @@ class RankShards:
         """Join the parts of all ranks to the whole tensor, on the host."""
         return assembled(self.shards[name], [part.detach().cpu() for part in parts])
 
-    def _own(self, name: str) -> Shard:
+    def _own(self, name: str) -> TensorShard:
         return self.shards[name][self.group.rank]
 
 
@@ -154,7 +156,7 @@ class Source(NamedTuple):
         return Source(chain, chain.shared, shards)
 
 
-class Sources:
+class StageSources:
     """The chains of a run's stages.
 
     Args:
@@ -195,7 +197,7 @@ class Sources:
 
 def trained_sources(
     plan: Plan, built: Task, whole: Chain, groups: TensorGroups, *, copies: bool, held: Held
-) -> Sources:
+) -> StageSources:
     """Return the chains for training the module of `built`; `whole` is its chain for the plan's microbatches.
 
     With `copies`, for a single process that runs all replicas, replicas other than the first get copies of
@@ -233,7 +235,7 @@ def trained_sources(
         chain = divided.rank(group)
         return Source.of(chain, RankShards.of(divided, chain, group))
 
-    sources = Sources(plan, Source.of(whole), plan.training.microbatch_size, make)
+    sources = StageSources(plan, Source.of(whole), plan.training.microbatch_size, make)
     for device in plan.workers if copies else ():
         for stage in plan.stages_of(device):
             sources.own_shared(stage, device)

@@ -22,8 +22,8 @@ from torch import Tensor
 from pipefit.errors import OutOfMemory, UsageError
 from pipefit.measure import MemoryMeter
 from pipefit.measure.cuda import Mark, Stopwatch
-from pipefit.runtime.comm.collectives import EXECUTED, Collectives, Resized, received, to_send
-from pipefit.runtime.comm.transfers import Part, Transfers
+from pipefit.runtime.comm.collectives import EXECUTED, DeviceCollectives, Resized, received, to_send
+from pipefit.runtime.comm.transfers import MessagePart, Transfers
 from pipefit.runtime.engine.flight import Flight, held_buffers, on_device
 from pipefit.runtime.engine.site import Site
 from pipefit.runtime.engine.specializations import Specialization
@@ -91,7 +91,7 @@ class Boundary(NamedTuple):
     samples: int
 
 
-class Exchange:
+class DeviceMessages:
     """The messages of one device of `plan`."""
 
     def __init__(self, plan: Plan, device: int, transfers: Transfers) -> None:
@@ -133,7 +133,7 @@ class Exchange:
             if forward or value.has_gradient
         ]
 
-    def _part(self, action: Action, message: Message, boundary: Boundary) -> Part | None:
+    def _part(self, action: Action, message: Message, boundary: Boundary) -> MessagePart | None:
         """Return the part of the boundary's tensors that the message carries; None for all of them."""
         if action.part is None:
             return None
@@ -145,7 +145,7 @@ class Exchange:
             carried = _among([value.has_gradient for value in boundary.values], carried)
         first = self._replica(action.stage, self._device) * boundary.samples
         rows: Rows = (action.part[0] - first, action.part[1] - first)
-        return Part(tuple(carried), rows, boundary.samples * self._times(action))
+        return MessagePart(tuple(carried), rows, boundary.samples * self._times(action))
 
     def _times(self, action: Action) -> int:
         """Return how often this device sends every row of its replica; it receives each once."""
@@ -184,7 +184,7 @@ class _Marked(NamedTuple):
 
 
 @dataclass(slots=True)
-class Record:
+class RunRecord:
     """Events and memory samples of the first two steps and the latest ones, and the number of steps."""
 
     stopwatch: Stopwatch | None = None
@@ -297,11 +297,11 @@ class DeviceRunner:
         self.plan, self.program, self.stages = plan, site.program, dict(stages)
         self.number, self._grid = number, plan.stages[min(stages)].grid
         self.transfers, self.mover = Transfers(site.transport), mover
-        self._exchange = Exchange(plan, number, self.transfers)
-        self._collectives = Collectives(plan, number, self.transfers)
+        self._exchange = DeviceMessages(plan, number, self.transfers)
+        self._collectives = DeviceCollectives(plan, number, self.transfers)
         self.meter, self.clock, self.on_action = meter, site.clock, site.on_action
         self.usual = Specialization.usual(plan, {n: stage.usual for n, stage in stages.items()})
-        self.record = Record(stopwatch)
+        self.record = RunRecord(stopwatch)
         self._before = 0  # microbatches of previous steps, under an asynchronous schedule
         self._specializations: dict[int, Specialization] = {}  # by microbatch
         self._flights: dict[tuple[int, int | None], Flight] = {}

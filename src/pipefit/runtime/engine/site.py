@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pipefit.capture.task import Task
-from pipefit.memory.model_state import Share, share_of
+from pipefit.memory.model_state import ReplicaShare, share_of
 from pipefit.runtime.comm.transport import Transport
-from pipefit.runtime.engine.replicas import Sources
+from pipefit.runtime.engine.replicas import StageSources
 from pipefit.runtime.offload.lending import Lending
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program
@@ -24,7 +24,7 @@ class Site:
     """
 
     task: Task
-    sources: Sources
+    sources: StageSources
     plan: Plan
     program: Program
     transport: Transport
@@ -33,8 +33,8 @@ class Site:
     on_action: Callable[[int], None] | None = None
     lending: Lending = field(default_factory=Lending)
     absent: int = 0
-    shares: Mapping[tuple[int, int], Share] = field(default_factory=dict)
+    shares: Mapping[tuple[int, int], ReplicaShare] = field(default_factory=dict)
 
-    def share(self, stage: int, device: int) -> Share | None:
+    def share(self, stage: int, device: int) -> ReplicaShare | None:
         """Return a device's ZeRO share of a stage; None if nothing is sharded."""
         return self.shares.get((stage, device)) or share_of(self.plan, stage, device)

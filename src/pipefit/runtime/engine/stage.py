@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipefit.capture.copying import constants
 from pipefit.errors import UsageError
-from pipefit.memory.model_state import Share
+from pipefit.memory.model_state import ReplicaShare
 from pipefit.memory.storages import StageStorages
 from pipefit.runtime.comm.agreement import Agreement
 from pipefit.runtime.engine.flight import Flight
@@ -65,7 +65,7 @@ class StageRunner:
         place: StagePlace,
         shared: dict[int, nn.Parameter],
         agreement: Agreement | None,
-        share: Share | None,
+        share: ReplicaShare | None,
         states: StateMover | None,
     ) -> None:
         device, how = place.device, site.plan.training

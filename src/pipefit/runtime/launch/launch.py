@@ -40,7 +40,7 @@ from pipefit.lowering import Entered, whole_run
 from pipefit.memory.arenas import arenas_of, members, tensor_groups
 from pipefit.processes import ENDING, addresses, files, processes
 from pipefit.runtime.callbacks import StepReport
-from pipefit.runtime.checkpoint.saver import Saved
+from pipefit.runtime.checkpoint.saver import SaveReport
 from pipefit.runtime.checks.plan_check import TRAINED, warn_elsewhere
 from pipefit.runtime.comm.transport import new_token
 from pipefit.runtime.engine.batches import Programs
@@ -79,7 +79,7 @@ from pipefit.texts import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
+class WorkerPosition:
     """Position of a worker: at action `number` of its `actions` in a step.
 
     A negative `number` is outside of all actions.
@@ -90,7 +90,7 @@ class Position:
     actions: Sequence[Action]
 
 
-def waited_for(plan: Plan, device: int, positions: Mapping[int, Position]) -> tuple[int, ...]:
+def waited_for(plan: Plan, device: int, positions: Mapping[int, WorkerPosition]) -> tuple[int, ...]:
     """Return the devices that share the message or collective for which `device` waits.
 
     The result is empty if it waits for none, or a participant has not begun it yet. `positions` are by
@@ -114,7 +114,7 @@ def _exchange(plan: Plan, device: int, action: Action) -> tuple[Hashable, tuple[
     return None, ()
 
 
-def _has_begun(plan: Plan, device: int, there: Position, step: int, awaited: Hashable) -> bool:
+def _has_begun(plan: Plan, device: int, there: WorkerPosition, step: int, awaited: Hashable) -> bool:
     if there.step != step:
         return there.step > step and there.number >= 0
     begun = there.actions[: max(there.number, 0)]
@@ -278,7 +278,7 @@ def interrupts_held() -> Iterator[None]:
 # ---- The supervisor
 
 OnStep = Callable[[StepReport], None]
-OnSaved = Callable[[Saved], None]
+OnSaved = Callable[[SaveReport], None]
 _POLL_SECONDS = 0.5  # between two readings of the heartbeats
 _LOOK_SECONDS = 2 * _POLL_SECONDS  # the most that counts as time between two readings
 _GRACE_SECONDS = 3.0  # for reports of other workers after the first failure
@@ -506,7 +506,7 @@ class _Supervisor:
             if isinstance(worker.error, OutOfMemory):
                 worker.error.post_mortem = found
 
-    def _hear_saved(self, saved: Saved) -> None:
+    def _hear_saved(self, saved: SaveReport) -> None:
         """Handle a worker's report of a save; warn once if training stood still for lack of room."""
         if saved.shortage and not self.stands_still:
             self.stands_still = True
@@ -612,7 +612,7 @@ class _Supervisor:
         """Return the devices that share the transfer for which a worker waits, if all have begun it."""
         beats = {self.plan.workers[n]: (worker.heartbeat, n) for n, worker in enumerate(self.workers)}
         positions = {
-            device: Position(step=beat.step, number=beat.action, actions=self._actions(n))
+            device: WorkerPosition(step=beat.step, number=beat.action, actions=self._actions(n))
             for device, (beat, n) in beats.items()
         }
         return waited_for(self.plan, self.plan.workers[rank], positions)

@@ -102,12 +102,17 @@ def train(
     with _held(begun) as hold:
         run = partial(launch, pickled, on_saved=on_saved, hold=hold)
         starts = _Starts(begun, ordered, source)
-        told = _Told(starts.first().first, on_step, asked.on_nan)
+        told = _Losses(starts.first().first, on_step, asked.on_nan)
         return told.losses, _restarted(run, plan, starts, told, asked.restarts, replan)
 
 
 def _restarted(
-    run: Callable[..., Trace], plan: Plan, starts: _Starts, told: _Told, restarts: int, replan: Replan | None
+    run: Callable[..., Trace],
+    plan: Plan,
+    starts: _Starts,
+    told: _Losses,
+    restarts: int,
+    replan: Replan | None,
 ) -> Trace:
     """Return the trace of a training that restarts at most `restarts` times after failures of workers."""
     start, saving, restart = starts.begun, starts.begun.options.saving, 0
@@ -229,7 +234,7 @@ class _Starts:
             set_aside(pathlib.Path(self.begun.options.saving.directory), source.damaged)
 
 
-def _connected(run: Callable[[], Trace], told: _Told) -> Trace:
+def _connected(run: Callable[[], Trace], told: _Losses) -> Trace:
     """Return the trace of a launch, repeated if workers lose each other before their first step.
 
     It is repeated only if none of them fails alone. This drops a stranger that has taken the place of a
@@ -254,7 +259,7 @@ def _planned_again(replan: Replan, plan: Plan, failure: str) -> Plan:
         raise
 
 
-class _Told:
+class _Losses:
     """Losses that the parent has received, and its warnings about them."""
 
     def __init__(self, first: int, on_step: OnStep | None, on_nan: OnNan) -> None:

@@ -206,7 +206,7 @@ def _train(
     heartbeat.at(RENDEZVOUS)
     rendezvous = _Rendezvous(assignment) if len(workers) > 1 else None
     heartbeat.at(BUILDING)
-    told = _Told(assignment, pipe)
+    told = _WorkerReports(assignment, pipe)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PipefitWarning)  # the parent warns
         trainer = Trainer(
@@ -259,7 +259,9 @@ def _load(trainer: Trainer, folder: str, orders: Orders) -> None:
         )
 
 
-def _steps(assignment: Assignment, task: Task, trainer: Trainer, told: _Told, heartbeat: Heartbeat) -> None:
+def _steps(
+    assignment: Assignment, task: Task, trainer: Trainer, told: _WorkerReports, heartbeat: Heartbeat
+) -> None:
     """Run all steps and saves of this worker."""
     orders, since = assignment.orders, 0
     steps, saving = orders.steps, orders.options.saving
@@ -283,7 +285,7 @@ def _steps(assignment: Assignment, task: Task, trainer: Trainer, told: _Told, he
         told.step(step, loss)
 
 
-class _Told:
+class _WorkerReports:
     """Reports of a worker to its parent during training."""
 
     def __init__(self, assignment: Assignment, pipe: Connection) -> None:

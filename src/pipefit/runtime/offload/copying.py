@@ -35,7 +35,7 @@ class Slot:
     address: int = 0
     owner: object = None
 
-    def carry(self, parts: Sequence[Part], *, outward: bool) -> None:
+    def carry(self, parts: Sequence[SlotPart], *, outward: bool) -> None:
         """Copy parts of this slot, which lie in it one after the other, from their storages or back to
         them.
         """
@@ -49,7 +49,7 @@ def in_a_row(nbytes: int, count: int, address: int, owner: object) -> list[Slot]
     return [Slot(nbytes, address + number * nbytes, owner) for number in range(count)]
 
 
-class Part(NamedTuple):
+class SlotPart(NamedTuple):
     """`nbytes` of a storage, from `offset` on, that are `within` bytes into a slot of `lender`."""
 
     storage: torch.UntypedStorage
@@ -95,7 +95,7 @@ class Copier(Protocol):
     def beside(self) -> bool:
         """True if copies run while the device computes, and therefore take time separately."""
 
-    def start(self, parts: Sequence[Part], *, outward: bool, seconds: float) -> Any:
+    def start(self, parts: Sequence[SlotPart], *, outward: bool, seconds: float) -> Any:
         """Begin to copy, into the slots if `outward`, over links that take `seconds`.
 
         Return a handle to join.
@@ -119,7 +119,7 @@ class NoCopier:
 
     beside = False
 
-    def start(self, parts: Sequence[Part], *, outward: bool, seconds: float) -> None:
+    def start(self, parts: Sequence[SlotPart], *, outward: bool, seconds: float) -> None:
         """Do nothing."""
 
     def join(self, handle: None) -> None:
@@ -132,13 +132,13 @@ class NoCopier:
         """Do nothing: no copy is in flight."""
 
 
-class AtOnce(NoCopier):
+class UnpacedCopies(NoCopier):
     """Copies completely at the start of a copy, without pacing.
 
     It serves several devices in one process, which run in turns.
     """
 
-    def start(self, parts: Sequence[Part], *, outward: bool, seconds: float) -> None:
+    def start(self, parts: Sequence[SlotPart], *, outward: bool, seconds: float) -> None:
         carry(parts, outward=outward)
 
 
@@ -152,7 +152,7 @@ class Beside:
         self._under_way: list[Future[None]] = []
         self._pace = Pace()
 
-    def start(self, parts: Sequence[Part], *, outward: bool, seconds: float) -> Future[None]:
+    def start(self, parts: Sequence[SlotPart], *, outward: bool, seconds: float) -> Future[None]:
         self._under_way = [copy for copy in self._under_way if not copy.done()]
         carrying = partial(carry_and_forget, list(parts), outward=outward)
         copy = self._streams[outward].submit(self._pace.keeping(seconds, carrying))
@@ -172,7 +172,7 @@ class Beside:
         self._under_way.clear()
 
 
-def carry_and_forget(parts: list[Part], *, outward: bool) -> None:
+def carry_and_forget(parts: list[SlotPart], *, outward: bool) -> None:
     """Copy parts, and then release their storages.
 
     A thread keeps its arguments for a moment after it has reported the end of its work, and the caller that
@@ -184,7 +184,7 @@ def carry_and_forget(parts: list[Part], *, outward: bool) -> None:
         parts.clear()
 
 
-def carry(parts: Sequence[Part], *, outward: bool) -> None:
+def carry(parts: Sequence[SlotPart], *, outward: bool) -> None:
     """Copy parts to their slots, or back from them; the copy is complete on return."""
     for slot, own in groupby(parts, attrgetter("slot")):
         slot.carry(list(own), outward=outward)

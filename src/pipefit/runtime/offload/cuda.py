@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import torch
 
 from pipefit.errors import UsageError
-from pipefit.runtime.offload.copying import Part, carry_and_forget
+from pipefit.runtime.offload.copying import SlotPart, carry_and_forget
 from pipefit.runtime.offload.disk import DiskSlot
 from pipefit.schema.devices import Member
 
@@ -138,7 +138,7 @@ class UnderWay:
 
     done: Sequence[Any]
     files: Future[None] | None
-    parts: Sequence[Part]
+    parts: Sequence[SlotPart]
 
 
 class StreamCopies:
@@ -188,9 +188,9 @@ class OnStreams:
             lambda: torch.cuda.device(device),
         )
 
-    def start(self, parts: Sequence[Part], *, outward: bool, seconds: float) -> UnderWay:
+    def start(self, parts: Sequence[SlotPart], *, outward: bool, seconds: float) -> UnderWay:
         on_disks = [part for part in parts if isinstance(part.slot, DiskSlot)]
-        by_lender: dict[Member | None, list[Part]] = {}
+        by_lender: dict[Member | None, list[SlotPart]] = {}
         for part in parts:
             if not isinstance(part.slot, DiskSlot):
                 by_lender.setdefault(part.lender, []).append(part)
@@ -205,7 +205,7 @@ class OnStreams:
         self._files = [file for file in (*self._files, files) if file is not None and not file.done()]
         return UnderWay([*done.values()] or [ready], files, parts)  # an empty copy too
 
-    def _queue(self, parts: Sequence[Part], lender: Member | None, ready: Any, *, outward: bool) -> Any:
+    def _queue(self, parts: Sequence[SlotPart], lender: Member | None, ready: Any, *, outward: bool) -> Any:
         """Queue the parts of one lender after `ready` and the previous copy; return the event after them."""
         stream = self._streams.get((outward, lender))
         if stream is None:
@@ -242,7 +242,7 @@ class OnStreams:
         for stream in self._streams.values():
             stream.synchronize()
 
-    def _through(self, ready: Any, parts: list[Part], outward: bool) -> None:
+    def _through(self, ready: Any, parts: list[SlotPart], outward: bool) -> None:
         """Copy parts to files or back, after all work that was launched before."""
         with self._here():
             ready.synchronize()

@@ -20,7 +20,7 @@ from typing import IO, Protocol
 
 from pipefit.errors import OutOfMemory, UsageError, WorkerFailed
 from pipefit.memory.arenas import Arena, buffer_bytes
-from pipefit.runtime.offload.copying import Part, Slot
+from pipefit.runtime.offload.copying import Slot, SlotPart
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.file_access import obstacle
 from pipefit.units import format_bytes
@@ -149,7 +149,7 @@ class DiskSlot(Slot):
     outward: Buffers
     inward: Buffers
 
-    def carry(self, parts: Sequence[Part], *, outward: bool) -> None:
+    def carry(self, parts: Sequence[SlotPart], *, outward: bool) -> None:
         rows = [(part.storage.data_ptr() + part.offset, part.nbytes) for part in parts]
         carry = self.outward.write if outward else self.inward.read
         try:

@@ -34,7 +34,7 @@ from pipefit.memory.arenas import (
     room_needed,
 )
 from pipefit.runtime.hardware import Hardware, free_bytes
-from pipefit.runtime.offload.copying import AtOnce, Beside, Copier, NoCopier, Slot, in_a_row
+from pipefit.runtime.offload.copying import Beside, Copier, NoCopier, Slot, UnpacedCopies, in_a_row
 from pipefit.runtime.offload.cuda import CudaDriver, Driver, OnStreams, Queue, StreamCopies
 from pipefit.runtime.offload.disk import Buffers, Disks, check_folder, folder_of, plain_buffers
 from pipefit.schema.cluster import Cluster
@@ -331,7 +331,7 @@ class Lending:
         if plan.cluster.backend == "cuda":
             return _on_gpus(plan, arenas, hardware.gpu)
         memory, alone = HostMemory(plan.cluster, arenas), len(plan.workers) == 1
-        return Lending(arenas, lambda device: Beside() if alone else AtOnce(), memory)
+        return Lending(arenas, lambda device: Beside() if alone else UnpacedCopies(), memory)
 
     @staticmethod
     def between(hardware: Hardware, program: Program, device: int, here: torch.device) -> Lending:
@@ -352,7 +352,7 @@ class Lending:
     @staticmethod
     def at_once(device: torch.device) -> Copier:
         """Return the copier that copies immediately, without pacing."""
-        return AtOnce()
+        return UnpacedCopies()
 
     def lent_by(self, device: int) -> int:
         """Return the bytes that a device lends in total."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from pipefit.errors import UsageError
 from pipefit.memory.arenas import slots
 from pipefit.memory.storages import StageStorages, Whereabouts
-from pipefit.runtime.offload.copying import Copier, Part, Slot
+from pipefit.runtime.offload.copying import Copier, Slot, SlotPart
 from pipefit.runtime.offload.lending import Borrowed
 from pipefit.schema.actions import Action, Bundle, Kind, Subject
 from pipefit.schema.cluster import Cluster
@@ -43,14 +43,14 @@ from pipefit.texts import counted, dtype_name
 # blocks are at most k + m - 1 pieces, and each piece is one copy. (MPress, the metadata table of D2D swap.)
 
 
-class Block(NamedTuple):
+class ReservedBlock(NamedTuple):
     """Bytes of a member of the cluster that are reserved for a move."""
 
     member: Member
     nbytes: int
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """`nbytes` of a tensor, from `offset` on, that are `within` bytes into a block.
 
     Both are numbers in a table.
@@ -72,13 +72,13 @@ class BlockTable:
 
     action: Action
     tensors: tuple[int, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[ReservedBlock, ...]
     state: Whereabouts
 
     @classmethod
     def of(cls, action: Action, tensors: Sequence[int], blocks: Sequence[tuple[Member, int]]) -> BlockTable:
         """Return the table of leaving tensors with these bytes, for blocks of these members and bytes."""
-        result = tuple(Block(*block) for block in blocks)
+        result = tuple(ReservedBlock(*block) for block in blocks)
         return cls(action=action, tensors=tuple(tensors), blocks=result, state=Whereabouts.LEAVING)
 
     def now(self, state: Whereabouts) -> BlockTable:
@@ -86,7 +86,7 @@ class BlockTable:
         return replace(self, state=state)
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[TensorPiece, ...]:
         """Bytes of the tensors in each block."""
         return tuple(pieces(self.tensors, [nbytes for _, nbytes in self.blocks]))
 
@@ -102,7 +102,7 @@ class BlockTable:
         return "".join(f" {piece.tensor}[{piece.offset}:{piece.offset + piece.nbytes}]" for piece in held)
 
 
-def pieces(tensors: Sequence[int], blocks: Sequence[int]) -> Iterator[Piece]:
+def pieces(tensors: Sequence[int], blocks: Sequence[int]) -> Iterator[TensorPiece]:
     """Yield the pieces of tensors in blocks of these sizes: each block is filled before the next one."""
     block, within = 0, 0
     for tensor, nbytes in enumerate(tensors):
@@ -112,7 +112,7 @@ def pieces(tensors: Sequence[int], blocks: Sequence[int]) -> Iterator[Piece]:
                 block, within = block + 1, 0
                 continue
             taken = min(nbytes - offset, blocks[block] - within)
-            yield Piece(tensor, offset, block, within, taken)
+            yield TensorPiece(tensor, offset, block, within, taken)
             offset, within = offset + taken, within + taken
 
 
@@ -121,7 +121,7 @@ def pieces(tensors: Sequence[int], blocks: Sequence[int]) -> Iterator[Piece]:
 Wanted = Mapping[int, Collection[int | str]]  # by layer, the numbers of saved tensors
 
 
-class Found(NamedTuple):
+class OffloadedTensor(NamedTuple):
     """A saved tensor that may be offloaded: its storage, shape and dtype."""
 
     storage: ref[torch.UntypedStorage]
@@ -130,7 +130,7 @@ class Found(NamedTuple):
 
 
 @dataclass(slots=True)
-class Move:
+class TensorMove:
     """The move of one action for one microbatch.
 
     It has a table, and the storages and slots that the table numbers.
@@ -162,8 +162,8 @@ class Luggage:
 
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
-        self.found: dict[Subject, Found] = {}
-        self.moves: dict[Subject | Bundle, Move] = {}
+        self.found: dict[Subject, OffloadedTensor] = {}
+        self.moves: dict[Subject | Bundle, TensorMove] = {}
         self.weights: Callable[[int], list[torch.UntypedStorage]] | None = None
         self.away: set[int] = set()
 
@@ -183,7 +183,7 @@ class Luggage:
             nonlocal count
             if count in wanted:
                 storage, dtype = ref(tensor.untyped_storage()), dtype_name(tensor.dtype)
-                self.found[Subject(layer, count)] = Found(storage, tuple(tensor.shape), dtype)
+                self.found[Subject(layer, count)] = OffloadedTensor(storage, tuple(tensor.shape), dtype)
             count += 1
             return tensor.detach(), tensor._version  # the tensor may be the result of the node that keeps it
 
@@ -273,7 +273,9 @@ class Mover:
         table = BlockTable.of(action, [nbytes for _, nbytes in storages], self._slots(action))
         taken = [(member, self.borrowed.take(member, nbytes)) for member, nbytes in table.blocks]
         copy = self.copy(storages, taken, outward=True)
-        luggage.moves[_subject(action)] = Move(table, [ref(storage) for storage, _ in storages], taken, copy)
+        luggage.moves[_subject(action)] = TensorMove(
+            table, [ref(storage) for storage, _ in storages], taken, copy
+        )
         luggage.away |= self._weights_of(action)
 
     def _offloaded(self, action: Action, luggage: Luggage, readers: Iterable[Tensor]) -> None:
@@ -394,7 +396,7 @@ class Mover:
         return storages
 
     def _check_planned(
-        self, action: Action, subject: Subject, found: Found, nbytes: int, *, smaller: bool
+        self, action: Action, subject: Subject, found: OffloadedTensor, nbytes: int, *, smaller: bool
     ) -> None:
         """Check that a saved tensor has the profiled dtype, shape and storage size."""
         stage = self.stages[action.stage]
@@ -414,7 +416,7 @@ class Mover:
                 f"the plan {list(saved.shape)} of {saved.dtype} in {planned}: {why}"
             )
 
-    def _present(self, action: Action, move: Move) -> list[tuple[torch.UntypedStorage, int]]:
+    def _present(self, action: Action, move: TensorMove) -> list[tuple[torch.UntypedStorage, int]]:
         """Return the storages of a move, which the graph still holds, with their bytes."""
         result = [
             (storage(), nbytes) for storage, nbytes in zip(move.storages, move.table.tensors, strict=True)
@@ -446,7 +448,7 @@ class Mover:
         """
         here = Member.device(self.number)
         parts = [
-            Part(storages[tensor][0], offset, there[block][1], within, nbytes, there[block][0])
+            SlotPart(storages[tensor][0], offset, there[block][1], within, nbytes, there[block][0])
             for tensor, offset, block, within, nbytes in pieces(
                 [nbytes for _, nbytes in storages], [slot.nbytes for _, slot in there]
             )

@@ -27,13 +27,13 @@ from pipefit.capture.chain import ChainLayer
 from pipefit.capture.storages import needed_bytes, storage_key
 from pipefit.errors import UsageError
 from pipefit.memory.arenas import slots
-from pipefit.memory.model_state import Gathered, Share, StageRest
-from pipefit.memory.states import Condition, Conditions, Home, Kept, Layers, StateMoves, home_of
+from pipefit.memory.model_state import Gathered, ReplicaShare, StageRest
+from pipefit.memory.states import Condition, Home, HomeState, Layers, StateConditions, StateMoves, home_of
 from pipefit.memory.storages import StageStorages
 from pipefit.runtime.offload.copying import Slot
 from pipefit.runtime.offload.moving import Mover
 from pipefit.runtime.optim.half_precision import WeightCopies
-from pipefit.runtime.optim.updates import Gradients, Updates
+from pipefit.runtime.optim.updates import SentGradients, Updates
 from pipefit.schema.actions import Action, Kind, Subject
 from pipefit.schema.devices import Member
 from pipefit.torch_internals import TorchDispatchMode, pytree
@@ -45,7 +45,7 @@ Storages = list[tuple[torch.UntypedStorage, int]]
 class _Content:
     """Content of a home, and its slots; `storages` are known during a move."""
 
-    kept: Kept
+    kept: HomeState
     slots: Sequence[tuple[Member, Slot]]
     planned: int  # bytes
     storages: Storages = field(default_factory=list)
@@ -67,7 +67,7 @@ class StateMover:
         self, moves: StateMoves, rest: StageRest, mover: Mover, host: int, seconds: Mapping[Layers, float]
     ) -> None:
         self._moves, self._share, self._mover, self._seconds = moves, rest.share, mover, seconds
-        self.conditions = Conditions(moves)
+        self.conditions = StateConditions(moves)
         self._contents: dict[Home, _Content] = {}
         for home, kept in moves.homes.items():
             planned = sum(rest.state_bytes_of(Subject(layer, kept.kind)) for layer in range(*kept.layers))
@@ -76,7 +76,7 @@ class StateMover:
             ]
             self._contents[home] = _Content(kept, taken, planned)
         self._started: dict[Layers, Any] = {}
-        self._sent: dict[Layers, Gradients] = {}
+        self._sent: dict[Layers, SentGradients] = {}
 
     # ---------------------------------------------------------------- access to state between steps
 
@@ -216,7 +216,7 @@ class StateMover:
             own = [parameter for parameter in updates.owned(layers) if parameter.grad is not None]
             views = self._views(content, [p.grad for p in own if p.grad is not None])
             there = {p: view for p, view in zip(own, views, strict=True) if view is not None}
-            self._sent[layers] = Gradients(there, partial(self._mover.settle, content.copy))
+            self._sent[layers] = SentGradients(there, partial(self._mover.settle, content.copy))
             content.storages = []
             for parameter in own:
                 parameter.grad = None
@@ -369,7 +369,7 @@ class GatheredParameters:
 
     def __init__(
         self,
-        share: Share | None,
+        share: ReplicaShare | None,
         own: Sequence[Sequence[nn.Parameter]],
         copies: WeightCopies,
         storages: StageStorages,

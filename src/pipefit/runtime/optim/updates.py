@@ -29,8 +29,8 @@ from pipefit.capture.parameter_groups import parameter_groups
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.fingerprint import options
-from pipefit.memory.model_state import Share
-from pipefit.memory.states import Kept, Layers
+from pipefit.memory.model_state import ReplicaShare
+from pipefit.memory.states import HomeState, Layers
 from pipefit.runtime.comm.agreement import Agreement
 from pipefit.runtime.offload.copying import Pace
 from pipefit.runtime.optim.half_precision import (
@@ -40,7 +40,7 @@ from pipefit.runtime.optim.half_precision import (
     make_optimizer,
     make_scheduler,
 )
-from pipefit.tensor_parallel import Shard
+from pipefit.tensor_parallel import TensorShard
 from pipefit.torch_internals import TorchDispatchMode, pytree, without_dispatch_modes
 
 # ---- Steps of some of an optimizer's parameters
@@ -204,7 +204,7 @@ def kept_beside(
 _SIDE, _STEPS, _TOLERANCE = 4, 3, 1e-5
 
 
-class _Kind(NamedTuple):
+class _GroupKind(NamedTuple):
     """Kind of a group's parameters: their number of dimensions, and the dimension that ranks divide."""
 
     dimensions: int
@@ -214,13 +214,13 @@ class _Kind(NamedTuple):
 class _Tried(NamedTuple):
     """The same parameter twice: whole, and as the part of a rank."""
 
-    kind: _Kind
+    kind: _GroupKind
     whole: nn.Parameter
     part: nn.Parameter
 
 
 def check_elementwise(
-    task: Task, layers: Sequence[ChainLayer], shards: Mapping[str, Shard], device: torch.device
+    task: Task, layers: Sequence[ChainLayer], shards: Mapping[str, TensorShard], device: torch.device
 ) -> None:
     """Check that ranks can update parts of the parameters of `layers` with the task's optimizer.
 
@@ -249,8 +249,8 @@ def check_elementwise(
 
 
 def _different(
-    layers: Sequence[Sequence[Group]], names: Mapping[int, str], shards: Mapping[str, Shard]
-) -> Iterator[tuple[Group, tuple[_Kind, ...]]]:
+    layers: Sequence[Sequence[Group]], names: Mapping[int, str], shards: Mapping[str, TensorShard]
+) -> Iterator[tuple[Group, tuple[_GroupKind, ...]]]:
     """Yield the options of every group with the kinds of its parameters; equal groups once."""
     seen = set[object]()
     for group in (group for of_layer in layers for group in of_layer):
@@ -275,17 +275,19 @@ def _coupled(task: Task, groups: Sequence[tuple[Group, list[_Tried]]], draws: to
     return "" if alike else type(part).__name__
 
 
-def _kinds(group: Group, names: Mapping[int, str], shards: Mapping[str, Shard]) -> tuple[_Kind, ...]:
+def _kinds(
+    group: Group, names: Mapping[int, str], shards: Mapping[str, TensorShard]
+) -> tuple[_GroupKind, ...]:
     parameters: list[nn.Parameter] = group["params"]
-    return tuple(dict.fromkeys(_Kind(p.ndim, shards[names[id(p)]].dim) for p in parameters))
+    return tuple(dict.fromkeys(_GroupKind(p.ndim, shards[names[id(p)]].dim) for p in parameters))
 
 
-def _tried(kind: _Kind, draws: torch.Generator, device: torch.device) -> _Tried:
+def _tried(kind: _GroupKind, draws: torch.Generator, device: torch.device) -> _Tried:
     whole = torch.randn([_SIDE] * kind.dimensions, generator=draws).to(device)
     return _Tried(kind, nn.Parameter(whole), nn.Parameter(_part(whole, kind)))
 
 
-def _part(whole: Tensor, kind: _Kind) -> Tensor:
+def _part(whole: Tensor, kind: _GroupKind) -> Tensor:
     """Return the part of the first of two ranks."""
     return (whole if kind.divided is None else whole.narrow(kind.divided, 0, _SIDE // 2)).clone()
 
@@ -318,7 +320,7 @@ Elsewhere = Mapping[nn.Parameter, nn.Parameter | None]
 _OF_GPUS = "fused", "capturable"  # options of groups for steps on a GPU
 
 
-class Gradients(NamedTuple):
+class SentGradients(NamedTuple):
     """Gradients that have been sent to a place, as tensors `there`; `arrive` waits for their arrival."""
 
     there: Mapping[nn.Parameter, Tensor]
@@ -345,7 +347,7 @@ class Updates:
         start: int,
         agreement: Agreement | None,
         elsewhere: Elsewhere,
-        share: Share | None = None,
+        share: ReplicaShare | None = None,
     ) -> None:
         self._start, self._stop, self._agreement, self._share = start, start + len(layers), agreement, share
         self._make, self._beside = task.optimizer, dict[tuple[int, int, torch.dtype], frozenset[str]]()
@@ -468,7 +470,7 @@ class Updates:
         """Return whether an optimizer tensor is on the device of the parameter's updated tensor."""
         return item.device == self.worked_on(parameter).device
 
-    def is_whole(self, kept: Kept) -> bool:
+    def is_whole(self, kept: HomeState) -> bool:
         """Return whether all tensors of a state exist: gradients and optimizer state may lack parameters."""
         if kept.kind == "parameters":
             return True
@@ -501,7 +503,9 @@ class Updates:
         left_out = {*map(id, parameters), *map(id, self._elsewhere)}
         return [p for own in self._own for p in own if p.requires_grad and id(p) not in left_out]
 
-    def start_elsewhere(self, layers: Layers, gradients: Gradients, seconds: float) -> Future[None] | None:
+    def start_elsewhere(
+        self, layers: Layers, gradients: SentGradients, seconds: float
+    ) -> Future[None] | None:
         """Begin to update these layers at their place after the arrival of the `gradients`.
 
         It takes at least `seconds`. Return None if there is nothing to update.

@@ -53,7 +53,7 @@ class Version:
 
 
 @dataclass(slots=True)
-class _Bound:
+class _ParameterPlaces:
     """Places of parameters in layers of one specialization.
 
     The layers are kept, so that their ids stay valid.
@@ -93,7 +93,7 @@ class Weights:
         self.parameters = list({id(p): p for _, _, p in named if p.requires_grad}.values())
         self._numbers = {id(p): number for number, p in enumerate(self.parameters)}
         self._check()
-        self._bound: dict[int, _Bound] = {}
+        self._bound: dict[int, _ParameterPlaces] = {}
         self._newest = self._current = self._only()
         self._copied = frozenset(self._layers)  # layers that the newest version has copied
 
@@ -276,7 +276,7 @@ class Weights:
     def _slots(self, layers: Sequence[ChainLayer]) -> list[Slot]:
         known = self._bound.get(id(layers))
         if known is None:
-            known = self._bound[id(layers)] = _Bound(layers)
+            known = self._bound[id(layers)] = _ParameterPlaces(layers)
             parts = {id(part): part for layer in layers for part in layer.module.modules()}
             for part in parts.values():
                 for name, parameter in part._parameters.items():

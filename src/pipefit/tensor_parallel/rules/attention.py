@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from pipefit.capture.flat import value
 from pipefit.tensor_parallel.collectives import Collectives
-from pipefit.tensor_parallel.forms import C, Form, Split, take
+from pipefit.tensor_parallel.forms import C, DimSplit, Form, take
 from pipefit.tensor_parallel.operations import GROUP, Call, Operation, Strategy, Wishes, shape
 
 # ---- Random draws: every rank draws the whole value as one worker would, and uses its part
@@ -39,7 +39,7 @@ def dropout(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 
 def part_dropout(
-    x: Tensor, p: float, shape: list[int], strides: list[int], s: Split, group: Collectives
+    x: Tensor, p: float, shape: list[int], strides: list[int], s: DimSplit, group: Collectives
 ) -> Tensor:
     """Return a part of a dropout; the whole has `shape`, and memory order by `strides`, in which it is
     drawn.
@@ -56,7 +56,7 @@ def part_dropout(
 def attention(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
     """Divide attention over (..., heads, tokens, head size) along any dimension before the last two."""
     query, mask = op.given["query"], op.given["attn_mask"]
-    for s in {Split(op.last - 2): None, **wishes}:
+    for s in {DimSplit(op.last - 2): None, **wishes}:
         if s.dim > op.last - 2 or s.padded or (s.repeats > 1 and op.given["enable_gqa"]):
             continue
         forms: list[tuple[Any, Form]] = [(query, s)]
@@ -64,15 +64,15 @@ def attention(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
         if isinstance(mask, fx.Node):
             forms.append((mask, op.broadcast(s, mask)))
         dropped = op.given["dropout_p"] > 0
-        if not dropped or (s == Split(1) and op.last == 3):
+        if not dropped or (s == DimSplit(1) and op.last == 3):
             yield op.way(s, *forms, call=_dropping(op, s) if dropped else None)
 
 
-def _of_keys(s: Split, node: fx.Node) -> Form:
+def _of_keys(s: DimSplit, node: fx.Node) -> Form:
     return C if shape(node)[s.dim] == 1 else s
 
 
-def _dropping(op: Operation, s: Split) -> Call:
+def _dropping(op: Operation, s: DimSplit) -> Call:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
     pairs = [*op.shape[:3], shape(op.given["key"])[2]]
     return Call(target=part_attention, args=(*(op.given[name] for name in names), pairs, s, GROUP))
@@ -87,7 +87,7 @@ def part_attention(
     causal: bool,
     scale: float | None,
     pairs: list[int],
-    s: Split,
+    s: DimSplit,
     group: Collectives,
 ) -> Tensor:
     """Return a rank's heads of attention with dropout; `pairs` is the shape of all heads' weights."""

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from pipefit.capture.flat import draws, operator_name
-from pipefit.tensor_parallel.forms import C, Split
+from pipefit.tensor_parallel.forms import C, DimSplit
 from pipefit.tensor_parallel.operations import Operation, Strategy, Wishes, shape, wished
 from pipefit.torch_internals import OpOverload
 
@@ -18,7 +18,7 @@ from pipefit.torch_internals import OpOverload
 def over_features(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
     """Divide layer and RMS norm along a dimension before the features, such as heads or positions."""
     x, last = op.given["input"], op.last - len(op.given["normalized_shape"])
-    positions = {Split(last): None} if op.sequences and last > 0 else {}
+    positions = {DimSplit(last): None} if op.sequences and last > 0 else {}
     for s in {**wishes, **positions}:
         if s.dim <= last and not s.padded:
             yield op.way(s, (x, s), *((op.given.get(name), C) for name in ("weight", "bias")))
@@ -34,11 +34,15 @@ def over_channels(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 def over_groups(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
     """Divide group norm: every rank has some of the groups."""
-    groups, s = op.given["num_groups"], Split(1)
+    groups, s = op.given["num_groups"], DimSplit(1)
     if groups % op.ranks == 0:
         call = op.changed(num_groups=groups // op.ranks)
         yield op.way(
-            s, (op.given["input"], s), (op.given["weight"], Split(0)), (op.given["bias"], Split(0)), call=call
+            s,
+            (op.given["input"], s),
+            (op.given["weight"], DimSplit(0)),
+            (op.given["bias"], DimSplit(0)),
+            call=call,
         )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from pipefit.tensor_parallel.collectives import Collectives, reduced, scattered
-from pipefit.tensor_parallel.forms import C, Form, R, Split
+from pipefit.tensor_parallel.forms import C, DimSplit, Form, R
 from pipefit.tensor_parallel.operations import (
     GROUP,
     Call,
@@ -44,14 +44,14 @@ def einsum(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
     for letter in dict.fromkeys("".join(equation.operands)):
         if letter in equation.result:
             dim = equation.result.index(letter)
-            yield op.way(Split(dim), *_along(equation, tensors, letter, Split(dim)))
+            yield op.way(DimSplit(dim), *_along(equation, tensors, letter, DimSplit(dim)))
         else:
             call = Call(target=part_einsum, args=(op.given["equation"], tensors, GROUP))
-            yield op.way(R, *_along(equation, tensors, letter, Split(0)), summed=True, call=call)
+            yield op.way(R, *_along(equation, tensors, letter, DimSplit(0)), summed=True, call=call)
 
 
 def _along(
-    equation: Equation, tensors: Sequence[fx.Node], letter: str, s: Split
+    equation: Equation, tensors: Sequence[fx.Node], letter: str, s: DimSplit
 ) -> Iterator[tuple[fx.Node, Form]]:
     """Yield the form of every operand if a letter is divided."""
     for tensor, letters in zip(tensors, equation.operands, strict=True):
@@ -82,10 +82,10 @@ def convolution(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
         for s in wished(wishes, 1):
             if not s.padded:
                 yield op.way(s, (x, C), (weight, s.at(0)), (bias, s.at(0)))
-        yield op.way("R", (x, Split(1)), (weight, Split(1)), summed=True, call=_by_rows(op))
+        yield op.way("R", (x, DimSplit(1)), (weight, DimSplit(1)), summed=True, call=_by_rows(op))
     elif groups % op.ranks == 0:
-        s, call = Split(1), op.changed(groups=groups // op.ranks)
-        yield op.way(s, (x, s), (weight, Split(0)), (bias, Split(0)), call=call)
+        s, call = DimSplit(1), op.changed(groups=groups // op.ranks)
+        yield op.way(s, (x, s), (weight, DimSplit(0)), (bias, DimSplit(0)), call=call)
 
 
 def transposed(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
@@ -96,7 +96,7 @@ def transposed(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
     for s in wished(wishes, 1):
         if not s.padded:
             yield op.way(s, (x, C), (weight, s), (bias, s.at(0)))
-    yield op.way("R", (x, Split(1)), (weight, Split(0)), summed=True, call=_by_rows(op))
+    yield op.way("R", (x, DimSplit(1)), (weight, DimSplit(0)), summed=True, call=_by_rows(op))
 
 
 def _by_rows(op: Operation) -> Call:
@@ -126,7 +126,7 @@ def linear(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
     for s in wished(wishes, op.last):
         yield op.way(s, (x, C), (weight, s.at(0)), (bias, s.at(0)))
     yield from _products_by_rows(
-        op, wishes, row_linear, (x, weight, bias), (Split(len(shape(x)) - 1), Split(1))
+        op, wishes, row_linear, (x, weight, bias), (DimSplit(len(shape(x)) - 1), DimSplit(1))
     )
 
 
@@ -144,11 +144,15 @@ def mm(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 def _mm(op: Operation, wishes: Wishes, x: Any, weight: Any, bias: Any) -> Iterator[Strategy | None]:
     for s in wished(wishes, op.last):
         yield op.way(s, (x, C), (weight, s), (bias, None if bias is None else op.broadcast(s, bias)))
-    yield from _products_by_rows(op, wishes, row_mm, (x, weight, bias), (Split(1), Split(0)))
+    yield from _products_by_rows(op, wishes, row_mm, (x, weight, bias), (DimSplit(1), DimSplit(0)))
 
 
 def _products_by_rows(
-    op: Operation, wishes: Wishes, target: Any, operands: tuple[Any, Any, Any], forms: tuple[Split, Split]
+    op: Operation,
+    wishes: Wishes,
+    target: Any,
+    operands: tuple[Any, Any, Any],
+    forms: tuple[DimSplit, DimSplit],
 ) -> Iterator[Strategy | None]:
     """Divide by rows of the weight: every rank gets the whole sum, or with `sequences` its part."""
     x, weight, bias = operands
@@ -166,7 +170,7 @@ def matmul(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
     dims = [len(shape(x)), len(shape(y))]
     if min(dims) < 2:
         return
-    for s in {**wishes, Split(op.last): None}:
+    for s in {**wishes, DimSplit(op.last): None}:
         if s.dim == op.last:
             yield op.way(s, (x, C), (y, s.at(dims[1] - 1)))
         elif s.dim == op.last - 1:
@@ -174,7 +178,7 @@ def matmul(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
         else:
             yield op.way(s, (x, op.broadcast(s, x)), (y, op.broadcast(s, y)))  # type: ignore[arg-type]
     call = Call(target=row_mm, args=(x, y, None, None, GROUP))
-    yield op.way("R", (x, Split(dims[0] - 1)), (y, Split(dims[1] - 2)), summed=True, call=call)
+    yield op.way("R", (x, DimSplit(dims[0] - 1)), (y, DimSplit(dims[1] - 2)), summed=True, call=call)
 
 
 def baddbmm(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
@@ -194,25 +198,27 @@ def grouped_mm(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
         yield op.way(s, (x, C), (weights, s.at(2)))
     whole = op.replicated().call
     call = Call(target=row_grouped, args=(op.node.target, whole.args, dict(whole.kwargs), GROUP))
-    yield op.way("R", (x, Split(1)), (weights, Split(1)), summed=True, call=call)
+    yield op.way("R", (x, DimSplit(1)), (weights, DimSplit(1)), summed=True, call=call)
 
 
 # ------------------------------------------------------------------ what ranks call
 
 
 def row_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, form: Split | None, group: Collectives
+    x: Tensor, weight: Tensor, bias: Tensor | None, form: DimSplit | None, group: Collectives
 ) -> Tensor:
     """Return a linear layer whose inputs are divided: this rank's part in a `form`, or the whole."""
     return with_bias(summed(F.linear(x, weight), form, group), bias)
 
 
-def row_mm(x: Tensor, weight: Tensor, bias: Tensor | None, form: Split | None, group: Collectives) -> Tensor:
+def row_mm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, form: DimSplit | None, group: Collectives
+) -> Tensor:
     """Return a product whose terms are divided, plus a bias: this rank's part in a `form`, or the whole."""
     return with_bias(summed(torch.matmul(x, weight), form, group), bias)
 
 
-def summed(partial: Tensor, form: Split | None, group: Collectives) -> Tensor:
+def summed(partial: Tensor, form: DimSplit | None, group: Collectives) -> Tensor:
     """Return the sum of the ranks' tensors, or this rank's part of it."""
     return reduced(partial, group) if form is None else scattered(partial, form, group)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from pipefit.capture.flat import operator_name, value
-from pipefit.tensor_parallel.forms import C, Split
+from pipefit.tensor_parallel.forms import C, DimSplit
 from pipefit.tensor_parallel.operations import Call, Operation, Strategy, Wishes, shape
 
 # ---- Pieces of a dimension: split, chunk, slice, select, unbind, cat, stack, pad, index
@@ -39,10 +39,10 @@ def item(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
             yield op.way(s, (source, s.at(s.dim + (s.dim >= dim))))
         elif s.dim != dim:
             yield op.way(s, (source, s))
-        elif s == Split(dim):
-            yield op.way(s, (source, Split.of(dim, [piece[dim] for piece in every])))
+        elif s == DimSplit(dim):
+            yield op.way(s, (source, DimSplit.of(dim, [piece[dim] for piece in every])))
         elif not (s.blocks or s.padded) and every.count(every[0]) == len(every):
-            yield op.way(s, (source, Split(dim, s.repeats * len(every))))
+            yield op.way(s, (source, DimSplit(dim, s.repeats * len(every))))
 
 
 def cut(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
@@ -94,9 +94,9 @@ def slice_(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
     for s in wishes:
         if s.dim != dim or op.shape == shape(x):
             yield op.way(s, (x, s))
-        elif op.given["step"] == 1 and s == Split(dim) and start % op.ranks == stop % op.ranks == 0:
+        elif op.given["step"] == 1 and s == DimSplit(dim) and start % op.ranks == stop % op.ranks == 0:
             call = op.changed(start=start // op.ranks, end=stop // op.ranks)
-            yield op.way(s, (x, Split.of(dim, _blocks(op, dim))), call=call)
+            yield op.way(s, (x, DimSplit.of(dim, _blocks(op, dim))), call=call)
 
 
 def _range(op: Operation) -> tuple[int, int]:
@@ -126,12 +126,12 @@ def cat(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
     tensors, dim = op.node.args[0], op.given["dim"] % (op.last + 1)
     if not isinstance(tensors, list | tuple) or any(len(shape(x)) != op.last + 1 for x in tensors):
         return
-    together = Split.of(dim, [shape(x)[dim] for x in tensors])
+    together = DimSplit.of(dim, [shape(x)[dim] for x in tensors])
     for s in wishes:
         if s.dim != dim:
             yield op.way(s, *((x, s) for x in tensors))
         elif s == together:
-            yield op.way(s, *((x, Split(dim)) for x in tensors))
+            yield op.way(s, *((x, DimSplit(dim)) for x in tensors))
 
 
 def stack(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
@@ -175,8 +175,8 @@ def glu(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
     for s in wishes:
         if s.dim != dim:
             yield op.way(s, (x, s))
-        elif s == Split(dim):
-            yield op.way(s, (x, Split(dim, 2)))
+        elif s == DimSplit(dim):
+            yield op.way(s, (x, DimSplit(dim, 2)))
 
 
 def roll(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
@@ -208,7 +208,7 @@ def view(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
         yield op.way(s, (x, source), call=call)
 
 
-def through_reshape(before: Sequence[int], after: Sequence[int], s: Split, ranks: int) -> Split | None:
+def through_reshape(before: Sequence[int], after: Sequence[int], s: DimSplit, ranks: int) -> DimSplit | None:
     """Convert a split of shape `before` to shape `after`; None if it is not a split of one dimension
     there.
     """
@@ -218,7 +218,9 @@ def through_reshape(before: Sequence[int], after: Sequence[int], s: Split, ranks
     return None
 
 
-def _in_group(before: Sequence[int], after: Sequence[int], s: Split, offset: int, ranks: int) -> Split | None:
+def _in_group(
+    before: Sequence[int], after: Sequence[int], s: DimSplit, offset: int, ranks: int
+) -> DimSplit | None:
     """Convert a split within one group of dimensions, which begins at `offset` in the shape after."""
     if s.blocks or s.padded:
         kept = next((d for d, size in enumerate(after) if size == math.prod(before) == before[s.dim]), None)
@@ -226,7 +228,7 @@ def _in_group(before: Sequence[int], after: Sequence[int], s: Split, offset: int
     rows, prefix = math.prod(before[: s.dim]) * s.repeats, 1
     for dim, size in enumerate(after):
         if rows % prefix == 0 and prefix * size % (rows * ranks) == 0:
-            return Split(offset + dim, rows // prefix)
+            return DimSplit(offset + dim, rows // prefix)
         prefix *= size
     return None
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipefit.tensor_parallel.collectives import Collectives, reduced
-from pipefit.tensor_parallel.forms import R, Split, divides
+from pipefit.tensor_parallel.forms import DimSplit, R, divides
 from pipefit.tensor_parallel.operations import GROUP, Call, Operation, Strategy, Wishes, nbytes, shape, wished
 
 
@@ -28,9 +28,9 @@ def embedding(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
     yield op.way(R, (weight, vocabulary(shape(weight)[0], 0, op.ranks)), summed=True, call=call)
 
 
-def vocabulary(words: int, dim: int, ranks: int) -> Split:
+def vocabulary(words: int, dim: int, ranks: int) -> DimSplit:
     """Return the split of a dimension of `words` words, padded if necessary."""
-    return Split(dim) if divides([words], Split(0), ranks) else Split(dim, padded=True)
+    return DimSplit(dim) if divides([words], DimSplit(0), ranks) else DimSplit(dim, padded=True)
 
 
 def part_embedding(weight: Tensor, tokens: Tensor, padding: int, group: Collectives) -> Tensor:
