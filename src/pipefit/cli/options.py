@@ -12,7 +12,7 @@ from pipefit.errors import UsageError
 from pipefit.schema.trace import MOST_STEPS
 
 if TYPE_CHECKING:
-    from pipefit.memory.cuda_allocator import AllocatorSettings
+    from pipefit.memory import AllocatorSettings
 
 Target = Literal["cpu", "cuda"]
 Precision = Literal[
@@ -110,7 +110,7 @@ def allocator(written: str | None, target: Target) -> AllocatorSettings | None:
     Raises:
         UsageError: the settings are not simulated, or given for a target without the allocator.
     """
-    from pipefit.memory.cuda_allocator import ENVIRONMENT, AllocatorSettings
+    from pipefit.memory import ENVIRONMENT, AllocatorSettings
 
     if target != "cuda":
         if written is not None:

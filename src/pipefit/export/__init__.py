@@ -1,1 +1,3 @@
 """Documents in the formats of other tools."""
+
+__all__ = []

@@ -8,14 +8,21 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from pipefit.capture import capture
-from pipefit.capture.chain import Chain, ChainLayer
-from pipefit.capture.copying import copied, copy_of
-from pipefit.capture.model import with_batch
-from pipefit.capture.refusals import refuse_module
-from pipefit.capture.sample import Sample, in_mode, sample
-from pipefit.capture.sizes import Family, Sketch
-from pipefit.capture.task import Task
+from pipefit.capture import (
+    Chain,
+    ChainLayer,
+    Family,
+    Sample,
+    Sketch,
+    Task,
+    capture,
+    copied,
+    copy_of,
+    in_mode,
+    refuse_module,
+    with_batch,
+)
+from pipefit.capture.sample import sample
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.processes import beside

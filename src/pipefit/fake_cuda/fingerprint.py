@@ -20,10 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from pipefit.capture.caller import left_as_found
-from pipefit.capture.chain import Chain, ChainLayer, layout, module_settings
-from pipefit.capture.graph_layer import GraphLayer, wholes
-from pipefit.capture.task import Task
+from pipefit.capture import (
+    Chain,
+    ChainLayer,
+    GraphLayer,
+    Task,
+    layout,
+    left_as_found,
+    module_settings,
+    wholes,
+)
 from pipefit.errors import PipefitError, UsageError, in_one_line
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.schema.profile import Fingerprint, Measurement, digest

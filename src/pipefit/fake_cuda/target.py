@@ -49,8 +49,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optim_optimizer
 from torch.utils import backend_registration
 
-from pipefit.capture.by_value import assumed, is_named, unknown
-from pipefit.capture.cuda_autocast import CudaCasts, as_on_cuda
+from pipefit.capture import CudaCasts, as_on_cuda, assumed, is_named, unknown
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.attention_choice import cuda_attention
 from pipefit.fake_cuda.results import Known, QuickFakeMode

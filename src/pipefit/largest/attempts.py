@@ -13,14 +13,24 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from pipefit.errors import InfeasibleError, UsageError
-from pipefit.lowering.passes.recomputation import Recompute
-from pipefit.memory.arenas import room_needed, shortage
-from pipefit.planner import PLANNERS, Answer, Planner, PlanOptions, Question, answered, unexplained
-from pipefit.planner.joint import exact_in_time
-from pipefit.planner.lean import ALL_AWAY, at_hosts
-from pipefit.planner.open_choices import by_distance, sizes_of
+from pipefit.lowering import Recompute
+from pipefit.memory import room_needed, shortage
+from pipefit.planner import (
+    ALL_AWAY,
+    PLANNERS,
+    Answer,
+    Planner,
+    PlanOptions,
+    Question,
+    answered,
+    at_hosts,
+    by_distance,
+    exact_in_time,
+    sizes_of,
+    unexplained,
+)
 from pipefit.processes import beside
-from pipefit.profiler.on_demand import OnDemand, Repeated
+from pipefit.profiler import OnDemand, Repeated
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.fit import Attempt
 from pipefit.schema.plan import Plan

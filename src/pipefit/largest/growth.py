@@ -17,10 +17,19 @@ from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.chain import Chains
 from pipefit.largest.attempts import Look, Proposal, attempt, plan_on_the_way, sizes_asked, soon_planned
-from pipefit.planner import ON_GRIDS, Answer, PlanOptions, Question, check_planner
-from pipefit.planner.open_choices import check_first, microbatch_sizes, training_of
-from pipefit.planner.problem import Degree, check_degrees
-from pipefit.profiler.on_demand import NotRepeated, OnDemand, Repeated, same_costs
+from pipefit.planner import (
+    ON_GRIDS,
+    Answer,
+    Degree,
+    PlanOptions,
+    Question,
+    check_degrees,
+    check_first,
+    check_planner,
+    microbatch_sizes,
+    training_of,
+)
+from pipefit.profiler import NotRepeated, OnDemand, Repeated, same_costs
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import Link, Member, MemberKind
 from pipefit.schema.fit import Sense, named_value

@@ -20,15 +20,21 @@ from pipefit.fake_cuda.chain import Chains
 from pipefit.fake_cuda.fingerprint import precision_of
 from pipefit.largest.attempts import attempt, soon_planned
 from pipefit.largest.growth import with_devices
-from pipefit.planner import PLANNERS, Means, PlanOptions, Question, solved
-from pipefit.planner.bounds import step_bound
+from pipefit.planner import (
+    PLANNERS,
+    Means,
+    PlanOptions,
+    Question,
+    Simulations,
+    changed_by_replicas,
+    check_first,
+    exact_in_time,
+    solved,
+    step_bound,
+    with_slices,
+)
 from pipefit.planner.common_plans import common_plans
-from pipefit.planner.joint import exact_in_time
-from pipefit.planner.neighbours import Simulations
-from pipefit.planner.open_choices import check_first, with_slices
-from pipefit.planner.problem import changed_by_replicas
-from pipefit.profiler import Progress
-from pipefit.profiler.on_demand import OnDemand, profiled_beside
+from pipefit.profiler import OnDemand, Progress, profiled_beside
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.fit import (
     HOWS,

@@ -18,7 +18,7 @@ from pipefit.largest.attempts import Look, attempt, likely
 from pipefit.largest.growth import Growth
 from pipefit.planner import Answer, explained
 from pipefit.processes import uncollected
-from pipefit.profiler.on_demand import NotRepeated, OnDemand, Repeated
+from pipefit.profiler import NotRepeated, OnDemand, Repeated
 from pipefit.runtime import certify as dry_run
 from pipefit.schema.fit import Attempt, Fit
 from pipefit.schema.plan import Plan

@@ -15,7 +15,7 @@ from pipefit.capture import Task
 from pipefit.errors import InfeasibleError, OutOfMemory, UsageError
 from pipefit.fake_cuda.chain import Chains
 from pipefit.largest.attempts import Proposal
-from pipefit.memory.cuda_allocator import AllocatorSettings
+from pipefit.memory import AllocatorSettings
 from pipefit.planner import ON_RUNS, Means, PlanArguments, PlanOptions, answered
 from pipefit.profiler import Progress
 from pipefit.runtime import certify
@@ -254,7 +254,7 @@ def _plan_of_task(
     """Return the plan of a task, whose profiles are made on demand."""
     _check(model, asked)
     from pipefit.largest.attempts import in_order, plan_on_the_way, sizes_asked
-    from pipefit.profiler.on_demand import OnDemand
+    from pipefit.profiler import OnDemand
 
     sizes = sizes_asked(training, asked)
     ahead = in_order(sizes, training, asked, len(cluster.devices))

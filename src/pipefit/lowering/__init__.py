@@ -1,6 +1,7 @@
 """Schedules, which generate compute actions, and the lowering of a plan to its program."""
 
-from pipefit.lowering.asynchronous import Entered, as_early
+from pipefit.lowering.asynchronous import Entered, as_early, period
+from pipefit.lowering.local_batches import check_slices
 from pipefit.lowering.lower import (
     ENDLESS,
     SCHEDULES,
@@ -17,24 +18,43 @@ from pipefit.lowering.lower import (
     updates_alone,
     whole_run,
 )
+from pipefit.lowering.passes.collectives import bucket_edges
+from pipefit.lowering.passes.communication import begins, is_backward_of
+from pipefit.lowering.passes.recomputation import (
+    RECOMPUTE,
+    Recompute,
+    cuts,
+    recompute_decisions,
+    recomputed_microbatches,
+)
 from pipefit.lowering.schedules import Compute, Endless, Schedule
 
 __all__ = [
     "ENDLESS",
+    "RECOMPUTE",
     "SCHEDULES",
     "Compute",
     "Endless",
     "Entered",
+    "Recompute",
     "Schedule",
     "as_early",
+    "begins",
+    "bucket_edges",
+    "check_slices",
+    "cuts",
     "distinct_steps",
     "distinct_steps_of",
+    "is_backward_of",
     "is_endless",
     "loss_delay",
     "lower",
     "lower_drain",
     "lower_evaluation",
+    "period",
     "rank_programs",
+    "recompute_decisions",
+    "recomputed_microbatches",
     "schedule_named",
     "step_programs",
     "updates_alone",

@@ -13,6 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pipefit.measure.cpu import SCALAR_BYTES, Meter, OverCap, Tracked, saving_nothing
+from pipefit.measure.cuda import CudaMeter, HostWatch, Mark, Stopwatch
+from pipefit.measure.kernels import Kernels
+from pipefit.measure.machine import this_machine, threads_of
 from pipefit.schema.trace import AllocatorPeaks, Category, MemorySample
 
 
@@ -31,3 +35,19 @@ class MemoryMeter(AbstractContextManager[Any], Protocol):
     def resized(self, storage: torch.UntypedStorage) -> None: ...
     def drop_graph(self) -> None: ...
     def forget_graphs(self) -> None: ...
+
+
+__all__ = [
+    "SCALAR_BYTES",
+    "CudaMeter",
+    "HostWatch",
+    "Kernels",
+    "Mark",
+    "Meter",
+    "OverCap",
+    "Stopwatch",
+    "Tracked",
+    "saving_nothing",
+    "this_machine",
+    "threads_of",
+]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pipefit.measure.cpu import Tracked
-from pipefit.memory.cuda_allocator import ENVIRONMENT
+from pipefit.memory import ENVIRONMENT
 from pipefit.schema.trace import CATEGORIES, AllocatorPeaks, Category, MemorySample
 
 # ---- GPU time, from pairs of events on the compute stream

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pipefit.capture.task import Task
+from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.models.amoebanet import amoebanet
 from pipefit.models.bert import bert

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipefit.capture.task import Task
+from pipefit.capture import Task
 from pipefit.models.settings import (
     OptimizerName,
     Rate,

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from pipefit.capture.task import Task
+from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.models.settings import (
     Depth,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipefit.capture.task import Task
+from pipefit.capture import Task
 from pipefit.errors import UsageError, in_one_line
 from pipefit.models.settings import OptimizerName, Rate, Setting, optimizer_of, rule_of
 from pipefit.texts import meant

@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from pipefit.capture.task import Task
+from pipefit.capture import Task
 from pipefit.models.bert import bert
 from pipefit.models.gpt import gpt
 from pipefit.models.settings import OptimizerName, Rate, Share, checked

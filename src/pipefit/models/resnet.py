@@ -14,7 +14,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from pipefit.capture.task import Task
+from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.models.settings import (
     OptimizerName,

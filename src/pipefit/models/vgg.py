@@ -14,7 +14,7 @@ from typing import Annotated
 
 from torch import nn
 
-from pipefit.capture.task import Task
+from pipefit.capture import Task
 from pipefit.models.settings import (
     OptimizerName,
     Rate,

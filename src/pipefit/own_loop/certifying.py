@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipefit.fake_cuda.target import FakeTarget
-from pipefit.measure.cpu import Meter
-from pipefit.measure.kernels import Kernels
+from pipefit.measure import Kernels, Meter
 from pipefit.own_loop.installing import install
 from pipefit.own_loop.loop import Loop
 from pipefit.own_loop.offloading import HostTensors

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from pipefit.errors import InfeasibleError, PipefitError, UsageError, in_one_line
 from pipefit.fake_cuda.apart import apart
-from pipefit.measure.kernels import Kernels
+from pipefit.measure import Kernels
 from pipefit.own_loop.certifying import peaks_of
 from pipefit.own_loop.choice import Choices, Variable
 from pipefit.own_loop.installing import PlannedForward, check_free, install

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from pipefit.capture.by_value import updating
+from pipefit.capture import updating
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.own_loop.optimizer_state import on_no_host

@@ -20,8 +20,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from pipefit.runtime.offload.copying import Copier, NoCopier, Slot, SlotPart, UnpacedCopies
-from pipefit.runtime.offload.cuda import OnStreams
+from pipefit.runtime import Copier, NoCopier, OnStreams, Slot, SlotPart, UnpacedCopies
 
 CHANGED = "a tensor that autograd has saved was modified by an inplace operation before its backward"
 

@@ -22,12 +22,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipefit.fake_cuda.target import FakeTarget
-from pipefit.measure.cpu import Tracked
-from pipefit.measure.kernels import Kernels
+from pipefit.measure import Kernels, Tracked
 from pipefit.own_loop.installing import FORWARD
 from pipefit.own_loop.loop import Loop
-from pipefit.profiler.feedback import statistics_written
-from pipefit.profiler.pass_meter import PassMeter
+from pipefit.profiler import PassMeter, statistics_written
 from pipefit.schema.devices import DeviceKind
 from pipefit.schema.layer_costs import Alike, Kernel, KernelMemory, Work
 from pipefit.texts import kind_of

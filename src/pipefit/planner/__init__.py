@@ -22,13 +22,36 @@ from pipefit.planner.baselines.mcap import additive, bayesian, mcap_bf, mcap_bo
 from pipefit.planner.baselines.mpress import mpress
 from pipefit.planner.baselines.prediction import best_split, true_peaks
 from pipefit.planner.baselines.simple import first_last, parameters, time, uniform
+from pipefit.planner.bounds import step_bound
+from pipefit.planner.closed_forms.ranges import Ranges
+from pipefit.planner.closed_forms.surroundings import surroundings
 from pipefit.planner.driver import answer, explained, plan_of, solved, unexplained
 from pipefit.planner.exact import exact, leanest_of
-from pipefit.planner.joint import joint
-from pipefit.planner.lean import lean, leanest_with_hosts
-from pipefit.planner.open_choices import Profiles, Space, space_of
+from pipefit.planner.joint import exact_in_time, joint
+from pipefit.planner.lean import ALL_AWAY, at_hosts, lean, leanest_with_hosts
+from pipefit.planner.neighbours import Simulations
+from pipefit.planner.open_choices import (
+    Profiles,
+    Space,
+    by_distance,
+    check_first,
+    microbatch_sizes,
+    sizes_of,
+    space_of,
+    training_of,
+    with_slices,
+)
 from pipefit.planner.options import Goal, Means, PlanArguments, PlanOptions
-from pipefit.planner.problem import CHOOSE_SIZES, ON_GRIDS, Degree, Planner, PlannerResult, Question
+from pipefit.planner.problem import (
+    CHOOSE_SIZES,
+    ON_GRIDS,
+    Degree,
+    Planner,
+    PlannerResult,
+    Question,
+    changed_by_replicas,
+    check_degrees,
+)
 from pipefit.planner.replicas import in_replicas
 from pipefit.processes import uncollected
 from pipefit.schema.cluster import Cluster
@@ -39,9 +62,11 @@ from pipefit.schema.validation import instance
 from pipefit.texts import unknown
 
 __all__ = [
+    "ALL_AWAY",
     "ON_GRIDS",
     "ON_RUNS",
     "PLANNERS",
+    "Degree",
     "Means",
     "PlanArguments",
     "PlanOptions",
@@ -49,14 +74,22 @@ __all__ = [
     "PlannerResult",
     "Profiles",
     "Question",
+    "Ranges",
+    "Simulations",
     "additive",
     "alpa",
+    "at_hosts",
     "bayesian",
     "best_split",
     "bisection",
+    "by_distance",
     "capture",
+    "changed_by_replicas",
+    "check_degrees",
+    "check_first",
     "check_planner",
     "exact",
+    "exact_in_time",
     "exhaustive",
     "explained",
     "first_last",
@@ -64,16 +97,22 @@ __all__ = [
     "lean",
     "mcap_bf",
     "mcap_bo",
+    "microbatch_sizes",
     "mpress",
     "parameters",
     "plan",
     "plan_again",
     "plan_of",
+    "sizes_of",
     "solved",
+    "step_bound",
+    "surroundings",
     "time",
+    "training_of",
     "true_peaks",
     "unexplained",
     "uniform",
+    "with_slices",
 ]
 
 PLANNERS: dict[str, Planner] = {

@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from pipefit.errors import UsageError
-from pipefit.lowering.passes.recomputation import RECOMPUTE, Recompute
+from pipefit.lowering import RECOMPUTE, Recompute
 from pipefit.planner.bounds import simple_bound, step_bound
 from pipefit.planner.driver import plan_of
 from pipefit.planner.exact import exact, leanest_of
@@ -49,7 +49,8 @@ from pipefit.processes import beside
 from pipefit.schema.plan import Alternative
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
-from pipefit.simulator.assembled import Assembled, assembled
+from pipefit.simulator import Assembled
+from pipefit.simulator.assembled import assembled
 
 _SHORT = 0.1  # part of its budget with which joint tries an arrangement
 _TRYING, _SEARCHING = 150_000, 500_000  # new actions of all short searches, and of all searches

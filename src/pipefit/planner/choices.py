@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.errors import UsageError
-from pipefit.memory.storages import StageStorages
+from pipefit.memory import StageStorages
 from pipefit.planner.closed_forms.lifetimes import NEVER, lifetimes
 from pipefit.planner.options import Means
 from pipefit.planner.problem import Question

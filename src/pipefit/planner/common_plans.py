@@ -27,8 +27,7 @@ from itertools import pairwise, product
 from typing import NamedTuple
 
 from pipefit.errors import UsageError
-from pipefit.lowering.passes.collectives import bucket_edges
-from pipefit.lowering.passes.recomputation import Recompute, cuts
+from pipefit.lowering import Recompute, bucket_edges, cuts
 from pipefit.planner.baselines.simple import time
 from pipefit.planner.driver import plan_of
 from pipefit.planner.evaluation import HOST

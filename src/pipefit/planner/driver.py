@@ -16,10 +16,8 @@ from math import ceil, isfinite
 from typing import NamedTuple
 
 from pipefit.errors import InfeasibleError, UsageError
-from pipefit.lowering.local_batches import check_slices
-from pipefit.lowering.passes.recomputation import recompute_decisions
-from pipefit.memory.arenas import shortage
-from pipefit.memory.stage import Costs
+from pipefit.lowering import check_slices, recompute_decisions
+from pipefit.memory import Costs, shortage
 from pipefit.planner.closed_forms.bands import stage_peak
 from pipefit.planner.exact import exact
 from pipefit.planner.options import PlanOptions
@@ -28,7 +26,8 @@ from pipefit.processes import uncollected
 from pipefit.schema.decisions import Decision, SavedTensors, State, What
 from pipefit.schema.grids import Stage
 from pipefit.schema.plan import Compaction, Plan, Prediction, Provenance
-from pipefit.simulator.assembled import Assembled, Parts, assembled
+from pipefit.simulator import Assembled, Parts
+from pipefit.simulator.assembled import assembled
 from pipefit.texts import first_to_last
 from pipefit.units import format_bytes, format_seconds
 

@@ -25,10 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.errors import UsageError
-from pipefit.lowering import schedule_named
-from pipefit.lowering.schedules import Compute
-from pipefit.memory.arenas import missing_bytes
-from pipefit.memory.stage import Costs
+from pipefit.lowering import Compute, schedule_named
+from pipefit.memory import Costs, missing_bytes
 from pipefit.planner.choices import BlockPrices, Floats, Menu, Menus, StageChoice, decisions_of
 from pipefit.planner.driver import plan_of
 from pipefit.planner.options import Means
@@ -38,7 +36,7 @@ from pipefit.schema.decisions import Decision
 from pipefit.schema.devices import Member, MemberKind, Place, Share
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
-from pipefit.simulator.assembled import Assembled, Parts
+from pipefit.simulator import Assembled, Parts
 from pipefit.texts import counted
 
 # ---- Seconds of many splits at once, with numpy

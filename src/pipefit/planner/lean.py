@@ -28,7 +28,7 @@ from math import ceil
 from typing import NamedTuple
 
 from pipefit.errors import UsageError
-from pipefit.memory.arenas import missing_bytes
+from pipefit.memory import missing_bytes
 from pipefit.planner.baselines.simple import time
 from pipefit.planner.common_plans import AWAY, UPDATED, Moves, moved, ran_again, runs_of, together
 from pipefit.planner.driver import plan_of

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipefit.errors import UsageError
-from pipefit.memory.arenas import lent_bytes
+from pipefit.memory import lent_bytes
 from pipefit.planner.choices import KEPT, TO_HOST, TO_PEERS, Menu, Menus, StageChoice, decisions_of
 from pipefit.planner.common_plans import common_plan
 from pipefit.planner.evaluation import HOST
@@ -36,7 +36,7 @@ from pipefit.planner.replicas import representative
 from pipefit.schema.decisions import Decision, Run, What
 from pipefit.schema.devices import Member, Place
 from pipefit.schema.plan import Objective
-from pipefit.simulator.assembled import Assembled
+from pipefit.simulator import Assembled
 
 # ---- Recomputed tensors moved to hosts or peers
 #

@@ -22,8 +22,8 @@ from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 from pipefit.errors import UsageError
-from pipefit.lowering.passes.recomputation import Recompute
-from pipefit.memory.stage import Costs
+from pipefit.lowering import Recompute
+from pipefit.memory import Costs
 from pipefit.planner.baselines.alpa import alpa
 from pipefit.planner.baselines.capture import CaptureOptions, capture
 from pipefit.planner.baselines.simple import parameters, time, uniform
@@ -34,7 +34,7 @@ from pipefit.planner.hybrid.tables import DegreeTables
 from pipefit.planner.problem import Degree, Planner, Question, Split
 from pipefit.planner.replicas import answers
 from pipefit.schema.decisions import Decision
-from pipefit.simulator.assembled import Assembled, Parts
+from pipefit.simulator import Assembled, Parts
 from pipefit.timing import layer_seconds
 
 # ---- Simulations of the splits of one question, whose stages may have several devices

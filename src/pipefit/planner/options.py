@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Self, TypedDict, cast
 
 from pipefit.errors import UsageError
-from pipefit.lowering.passes.recomputation import Recompute
+from pipefit.lowering import Recompute
 from pipefit.schema.grids import Sharding
 from pipefit.schema.training import Versions
 from pipefit.schema.validation import check_arguments, check_names, check_types

@@ -19,7 +19,7 @@ from pipefit.schema.plan import Objective
 from pipefit.schema.profile import Measurement, ModelProfile
 from pipefit.schema.training import Training
 from pipefit.schema.validation import check_types
-from pipefit.simulator.assembled import Assembled
+from pipefit.simulator import Assembled
 from pipefit.texts import counted
 
 # ---- Degrees of stages: the devices that share a stage and the way they share it.

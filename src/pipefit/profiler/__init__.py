@@ -7,17 +7,28 @@ from typing import Any
 
 import torch
 
-from pipefit.capture.caller import recording
-from pipefit.capture.task import Task
+from pipefit.capture import Task, recording
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.apart import apart
 from pipefit.profiler.fake import Progress, profile_sizes
-from pipefit.profiler.feedback import measured_coupling, with_coupling
+from pipefit.profiler.feedback import measured_coupling, statistics_written, with_coupling
 from pipefit.profiler.measured import add_seconds
+from pipefit.profiler.on_demand import NotRepeated, OnDemand, Repeated, profiled_beside, same_costs
+from pipefit.profiler.pass_meter import PassMeter
 from pipefit.schema.profile import MOST_THREADS, ModelProfile, Target
 from pipefit.schema.validation import instance, whole
 
-__all__ = ["Progress", "profile"]
+__all__ = [
+    "NotRepeated",
+    "OnDemand",
+    "PassMeter",
+    "Progress",
+    "Repeated",
+    "profile",
+    "profiled_beside",
+    "same_costs",
+    "statistics_written",
+]
 
 
 def profile(

@@ -13,17 +13,15 @@ from dataclasses import replace
 
 import torch
 
-from pipefit.capture.chain import Chain
-from pipefit.capture.sample import check_samples, sample
-from pipefit.capture.task import Task
+from pipefit.capture import Chain, Task, check_samples
+from pipefit.capture.sample import sample
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.chain import Chains, layers_again
 from pipefit.fake_cuda.fingerprint import Fingerprinted, fingerprint, precision_of, with_loss
 from pipefit.fake_cuda.target import FakeTarget
-from pipefit.measure.kernels import Kernels
-from pipefit.measure.machine import this_machine
+from pipefit.measure import Kernels, this_machine
 from pipefit.profiler.survey import Progress, of_rank, sharded_chains, survey
-from pipefit.runtime.optim.updates import check_elementwise
+from pipefit.runtime import check_elementwise
 from pipefit.schema.layer_costs import KernelMemory
 from pipefit.schema.profile import Assumptions, Measurement, ModelProfile, Target, differences
 from pipefit.tensor_parallel import Alone

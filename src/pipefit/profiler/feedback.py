@@ -30,19 +30,25 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from pipefit.capture.by_value import reads_a_number
-from pipefit.capture.comparison import evaluated
-from pipefit.capture.copying import is_empty, named_constants
-from pipefit.capture.model import built, is_chain
+from pipefit.capture import (
+    Refusal,
+    Sample,
+    Task,
+    built,
+    check_samples,
+    evaluated,
+    is_chain,
+    is_empty,
+    named_constants,
+    reads_a_number,
+    rows,
+    samples_of,
+    storage_key,
+)
 from pipefit.capture.plain_training import draws
-from pipefit.capture.refusals import Refusal
-from pipefit.capture.sample import Sample, check_samples, rows, sample, samples_of
-from pipefit.capture.storages import storage_key
-from pipefit.capture.task import Task
+from pipefit.capture.sample import sample
 from pipefit.errors import PipefitError
-from pipefit.runtime.checks.comparison import host_bytes, host_seconds
-from pipefit.runtime.checks.loss import SMALLEST, left_out, rounding
-from pipefit.runtime.hardware import free_bytes
+from pipefit.runtime import SMALLEST, free_bytes, host_bytes, host_seconds, left_out, rounding
 from pipefit.schema.profile import Measurement, ModelProfile
 from pipefit.torch_internals import TorchDispatchMode, pytree
 

@@ -17,15 +17,19 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
-from pipefit.capture.by_value import assumptions
-from pipefit.capture.caller import reachable
-from pipefit.capture.chain import held_storages
-from pipefit.capture.copying import constants, held_tensors, noticing
-from pipefit.capture.refusals import STRANGER, Refusal
-from pipefit.capture.storages import storage_key
-from pipefit.capture.structure import Values
-from pipefit.measure.cpu import Tracked, saving_nothing
-from pipefit.measure.kernels import Kernels
+from pipefit.capture import (
+    STRANGER,
+    Refusal,
+    Values,
+    assumptions,
+    constants,
+    held_storages,
+    held_tensors,
+    noticing,
+    reachable,
+    storage_key,
+)
+from pipefit.measure import Kernels, Tracked, saving_nothing
 from pipefit.profiler.feedback import (
     BufferSources,
     Feedback,
@@ -39,8 +43,7 @@ from pipefit.profiler.feedback import (
 )
 from pipefit.profiler.pass_meter import Layouts, PassMeter, dense, gradients_in, layouts_of
 from pipefit.profiler.update import LayerGroups, MakeOptimizer, Peak, updates_of
-from pipefit.runtime.engine.flight import GraphEnds, backward, born_apart, enter, leave
-from pipefit.runtime.optim.half_precision import WeightCopy, cast_by, using
+from pipefit.runtime import GraphEnds, WeightCopy, backward, born_apart, cast_by, enter, leave, using
 from pipefit.schema.layer_costs import (
     GradientOrigin,
     LayerCost,

@@ -18,22 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipefit.capture import Chain, capture
-from pipefit.capture.caller import on_a_copy
-from pipefit.capture.sample import in_mode, sample
-from pipefit.capture.structure import Values
-from pipefit.capture.task import Task
+from pipefit.capture import Chain, Task, Values, capture, in_mode, on_a_copy
+from pipefit.capture.sample import sample
 from pipefit.errors import UsageError
-from pipefit.measure.cuda import HostWatch, Stopwatch
-from pipefit.measure.machine import threads_of
+from pipefit.measure import HostWatch, Stopwatch, threads_of
 from pipefit.profiler.fake import Progress
-from pipefit.runtime.engine.flight import GraphEnds, backward, enter, leave
-from pipefit.runtime.hardware import check_backwards
-from pipefit.runtime.optim.half_precision import (
+from pipefit.runtime import (
     Copied,
+    GraphEnds,
     MasterWeights,
     WeightCopy,
+    backward,
+    check_backwards,
     copied_weights,
+    enter,
+    leave,
     make_optimizer,
     using,
 )

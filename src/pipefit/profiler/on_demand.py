@@ -16,9 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from pipefit.capture.caller import recording
-from pipefit.capture.chain import Chain
-from pipefit.capture.task import Task
+from pipefit.capture import Chain, Task, recording
 from pipefit.fake_cuda.apart import run_a_backward
 from pipefit.fake_cuda.chain import Chains
 from pipefit.fake_cuda.target import FakeTarget

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from pipefit.measure.cpu import Meter, Tracked
-from pipefit.measure.kernels import Kernels
+from pipefit.measure import Kernels, Meter, Tracked
 from pipefit.profiler.feedback import given_storages, written_storages
 from pipefit.schema.layer_costs import Alike, Span, Work
 from pipefit.schema.trace import CATEGORIES, Category

@@ -15,29 +15,29 @@ from typing import NamedTuple, NoReturn
 
 from torch import Tensor, nn
 
-from pipefit.capture.caller import left_as_found
-from pipefit.capture.chain import (
+from pipefit.capture import (
     Chain,
     ChainLayer,
     Form,
     Shared,
     SharedStorage,
+    Task,
+    Values,
+    left_as_found,
     module_settings,
     passed_on,
+    refusing,
     shared_storages,
+    unchanged_constants,
 )
-from pipefit.capture.copying import unchanged_constants
 from pipefit.capture.parameter_groups import parameter_groups
-from pipefit.capture.refusals import refusing
-from pipefit.capture.structure import Values
-from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.fingerprint import options
-from pipefit.measure.kernels import Kernels
+from pipefit.measure import Kernels
 from pipefit.profiler.layer import BackwardPass, GradientOrigins, LayerMeter
 from pipefit.profiler.pass_meter import Layouts, dense, dense_alike
 from pipefit.profiler.update import named, state_bytes
-from pipefit.runtime.optim.half_precision import make_optimizer
+from pipefit.runtime import make_optimizer
 from pipefit.schema.layer_costs import (
     Collective,
     LayerCost,
@@ -48,9 +48,14 @@ from pipefit.schema.layer_costs import (
     SharedParameter,
 )
 from pipefit.schema.profile import Measurement
-from pipefit.tensor_parallel import ShardedChain, shard_traced, trace_chain
-from pipefit.tensor_parallel.forms import DimSplit
-from pipefit.tensor_parallel.tracing import TracedStage, blocks_begin
+from pipefit.tensor_parallel import (
+    DimSplit,
+    ShardedChain,
+    TracedStage,
+    blocks_begin,
+    shard_traced,
+    trace_chain,
+)
 
 # ---- Layers that cost the same, so only one of them is measured
 #

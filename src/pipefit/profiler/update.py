@@ -15,14 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipefit.capture.by_value import NUMBERS, NumberReads, reading, updating
-from pipefit.capture.random_state import torch_draws_alone
-from pipefit.capture.refusals import Refusal, explained
+from pipefit.capture import NUMBERS, NumberReads, Refusal, explained, reading, torch_draws_alone, updating
 from pipefit.errors import PipefitError, UsageError
-from pipefit.measure.kernels import Kernels
+from pipefit.measure import Kernels
 from pipefit.profiler.pass_meter import PassMeter
-from pipefit.runtime.optim.half_precision import Group, MasterWeights, copies_of
-from pipefit.runtime.optim.updates import Undivided, check_state_apart, step_part
+from pipefit.runtime import Group, MasterWeights, Undivided, check_state_apart, copies_of, step_part
 from pipefit.schema.layer_costs import Work
 from pipefit.texts import dtype_name
 from pipefit.torch_internals import without_dispatch_modes

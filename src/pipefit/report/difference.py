@@ -100,7 +100,7 @@ class PlanDifference:
 
     def __repr__(self) -> str:
         """Return one line: the second document's costs relative to the first."""
-        return f"<Difference: {_price(self)}>"
+        return f"<PlanDifference: {_price(self)}>"
 
     @property
     def highest_bytes(self) -> tuple[int, int]:

@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipefit.errors import PipefitError
-from pipefit.memory.arenas import missing_bytes
+from pipefit.memory import missing_bytes
 from pipefit.planner import plan as planned
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.plan import Plan, fullness, is_tight
 from pipefit.schema.post_mortem import PostMortem
 from pipefit.schema.trace import MemorySample
-from pipefit.simulator import Simulation, simulate
-from pipefit.simulator.simulation import Contents, LayerContents, contents_at
+from pipefit.simulator import Contents, LayerContents, Simulation, contents_at, simulate
 from pipefit.tables import Block, Table
 from pipefit.texts import counted
 from pipefit.units import MIB, format_bytes, format_seconds

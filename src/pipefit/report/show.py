@@ -9,7 +9,7 @@ from typing import Any
 
 from pipefit import tables
 from pipefit.errors import UsageError
-from pipefit.planner.closed_forms.ranges import Ranges
+from pipefit.planner import Ranges
 from pipefit.report.difference import PlanDifference, describe_difference
 from pipefit.report.fit import describe_fit, describe_overview
 from pipefit.report.plan import describe_plan

@@ -13,11 +13,8 @@ import torch
 
 from pipefit.errors import UsageError, all_lines, no_memory
 from pipefit.fake_cuda.target import follows_fake_streams
-from pipefit.measure import MemoryMeter
-from pipefit.measure.cpu import Meter, OverCap
-from pipefit.measure.cuda import CudaMeter
-from pipefit.measure.kernels import Kernels
-from pipefit.memory.arenas import communicators
+from pipefit.measure import CudaMeter, Kernels, MemoryMeter, Meter, OverCap
+from pipefit.memory import communicators
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program

@@ -27,18 +27,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipefit.capture.chain import Chain, ChainLayer
-from pipefit.capture.copying import constants, copied
-from pipefit.capture.model import built, capture
-from pipefit.capture.random_state import put_back, seed_torch
-from pipefit.capture.refusals import refuse_meta, refuse_without_memory
-from pipefit.capture.sample import Sample
-from pipefit.capture.storages import flat, storage_key
-from pipefit.capture.task import Task
+from pipefit.capture import (
+    Chain,
+    ChainLayer,
+    Sample,
+    Task,
+    built,
+    capture,
+    constants,
+    copied,
+    put_back,
+    refuse_meta,
+    refuse_without_memory,
+    seed_torch,
+    storage_key,
+)
+from pipefit.capture.storages import flat
 from pipefit.errors import PipefitError
 from pipefit.fake_cuda.chain import built_without_bytes, faked
 from pipefit.fake_cuda.target import FakeTarget
-from pipefit.memory.arenas import tensor_groups
+from pipefit.memory import tensor_groups
 from pipefit.runtime.comm.transport import check_members
 from pipefit.runtime.dry_run.devices import kept_layers
 from pipefit.runtime.engine.tensor_groups import lost

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Self, TypedDict, get_args
 
-from pipefit.checkpoints.folders import Candidates
-from pipefit.checkpoints.hold import Owner
+from pipefit.checkpoints import Candidates, Owner
 from pipefit.errors import SaveFailed, UsageError
 from pipefit.runtime.checkpoint.saving import Saving
 from pipefit.schema.validation import LONGEST_SECONDS, check_names, number, seed_number, whole

@@ -15,8 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipefit.capture.chain import ChainLayer
-from pipefit.capture.copying import named_constants
+from pipefit.capture import ChainLayer, named_constants
 from pipefit.errors import UsageError
 from pipefit.runtime.engine.replicas import RankShards, unstored_buffers
 from pipefit.runtime.engine.stage import StageRunner

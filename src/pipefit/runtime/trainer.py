@@ -25,14 +25,21 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from pipefit.capture.caller import on_a_copy, recording, refuse_elsewhere, refuse_gradients, undisturbed
-from pipefit.capture.chain import Chain
-from pipefit.capture.sample import pair, sample
-from pipefit.capture.task import Task
-from pipefit.checkpoints.hold import Owner
+from pipefit.capture import (
+    Chain,
+    Task,
+    on_a_copy,
+    pair,
+    recording,
+    refuse_elsewhere,
+    refuse_gradients,
+    undisturbed,
+)
+from pipefit.capture.sample import sample
+from pipefit.checkpoints import Owner
 from pipefit.errors import OutOfMemory, UsageError
 from pipefit.lowering import Entered, loss_delay, step_programs
-from pipefit.measure.kernels import Kernels
+from pipefit.measure import Kernels
 from pipefit.runtime.callbacks import Callback, StepReport
 from pipefit.runtime.checkpoint.checkpointing import Checkpointing
 from pipefit.runtime.checkpoint.saver import SaveReport

@@ -5,7 +5,34 @@ Simulation(plan).peak_bytes       only the peak of every device; the clock does 
 Simulation(plan).step_seconds     only the time
 """
 
-from pipefit.memory.stage import Costs
-from pipefit.simulator.simulation import Simulation, simulate
+from pipefit.memory import Costs
+from pipefit.simulator.assembled import Assembled, DevicePart, Parts
+from pipefit.simulator.ledger import Ledger, at_rest, highest
+from pipefit.simulator.simulation import (
+    Contents,
+    LayerContents,
+    Simulation,
+    all_contents,
+    contents_at,
+    simulate,
+)
+from pipefit.simulator.timed_program import Collected, DeviceReader, exchange_of
 
-__all__ = ["Costs", "Simulation", "simulate"]
+__all__ = [
+    "Assembled",
+    "Collected",
+    "Contents",
+    "Costs",
+    "DevicePart",
+    "DeviceReader",
+    "LayerContents",
+    "Ledger",
+    "Parts",
+    "Simulation",
+    "all_contents",
+    "at_rest",
+    "contents_at",
+    "exchange_of",
+    "highest",
+    "simulate",
+]

@@ -21,11 +21,18 @@ from itertools import chain
 from typing import NamedTuple
 
 from pipefit.errors import UsageError
-from pipefit.lowering import distinct_steps, rank_programs
-from pipefit.lowering.asynchronous import period
-from pipefit.memory.arenas import Arena, arenas_for, lent_bytes, missing_bytes, moved_bytes
-from pipefit.memory.stage import Costs, StageCost
-from pipefit.memory.storages import StageStorages, message_sizes
+from pipefit.lowering import distinct_steps, period, rank_programs
+from pipefit.memory import (
+    Arena,
+    Costs,
+    StageCost,
+    StageStorages,
+    arenas_for,
+    lent_bytes,
+    message_sizes,
+    missing_bytes,
+    moved_bytes,
+)
 from pipefit.schema.actions import COLLECTIVE, FORWARDS, MESSAGES, Action, Kind, Message
 from pipefit.schema.devices import Member
 from pipefit.schema.grids import Grid

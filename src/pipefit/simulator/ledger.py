@@ -12,10 +12,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 from pipefit.errors import UsageError
-from pipefit.memory.model_state import Gathered, StageRest
-from pipefit.memory.stage import StageCost
-from pipefit.memory.states import BytesAway, StageStates, StageVersions, state_moves
-from pipefit.memory.storages import Effect, Residency, effect, freeing_versions
+from pipefit.memory import (
+    BytesAway,
+    Effect,
+    Gathered,
+    Residency,
+    StageCost,
+    StageRest,
+    StageStates,
+    StageVersions,
+    effect,
+    freeing_versions,
+    state_moves,
+)
 from pipefit.schema.actions import COLLECTIVE, COMPUTE, COPIES, FORWARDS, Action, Kind, Subject
 from pipefit.schema.program import UncheckedProgram
 from pipefit.texts import layers_text

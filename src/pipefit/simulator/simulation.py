@@ -14,13 +14,20 @@ from functools import cached_property
 from typing import NamedTuple
 
 from pipefit.errors import PipefitWarning, UsageError
-from pipefit.lowering import distinct_steps, step_programs
-from pipefit.lowering.local_batches import check_slices
-from pipefit.memory.arenas import Arena, arenas, lent_bytes, moved_bytes, shortage
-from pipefit.memory.model_state import LayerState, StageRest
-from pipefit.memory.passes import Working
-from pipefit.memory.stage import Costs, StageCost
-from pipefit.memory.storages import message_sizes
+from pipefit.lowering import check_slices, distinct_steps, step_programs
+from pipefit.memory import (
+    Arena,
+    Costs,
+    LayerState,
+    StageCost,
+    StageRest,
+    Working,
+    lent_bytes,
+    message_sizes,
+    moved_bytes,
+    shortage,
+)
+from pipefit.memory.arenas import arenas
 from pipefit.schema.actions import Action
 from pipefit.schema.decisions import State, What
 from pipefit.schema.devices import Member

@@ -22,8 +22,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from pipefit.errors import UsageError
-from pipefit.memory.stage import StageCost
-from pipefit.memory.states import unchanged
+from pipefit.memory import StageCost, unchanged
 from pipefit.schema.actions import (
     COLLECTIVE,
     COPIES,

@@ -8,8 +8,16 @@ Parallelism", 2019; forms of values after Lepikhin et al., "GShard", 2020, and X
 
 from pipefit.schema.profile import Shares
 from pipefit.tensor_parallel.collectives import Alone, Collectives, Loan, ProcessGroupCollectives
-from pipefit.tensor_parallel.forms import TensorShard, assembled, assembled_state
-from pipefit.tensor_parallel.lockstep import LockstepCollectives, in_lockstep
+from pipefit.tensor_parallel.comparison import LONGEST_SECONDS, compare_blocks
+from pipefit.tensor_parallel.forms import DimSplit, TensorShard, assembled, assembled_state
+from pipefit.tensor_parallel.lockstep import (
+    LockstepCollectives,
+    Meeting,
+    Turn,
+    at_each_turn,
+    in_lockstep,
+    pause,
+)
 from pipefit.tensor_parallel.search import Prices
 from pipefit.tensor_parallel.stage import (
     RankLoss,
@@ -21,13 +29,17 @@ from pipefit.tensor_parallel.stage import (
     shard_traced,
     trace_chain,
 )
+from pipefit.tensor_parallel.tracing import TracedStage, blocks_begin
 from pipefit.tensor_parallel.writing import WrittenCollective
 
 __all__ = [
+    "LONGEST_SECONDS",
     "Alone",
     "Collectives",
+    "DimSplit",
     "Loan",
     "LockstepCollectives",
+    "Meeting",
     "Prices",
     "ProcessGroupCollectives",
     "RankLoss",
@@ -36,12 +48,18 @@ __all__ = [
     "ShardedStage",
     "Shares",
     "TensorShard",
+    "TracedStage",
+    "Turn",
     "WrittenCollective",
     "assembled",
     "assembled_state",
+    "at_each_turn",
+    "blocks_begin",
+    "compare_blocks",
     "in_lockstep",
+    "pause",
     "shard_chain",
     "shard_stage",
     "shard_traced",
     "trace_chain",
-]  # fmt: skip
+]

@@ -26,14 +26,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipefit.capture.caller import recording
-from pipefit.capture.chain import Chain, ChainLayer, Form, as_values, module_settings, passed_on
-from pipefit.capture.comparison import ALLOWED, Difference, difference, largest
-from pipefit.capture.copying import copied
-from pipefit.capture.graph_layer import GraphLayer
-from pipefit.capture.plain_training import MeanDraws, UnknownDraw
-from pipefit.capture.random_state import put_back, seed_torch
-from pipefit.capture.structure import Values
+from pipefit.capture import (
+    ALLOWED,
+    Chain,
+    ChainLayer,
+    Difference,
+    Form,
+    GraphLayer,
+    MeanDraws,
+    UnknownDraw,
+    Values,
+    as_values,
+    copied,
+    difference,
+    largest,
+    module_settings,
+    passed_on,
+    put_back,
+    recording,
+    seed_torch,
+)
 from pipefit.errors import PipefitError, UsageError, in_one_line
 from pipefit.tensor_parallel.collectives import Collectives
 from pipefit.tensor_parallel.forms import assembled

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor, fx
 
-from pipefit.capture.flat import operator_name, value
+from pipefit.capture import operator_name, value
 from pipefit.tensor_parallel.forms import C, DimSplit, Form, R, divides, local_shape
 from pipefit.torch_internals import OpOverload
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor, fx
 
-from pipefit.capture.flat import groups, mutated_arguments, operator_name, role, value
+from pipefit.capture import groups, mutated_arguments, operator_name, role, value
 from pipefit.tensor_parallel.forms import C, DimSplit, Form, R
 from pipefit.tensor_parallel.operations import Operation, Strategy, flops, nbytes, shape
 from pipefit.tensor_parallel.rules import rule_of

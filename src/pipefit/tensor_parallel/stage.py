@@ -18,10 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from pipefit.capture.chain import Chain, ChainLayer, as_values
-from pipefit.capture.flat import operator_name, value
-from pipefit.capture.graph_layer import GraphLayer
-from pipefit.capture.structure import Tree, Values
+from pipefit.capture import Chain, ChainLayer, GraphLayer, Tree, Values, as_values, operator_name, value
 from pipefit.errors import UsageError
 from pipefit.schema.profile import Shares, Whole
 from pipefit.tensor_parallel.collectives import Collectives

@@ -20,12 +20,25 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
-from pipefit.capture.chain import Chain, ChainLayer, Form, packed, passed_on
-from pipefit.capture.exporting import export
-from pipefit.capture.flat import context, flatten, groups, mutated_arguments, role, stack, sweep, value
-from pipefit.capture.graph_layer import Binding
-from pipefit.capture.storages import as_made
-from pipefit.capture.structure import Values
+from pipefit.capture import (
+    Binding,
+    Chain,
+    ChainLayer,
+    Form,
+    Values,
+    as_made,
+    context,
+    export,
+    flatten,
+    groups,
+    mutated_arguments,
+    packed,
+    passed_on,
+    role,
+    stack,
+    sweep,
+    value,
+)
 from pipefit.errors import UsageError
 from pipefit.torch_internals import OpOverload, pytree
 

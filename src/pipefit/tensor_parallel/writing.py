@@ -14,10 +14,17 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from pipefit.capture.chain import ChainLayer
-from pipefit.capture.copying import copy_hooks, hooks_of, left_real
-from pipefit.capture.flat import Context, context
-from pipefit.capture.graph_layer import Contexts, layer_class, register
+from pipefit.capture import (
+    ChainLayer,
+    Context,
+    Contexts,
+    context,
+    copy_hooks,
+    hooks_of,
+    layer_class,
+    left_real,
+    register,
+)
 from pipefit.errors import UsageError
 from pipefit.schema.layer_costs import CollectiveKind
 from pipefit.tensor_parallel.collectives import Collectives, copied, gathered, sliced, spread

@@ -21,7 +21,7 @@ from math import gcd, lcm
 from typing import NamedTuple
 
 from pipefit.errors import UsageError
-from pipefit.memory.storages import StageStorages
+from pipefit.memory import StageStorages
 from pipefit.schema.actions import COMPUTE, FORWARDS, UPDATES, Action, Bundle, Kind, Subject
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import Decision, Run, SavedTensors, State, StateKind, What

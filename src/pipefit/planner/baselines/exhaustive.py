@@ -14,12 +14,12 @@ from math import comb, factorial, prod
 
 from pipefit.errors import UsageError
 from pipefit.lowering import distinct_steps, step_programs
-from pipefit.memory.stage import Costs
+from pipefit.memory import Costs
 from pipefit.planner.baselines.simple import equal_lengths
 from pipefit.planner.driver import plan_of
 from pipefit.planner.problem import PlannerResult, Question, Split
 from pipefit.schema.program import Program
-from pipefit.simulator.ledger import Ledger, at_rest, highest
+from pipefit.simulator import Ledger, at_rest, highest
 
 LIMIT = 2_000_000  # splits; about a minute
 

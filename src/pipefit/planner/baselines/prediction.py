@@ -17,7 +17,7 @@ from functools import cache
 from typing import NamedTuple, Protocol
 
 from pipefit.errors import UsageError
-from pipefit.lowering.passes.recomputation import Recompute
+from pipefit.lowering import Recompute
 from pipefit.planner.closed_forms.bands import Ints, stage_peak
 from pipefit.planner.closed_forms.ranges import ranges_of
 from pipefit.planner.closed_forms.surroundings import surroundings

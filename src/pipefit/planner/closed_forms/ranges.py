@@ -33,11 +33,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from pipefit.lowering.passes.recomputation import Recompute
-from pipefit.memory.microbatch import Flights
-from pipefit.memory.model_state import StageRest
-from pipefit.memory.stage import WholeStage
-from pipefit.memory.storages import StageStorages, gradient_bytes
+from pipefit.lowering import Recompute
+from pipefit.memory import Flights, StageRest, StageStorages, WholeStage, gradient_bytes
 from pipefit.planner.closed_forms.bands import Band, Ints, Recomputed
 from pipefit.planner.closed_forms.lifetimes import (
     NEVER,

@@ -15,10 +15,15 @@ from operator import ge
 from typing import NamedTuple
 
 from pipefit.errors import UsageError
-from pipefit.lowering import ENDLESS, distinct_steps_of, schedule_named
-from pipefit.lowering.passes.communication import is_backward_of
-from pipefit.lowering.passes.recomputation import Recompute, recomputed_microbatches
-from pipefit.memory.states import StageVersions
+from pipefit.lowering import (
+    ENDLESS,
+    Recompute,
+    distinct_steps_of,
+    is_backward_of,
+    recomputed_microbatches,
+    schedule_named,
+)
+from pipefit.memory import StageVersions
 from pipefit.schema.actions import FORWARDS, UPDATES, Action, Kind
 from pipefit.schema.decisions import ALL_MICROBATCHES
 from pipefit.schema.program import shifted

@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.errors import UsageError
-from pipefit.lowering.passes.recomputation import recompute_decisions
-from pipefit.memory.stage import Costs
+from pipefit.lowering import recompute_decisions
+from pipefit.memory import Costs
 from pipefit.planner.closed_forms.bands import Band, Ints, Recomputed
 from pipefit.planner.problem import Question, Split
 from pipefit.schema.decisions import Decision
@@ -34,7 +34,7 @@ from pipefit.schema.layer_costs import LayerCost
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Measurement
 from pipefit.schema.training import Training
-from pipefit.simulator.assembled import DevicePart, Parts
+from pipefit.simulator import DevicePart, Parts
 
 # ---- Exact peaks, read from programs
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.lowering.passes.recomputation import Recompute
+from pipefit.lowering import Recompute
 from pipefit.planner.problem import Degree
 from pipefit.schema.grids import Grid, Sharding
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipefit.errors import UsageError
-from pipefit.lowering.passes.recomputation import Recompute, cuts
+from pipefit.lowering import Recompute, cuts
 from pipefit.planner.hybrid.divided_state import Reader, buckets_of
 from pipefit.planner.hybrid.programme import (
     Cost,

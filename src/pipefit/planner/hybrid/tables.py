@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.errors import UsageError
-from pipefit.lowering.passes.recomputation import Recompute
+from pipefit.lowering import Recompute
 from pipefit.planner.choices import ranges
 from pipefit.planner.closed_forms.bands import Band, Ints, stage_peak
 from pipefit.planner.closed_forms.ranges import Ranges, ranges_of

@@ -21,13 +21,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipefit.capture.caller import on_a_copy
-from pipefit.capture.random_state import seed_torch
-from pipefit.capture.task import Task
+from pipefit.capture import Task, on_a_copy, seed_torch
 from pipefit.errors import InfeasibleError, OutOfMemory
-from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions
-from pipefit.measure.machine import threads_of
-from pipefit.planner.baselines.prediction import true_peaks
+from pipefit.lowering import Recompute, recompute_decisions
+from pipefit.measure import threads_of
+from pipefit.planner import true_peaks
 from pipefit.profiler.training_runs.runs import (
     Edges,
     Interval,

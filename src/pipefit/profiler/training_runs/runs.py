@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from pipefit.errors import FileError, InfeasibleError, UsageError
-from pipefit.lowering.passes.recomputation import Recompute
-from pipefit.planner.closed_forms.surroundings import surroundings
+from pipefit.lowering import Recompute
+from pipefit.planner import surroundings
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.file_access import content, replace_file
 from pipefit.schema.json_text import checked

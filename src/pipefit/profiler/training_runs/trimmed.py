@@ -16,26 +16,24 @@ from functools import partial
 
 import torch
 
-from pipefit.capture.caller import on_a_copy, recording
-from pipefit.capture.chain import Chain
-from pipefit.capture.model import build_chain
-from pipefit.capture.random_state import seed_torch
-from pipefit.capture.sample import pair
-from pipefit.capture.task import Task
+from pipefit.capture import Chain, Task, build_chain, on_a_copy, pair, recording, seed_torch
 from pipefit.errors import OutOfMemory, UsageError
-from pipefit.lowering import distinct_steps, step_programs
-from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions
-from pipefit.measure import MemoryMeter
-from pipefit.measure.kernels import Kernels
-from pipefit.measure.machine import threads_of
+from pipefit.lowering import Recompute, distinct_steps, recompute_decisions, step_programs
+from pipefit.measure import Kernels, MemoryMeter, threads_of
 from pipefit.profiler.training_runs.runs import Interval, Outcome, RunProgress, Runs, Stages, trimmed
-from pipefit.runtime.checks.plan_check import check_casts, check_model
-from pipefit.runtime.engine.assembly import assemble
-from pipefit.runtime.engine.batches import cut_batch
-from pipefit.runtime.engine.in_turn import NoPeers, run_in_turn
-from pipefit.runtime.engine.replicas import Source, StageSources
-from pipefit.runtime.engine.site import Site
-from pipefit.runtime.hardware import Hardware, check_backwards
+from pipefit.runtime import (
+    Hardware,
+    NoPeers,
+    Site,
+    Source,
+    StageSources,
+    assemble,
+    check_backwards,
+    check_casts,
+    check_model,
+    cut_batch,
+    run_in_turn,
+)
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan

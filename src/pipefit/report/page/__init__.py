@@ -34,8 +34,7 @@ from pipefit.schema.fit import Fit
 from pipefit.schema.plan import Plan
 from pipefit.schema.post_mortem import PostMortem
 from pipefit.schema.trace import CATEGORIES, Trace
-from pipefit.simulator import simulate
-from pipefit.simulator.simulation import all_contents
+from pipefit.simulator import all_contents, simulate
 from pipefit.tables import Table, html
 from pipefit.texts import counted, numbered
 from pipefit.units import format_bytes, format_number, format_seconds

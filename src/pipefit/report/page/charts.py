@@ -12,13 +12,9 @@ from math import log2
 from typing import NamedTuple
 
 from pipefit.errors import PipefitError
-from pipefit.lowering import step_programs
-from pipefit.lowering.passes.recomputation import Recompute
-from pipefit.memory.arenas import moved_by_devices
-from pipefit.memory.stage import Costs
-from pipefit.memory.storages import StageStorages, message_sizes
-from pipefit.planner import PlanOptions, Question, exact, solved
-from pipefit.planner.joint import exact_in_time
+from pipefit.lowering import Recompute, step_programs
+from pipefit.memory import Costs, StageStorages, message_sizes, moved_by_devices
+from pipefit.planner import PlanOptions, Question, exact, exact_in_time, solved
 from pipefit.schema.actions import COLLECTIVE, COPIES, SENDS, Action, Kind, message_of
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import What
@@ -26,8 +22,7 @@ from pipefit.schema.devices import Member, MemberKind
 from pipefit.schema.fit import Attempt, Fit, named_value
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program
-from pipefit.simulator import simulate
-from pipefit.simulator.timed_program import Collected, DeviceReader, exchange_of
+from pipefit.simulator import Collected, DeviceReader, exchange_of, simulate
 from pipefit.tables import kept_together
 from pipefit.texts import counted
 from pipefit.timing import Hop

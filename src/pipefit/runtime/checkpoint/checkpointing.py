@@ -16,10 +16,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipefit.checkpoints.folders import Candidates, Checkpoint, whole
-from pipefit.checkpoints.hold import new_owner, restarted_since, utc
-from pipefit.checkpoints.manifest import Manifest, Part, ScaleState, joined_settings
-from pipefit.checkpoints.plain import load_weights
+from pipefit.checkpoints import (
+    Candidates,
+    Checkpoint,
+    Manifest,
+    Part,
+    ScaleState,
+    joined_settings,
+    load_weights,
+    new_owner,
+    restarted_since,
+    utc,
+    whole,
+)
 from pipefit.errors import (
     DamagedCheckpoint,
     FileError,
@@ -33,7 +42,7 @@ from pipefit.errors import (
     no_memory,
 )
 from pipefit.lowering import whole_run
-from pipefit.memory.arenas import arenas_of, snapshot_shortage
+from pipefit.memory import arenas_of, snapshot_shortage
 from pipefit.runtime.checkpoint.restoring import (
     Snapshot,
     check_task,

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipefit.checkpoints.folders import Checkpoint
-from pipefit.checkpoints.manifest import (
+from pipefit.checkpoints import (
     DTYPES,
+    Checkpoint,
     GroupSettings,
     Kind,
     Manifest,

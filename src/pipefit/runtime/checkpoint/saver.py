@@ -20,10 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipefit.checkpoints import folders
-from pipefit.checkpoints.hold import Hold, Owner, check_holder
-from pipefit.checkpoints.manifest import Manifest, Part
-from pipefit.checkpoints.shards import write_shard
+from pipefit.checkpoints import Hold, Manifest, Owner, Part, check_holder, folders, write_shard
 from pipefit.errors import FileError, PeerLost, PipefitError, SaveFailed, all_lines, in_one_line
 from pipefit.runtime.checkpoint.restoring import Snapshot, copied
 from pipefit.texts import printable

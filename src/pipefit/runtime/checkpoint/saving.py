@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pipefit.checkpoints.folders import check_writable, find, survey, whole
-from pipefit.checkpoints.hold import Owner
+from pipefit.checkpoints import Owner, check_writable, find, survey, whole
 from pipefit.errors import OutOfMemory, UsageError
 from pipefit.lowering import whole_run
-from pipefit.memory.arenas import arenas_of, snapshot_shortage
+from pipefit.memory import arenas_of, snapshot_shortage
 from pipefit.schema.plan import Plan
 from pipefit.schema.validation import check_types
 from pipefit.schema.validation import whole as whole_number

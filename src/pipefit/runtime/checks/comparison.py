@@ -21,22 +21,27 @@ from math import inf, isfinite
 import torch
 from torch import Tensor, nn
 
-from pipefit.capture.caller import on_a_copy, recording
-from pipefit.capture.chain import Chain
-from pipefit.capture.comparison import (
+from pipefit.capture import (
+    Chain,
     EqualBlocks,
     NotComparable,
     Numbers,
+    Sample,
+    Task,
+    built,
+    capture,
     compare,
     evaluated,
+    on_a_copy,
+    recording,
+    refuse_meta,
+    rows,
     rows_of,
+    samples_of,
     values_before,
     with_fewer_blocks,
 )
-from pipefit.capture.model import built, capture
-from pipefit.capture.refusals import refuse_meta
-from pipefit.capture.sample import Sample, rows, sample, samples_of
-from pipefit.capture.task import Task
+from pipefit.capture.sample import sample
 from pipefit.errors import PipefitWarning, UsageError, in_one_line
 from pipefit.runtime.checks import plan_comparison
 from pipefit.runtime.checks.loss import tolerance, what_microbatches_change
@@ -49,9 +54,8 @@ from pipefit.schema.layer_costs import LayerCost
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Measurement
 from pipefit.schema.validation import instance, seed_number
-from pipefit.tensor_parallel import ShardedChain, shard_chain
-from pipefit.tensor_parallel.comparison import LONGEST_SECONDS as LONGEST_DIVIDED
-from pipefit.tensor_parallel.comparison import compare_blocks
+from pipefit.tensor_parallel import LONGEST_SECONDS as LONGEST_DIVIDED
+from pipefit.tensor_parallel import ShardedChain, compare_blocks, shard_chain
 from pipefit.texts import counted
 from pipefit.timing import seconds
 from pipefit.units import format_bytes

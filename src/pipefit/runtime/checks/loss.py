@@ -15,10 +15,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from pipefit.capture.chain import Chain
-from pipefit.capture.comparison import NotComparable, evaluated
-from pipefit.capture.sample import Sample, joined
-from pipefit.capture.task import Task
+from pipefit.capture import Chain, NotComparable, Sample, Task, evaluated, joined
 from pipefit.errors import UsageError
 from pipefit.runtime.engine.batches import Cut
 from pipefit.schema.plan import Plan

@@ -9,11 +9,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from pipefit.capture.chain import Chain, ChainLayer
-from pipefit.capture.task import Task
+from pipefit.capture import Chain, ChainLayer, Task
 from pipefit.errors import FileError, PipefitWarning, UsageError
 from pipefit.fake_cuda.fingerprint import fingerprint, with_loss
-from pipefit.measure.machine import this_machine
+from pipefit.measure import this_machine
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Assumptions, differences
 from pipefit.texts import counted

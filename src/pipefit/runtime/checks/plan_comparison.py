@@ -23,31 +23,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipefit.capture.caller import recording
-from pipefit.capture.chain import Chain
-from pipefit.capture.comparison import (
-    NotComparable,
-    copies_of,
-    plain_forward,
-    plainly,
-    same,
-    tensors_put_back,
-)
-from pipefit.capture.cuda_autocast import casting_for
-from pipefit.capture.plain_training import (
+from pipefit.capture import (
+    Chain,
     DrawingOptimizer,
     DrawRecording,
     Draws,
     MeanDraws,
+    NotComparable,
     Replaying,
+    Sample,
+    Task,
     Trained,
     UnknownDraw,
+    casting_for,
+    copies_of,
     in_slices,
+    joined,
+    plain_forward,
+    plainly,
+    put_back,
+    python_state,
+    recording,
+    same,
+    seed_all,
+    tensors_put_back,
     train_plainly,
 )
-from pipefit.capture.random_state import put_back, python_state, seed_all
-from pipefit.capture.sample import Sample, joined
-from pipefit.capture.task import Task
 from pipefit.errors import OutOfMemory, UsageError, in_one_line
 from pipefit.lowering import Entered, is_endless, whole_run
 from pipefit.runtime.comm.transport import InProcess
@@ -65,7 +66,7 @@ from pipefit.runtime.state import StageState
 from pipefit.schema.actions import FORWARDS
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program
-from pipefit.tensor_parallel.stage import ShardedChain
+from pipefit.tensor_parallel import ShardedChain
 from pipefit.texts import counted
 from pipefit.torch_internals import pytree
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipefit.capture.by_value import is_assumed
+from pipefit.capture import is_assumed
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.target import is_fake
-from pipefit.memory.arenas import members
+from pipefit.memory import members
 from pipefit.runtime.comm.transfers import Transfers
 from pipefit.runtime.engine.stage import StageRunner
 from pipefit.schema.actions import Action, Kind, Subject

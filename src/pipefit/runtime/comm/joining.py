@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 from pipefit.errors import PeerLost, UsageError, all_lines
 from pipefit.lowering import whole_run
-from pipefit.memory.arenas import tensor_groups
+from pipefit.memory import tensor_groups
 from pipefit.runtime.comm.transport import InProcess, Network, Owners, Transport, check_members, connect
 from pipefit.runtime.engine.tensor_groups import TensorGroups, Together
 from pipefit.runtime.hardware import Hardware, check_hosts

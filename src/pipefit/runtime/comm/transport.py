@@ -23,7 +23,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from pipefit.errors import PeerLost, UsageError, all_lines
-from pipefit.memory.arenas import sums, tensor_groups
+from pipefit.memory import sums, tensor_groups
 from pipefit.runtime.engine.tensor_groups import BetweenWorkers, lost
 from pipefit.schema.actions import SENDS, Action, Kind, Message, Placement, collective
 from pipefit.schema.plan import Plan

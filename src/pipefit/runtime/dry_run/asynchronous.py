@@ -16,10 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from pipefit.lowering import distinct_steps, lower
-from pipefit.lowering.asynchronous import period
-from pipefit.lowering.passes.communication import begins
-from pipefit.memory.states import StageVersions
+from pipefit.lowering import begins, distinct_steps, lower, period
+from pipefit.memory import StageVersions
 from pipefit.runtime.dry_run.lives import Lives
 from pipefit.runtime.dry_run.microbatches import Bytes, BytesChange, plus
 from pipefit.runtime.dry_run.reserved import Event

@@ -11,17 +11,15 @@ from collections.abc import Sequence
 
 import torch
 
-from pipefit.capture.by_value import READINGS
-from pipefit.capture.caller import left_as_found, recording
+from pipefit.capture import READINGS, Task, left_as_found, recording
 from pipefit.capture.sample import sample
-from pipefit.capture.task import Task
 from pipefit.errors import PipefitWarning, UsageError
 from pipefit.fake_cuda.apart import apart
 from pipefit.fake_cuda.chain import Chains
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.lowering import distinct_steps, step_programs, whole_run
-from pipefit.measure.kernels import Kernels
-from pipefit.memory.cuda_allocator import AllocatorSettings
+from pipefit.measure import Kernels
+from pipefit.memory import AllocatorSettings
 from pipefit.runtime.checks.plan_check import CERTIFIED, warn_elsewhere
 from pipefit.runtime.dry_run.rehearsal import Rehearsal, Rehearsed
 from pipefit.runtime.offload.lending import Lending

@@ -12,9 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from pipefit.memory.arenas import Arena, lent_bytes
-from pipefit.memory.model_state import ReplicaShare, owners, share_of
-from pipefit.memory.storages import StageStorages
+from pipefit.memory import Arena, ReplicaShare, StageStorages, lent_bytes, owners, share_of
 from pipefit.runtime.dry_run.layers import RepeatedMeter, Shortened
 from pipefit.runtime.dry_run.lives import LifeEvent, Lives, LivesMeter, OwningMeter
 from pipefit.runtime.dry_run.microbatches import Bytes, BytesChange

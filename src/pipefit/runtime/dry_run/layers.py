@@ -24,15 +24,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipefit.capture.chain import Chain, ChainLayer, module_settings
-from pipefit.capture.copying import constants
+from pipefit.capture import Chain, ChainLayer, Task, constants, module_settings, storage_key
 from pipefit.capture.parameter_groups import parameter_groups
-from pipefit.capture.storages import storage_key
-from pipefit.capture.task import Task
 from pipefit.fake_cuda.fingerprint import options
-from pipefit.measure.cpu import SCALAR_BYTES, Meter, Tracked
-from pipefit.measure.kernels import Kernels
-from pipefit.memory.storages import StageStorages
+from pipefit.measure import SCALAR_BYTES, Kernels, Meter, Tracked
+from pipefit.memory import StageStorages
 from pipefit.runtime.dry_run.microbatches import ALL_LAYERS, Bytes, BytesChange, StandIn
 from pipefit.runtime.engine.stage import StageRunner
 from pipefit.runtime.optim.half_precision import copies_of

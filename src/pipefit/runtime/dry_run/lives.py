@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipefit.capture.storages import storage_key
-from pipefit.measure.cpu import SCALAR_BYTES, Tracked
-from pipefit.measure.kernels import Kernels
+from pipefit.capture import storage_key
+from pipefit.measure import SCALAR_BYTES, Kernels, Tracked
 from pipefit.runtime.dry_run.layers import NEXT_STEP, Copy, Passing, RepeatedMeter, storages_in
 from pipefit.runtime.engine.stage import StageRunner
 from pipefit.schema.actions import FORWARDS, MESSAGES, SPLIT_BACKWARD, Action, Kind, parse_action

@@ -11,15 +11,14 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import NamedTuple
 
-from pipefit.capture.chain import Chain
-from pipefit.capture.sample import Sample, sample
-from pipefit.capture.task import Task
+from pipefit.capture import Chain, Sample, Task
+from pipefit.capture.sample import sample
 from pipefit.fake_cuda.apart import run_a_backward
 from pipefit.fake_cuda.chain import Chains, chain_again
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.lowering import is_endless
-from pipefit.measure.kernels import Kernels
-from pipefit.memory.cuda_allocator import AllocatorSettings
+from pipefit.measure import Kernels
+from pipefit.memory import AllocatorSettings
 from pipefit.processes import beside, forks_left
 from pipefit.runtime.checks.plan_check import check_model
 from pipefit.runtime.comm.transport import InProcess
@@ -41,7 +40,7 @@ from pipefit.schema.layer_costs import Kernel
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program
 from pipefit.schema.trace import AllocatorPeaks, DeviceTrace, MemorySample, Trace
-from pipefit.tensor_parallel.stage import ShardedChain, shard_chain
+from pipefit.tensor_parallel import ShardedChain, shard_chain
 
 
 class Rehearsed(NamedTuple):

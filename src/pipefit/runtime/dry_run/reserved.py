@@ -16,8 +16,7 @@ from dataclasses import replace
 from hashlib import sha256
 
 from pipefit.errors import OutOfMemory
-from pipefit.memory.arenas import Arena, communicators
-from pipefit.memory.cuda_allocator import AllocatorSettings, CachingAllocator, SegmentPart
+from pipefit.memory import AllocatorSettings, Arena, CachingAllocator, SegmentPart, communicators
 from pipefit.runtime.dry_run.lives import BACKWARD_WORKSPACE, FORWARD_WORKSPACE, Lives
 from pipefit.runtime.dry_run.microbatches import Folding, Seat, StepEffects
 from pipefit.schema.actions import Action

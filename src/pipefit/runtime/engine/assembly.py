@@ -7,15 +7,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from pipefit.capture.chain import Shared
-from pipefit.capture.copying import is_faking
-from pipefit.capture.task import Task
+from pipefit.capture import Shared, Task, is_faking
 from pipefit.fake_cuda.target import is_fake
-from pipefit.measure import MemoryMeter
-from pipefit.measure.cuda import Stopwatch
-from pipefit.memory.model_state import ReplicaShare, StageRest
-from pipefit.memory.states import Layers, StateMoves, state_moves
-from pipefit.memory.storages import StageStorages
+from pipefit.measure import MemoryMeter, Stopwatch
+from pipefit.memory import Layers, ReplicaShare, StageRest, StageStorages, StateMoves, state_moves
 from pipefit.runtime.comm.agreement import Agreement, LossScale
 from pipefit.runtime.engine.flight import move
 from pipefit.runtime.engine.replicas import Source

@@ -9,7 +9,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from pipefit.capture.caller import is_callers_fake
+from pipefit.capture import is_callers_fake
 from pipefit.errors import UsageError
 from pipefit.lowering import Entered, as_early, lower, lower_drain, lower_evaluation
 from pipefit.runtime.engine.runner import Microbatch

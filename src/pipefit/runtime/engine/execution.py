@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from pipefit.capture.chain import Chain
-from pipefit.capture.task import Task
+from pipefit.capture import Chain, Task
 from pipefit.errors import OutOfMemory, WorkerFailed
 from pipefit.lowering import updates_alone
 from pipefit.runtime.engine.batches import Cut, cut_batch

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from pipefit.capture.chain import ChainLayer
-from pipefit.capture.storages import flat, placed, storage_key, without_memory
-from pipefit.capture.structure import Values
+from pipefit.capture import ChainLayer, Values, placed, storage_key, without_memory
+from pipefit.capture.storages import flat
 from pipefit.errors import UsageError
 from pipefit.runtime.offload.moving import Luggage
 from pipefit.runtime.optim.weight_versions import Version

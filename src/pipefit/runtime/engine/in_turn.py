@@ -17,7 +17,7 @@ from pipefit.runtime.comm.transport import Owners
 from pipefit.runtime.engine.runner import DeviceRunner, Microbatch
 from pipefit.runtime.engine.tensor_groups import TensorGroups, Together
 from pipefit.schema.actions import RECEIVES, Action, Message
-from pipefit.tensor_parallel.lockstep import Turn, pause
+from pipefit.tensor_parallel import Turn, pause
 
 # ---- A device without peers
 

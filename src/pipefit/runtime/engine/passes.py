@@ -14,11 +14,10 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from pipefit.capture.chain import ChainLayer
-from pipefit.capture.structure import Values
+from pipefit.capture import ChainLayer, Values
 from pipefit.errors import UsageError
-from pipefit.measure.cpu import saving_nothing
-from pipefit.memory.storages import StageStorages
+from pipefit.measure import saving_nothing
+from pipefit.memory import StageStorages
 from pipefit.runtime.comm.agreement import Agreement
 from pipefit.runtime.engine.flight import (
     Flight,

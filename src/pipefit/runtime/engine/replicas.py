@@ -17,19 +17,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipefit.capture.chain import Chain, ChainLayer, Shared, give_own_copies
-from pipefit.capture.copying import copy_of, named_constants
-from pipefit.capture.model import capture
-from pipefit.capture.sample import Sample, sample
-from pipefit.capture.task import Task
+from pipefit.capture import (
+    Chain,
+    ChainLayer,
+    Sample,
+    Shared,
+    Task,
+    capture,
+    copy_of,
+    give_own_copies,
+    named_constants,
+)
+from pipefit.capture.sample import sample
 from pipefit.errors import UsageError
 from pipefit.runtime.checks.plan_check import check_model
 from pipefit.runtime.engine.tensor_groups import TensorGroups
 from pipefit.schema.grids import Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Measurement
-from pipefit.tensor_parallel import Collectives, TensorShard, assembled
-from pipefit.tensor_parallel.stage import RankLoss, ShardedChain, shard_chain
+from pipefit.tensor_parallel import Collectives, RankLoss, ShardedChain, TensorShard, assembled, shard_chain
 
 # ---- Tensor shards
 # Checkpoints, state dicts and other plans hold whole tensors only, under the names of the original module.

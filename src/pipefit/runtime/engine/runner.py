@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from pipefit.errors import OutOfMemory, UsageError
-from pipefit.measure import MemoryMeter
-from pipefit.measure.cuda import Mark, Stopwatch
+from pipefit.measure import Mark, MemoryMeter, Stopwatch
 from pipefit.runtime.comm.collectives import EXECUTED, DeviceCollectives, Resized, received, to_send
 from pipefit.runtime.comm.transfers import MessagePart, Transfers
 from pipefit.runtime.engine.flight import Flight, held_buffers, on_device

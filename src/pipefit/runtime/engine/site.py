@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from pipefit.capture.task import Task
-from pipefit.memory.model_state import ReplicaShare, share_of
+from pipefit.capture import Task
+from pipefit.memory import ReplicaShare, share_of
 from pipefit.runtime.comm.transport import Transport
 from pipefit.runtime.engine.replicas import StageSources
 from pipefit.runtime.offload.lending import Lending

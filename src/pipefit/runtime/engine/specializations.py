@@ -15,11 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipefit.capture.chain import Chain, ChainLayer
-from pipefit.capture.cuda_autocast import casting_for
-from pipefit.capture.sample import Sample, sample
-from pipefit.capture.structure import Values
-from pipefit.capture.task import Task
+from pipefit.capture import Chain, ChainLayer, Sample, Task, Values, casting_for
+from pipefit.capture.sample import sample
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.chain import fake_chain
 from pipefit.fake_cuda.target import FakeTarget
@@ -28,7 +25,7 @@ from pipefit.runtime.engine.replicas import RankShards
 from pipefit.schema.layer_costs import Value
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Measurement
-from pipefit.tensor_parallel.stage import RankLoss, shard_chain
+from pipefit.tensor_parallel import RankLoss, shard_chain
 from pipefit.texts import counted
 
 Boundaries = tuple[tuple[Value, ...], ...]  # values before every layer, and after the last

@@ -13,10 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipefit.capture.copying import constants
+from pipefit.capture import constants
 from pipefit.errors import UsageError
-from pipefit.memory.model_state import ReplicaShare
-from pipefit.memory.storages import StageStorages
+from pipefit.memory import ReplicaShare, StageStorages
 from pipefit.runtime.comm.agreement import Agreement
 from pipefit.runtime.engine.flight import Flight
 from pipefit.runtime.engine.passes import Passes, seed_update

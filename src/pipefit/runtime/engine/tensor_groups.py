@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from pipefit.errors import LimitMet, OutOfMemory, PeerLost, UsageError, WorkerFailed, all_lines
-from pipefit.memory.arenas import tensor_groups
+from pipefit.memory import tensor_groups
 from pipefit.processes import met
 from pipefit.runtime.hardware import ran_out
 from pipefit.schema.plan import Plan
-from pipefit.tensor_parallel import Alone, Collectives, LockstepCollectives, ProcessGroupCollectives
-from pipefit.tensor_parallel.lockstep import Meeting
+from pipefit.tensor_parallel import Alone, Collectives, LockstepCollectives, Meeting, ProcessGroupCollectives
 
 # ---- Failed transfers between workers
 

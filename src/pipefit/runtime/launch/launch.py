@@ -25,7 +25,7 @@ from multiprocessing import current_process
 from multiprocessing.connection import Connection, wait
 from multiprocessing.resource_tracker import ensure_running
 
-from pipefit.checkpoints.hold import Hold
+from pipefit.checkpoints import Hold
 from pipefit.errors import (
     LimitMet,
     NotSaved,
@@ -37,7 +37,7 @@ from pipefit.errors import (
     WorkerFailed,
 )
 from pipefit.lowering import Entered, whole_run
-from pipefit.memory.arenas import arenas_of, members, tensor_groups
+from pipefit.memory import arenas_of, members, tensor_groups
 from pipefit.processes import ENDING, addresses, files, processes
 from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.checkpoint.saver import SaveReport

@@ -6,9 +6,7 @@ import os
 import pathlib
 from dataclasses import dataclass, replace
 
-from pipefit.checkpoints.folders import Candidates, Checkpoint
-from pipefit.checkpoints.hold import Owner
-from pipefit.checkpoints.plain import load_weights
+from pipefit.checkpoints import Candidates, Checkpoint, Owner, load_weights
 from pipefit.errors import UsageError
 from pipefit.runtime.checkpoint.restoring import check_task
 from pipefit.runtime.options import TrainOptions

@@ -21,9 +21,8 @@ from functools import partial
 from math import isfinite
 from typing import Unpack
 
-from pipefit.capture.task import Task
-from pipefit.checkpoints.folders import Candidates, set_aside
-from pipefit.checkpoints.hold import Hold, new_owner
+from pipefit.capture import Task
+from pipefit.checkpoints import Candidates, Hold, new_owner, set_aside
 from pipefit.errors import (
     DamagedCheckpoint,
     FileError,

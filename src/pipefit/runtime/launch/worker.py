@@ -28,8 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipefit.capture.task import Task
-from pipefit.checkpoints.hold import keep
+from pipefit.capture import Task
+from pipefit.checkpoints import keep
 from pipefit.errors import (
     FileError,
     LimitMet,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import IO, Protocol
 
 from pipefit.errors import OutOfMemory, UsageError, WorkerFailed
-from pipefit.memory.arenas import Arena, buffer_bytes
+from pipefit.memory import Arena, buffer_bytes
 from pipefit.runtime.offload.copying import Slot, SlotPart
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.file_access import obstacle

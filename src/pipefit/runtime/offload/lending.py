@@ -24,7 +24,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from pipefit.errors import OutOfMemory, UsageError, first_line
-from pipefit.memory.arenas import (
+from pipefit.memory import (
     Arena,
     arenas_of,
     arenas_of_copies,

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from pipefit.errors import UsageError
-from pipefit.memory.arenas import slots
-from pipefit.memory.storages import StageStorages, Whereabouts
+from pipefit.memory import StageStorages, Whereabouts, slots
 from pipefit.runtime.offload.copying import Copier, Slot, SlotPart
 from pipefit.runtime.offload.lending import Borrowed
 from pipefit.schema.actions import Action, Bundle, Kind, Subject

@@ -23,13 +23,22 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from pipefit.capture.chain import ChainLayer
-from pipefit.capture.storages import needed_bytes, storage_key
+from pipefit.capture import ChainLayer, needed_bytes, storage_key
 from pipefit.errors import UsageError
-from pipefit.memory.arenas import slots
-from pipefit.memory.model_state import Gathered, ReplicaShare, StageRest
-from pipefit.memory.states import Condition, Home, HomeState, Layers, StateConditions, StateMoves, home_of
-from pipefit.memory.storages import StageStorages
+from pipefit.memory import (
+    Condition,
+    Gathered,
+    Home,
+    HomeState,
+    Layers,
+    ReplicaShare,
+    StageRest,
+    StageStorages,
+    StateConditions,
+    StateMoves,
+    home_of,
+    slots,
+)
 from pipefit.runtime.offload.copying import Slot
 from pipefit.runtime.offload.moving import Mover
 from pipefit.runtime.optim.half_precision import WeightCopies

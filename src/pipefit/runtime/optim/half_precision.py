@@ -22,14 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipefit.capture.chain import ChainLayer, autocasting
-from pipefit.capture.storages import without_memory
-from pipefit.capture.structure import Values
-from pipefit.capture.task import Task
+from pipefit.capture import ChainLayer, Task, Values, autocasting, without_memory
 from pipefit.errors import UsageError, in_one_line
 from pipefit.runtime.comm.agreement import Agreement
 from pipefit.schema.layer_costs import LayerCost
-from pipefit.tensor_parallel.lockstep import at_each_turn
+from pipefit.tensor_parallel import at_each_turn
 from pipefit.texts import counted, kind_of
 from pipefit.torch_internals import TorchDispatchMode
 

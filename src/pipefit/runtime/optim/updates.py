@@ -23,14 +23,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
-from pipefit.capture.by_value import updating
-from pipefit.capture.chain import ChainLayer
+from pipefit.capture import ChainLayer, Task, updating
 from pipefit.capture.parameter_groups import parameter_groups
-from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.fingerprint import options
-from pipefit.memory.model_state import ReplicaShare
-from pipefit.memory.states import HomeState, Layers
+from pipefit.memory import HomeState, Layers, ReplicaShare
 from pipefit.runtime.comm.agreement import Agreement
 from pipefit.runtime.offload.copying import Pace
 from pipefit.runtime.optim.half_precision import (

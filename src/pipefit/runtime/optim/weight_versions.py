@@ -23,10 +23,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from pipefit.capture.chain import ChainLayer
-from pipefit.capture.storages import storage_key
+from pipefit.capture import ChainLayer, storage_key
 from pipefit.errors import UsageError
-from pipefit.memory.states import Layers
+from pipefit.memory import Layers
 from pipefit.runtime.optim.half_precision import Copied, WeightCopies, WeightCopy
 from pipefit.schema.actions import COMPUTE, Action, Kind
 from pipefit.texts import counted, layers_text

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from pipefit.capture.flat import operator_name
+from pipefit.capture import operator_name
 from pipefit.tensor_parallel.operations import Rule
 from pipefit.tensor_parallel.rules import attention, elementwise, products, reshaping, vocabulary
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from pipefit.capture.flat import value
+from pipefit.capture import value
 from pipefit.tensor_parallel.collectives import Collectives
 from pipefit.tensor_parallel.forms import C, DimSplit, Form, take
 from pipefit.tensor_parallel.operations import GROUP, Call, Operation, Strategy, Wishes, shape

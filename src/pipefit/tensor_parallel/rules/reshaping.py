@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pipefit.capture.flat import operator_name, value
+from pipefit.capture import operator_name, value
 from pipefit.tensor_parallel.forms import C, DimSplit
 from pipefit.tensor_parallel.operations import Call, Operation, Strategy, Wishes, shape
 
