@@ -20,7 +20,13 @@ from pipefit.models.hugging_face import hf
 from pipefit.planner import plan
 from pipefit.profiler import profile
 from pipefit.runtime import certify
-from pipefit.runtime.engine.specializations import Specialization, Specializations, Specialized, boundaries
+from pipefit.runtime.engine.specializations import (
+    Retracing,
+    Specialization,
+    Specializations,
+    Specialized,
+    boundaries,
+)
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import Trace
@@ -139,5 +145,5 @@ def test_smaller_microbatches_have_the_types_of_the_plan(module: Callable[[], nn
     assert ["float32"] in expected[1:]
     assert ["bfloat16"] in expected
     usual = Specialization(stages={0: Specialized((), None)}, boundaries={}, samples={})
-    smaller = Specializations(task, found, usual, traced=False).of(1, training=True)
+    smaller = Specializations(Retracing(task, found), usual, traced=False).of(1, training=True)
     assert [[value.dtype for value in values] for values in smaller.boundaries[0]] == expected

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +23,7 @@ from pipefit.errors import OutOfMemory, UsageError
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify, certify_numbers, train
 from pipefit.runtime.checkpoint.saving import Saving
+from pipefit.runtime.engine import specializations
 from pipefit.runtime.engine.tensor_groups import Together
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import Decision, Microbatches, Run, SavedTensors, What
@@ -463,3 +466,27 @@ def test_a_trainer_refuses_ranks_that_compute_other_numbers(monkeypatch: pytest.
         with pytest.raises(UsageError, match=r"layer 0 of dropped, sharded over 2 .* computes other numbers"):
             refused(task, plan)
     assert Trainer(task, plan, numbers=False).not_compared == ""
+
+
+def test_an_evaluation_traces_each_local_batch_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation traces and divides the model once for each size of a local batch, however many devices
+    the process has; a second evaluation does neither.
+    """
+    calls = Counter[str]()
+    for name in ("fake_chain", "shard_chain"):
+        monkeypatch.setattr(specializations, name, counted(calls, name, getattr(specializations, name)))
+    task, plan = divided("tied", optimizer=MOMENTUM), grid_plan(profiled("tied"), [0, 2, 6], [(3, 2), (1, 2)])
+    trainer = Trainer(task, plan)
+    for _ in range(2):
+        trainer.evaluate(batch_of(task, plan))
+        assert calls == {"fake_chain": 2, "shard_chain": 2}
+
+
+def counted(calls: Counter[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function`, whose calls are counted under `name`."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls[name] += 1
+        return function(*args, **kwargs)
+
+    return call

@@ -23,7 +23,7 @@ from pipefit.lowering import updates_alone
 from pipefit.runtime.engine.batches import Cut, cut_batch
 from pipefit.runtime.engine.in_turn import run_in_turn
 from pipefit.runtime.engine.runner import DeviceRunner
-from pipefit.runtime.engine.specializations import Specializations
+from pipefit.runtime.engine.specializations import Retracing, Specializations
 from pipefit.runtime.engine.tensor_groups import TensorGroups, lost
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program
@@ -123,9 +123,9 @@ class Execution:
     ) -> None:
         self.plan, self.runners, self.distributed = plan, runners, distributed
         self.chain, self._groups = replace(chain, layers=()), groups
+        retracing = Retracing(task, plan)
         self._specializations: Mapping[int, Specializations] = {
-            runner.number: Specializations(task, plan, runner.usual, traced=chain.traced)
-            for runner in runners
+            runner.number: Specializations(retracing, runner.usual, traced=chain.traced) for runner in runners
         }
 
     def cut(self, batch: tuple[Any, Any]) -> Cut:

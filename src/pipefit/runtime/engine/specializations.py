@@ -2,8 +2,8 @@
 
 Layers that are modules accept any batch size and obey `train()` and `eval()`; only the shapes at their
 boundaries change. Traced layers, and layers of tensor-parallel ranks, hold for one batch size and one mode:
-for another, the model is traced again over fake tensors, and the new layers get the parameters and buffers of
-the old ones.
+for another, the model is traced again over fake tensors, once for all devices of the process, and the new
+layers get the parameters and buffers of the old ones.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipefit.capture import Chain, ChainLayer, Sample, Task, Values, casting_for
+from pipefit.capture import Chain, ChainLayer, Task, Values, casting_for
 from pipefit.capture.sample import sample
 from pipefit.errors import UsageError
-from pipefit.fake_cuda.chain import fake_chain
+from pipefit.fake_cuda.chain import fake_chain, layers_again
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.runtime.engine.flight import Loss
 from pipefit.runtime.engine.replicas import RankShards
+from pipefit.schema.grids import Stage
 from pipefit.schema.layer_costs import Value
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Measurement
-from pipefit.tensor_parallel import RankLoss, shard_chain
+from pipefit.tensor_parallel import RankLoss, ShardedChain, shard_chain
 from pipefit.texts import counted
 
 Boundaries = tuple[tuple[Value, ...], ...]  # values before every layer, and after the last
@@ -72,18 +73,89 @@ class _Made(NamedTuple):
     stages: Mapping[int, Specialized]
 
 
+class _Retraced(NamedTuple):
+    """The model traced for `like`, over tensors of `fake`, and its divisions, by those of the usual chains.
+
+    Stages get copies of the layers.
+    """
+
+    chain: Chain
+    fake: FakeTarget
+    values: Values
+    targets: Values
+    boundaries: Boundaries
+    divided: dict[ShardedChain, ShardedChain]
+
+    def layers(self, place: Stage) -> tuple[ChainLayer, ...]:
+        """Return new layers of a stage."""
+        return layers_again(self.chain.layers[place.start : place.stop], self.fake)
+
+    def divided_like(self, known: ShardedChain) -> ShardedChain:
+        """Return the model, divided as in `known`."""
+        if known not in self.divided:
+            self.divided[known] = shard_chain(
+                self.chain, known.ranks, self.values, self.targets, sequences=known.sequences, like=known
+            )
+        return self.divided[known]
+
+
+class Retracing:
+    """The model traced again, once for each number of samples and mode, for all devices of a process."""
+
+    def __init__(self, task: Task, plan: Plan) -> None:
+        self.task, self.plan = task, plan
+        self._known: dict[tuple[int, bool], _Retraced] = {}
+
+    def of(self, size: int, *, training: bool) -> _Retraced:
+        """Return the model for local batches of `size` samples.
+
+        Raises:
+            UsageError: it has other layers than in the plan.
+        """
+        key = size, training
+        if key not in self._known:
+            self._known[key] = self._trace(size, training=training)
+        return self._known[key]
+
+    def _trace(self, size: int, *, training: bool) -> _Retraced:
+        inputs, targets = like = sample(self.task, size)
+        target, fake = self.plan.cluster.target, FakeTarget("cpu")
+        with casting_for(target), fake:
+            chain = fake_chain(self.task, fake, like, training=training, target=target)
+            self._check(chain, size, training=training)
+            values = tuple(map(fake.fake, chain.flatten(inputs)))
+            tensors = _run(chain.measured(self.plan.measurement), values)
+            wanted = tuple(map(fake.fake, chain.flatten_targets(targets)))
+        shapes = tuple(
+            tuple(_shaped(value, tensor) for value, tensor in zip(known, made, strict=True))
+            for known, made in zip(boundaries(self.plan.measurement), tensors, strict=True)
+        )
+        return _Retraced(chain, fake, values, wanted, shapes, {})
+
+    def _check(self, chain: Chain, size: int, *, training: bool) -> None:
+        """Check that a chain's layers are the plan's."""
+        if tuple(layer.name for layer in chain.layers) != self.plan.profile.layers:
+            mode = "training" if training else "evaluation"
+            raise UsageError(
+                f"{self.task.name} traced for {mode} with {counted(size, 'sample')} has other layers than "
+                "the plan: use batches that divide into the plan's microbatches, and evaluate with a "
+                "separate module"
+            )
+
+
 class Specializations:
     """The specializations of the stages of one device, each made at its first use.
 
     Args:
+        retracing: the model for other sizes and modes, shared by the devices of a process.
         usual: the stages for the plan's microbatches.
         traced: whether the model was traced.
     """
 
-    def __init__(self, task: Task, plan: Plan, usual: Specialization, *, traced: bool) -> None:
-        self.task, self.plan, self._usual = task, plan, usual
+    def __init__(self, retracing: Retracing, usual: Specialization, *, traced: bool) -> None:
+        self.plan, self._retracing, self._usual = retracing.plan, retracing, usual
         self._fixed = {number: traced or one.shards is not None for number, one in usual.stages.items()}
-        self._known = {(plan.training.microbatch_size, True): usual}
+        self._known = {(self.plan.training.microbatch_size, True): usual}
         self._made: dict[tuple[int, bool], _Made] = {}
 
     def of_all(self, sizes: Sequence[int], training: bool) -> list[Specialization]:
@@ -116,50 +188,25 @@ class Specializations:
         return self._made[key]
 
     def _make(self, size: int, *, training: bool) -> _Made:
-        like = sample(self.task, size)
-        target = self.plan.cluster.target
-        with torch.inference_mode(mode=False), casting_for(target), FakeTarget("cpu") as fake:
-            # An evaluation may run in inference mode; and a GPU that trains stays untouched.
-            chain = fake_chain(self.task, fake, like, training=training, target=target)
-            self._check(chain, size, training=training)
-            result = _run(
-                chain.measured(self.plan.measurement), tuple(map(fake.fake, chain.flatten(like[0])))
-            )
-            stages = {
-                n: self._respecialized(n, chain, fake, like) for n, fixed in self._fixed.items() if fixed
-            }
-        values = tuple(
-            tuple(_shaped(value, tensor) for value, tensor in zip(known, tensors, strict=True))
-            for known, tensors in zip(boundaries(self.plan.measurement), result, strict=True)
-        )
-        return _Made(values, stages)
+        # An evaluation may run in inference mode; and a GPU that trains stays untouched.
+        with torch.inference_mode(mode=False):
+            model = self._retracing.of(size, training=training)
+            with casting_for(self.plan.cluster.target), model.fake:
+                stages = {n: self._respecialized(n, model) for n, fixed in self._fixed.items() if fixed}
+        return _Made(model.boundaries, stages)
 
-    def _check(self, chain: Chain, size: int, *, training: bool) -> None:
-        """Check that a chain's layers are the plan's."""
-        if tuple(layer.name for layer in chain.layers) != self.plan.profile.layers:
-            mode = "training" if training else "evaluation"
-            raise UsageError(
-                f"{self.task.name} traced for {mode} with {counted(size, 'sample')} has other layers than "
-                "the plan: use batches that divide into the plan's microbatches, and evaluate with a "
-                "separate module"
-            )
-
-    def _respecialized(self, stage: int, chain: Chain, fake: FakeTarget, like: Sample) -> Specialized:
-        """Return a stage of the new chain, or a rank's part, with the stage's parameters and buffers."""
+    def _respecialized(self, stage: int, model: _Retraced) -> Specialized:
+        """Return a stage of the new model, or a rank's part, with the stage's parameters and buffers."""
         place, usual = self.plan.stages[stage], self._usual.stages[stage]
-        shards = usual.shards
-        if shards is not None:
-            inputs, targets = chain.flatten(like[0]), chain.flatten_targets(like[1])
-            given = tuple(map(fake.fake, inputs)), tuple(map(fake.fake, targets))
-            known = shards.divided
-            chain = shard_chain(chain, known.ranks, *given, sequences=known.sequences, like=known).rank(
-                shards.group
-            )
-        pairs = zip(chain.layers[place.start : place.stop], usual.layers, strict=True)
+        shards, loss = usual.shards, usual.loss
+        if shards is None:
+            made = model.layers(place)
+        else:
+            chain = model.divided_like(shards.divided).rank(shards.group)
+            made, loss = chain.layers[place.start : place.stop], self._loss(stage, chain, shards)
+        pairs = zip(made, usual.layers, strict=True)
         layers = tuple(replace(new, module=_rebind(new, old, usual.layers)) for new, old in pairs)
-        return usual._replace(
-            layers=layers, loss=usual.loss if shards is None else self._loss(stage, chain, shards)
-        )
+        return usual._replace(layers=layers, loss=loss)
 
     def _loss(self, stage: int, chain: Chain, shards: RankShards) -> Loss:
         """Return the loss of a rank's new chain, with the constants of the old one's."""
