@@ -20,7 +20,7 @@ import torch
 import pipefit
 from pipefit import processes
 from pipefit.cli import app, doctor, main, options
-from pipefit.cli.train_log import lines_of_metrics
+from pipefit.cli.train import lines_of_metrics
 from pipefit.errors import FileError, UsageError
 from pipefit.lowering import ENDLESS, SCHEDULES, lower
 from pipefit.lowering.passes.recomputation import RECOMPUTE, recompute_decisions

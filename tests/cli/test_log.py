@@ -8,7 +8,7 @@ import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
 import pipefit
-from pipefit.cli.train_log import StepLog
+from pipefit.cli.train import StepLog
 from pipefit.models import build
 from pipefit.runtime.callbacks import StepReport
 from pipefit.schema.cluster import Cluster

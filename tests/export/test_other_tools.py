@@ -21,10 +21,8 @@ from torch.cuda import _memory_viz
 import pipefit
 from pipefit.cli import main
 from pipefit.errors import UsageError
-from pipefit.export.deepspeed import deepspeed_config
+from pipefit.export.decoders import deepspeed_config, megatron_arguments, torchtitan_config
 from pipefit.export.launching import kubernetes_job, slurm_script
-from pipefit.export.megatron import megatron_arguments
-from pipefit.export.torchtitan import torchtitan_config
 from pipefit.export.traces import memory_snapshot, snapshot
 from pipefit.models import build
 from pipefit.schema import training

@@ -23,10 +23,8 @@ import torch
 from torch.distributed.pipelining import schedules
 
 from export.test_other_tools import LAYERS, arguments, held, in_precision, on_grids, planned
-from pipefit.export.deepspeed import deepspeed_config
+from pipefit.export.decoders import deepspeed_config, megatron_arguments, torchtitan_config
 from pipefit.export.launching import kubernetes_job, slurm_script
-from pipefit.export.megatron import megatron_arguments
-from pipefit.export.torchtitan import torchtitan_config
 from pipefit.planner import plan
 from pipefit.schema.json_io import load_cluster
 from pipefit.schema.plan import Plan

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipefit.errors import UsageError
-from pipefit.fake_cuda.attention_choice import choose_kernel
-from pipefit.fake_cuda.target import FakeTarget
+from pipefit.fake_cuda.target import FakeTarget, choose_kernel
 from saving import ATTENDED, HALF, Saved
 
 B, H, T, D = ATTENDED

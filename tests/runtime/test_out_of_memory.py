@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from datetime import timedelta
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -17,11 +18,12 @@ from pipefit.runtime import train
 from pipefit.runtime.comm import transport
 from pipefit.runtime.comm.transport import Network
 from pipefit.runtime.engine.execution import Result
-from pipefit.runtime.engine.tensor_groups import BetweenWorkers, lost
+from pipefit.runtime.engine.tensor_groups import lost, naming_the_lost
 from pipefit.runtime.hardware import ran_out
 from pipefit.runtime.launch.launch import died
 from pipefit.runtime.launch.worker import BUILDING, _report
 from pipefit.schema.actions import message_of
+from pipefit.tensor_parallel import ProcessGroupCollectives
 from tiny import batch_of, plan_of, task_of, trainer_of
 
 # Messages as torch passes them on
@@ -130,10 +132,11 @@ def test_a_message_without_memory_blames_no_peer(text: str, kind: type[Exception
         pytest.raises(kind, match=own if kind is OutOfMemory else "device 1 has ended"),
     ):
         network.start(send, [torch.zeros(1)], message_of(0, send, program.placement))
-    shards = BetweenWorkers(
-        inner=mock.Mock(all_reduce=mock.Mock(side_effect=RuntimeError(text))), devices=(1, 0), device=0
-    )
-    with pytest.raises(kind, match=own if kind is OutOfMemory else "device 1 has ended"):
+    shards = ProcessGroupCollectives(around=partial(naming_the_lost, (1, 0), 0))
+    with (
+        mock.patch.object(transport.dist, "all_reduce", side_effect=RuntimeError(text)),
+        pytest.raises(kind, match=own if kind is OutOfMemory else "device 1 has ended"),
+    ):
         shards.all_reduce(torch.zeros(1))
     result = Result(
         devices=(0, 1), told=torch.zeros(1), work=mock.Mock(wait=mock.Mock(side_effect=RuntimeError(text)))

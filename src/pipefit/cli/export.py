@@ -85,15 +85,15 @@ def _written(file: Path, document: Document, to: Format) -> str | bytes:
 
             return split_points(_plan(file, document, "torch's split points are"))
         case "megatron":
-            from pipefit.export.megatron import megatron_arguments
+            from pipefit.export.decoders import megatron_arguments
 
             return megatron_arguments(_plan(file, document, "Megatron's arguments are"))
         case "torchtitan":
-            from pipefit.export.torchtitan import torchtitan_config
+            from pipefit.export.decoders import torchtitan_config
 
             return torchtitan_config(_plan(file, document, "torchtitan's configurations are"))
         case "deepspeed":
-            from pipefit.export.deepspeed import deepspeed_config
+            from pipefit.export.decoders import deepspeed_config
 
             return deepspeed_config(_plan(file, document, "DeepSpeed's configurations are"))
         case "slurm":

@@ -32,7 +32,7 @@ from pipefit.schema.file_access import NO_LINK, replace_file
 from pipefit.schema.json_text import adapter
 from pipefit.schema.layer_costs import Kernel, KernelMemory, Layout
 from pipefit.texts import dtype_name
-from pipefit.torch_internals import below_autograd, legacy_profiler, negative_view, pytree
+from pipefit.torch_internals import below_autograd, dispatcher, negative_view, pytree
 from pipefit.torch_internals.fake_tensors import FakeTensor
 from pipefit.units import format_bytes
 
@@ -471,12 +471,12 @@ def apart(call: Callable[[], T]) -> T:
 def peak_of(call: Callable[[], T]) -> tuple[int, T]:
     """Return the most bytes that `call` held at once, and its result. Call it inside `apart`."""
     state = torch.get_rng_state()
-    legacy_profiler.start(_memory_only())
+    dispatcher.start_profiler(_memory_only())
     try:
         with below_autograd():
             out = call()
     finally:
-        threads = legacy_profiler.stop()
+        threads = dispatcher.stop_profiler()
         torch.set_rng_state(state)
     changes = [
         event.cpu_memory_usage()
@@ -487,16 +487,16 @@ def peak_of(call: Callable[[], T]) -> tuple[int, T]:
     return max(accumulate(changes), default=0), out
 
 
-def _memory_only() -> legacy_profiler.ProfilerConfig:
+def _memory_only() -> dispatcher.ProfilerConfig:
     """Return a profiler configuration for memory only, without shapes, stacks, FLOPs or modules."""
-    return legacy_profiler.ProfilerConfig(
-        legacy_profiler.ProfilerState.CPU,
+    return dispatcher.ProfilerConfig(
+        dispatcher.ProfilerState.CPU,
         False,
         True,
         False,
         False,
         False,
-        legacy_profiler.ExperimentalConfig(),
+        dispatcher.ExperimentalConfig(),
     )
 
 

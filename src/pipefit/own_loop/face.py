@@ -12,22 +12,45 @@ from torch.optim import Optimizer
 
 from pipefit.errors import InfeasibleError, PipefitError, UsageError, in_one_line
 from pipefit.fake_cuda.apart import apart
-from pipefit.measure import Kernels
-from pipefit.own_loop.certifying import peaks_of
+from pipefit.fake_cuda.target import FakeTarget
+from pipefit.measure import Kernels, Meter
 from pipefit.own_loop.choice import Choices, Variable
 from pipefit.own_loop.installing import PlannedForward, check_free, install
 from pipefit.own_loop.loop import Loop
-from pipefit.own_loop.offloading import HostTensors
-from pipefit.own_loop.optimizer_state import StateOnHost, on_host
-from pipefit.own_loop.recording import LoopRecording, record
+from pipefit.own_loop.offloading import HostTensors, StateOnHost, on_host
+from pipefit.own_loop.recording import STEPS, LoopRecording, record
 from pipefit.report.show import text
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import DeviceKind, Member
-from pipefit.schema.loop_plan import LoopPlan
+from pipefit.schema.loop_plan import LoopDecision, LoopPlan
 from pipefit.schema.presets import machine_names
 from pipefit.schema.profile import Target
 from pipefit.texts import kind_of
 from pipefit.units import format_bytes, parse_bytes
+
+# ---- The peaks of a loop under decisions, by a dry run of exactly this loop
+
+
+def peaks_of(
+    loop: Loop, decisions: Sequence[LoopDecision], target: Target, kernels: Kernels | None
+) -> tuple[int, int]:
+    """Return the certified peaks of the first step and of later ones, in bytes."""
+    fake = FakeTarget(target)
+    meter = Meter(0, kernels=kernels, place=fake.device)
+    peaks: list[int] = []
+    with loop.over_fakes(fake, meter) as run:
+        planned = install(loop.module, decisions, HostTensors.dry())
+        try:
+            meter.begin("the first step")
+            for number in run(STEPS):
+                peaks.append(meter.end(number, 0.0).total_bytes)
+                meter.begin("a later step")
+        finally:
+            for forward in planned:
+                forward.remove()
+    first, steady = peaks
+    return first, steady
+
 
 _MOST_TRIES = 8  # dry runs of one answer
 _CPU = DeviceKind(name="cpu", flops={"float32": 1e11}, memory_bandwidth=2e10)

@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from pipefit.capture import updating
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.target import FakeTarget
-from pipefit.own_loop.optimizer_state import on_no_host
+from pipefit.own_loop.offloading import on_no_host
 from pipefit.schema.trace import Category
 from pipefit.texts import kind_of
 from pipefit.torch_internals import pytree

@@ -1,7 +1,13 @@
 """Execution of programs: in dry runs over fake tensors, in one process, or in one worker per device."""
 
-from pipefit.runtime.checks.comparison import certify_numbers, host_bytes, host_seconds
-from pipefit.runtime.checks.loss import SMALLEST, left_out, rounding
+from pipefit.runtime.checks.comparison import (
+    SMALLEST,
+    certify_numbers,
+    host_bytes,
+    host_seconds,
+    left_out,
+    rounding,
+)
 from pipefit.runtime.checks.plan_check import check_casts, check_model
 from pipefit.runtime.dry_run.certify import certify
 from pipefit.runtime.engine.assembly import assemble

@@ -43,8 +43,7 @@ from pipefit.measure import Kernels
 from pipefit.runtime.callbacks import Callback, StepReport
 from pipefit.runtime.checkpoint.checkpointing import Checkpointing
 from pipefit.runtime.checkpoint.saver import SaveReport
-from pipefit.runtime.checks.comparison import Comparisons
-from pipefit.runtime.checks.loss import check_left_out
+from pipefit.runtime.checks.comparison import Comparisons, check_left_out
 from pipefit.runtime.checks.plan_check import (
     TRAINED,
     check_casts,

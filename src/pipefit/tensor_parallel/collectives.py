@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -97,9 +97,12 @@ class Collectives(Protocol):
 class ProcessGroupCollectives:
     """Collectives of `torch.distributed`, over gloo or NCCL; of all processes, or of the given process
     group.
+
+    Each runs in a context of `around`, which may give its errors other names.
     """
 
     group: Any = None
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def __deepcopy__(self, memo: Any) -> ProcessGroupCollectives:
         return self  # a copy of a layer belongs to the same processes
@@ -113,25 +116,25 @@ class ProcessGroupCollectives:
         return dist.get_world_size(self.group)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        with lent(tensor) as (loan,):
+        with self.around(), lent(tensor) as (loan,):
             dist.all_reduce(loan, group=self.group)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         own = tensor.contiguous()
         parts = [torch.empty_like(own) for _ in range(self.size)]
-        with lent(own, *parts) as (loan, *result):
+        with self.around(), lent(own, *parts) as (loan, *result):
             dist.all_gather(result, loan, group=self.group)
         return parts
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         result = torch.empty_like(tensor)
-        with lent(tensor, result) as (source, target):
+        with self.around(), lent(tensor, result) as (source, target):
             dist.all_to_all_single(target, source, group=self.group)
         return result
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        with lent(tensor) as (loan,):
+        with self.around(), lent(tensor) as (loan,):
             dist.broadcast(loan, group_src=source, group=self.group)
         return tensor
 

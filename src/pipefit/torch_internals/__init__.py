@@ -1,8 +1,8 @@
 """Every private name of torch that pipefit uses, under a public name.
 
 `tests/test_private_torch.py` checks that this torch still has each of them, and that no other module uses
-one. This module has names that are cheap to import; `fake_tensors`, `dispatcher` and `legacy_profiler` have
-the others. `patches` has every process-wide patch, as a context manager.
+one. This module has names that are cheap to import; `fake_tensors` and `dispatcher` have the others.
+`patches` has every process-wide patch, as a context manager.
 """
 
 import torch

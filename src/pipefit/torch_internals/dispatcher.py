@@ -1,14 +1,25 @@
-"""Torch's dispatcher: dispatch keys, and which kernels are registered for them."""
+"""Torch's dispatcher, with the kernels registered for its keys, and autograd's small profiler."""
 
 import torch
+from torch._C._profiler import _ExperimentalConfig as ExperimentalConfig
+from torch.autograd import ProfilerConfig, ProfilerState  # type: ignore[attr-defined]
+from torch.autograd import _disable_profiler_legacy as stop_profiler  # type: ignore[attr-defined]
+from torch.autograd import _enable_profiler_legacy as start_profiler  # type: ignore[attr-defined]
 from torch.nn.attention import _cur_sdpa_kernel_backends as enabled_kernels
 
-# ---- The attention kernels that are enabled.
-
-__all__ = ["enabled_kernels"]
-
-
-_dispatcher__all__ = ["DispatchKey", "DispatchKeySet", "has_kernel", "registrations", "without_dispatch_keys"]
+__all__ = [
+    "DispatchKey",
+    "DispatchKeySet",
+    "ExperimentalConfig",
+    "ProfilerConfig",
+    "ProfilerState",
+    "enabled_kernels",
+    "has_kernel",
+    "registrations",
+    "start_profiler",
+    "stop_profiler",
+    "without_dispatch_keys",
+]
 
 DispatchKey = torch._C.DispatchKey
 DispatchKeySet = torch._C.DispatchKeySet

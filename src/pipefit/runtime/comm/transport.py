@@ -24,7 +24,7 @@ from torch import distributed as dist
 
 from pipefit.errors import PeerLost, UsageError, all_lines
 from pipefit.memory import sums, tensor_groups
-from pipefit.runtime.engine.tensor_groups import BetweenWorkers, lost
+from pipefit.runtime.engine.tensor_groups import lost, naming_the_lost
 from pipefit.schema.actions import SENDS, Action, Kind, Message, Placement, collective
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Channel, Program, channel, channels
@@ -349,9 +349,11 @@ class Network:
 
     def end(self, group: tuple[int, ...], rank: int) -> Collectives:
         """Return this worker's collectives in a tensor group, in which it has this `rank`."""
-        inner = ProcessGroupCollectives(group=self.tensor_groups[group])
-        assert inner.rank == rank, "workers are in the order of devices"
-        return BetweenWorkers(inner=inner, devices=group, device=self.device)
+        result = ProcessGroupCollectives(
+            group=self.tensor_groups[group], around=partial(naming_the_lost, group, self.device)
+        )
+        assert result.rank == rank, "workers are in the order of devices"
+        return result
 
     def abandon(self) -> None:
         """Drop the messages inside the device; a worker whose step failed ends, and its connections with

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pipefit.errors import LimitMet, OutOfMemory, PeerLost, UsageError, WorkerFailed, all_lines
 from pipefit.memory import tensor_groups
 from pipefit.processes import met
 from pipefit.runtime.hardware import ran_out
 from pipefit.schema.plan import Plan
-from pipefit.tensor_parallel import Alone, Collectives, LockstepCollectives, Meeting, ProcessGroupCollectives
+from pipefit.tensor_parallel import Alone, Collectives, LockstepCollectives, Meeting
 
 # ---- Failed transfers between workers
 
@@ -87,48 +85,14 @@ class Together:
             meeting.forget()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BetweenWorkers:
-    """Collectives of `device` in a group of processes; errors name the other `devices` that may be gone."""
-
-    inner: ProcessGroupCollectives
-    devices: Sequence[int]
-    device: int
-
-    def __deepcopy__(self, memo: Any) -> BetweenWorkers:
-        return self  # a copy of a layer belongs to the same processes
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        return self.inner.size
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        with self._naming_the_lost():
-            return self.inner.all_reduce(tensor)
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        with self._naming_the_lost():
-            return self.inner.all_gather(tensor)
-
-    def all_to_all(self, tensor: Tensor) -> Tensor:
-        with self._naming_the_lost():
-            return self.inner.all_to_all(tensor)
-
-    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        with self._naming_the_lost():
-            return self.inner.broadcast(tensor, source)
-
-    @contextmanager
-    def _naming_the_lost(self) -> Iterator[None]:
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            named = " or ".join(str(device) for device in self.devices if device != self.device)
-            what = f"a tensor-parallel layer failed: device {named} has ended or hangs"
-            raise lost(what, error, self.device) from error
+@contextmanager
+def naming_the_lost(group: Sequence[int], device: int) -> Iterator[None]:
+    """Raise errors of a collective of `device` with the names of the other devices of its `group`."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        named = " or ".join(str(other) for other in group if other != device)
+        what = f"a tensor-parallel layer failed: device {named} has ended or hangs"
+        raise lost(what, error, device) from error

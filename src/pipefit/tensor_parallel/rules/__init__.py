@@ -9,7 +9,7 @@ from torch import fx
 
 from pipefit.capture import operator_name
 from pipefit.tensor_parallel.operations import Rule
-from pipefit.tensor_parallel.rules import attention, elementwise, products, reshaping, vocabulary
+from pipefit.tensor_parallel.rules import elementwise, products, reshaping, vocabulary
 
 RULES: Mapping[str, Rule] = {
     "linear": products.linear,
@@ -20,11 +20,11 @@ RULES: Mapping[str, Rule] = {
     "baddbmm": products.baddbmm,
     "_grouped_mm": products.grouped_mm,
     "grouped_mm_fallback": products.grouped_mm,
-    "scaled_dot_product_attention": attention.attention,
+    "scaled_dot_product_attention": products.attention,
     "einsum": products.einsum,
     "embedding": vocabulary.embedding,
     "cross_entropy_loss": vocabulary.cross_entropy,
-    "dropout": attention.dropout,
+    "dropout": products.dropout,
     "layer_norm": elementwise.over_features,
     "rms_norm": elementwise.over_features,
     "batch_norm": elementwise.over_channels,
