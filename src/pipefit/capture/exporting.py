@@ -36,7 +36,7 @@ from pipefit.capture.refusals import (
 )
 from pipefit.capture.storages import storage_key
 from pipefit.capture.structure import closed, opened
-from pipefit.capture.whole_modules import call_custom_functions, call_modules, whole_functions, whole_modules
+from pipefit.capture.whole_modules import call_whole_parts, whole_parts
 from pipefit.errors import PipefitError, UsageError
 from pipefit.schema.profile import Target
 from pipefit.texts import kind_of
@@ -298,8 +298,7 @@ def export(
                 no_negative_variance(),
                 RefusingStrangers(own),
                 RecordingContiguous(),
-                whole_functions() as calls,
-                whole_modules(own, whole) as parts,
+                whole_parts(own, whole) as calls,
             ):
                 program = torch.export.export(own, args, kwargs, strict=False)
                 changes.refuse(lambda: own(*args, **kwargs))
@@ -307,8 +306,7 @@ def export(
             raise
         except Exception as error:  # noqa: BLE001 -- whatever the user's forward raised
             refuse_export(error, name, own, own_loss=own_loss)
-    call_custom_functions(program, calls)
-    call_modules(program, parts)
+    call_whole_parts(program, calls)
     return program
 
 

@@ -65,11 +65,48 @@ class Given(NamedTuple):
         return args, kwargs
 
 
-def nodes_of(program: ExportedProgram, operator: Any) -> Iterator[Any]:
-    """Yield the operations of a program that call an operator, in nested graphs too."""
+torch.library.define(
+    "pipefit::whole", "(Tensor[] parameters, Tensor[] buffers, Tensor[] given, int call) -> Tensor[]"
+)  # for traces only
+
+
+@torch.library.register_fake("pipefit::whole")  # type: ignore[untyped-decorator]
+def _(parameters: list[Tensor], buffers: list[Tensor], given: list[Tensor], call: int) -> list[Tensor]:
+    """Return the results of a call over fake tensors."""
+    trace = _trace.get()
+    assert trace is not None
+    with functions_as_they_are():  # custom functions inside this call belong to it
+        return trace.calls[call].results(given)
+
+
+@contextmanager
+def whole_parts(root: nn.Module, paths: Collection[str]) -> Iterator[list[_FunctionCall | _ModuleCall]]:
+    """Turn calls traced in the body into single operations; yield the list of calls.
+
+    These are calls of custom functions, and of the parts of `root`, a fake copy, at `paths`.
+    """
+    trace = _Trace()
+    token = _trace.set(trace)
+    FunctionMeta.__getattribute__ = _asked  # type: ignore[method-assign,assignment]
+    for path in paths:
+        if any(path.startswith(f"{other}.") for other in paths):
+            continue  # a part of another one
+        part = root.get_submodule(path)
+        part.forward = _WholeForward(path, part, trace.calls)
+    try:
+        yield trace.calls
+    finally:
+        del FunctionMeta.__getattribute__
+        _trace.reset(token)
+
+
+def call_whole_parts(program: ExportedProgram, calls: Sequence[_FunctionCall | _ModuleCall]) -> None:
+    """Let the operations that stand for `calls` call the functions, and the modules by their paths."""
     for part in program.graph_module.modules():
         if isinstance(part, fx.GraphModule):
-            yield from (node for node in part.graph.nodes if node.target is operator)
+            for node in part.graph.nodes:
+                if node.target is torch.ops.pipefit.whole.default:
+                    calls[node.args[3]].take_over(node)
 
 
 # ---- Custom `autograd.Function`s: each call stays whole, with its author's backward
@@ -120,6 +157,11 @@ class _FunctionCall:
         """Name of the call in messages."""
         return f"{self.function.__qualname__}.apply"
 
+    def take_over(self, node: fx.Node) -> None:
+        """Let a node that stands for the call call the function."""
+        node.target = CustomFunction(self.function)
+        node.args, node.kwargs = self.given.with_tensors(node.args[2])  # type: ignore[arg-type]
+
     def results(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return fake tensors like the function's results for fake arguments; set `packing` and `returned`.
 
@@ -150,10 +192,14 @@ class _FunctionCall:
 
 
 class _Trace:
-    """The calls of a trace, and torch's progress with the current one."""
+    """The calls of a trace, and torch's progress with the current one, of a function.
+
+    While `inside` one of the calls, custom functions are called as they are.
+    """
 
     def __init__(self) -> None:
-        self.calls: list[_FunctionCall] = []
+        self.calls: list[_FunctionCall | _ModuleCall] = []
+        self.inside = False
         self.begun: type[Function] | None = None  # torch reads its forward next
         self.returned: type[Function] | None = None  # torch reads its setup_context next
 
@@ -180,7 +226,7 @@ class _Trace:
             if not (tensors := call.given.tensors):
                 return plain(*given)
             self.calls.append(call)
-            results = call.packed(torch.ops.pipefit.custom_function(tensors, len(self.calls) - 1))
+            results = call.packed(torch.ops.pipefit.whole([], [], tensors, len(self.calls) - 1))
             self.returned = None if has_context else function
             return results
 
@@ -194,57 +240,23 @@ def _nothing_is_kept(*_: Any) -> None:
 _trace: ContextVar[_Trace | None] = ContextVar("the trace in progress", default=None)
 
 
-torch.library.define(
-    "pipefit::custom_function", "(Tensor[] tensors, int call) -> Tensor[]"
-)  # for traces only
-
-
-@torch.library.register_fake("pipefit::custom_function")  # type: ignore[untyped-decorator]
-def _(tensors: list[Tensor], call: int) -> list[Tensor]:
-    """Return the results of a call over fake tensors."""
-    trace = _trace.get()
-    assert trace is not None
-    with functions_as_they_are():  # custom functions inside this one belong to it
-        return trace.calls[call].results(tensors)
-
-
 def _asked(function: type[Function], name: str) -> Any:
     """Return the attribute of a function's class that torch sees."""
     result = type.__getattribute__(function, name)
     trace = _trace.get()
-    return result if trace is None else trace.answer(function, name, result)
+    return result if trace is None or trace.inside else trace.answer(function, name, result)
 
 
 @contextmanager
 def functions_as_they_are() -> Iterator[None]:
     """Call custom functions in the body as they are, inside code that is one operation of the trace."""
-    token = _trace.set(None)
+    trace = _trace.get()
+    assert trace is not None
+    before, trace.inside = trace.inside, True
     try:
         yield
     finally:
-        _trace.reset(token)
-
-
-@contextmanager
-def whole_functions() -> Iterator[list[_FunctionCall]]:
-    """Turn calls of custom functions traced in the body into single operations; yield the list of calls."""
-    trace = _Trace()
-    token = _trace.set(trace)
-    FunctionMeta.__getattribute__ = _asked  # type: ignore[method-assign,assignment]
-    try:
-        yield trace.calls
-    finally:
-        del FunctionMeta.__getattribute__
-        _trace.reset(token)
-
-
-def call_custom_functions(program: ExportedProgram, calls: Sequence[_FunctionCall]) -> None:
-    """Let the operations that stand for `calls` call the functions."""
-    for node in nodes_of(program, torch.ops.pipefit.custom_function.default):
-        tensors, number = node.args
-        call = calls[number]
-        node.target = CustomFunction(call.function)
-        node.args, node.kwargs = call.given.with_tensors(tensors)
+        trace.inside = before
 
 
 # ---- Modules that stay whole
@@ -326,48 +338,25 @@ class _ModuleCall(NamedTuple):
     given: Given
     forms: tuple[Form, ...]
     opposite: bool
-    results: list[Tensor]
+    returned: list[Tensor]
 
+    def results(self, _: Sequence[Tensor]) -> list[Tensor]:
+        """Return fake tensors like the results of the call."""
+        return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in self.returned]
 
-_calls: ContextVar[list[_ModuleCall] | None] = ContextVar(
-    "calls of whole modules in the trace in progress", default=None
-)
-
-torch.library.define(
-    "pipefit::whole_module", "(Tensor[] parameters, Tensor[] buffers, Tensor[] given, int call) -> Tensor[]"
-)
-
-
-@torch.library.register_fake("pipefit::whole_module")  # type: ignore[untyped-decorator]
-def _like_the_results(
-    parameters: list[Tensor], buffers: list[Tensor], given: list[Tensor], call: int
-) -> list[Tensor]:
-    """Return fake tensors like the results of the call."""
-    calls = _calls.get()
-    assert calls is not None
-    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in calls[call].results]
-
-
-@contextmanager
-def whole_modules(root: nn.Module, paths: Collection[str]) -> Iterator[list[_ModuleCall]]:
-    """Keep the parts of `root`, a traced fake copy, at `paths` whole in the body; yield the list of calls."""
-    calls: list[_ModuleCall] = []
-    token = _calls.set(calls)
-    for path in paths:
-        if any(path.startswith(f"{other}.") for other in paths):
-            continue  # a part of another one
-        part = root.get_submodule(path)
-        part.forward = _WholeForward(path, part, calls)
-    try:
-        yield calls
-    finally:
-        _calls.reset(token)
+    def take_over(self, node: fx.Node) -> None:
+        """Let a node that stands for the call call the module, which it names by path."""
+        parameters, buffers, tensors, _ = node.args
+        args, kwargs = self.given.with_tensors(tensors)  # type: ignore[arg-type]
+        node.target = call_whole
+        node.args = (self.path, parameters, buffers, args, kwargs, self.forms)  # type: ignore[assignment]
+        node.kwargs = {"opposite": True} if self.opposite else {}
 
 
 class _WholeForward:
     """The forward of a part that stays whole, during a trace."""
 
-    def __init__(self, path: str, part: nn.Module, calls: list[_ModuleCall]) -> None:
+    def __init__(self, path: str, part: nn.Module, calls: list[_FunctionCall | _ModuleCall]) -> None:
         self._path, self._part, self._calls = path, part, calls
         self._mode = _Assuming(allow_non_fake_inputs=True)
         self._like = copied(part, self._fake)  # a fake copy that is run for the results of calls
@@ -387,7 +376,7 @@ class _WholeForward:
         if not (parameters or buffers or tensors):
             self._refuse("neither it nor its arguments hold a tensor")
         self._calls.append(_ModuleCall(self._path, given, forms, opposite, made))
-        results = iter(torch.ops.pipefit.whole_module(parameters, buffers, tensors, len(self._calls) - 1))
+        results = iter(torch.ops.pipefit.whole(parameters, buffers, tensors, len(self._calls) - 1))
         return pytree.tree_unflatten(
             [next(results) if isinstance(form, tuple) else form for form in forms], packing
         )
@@ -461,16 +450,6 @@ class _Assuming(FakeTensorMode):  # type: ignore[no-untyped-call]
             if result is None:
                 raise
             return result
-
-
-def call_modules(program: ExportedProgram, calls: Sequence[_ModuleCall]) -> None:
-    """Let the operations that stand for `calls` call the modules, which they name by path."""
-    for node in nodes_of(program, torch.ops.pipefit.whole_module.default):
-        parameters, buffers, tensors, number = node.args
-        call = calls[number]
-        node.target = call_whole
-        node.args = (call.path, parameters, buffers, *call.given.with_tensors(tensors), call.forms)
-        node.kwargs = {"opposite": True} if call.opposite else {}
 
 
 # -------------------------------------------------------------------- which ones
