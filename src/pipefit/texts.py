@@ -49,6 +49,12 @@ def numbered(numbers: Sequence[int]) -> str:
     return " ".join(parts)
 
 
+def first_of(items: Sequence[object], most: int = 3) -> str:
+    """List items, and count those after the first `most`: `a, b, c, and 4 more`."""
+    rest = len(items) - most
+    return f"{', '.join(map(str, items[:most]))}{f', and {rest} more' if rest > 0 else ''}"
+
+
 def counted(count: int, noun: str) -> str:
     """Format a count with the singular `noun`: `1 stage`, `4 stages`, `1,024 microbatches`."""
     ending = "" if count == 1 else "es" if noun.endswith(("s", "ch")) else "s"

@@ -11,7 +11,7 @@ its step count, are reported only if its memory depends on them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -78,41 +78,38 @@ def reads_a_number(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 @contextmanager
+def _set(variable: ContextVar[Any], value: object) -> Iterator[None]:
+    """Give a context variable this value in the body."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextmanager
 def reading(numbers: NumberReads) -> Iterator[NumberReads]:
     """Count in `numbers` what a layer reads and assumes in the body.
 
     Raises:
         RuntimeError: more than `numbers.most` numbers are read, as by a loop whose condition always holds.
     """
-    token = _reading.set(numbers)
-    try:
+    with _set(_reading, numbers):
         yield numbers
-    finally:
-        _reading.reset(token)
 
 
-@contextmanager
-def updating(number: int = NUMBERS[0]) -> Iterator[None]:
+def updating(number: int = NUMBERS[0]) -> AbstractContextManager[None]:
     """Let an optimizer's update in the body read `number` in place of every number, without reporting it.
 
     The profiler tries several numbers, and reports the read if the memory of the update depends on the
     number.
     """
-    token = _updating.set(number)
-    try:
-        yield
-    finally:
-        _updating.reset(token)
+    return _set(_updating, number)
 
 
-@contextmanager
-def otherwise() -> Iterator[None]:
+def otherwise() -> AbstractContextManager[None]:
     """Assume the opposite in the body: no condition holds, masks select half, and numbers are 2."""
-    token = _otherwise.set(True)
-    try:
-        yield
-    finally:
-        _otherwise.reset(token)
+    return _set(_otherwise, True)
 
 
 READINGS = [unknown(aten._local_scalar_dense.default)]

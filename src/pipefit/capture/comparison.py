@@ -36,7 +36,7 @@ from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitError, UsageError, in_one_line
 from pipefit.schema.profile import Target
-from pipefit.texts import counted
+from pipefit.texts import counted, first_of
 from pipefit.torch_internals import pytree
 
 # ---- Results of a comparison
@@ -49,7 +49,6 @@ ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.
 # Gradients (as a share of the largest), losses and buffers below this size are compared as if they had it:
 # rounding alone may make them.
 _SMALLEST = 1e-3
-_PRINTED = 3  # printed differences
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +125,9 @@ class Numbers:
 
     @property
     def _refusal(self) -> str:
-        told, rest = self.differences[:_PRINTED], len(self.differences) - _PRINTED
-        more = f", and {rest} more" if rest > 0 else ""
         return (
             f"{self.name} computes different numbers as a chain than as a module: "
-            f"{', '.join(map(str, told))}{more} ({self.allowed:.0e} of the largest value is allowed). "
+            f"{first_of(self.differences)} ({self.allowed:.0e} of the largest value is allowed). "
             f"{self._cause}. Change that, or give pipefit the parts with pipefit.chain([...]), in the order "
             "in which they run"
         )

@@ -22,6 +22,7 @@ from pipefit.cli.options import (
     Settings,
     Target,
     Threads,
+    count_option,
 )
 from pipefit.cli.output import on_stderr
 from pipefit.errors import UsageError
@@ -59,36 +60,28 @@ def command(
     ] = None,
     batch_size: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="With --grow: samples in a step. Default: 4 per device."),
+        count_option(does="With --grow: samples in a step. Default: 4 per device."),
     ] = None,
     microbatch_size: Annotated[
         int | None,
-        typer.Option(
+        count_option(
             "--microbatch-size",
             "-b",
-            metavar="N",
-            min=1,
-            help="With --grow: samples in a microbatch. Default: chosen by joint and exact.",
+            does="With --grow: samples in a microbatch. Default: chosen by joint and exact.",
         ),
     ] = None,
     microbatches: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Microbatches in a step. Default: 4 per device.")
+        int | None, count_option(does="Microbatches in a step. Default: 4 per device.")
     ] = None,
     schedule: Annotated[str, typer.Option(metavar="NAME", help=SCHEDULE_HELP)] = "1f1b",
     recompute: Recompute = "never",
     data: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="With --grow: replicas of every stage. Default: chosen by joint and exact.",
-        ),
+        count_option(does="With --grow: replicas of every stage. Default: chosen by joint and exact."),
     ] = None,
     tensor: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", min=1, help="With --grow: tensor-parallel ranks. Default: chosen by joint and exact."
-        ),
+        count_option(does="With --grow: tensor-parallel ranks. Default: chosen by joint and exact."),
     ] = None,
     planner: Annotated[
         str | None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
@@ -13,6 +13,12 @@ from pipefit.schema.trace import MOST_STEPS
 
 if TYPE_CHECKING:
     from pipefit.memory import AllocatorSettings
+
+
+def count_option(*names: str, does: str) -> Any:
+    """Return an option for a whole number of 1 or more, for an annotation."""
+    return typer.Option(*names, metavar="N", min=1, help=does)
+
 
 Target = Literal["cpu", "cuda"]
 Precision = Literal[
@@ -24,7 +30,7 @@ Cast = Annotated[
     Precision | None,
     typer.Option(metavar="DTYPE", help=f"Cast the model and its data: {PRECISIONS}. Default: unchanged."),
 ]
-Threads = Annotated[int, typer.Option(metavar="N", min=1, help="CPU threads of a worker.")]
+Threads = Annotated[int, count_option(does="CPU threads of a worker.")]
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 Recomputed = Literal["never", "always", "stages", "except_last", "except_one"]
 Recompute = Annotated[

@@ -22,6 +22,7 @@ from pipefit.cli.options import (
     Target,
     Versions,
     allocator,
+    count_option,
 )
 from pipefit.cli.output import on_stderr
 from pipefit.errors import FileError, UsageError
@@ -46,20 +47,15 @@ def command(
     cluster: ClusterName,
     batch_size: Annotated[
         int | None,
-        typer.Option(
-            "--batch-size",
-            metavar="N",
-            min=1,
-            help="Samples in one optimizer step. Default: microbatches x microbatch size.",
+        count_option(
+            "--batch-size", does="Samples in one optimizer step. Default: microbatches x microbatch size."
         ),
     ] = None,
     microbatches: Annotated[
         int | None,
-        typer.Option(
+        count_option(
             "--microbatches",
-            metavar="N",
-            min=1,
-            help="Equal parts of the batch. Default: chosen; without a batch size, 4 per device.",
+            does="Equal parts of the batch. Default: chosen; without a batch size, 4 per device.",
         ),
     ] = None,
     schedule: Annotated[
@@ -95,27 +91,17 @@ def command(
     versions: Versions = "weights",
     stages: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Number of pipeline stages. Default: chosen by joint; one per device under other planners.",
+        count_option(
+            does="Number of pipeline stages. Default: chosen by joint; one per device under other planners."
         ),
     ] = None,
     data: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Data-parallel replicas of every stage. Default: chosen by joint and exact.",
-        ),
+        count_option(does="Data-parallel replicas of every stage. Default: chosen by joint and exact."),
     ] = None,
     tensor: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Tensor-parallel ranks of every replica. Default: chosen by joint and exact.",
-        ),
+        count_option(does="Tensor-parallel ranks of every replica. Default: chosen by joint and exact."),
     ] = None,
     sequences: Annotated[
         bool | None,
@@ -134,12 +120,10 @@ def command(
     settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
     microbatch_size: Annotated[
         int | None,
-        typer.Option(
+        count_option(
             "--microbatch-size",
             "-b",
-            metavar="N",
-            min=1,
-            help="Samples in one microbatch. Default: chosen by joint; 1 for a MODEL under other planners.",
+            does="Samples in one microbatch. Default: chosen by joint; 1 for a MODEL under other planners.",
         ),
     ] = None,
     target: Annotated[

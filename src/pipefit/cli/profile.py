@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from pipefit.cli.options import Cast, Json, Model, Output, Recompute, Settings, Target, Threads
+from pipefit.cli.options import Cast, Json, Model, Output, Recompute, Settings, Target, Threads, count_option
 from pipefit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,12 +25,10 @@ def command(
     model: Model,
     microbatch_size: Annotated[
         list[int],
-        typer.Option(
+        count_option(
             "--microbatch-size",
             "-b",
-            metavar="N",
-            min=1,
-            help="Samples in one microbatch; repeatable, for the local batches of replicas.",
+            does="Samples in one microbatch; repeatable, for the local batches of replicas.",
         ),
     ],
     settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
@@ -63,12 +61,7 @@ def command(
     ] = None,
     microbatches: Annotated[
         int | None,
-        typer.Option(
-            "--microbatches",
-            metavar="N",
-            min=1,
-            help="Microbatches in a step of the runs. Default: 4 per device.",
-        ),
+        count_option("--microbatches", does="Microbatches in a step of the runs. Default: 4 per device."),
     ] = None,
     schedule: Annotated[
         str, typer.Option(help="Schedule of the runs: gpipe or torchgpipe; 1f1b with one microbatch only.")

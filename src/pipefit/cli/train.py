@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from pipefit.cli.options import AfterDeath, Json, Model, Output, PlanFile, Settings
+from pipefit.cli.options import AfterDeath, Json, Model, Output, PlanFile, Settings, count_option
 from pipefit.cli.output import on_stderr
 from pipefit.errors import FileError, NotSaved, UsageError
 from pipefit.schema.file_access import content
@@ -45,9 +45,7 @@ def command(
     settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
     steps: Annotated[
         int,
-        typer.Option(
-            "--steps", metavar="N", min=1, help="Training steps in total, including those before --resume."
-        ),
+        count_option("--steps", does="Training steps in total, including those before --resume."),
     ] = 10,
     seed: Annotated[
         int | None,

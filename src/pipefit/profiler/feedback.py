@@ -18,7 +18,7 @@ import random
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
@@ -48,6 +48,7 @@ from pipefit.capture import (
 from pipefit.capture.plain_training import draws
 from pipefit.capture.sample import sample
 from pipefit.errors import PipefitError
+from pipefit.measure import threads_of
 from pipefit.runtime import SMALLEST, free_bytes, host_bytes, host_seconds, left_out, rounding
 from pipefit.schema.profile import Measurement, ModelProfile
 from pipefit.torch_internals import TorchDispatchMode, pytree
@@ -118,7 +119,8 @@ def measured_coupling(task: Task, profile: ModelProfile) -> str:
         cost.alone or cost.draws for cost in every
     )  # otherwise two forwards are equal in evaluation only
     tried = _through_the_module(task) if _is_cheap(largest) else _through_the_loss(task, largest)
-    with _one_thread(), warnings.catch_warnings(), suppress(PipefitError):
+    # On one thread, so that a process forked later does not lack threads
+    with threads_of(1), warnings.catch_warnings(), suppress(PipefitError):
         warnings.simplefilter("ignore")
         if left_out(
             [leaf for leaf in pytree.tree_leaves(sample(task, _SAMPLES)) if isinstance(leaf, Tensor)],
@@ -173,17 +175,6 @@ def _is_cheap(measurement: Measurement) -> bool:
     return share * host_seconds(measurement) <= LONGEST_SECONDS and needed <= min(
         MOST_BYTES, free_bytes() // 2
     )
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Run kernels in the body on one thread, so a process forked later does not miss threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 # ---- State in which a forward may count: numbers, strings, flags, containers of these, random generators

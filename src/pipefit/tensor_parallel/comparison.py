@@ -54,7 +54,7 @@ from pipefit.tensor_parallel.operations import flops
 from pipefit.tensor_parallel.stage import ShardedChain
 from pipefit.tensor_parallel.tracing import blocks_begin
 from pipefit.tensor_parallel.writing import tensors_of
-from pipefit.texts import counted
+from pipefit.texts import counted, first_of
 from pipefit.torch_internals import TorchDispatchMode, pytree
 from pipefit.units import format_bytes
 
@@ -385,7 +385,6 @@ _PASSES, _COPIES = (
     6,
     4,
 )  # forward and backward of a block, and its parameters and gradients, both whole and divided
-_PRINTED = 3  # printed differences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -516,11 +515,10 @@ class _ChainBlocks:
             raise BlockNotComparable(f"{self._name(one.block)} has infinite or nan outputs for such inputs")
         result = list(one.differences(whole, ranks))
         if far := [each for each in result if each.apart is None or not each.apart <= one.allowed]:
-            more = f", and {len(far) - _PRINTED} more" if len(far) > _PRINTED else ""
             raise UsageError(
                 f"{self._name(one.block)} of {self.chain.name}, sharded over {self.divided.ranks} "
                 "tensor-parallel ranks, computes other numbers than unsharded: "
-                f"{', '.join(map(str, far[:_PRINTED]))}{more} ({one.allowed:.0e} of the largest value is "
+                f"{first_of(far)} ({one.allowed:.0e} of the largest value is "
                 f"allowed{one.size.said}). Training was not started. This is a defect of pipefit; please "
                 "report it with the layer. Give its stage one shard (Grid(tensor=1), or --tensor 1 for all "
                 "stages), or skip the comparison with numbers=False (train --no-numbers)"

@@ -67,14 +67,13 @@ from pipefit.schema.actions import FORWARDS
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program
 from pipefit.tensor_parallel import ShardedChain
-from pipefit.texts import counted
+from pipefit.texts import counted, first_of
 from pipefit.torch_internals import pytree
 
 STEPS = 2
 _EXACT = 1e-4  # of an update: the tolerated difference between two ways to train
 _ROUNDINGS = 10  # times the effect of a rounding error on plain training
 _NOISE = 0.1  # of a gradient: with a larger share of rounding, its update is not compared
-_PRINTED = 3  # differences that are printed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,11 +113,9 @@ class PlanNumbers:
 
     @property
     def _refusal(self) -> str:
-        rest = len(self.differences) - _PRINTED
-        more = f", and {rest} more" if rest > 0 else ""
-        told = ", ".join(self.differences[:_PRINTED])
         return (
-            f"{self.name} trains differently by this plan than plainly: after {STEPS} steps {told}{more}. "
+            f"{self.name} trains differently by this plan than plainly: after {STEPS} steps "
+            f"{first_of(self.differences)}. "
             "Either a backward uses tensors that autograd does not track (an attribute of a context, a "
             "hook), which later microbatches overwrite: save them with ctx.save_for_backward. Or this is a "
             "defect of pipefit: please report it with the plan, and try another plan, or train by this one "
