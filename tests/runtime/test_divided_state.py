@@ -32,6 +32,7 @@ from pipefit.schema.json_io import load_cluster
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.simulator import simulate
+from reading_parts import READINGS, WORKERS, reading
 from replicated import MODELS, plain_task, precise, replicated, tied
 from sampled import sampled
 from slices import Plain, batches, equal, parameters, random_grids, sliced_plan
@@ -314,6 +315,24 @@ def test_the_numbers_are_those_of_fully_shard(tmp_path: Path) -> None:
         trainer.step(one)
     torch.multiprocessing.spawn(fully_sharded, (str(tmp_path), task, data), nprocs=2)
     assert equal(trainer.state_dict(), torch.load(tmp_path / "parameters.pt"), relative=1e-9)
+
+
+def test_a_worker_refuses_to_read_a_module_of_which_it_holds_parts(tmp_path: Path) -> None:
+    """In a worker under ZeRO-3 an existing module is not called, copied or saved: each says what to do
+    instead, after every step, and the trainer's tensors are those of training in one process.
+    """
+    task = plain_task()
+    found = profile(task, microbatch_size=(4, 2))
+    plan = sliced_plan(found, [0, 5], [2], microbatches=1, shard=("parameters",))
+    data, trainer = batches(task, plan, 2), Trainer(task, plan)
+    for one in data:
+        trainer.step(one)
+    torch.multiprocessing.spawn(reading, (str(tmp_path), task, plan, data), nprocs=WORKERS)
+    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(WORKERS)]
+    for refusals, _ in results:
+        assert refusals.keys() == READINGS.keys()
+        assert all("trainer.state_dict" in refusal for refusal in refusals.values())
+    assert equal(trainer.state_dict(), {**results[0][1], **results[1][1]}, relative=1e-9)
 
 
 def frozen() -> nn.Sequential:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, NoReturn, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -86,10 +86,26 @@ from pipefit.texts import counted
 
 def takes_apart(plan: Plan) -> bool:
     """Return whether a stage of the plan lacks whole parameters between steps."""
-    grids = (stage.grid for stage in plan.stages)
-    divides = any(grid.tensor > 1 or (grid.data > 1 and grid.shard == "parameters") for grid in grids)
-    moved = (decision.subject for decision in plan.decisions if decision.what is What.OFFLOAD)
-    return divides or any(isinstance(one, State) and one.kind == "parameters" for one in moved)
+    return frees_parameters(plan) or any(stage.grid.tensor > 1 for stage in plan.stages)
+
+
+def frees_parameters(plan: Plan) -> bool:
+    """Return whether parameters of a module that is trained in place lose their memory between passes.
+
+    Tensor-parallel ranks have parameters of their own, so the module keeps its memory.
+    """
+    away = {
+        decision.stage
+        for decision in plan.decisions
+        if decision.what is What.OFFLOAD
+        and isinstance(decision.subject, State)
+        and decision.subject.kind == "parameters"
+    }
+    return any(
+        stage.grid.tensor == 1
+        and (number in away or (stage.grid.data > 1 and stage.grid.shard == "parameters"))
+        for number, stage in enumerate(plan.stages)
+    )
 
 
 class WholeModule:
@@ -222,6 +238,27 @@ def add_post_mortem(
         )
 
 
+# ---- The module of a worker that holds parts of its parameters
+
+
+def refuse_reading(module: nn.Module) -> None:
+    """Make reading the whole `module` raise an error: calls, state dicts, copies and pickles.
+
+    Its layers can still be used one by one.
+    """
+
+    def refuse(*_: object) -> NoReturn:
+        raise UsageError(
+            "this worker keeps only some of the module's parameters, so the module cannot be called, copied or "
+            "saved: load a checkpoint (trainer.save) elsewhere, or read this worker's tensors "
+            "(trainer.state_dict)"
+        )
+
+    module.register_forward_pre_hook(refuse)
+    module.register_state_dict_pre_hook(refuse)
+    module.__dict__["__reduce_ex__"] = refuse  # of this module alone: copy.deepcopy, pickle and torch.save
+
+
 # ---- The trainer
 
 
@@ -319,6 +356,8 @@ class Trainer:
         self._whole = (
             WholeModule(own, list(self.stages), self._checkpoints) if isinstance(own, nn.Module) else None
         )
+        if self.distributed and isinstance(task.module, nn.Module) and frees_parameters(plan):
+            refuse_reading(task.module)
         self._began, self._step_seconds = time.perf_counter(), list[float]()
         self._steps_before = 0  # steps of the checkpoint that was loaded
 
