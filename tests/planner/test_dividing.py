@@ -11,7 +11,7 @@ import pytest
 from every_plan import IN_BLOCKS, every_plan, simulated
 from made_up import AMPLE, WHOLE_STAGES, copied, devices, heavy, hostile, keeping, plain, skewed
 from pipefit.errors import UsageError
-from pipefit.lowering import ENDLESS
+from pipefit.lowering import ENDLESS, Recompute
 from pipefit.memory.model_state import share_among
 from pipefit.memory.stage import Costs
 from pipefit.planner import plan
@@ -96,6 +96,21 @@ def test_bounds_hold_where_copies_are_gathered(data: int) -> None:
         Question(profile=profile, cluster=cluster, training=how, options=options), Degree(data, 1)
     )
     assert tables.peak(1, Way(shard="parameters"), 0, 8) <= max(Simulation(made).peak_bytes)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_bound_of_one_range_is_that_of_the_tables(seed: int) -> None:
+    """A bound computed for one range alone equals its place in the tables of all ranges."""
+    profile = sized(hostile(Random(seed), 7, shared=3), 4, 2, blocks=(1, 2, 1, 1, 2))
+    how = Training(batch_size=12, microbatches=3)
+    question = Question(profile=profile, cluster=devices(AMPLE, AMPLE), training=how, options=PlanOptions())
+    recomputed: tuple[Recompute, ...] = ("never", "always", "stages")
+    for degree in question.degrees:
+        tables = DegreeTables(question, degree)
+        for shard, recompute in product(SHARDINGS if degree.data > 1 else ("none",), recomputed):
+            way = Way(shard=shard, recompute=recompute)
+            for start, stop in combinations(range(question.blocks + 1), 2):
+                assert tables.least(2, way, start, stop) == tables.peak(2, way, start, stop)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -97,7 +97,7 @@ class Simulations:
             degree = Degree.of(grid)
             if degree not in self._tables:
                 self._tables[degree] = DegreeTables(self.question, degree)
-            yield self._tables[degree].peak(stages - number, Way(grid.shard, recompute), start, stop)
+            yield self._tables[degree].least(stages - number, Way(grid.shard, recompute), start, stop)
 
     def least(self, split: Split) -> float:
         """Return the seconds of the slowest stage's passes on the fastest kind of device."""

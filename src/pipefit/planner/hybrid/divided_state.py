@@ -174,7 +174,7 @@ def least(
 
     The first band has the average bytes of a replica, the second those of the replica that owns the most.
     """
-    sizes, blocks = DivisibleBytes(measurement), DividedBytes(edges, band.valid.shape[0])
+    sizes, blocks = DivisibleBytes(measurement), DividedBytes(edges, band)
     dealt = sizes.divided(shard)
     largest = blocks.largest_share(dealt, data)
 
@@ -254,11 +254,12 @@ def _grows(costs: Sequence[LayerCost]) -> bool:
 
 
 class DividedBytes:
-    """Tables over ranges of blocks from numbers of layers, with rows by width like those of bands."""
+    """Tables over the ranges of blocks of a band, with its rows and columns, from numbers of layers."""
 
-    def __init__(self, edges: Sequence[int], width: int) -> None:
+    def __init__(self, edges: Sequence[int], band: Band) -> None:
         self.edges, self.count = np.array(edges), len(edges) - 1
-        self.starts = np.arange(self.count)
+        width, columns = band.valid.shape
+        self.starts = np.arange(band.first, band.first + columns)
         self.stops = np.minimum(self.starts + np.arange(1, width + 1)[:, None], self.count)
 
     def sums(self, of: Ints) -> Ints:
@@ -269,9 +270,18 @@ class DividedBytes:
 
     def lowest(self, of: Floats) -> Floats:
         """Return the lowest number of the layers of every range; zero if none is finite."""
-        result = np.tile(np.minimum.reduceat(of, self.edges[:-1]), (len(self.stops), 1))
-        for row in range(1, len(result)):
-            np.minimum(result[row - 1, :-row], result[0, row:], out=result[row, :-row])
+        of_blocks, (width, columns) = np.minimum.reduceat(of, self.edges[:-1]), self.stops.shape
+        end = min(self.count, int(self.starts[0]) + columns + width - 1)
+        padded = np.full(columns + width - 1, np.inf)
+        padded[: end - self.starts[0]] = of_blocks[self.starts[0] : end]
+        result = np.empty((width, columns))
+        if columns < width:
+            for column in range(columns):
+                np.minimum.accumulate(padded[column : column + width], out=result[:, column])
+        else:
+            result[0] = padded[:columns]
+            for row in range(1, width):
+                np.minimum(result[row - 1], padded[row : row + columns], out=result[row])
         return np.where(np.isfinite(result), result, 0.0)
 
     def largest_share(self, of: Ints, data: int) -> Ints:

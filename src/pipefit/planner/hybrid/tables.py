@@ -158,6 +158,17 @@ class DegreeTables:
         peaks = [stage_peak(band, met, (row, column)) for band in self._bands(way, stop - start)]
         return float(max(peak.item() for peak in peaks)) * self._expected.get(way, 1.0)
 
+    def least(self, stages_left: int, way: Way, start: int, stop: int) -> float:
+        """Return a lower bound of the peak of a stage of these blocks, without tables of other ranges."""
+        band = self._ranges(way).band(stop - start, first=start, last=start)
+        data, edges = self.degree.data, self.question.edges
+        divides = way.shard != "none"
+        bands = least(band, self.measurement, edges, data, way.shard) if divides else (band,)
+        met = self._met(stages_left, way)
+        return max(float(stage_peak(one, met)[-1, 0]) for one in bands) + float(
+            self._barred(way)[start, stop]
+        )
+
     def _met(self, stages_left: int, way: Way) -> tuple[Surroundings, ...]:
         how, recompute = self.question.training, self._recompute(way)
         return surroundings(how.schedule, 0, stages_left, how.microbatches, recompute, versions=how.versions)
