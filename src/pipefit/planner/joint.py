@@ -170,22 +170,15 @@ class JointSearch:
         return known[means]
 
     def _found(self, means: Means, effort: float, known: dict[Means, _Answer]) -> _Answer:
-        """Extend the best results that use one technique less; skip those whose bound is already beaten.
-
-        If the result does not fit, the skipped ones are searched too, as one of them may lack less memory.
-        """
-        fewer, left_out = dict[Means, _Answer](), list[Means]()
+        """Extend the best results that use one technique less; skip those whose bound is already beaten."""
+        fewer = dict[Means, _Answer]()
         for less in reversed(means.fewer) if not self._filler.evaluator.pinned else ():
             fastest = min(
                 (value.found.seconds for value in fewer.values() if value.found.fits), default=float("inf")
             )
             if _is_base(less, means) or self._bound(less) < fastest * (1 + _CLOSE):
                 fewer[less] = self._answer(less, effort, known)
-            else:
-                left_out.append(less)
-        result = self._answered(self._begun(means, effort), fewer)
-        others = () if result.found.fits else (self._answer(less, effort, known).found for less in left_out)
-        return result._replace(found=min((result.found, *others), key=lambda one: one.order))
+        return self._answered(self._begun(means, effort), fewer)
 
     def _begun(self, means: Means, effort: float) -> Filler:
         """Return the filler with these techniques, and begin its search."""
