@@ -27,7 +27,7 @@ from pipefit.profiler import profile
 from pipefit.profiler.on_demand import OnDemand
 from pipefit.runtime import certify
 from pipefit.schema.cluster import Cluster
-from pipefit.schema.decisions import State
+from pipefit.schema.decisions import State, What
 from pipefit.schema.devices import Member, MemberKind
 from pipefit.schema.fit import Attempt, Fit
 from pipefit.schema.trace import Trace
@@ -234,6 +234,21 @@ def test_what_is_soon_found_is_the_answer_where_a_search_finds_nothing() -> None
     assert again is not None
     assert (found.best.plan.stages, found.best.plan.decisions) == (again.plan.stages, again.plan.decisions)
     assert growth.soon(growth.profiles(found.best.value + 1), found.best.value + 1, {}).fitting is None
+
+
+def test_hosts_that_only_hold_optimizer_state_fit_more_than_hosts_that_update() -> None:
+    """A host that updates a layer also needs its gradient and its parameters, 16 bytes a number or more; one
+    that holds AdamW's state needs 8. So of a host with 12 bytes a number, plans that are made fast use the
+    latter, and of a smaller one, for as many layers as it has room for.
+    """
+    numbers, roomy = 6 * (8 * 8 + 8), Cluster.emulated((2, 3900))
+    for each, layers in ((12, 6), (6, 4)):
+        hosts = tuple(replace(host, memory_bytes=each * numbers) for host in roomy.hosts)
+        demand = replace(LEAN, cluster=replace(roomy, hosts=hosts))
+        look = setting("layers", trained, demand, range(1, 60)).soon(demand.profiles(trained(6)), 6, {})
+        assert look.fitting is not None
+        moved = [one for one in look.fitting.plan.decisions if isinstance(one.subject, State)]
+        assert [one.what for one in moved] == [What.OFFLOAD] * layers
 
 
 @pytest.mark.parametrize("planner", sampled(["exact", "joint"], often=["exact"]))

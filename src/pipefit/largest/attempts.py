@@ -18,6 +18,7 @@ from pipefit.memory import room_needed, shortage
 from pipefit.planner import (
     ALL_AWAY,
     PLANNERS,
+    STATE_AWAY,
     Answer,
     Planner,
     PlanOptions,
@@ -37,13 +38,8 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.training import MOST_SAMPLES, Training
 from pipefit.simulator.assembled import assembled
 
-_PARTS = (
-    0.75,
-    0.5,
-    0.25,
-)  # of every stage's layers that hosts update, where they have no room for those of all
-
-
+_PARTS, _LESS = 2, 0.99  # how many parts of the state hosts are tried with, each so much of the one before
+_IN_PART = "part of the state at hosts"
 _HOPELESS = 1.1  # values by which the last fitting one of a way must be exceeded
 
 
@@ -90,7 +86,8 @@ def soon_planned(
             plan, arenas = simulation.plan, simulation.arenas if simulation.plan.decisions else ()
             result = Attempt(value=value, plan=plan, shortage=shortage(plan, arenas) if arenas else "")
             shares = {member: needed.total() for member, needed in room_needed(plan, arenas).items()}
-            hosts = (Need(nbytes, plan.cluster.capacity(member)) for member, nbytes in shares.items())
+            full = () if way == _IN_PART else shares.items()  # hosts that are filled say nothing of values
+            hosts = (Need(nbytes, plan.cluster.capacity(member)) for member, nbytes in full)
             needs[way] = (Need(result.need_bytes, result.budget_bytes), *hosts)
             fitting.extend([result] if result.fits else [])
         return bool(fitting) and not every
@@ -99,7 +96,7 @@ def soon_planned(
         asked = replace(question, options=replace(question.options, recompute=recompute))
         if fits(recompute, PLANNERS["exact"], "exact", asked):
             return Look(fitting[0], needs)
-    for way, planner in _with_hosts(needs, every=every):
+    for way, planner in _with_hosts(needs):
         if fits(way, planner, "lean", question):
             return Look(fitting[0], needs)
     return Look(fitting[0] if fitting else None, needs)
@@ -115,29 +112,19 @@ def _without_hosts(question: Question) -> Iterator[Recompute]:
     yield from ("never", "always", "stages") if asked == "never" else (asked,)
 
 
-def _with_hosts(needs: dict[str, tuple[Need, ...]], *, every: bool) -> Iterator[tuple[str, Planner]]:
-    """Plans whose hosts update layers: all; where hosts alone have no room for that, as many as they have;
-    and such whose hosts have parameters and gradients between passes too.
+def _with_hosts(needs: dict[str, tuple[Need, ...]]) -> Iterator[tuple[str, Planner]]:
+    """Plans that recompute all blocks and whose hosts hold optimizer state, leaner and leaner.
+
+    Hosts update all layers; or they only hold all optimizer state, which needs least of them; or as much of
+    it as they have room for; or also parameters and gradients between passes.
     """
-
-    def lacks(way: str) -> tuple[bool, bool]:
-        device, *hosts = needs.get(way, (Need(0, 0),))
-        return device.need > device.room, any(host.need > host.room for host in hosts)
-
-    yield "1.0", partial(at_hosts, part=1.0)
-    if every or "1.0" not in needs:
-        yield from ((str(part), partial(at_hosts, part=part)) for part in _PARTS)
-    elif lacks("1.0") == (False, True):
-        parts = list(_PARTS)
-        while parts:
-            part = parts[len(parts) // 2]
-            yield str(part), partial(at_hosts, part=part)
-            on_device, on_host = lacks(str(part))
-            parts = (
-                [one for one in parts if (one > part if on_device else one < part)]
-                if on_device != on_host
-                else []
-            )
+    yield "updated by hosts", partial(at_hosts, part=1.0)
+    yield "state at hosts", partial(at_hosts, part=1.0, moves=STATE_AWAY)
+    _, *hosts = needs.get("state at hosts", (Need(0, 0),))
+    part = min((host.room / host.need for host in hosts if host.need), default=1.0)
+    for _ in range(_PARTS if part < 1 else 0):
+        yield _IN_PART, partial(at_hosts, part=part, moves=STATE_AWAY)
+        part *= _LESS
     yield "all away", partial(at_hosts, part=1.0, moves=ALL_AWAY)
 
 

@@ -8,7 +8,7 @@ the answer's plan gets alternatives.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
@@ -353,16 +353,24 @@ class _LargestSearch:
         return result
 
     def _say(self, what: str, value: int, step: str = "") -> None:
-        """Report the current activity with a value, and the best value known to fit."""
+        """Report the current activity with a value, and the nearest values known to fit and not to fit."""
         if self.progress is not None:
-            fitting = [one.value for one in self.tried if one.fits]
-            best = (
-                max(fitting, default=None) if self.growth.sense == "largest" else min(fitting, default=None)
-            )
-            text = f"{what} {self.growth.named(value)}" + (f", {step}" if step else "")
-            self.progress(
-                len(self.tried), 0, text + (f"; {self.growth.named(best)} fits" if best is not None else "")
-            )
+            text = ", ".join(filter(None, (f"{what} {self.growth.named(value)}", step)))
+            self.progress(len(self.tried), 0, "; ".join((text, *self._results())))
+
+    def _results(self) -> Iterator[str]:
+        """Yield the best value known to fit, and the nearest one without a plan so far, in words."""
+        fitting = {one.value for one in self.tried if one.fits}
+        others = {value for value, one in self.known.items() if not one.fits}
+        others |= {
+            value for value, look in self.soon.items() if look.fitting is None and value not in fitting
+        }
+        largest = self.growth.sense == "largest"
+        if fitting:
+            yield f"{self.growth.named(max(fitting) if largest else min(fitting))} fits"
+        if others - fitting:
+            nearest = min(others) if largest else max(others)
+            yield f"no plan found for {self.growth.named(nearest)}"
 
 
 def _negated(statement: bool | None) -> bool | None:

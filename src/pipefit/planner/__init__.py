@@ -28,7 +28,7 @@ from pipefit.planner.closed_forms.surroundings import surroundings
 from pipefit.planner.driver import answer, explained, plan_of, solved, unexplained
 from pipefit.planner.exact import exact, leanest_of
 from pipefit.planner.joint import exact_in_time, joint
-from pipefit.planner.lean import ALL_AWAY, at_hosts, lean, leanest_with_hosts
+from pipefit.planner.lean import ALL_AWAY, STATE_AWAY, at_hosts, lean, leanest_with_hosts
 from pipefit.planner.neighbours import Simulations
 from pipefit.planner.open_choices import (
     Profiles,
@@ -66,6 +66,7 @@ __all__ = [
     "ON_GRIDS",
     "ON_RUNS",
     "PLANNERS",
+    "STATE_AWAY",
     "Degree",
     "Means",
     "PlanArguments",

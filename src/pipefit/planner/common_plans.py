@@ -99,7 +99,7 @@ def common_plan(question: Question, at_most: float) -> CommonPlan | None:
     }  # bounds of memory
     for split, recompute, moves, decisions in common_plans(question):
         known = at_most < float("inf")
-        if simulations.work + bounds.work > (simulations.share_of(_WORK) if known else _WORK_TO_FIT):
+        if simulations.work + bounds.work > simulations.share_of(_WORK if known else _WORK_TO_FIT):
             break
         with suppress(UsageError):  # state that cannot be divided or moved, or hosts that cannot update
             if moves in on_devices and not on_devices[moves].may_fit(split, recompute):

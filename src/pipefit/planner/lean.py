@@ -24,7 +24,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
-from math import ceil
 from typing import NamedTuple
 
 from pipefit.errors import UsageError
@@ -47,6 +46,7 @@ from pipefit.texts import counted
 
 _WORK = 250_000  # limit of actions read
 
+STATE_AWAY: Moves = ((What.OFFLOAD, "optimizer"),)
 ALL_AWAY: Moves = (*AWAY, (What.OFFLOAD, "gradients"))
 _OF_ONE: tuple[tuple[Sharding, Moves], ...] = (("none", UPDATED), ("none", ALL_AWAY))
 _OF_SEVERAL: tuple[tuple[Sharding, Moves], ...] = (
@@ -112,9 +112,9 @@ def leanest_with_hosts(questions: Iterable[Question]) -> tuple[Question, Planner
 def at_hosts(question: Question, part: float, moves: Moves = UPDATED) -> PlannerResult:
     """Return the plan that recomputes all blocks and has state at hosts, with one device for each stage.
 
-    Hosts update the part `part` of every stage's blocks, or hold more of their state by other `moves`. The
-    split has the lowest peak of stages without that optimizer state. If this plan does not fit, hardly any
-    does, and it costs one simulation; its steps are the longest.
+    Hosts update the part `part` of every stage's blocks, rounded down, or hold their state by other `moves`.
+    The split has the lowest peak of stages without that optimizer state. If this plan does not fit, hardly
+    any does, and it costs one simulation; its steps are the longest.
 
     Raises:
         UsageError: the plan cannot be carried out, or is not allowed.
@@ -129,7 +129,7 @@ def at_hosts(question: Question, part: float, moves: Moves = UPDATED) -> Planner
     for number in range(len(plan.stages)):
         runs = runs_of(question, plan, number, in_buckets=False)
         moving = together(question, runs)
-        result += moved(number, moving[: ceil(part * len(moving))], moves, ahead=0)
+        result += moved(number, moving[: int(part * len(moving))], moves, ahead=0)
         result += ran_again(number, runs)
     simulation = assembled(plan_of(question, split, decisions=tuple(result)))
     value = question.value(tuple(simulation.peak_bytes[device] for device in split.devices), split.devices)
