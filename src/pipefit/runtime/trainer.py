@@ -255,7 +255,7 @@ def refuse_reading(module: nn.Module) -> None:
         )
 
     module.register_forward_pre_hook(refuse)
-    module.register_state_dict_pre_hook(refuse)
+    module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
     module.__dict__["__reduce_ex__"] = refuse  # of this module alone: copy.deepcopy, pickle and torch.save
 
 
