@@ -20,8 +20,7 @@ from pipefit.capture import Task
 from pipefit.errors import PeerLost
 from pipefit.lowering import lower
 from pipefit.measure.cpu import Meter
-from pipefit.runtime.comm.joining import HostBuffers
-from pipefit.runtime.comm.transport import TOKEN, Network, check_members, connect
+from pipefit.runtime.comm.transport import TOKEN, HostBuffers, Network, check_members, connect
 from pipefit.schema.actions import message_of, parse_action
 from pipefit.schema.plan import Plan
 from resuming import named

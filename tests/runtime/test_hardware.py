@@ -18,9 +18,8 @@ from pipefit.lowering import lower
 from pipefit.memory.cuda_allocator import AllocatorSettings
 from pipefit.runtime import certify
 from pipefit.runtime import trainer as trainer_module
-from pipefit.runtime.comm import joining
-from pipefit.runtime.comm.joining import HostBuffers
-from pipefit.runtime.comm.transport import Network
+from pipefit.runtime.comm import transport
+from pipefit.runtime.comm.transport import HostBuffers, Network
 from pipefit.runtime.hardware import Hardware, check_backwards, check_hosts
 from pipefit.schema.grids import Grid
 from pipefit.schema.plan import Plan
@@ -142,9 +141,9 @@ def test_all_devices_may_share_one_gpu() -> None:
 def test_who_shares_a_gpu_talks_by_way_of_the_host(device: str, kind: type) -> None:
     """Workers that share a GPU send tensors through the host's network; CPU workers are unaffected."""
     plan, made = on_hosts(0, 0, order=(0, 1)), mock.create_autospec(Network)
-    with mock.patch.object(joining, "connect", return_value=made) as connected:
-        transport = joining.transport_of(Hardware(plan, shared=True), lower(plan), torch.device(device), 1.0)
-    assert isinstance(transport, kind) or (transport is made and kind is Network)
+    with mock.patch.object(transport, "connect", return_value=made) as connected:
+        found = transport.transport_of(Hardware(plan, shared=True), lower(plan), torch.device(device), 1.0)
+    assert isinstance(found, kind) or (found is made and kind is Network)
     assert connected.call_args.args[2] == torch.device("cpu")
 
 

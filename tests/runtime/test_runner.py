@@ -17,7 +17,7 @@ from pipefit.errors import FileError, OutOfMemory, UsageError
 from pipefit.lowering import lower
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify, trainer
-from pipefit.runtime.comm import joining
+from pipefit.runtime.comm import transport
 from pipefit.runtime.options import Supervision
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.plan import Plan
@@ -227,7 +227,7 @@ def with_program(
     )
     monkeypatch.setattr("pipefit.runtime.engine.batches.lower", lambda plan, **_: program)
     monkeypatch.setattr(trainer, "step_programs", lambda plan: (program,))
-    monkeypatch.setattr(joining, "whole_run", lambda plan: program)
+    monkeypatch.setattr(transport, "whole_run", lambda plan: program)
     return trainer_of(task, split, microbatches=microbatches)
 
 

@@ -17,7 +17,7 @@ from pipefit.errors import UsageError
 from pipefit.profiler import profile
 from pipefit.report.show import text
 from pipefit.runtime import Trainer, certify, train
-from pipefit.runtime.comm import joining
+from pipefit.runtime.comm import transport
 from pipefit.runtime.engine.tensor_groups import without_peers
 from pipefit.schema.decisions import Decision, Microbatches, Run, SavedTensors, What
 from pipefit.schema.devices import parse_place
@@ -107,7 +107,7 @@ def test_simulator_dry_run_meter_and_allocator_agree(name: str, monkeypatch: pyt
     """Simulator, dry run, meter and allocator agree on the peaks of every rank in both steps, to the byte,
     with absent peers.
     """
-    monkeypatch.setattr(joining, "Together", lambda plan: without_peers)
+    monkeypatch.setattr(transport, "Together", lambda plan: without_peers)
     found = step_peaks(along(), PLANS[name]())
     assert found.dry == found.metered == found.allocated
     assert found.dry == found.simulated or any(d.place for d in PLANS[name]().decisions)

@@ -17,7 +17,7 @@ from pipefit.errors import UsageError
 from pipefit.models import build
 from pipefit.profiler import profile
 from pipefit.runtime import certify
-from pipefit.runtime.comm import joining
+from pipefit.runtime.comm import transport
 from pipefit.runtime.engine.tensor_groups import without_peers
 from pipefit.schema.decisions import Decision, Microbatches, Run, SavedTensors, State, What
 from pipefit.schema.devices import parse_place
@@ -159,7 +159,7 @@ def test_simulator_dry_run_meter_and_allocator_agree(
 
     Peers are absent, because a process that runs all ranks also holds the messages between them.
     """
-    monkeypatch.setattr(joining, "Together", lambda plan: without_peers)
+    monkeypatch.setattr(transport, "Together", lambda plan: without_peers)
     found = step_peaks(divided(name), random_plan(name, Random(seed)))
     assert found.dry == found.metered == found.allocated == found.simulated
 

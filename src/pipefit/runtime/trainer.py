@@ -52,7 +52,7 @@ from pipefit.runtime.checks.plan_check import (
     frozen_in,
     warn_elsewhere,
 )
-from pipefit.runtime.comm.joining import connected, groups_of, joins_workers
+from pipefit.runtime.comm.transport import connected, groups_of, joins_workers
 from pipefit.runtime.engine.assembly import assemble
 from pipefit.runtime.engine.batches import Cut, Programs
 from pipefit.runtime.engine.execution import Execution, Result

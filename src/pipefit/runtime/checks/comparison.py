@@ -46,7 +46,13 @@ from pipefit.capture.sample import sample
 from pipefit.errors import PipefitWarning, UsageError, in_one_line
 from pipefit.runtime.checks import plan_comparison
 from pipefit.runtime.checks.plan_check import check_model
-from pipefit.runtime.checks.plan_comparison import compare_plan, enough_microbatches, passes
+from pipefit.runtime.checks.plan_comparison import (
+    PlanNumbers,
+    compare_plan,
+    enough_microbatches,
+    nothing_held,
+    passes,
+)
 from pipefit.runtime.engine.batches import Cut
 from pipefit.runtime.engine.replicas import Held
 from pipefit.runtime.hardware import free_bytes
@@ -194,29 +200,47 @@ def certify_numbers(task: Task, plan: Plan, *, seed: int = 0) -> Numbers:
     divided = tuple(_certified(whole, plan))
     said = [_slices_apart(compared, plan, own, batches[0], data) for data in _degrees(plan)]
     said.append(what_microbatches_change(compared, plan, own, batches))
-    trained = _certified_plan(whole, plan, chain.measured(plan.measurement), batches) if result.agrees else ""
+    trained = ""
+    if result.agrees:
+        numbers, why = _compared_plan(whole, plan, chain, batches, [enough_microbatches(plan)])
+        trained = f"; {numbers or f'training by the plan was not compared: {why}'}"
     return replace(result, besides=(*divided, trained, *(f"; but {one}" for one in said if one)))
 
 
-def _certified_plan(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample]) -> str:
-    """Compare training by the plan with plain training; return a sentence about the result.
+def _compared_plan(
+    whole: Task,
+    plan: Plan,
+    chain: Chain,
+    batches: Sequence[Sample],
+    counts: Sequence[int],
+    *,
+    longest: float = inf,
+    held: Held = nothing_held,
+) -> tuple[PlanNumbers | None, str]:
+    """Compare training by `plan` with plain training, with the first feasible number of microbatches.
+
+    Return the result, or None and the reason why it was not compared. Feasible `counts` fit the host and take
+    at most `longest` seconds; `held` is called for chains that ranks divide.
 
     Raises:
-        UsageError: training by the plan computes other numbers.
+        UsageError: training by the plan computes other numbers; says which.
     """
-    count = enough_microbatches(plan)
-    needed, free = plan_comparison.host_bytes(plan, count), free_bytes()
-    if needed > free:
-        return (
-            f"; training by the plan was not compared: it needs {format_bytes(needed)} on the host, which "
-            f"has {format_bytes(free)} free"
+    each, reason = host_seconds(plan.measurement) / (_MICROBATCHES * _RUNS), ""
+    for count in counts:
+        taken = passes(count) * each
+        reason = _lacking(plan_comparison.host_bytes(plan, count)) or (
+            f"it takes about {taken:.0f} s" if taken > longest else ""
         )
+        if not reason:
+            break
+    if reason:
+        return None, reason
     try:
-        compared = compare_plan(whole, plan, chain, batches, count)
-    except NotComparable as reason:
-        return f"; training by the plan was not compared: {reason}"
-    compared.check()
-    return f"; {compared}"
+        result = compare_plan(whole, plan, chain.measured(plan.measurement), batches, count, held=held)
+    except NotComparable as error:
+        return None, str(error)
+    result.check()
+    return result, ""
 
 
 def _certified(whole: Task, plan: Plan) -> Iterator[str]:
@@ -364,23 +388,10 @@ def compare_plan_at_start(
     Raises:
         UsageError: training by the plan computes other numbers; says which.
     """
-    free, each = free_bytes(), host_seconds(plan.measurement) / (_MICROBATCHES * _RUNS)
     counts = range(enough_microbatches(plan), 0, -1)
-    reason = ""
-    for count in counts:
-        needed, taken = plan_comparison.host_bytes(plan, count), passes(count) * each
-        reason = f"it takes about {taken:.0f} s" if taken > LONGEST_SECONDS else ""
-        if needed > free:
-            reason = f"it needs {format_bytes(needed)} on the host, which has {format_bytes(free)} free"
-        if not reason:
-            break
+    _, reason = _compared_plan(whole, plan, chain, batches, counts, longest=LONGEST_SECONDS, held=held)
     if not reason:
-        try:
-            compare_plan(whole, plan, chain.measured(plan.measurement), batches, count, held=held).check()
-        except NotComparable as error:
-            reason = str(error)
-        else:
-            return ""
+        return ""
     return (
         f"training of {whole.name} by the plan was not compared with plain training: {reason}. To compare "
         "anyway, run pipefit certify --numbers; to skip this check, pass numbers=False (train "
@@ -554,7 +565,12 @@ def _too_much(costs: Sequence[LayerCost], loss: LayerCost) -> str:
 
 def _lack_of_memory(costs: Sequence[LayerCost], loss: LayerCost) -> str:
     """Return that a comparison needs more memory than the host has, or an empty text."""
-    needed, free = _bytes(costs, loss), free_bytes()
+    return _lacking(_bytes(costs, loss))
+
+
+def _lacking(needed: int) -> str:
+    """Return that the host has less memory than needed, or an empty text."""
+    free = free_bytes()
     return f"it needs {format_bytes(needed)} on the host, which has {format_bytes(free)} free" * (
         needed > free
     )

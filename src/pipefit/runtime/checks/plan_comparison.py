@@ -123,7 +123,7 @@ class PlanNumbers:
         )
 
 
-def _not_held(divided: ShardedChain, batch: Sample) -> None:
+def nothing_held(divided: ShardedChain, batch: Sample) -> None:
     """Compare nothing."""
 
 
@@ -134,7 +134,7 @@ def compare_plan(
     batches: Sequence[Sample],
     microbatches: int,
     *,
-    held: Held = _not_held,
+    held: Held = nothing_held,
 ) -> PlanNumbers:
     """Compare two steps of `plan` with plain training of the module of `whole`.
 
