@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from named import Named
@@ -220,6 +221,25 @@ def test_a_group_of_one_is_refused(ranks: int) -> None:
     """A group of one rank is refused."""
     with pytest.raises(UsageError, match="at least 2 ranks"):
         whole(ranks)
+
+
+class Branching(nn.Linear):
+    """A layer that branches on a value, which no trace can follow; it notes whether traces record lines."""
+
+    notes: ClassVar[list[bool]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.notes.append(not getattr(fx.config, "do_not_emit_stack_traces", False))
+        return super().forward(x) if x.sum() > 0 else x
+
+
+def test_lines_of_code_are_traced_for_a_refusal_alone() -> None:
+    """A layer that cannot be traced is refused with its line of code; traces that succeed record no lines."""
+    always = not hasattr(fx.config, "do_not_emit_stack_traces")
+    chain = capture(replace(task(), module=nn.Sequential(Branching(8, 8))), torch.zeros(2, 8), TOKENS)
+    with pytest.raises(UsageError, match=r"test_stage\.py:\d+"):
+        shard_stage(chain.layers, 2, (torch.zeros(2, 8),))
+    assert (Branching.notes[0], Branching.notes[-1]) == (always, True)
 
 
 def test_a_divided_parameter_with_hooks_is_refused() -> None:

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -41,6 +42,7 @@ from pipefit.capture import (
 )
 from pipefit.errors import UsageError
 from pipefit.torch_internals import OpOverload, pytree
+from pipefit.torch_internals.patches import without_code_lines
 
 _NOT_MADE_ANEW = (torch.ops.aten.copy_.default,)  # torch lacks a derivative of the out-of-place operator
 
@@ -91,6 +93,23 @@ def trace(
     Raises:
         UsageError: a layer cannot be traced.
     """
+    traced = partial(_trace, layers, values, chain, targets, is_first=is_first, edges=edges)
+    try:
+        with without_code_lines():  # only errors name lines of code, which take a quarter of a trace
+            return traced()
+    except UsageError:
+        return traced()
+
+
+def _trace(
+    layers: Sequence[ChainLayer],
+    values: Values,
+    chain: Chain | None,
+    targets: Values,
+    *,
+    is_first: bool,
+    edges: Sequence[int],
+) -> TracedStage:
     stage = _TracedStage(layers, chain, len(targets), edges)
     dtype = layers[0].autocast
     name = f"layers {layers[0].name} to {layers[-1].name}"
