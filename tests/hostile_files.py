@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def tomls(size: int) -> dict[str, str]:
 
 
 def main(folder: Path, size: int, every: int) -> None:
-    """Print every damage at every `every`th place of every document in the folder."""
+    """Print every `every`th pair of a place and a damage of every document in the folder."""
     values, target = lists_of(size), folder / "damaged.json"
     for toml_size in (size, json_io.LARGEST_TOML_BYTES - 4000):
         for kind, text in tomls(toml_size).items():
@@ -130,13 +131,10 @@ def main(folder: Path, size: int, every: int) -> None:
     for source in sorted(folder.glob("valid-*.json")):
         text = source.read_text()
         load(source)  # what reading builds once is built
-        for number, path in enumerate(places(json.loads(text))):
-            for kind, value in values.items():
-                if number % every == 0 or (kind, path[-1]) == ("pairs", "tensors"):  # where pairs are valid
-                    target.write_text(damaged(text, path, value))
-                    print(
-                        json.dumps({"damage": f"{source.name} {path} {kind}", **measured(target)}), flush=True
-                    )
+        for number, (path, kind) in enumerate(product(places(json.loads(text)), values)):
+            if number % every == every // 8 or (kind, path[-1]) == ("pairs", "tensors"):  # valid pairs
+                target.write_text(damaged(text, path, values[kind]))
+                print(json.dumps({"damage": f"{source.name} {path} {kind}", **measured(target)}), flush=True)
 
 
 if __name__ == "__main__":
