@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,27 @@ from pipefit.schema.training import Training
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
+@dataclass(frozen=True)
+class Layers:
+    """A factory of a chain; equal for equal functions, so that tasks of the same layers are equal."""
+
+    layers: Callable[[], Sequence[nn.Module]]
+
+    def __call__(self) -> nn.Sequential:
+        return nn.Sequential(*self.layers())
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Random batches, from rows of `inputs` numbers to rows of `outputs`."""
+
+    inputs: int
+    outputs: int
+
+    def __call__(self, size: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(size, self.inputs), torch.randn(size, self.outputs)
+
+
 def task_of(
     layers: Callable[[], Sequence[nn.Module]],
     *,
@@ -34,11 +56,7 @@ def task_of(
     optimizer: Callable[..., torch.optim.Optimizer] = SGD,
 ) -> Task:
     """Return a task of these layers, from rows of `inputs` numbers to rows of `outputs`."""
-
-    def batch(size: int) -> tuple[Tensor, Tensor]:
-        return torch.randn(size, inputs), torch.randn(size, outputs)
-
-    return Task(lambda: nn.Sequential(*layers()), batch=batch, loss=loss, optimizer=optimizer, name="tiny")
+    return Task(Layers(layers), batch=Rows(inputs, outputs), loss=loss, optimizer=optimizer, name="tiny")
 
 
 def profile_of(task: Task, size: int) -> ModelProfile:
@@ -53,7 +71,7 @@ def _made(task: Task, size: int, threads: int) -> ModelProfile:
     return profile(task, microbatch_size=size, threads=threads)
 
 
-_made_once = lru_cache(maxsize=64)(_made)
+_made_once = lru_cache(maxsize=256)(_made)
 
 
 def plan_of(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from pipefit.capture import Task
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
+from pipefit.schema.profile import ModelProfile
 from replicated import replicated
 from slices import batches, sliced_plan
 
@@ -29,9 +32,18 @@ class Langevin(torch.optim.SGD):
 
 def trainer_of(degrees: list[int], schedule: str = "1f1b") -> Trainer:
     """Return a trainer of two stages of these degrees, with noise."""
-    task = replicated("dropped", optimizer=lambda groups: Langevin(groups, lr=0.1))
-    plan = sliced_plan(profile(task, microbatch_size=(4, 2)), [0, 3, 6], degrees, schedule=schedule)
-    return Trainer(task, plan)
+    return Trainer(noisy(), sliced_plan(profiled(), [0, 3, 6], degrees, schedule=schedule))
+
+
+def noisy() -> Task:
+    """Return a task whose optimizer adds noise."""
+    return replicated("dropped", optimizer=partial(Langevin, lr=0.1))
+
+
+@cache
+def profiled() -> ModelProfile:
+    """Return the profile of the noisy task."""
+    return profile(noisy(), microbatch_size=(4, 2))
 
 
 def weights(trainer: Trainer, runner: int) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ import threading
 import time
 from _thread import start_new_thread
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.resource_tracker import ensure_running
 from pathlib import Path
@@ -48,6 +48,7 @@ ROOT = Path(__file__).parents[2]
 START_SECONDS = 300  # for a loaded machine; a worker needs about four
 
 
+@cache
 def plan_of(layers: int = 3, memory: str = "1MiB", microbatches: int = 4) -> Plan:
     """Return a plan of two stages; the last layer, which fails, is in stage 1."""
     profile = pipefit.profile(accidents.make(layers=layers), microbatch_size=2)

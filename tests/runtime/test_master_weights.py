@@ -23,6 +23,7 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
+from tiny import profile_of
 
 Batch = tuple[Tensor, Tensor]
 SAMPLES, MICROBATCH = 8, 4
@@ -115,7 +116,7 @@ def plan_of(
     task: Task, split: Sequence[int], *, clip_norm: float | None = None, microbatches: int = 2
 ) -> Plan:
     """Return a plan whose stage s holds `split[s]` layers on device s."""
-    costs = profile(task, microbatch_size=SAMPLES // microbatches)
+    costs = profile_of(task, SAMPLES // microbatches)
     edges = [0, *accumulate(split)]
     return Plan(
         profile=costs,
