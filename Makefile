@@ -1,4 +1,4 @@
-# make demo | test | gallery | mutants | fuzz | tools | allocator | cuda | check | docs | schemas | format.
+# make demo | test | gallery | mutants | fuzz | tools | allocator | cuda | published | check | docs | schemas | format.
 # Each makes .venv first where it is missing or out of date.
 # PIP_ARGS goes to pip, for example the index of torch's CPU builds. Of the 15,000 files that it installs a tenth are
 # imported: pip need not compile all, and a first plan leaves the byte code of these. Where Python is told to write none,
@@ -8,7 +8,7 @@ PIP_ARGS ?=
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: demo test gallery mutants fuzz tools allocator cuda check docs schemas format
+.PHONY: demo test gallery mutants fuzz tools allocator cuda published check docs schemas format
 .DELETE_ON_ERROR:
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -67,6 +67,11 @@ allocator: $(VENV)/.installed
 cuda: $(VENV)/.installed
 	$(RUN)/python tests/emulated/build.py build/cuda
 	build/cuda/bin/python -m pytest -m gpu tests/emulated tests/fake tests/runtime
+
+# Predictions beside published measurements of real training: half an hour of a core, without a network.
+published: $(VENV)/.installed
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(RUN)/python benchmarks/published --json benchmarks/results/published.json \
+		--page docs/against_reality.md
 
 check: $(VENV)/.installed
 	$(RUN)/ruff check .

@@ -1,0 +1,174 @@
+"""Claim: what pipefit predicts without a GPU, others measured on theirs.
+
+    PYTHONPATH=src OMP_NUM_THREADS=1 python benchmarks/published [--source NAME ...] [--json FILE] [--page FILE]
+
+Every row of `rows.csv` of the classes A and B becomes a task, a cluster and the plan that its authors ran, by its
+columns alone (`setups`); pipefit predicts peak bytes, whether it fits, and seconds. No figure is tuned to a row.
+Rows that cannot be expressed are counted by reason. `explained` is the prediction with the bytes that a framework is
+known to add (`setups.Setup`): gradients in float32, a loss in float32, an output that the loop holds. Minutes on two
+cores, no network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import calibration  # noqa: E402
+import page  # noqa: E402
+import predictions  # noqa: E402
+from clusters import gpu_of  # noqa: E402
+from rows import ROWS, Inexpressible, Row, read  # noqa: E402
+from setups import Setup, setup_of  # noqa: E402
+
+import report  # noqa: E402
+from measured_on import machine  # noqa: E402
+from pipefit.errors import PipefitError  # noqa: E402
+
+PICTURES = HERE.parents[1] / "docs" / "pictures"
+_UNTIMED = ("varying lengths", "lengths vary")  # in `trust`: seconds of samples whose length is not said
+_DISTURBED = ("not to be trusted", "slow link suspected")  # in `remarks`
+
+
+def record(row: Row) -> dict[str, Any]:
+    """Return a row's measured and predicted figures; `refused` is the reason if there is no prediction."""
+    result: dict[str, Any] = {
+        "id": row.id, "source": row.source, "class": row.kind, "half": row.half, "model": row.model,
+        "plan": plan_text(row), "job": job_of(row), "rates": "", "measured": measured(row), "predicted": {},
+        "refused": "",
+    }  # fmt: skip
+    try:
+        result["rates"] = f"{gpu_of(row)}, {arithmetic(row)}"
+        setup = setup_of(row)
+        result["predicted"] = predicted(row, setup, result["measured"])
+    except Inexpressible as reason:
+        result["refused"] = str(reason)
+    except PipefitError as refusal:
+        result["refused"] = f"pipefit refuses it: {str(refusal)[:80]}"
+    return result
+
+
+def measured(row: Row) -> dict[str, Any]:
+    """Return the measured figures of a row: bytes, seconds, and whether it and the next batch fit."""
+    figures: dict[str, Any] = {
+        "allocated": row.mem_allocated_bytes,
+        "reserved": row.mem_reserved_bytes,
+        "used": row.mem_used_bytes,
+    }
+    untimed = any(words in row.trust for words in _UNTIMED) or any(
+        words in row.remarks for words in _DISTURBED
+    )
+    figures["seconds"] = None if untimed else row.step_seconds
+    if row.fits in ("yes", "oom"):
+        figures["fits"] = row.fits == "yes"
+    if row.oom_samples:
+        figures["next"] = False
+    return {name: figure for name, figure in figures.items() if figure is not None}
+
+
+def predicted(row: Row, setup: Setup, said: dict[str, Any]) -> dict[str, Any]:
+    """Return the predictions of the figures that a row has."""
+    figures: dict[str, Any] = {}
+    if any(what in said for what in report.MEMORY):
+        plain = len(setup.plan.workers) == len(setup.plan.stages)  # no grids, whose dry runs take minutes
+        memory = predictions.memory(setup, reserved=plain)
+        figures["default"] = memory.default_bytes
+        figures["allocated"], figures["reserved"] = memory.allocated_bytes, memory.reserved_bytes
+        figures["used"] = memory.used_bytes
+        figures["fits"] = memory.tensors_bytes <= setup.plan.cluster.budgets[0]
+    elif "fits" in said:
+        figures["fits"] = predictions.fits(setup)
+    if row.oom_samples:
+        figures["next"] = predictions.fits(setup_of(row, row.oom_samples))
+    if "seconds" in said:
+        figures["seconds"] = predictions.step_seconds(setup)
+    return {name: figure for name, figure in figures.items() if figure is not None}
+
+
+def plan_text(row: Row) -> str:
+    """Return the degrees and the microbatch of a row."""
+    return (
+        f"pp {row.pp or 1} dp {row.dp or 1} tp {row.tp or 1}, {row.micro_batch} x {row.accumulation or '?'}"
+    )
+
+
+def job_of(row: Row) -> list[object]:
+    """Return what rows share that compare plans of one job: model, data, batch and devices."""
+    return [
+        row.source,
+        row.gpu,
+        row.gpus,
+        row.model,
+        row.layers,
+        row.hidden,
+        row.seq,
+        row.global_batch,
+        row.precision,
+    ]
+
+
+def arithmetic(row: Row) -> str:
+    """Return the arithmetic of products: `half`, `tf32` or `float32`."""
+    text = row.precision.lower()
+    return "tf32" if "tf32" in text else "float32" if text == "float32" else "half"
+
+
+def progress(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """Yield the records, and print each."""
+    for row in rows:
+        found = record(row)
+        parts = [
+            f"{what} {report.percent(error)}"
+            for what in (*report.MEMORY, "seconds")
+            if (error := report.over(found, what)) is not None
+        ]
+        print(
+            f"{row.id:18} {found['plan']:28} {', '.join(parts) or found['refused'] or 'fits only'}",
+            flush=True,
+        )
+        yield found
+
+
+def main() -> None:
+    """Predict, print, and write the results, the page and its pictures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=Path, default=ROWS)
+    parser.add_argument("--source", nargs="*", default=[])
+    parser.add_argument(
+        "--saved", type=Path, nargs="*", default=[], help="Take these results and predict nothing."
+    )
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--page", type=Path)
+    asked = parser.parse_args()
+    began = time.process_time()
+    if asked.saved:
+        records = [
+            saved for file in asked.saved for saved in json.loads(file.read_text(encoding="utf-8"))["rows"]
+        ]
+    else:
+        records = list(
+            progress([row for row in read(asked.rows) if row.source in (asked.source or (row.source,))])
+        )
+    table = calibration.factors(records)
+    seconds = time.process_time() - began
+    print(page.tables(records, table))
+    print(f"{seconds:.0f} s of CPU")
+    if asked.json:
+        document = {"machine": machine(), "cpu_seconds": round(seconds), "factors": table, "rows": records}
+        asked.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if asked.page:
+        page.write(asked.page, PICTURES, records, table)
+
+
+if __name__ == "__main__":
+    main()

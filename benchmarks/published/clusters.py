@@ -1,0 +1,100 @@
+"""Clusters of the published rows: pipefit's presets where it has the device, else data sheets, and their networks."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from rows import Inexpressible, Row
+
+from pipefit import Cluster, load_cluster
+from pipefit.schema.devices import Device, DeviceKind
+
+GIB = 1 << 30
+# presets of a whole node by the name of its GPU and, where there are two, its nominal memory
+NODES = {"A100 80GB": "dgx-a100", "A100 40GB": "dgx2-a100", "V100 32GB": "dgx1-v100", "H100": "hgx-h100",
+         "H200": "hgx-h200", "B200": "hgx-b200", "GH200": "gh200"}  # fmt: skip
+CARDS = {"V100 16GB": "v100-16gb", "RTX 3090": "rtx-3090", "RTX 4090": "rtx-4090", "A10G": "a10g",
+         "L40S": "l40s", "RTX 6000 Ada": "rtx-6000-ada", "RTX A6000": "rtx-a6000",
+         "RTX PRO 6000": "rtx-pro-6000"}  # fmt: skip
+# of data sheets: memory, bandwidth, FLOP/s by dtype
+SHEETS = {
+    "Tesla P40": (22.4, 346e9, {"float32": 11.76e12}),
+    "A10": (22.06, 600e9, {"float32": 31.2e12, "float16": 125e12, "bfloat16": 125e12}),
+    "Quadro RTX 8000": (47.5, 672e9, {"float32": 16.3e12, "float16": 130.5e12}),
+    "A100 PCIe 40GB": (39.4, 1555e9, {"float32": 19.5e12, "float16": 312e12, "bfloat16": 312e12}),
+    "A100 PCIe 80GB": (79.15, 1935e9, {"float32": 19.5e12, "float16": 312e12, "bfloat16": 312e12}),
+    "H100 PCIe": (79.18, 2000e9, {"float32": 51e12, "float16": 756e12, "bfloat16": 756e12}),
+}
+# FLOP/s of TF32 products, of data sheets, without sparsity
+TF32 = {"A100": 156e12, "A100 PCIe": 156e12, "H100": 494e12, "H200": 494e12, "GH200": 494e12, "B200": 1100e12,
+        "H100 PCIe": 378e12, "RTX 3090": 35.6e12, "RTX 4090": 82.6e12, "A10G": 35e12, "A10": 62.5e12,
+        "L40S": 183e12, "RTX 6000 Ada": 182e12, "RTX A6000": 77.4e12, "RTX PRO 6000": 252e12}  # fmt: skip
+# bytes per second of one GPU to other nodes, by words of the interconnect
+NETWORKS = {r"8 x 200": 25e9, r"400 Gb/s RDMA a GPU": 50e9, r"RoCE 1600": 25e9,
+            r"4 x V100.*4 x 100|8 GPUs a node.*4 x 100": 6.25e9}  # fmt: skip
+USUAL_NETWORK = {"A100": 25e9, "V100": 3e9}  # of a GPU, where not said; 50e9 for later ones
+
+
+def gpu_of(row: Row) -> str:
+    """Return the name of a row's GPU, without its form factor unless that has other figures.
+
+    Raises:
+        Inexpressible: no GPU is named.
+    """
+    text = re.sub(r"\(.*|NVIDIA|SXM\d?|Gen5", "", row.gpu).strip()
+    if not text:
+        raise Inexpressible("the GPU is not said")
+    return text
+
+
+def memory_of(row: Row) -> str:
+    """Return the nominal memory of a row's GPU, such as `80GB`."""
+    return (re.match(r"\d+GB", row.gpu_mem_nominal) or [""])[0]
+
+
+def cluster_of(row: Row, devices: int) -> Cluster:
+    """Return a cluster of `devices` GPUs of a row.
+
+    Raises:
+        Inexpressible: neither a preset nor a data sheet is known for the GPU.
+    """
+    gpu, memory = gpu_of(row), memory_of(row)
+    for name in (gpu, f"{gpu} {memory}"):
+        if name in NODES:
+            return _nodes(row, gpu, NODES[name], devices)
+        if name in CARDS:
+            if devices > 16:
+                raise Inexpressible("more cards than fit into a box")
+            return load_cluster(f"{devices}x-{CARDS[name]}")
+        if name in SHEETS:
+            gib, bandwidth, flops = SHEETS[name]
+            kind = DeviceKind(name=name, flops=flops, memory_bandwidth=bandwidth)
+            box = load_cluster(f"{devices}x-v100-16gb")
+            each = tuple(replace(one, kind=kind, memory_bytes=int(gib * GIB)) for one in box.devices)
+            return replace(box, name=name, devices=each)
+    raise Inexpressible("the GPU has neither a preset nor a data sheet here")
+
+
+def _nodes(row: Row, gpu: str, preset: str, devices: int) -> Cluster:
+    """Return whole nodes of a preset, with the network that the row names."""
+    node = Cluster.preset(preset)
+    count = -(-devices // len(node.devices))
+    if count == 1:
+        return node
+    usual = USUAL_NETWORK.get(gpu, 50e9)
+    rate = next((rate for words, rate in NETWORKS.items() if re.search(words, row.interconnect)), usual)
+    return load_cluster(f"{count}x{preset}@{rate / 1e9:g}GB/s")
+
+
+def with_tf32(cluster: Cluster, gpu: str) -> Cluster:
+    """Return the cluster with float32 products at the rate of TF32, if the GPU has it."""
+    if gpu not in TF32:
+        return cluster
+    rate = TF32[gpu]
+
+    def changed(device: Device) -> Device:
+        kind = device.kind
+        return replace(device, kind=replace(kind, flops={**kind.flops, "float32": rate}))
+
+    return replace(cluster, devices=tuple(map(changed, cluster.devices)))

@@ -1,0 +1,156 @@
+"""The page `docs/against_reality.md`: its sentences, tables and two pictures, from the records of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from calibration import calibrated
+
+from report import (
+    MEMORY,
+    Record,
+    errors,
+    fits,
+    grouped,
+    percent,
+    refused,
+    scatter,
+    summaries,
+    summary,
+    table,
+    tau,
+    worst,
+)
+
+OPENING = """# Against published measurements
+
+No GPU was at hand, but others have published what training took on theirs. `make published` turns rows
+of [`benchmarks/published/rows.csv`](../benchmarks/published/rows.csv), 847 measurements with their
+configuration and source, into a task, a cluster and the plan that was run, and prints what pipefit
+predicts beside what was measured ([JSON](../benchmarks/results/published.json)). Rows become plans by
+their columns alone, and no figure is tuned to a row.
+
+A row is of class A (eager torch, or nearly), B (fused kernels or `torch.compile`), C (context or expert
+parallelism, Transformer Engine, FP8, 4-bit weights) or D (too little is said). Only A and B are
+predicted. "By default" is what pipefit says of the plan; "with the framework's bytes" adds those that
+the framework's public code allocates and pipefit's training does not:
+
+- **gradients in float32** beside half-precision parameters (Megatron, nanotron): 4 bytes a parameter
+  from the start;
+- **the loss** of Megatron, whose softmax is in float32: 2 bytes a token and word above a loss in half
+  precision;
+- **the output of the model** in a loop that names it until the backward has ended (LitGPT).
+"""
+
+LEARNED = """## What each source taught
+
+- **LitGPT.** Within 1 % once the model's output is taken as its launcher returns it: Lightning Fabric
+  converts logits to float32, which is 2.5 times the logits in half precision, invisible in the model's
+  code. Three rows of full fine-tuning with AdamW (Llama 3.2 1 B and 3 B, Phi-3) show less memory than
+  weights, gradients and two moments need, so AdamW's state cannot have been in them. Gemma 2 B needs 2
+  GB more than its tensors; why is not known.
+- **nanotron.** Without pipeline within about 3 %; the rest grows with tokens over tensor-parallel ranks:
+  about one more copy of the attention's output a layer. With 8 stages the first one holds two
+  microbatches more than 1F1B's eight.
+- **Megatron-LM, local layers.** The loss works in place, in float32: neither torch's loss (three copies
+  of the logits) nor one in half precision. With it the last stage is within 5 %, mostly below, and the
+  difference is about 100 MB.
+- **torchgpipe, timm, DeepLearningExamples, Lambda** and others: see the tables and the reasons for
+  refusals.
+"""
+
+
+def tables(records: Sequence[Record], factors: Mapping[str, float]) -> str:
+    """Return all tables, in Markdown."""
+    parts = ["## Memory", _overview(records)]
+    for what in MEMORY:
+        groups = list(grouped(records, lambda r: f"{r['source']}, class {r['class']}", what))
+        if groups:
+            parts += [
+                f"**{what.capitalize()}** bytes, with the framework's bytes:",
+                summaries("source", groups),
+            ]
+    parts += ["## Does it fit", _fits(records)]
+    parts += ["## Seconds of a step", *_seconds(records, factors)]
+    parts += ["## The worst rows", "Allocated bytes:", worst(records, "allocated"), "Seconds, as calibrated:"]
+    parts.append(worst([calibrated(r, factors) for r in records if r["half"] == "unseen"], "seconds"))
+    predicted = sum(not record["refused"] for record in records)
+    parts += [
+        "## Rows without a prediction",
+        f"{predicted} of {len(records)} rows are predicted; the others:",
+    ]
+    parts.append(table(("reason", "rows"), refused(records)))
+    return "\n\n".join(parts)
+
+
+def _overview(records: Sequence[Record]) -> str:
+    rows = []
+    for what in MEMORY:
+        if found := errors(records, what):
+            s = summary(found)
+            below = sum(error < -0.01 for error in found)
+            rows.append(
+                (what, len(found), f"{100 * s['median']:.2f} %", f"{100 * s['of 95 %']:.1f} %", below)
+            )
+    return table(("bytes", "rows", "median error", "95 % within", "more than 1 % below"), rows)
+
+
+def _fits(records: Sequence[Record]) -> str:
+    counts = fits(records)
+    rows = [(source, c["right"], c["wrong"]) for source, c in sorted(counts.items())]
+    right, wrong = (sum(c[name] for c in counts.values()) for name in ("right", "wrong"))
+    share = right / max(1, right + wrong)
+    told = f"{right} of {right + wrong} statements are right ({100 * share:.1f} %): that it fits, or that it ran out"
+    return f"{told} of memory, the next larger batch of a row included.\n\n" + table(
+        ("source", "right", "wrong"), rows
+    )
+
+
+def _seconds(records: Sequence[Record], factors: Mapping[str, float]) -> list[str]:
+    unseen = [record for record in records if record["half"] == "unseen"]
+    better = [calibrated(record, factors) for record in unseen]
+    parts = []
+    rows = []
+    for name, group in (("presets", unseen), ("presets times the factors below", better)):
+        if found := errors(group, "seconds"):
+            s = summary(found)
+            within = sum(abs(error) <= 0.25 for error in found) / len(found)
+            rows.append(
+                (
+                    name,
+                    len(found),
+                    f"{100 * s['median']:.1f} %",
+                    f"{100 * s['of 90 %']:.1f} %",
+                    f"{100 * within:.0f} %",
+                )
+            )
+    parts.append("Rows of the half that took no part in the calibration (by a hash of the row's name):")
+    parts.append(table(("seconds by", "rows", "median error", "90 % within", "rows within 25 %"), rows))
+    order = tau(records)
+    if order:
+        parts.append(f"Order of plans of the same job: Kendall's tau {order[0]:.2f} over {order[1]} pairs.")
+    parts.append("Measured over predicted seconds, median of the other half, by device and arithmetic:")
+    parts.append(table(("device", "factor"), [(name, f"{factor:.2f}") for name, factor in factors.items()]))
+    groups = list(grouped(better, lambda r: f"{r['source']}, class {r['class']}", "seconds"))
+    parts += ["By source, unseen half, as calibrated:", summaries("source", groups)]
+    signed = [f"{name} {percent(s['signed median'])}" for name, s in groups]
+    return [*parts, f"Signed medians: {', '.join(signed)}."]
+
+
+def write(path: Path, pictures: Path, records: Sequence[Record], factors: Mapping[str, float]) -> None:
+    """Write the page and its two pictures."""
+    memory = scatter(records, MEMORY, "Peak memory, GB (1e9)", 1e9)
+    better = [calibrated(record, factors) for record in records if record["half"] == "unseen"]
+    seconds = scatter(better, ("seconds",), "Seconds of a step, unseen half, as calibrated", 1.0)
+    for name, picture in (("published_memory.svg", memory), ("published_seconds.svg", seconds)):
+        (pictures / name).write_text(picture, encoding="utf-8")
+    shown = "\n".join(
+        (
+            "![Predicted over measured memory](pictures/published_memory.svg)",
+            "",
+            "![Predicted over measured seconds](pictures/published_seconds.svg)",
+        )
+    )
+    text = "\n\n".join((OPENING.rstrip(), shown, tables(records, factors), LEARNED.rstrip()))
+    path.write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,102 @@
+"""What pipefit predicts of a setup: bytes of the measured rank, whether it fits, and seconds of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from setups import Setup
+
+from pipefit import certify, simulate
+from pipefit.memory import AllocatorSettings
+from pipefit.schema.trace import CATEGORIES, Category, DeviceTrace, MemorySample
+from pipefit.simulator import Simulation
+
+_GRADIENTS, _PARAMETERS = CATEGORIES.index(Category.GRADIENTS), CATEGORIES.index(Category.PARAMETERS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Peak bytes of a device: as pipefit says by default, and with what the setup adds."""
+
+    default_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int | None
+    used_bytes: int | None
+    tensors_bytes: int
+
+
+def memory(setup: Setup, *, reserved: bool) -> Memory:
+    """Return the peak of the measured device, of the fullest, or the sum over all devices.
+
+    Reserved bytes need a dry run, which takes seconds a device; without `reserved` they are None.
+    """
+    plan, trace = setup.plan, simulate(setup.plan)
+    used = {device for stage in plan.stages for device in stage.devices}
+    devices = [device for device in trace.devices if device.device in used]
+    if setup.rank is not None:
+        devices = [device for device in devices if device.device == setup.rank]
+    if not setup.summed:
+        devices = [max(devices, key=lambda device: peak(setup, device))]
+    figures = {}
+    if reserved:
+        dry = certify(setup.task, plan, target="cuda", allocator=AllocatorSettings())
+        figures = {device.device: device.allocator for device in dry.devices if device.allocator}
+    overheads = plan.cluster.devices[0].kind.overheads
+    alone = len(used) == 1
+    default = added = in_reserve = outside = 0
+    for device in devices:
+        found = figures.get(device.device)
+        default += (
+            found.allocated_bytes if found else device.peak_bytes + 2 * overheads.cublas_workspace_bytes
+        )
+        added += peak(setup, device) - device.peak_bytes
+        in_reserve += found.reserved_bytes if found else 0
+        outside += overheads.of_process(alone=alone) - 2 * overheads.cublas_workspace_bytes
+    return Memory(
+        default_bytes=default,
+        allocated_bytes=default + added,
+        reserved_bytes=in_reserve + added if reserved else None,
+        used_bytes=(in_reserve if reserved else default) + added + outside,
+        tensors_bytes=max(peak(setup, device) for device in devices),
+    )
+
+
+def peak(setup: Setup, device: DeviceTrace) -> int:
+    """Return the peak of a device with the setup's gradients and held output."""
+    return max(_bytes(setup, device), default=0)
+
+
+def _bytes(setup: Setup, device: DeviceTrace) -> Iterator[int]:
+    """Yield the bytes at every action."""
+    plan = setup.plan
+    number = next(number for number, stage in enumerate(plan.stages) if device.device in stage.devices)
+    gradients = max((sample.bytes[_GRADIENTS] for sample in device.memory), default=0)
+    is_last = number == len(plan.stages) - 1
+    for sample in device.memory:
+        total = sample.total_bytes
+        if setup.gradient_bytes is not None:
+            total += _wider(setup, sample, gradients)
+        if is_last and sample.action.startswith(f"{number}F"):
+            total += setup.loss_bytes
+        elif is_last and sample.action.startswith(f"{number}B"):
+            divided = plan.stages[number].grid.tensor > 1  # torch's own loss has a third copy in its backward
+            total += setup.held_bytes + setup.loss_bytes * divided
+        yield total
+
+
+def _wider(setup: Setup, sample: MemorySample, gradients: int) -> int:
+    """Return the bytes that gradients in one buffer of another dtype add."""
+    own = {"bfloat16": 2, "float16": 2}.get(setup.plan.training.dtype, 4)
+    return gradients // own * (setup.gradient_bytes or own) - sample.bytes[_GRADIENTS]
+
+
+def step_seconds(setup: Setup) -> float:
+    """Return the seconds of a step, or of the part of it that was timed."""
+    return Simulation(setup.plan, steps=2).step_seconds[-1] / setup.steps_per_time
+
+
+def fits(setup: Setup) -> bool:
+    """Return whether the tensors of every device fit into its budget."""
+    peaks = Simulation(setup.plan, steps=2).peak_bytes
+    return all(one <= budget for one, budget in zip(peaks, setup.plan.cluster.budgets, strict=True))

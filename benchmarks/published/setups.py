@@ -1,0 +1,279 @@
+"""A row as what pipefit predicts: a task, a cluster, a training and the plan that the row's authors ran."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from clusters import cluster_of, gpu_of, with_tf32
+from models import Shape
+from rows import Inexpressible, Row
+from tasks import profiled, subject_of
+
+from pipefit import ModelProfile, Plan, Task, Training
+from pipefit.schema.decisions import Decision, Microbatches, Run, What
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.training import Precision
+
+SHARDED = ("none", "optimizer", "gradients", "parameters")  # by ZeRO's stage
+SCHEDULES = {"": "1f1b", "1f1b": "1f1b", "gpipe": "torchgpipe"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """A row as a plan, and what the measurement has that the plan has not.
+
+    `rank` is the device whose memory was measured, None for the fullest one, or `summed` for all together.
+    `gradient_bytes` are those of a parameter's gradient where the framework allocates them once in another dtype,
+    else None. `held_bytes` is the model's output, which the training loop holds through the backward. `loss_bytes`
+    are those that the framework's loss needs above pipefit's. The measured time is of one in `steps_per_time` parts
+    of a step.
+    """
+
+    task: Task
+    plan: Plan
+    rank: int | None
+    gradient_bytes: int | None = None
+    summed: bool = False
+    held_bytes: int = 0
+    loss_bytes: int = 0
+    steps_per_time: int = 1
+
+
+def setup_of(row: Row, samples: int | None = None) -> Setup:
+    """Return the setup of a row, or of the same row with other `samples` in a microbatch.
+
+    Raises:
+        Inexpressible: pipefit cannot express the row, or the row does not say enough.
+    """
+    _refuse(row)
+    optimizer, precision = optimizer_of(row), precision_of(row)
+    subject = subject_of(row, optimizer)
+    shape = subject.shape
+    degrees = pp, dp, tp = row.pp or 1, row.dp or 1, row.tp or 1
+    micro, count = samples or row.samples, microbatches_of(row)
+    along = row.seq_parallel == "yes" and tp > 1
+    task, found = profiled(subject, optimizer, precision, micro, dp, tp, along=along)
+    cluster = cluster_of(row, pp * dp * tp)
+    if "tf32" in row.precision.lower():
+        cluster = with_tf32(cluster, gpu_of(row))
+    edges = edges_of(row, found, shape, pp)
+    stages = tuple(
+        Stage(start=a, stop=b, grid=_grid(row, number, *degrees, along=along))
+        for number, (a, b) in enumerate(pairwise(edges))
+    )
+    training = Training(
+        batch_size=micro * dp * count,
+        microbatches=count,
+        precision=precision,
+        schedule=SCHEDULES[row.schedule.lower()],
+    )
+    plan = Plan(
+        profile=found,
+        cluster=cluster,
+        training=training,
+        stages=stages,
+        decisions=decisions_of(row, found, stages, count),
+    )
+    wide = precision.startswith("master") and "float32" in row.precision and "2 + 4" in row.state_bytes
+    wide = wide or bool(re.search(r"float32 (main gradients|gradient)", row.precision))
+    return Setup(
+        task=task,
+        plan=plan,
+        rank=rank_of(row, plan),
+        gradient_bytes=4 if wide else None,
+        summed="sum over devices" in row.mem_rank,
+        held_bytes=held_bytes(row, found, micro),
+        loss_bytes=loss_bytes(row, shape, micro),
+        steps_per_time=count if "micro-batches" in row.time_kind else 1,
+    )
+
+
+def held_bytes(row: Row, found: ModelProfile, micro: int) -> int:
+    """Return the bytes of the output that LitGPT's loop names until the backward has ended."""
+    if not row.framework.lower().startswith(("litgpt", "lit-gpt")):
+        return 0
+    return sum(value.nbytes for value in found.at(micro).costs[-1].outputs)
+
+
+def loss_bytes(row: Row, shape: Shape | None, micro: int) -> int:
+    """Return the bytes of Megatron's loss above one in half precision: its softmax is float32, changed in place."""
+    if shape is None or not row.framework.lower().startswith(("megatron-lm", "megatron-deepspeed")):
+        return 0
+    return 2 * micro * shape.seq * shape.vocab // (row.tp or 1)
+
+
+def _refuse(row: Row) -> None:
+    """Refuse rows with techniques that pipefit lacks."""
+    if (row.cp or 1) > 1 or (row.ep or 1) > 1:
+        raise Inexpressible("context or expert parallelism")
+    if (row.virtual_stages or 1) > 1:
+        raise Inexpressible("interleaved stages")
+    if row.offload not in ("", "none", "none presumably"):
+        raise Inexpressible("offloading of the framework's own kind")
+    if row.kind == "C":
+        raise Inexpressible("class C: Transformer Engine, FP8, 4-bit weights or another optimizer")
+    if row.kind == "D":
+        raise Inexpressible("class D: the source says too little")
+    if row.schedule.lower() not in SCHEDULES:
+        raise Inexpressible("another schedule")
+    if re.search(r"selective|per operator", row.recompute):
+        raise Inexpressible("recomputation of single operators")
+
+
+def precision_of(row: Row) -> Precision:
+    """Return pipefit's name of a row's precision.
+
+    Raises:
+        Inexpressible: not said.
+    """
+    text = row.precision.lower()
+    if row.zero == 3 and re.search(r"fsdp mixed precision|float32 parameters, bf16", text):
+        return "master-bfloat16"  # FSDP gathers float32 shards as bfloat16, which is what the layers compute with
+    names: tuple[tuple[str, Precision], ...] = (
+        (r"mixed-float16", "mixed-float16"),
+        (r"mixed-bfloat16|amp_bf16|fsdp mixed precision|float32 parameters, bf16", "mixed-bfloat16"),
+        (r"bf16.*float32", "master-bfloat16"),
+        (r"fp16.*float32 master|fp16 \(apex", "master-float16"),
+        (r"^tf32|^float32", "float32"),
+        (r"^bf16|^bfloat16", "bfloat16"),
+        (r"^fp16", "float16"),
+    )
+    for pattern, name in names:
+        if re.search(pattern, text):
+            return name
+    raise Inexpressible("the precision is not said")
+
+
+def optimizer_of(row: Row) -> Callable[..., torch.optim.Optimizer]:
+    """Return the optimizer of a row, or one with the same state.
+
+    Raises:
+        Inexpressible: pipefit's torch has no optimizer with the same state.
+    """
+    text = row.optimizer.lower()
+    if re.search(r"8bit|8-bit|adafactor|in backward", text):
+        raise Inexpressible("another optimizer")
+    if "adam" in text or "lamb" in text:  # LAMB has Adam's two moments
+        return torch.optim.AdamW
+    if "rmsprop" in text:
+        return torch.optim.RMSprop
+    if "sgd" in text:
+        return _momentum if "momentum" in text else torch.optim.SGD
+    raise Inexpressible("the optimizer is not said")
+
+
+def _momentum(groups: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)  # type: ignore[arg-type]
+
+
+def microbatches_of(row: Row) -> int:
+    """Return the microbatches of a step and replica; two where not said, so that gradients accumulate."""
+    if row.accumulation:
+        return row.accumulation
+    replicas = (row.dp or 1) * row.samples
+    if row.global_batch and row.global_batch % replicas == 0:
+        return row.global_batch // replicas
+    return 2
+
+
+def _grid(row: Row, stage: int, pp: int, dp: int, tp: int, *, along: bool) -> Grid:
+    """Return the grid of a stage: ranks of a replica are neighbours, then replicas, then stages.
+
+    FSDP gathers and reduces block by block, DDP in buckets of 25 MB; so there are as many buckets as blocks.
+    """
+    first = stage * dp * tp
+    buckets = max(1, int(row.layers) // pp) if dp > 1 and row.layers.isdigit() and row.zero != 1 else 1
+    shard = SHARDED[row.zero or 0] if dp > 1 else "none"
+    return Grid(
+        devices=tuple(range(first, first + dp * tp)),
+        data=dp,
+        tensor=tp,
+        shard=shard,
+        buckets=buckets,
+        sequences=along,  # type: ignore[arg-type]
+    )
+
+
+def edges_of(row: Row, found: ModelProfile, shape: Shape | None, pp: int) -> Sequence[int]:
+    """Return the layers at which stages begin and end: an embedding, blocks, a norm and a head.
+
+    nanotron balances 4 h^2 + 3 h f a block and v h for the head; others spread blocks evenly, and in bigscience's
+    last rows embedding and head count as a block each.
+    """
+    layers = len(found.layers)
+    if pp == 1:
+        return 0, layers
+    if balance := re.search(r"balance ([\d,]+)", row.remarks):
+        return _balanced([int(count) for count in balance[1].split(",")], layers)
+    if shape is None:
+        raise Inexpressible("the split into stages is not said")
+    if row.framework == "nanotron":
+        return _by_cost(shape, pp, layers)
+    if "embedding layers count" in row.remarks:
+        return _spread(layers - 1, pp, layers)
+    each, more = divmod(shape.layers, pp)
+    counts = [each + (stage < more) for stage in range(pp)]
+    inner = [1 + edge for edge in accumulate(counts)]
+    return 0, *inner[:-1], layers
+
+
+def _balanced(counts: Sequence[int], layers: int) -> Sequence[int]:
+    """Return the edges of stages with these numbers of layers, scaled if the source counts layers otherwise.
+
+    torchgpipe counts modules of its flattened models, so edges move to the nearest of pipefit's layers.
+    """
+    total = sum(counts)
+    return 0, *(round(edge * layers / total) for edge in list(accumulate(counts))[:-1]), layers
+
+
+def _spread(units: int, pp: int, layers: int) -> Sequence[int]:
+    each, more = divmod(units, pp)
+    inner = list(accumulate(each + (stage < more) for stage in range(pp)))
+    return 0, *inner[:-1], layers
+
+
+def _by_cost(shape: Shape, pp: int, layers: int) -> Sequence[int]:
+    """Return nanotron's cut: blocks are dealt until a stage has its share of the cost."""
+    block = 4 * shape.hidden**2 + 3 * shape.hidden * shape.ffn
+    costs = [0, *[block] * shape.layers, 0, shape.vocab * shape.hidden]
+    total, edges = sum(costs), [0]
+    for number, reached in enumerate(accumulate(costs)):
+        if len(edges) < pp and reached > total / pp * len(edges):
+            edges.append(number + 1)
+    return *edges, layers
+
+
+def decisions_of(row: Row, found: ModelProfile, stages: Sequence[Stage], count: int) -> tuple[Decision, ...]:
+    """Return the recomputation of every block, or of stages in all microbatches but the last."""
+    if row.recompute.startswith("except_last") and count > 1:
+        taken = Microbatches(taken=count - 1, every=count)
+        return tuple(
+            Decision(
+                stage=number,
+                subject=Run(start=stage.start, stop=stage.stop),
+                what=What.RECOMPUTE,
+                microbatches=taken,
+            )
+            for number, stage in enumerate(stages)
+        )
+    if not re.search(r"^full", row.recompute):
+        return ()
+    return tuple(
+        Decision(stage=number, subject=Run(start=layer, stop=layer + 1), what=What.RECOMPUTE)
+        for number, stage in enumerate(stages)
+        for layer in range(stage.start, stage.stop)
+        if found.layers[layer].startswith("block")
+    )
+
+
+def rank_of(row: Row, plan: Plan) -> int | None:
+    """Return the device that was measured, if the row names one."""
+    if "rank 0" in row.mem_rank:
+        return 0
+    if "last rank" in row.mem_rank:
+        return plan.stages[-1].devices[-1]
+    return None

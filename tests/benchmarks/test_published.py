@@ -1,0 +1,122 @@
+"""The converter of published measurements: rows become plans by their columns, or are refused with a reason."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "published"
+MODULES = (
+    "architectures", "calibration", "clusters", "images", "models", "page", "predictions", "report", "rows",
+    "setups", "tasks",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def published() -> Iterator[Any]:
+    """The modules of the benchmark, by name; other tests may have modules of the same names."""
+    before = {name: sys.modules.pop(name, None) for name in MODULES}
+    sys.path.insert(0, str(FOLDER))
+    found = ModuleType("published")
+    for name in MODULES:
+        setattr(found, name, __import__(name))
+    yield found
+    sys.path.remove(str(FOLDER))
+    for name, module in before.items():
+        sys.modules.pop(name, None)
+        if module is not None:
+            sys.modules[name] = module
+
+
+@pytest.fixture(scope="module")
+def by_id(published: Any) -> dict[str, Any]:
+    """Rows by their names."""
+    return {row.id: row for row in published.rows.read()}
+
+
+def test_every_row_is_read_and_halves_are_about_equal(by_id: dict[str, Any]) -> None:
+    """847 rows; the hash of a name decides on its half."""
+    assert len(by_id) == 847
+    assert 0.4 < sum(row.half == "unseen" for row in by_id.values()) / 847 < 0.6
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("nanotron-019", {"cp": 2}, "context or expert"),
+        ("nanotron-019", {"virtual_stages": 2}, "interleaved"),
+        ("nanotron-019", {"kind": "D"}, "class D"),
+        ("nanotron-019", {"micro_batch": "2560 tokens"}, "number of samples"),
+        ("nanotron-019", {"gpu": ""}, "GPU is not said"),
+        ("nanotron-019", {"precision": ""}, "precision is not said"),
+        ("nanotron-019", {"optimizer": "Adafactor"}, "another optimizer"),
+        ("nanotron-019", {"hidden": None}, "sizes of the model"),
+        ("timm-001", {"model": "nasnetalarge"}, "not among those built"),
+    ],
+)
+def test_a_row_that_cannot_be_expressed_is_refused_with_its_reason(
+    published: Any, by_id: dict[str, Any], name: str, changes: dict[str, Any], reason: str
+) -> None:
+    """The reason names the column, not the row."""
+    with pytest.raises(published.rows.Inexpressible, match=reason):
+        published.setups.setup_of(replace(by_id[name], **changes))
+
+
+def test_stages_are_cut_as_nanotron_deals_blocks(published: Any, by_id: dict[str, Any]) -> None:
+    """A stage ends with the block that reaches its share of the cost."""
+    shape = published.architectures.shape_of(by_id["nanotron-014"])
+    assert published.setups._by_cost(shape, 2, 27) == (0, 15, 27)
+    assert published.setups._by_cost(shape, 8, 27)[1] == 5
+
+
+def test_allocated_bytes_of_a_small_row(published: Any, by_id: dict[str, Any]) -> None:
+    """Llama 3.2 1 B with adapters: parameters by hand, and gradients in float32 where the framework has them."""
+    setup = published.setups.setup_of(replace(by_id["litgpt-069"], layers="1"))
+    hidden, vocab, ffn = 2048, 128256, 8192
+    block = hidden * (2048 + 1024) + 2048 * hidden + 3 * hidden * ffn + 2 * hidden
+    adapters = 32 * 2 * hidden + 32 * (2048 + 512)
+    parameters = 2 * (2 * vocab * hidden + hidden + block + adapters)
+    memory = published.predictions.memory(setup, reserved=False)
+    state = parameters + 2 * 3 * adapters  # gradients and two moments of the adapters
+    logits = 512 * vocab * 4
+    assert state + 2 * logits < memory.allocated_bytes < state + 2 * logits + 200 * 2**20
+
+
+def test_gradients_in_another_dtype_replace_those_of_the_plan(published: Any, by_id: dict[str, Any]) -> None:
+    """nanotron's gradients take 4 bytes a parameter, whenever they are computed."""
+    row = replace(by_id["nanotron-020"], layers="1", dp=1, zero=0, global_batch=4, accumulation=2)
+    setup = published.setups.setup_of(row)
+    memory = published.predictions.memory(setup, reserved=False)
+    assert setup.gradient_bytes == 4
+    parameters = 50257 * 2048 + 4 * 2048**2 + 3 * 2048 * 4096 + 3 * 2048
+    added = memory.allocated_bytes - memory.default_bytes
+    assert 2 * parameters * 0.99 < added <= 4 * parameters
+
+
+def test_the_table_is_calibrated_on_one_half_alone(published: Any) -> None:
+    """Factors are medians of the calibration half, and change no other kind of device."""
+
+    def record(half: str, measured: float) -> dict[str, Any]:
+        figures = {"measured": {"seconds": measured}, "predicted": {"seconds": 1.0}}
+        return {"half": half, "rates": "H100, half", **figures}
+
+    records = [record("calibration", seconds) for seconds in (1.0, 1.2, 1.4)] + [record("unseen", 9.0)] * 5
+    table = published.calibration.factors(records)
+    assert table == {"H100, half": pytest.approx(1.2)}
+    assert published.calibration.calibrated(records[-1], table)["predicted"]["seconds"] == pytest.approx(1.2)
+
+
+def test_kendalls_tau_counts_pairs_of_one_job(published: Any) -> None:
+    """Three plans of a job, one pair in the wrong order."""
+
+    def record(measured: float, predicted: float, job: str = "a") -> dict[str, Any]:
+        return {"job": [job], "measured": {"seconds": measured}, "predicted": {"seconds": predicted}}
+
+    records = [record(1, 1), record(2, 4), record(3, 3), record(1, 9, "b")]
+    assert published.report.tau(records) == (pytest.approx(1 / 3), 3)
