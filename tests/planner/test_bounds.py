@@ -189,6 +189,22 @@ def test_a_split_that_cannot_hold_its_parameters_has_no_bound() -> None:
     assert step_bound(question) < float("inf")
 
 
+def test_hosts_hold_no_more_than_their_memory() -> None:
+    """Without recomputation, saved tensors that exceed the devices are at hosts, so no plan fits if hosts are
+    too small for them, or for the state.
+    """
+    rng = Random(0)
+    cases = (random_case(rng, ("1f1b",)) for _ in range(20))
+    checked = 0
+    for case in cases:
+        small = replace(case.cluster, hosts=tuple(replace(h, memory_bytes=1) for h in case.cluster.hosts))
+        means = Means(recompute="never", peers=False)
+        best = fastest(case._replace(cluster=small), (KEEP, HOST))
+        checked += bound(case, means) < bound(case._replace(cluster=small), means) == float("inf")
+        assert best is None or bound(case._replace(cluster=small), means) <= best * (1 + 1e-9)
+    assert checked
+
+
 def test_what_must_be_recomputed_counts() -> None:
     """A device that holds half of its saved tensors, with negligible links, must recompute the rest."""
     case = Case(

@@ -19,7 +19,7 @@ that lend memory for the whole run. So all stages together hold at most the memo
 number of seconds is feasible if some split, whose stages recompute for as long as their lines allow, holds no
 more than that. Offloaded gradients and parameters must return for the backward, so they use the link as
 tensors do. The device that runs the largest layer holds at least its bytes (`LayerCost.least_bytes`),
-whatever is offloaded.
+whatever is offloaded. Devices, hosts and disks together hold all bytes of all stages.
 
 Every term is on the side that lowers the bound: layers take the seconds of the fastest kind of device, links
 are not shared, copies need no memory, optimizer state at a host takes no time, and the layers with the fewest
@@ -200,6 +200,7 @@ class _Bound:
         )
         owned, gradients = question.ranges.owned()
         edges = np.array(question.edges)
+        self.with_state = owned.astype(float)
         owned = owned - question.ranges.state[edges] if self._hosts_have_state else owned
         self.owned, self.gradients = owned.astype(float), gradients.astype(float)
 
@@ -209,6 +210,8 @@ class _Bound:
         """Return the fewest seconds T for which a split has no line above T and fits all devices' memory."""
         least = max(cost.least_bytes for cost in self.question.measurement.costs)
         if least > max(self.question.cluster.budgets) or not self._has_memory(_INFINITE):
+            return _INFINITE
+        if not self._has_memory_anywhere:
             return _INFINITE
         low = high = self._lowest
         while not self._has_memory(high):
@@ -257,6 +260,26 @@ class _Bound:
         for stage, within in enumerate(windows):
             held = (held[:, None] + self._held(stage, step, within)).min(axis=0)
         return bool(held[-1] <= sum(self.question.cluster.budgets))
+
+    @property
+    def _has_memory_anywhere(self) -> bool:
+        """Return whether devices, hosts and disks together have memory for some split.
+
+        Memory at hosts and disks is reserved for the whole run, like memory that devices lend. Recomputation
+        may free all saved tensors.
+        """
+        question, cluster = self.question, self.question.cluster
+        hosts = cluster.hosts if question.means.host else ()
+        room = sum(cluster.budgets) + sum(host.memory_bytes + (host.disk_bytes or 0) for host in hosts)
+        if question.means.recompute != "never" or question.options.recompute != "never":
+            return bool(self.with_state[-1] <= room)
+        every = Within(slice(None), slice(None))
+        own = np.where(self._valid(every), ranges(self.with_state, every), _INFINITE)
+        kept, held = self.prices.kept(every), np.array([0.0, *[_INFINITE] * self.count])
+        for stage in range(question.stages):
+            number = in_flight(question.training, stage, question.stages)
+            held = (held[:, None] + own + number * kept).min(axis=0)
+        return bool(held[-1] <= room)
 
     def _windows(self, possible: Callable[[int, Within], NDArray[np.bool_]]) -> list[Within] | None:
         """Return the edges at which each stage may start and stop; None if no split is possible.
