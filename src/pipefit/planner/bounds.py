@@ -274,7 +274,11 @@ class _Bound:
         if question.means.recompute != "never" or question.options.recompute != "never":
             return bool(self.with_state[-1] <= room)
         every = Within(slice(None), slice(None))
-        own = np.where(self._valid(every), ranges(self.with_state, every), _INFINITE)
+        possible = self._valid(every)
+        if not self._spills:  # parameters and sums of gradients of several microbatches stay on the device
+            summed = 0 if self.endless or self.microbatches < 2 else ranges(self.gradients, every)
+            possible &= ranges(self.owned, every) + summed <= max(cluster.budgets)
+        own = np.where(possible, ranges(self.with_state, every), _INFINITE)
         kept, held = self.prices.kept(every), np.array([0.0, *[_INFINITE] * self.count])
         for stage in range(question.stages):
             number = in_flight(question.training, stage, question.stages)
