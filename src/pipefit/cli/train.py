@@ -343,8 +343,8 @@ def _print(losses: list[float], trace: Trace, told: _CheckpointMessages, *, as_j
 #
 #     step 12 of 100  loss 3.2145  10,240 tokens/s  41.3 TFLOP/s  MFU 34.4 %  device 0: 20.10 GiB of 23.65 GiB
 #
-# FLOPs are those of the model's own forwards and backwards, without recomputation; MFU relates them to the peak
-# of all GPUs of the plan (Chowdhery et al., "PaLM", 2022, appendix B). Emulated devices are without MFU.
+# FLOPs are those of the model's own forwards and backwards, without recomputation; MFU relates them to the
+# peak of all GPUs of the plan (Chowdhery et al., "PaLM", 2022, appendix B). Emulated devices are without MFU.
 
 
 _LARGEST_BYTES = 1 << 30  # of a file whose lines are kept

@@ -173,8 +173,8 @@ def _equal(plan: Plan, tool: str) -> tuple[int, int]:
 # ---- Arguments of Megatron-LM: the pipeline's layout, tensor shards, the batch, and recomputation
 #
 # One argument per line, quoted for a shell: `xargs torchrun ... pretrain_gpt.py < FILE`. Megatron derives the
-# number of replicas from the number of processes, which is stages times replicas times shards. In the layout, E
-# is the embedding, t a decoder block and L the head with the loss; | divides stages. Megatron recomputes
+# number of replicas from the number of processes, which is stages times replicas times shards. In the layout,
+# E is the embedding, t a decoder block and L the head with the loss; | divides stages. Megatron recomputes
 # the same number of blocks on every stage: that of the stage with the most. Its half precisions have master
 # weights, and embedding and head share their weights by default. (Megatron Core, "Custom Pipeline Model
 # Parallel Layout", and `PipelineParallelLayerLayout`, which reads the layout.)
@@ -238,8 +238,8 @@ def _megatron_recomputation(found: Decoder) -> list[tuple[str, ...]]:
 # ---- A Python file for torchtitan's configuration: its `parallelism`, `training` and recomputation
 #
 # Import the three names in a config_registry function of a model: `replace(config, parallelism=parallelism,
-# ...)`. Modules have the names of torchtitan's decoders. torchtitan recomputes blocks on all stages or on none:
-# on all if a plan recomputes any. CUDA graphs are disabled, since its pipelines refuse them, and so is
+# ...)`. Modules have the names of torchtitan's decoders. torchtitan recomputes blocks on all stages or on
+# none: on all if a plan recomputes any. CUDA graphs are disabled, since its pipelines refuse them, and so is
 # autocast. (torchtitan 0.3, `torchtitan.config.configs` and `torchtitan.trainer`.)
 
 
@@ -310,8 +310,8 @@ def _torchtitan_replicas(found: Decoder) -> str:
 
 # ---- A configuration of DeepSpeed's pipeline engine: batch, precision, clipping and stages
 #
-# `partition` has the first block of every stage and the number of blocks. DeepSpeed divides by its own rule, so
-# pass these to a `PipelineModule` whose `_partition_layers` sets `self.parts` and `self._local_start`,
+# `partition` has the first block of every stage and the number of blocks. DeepSpeed divides by its own rule,
+# so pass these to a `PipelineModule` whose `_partition_layers` sets `self.parts` and `self._local_start`,
 # `self._local_stop`. `activation_checkpoint_interval` 1 recomputes every block, 0 none: 1 if the plan
 # recomputes any. Its half precisions have master weights. (DeepSpeed 0.19, `deepspeed.runtime.config`.)
 

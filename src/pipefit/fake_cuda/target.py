@@ -73,8 +73,8 @@ from pipefit.torch_internals.patches import counting_as_cuda, no_negative_varian
 
 # ---- The attention kernel that CUDA chooses
 #
-# The kernel, not the model, determines what an attention layer saves for backward. With q, k, v, out of B x H x
-# T x D:
+# The kernel, not the model, determines what an attention layer saves for backward. With q, k, v, out of B x H
+# x T x D:
 #
 #     flash       q, k, v, out, logsumexp (B, H, T) float32                            half precision, no mask
 #     efficient   q, k, v, out, mask, logsumexp (B, H, T rounded up to 32) float32     float32, or a mask, any
@@ -83,10 +83,10 @@ from pipefit.torch_internals.patches import counting_as_cuda, no_negative_varian
 #     everything else
 #
 # The conditions are those of torch's `sdp_utils` for compute capability 8.0 and later; the first match in
-# priority order counts. Dropout inside a fused kernel saves a seed, never a mask. The order is torch's: flash,
-# efficient, math; then cuDNN. Hopper and datacenter Blackwell builds with cuDNN 9.15.1 or later put cuDNN
-# first. That choice is not imitated: its bytes are flash's, except that with a mask its logsumexp is not
-# rounded. `torch.nn.attention.sdpa_kernel` is obeyed.
+# priority order counts. Dropout inside a fused kernel saves a seed, never a mask. The order is torch's:
+# flash, efficient, math; then cuDNN. Hopper and datacenter Blackwell builds with cuDNN 9.15.1 or later put
+# cuDNN first. That choice is not imitated: its bytes are flash's, except that with a mask its logsumexp is
+# not rounded. `torch.nn.attention.sdpa_kernel` is obeyed.
 
 
 _HALVES = (torch.float16, torch.bfloat16)

@@ -249,9 +249,9 @@ def is_parameter(tensor: Tensor) -> bool:
 
 # ---- Optimizer state on the host between the steps of an optimizer
 #
-# Before a step every state tensor gets device memory and its values; after the step it is a tensor of the host
-# again, which anybody may read or save in between. So a forward and a backward have the memory for themselves,
-# and the step has it all.
+# Before a step every state tensor gets device memory and its values; after the step it is a tensor of the
+# host again, which anybody may read or save in between. So a forward and a backward have the memory for
+# themselves, and the step has it all.
 
 
 SMALLEST_BYTES = 1024  # a smaller tensor, such as a step count, stays

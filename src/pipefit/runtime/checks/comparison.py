@@ -70,11 +70,11 @@ from pipefit.units import format_bytes
 
 # ---- Losses of microbatches
 #
-# A step's loss is the mean of the losses of its microbatches, as in a plain loop that accumulates gradients. It
-# equals the loss of the whole batch if that is a mean over independent samples. It differs if samples are each
-# other's negatives (CLIP; Radford et al., 2021), if the loss is a sum, or a mean over other things, such as
-# words that count. The check computes the loss of two microbatches in evaluation mode and without gradients:
-# separately, and together.
+# A step's loss is the mean of the losses of its microbatches, as in a plain loop that accumulates gradients.
+# It equals the loss of the whole batch if that is a mean over independent samples. It differs if samples are
+# each other's negatives (CLIP; Radford et al., 2021), if the loss is a sum, or a mean over other things, such
+# as words that count. The check computes the loss of two microbatches in evaluation mode and without
+# gradients: separately, and together.
 
 
 ROUNDED, ROUNDED_HALF = 1e-4, 0.03  # relative; models of float64 use float32 too
