@@ -222,6 +222,9 @@ def test_a_restart_goes_on_from_no_step_of_another(tmp_path: Path) -> None:
 
     def comes(report: StepReport) -> None:
         if report.step == 4 and (deaths / "wait-5").exists():
+            until = time.monotonic() + SECONDS
+            while not (runs / "step-00000003").exists() and time.monotonic() < until:
+                time.sleep(0.02)  # it is saved in the background
             (tmp_path / "theirs" / "step-00000004").rename(runs / "step-00000004")
             (deaths / "wait-5").unlink()
 
