@@ -215,7 +215,7 @@ def mapped(b: nn.Module, x: Tensor) -> Tensor:
     return torch.vmap(b)(x)
 
 
-@torch.compile
+@partial(torch.compile, backend="eager")  # the usual backend takes a second to import, in every process
 def compiled(x: Tensor) -> Tensor:
     return torch.relu(x)
 
