@@ -13,6 +13,7 @@ from pipefit.planner import plan as planned
 from pipefit.report.fit import describe_overview
 from pipefit.report.show import text
 from pipefit.schema.fit import Overview
+from pipefit.schema.json_io import load_cluster
 from pipefit.tables import plain
 from pipefit.units import GIB
 
@@ -36,6 +37,7 @@ QWEN_HALF_B = {
     "max_position_embeddings": 32768,
 }
 NUMBERS = {
+    "1.5B": 1_543_714_304,
     "8B": 8_030_261_248,
     "70B": 70_553_706_496,
     "8x7B": 46_702_792_704,
@@ -94,6 +96,29 @@ def test_half_a_billion_at_32k_does_not_fit_24_gib_and_the_logits_are_why() -> N
     text = " ".join(plain(describe_overview(found), 80).split())
     assert not found.fits and text.startswith("Does not fit") and "a chunked cross entropy" in text
     assert found.loss_bytes > 2 * 32768 * 151936 * 4
+
+
+def test_two_unequal_cards_hold_what_neither_does() -> None:
+    """State of 1.54e9 numbers is 16 bytes each, 23 GiB, more than a card of 24 GiB has room for beside saved
+    tensors and logits; a card of 16 GiB more holds the rest, and a copy of the tied embedding. Neither card
+    has less than a quarter of the layers.
+    """
+    pair = load_cluster("2x-rtx-4090")
+    small = replace(pair.devices[1], memory_bytes=16 * GIB)
+    cluster = replace(pair, name="24 and 16 GiB", devices=(pair.devices[0], small))
+    settings = QWEN_HALF_B | {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+    }
+    task = replace(hf("qwen2", **settings, sequence=1024), precision="mixed-bfloat16")
+    found = pipefit.fit(task, cluster)
+    alone, both = (reach.largest[0] for reach in found.reaches)
+    assert found.precisions[0].state_bytes == 16 * NUMBERS["1.5B"]
+    assert alone is None and both is not None and both.fits
+    layers = [stage.stop - stage.start for stage in both.plan.stages]
+    assert len(layers) == 2 and min(layers) > sum(layers) / 4
 
 
 BLOCK_WEIGHTS = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336  # query and output, key and value, MLP
