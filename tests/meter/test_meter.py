@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.measure.cpu import Meter
@@ -287,3 +288,16 @@ def test_fake_tensors_weigh_what_real_ones_do() -> None:
     real = levels()
     with FakeTarget("cpu"):
         assert levels() == real
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_numbers_that_a_recomputation_keeps(use_reentrant: bool) -> None:
+    """The numbers of a recomputed graph are freed before the backward goes on, and nothing is left."""
+    x = torch.ones(4, requires_grad=True)
+    meter = Meter(0)
+    with meter:
+        for _ in range(2):
+            checkpoint(lambda v: (v * 2.0).exp() * 3.0, x, use_reentrant=use_reentrant).sum().backward()
+            x.grad = None
+        meter.begin("after")
+    assert meter.total == 0

@@ -134,6 +134,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._scalars = Counter[tuple[torch.Size, float]]()
         self._spent = 0
         self._unsaved_numbers = 0  # numbers kept by graphs that save nothing, until they are dropped
+        self._recomputed = Counter[tuple[torch.Size, float]]()  # numbers of forwards within this backward
+        self._recomputed_in = -1
         self._born: list[Tracked] = []
         self._peak = 0
         self._peak_bytes = list(self.bytes)
@@ -146,6 +148,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.kernels is not None:
             self.kernels.refresh()
         self._release_scalars()
+        self._drop_recomputed()
         self._born.clear()
         self._peak, self._peak_bytes = self.total, list(self.bytes)
 
@@ -194,6 +197,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation, and count its allocations."""
         if self._spent:
             self._release_scalars()
+        if self._recomputed and self._is_after_recomputation():
+            self._drop_recomputed()
         before = self.total
         out = func(*args, **kwargs)
         known = None if self.kernels is None else self.kernels.of(func, args, kwargs, out)
@@ -211,19 +216,39 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         was part of a backward, it used such a tensor, which is freed before the next operation of the
         backward; its bytes are returned, because the kernel used this tensor instead of making one. In any
         other forward there is none.
+
+        A forward within a backward is a recomputation. `torch.utils.checkpoint` drops its graph at its end;
+        its reentrant kind runs another backward through it first.
         """
         key = tensor.shape, value
         if tensor.requires_grad and torch.is_grad_enabled():
-            if saves_nothing():
+            if backward_id() >= 0:
+                self._recomputed[key] += 1
+                self._recomputed_in = backward_id()
+            elif saves_nothing():
                 self._unsaved_numbers += 1
             else:
                 self._scalars[key] += 1
             self._hold_scalars(1)
-        elif backward_id() >= 0 and self._scalars[key]:
-            self._scalars[key] -= 1
+        elif backward_id() >= 0 and (kept := self._numbers_of_backward())[key]:
+            kept[key] -= 1
             self._spent += 1  # freed with its graph node, before the next operation
             return SCALAR_BYTES
         return 0
+
+    def _numbers_of_backward(self) -> Counter[tuple[torch.Size, float]]:
+        """Return the numbers of the graph through which the present backward goes."""
+        return (
+            self._recomputed if self._recomputed and backward_id() != self._recomputed_in else self._scalars
+        )
+
+    def _is_after_recomputation(self) -> bool:
+        """Return whether the backward around a recomputation goes on, or has ended."""
+        return backward_id() < 0 or (backward_id() == self._recomputed_in and not torch.is_grad_enabled())
+
+    def _drop_recomputed(self) -> None:
+        self._hold_scalars(-self._recomputed.total())
+        self._recomputed.clear()
 
     def _release_scalars(self) -> None:
         self._hold_scalars(-self._spent)
@@ -243,6 +268,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def forget_graphs(self) -> None:
         """Free the numbers of all graphs recorded so far, which were dropped without a backward."""
         self.drop_graph()
+        self._drop_recomputed()
         self._hold_scalars(-self._spent - self._scalars.total())
         self._spent = 0
         self._scalars.clear()
