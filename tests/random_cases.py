@@ -78,9 +78,14 @@ class Account:
 
 def random_case(rng: Random, *, model: str | None = None) -> Case:
     """Draw a small model of the zoo (`model`, or any), training settings, and a plan."""
-    name = model or rng.choice(MODELS)
-    settings = {**_settings(name, rng), "optimizer": rng.choice(["sgd", "adam", "adamw"])}
+    name, settings = random_model(rng, model=model)
     return plan_for(build(name, **settings), rng, name=name, settings=settings)
+
+
+def random_model(rng: Random, *, model: str | None = None) -> tuple[str, dict[str, Any]]:
+    """Draw a small model of the zoo (`model`, or any), and settings for it and its optimizer."""
+    name = model or rng.choice(MODELS)
+    return name, {**_settings(name, rng), "optimizer": rng.choice(["sgd", "adam", "adamw"])}
 
 
 def plan_for(task: Task, rng: Random, *, name: str = "", settings: Mapping[str, Any] | None = None) -> Case:

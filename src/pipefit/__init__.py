@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from pipefit.schema.trace import Trace
     from pipefit.schema.training import Training
     from pipefit.simulator import simulate
+    from pipefit.torch_engine import Pipeline, certify_pipeline, pipeline
 
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "OutOfMemory",
     "PipefitError",
     "PipefitWarning",
+    "Pipeline",
     "Plan",
     "Program",
     "Task",
@@ -71,12 +73,14 @@ __all__ = [
     "apply",
     "certify",
     "certify_numbers",
+    "certify_pipeline",
     "chain",
     "fit",
     "html",
     "load",
     "load_cluster",
     "lower",
+    "pipeline",
     "plan",
     "plan_again",
     "profile",
@@ -113,6 +117,7 @@ _HOMES = {
     "lowering": ("lower",),
     "own_loop": ("Handle", "LoopPlan", "apply"),
     "simulator": ("simulate",),
+    "torch_engine": ("Pipeline", "certify_pipeline", "pipeline"),
     "schema.trace": ("Trace",),
     "schema.training": ("Training",),
 }

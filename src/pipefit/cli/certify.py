@@ -10,6 +10,7 @@ import typer
 
 from pipefit.cli.options import (
     AfterDeath,
+    Engine,
     Json,
     Model,
     Output,
@@ -19,6 +20,7 @@ from pipefit.cli.options import (
     Target,
     allocator,
 )
+from pipefit.errors import UsageError
 
 if TYPE_CHECKING:
     from pipefit.errors import OutOfMemory
@@ -36,6 +38,7 @@ def command(
     target: Annotated[
         Target | None, typer.Option(help="Model the kernels of this kind of device. Default: the profile's.")
     ] = None,
+    engine: Engine = "pipefit",
     numbers: Annotated[
         bool,
         typer.Option(
@@ -58,7 +61,8 @@ def command(
     device would run out of memory. For target cuda, also prints what torch's caching allocator would allocate
     and reserve, and the other memory of the process. With --numbers, also compares the model with its chain,
     and two steps of the plan with plain training, on the CPU; exits with 2 if losses, gradients, buffers,
-    parameters or optimizer state differ.
+    parameters or optimizer state differ. With --engine torch, the code of torch.distributed.pipelining runs over
+    fake tensors instead, one device at a time, for two steps.
     """
     from pipefit.cli.model import check_order, precision_of, resolve
     from pipefit.cli.output import (
@@ -72,6 +76,11 @@ def command(
     from pipefit.cli.progress import progress
     from pipefit.schema.json_io import save
 
+    for name, value in (("--steps", steps), ("--alloc-conf", alloc_conf)):
+        if engine == "torch" and value is not None:
+            raise UsageError(
+                f"{name} is for pipefit's own engine: --engine torch runs two steps without an allocator"
+            )
     check_output(output, plan, post_mortem)
     check_output(post_mortem, plan)
     check_order(plan, model)
@@ -87,9 +96,15 @@ def command(
         result.check()
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
             write([str(result)])
-    settings_of_allocator = allocator(alloc_conf, target or document.profile.assumptions.target)
-    with progress("dry run"):
-        trace = certify(task, document, steps=steps, target=target, allocator=settings_of_allocator)
+    if engine == "torch":
+        from pipefit.torch_engine import certify_pipeline
+
+        with progress("dry run of torch's engine"):
+            trace = certify_pipeline(task, document, target=target)
+    else:
+        settings_of_allocator = allocator(alloc_conf, target or document.profile.assumptions.target)
+        with progress("dry run"):
+            trace = certify(task, document, steps=steps, target=target, allocator=settings_of_allocator)
     error = _over(document, trace)
     if error is None or not as_json:
         deliver(trace, output=output, as_json=as_json)

@@ -84,6 +84,10 @@ Settings = Annotated[
         help="Setting of the model, such as layers=12; repeatable. pipefit models MODEL lists them.",
     ),
 ]
+Engine = Annotated[
+    Literal["pipefit", "torch"],
+    typer.Option(help="Runtime that trains the plan: pipefit's own, or torch.distributed.pipelining."),
+]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="Plan, as pipefit plan saves it.")]
 AfterDeath = Annotated[
     Path | None,

@@ -27,7 +27,7 @@ from pipefit.lowering.passes.recomputation import (
     recompute_decisions,
     recomputed_microbatches,
 )
-from pipefit.lowering.schedules import Compute, Endless, Schedule
+from pipefit.lowering.schedules import Compute, Endless, Schedule, computes
 
 __all__ = [
     "ENDLESS",
@@ -42,6 +42,7 @@ __all__ = [
     "begins",
     "bucket_edges",
     "check_slices",
+    "computes",
     "cuts",
     "distinct_steps",
     "distinct_steps_of",

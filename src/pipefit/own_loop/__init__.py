@@ -32,6 +32,8 @@ the allocator's events.
 """
 
 from pipefit.own_loop.face import Handle, apply
+from pipefit.own_loop.loop import counted_states
+from pipefit.own_loop.offloading import HostTensors
 from pipefit.schema.loop_plan import LoopDecision, LoopPlan
 
-__all__ = ["Handle", "LoopDecision", "LoopPlan", "apply"]
+__all__ = ["Handle", "HostTensors", "LoopDecision", "LoopPlan", "apply", "counted_states"]

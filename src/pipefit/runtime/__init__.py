@@ -9,14 +9,30 @@ from pipefit.runtime.checks.comparison import (
     rounding,
 )
 from pipefit.runtime.checks.plan_check import check_casts, check_model
+from pipefit.runtime.comm.agreement import Agreement, LossScale
+from pipefit.runtime.comm.collectives import mark, may_be_absent, unmark
+from pipefit.runtime.comm.transport import joins_workers
 from pipefit.runtime.dry_run.certify import certify
 from pipefit.runtime.engine.assembly import assemble
 from pipefit.runtime.engine.batches import cut_batch
-from pipefit.runtime.engine.flight import GraphEnds, backward, born_apart, enter, leave
+from pipefit.runtime.engine.flight import (
+    GraphEnds,
+    apart,
+    backward,
+    born_apart,
+    enter,
+    fed_back_copies,
+    leave,
+    move,
+    working_copies,
+)
 from pipefit.runtime.engine.in_turn import NoPeers, run_in_turn
-from pipefit.runtime.engine.replicas import Source, StageSources
+from pipefit.runtime.engine.passes import seed_layer, seed_update
+from pipefit.runtime.engine.replicas import Source, StageSources, Wanted, trained_sources
 from pipefit.runtime.engine.site import Site
+from pipefit.runtime.engine.tensor_groups import Together
 from pipefit.runtime.hardware import Hardware, check_backwards, free_bytes
+from pipefit.runtime.initial_weights import start_of
 from pipefit.runtime.launch.restarts import train
 from pipefit.runtime.offload.copying import Copier, NoCopier, Slot, SlotPart, UnpacedCopies
 from pipefit.runtime.offload.cuda import OnStreams
@@ -31,16 +47,18 @@ from pipefit.runtime.optim.half_precision import (
     make_optimizer,
     using,
 )
-from pipefit.runtime.optim.updates import Undivided, check_elementwise, check_state_apart, step_part
+from pipefit.runtime.optim.updates import Undivided, Updates, check_elementwise, check_state_apart, step_part
 from pipefit.runtime.trainer import Trainer
 
 __all__ = [
     "SMALLEST",
+    "Agreement",
     "Copied",
     "Copier",
     "GraphEnds",
     "Group",
     "Hardware",
+    "LossScale",
     "MasterWeights",
     "NoCopier",
     "NoPeers",
@@ -50,10 +68,14 @@ __all__ = [
     "SlotPart",
     "Source",
     "StageSources",
+    "Together",
     "Trainer",
     "Undivided",
     "UnpacedCopies",
+    "Updates",
+    "Wanted",
     "WeightCopy",
+    "apart",
     "assemble",
     "backward",
     "born_apart",
@@ -69,15 +91,26 @@ __all__ = [
     "copies_of",
     "cut_batch",
     "enter",
+    "fed_back_copies",
     "free_bytes",
     "host_bytes",
     "host_seconds",
+    "joins_workers",
     "leave",
     "left_out",
     "make_optimizer",
+    "mark",
+    "may_be_absent",
+    "move",
     "rounding",
     "run_in_turn",
+    "seed_layer",
+    "seed_update",
+    "start_of",
     "step_part",
     "train",
+    "trained_sources",
+    "unmark",
     "using",
+    "working_copies",
 ]

@@ -1,0 +1,125 @@
+"""Claim: what torch's own pipelines hold is certified to the byte, and their numbers are those of plain training.
+
+Random models and plans: GPipe, 1F1B and other orders, one and several stages a rank, replicas, recomputation, moves
+to the host, clipping, half precision. Gloo workers train them by `pipefit.pipeline`; on every device, in the first
+step and in a later one, the CPU allocator's own events are compared with `pipefit.certify_pipeline`. Losses and
+weights are compared with `pipefit.Trainer`, bit by bit.
+
+    PYTHONPATH=src python benchmarks/bench_torch_engine.py [--cases 300] [--seed 0] [--json FILE]
+
+A few seconds a case, most of them for the profile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import pipefit
+from measured_on import machine
+from pipefit.capture import Task
+from pipefit.errors import PipefitError
+from pipefit.schema.plan import Plan
+from tiny import in_one_process
+from torch_engine_cases import engine_case, engine_task
+from torch_engine_workers import STEPS, Trained, Workers
+
+
+def differences(
+    task: Task, plan: Plan, ran: dict[int, Trained], numbers: tuple[list[float], Any]
+) -> list[str]:
+    """Return the differences of peaks and numbers, in words."""
+    trace = pipefit.certify_pipeline(task, plan)
+    result = [
+        f"device {device}, step {step}: {trace.devices[device].step_peak_bytes(step)} certified, {peak} allocated"
+        for device, one in ran.items()
+        for step, peak in enumerate(one.peaks)
+        if trace.devices[device].step_peak_bytes(step) != peak
+    ]
+    losses, state = numbers
+    first = {stage.devices[0] for stage in plan.stages}  # batch norms of other replicas see other samples
+    replicas = plan.stages[0].grid.data > 1  # whose sums are rounded in another order
+    apart = [
+        float((tensor.double() - state[name].double()).abs().max()) / torch.finfo(tensor.dtype).eps
+        for device, one in ran.items()
+        for name, tensor in one.state.items()
+        if name in state and tensor.numel() and tensor.is_floating_point() and device in first
+    ]
+    if not max(apart, default=0.0) <= (1e4 if replicas else 0.0):
+        result.append(f"weights differ by {max(apart)} eps")
+    if any(
+        abs(a - b) > 1e-6 * abs(b) for one in ran.values() for a, b in zip(one.losses, losses, strict=True)
+    ):
+        result.append(f"losses {next(iter(ran.values())).losses}, not {losses}")
+    return result
+
+
+def reference(task: Task, plan: Plan) -> tuple[list[float], Any]:
+    """Return losses and weights of pipefit's own runtime."""
+    trainer, losses = in_one_process(task, plan, STEPS)
+    return losses, {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
+
+
+def main() -> None:
+    """Run the cases and print the result."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    pool, began, told = Workers(), time.perf_counter(), Counter[str]()
+    wrong: dict[str, list[str]] = {}
+    done, seed = 0, options.seed
+    while done < options.cases:
+        try:
+            task, plan = engine_case(seed)
+            numbers = reference(task, plan)
+        except PipefitError as error:
+            told["not made"] += 1
+            print(f"seed {seed} has no case: {str(error)[:100]}", flush=True)
+            seed += 1
+            continue
+        try:
+            found = differences(task, plan, pool.train(plan, engine_task, seed), numbers)
+        except Exception as error:  # noqa: BLE001 - reported
+            found = [f"{type(error).__name__}: {error}"]
+        kinds = [plan.training.schedule, f"{len(plan.ranks)} ranks", *{str(d.what) for d in plan.decisions}]
+        kinds += ["several stages a rank"] * (len(plan.ranks) < len(plan.stages))
+        kinds += ["replicas"] * (plan.stages[0].grid.data > 1) + [plan.training.precision]
+        told.update(kinds)
+        told["peaks"] += STEPS * len(plan.workers)
+        if found:
+            wrong[f"{seed} {task.name} {plan!r} {plan.training.phrases}"] = found
+            print(f"seed {seed} {task.name} {plan.training.phrases}:", *found, sep="\n  ", flush=True)
+        done, seed = done + 1, seed + 1
+        engine_case.cache_clear()
+    pool.close()
+    result: dict[str, Any] = {
+        "cases": done,
+        "peaks": told["peaks"],
+        "different": wrong,
+        "kinds": dict(sorted(told.items())),
+        "seconds": round(time.perf_counter() - began),
+        "machine": machine(),
+    }
+    print(json.dumps(result | {"different": len(wrong)}, indent=2))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

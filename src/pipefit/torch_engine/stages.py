@@ -1,0 +1,228 @@
+"""The stages of one rank as `PipelineStage`s: their modules, their metadata, and the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.utils.checkpoint import checkpoint
+
+from pipefit.capture import Chain, ChainLayer, Values, constants
+from pipefit.errors import UsageError
+from pipefit.own_loop import HostTensors
+from pipefit.runtime import apart, fed_back_copies, seed_layer, working_copies
+from pipefit.schema.decisions import Run, SavedTensors, What
+from pipefit.schema.layer_costs import Value
+from pipefit.schema.plan import Plan
+
+
+@dataclass(slots=True, kw_only=True)
+class Draws:
+    """Seeds of random draws: one for each layer of each local batch of each step, as in pipefit's runtime."""
+
+    device: torch.device
+    seed: int
+    replicas: int
+    replica: int
+    step: int = 0
+
+    def begin(self, microbatch: int, layer: int) -> None:
+        """Seed the device's generator for a layer, or for the loss."""
+        local_batch = microbatch * self.replicas + self.replica
+        seed_layer(self.device, self.seed, self.step, local_batch, layer)
+
+
+class StageModule(nn.Module):
+    """The layers of one stage: tensors of the stage before, or inputs of the model, to a tuple of tensors.
+
+    Carries out the plan's decisions: it recomputes runs of layers, and moves saved tensors to the host.
+
+    Args:
+        layers: the layers, on the device.
+        plan: the plan.
+        stage: the number of the stage.
+        draws: seeds of random draws.
+        host: host memory for saved tensors.
+    """
+
+    def __init__(
+        self, layers: Sequence[ChainLayer], plan: Plan, stage: int, *, draws: Draws, host: HostTensors
+    ) -> None:
+        super().__init__()
+        place, self._costs = plan.stages[stage], plan.measured(stage).costs
+        self.start, self.stop = place.start, place.stop
+        self.parts = nn.ModuleList(layer.module for layer in layers)
+        self.chain_layers, self._draws, self._host = tuple(layers), draws, host
+        self._runs = [
+            (decision.subject, decision.microbatches)
+            for decision in plan.decisions_of(stage, What.RECOMPUTE)
+            if isinstance(decision.subject, Run)
+        ]
+        self._moves = [
+            (decision.subject, decision.microbatches)
+            for decision in plan.decisions_of(stage, What.OFFLOAD)
+            if isinstance(decision.subject, SavedTensors)
+        ]
+        self._outputs = self._costs[self.stop - 1].outputs
+        self._is_last = stage == len(plan.stages) - 1
+        self.microbatch = -1
+
+    def begin_step(self) -> None:
+        """Count microbatches from 0 again."""
+        self.microbatch = -1
+
+    def forward(self, *values: Tensor) -> Values:
+        self.microbatch += 1
+        for start, stop, recomputes in self._pieces(self.microbatch):
+            if recomputes:
+                values = self._recomputed(start, stop, values)
+            else:
+                values = self._run(start, stop, self.microbatch, values)
+        return values if self._is_last else tuple(map(_cut, values, self._outputs))
+
+    def _pieces(self, microbatch: int) -> Iterator[tuple[int, int, bool]]:
+        """Yield runs of layers in order, each with whether this microbatch recomputes it."""
+        layer = self.start
+        for run in sorted(
+            (run for run, which in self._runs if microbatch in which), key=lambda run: run.start
+        ):
+            if layer < run.start:
+                yield layer, run.start, False
+            yield run.start, run.stop, True
+            layer = run.stop
+        if layer < self.stop:
+            yield layer, self.stop, False
+
+    def _run(self, start: int, stop: int, microbatch: int, values: Values) -> Values:
+        for number in range(start, stop):
+            layer, cost = self.chain_layers[number - self.start], self._costs[number]
+            if cost.mutates_inputs:
+                values = tuple(map(_alias, values)) if number == self.start else apart(values)
+            self._draws.begin(microbatch, number)
+            with self._moving(number, microbatch):
+                values = layer(values)
+        return values
+
+    def _recomputed(self, start: int, stop: int, values: Values) -> Values:
+        """Run layers that keep only their inputs and run again in the backward.
+
+        Raises:
+            UsageError: a layer changed the inputs in place, although the recomputation needs them.
+        """
+        microbatch, step = self.microbatch, self._draws.step
+        layers = self.chain_layers[start - self.start : stop - self.start]
+        copies = fed_back_copies(layers, self._costs[start:stop])
+        changes = self._costs[start].mutates_inputs
+        versions = [value._version for value in values]
+
+        def run(*given: Tensor) -> Values:
+            assert step == self._draws.step
+            return self._run(start, stop, microbatch, tuple(g.clone() for g in given) if changes else given)
+
+        result: Values = checkpoint(
+            run,
+            *values,
+            use_reentrant=False,
+            preserve_rng_state=False,  # every layer seeds its draws
+            context_fn=lambda: (nullcontext(), working_copies(layers, copies)),
+        )
+        if versions != [value._version for value in values]:
+            raise UsageError(
+                f"{layers[0].name} changes its inputs in place, so its forward cannot be recomputed: keep its "
+                "activations, or use layers with inplace=False"
+            )
+        return result
+
+    def _moving(self, layer: int, microbatch: int) -> AbstractContextManager[None]:
+        """Return a context that moves a layer's saved tensors to the host as planned."""
+        numbers = {
+            index
+            for subject, which in self._moves
+            if microbatch in which
+            for number, index in subject.tensors
+            if number == layer
+        }
+        if not numbers:
+            return nullcontext()
+        module = self.chain_layers[layer - self.start].module
+        held = {
+            t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers(), *constants(module))
+        }
+        return self._host.saving(numbers, lambda tensor: tensor.untyped_storage()._cdata in held)
+
+
+def _cut(value: Tensor, planned: Value) -> Tensor:
+    """Return an output of a stage without its graph if no gradient will arrive for it."""
+    return value if planned.has_gradient else value.detach()
+
+
+def _alias(value: Tensor) -> Tensor:
+    """Return a value that a layer may change in place: a leaf that requires a gradient may not be changed."""
+    return apart((value.view_as(value),))[0] if value.requires_grad else value
+
+
+class Loss:
+    """The loss of a microbatch, times its weight in the step and the loss scale; keeps the unweighted losses.
+
+    Args:
+        chain: computes the loss from the values of the last stage.
+        plan: the plan.
+        module: the last stage, which has just run the microbatch.
+        draws: seeds of random draws.
+    """
+
+    def __init__(self, chain: Chain, plan: Plan, module: StageModule, draws: Draws) -> None:
+        measurement = plan.measured(len(plan.stages) - 1)
+        self._loss, self._module, self._draws = chain.loss, module, draws
+        self._changes = measurement.loss.mutates_inputs
+        self.weight = 1.0 / (plan.training.microbatches * draws.replicas)
+        self.scale = 1.0
+        self.losses = torch.zeros(
+            plan.training.microbatches, dtype=getattr(torch, measurement.loss_dtype), device=draws.device
+        )
+
+    def __call__(self, outputs: Values, targets: Values) -> Tensor:
+        microbatch = self._module.microbatch
+        self._draws.begin(microbatch, self._module.stop)
+        loss = self._loss(apart(outputs) if self._changes else outputs, targets)
+        self.losses[microbatch].copy_(loss.detach())
+        return loss * (self.weight * self.scale)
+
+
+def pipeline_stage(
+    module: StageModule, plan: Plan, stage: int, *, device: torch.device, group: dist.ProcessGroup
+) -> PipelineStage:
+    """Return torch's stage, with the shapes of its values by the plan's profile."""
+    costs = plan.measured(stage).costs
+    place, is_first, is_last = plan.stages[stage], stage == 0, stage == len(plan.stages) - 1
+    inputs, outputs = costs[place.start].inputs, costs[place.stop - 1].outputs
+    return PipelineStage(
+        module,
+        stage,
+        len(plan.stages),
+        device,
+        input_args=_examples(inputs),
+        output_args=_examples(outputs),
+        input_grads=None if is_first else _gradients(inputs),
+        output_grads=None if is_last else _gradients(outputs),
+        group=group,
+    )
+
+
+def _examples(values: Sequence[Value]) -> Values:
+    return tuple(
+        torch.empty(v.shape, dtype=getattr(torch, v.dtype), device="meta", requires_grad=v.has_gradient)
+        for v in values
+    )
+
+
+def _gradients(values: Sequence[Value]) -> tuple[Tensor | None, ...]:
+    return tuple(
+        torch.empty(v.shape, dtype=getattr(torch, v.dtype), device="meta") if v.has_gradient else None
+        for v in values
+    )

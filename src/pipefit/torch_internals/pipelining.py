@@ -1,0 +1,140 @@
+"""Private names of `torch.distributed.pipelining`, and a process group for one rank without its peers.
+
+torch's engine has no public way to run an order of its own, to pass microbatches that are cut already, or to
+run without peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore, ProcessGroup, Store, Work
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import InferenceMode
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    _Action,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
+
+Microbatch = Sequence[Tensor]
+PipelineSchedule = PipelineScheduleSingle | PipelineScheduleMulti
+Cell = tuple[int, str, int]  # a stage, `F` or `B`, and a microbatch
+
+# ---- Schedules
+
+_KINDS = {"F": _ComputationType.FORWARD, "B": _ComputationType.FULL_BACKWARD}
+
+
+def schedule_of_actions(
+    stages: list[PipelineStage], microbatches: int, loss: Any, orders: dict[int, list[Cell]]
+) -> PipelineScheduleMulti:
+    """Return a schedule that computes in the `orders` of all ranks of the stages' group; torch adds messages."""
+    schedule = _PipelineScheduleRuntime(stages, microbatches, loss_fn=loss, scale_grads=False)  # type: ignore[no-untyped-call]
+    schedule._prepare_schedule_with_comms(
+        {
+            rank: [_Action(stage, _KINDS[kind], microbatch) for stage, kind, microbatch in cells]
+            for rank, cells in orders.items()
+        }
+    )
+    return schedule
+
+
+def place_stages(stages: Sequence[PipelineStage], rank_of: dict[int, int]) -> None:
+    """Set the rank of every stage of the pipeline within the stages' group."""
+    for stage in stages:
+        stage.stage_index_to_group_rank = dict(rank_of)
+
+
+def run_microbatches(
+    schedule: PipelineSchedule,
+    stages: Sequence[PipelineStage],
+    inputs: Sequence[Microbatch],
+    targets: Sequence[Microbatch],
+) -> None:
+    """Run one step, as `schedule.step` does with a batch that it cuts: torch cuts only a single target tensor."""
+    for stage in stages:
+        stage.has_backward = True
+        stage.clear_runtime_states()
+    schedule._step_microbatches(list(map(tuple, inputs)), None, list(targets), None, return_outputs=False)
+
+
+def agree_in_advance(schedule: PipelineSchedule) -> None:
+    """Omit the ranks' vote on static metadata, which reads a number that a peer has sent."""
+
+    def agreed(stages: Sequence[PipelineStage], has_backward: bool, p2p_done: bool) -> None:
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
+
+    schedule._warmup_p2p = agreed  # type: ignore[method-assign, assignment]
+
+
+# ---- One rank without its peers
+#
+# torch's own `fake` process group returns handles that hold nothing. Those of gloo and NCCL keep the tensors of
+# a message alive until the caller drops them, and the engine holds some until the end of a step.
+
+_ALONE = "pipefit-alone"
+
+
+class _Handle(Work):
+    """A message that has arrived; keeps its tensors alive."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._tensors = list(tensors)
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class _Alone(ProcessGroup):
+    """A process group whose peers are absent: what they send is never written, and sums are the rank's own."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        return _Handle(tensors)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        return _Handle(tensors)
+
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> Work:  # type: ignore[override]
+        return _Handle(tensors)
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return _ALONE
+
+
+def _create(store: Store, rank: int, size: int, timeout: Any) -> ProcessGroup:
+    return _Alone(rank, size)
+
+
+@contextmanager
+def alone(rank: int, size: int) -> Iterator[None]:
+    """Be `rank` of `size` ranks in the body, without the others. The process must have no process group."""
+    if not hasattr(dist.Backend, _ALONE.upper()):
+        dist.Backend.register_backend(
+            _ALONE, _create, devices=["cpu", "cuda", torch._C._get_privateuse1_backend_name()]
+        )
+    dist.init_process_group(_ALONE, store=HashStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def join_alone(backend: str) -> None:
+    """Set up the process group of a single worker."""
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

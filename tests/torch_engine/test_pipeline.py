@@ -1,0 +1,166 @@
+"""Plans on torch's own pipelines: numbers of a plain loop, and certified peaks equal to the allocator's events."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import checkpoint
+
+import pipefit
+from pipefit.capture import Task
+from pipefit.cli import main
+from pipefit.errors import UsageError
+from pipefit.models import build
+from pipefit.schema.decisions import Decision, SavedTensors, State, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.json_io import save
+from pipefit.schema.plan import Plan
+from tiny import alone, batch_of, plan_of, task_of
+from torch_engine_cases import engine_case, engine_task
+from torch_engine_workers import STEPS, Workers
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    """Workers for all tests of this module."""
+    pool = Workers()
+    yield pool
+    pool.close()
+
+
+def some_layers() -> Task:
+    """Return a small task."""
+    return task_of(lambda: [nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)])
+
+
+@pytest.mark.parametrize(
+    ("split", "schedule", "microbatches", "recompute"),
+    [
+        ((2, 2, 1), "1f1b", 4, "never"),
+        ((2, 3), "gpipe", 3, "always"),
+        ((2, 2, 1), "eager-1f1b", 4, "stages"),
+        ((2, 1, 2), "1f1b", 2, "never"),
+        ((5,), "1f1b", 2, "never"),
+    ],
+)
+def test_numbers_of_a_plain_loop(
+    workers: Workers, split: tuple[int, ...], schedule: str, microbatches: int, recompute: str
+) -> None:
+    """Weights equal those of a plain loop bit by bit, losses up to the rounding of their mean."""
+    task = some_layers()
+    plan = plan_of(task, split, microbatches=microbatches, schedule=schedule, recompute=recompute)
+    losses, state = alone(task, plan, STEPS)
+    ran = workers.train(plan, some_layers)
+    assert all(one.losses == pytest.approx(losses, rel=1e-6) for one in ran.values())
+    trained = {name: t for one in ran.values() for name, t in one.state.items()}
+    assert trained.keys() == state.keys()
+    assert all(torch.equal(trained[name], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("seed", [*range(1, 11), *range(12, 26)])  # 0 and 11 have no plan
+def test_certified_peaks_of_random_plans(workers: Workers, seed: int) -> None:
+    """Peaks equal the dry run on every device, in the first and in a later step."""
+    task, plan = engine_case(seed)
+    trace = pipefit.certify_pipeline(task, plan)
+    for device, one in workers.train(plan, engine_task, seed).items():
+        assert [trace.devices[device].step_peak_bytes(step) for step in range(STEPS)] == one.peaks
+
+
+def printed(script: str) -> str:
+    """Return what a script prints."""
+    with redirect_stdout(StringIO()) as output:
+        runpy.run_path(script, run_name="__main__")
+    return output.getvalue()
+
+
+def test_the_example(workers: Workers, capsys: pytest.CaptureFixture[str]) -> None:
+    """The example trains to the losses of `pipefit_loop.py`, which one process runs."""
+    theirs = workers.run(3, printed, str(EXAMPLES / "torch_pipeline_loop.py"))
+    with torch.random.fork_rng():
+        runpy.run_path(str(EXAMPLES / "pipefit_loop.py"), run_name="__main__")
+    ours = capsys.readouterr().out
+    losses, expected = ([float(x) for x in re.findall(r"loss ([0-9.]+)", text)] for text in (theirs[0], ours))
+    assert len(losses) == 50
+    assert losses == pytest.approx(expected, abs=2e-6)
+    assert theirs[1] == theirs[2] == theirs[0]
+
+
+def saved_and_loaded(plan: Plan, folder: str) -> bool:
+    """Save a pipeline by torch's distributed checkpoints, train on, load it; return whether it is as it was."""
+    task = some_layers()
+    pipeline = pipefit.pipeline(task, plan)
+    before = {name: tensor.clone() for name, tensor in pipeline.state_dict().items()}
+    checkpoint.save({"model": pipeline.state_dict()}, checkpoint_id=folder)
+    inputs, targets = batch_of(task, plan)
+    pipeline.step(inputs, target=targets)
+    changed = any(not torch.equal(tensor, before[name]) for name, tensor in pipeline.state_dict().items())
+    checkpoint.load({"model": pipeline.state_dict()}, checkpoint_id=folder)
+    pipeline.load_state_dict(pipeline.state_dict())
+    return changed and all(torch.equal(t, before[name]) for name, t in pipeline.state_dict().items())
+
+
+def test_distributed_checkpoints_restore_a_pipeline(workers: Workers, tmp_path: Path) -> None:
+    """`torch.distributed.checkpoint` saves the state under the model's names, and restores it in place."""
+    plan = plan_of(some_layers(), (2, 3))
+    assert all(workers.run(2, saved_and_loaded, plan, str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"schedule": "pipedream"}, "ends every step with an empty pipeline, unlike schedule pipedream"),
+        ({"place": "device1"}, "moves saved tensors to the host only"),
+        ({"state": "optimizer"}, "cannot carry out the decision on stage 0: offload optimizer"),
+    ],
+)
+def test_refusals(changes: dict[str, str], said: str) -> None:
+    """A plan that torch's engine cannot run is refused in a sentence that names the way out."""
+    task = some_layers()
+    plan = plan_of(task, (2, 3), schedule=changes.get("schedule", "1f1b"))
+    if "place" in changes:
+        subject, place = SavedTensors(tensors=((0, 0),)), parse_place(changes["place"])
+    else:
+        subject, place = State(start=0, stop=2, kind="optimizer"), parse_place("host")
+    if "schedule" not in changes:
+        decision = Decision(stage=0, subject=subject, what=What.OFFLOAD, place=place)
+        plan = replace(plan, decisions=(decision,))
+    for call in (pipefit.pipeline, pipefit.certify_pipeline):
+        with pytest.raises(UsageError, match=f"{said}.*: train this plan with pipefit's own runtime"):
+            call(task, plan)
+
+
+def test_a_batch_of_another_size_is_refused(workers: Workers) -> None:
+    """torch's engine has buffers for batches of one size."""
+    with pytest.raises(AssertionError, match=r"the batch holds 3 samples.*drop_last=True"):
+        workers.run(1, another_batch, plan_of(some_layers(), (5,)))
+
+
+def another_batch(plan: Plan) -> None:
+    """Train a batch that is too small."""
+    task = some_layers()
+    inputs, targets = task.batch(3)
+    pipefit.pipeline(task, plan).step(inputs, target=targets)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`pipefit certify --engine torch` prints the peaks; its trace names forwards, backwards and the update."""
+    settings = ["--set", "widths=(16,8)"]
+    save(plan_of(build("mlp", widths=(16, 8)), (2, 3)), tmp_path / "plan.json")
+    command = ["certify", str(tmp_path / "plan.json"), "zoo:mlp", *settings, "--engine", "torch", "--json"]
+    assert main(command) == 0
+    memory = json.loads(capsys.readouterr().out)["devices"][0]["memory"]
+    actions = [sample["action"] for sample in memory if sample["step"] == 1]
+    assert actions == ["receive buffers and batch", "0F0", "0F1", "0B0", "0B1", "update"]
