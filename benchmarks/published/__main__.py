@@ -46,7 +46,9 @@ def record(row: Row) -> dict[str, Any]:
         "refused": "",
     }  # fmt: skip
     try:
-        result["rates"] = f"{gpu_of(row)}, {arithmetic(row)}"
+        result["rates"] = (
+            f"{gpu_of(row)}, {arithmetic(row)}, {'images' if row.family in ('cnn', 'unet') else 'tokens'}"
+        )
         setup = setup_of(row)
         result["predicted"] = predicted(row, setup, result["measured"])
     except Inexpressible as reason:
@@ -84,12 +86,13 @@ def predicted(row: Row, setup: Setup, said: dict[str, Any]) -> dict[str, Any]:
         figures["allocated"], figures["reserved"] = memory.allocated_bytes, memory.reserved_bytes
         figures["used"] = memory.used_bytes
         figures["fits"] = memory.tensors_bytes <= setup.plan.cluster.budgets[0]
-    elif "fits" in said:
-        figures["fits"] = predictions.fits(setup)
-    if row.oom_samples:
-        figures["next"] = predictions.fits(setup_of(row, row.oom_samples))
+    seconds, fits = predictions.seconds_and_fit(setup)
+    if "fits" in said:
+        figures.setdefault("fits", fits)
     if "seconds" in said:
-        figures["seconds"] = predictions.step_seconds(setup)
+        figures["seconds"] = seconds
+    if row.oom_samples:
+        _, figures["next"] = predictions.seconds_and_fit(setup_of(row, row.oom_samples))
     return {name: figure for name, figure in figures.items() if figure is not None}
 
 

@@ -1,8 +1,8 @@
 """Rates that kinds of devices reach, calibrated on one half of the rows and checked on the other.
 
-A preset's shares of the peak rates are the same for all kinds of models. The table here has a factor on the seconds
-of a step by kind of device and arithmetic, from the rows of the calibration half (`Row.half`). It is beside the
-presets, not in them: `table` says what a preset's figure would have to be multiplied by.
+A preset's shares of the peak rates are the same for all kinds of models. The table here has a factor on the
+seconds of a step by kind of device, arithmetic and kind of data, from the rows of the calibration half
+(`Row.half`). It is beside the presets, not in them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LEAST = 3  # rows of a kind, for a factor
 
 
 def factors(records: Iterable[Record]) -> dict[str, float]:
-    """Return the median ratio of measured to predicted seconds, by kind of device and arithmetic, of one half."""
+    """Return the median ratio of measured to predicted seconds, by kind of device, arithmetic and data, of one half."""
     ratios = defaultdict(list)
     for record in records:
         if record["half"] == "calibration" and (error := over(record, "seconds")) is not None:
@@ -26,7 +26,7 @@ def factors(records: Iterable[Record]) -> dict[str, float]:
 
 
 def calibrated(record: Record, table: Mapping[str, float]) -> Record:
-    """Return the record with seconds multiplied by the factor of its kind of device and arithmetic."""
+    """Return the record with seconds multiplied by the factor of its kind."""
     if "seconds" not in record["predicted"] or record["rates"] not in table:
         return record
     seconds = record["predicted"]["seconds"] * table[record["rates"]]

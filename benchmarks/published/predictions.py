@@ -91,12 +91,9 @@ def _wider(setup: Setup, sample: MemorySample, gradients: int) -> int:
     return gradients // own * (setup.gradient_bytes or own) - sample.bytes[_GRADIENTS]
 
 
-def step_seconds(setup: Setup) -> float:
-    """Return the seconds of a step, or of the part of it that was timed."""
-    return Simulation(setup.plan, steps=2).step_seconds[-1] / setup.steps_per_time
-
-
-def fits(setup: Setup) -> bool:
-    """Return whether the tensors of every device fit into its budget."""
-    peaks = Simulation(setup.plan, steps=2).peak_bytes
-    return all(one <= budget for one, budget in zip(peaks, setup.plan.cluster.budgets, strict=True))
+def seconds_and_fit(setup: Setup) -> tuple[float, bool]:
+    """Return the seconds of a step, or of its timed part, and whether every device's tensors fit into its budget."""
+    simulation = Simulation(setup.plan, steps=2)
+    budgets = setup.plan.cluster.budgets
+    fits = all(one <= budget for one, budget in zip(simulation.peak_bytes, budgets, strict=True))
+    return simulation.step_seconds[-1] / setup.steps_per_time, fits

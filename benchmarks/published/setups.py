@@ -19,6 +19,7 @@ from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.training import Precision
 
 SHARDED = ("none", "optimizer", "gradients", "parameters")  # by ZeRO's stage
+MOST_PIECES = 2048  # devices times buckets; a simulation takes some 10 seconds
 SCHEDULES = {"": "1f1b", "1f1b": "1f1b", "gpipe": "torchgpipe"}
 
 
@@ -56,6 +57,8 @@ def setup_of(row: Row, samples: int | None = None) -> Setup:
     degrees = pp, dp, tp = row.pp or 1, row.dp or 1, row.tp or 1
     micro, count = samples or row.samples, microbatches_of(row)
     along = row.seq_parallel == "yes" and tp > 1
+    if pp * dp * tp * _buckets(row, pp, dp) > MOST_PIECES:
+        raise Inexpressible("too many gathers and reductions to simulate in seconds")
     task, found = profiled(subject, optimizer, precision, micro, dp, tp, along=along)
     cluster = cluster_of(row, pp * dp * tp)
     if "tf32" in row.precision.lower():
@@ -180,13 +183,20 @@ def microbatches_of(row: Row) -> int:
     return 2
 
 
+def _buckets(row: Row, pp: int, dp: int) -> int:
+    """Return the parts in which replicas reduce gradients: about the blocks of a stage."""
+    if dp == 1 or row.zero == 1 or not row.layers.isdigit():
+        return 1
+    return max(1, int(row.layers) // pp)
+
+
 def _grid(row: Row, stage: int, pp: int, dp: int, tp: int, *, along: bool) -> Grid:
     """Return the grid of a stage: ranks of a replica are neighbours, then replicas, then stages.
 
     FSDP gathers and reduces block by block, DDP in buckets of 25 MB; so there are as many buckets as blocks.
     """
     first = stage * dp * tp
-    buckets = max(1, int(row.layers) // pp) if dp > 1 and row.layers.isdigit() and row.zero != 1 else 1
+    buckets = _buckets(row, pp, dp)
     shard = SHARDED[row.zero or 0] if dp > 1 else "none"
     return Grid(
         devices=tuple(range(first, first + dp * tp)),
