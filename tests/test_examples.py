@@ -32,14 +32,22 @@ def test_five_lines_make_a_plain_loop_a_pipeline(capsys: pytest.CaptureFixture[s
     assert piped == pytest.approx(plain, rel=1e-3, abs=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("script", "count"), [("budget_loop.py", 50), ("trainer_budget.py", 30), ("lightning_budget.py", 8)]
+)
 def test_three_lines_keep_a_budget(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    script: str, count: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A budget below the loop's need changes no loss."""
-    planned = losses("budget_loop.py", capsys)
+    planned = losses(script, capsys)
     monkeypatch.setattr("pipefit.apply", lambda *_, **__: "no plan")
-    assert losses("budget_loop.py", capsys) == planned
-    assert len(planned) == 50
+    assert losses(script, capsys) == planned
+    assert len(planned) == count
+    assert sum(line.endswith(f"  # {n}") for line in text_of(script) for n in (1, 2, 3)) == 3
+
+
+def text_of(script: str) -> list[str]:
+    return (EXAMPLES / script).read_text().splitlines()
 
 
 def test_the_restarting_loop_goes_on_where_it_was(

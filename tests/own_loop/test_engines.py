@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.profiler import record_function
 
 from own_loop_models import Language, classes, tokens
+from own_loop_oracle import bytes_of, peaks_of
 from pipefit.errors import UsageError
 from pipefit.own_loop import Handle, apply
 
@@ -110,3 +112,62 @@ def test_a_hugging_face_model() -> None:
 
     assert "DynamicCache" in dict(planned(cache=True).refused)["model.layers.0"]
     assert "model.layers.0" not in dict(planned(cache=False).refused)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("batch", ["unpadded", "padded", "packed", "without a mask"])
+def test_values_of_a_batch_decide_about_masks(batch: str) -> None:
+    """A model of transformers builds the attention mask in the dry run that it builds for this batch."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=90,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        use_cache=False,
+    )
+    module = transformers.LlamaForCausalLM(config)
+    ids = torch.randint(90, (8, 64))
+    inputs = {"input_ids": ids, "labels": ids}
+    if batch in ("unpadded", "padded"):
+        inputs["attention_mask"] = torch.ones_like(ids)
+    if batch == "padded":
+        inputs["attention_mask"][:, 48:] = 0
+    if batch == "packed":
+        inputs["position_ids"] = torch.arange(32).repeat(8, 2)
+    with apply(module, budget="1 GiB", batch=inputs, optimizer=torch.optim.AdamW) as handle:
+        certified = handle.plan.peak_bytes
+    optimizer = torch.optim.AdamW(module.parameters())
+    outputs = None
+
+    def train() -> None:
+        nonlocal outputs
+        for _ in range(2):
+            with record_function("step"):
+                optimizer.zero_grad()
+                outputs = module(**inputs)
+                outputs.loss.backward()
+                optimizer.step()
+
+    resident = bytes_of([*module.parameters(), *module.buffers(), inputs])
+    assert tuple(peaks_of(train, resident, "step")) == certified
+
+
+def test_values_are_forgotten_where_unknown_ones_are_written() -> None:
+    """A number that is read from a tensor with unknown parts is an assumed one."""
+    read: list[int] = []
+
+    def step(batch: tuple[Tensor, Tensor]) -> None:
+        ids, x = batch
+        counts = torch.zeros(4, dtype=torch.int64)
+        counts[1:] += ids[1:4]
+        read.append(int(counts[2]))
+        rows = counts.view(2, 2)
+        rows[0] = (x[:2] > 0).long()
+        read.append(int(counts[3]))
+
+    apply(nn.Linear(1, 1), budget="1 MiB", batch=(torch.arange(7, 12), torch.ones(4)), step=step)
+    assert set(read[::2]) == {9}
+    assert set(read[1::2]) == {1}

@@ -15,16 +15,18 @@ Parts, each a module that imports only earlier ones:
 
 1. `schema.loop_plan`: `LoopPlan`, the answer as a document: printed, saved and applied again.
 2. `optimizer_state`: on request, optimizer state on the host between steps.
-3. `loop`: `Loop`, the user's loop. `Loop.over_fakes(target)` runs it over fake tensors: their module, loss and
+3. `known_values`: values of integers, such as masks and positions, beside fake tensors.
+4. `loop`: `Loop`, the user's loop. `Loop.over_fakes(target)` runs it over fake tensors: their module, loss and
    optimizers, whose tensors are replaced in place and put back.
-4. `offloading`: saved tensors on the host: one host copy for each storage, returned at the first use.
-5. `installing`: `install(module, decisions)`, which gives each planned submodule another `forward`.
-6. `recording`: one dry run of the plain loop becomes a `Recording`: calls of submodules, lives of storages, and
+5. `trainers`: the steps of Hugging Face's Trainer and of Lightning's.
+6. `offloading`: saved tensors on the host: one host copy for each storage, returned at the first use.
+7. `installing`: `install(module, decisions)`, which gives each planned submodule another `forward`.
+8. `recording`: one dry run of the plain loop becomes a `LoopRecording`: calls of submodules, lives of storages, and
    which calls save them.
-7. `choice`: an integer programme over a recording. The bytes at each operation are linear in the decisions,
+9. `choice`: an integer programme over a recording. The bytes at each operation are linear in the decisions,
    with one variable for each group of storages that share their savers.
-8. `certifying`: `peaks_of(loop, decisions)`, a dry run of the loop with the decisions installed.
-9. `face`: `apply`, which records, chooses, certifies, and chooses again with less until the certified peak is
+10. `certifying`: `peaks_of(loop, decisions)`, a dry run of the loop with the decisions installed.
+11. `face`: `apply`, which records, chooses, certifies, and chooses again with less until the certified peak is
    within the budget.
 
 The choice may be inexact (a recomputed output is a new storage); the certificate is exact. On a CPU it equals

@@ -19,6 +19,7 @@ from pipefit.own_loop.installing import PlannedForward, check_free, install
 from pipefit.own_loop.loop import Loop
 from pipefit.own_loop.offloading import HostTensors, StateOnHost, on_host
 from pipefit.own_loop.recording import STEPS, LoopRecording, record
+from pipefit.own_loop.trainers import trainer_step
 from pipefit.report.show import text
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import DeviceKind, Member
@@ -100,7 +101,7 @@ def apply(
     batch: Any = None,
     optimizer: Optimizer | Sequence[Optimizer] | Callable[[Any], Optimizer] | None = None,
     loss: Callable[[Any, Any], Tensor] | None = None,
-    step: Callable[[Any], Any] | None = None,
+    step: Callable[[Any], Any] | Any = None,
     state: Sequence[Any] = (),
     device: str | None = None,
     offload: bool = True,
@@ -119,7 +120,9 @@ def apply(
         optimizer: the loop's optimizer, or several, or a function of the parameters that makes it.
         loss: (outputs, targets) -> loss. None if the module returns the loss, or outputs with a `loss`.
         step: one step of the loop, as a function of a batch: for gradient accumulation, autocast, loss scaling
-            or clipping. None is the plain loop: `zero_grad`, forward, loss, backward, `step`.
+            or clipping. Or a Trainer of transformers, TRL or Lightning, whose step it is; batch and optimizer are
+            then those that it makes, if none are passed. None is the plain loop: `zero_grad`, forward, loss,
+            backward, `step`.
         state: other objects that `step` changes, such as a `GradScaler` or a copy of the model.
         device: a card such as `rtx-4090`, or a machine such as `dgx-a100`, whose kernels and rates count. None is
             the module's device.
@@ -135,10 +138,12 @@ def apply(
         raise UsageError(f"apply takes an nn.Module, not {kind_of(module)}")
     check_free(module)
     if plan is None:
-        if budget is None or batch is None:
-            raise UsageError("apply needs a budget and a batch, or a plan of an earlier call")
-        loop = replace(_loop(module, batch, optimizer, loss, step, state), state_on_host=state_on_host)
         site = _site(module, device, offload=offload)
+        loop = replace(
+            _loop(module, batch, optimizer, loss, step, state, site.target), state_on_host=state_on_host
+        )
+        if budget is None or loop.batch is None:
+            raise UsageError("apply needs a budget and a batch, or a plan of an earlier call")
         budget_bytes = parse_bytes(budget) if isinstance(budget, str) else int(budget)
         plan = apart(site.target, lambda: planned(loop, budget_bytes, site))
     optimizers = _optimizers(optimizer) if plan.state_on_host else ()
@@ -158,9 +163,14 @@ def _loop(
     loss: Any,
     step: Any,
     state: Sequence[Any],
+    target: Target,
 ) -> Loop:
     """Return the loop that a call of `apply` describes."""
     optimizers = _optimizers(optimizer)
+    if step is not None and not callable(step):
+        made = trainer_step(step, module, batch, optimizers, target)
+        step, batch, optimizer, optimizers = made.step, made.batch, made.optimizers, made.optimizers
+        state = (*state, *made.state)
     make = None if optimizers else optimizer
     if step is not None and make is not None:
         raise UsageError("a step uses an optimizer that exists: pass it as optimizer=, not its class")

@@ -7,6 +7,7 @@ middle changes nothing.
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 from collections import OrderedDict, defaultdict
@@ -29,11 +30,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from pipefit.capture import updating
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.target import FakeTarget
+from pipefit.own_loop.known_values import KnownValues
 from pipefit.own_loop.offloading import on_no_host
 from pipefit.schema.trace import Category
 from pipefit.texts import kind_of
 from pipefit.torch_internals import pytree
-from pipefit.torch_internals.patches import always_stepping
+from pipefit.torch_internals.patches import always_stepping, eager_branches
 
 # ---- Fake tensors in place of real ones
 
@@ -43,8 +45,8 @@ _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 class FakeCopies:
     """Fake tensors for the real ones of some objects: equal tensors and storages for equal ones."""
 
-    def __init__(self, fake: FakeTarget) -> None:
-        self._fake = fake
+    def __init__(self, fake: FakeTarget, values: KnownValues) -> None:
+        self._fake, self._values = fake, values
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}  # by id; the real one stays alive with its id
         self._storages: dict[int, Tensor] = {}
         self._containers: dict[int, tuple[Any, Any]] = {}
@@ -71,6 +73,7 @@ class FakeCopies:
                 made = nn.Parameter(made, requires_grad=real.requires_grad)
             else:
                 made.requires_grad_(real.requires_grad and real.is_leaf)
+                self._values.know(made, real)
             self._tensors[id(real)] = real, made
             if real.is_leaf and real.grad is not None:
                 made.grad = self.tensor(real.grad)
@@ -78,7 +81,9 @@ class FakeCopies:
 
     def again(self, real: Tensor) -> Tensor:
         """Return a new fake tensor for a tensor of a batch."""
-        return self._fake.fake(real).requires_grad_(real.requires_grad)
+        made = self._fake.fake(real).requires_grad_(real.requires_grad)
+        self._values.know(made, real)
+        return made
 
     def _made(self, real: Tensor) -> Tensor:
         storage = real.untyped_storage()
@@ -187,7 +192,7 @@ class Loop:
     def _objects(self) -> list[Any]:
         """Return every object whose tensors are replaced in a dry run."""
         reached = [one for function in (self.loss, self.step) for one in _reached(function, set())]
-        given = [self.module, *self.optimizers, *self.state, self.loss, *reached]
+        given = [self.module, *self.optimizers, *self.state, self.loss, self.step, *reached]
         modules = {id(m): m for one in given if isinstance(one, nn.Module) for m in one.modules()}
         others = {id(one): one for one in given if _has_attributes(one) and id(one) not in modules}
         return [*modules.values(), *others.values()]
@@ -199,11 +204,14 @@ class Loop:
         `meter` counts from the parameters on. Random states and the user's objects are put back.
         """
         numbers = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        stand = FakeCopies(fake)
+        values = KnownValues()
+        stand = FakeCopies(fake, values)
         gc.disable()  # cycles live until a collection, which no plan can rely on
         try:
             with (
                 fake,
+                values,
+                eager_branches(),
                 torch.enable_grad(),
                 _replaced(self._objects(), stand),
                 counted_states(meter),
@@ -244,7 +252,9 @@ class Loop:
         batch = self.batch() if callable(self.batch) else self.batch
         if isinstance(batch, Mapping):
             batch = dict(batch)
-        made = pytree.tree_map_only(Tensor, stand.again, batch)
+        made = pytree.tree_map_only(
+            Tensor, functools.cache(stand.again), batch
+        )  # one tensor may be there twice
         meter.tag([t for t in pytree.tree_leaves(made) if isinstance(t, Tensor)], Category.BOUNDARY)
         return made
 

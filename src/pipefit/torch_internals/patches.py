@@ -258,6 +258,18 @@ def eager_masks(positions: Callable[[Any], Any]) -> Iterator[None]:
 
 
 @contextmanager
+def eager_branches() -> Iterator[None]:
+    """Let transformers read values of fake tensors in the body, as it reads those of real ones."""
+    loaded = [module for name, module in list(sys.modules.items()) if name.startswith("transformers.")]
+    with ExitStack() as stack:
+        for module in loaded:
+            for name in ("is_tracing", "is_torchdynamo_exporting"):
+                if name in vars(module):
+                    stack.enter_context(_replaced(module, name, lambda *_: False))
+        yield
+
+
+@contextmanager
 def caches_without_copies() -> Iterator[None]:
     """Let an empty transformers cache keep keys and values themselves in the body, instead of copies."""
     caches = sys.modules.get("transformers.cache_utils")

@@ -1,0 +1,129 @@
+"""Values of whole numbers in a dry run: token ids, masks and positions decide what a model computes.
+
+A model of transformers leaves its attention mask out if no token is padding, and builds one for packed
+sequences if positions restart. Fake tensors have no values to decide by. So integer and boolean tensors of
+the batch and of the module's buffers keep their values beside the fake tensors, and so does every integer or
+boolean tensor that is computed from such tensors alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from pipefit.torch_internals import OpOverload, TorchDispatchMode, pytree, without_dispatch_modes
+from pipefit.torch_internals.fake_tensors import FakeTensor
+
+_MOST_ELEMENTS = 2**22  # of a tensor with values: longer ones, such as masks of long sequences, have none
+_BY_VALUE = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
+_INDEXING = frozenset((torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default))
+
+
+class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that computes with values beside fake tensors. Enter it right after the fake mode."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._values: Any = WeakIdKeyDictionary()
+
+    def know(self, fake: Tensor, real: Tensor) -> None:
+        """Keep a copy of the values of `real` beside `fake`, if they are whole numbers and not too many."""
+        if _is_kept(real):
+            with without_dispatch_modes():
+                self._values[fake] = real.detach().cpu().clone()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not _is_repeatable(func) or any(self._value(tensor) is None for tensor in tensors):
+            self._forget(func, args, kwargs)
+            return func(*self._selecting(func, args), **kwargs)
+        if _BY_VALUE.intersection(func.tags):
+            return self._found(self._computed(func, args, kwargs), tensors)
+        made = func(*args, **kwargs)
+        if any(isinstance(leaf, Tensor) and _is_kept(leaf) for leaf in pytree.tree_leaves(made)):
+            self._know_all(made, self._computed(func, args, kwargs))
+        return made
+
+    def _value(self, tensor: Tensor) -> Tensor | None:
+        """Return the values of a tensor; None if they are unknown."""
+        return self._values.get(tensor) if isinstance(tensor, FakeTensor) else tensor
+
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the real result of a function of known tensors."""
+
+        def real(leaf: Any) -> Any:
+            if isinstance(leaf, torch.device):
+                return torch.device("cpu")
+            return self._value(leaf) if isinstance(leaf, Tensor) else leaf
+
+        args, kwargs = pytree.tree_map(real, (args, kwargs))
+        with without_dispatch_modes():
+            return func(*args, **kwargs)
+
+    def _know_all(self, made: Any, real: Any) -> None:
+        for fake, value in zip(pytree.tree_leaves(made), pytree.tree_leaves(real), strict=True):
+            if isinstance(fake, FakeTensor) and _is_kept(value):
+                self._values[fake] = value
+
+    def _found(self, real: Any, tensors: list[Tensor]) -> Any:
+        """Return what a function found in known values: a number, or fake tensors as long as the real ones."""
+        made = pytree.tree_map_only(Tensor, functools.partial(_fake_like, tensors[0].device), real)
+        self._know_all(made, real)
+        return made
+
+    def _selecting(self, func: Any, args: Any) -> Any:
+        """Return the arguments with known masks among indices replaced by the places that they select."""
+        if func not in _INDEXING:
+            return args
+        places: list[Tensor | None] = []
+        for index in args[1]:
+            value = None if index is None or index.dtype is not torch.bool else self._value(index)
+            if value is None:
+                places.append(index)
+            else:
+                places += self._found(value.nonzero(as_tuple=True), [index])
+        return args[0], places, *args[2:]
+
+    def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Forget the values of storages that a function writes to."""
+        arguments = kwargs | dict(enumerate(args))
+        targets = [arguments.get(key) for key in _written(func)]
+        written = [self._values.get(leaf) for leaf in pytree.tree_leaves(targets) if isinstance(leaf, Tensor)]
+        storages = {value.untyped_storage()._cdata for value in written if value is not None}
+        if storages:
+            for fake, value in list(self._values.items()):
+                if value.untyped_storage()._cdata in storages:
+                    del self._values[fake]
+
+
+def _is_kept(tensor: Tensor) -> bool:
+    whole = not (tensor.is_floating_point() or tensor.is_complex())
+    return whole and tensor.layout is torch.strided and tensor.numel() <= _MOST_ELEMENTS
+
+
+def _fake_like(device: torch.device, real: Tensor) -> Tensor:
+    return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
+
+
+@functools.cache
+def _is_repeatable(func: Any) -> bool:
+    """Return whether a function called twice on equal arguments has equal results."""
+    seeded = torch.Tag.nondeterministic_seeded
+    return isinstance(func, OpOverload) and func.namespace == "aten" and seeded not in func.tags
+
+
+@functools.cache
+def _written(func: Any) -> tuple[int | str, ...]:
+    """Return places and names of the arguments that a function writes to."""
+    if not isinstance(func, OpOverload):
+        return ()
+    arguments = enumerate(func._schema.arguments)
+    written = [
+        (i, one.name) for i, one in arguments if one.alias_info is not None and one.alias_info.is_write
+    ]
+    return tuple(key for keys in written for key in keys)
