@@ -12,7 +12,7 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pipefit.torch_internals import OpOverload, TorchDispatchMode, pytree, without_dispatch_modes
@@ -38,20 +38,24 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, (Tensor, UntypedStorage))]
         if not _is_repeatable(func) or any(self._value(tensor) is None for tensor in tensors):
             self._forget(func, args, kwargs)
             return func(*self._selecting(func, args), **kwargs)
         if _BY_VALUE.intersection(func.tags):
-            return self._found(self._computed(func, args, kwargs), tensors)
+            return self._found(self._computed(func, args, kwargs), tensors[0].device)
         made = func(*args, **kwargs)
         if any(isinstance(leaf, Tensor) and _is_kept(leaf) for leaf in pytree.tree_leaves(made)):
             self._know_all(made, self._computed(func, args, kwargs))
         return made
 
-    def _value(self, tensor: Tensor) -> Tensor | None:
-        """Return the values of a tensor; None if they are unknown."""
-        return self._values.get(tensor) if isinstance(tensor, FakeTensor) else tensor
+    def _value(self, tensor: Tensor | UntypedStorage) -> Tensor | None:
+        """Return the values of a tensor; None if they are unknown, as those of a storage without a dtype."""
+        if isinstance(tensor, FakeTensor):
+            values: Tensor | None = self._values.get(tensor)
+            return values
+        return tensor if isinstance(tensor, Tensor) else None
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the real result of a function of known tensors."""
@@ -62,6 +66,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._value(leaf) if isinstance(leaf, Tensor) else leaf
 
         args, kwargs = pytree.tree_map(real, (args, kwargs))
+        kwargs.pop("pin_memory", None)
         with without_dispatch_modes():
             return func(*args, **kwargs)
 
@@ -70,9 +75,9 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(fake, FakeTensor) and _is_kept(value):
                 self._values[fake] = value
 
-    def _found(self, real: Any, tensors: list[Tensor]) -> Any:
+    def _found(self, real: Any, device: torch.device) -> Any:
         """Return what a function found in known values: a number, or fake tensors as long as the real ones."""
-        made = pytree.tree_map_only(Tensor, functools.partial(_fake_like, tensors[0].device), real)
+        made = pytree.tree_map_only(Tensor, functools.partial(_fake_like, device), real)
         self._know_all(made, real)
         return made
 
@@ -86,7 +91,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if value is None:
                 places.append(index)
             else:
-                places += self._found(value.nonzero(as_tuple=True), [index])
+                places += self._found(value.nonzero(as_tuple=True), index.device)
         return args[0], places, *args[2:]
 
     def _forget(self, func: Any, args: Any, kwargs: Any) -> None:

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -82,12 +83,12 @@ def _of_hugging_face(
                 "plan recomputes what the budget needs"
             )
     count = trainer.args.gradient_accumulation_steps
-    batches = [batch] * count if batch is not None else _first_batches(trainer, count)
+    batches = _first_batches(trainer, count) if batch is None else [deepcopy(batch) for _ in range(count)]
     if not optimizers:
         optimizers = (trainer.create_optimizer(),)
     return TrainerStep(
         step=_HuggingFaceStep(trainer, optimizers, count),
-        batch=[*batches, batches[0]] if target == "cpu" else batches,
+        batch=[*batches, deepcopy(batches[0])] if target == "cpu" else batches,
         optimizers=tuple(optimizers),
         state=(trainer, trainer.accelerator),
     )
