@@ -179,7 +179,7 @@ class Shrinks(nn.Module):
 
 def test_a_loop_until_a_condition_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """With every condition assumed true the loop would never end; the message has the line and the remedy."""
-    monkeypatch.setattr("pipefit.profiler.update.Reading", partial(NumberReads, most=100))
+    monkeypatch.setattr("pipefit.profiler.update.NumberReads", partial(NumberReads, most=100))
     with pytest.raises(UsageError, match=r"layer 1 \(Shrinks\).*test_by_value.py:.*a fixed number of steps"):
         profile(task_of(Shrinks), microbatch_size=SIZE)
 

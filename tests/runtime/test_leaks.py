@@ -74,10 +74,18 @@ def nameless(process: int) -> list[str]:
     return [line for line in (*mappings(process), *open_files(process)) if "memfd:pipefit" in line]
 
 
-def left(folder: Path, shared: set[str]) -> list[str]:
-    """Return the leftovers: processes, memory files, named shared memory, files and folders."""
+def left(folder: Path, shared: set[str], others: set[int]) -> list[str]:
+    """Return the leftovers: processes, memory files, named shared memory, files and folders.
+
+    `others` are processes of other tests, such as a browser, which may start more.
+    """
     mine = [os.getpid(), *helpers()]
-    found = [f"process {number}" for number in descendants(os.getpid()) if number not in mine]
+    theirs = others.union(*map(descendants, others)).difference(mine)
+    found = [
+        f"process {number}"
+        for number in descendants(os.getpid())
+        if number not in mine and number not in theirs
+    ]
     found += [name for process in mine for name in nameless(process)]
     found += sorted(set(os.listdir("/dev/shm")) - shared)
     return found + [path.name for path in folder.iterdir() if not path.name.startswith(THEIRS)]
@@ -88,18 +96,18 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     """Check for leftovers after every test."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    shared = set(os.listdir("/dev/shm"))
+    shared, others = set(os.listdir("/dev/shm")), set(descendants(os.getpid()))
     yield
-    assert_nothing_left(tmp_path, shared)
+    assert_nothing_left(tmp_path, shared, others)
 
 
-def assert_nothing_left(folder: Path, shared: set[str]) -> None:
+def assert_nothing_left(folder: Path, shared: set[str], others: set[int]) -> None:
     """Check that processes are gone at once, and all else soon, because other programs have shared memory
     too.
     """
     assert mp.active_children() == []
     until = time.monotonic() + SECONDS
-    while found := left(folder, shared):
+    while found := left(folder, shared, others):
         assert time.monotonic() < until, found
         time.sleep(0.05)
 
@@ -138,10 +146,10 @@ def test_whoever_ends_leaves_nothing(how: str, kind: Kind) -> None:
 @pytest.mark.parametrize("how", HOW)
 def test_at_whatever_action_it_ends_nothing_is_left(how: str, device: int, tmp_path: Path) -> None:
     """An end at any action of a microbatch or a step, on any device, leaves nothing."""
-    shared = set(os.listdir("/dev/shm"))
+    shared, others = set(os.listdir("/dev/shm")), set(descendants(os.getpid()))
     for action in points(device):
         train_to_the_end(how, device, str(action))
-        assert_nothing_left(tmp_path, shared)
+        assert_nothing_left(tmp_path, shared, others)
 
 
 SCRIPT = f"""
