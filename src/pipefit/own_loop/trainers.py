@@ -73,7 +73,7 @@ def _of_hugging_face(
         raise UsageError("the Trainer trains another model: pass its own, trainer.model")
     if trainer.args.fp16:
         raise UsageError(
-            "a Trainer's float16 has no dry run: train in bf16, or describe the loop as a function"
+            "a dry run of a Trainer in float16 is not supported: train in bf16, or describe the loop as a function"
         )
     settings = ("activation_checkpointing", "gradient_checkpointing")  # by versions of transformers
     for name in settings:
@@ -161,10 +161,10 @@ def _of_lightning(
         raise UsageError("Lightning's Trainer trains a LightningModule: pass that one")
     if not module.automatic_optimization:
         raise UsageError(
-            "manual optimization has no step of the Trainer's: describe it as a function of a batch"
+            "Lightning's Trainer does not define the step of manual optimization: describe it as a function of a batch"
         )
     if batch is None:
-        raise UsageError("pass a batch: Lightning's Trainer has no loader before fit")
+        raise UsageError("pass a batch: Lightning's Trainer makes its loader only in fit")
     if not optimizers:
         optimizers = _configured(module)
     if len(optimizers) != 1:
