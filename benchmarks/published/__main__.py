@@ -140,6 +140,12 @@ def progress(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
         yield found
 
 
+def save(file: Path, records: list[dict[str, Any]]) -> None:
+    """Write records, and the factors that follow from them."""
+    document = {"machine": machine(), "factors": calibration.factors(records), "rows": records}
+    file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Predict, print, and write the results, the page and its pictures."""
     parser = argparse.ArgumentParser(
@@ -153,22 +159,21 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--page", type=Path)
     asked = parser.parse_args()
-    began = time.process_time()
     if asked.saved:
-        records = [
-            saved for file in asked.saved for saved in json.loads(file.read_text(encoding="utf-8"))["rows"]
-        ]
+        records = [saved for file in asked.saved for saved in json.loads(file.read_text())["rows"]]
     else:
-        records = list(
-            progress([row for row in read(asked.rows) if row.source in (asked.source or (row.source,))])
-        )
+        records = []
+        for found in progress(
+            [row for row in read(asked.rows) if row.source in (asked.source or (row.source,))]
+        ):
+            records.append(found)
+            if asked.json:
+                save(asked.json, records)  # a run that is cut off has written what it had
     table = calibration.factors(records)
-    seconds = time.process_time() - began
     print(page.tables(records, table))
-    print(f"{seconds:.0f} s of CPU")
+    print(f"{time.process_time():.0f} s of CPU")
     if asked.json:
-        document = {"machine": machine(), "cpu_seconds": round(seconds), "factors": table, "rows": records}
-        asked.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        save(asked.json, records)
     if asked.page:
         page.write(asked.page, PICTURES, records, table)
 

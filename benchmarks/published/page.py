@@ -29,7 +29,8 @@ No GPU was at hand, but others have published what training took on theirs. `mak
 of [`benchmarks/published/rows.csv`](../benchmarks/published/rows.csv), 847 measurements with their
 configuration and source, into a task, a cluster and the plan that was run, and prints what pipefit
 predicts beside what was measured ([JSON](../benchmarks/results/published.json)). Rows become plans by
-their columns alone, and no figure is tuned to a row.
+their columns alone, and no constant is tuned to a row. Where a source leaves a variant of its model open (a loss
+or an MLP, fused or not), the variant was chosen with its rows in view.
 
 A row is of class A (eager torch, or nearly), B (fused kernels or `torch.compile`), C (context or expert
 parallelism, Transformer Engine, FP8, 4-bit weights) or D (too little is said). Only A and B are
@@ -51,20 +52,22 @@ LEARNED = """## What each source taught
   weights, gradients and two moments need, so AdamW's state cannot have been in them. Gemma 2 B needs 2
   GB more than its tensors; why is not known.
 - **nanotron.** Without pipeline within about 3 %; the rest grows with tokens over tensor-parallel ranks:
-  about one more copy of the attention's output a layer. With 8 stages the first one holds two
-  microbatches more than 1F1B's eight.
-- **Megatron-LM, local layers.** The loss works in place, in float32: neither torch's loss (three copies
+  as much as one more copy of the attention's output a layer would. With 8 stages the rows are as if the first one held
+  two microbatches more than 1F1B's eight. Neither was looked up in its code.
+- **Megatron-LM, local layers.** The loss presumably works in place, in float32: neither torch's loss (three copies
   of the logits) nor one in half precision. With it the last stage is within 5 %, mostly below, and the
   difference is about 100 MB.
 - **torchgpipe.** Reserved bytes, summed over devices, within 11 % for its U-Nets and AmoebaNets, on torch
   1.3. Stages of the source count modules of flattened models, and are mapped to the nearest of pipefit's
   layers.
-- **Megatron-LM in CI, seconds.** Models of 12 small layers take 2.5 times the estimate: launches of eager
-  kernels from Python bind them, not the GPU. The constant of 5 us an operation is too small there.
-- **DeepLearningExamples, seconds.** BERT's pre-training of 2021 takes less than half the estimate: its loader
-  bins samples by length, so a batch has fewer tokens than the row says. Its model here has the head of SQuAD.
+- **Megatron-LM in CI, seconds.** Models of 12 small layers take 2.5 times the estimate: presumably launches of
+  eager kernels from Python bind them, not the GPU. The constant of 5 us an operation is too small there.
+- **DeepLearningExamples, seconds.** BERT's pre-training of 2021 takes less than half the estimate: presumably
+  its loader bins samples by length, so that a batch has fewer tokens than the row says. Its model here has
+  the head of SQuAD.
 - **Lambda, seconds.** Transformers are near the estimate. ResNet-50 in half precision on the newest GPUs
-  takes two to four times as long as estimated: convolutions and the input pipeline do not keep up.
+  takes two to four times as long as estimated: whether
+  convolutions or the input pipeline do not keep up is not known.
 - **llm-foundry.** FSDP with mixed precision is half-precision parameters with float32 state (16 bytes a
   parameter, gathered as bfloat16, block by block), not autocast: under autocast all cast weights of a
   forward stay until the backward. A third of its rows trained although the prediction does not fit: its loss
