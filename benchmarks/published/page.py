@@ -66,8 +66,8 @@ LEARNED = """## What each source taught
   its loader bins samples by length, so that a batch has fewer tokens than the row says. Its model here has
   the head of SQuAD.
 - **Lambda, seconds.** Transformers are near the estimate. ResNet-50 in half precision on the newest GPUs
-  takes two to four times as long as estimated: whether
-  convolutions or the input pipeline do not keep up is not known.
+  takes two to four times as long as estimated: whether convolutions or the input pipeline do not keep up is
+  not known.
 - **llm-foundry.** FSDP with mixed precision is half-precision parameters with float32 state (16 bytes a
   parameter, gathered as bfloat16, block by block), not autocast: under autocast all cast weights of a
   forward stay until the backward. A third of its rows trained although the prediction does not fit: its loss
