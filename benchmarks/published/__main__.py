@@ -3,10 +3,10 @@
     PYTHONPATH=src OMP_NUM_THREADS=1 python benchmarks/published [--source NAME ...] [--json FILE] [--page FILE]
 
 Every row of `rows.csv` of the classes A and B becomes a task, a cluster and the plan that its authors ran, by its
-columns alone (`setups`); pipefit predicts peak bytes, whether it fits, and seconds. No figure is tuned to a row.
+columns alone (`setups`); pipefit predicts peak bytes, whether it fits, and seconds. No constant is tuned to a row.
 Rows that cannot be expressed are counted by reason. `explained` is the prediction with the bytes that a framework is
-known to add (`setups.Setup`): gradients in float32, a loss in float32, an output that the loop holds. Minutes on two
-cores, no network.
+known to add (`setups.Setup`): gradients in float32, a loss in float32, an output that the loop holds.
+A quarter of an hour of a core, longer for bigscience; no network.
 """
 
 from __future__ import annotations
