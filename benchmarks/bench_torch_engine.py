@@ -25,6 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+import gallery
 import pipefit
 from measured_on import machine
 from pipefit.capture import Task
@@ -35,16 +36,26 @@ from torch_engine_cases import engine_case, engine_task
 from torch_engine_workers import STEPS, Trained, Workers
 
 
+def above_allocator(task: Task) -> str:
+    """Return why certified peaks of a model of the gallery may be above the allocator's; empty if they may not.
+
+    pipefit's own dry run has the same reasons.
+    """
+    return gallery.MODELS[task.name].metered if task.name in gallery.MODELS else ""
+
+
 def differences(
     task: Task, plan: Plan, ran: dict[int, Trained], numbers: tuple[list[float], Any]
 ) -> list[str]:
     """Return the differences of peaks and numbers, in words."""
     trace = pipefit.certify_pipeline(task, plan)
+    may_be_above = bool(above_allocator(task))
     result = [
-        f"device {device}, step {step}: {trace.devices[device].step_peak_bytes(step)} certified, {peak} allocated"
+        f"device {device}, step {step}: {certified} certified, {peak} allocated"
         for device, one in ran.items()
         for step, peak in enumerate(one.peaks)
-        if trace.devices[device].step_peak_bytes(step) != peak
+        for certified in [trace.devices[device].step_peak_bytes(step)]
+        if certified != peak and not (may_be_above and certified > peak)
     ]
     losses, state = numbers
     first = {stage.devices[0] for stage in plan.stages}  # batch norms of other replicas see other samples
@@ -83,6 +94,7 @@ def main() -> None:
     torch.set_num_threads(1)
     pool, began, told = Workers(), time.perf_counter(), Counter[str]()
     wrong: dict[str, list[str]] = {}
+    named = Counter[str]()
     done, seed = 0, options.seed
     while done < options.cases:
         try:
@@ -102,6 +114,8 @@ def main() -> None:
         kinds += ["replicas"] * (plan.stages[0].grid.data > 1) + [plan.training.precision]
         told.update(kinds)
         told["peaks"] += STEPS * len(plan.workers)
+        if reason := above_allocator(task):
+            named[reason] += 1
         if found:
             wrong[f"{seed} {task.name} {plan!r} {plan.training.phrases}"] = found
             print(f"seed {seed} {task.name} {plan.training.phrases}:", *found, sep="\n  ", flush=True)
@@ -112,6 +126,7 @@ def main() -> None:
         "cases": done,
         "peaks": told["peaks"],
         "different": wrong,
+        "may_be_above": dict(named),
         "kinds": dict(sorted(told.items())),
         "seconds": round(time.perf_counter() - began),
         "machine": machine(),

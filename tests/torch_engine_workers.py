@@ -102,9 +102,9 @@ def _trained(plan: Plan, make: Callable[..., Task], arguments: tuple[Any, ...]) 
     unmetered = replace(plan, cluster=replace(plan.cluster, backend="cpu"))
     step, losses = EngineRank.step, []
 
-    def marked(self: EngineRank, *args: Any) -> None:
+    def marked(self: EngineRank, *args: Any, **kwargs: Any) -> None:
         with record_function("a step"):
-            step(self, *args)
+            step(self, *args, **kwargs)
 
     with (
         _uncollected(),

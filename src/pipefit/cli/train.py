@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from pipefit.cli.options import AfterDeath, Json, Model, Output, PlanFile, Settings, count_option
+from pipefit.cli.options import AfterDeath, Engine, Json, Model, Output, PlanFile, Settings, count_option
 from pipefit.cli.output import on_stderr
 from pipefit.errors import FileError, NotSaved, UsageError
 from pipefit.schema.file_access import content
@@ -143,6 +143,7 @@ def command(
         Literal["warn", "stop"],
         typer.Option(help="What to do if the loss is infinite or nan: stop, or warn and continue."),
     ] = "warn",
+    engine: Engine = "pipefit",
     post_mortem: AfterDeath = None,
     output: Output = None,
     as_json: Json = False,
@@ -152,7 +153,8 @@ def command(
     Starts one worker process per device of the plan. The measurement is a trace, like a prediction. With
     --save and
     --resume, a training that ends early loses at most the steps since its last checkpoint, under this plan or
-    another. With --restarts, it continues automatically.
+    another. With --restarts, it continues automatically. With --engine torch, torch.distributed.pipelining
+    trains the plan; both engines have the same losses, and continue from each other's checkpoints.
     """
     from pipefit.cli.model import build, check_order, precision_of, resolve
     from pipefit.cli.output import (
@@ -181,7 +183,7 @@ def command(
     precision = precision_of(document)
     with progress("reading the model"):
         resolve(model, settings, precision)  # reports mistakes in MODEL before any worker starts
-        from pipefit.runtime import train
+        train = _trains(engine)
 
     told = _CheckpointMessages(saving, resume)
     log = StepLog(document, steps)
@@ -237,6 +239,17 @@ def command(
         save_it,
         found=(lambda: data | plain_data(trace)) if as_json else None,
     )
+
+
+def _trains(engine: Literal["pipefit", "torch"]) -> Callable[..., tuple[list[float], Trace]]:
+    """Return the function that trains by an engine."""
+    if engine == "torch":
+        from pipefit.torch_engine import train_pipeline
+
+        return train_pipeline
+    from pipefit.runtime import train
+
+    return train
 
 
 def _saving(save: Path | None, given: dict[str, Any], restarts: int) -> Saving | None:

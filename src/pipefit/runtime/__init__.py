@@ -1,7 +1,11 @@
 """Execution of programs: in dry runs over fake tensors, in one process, or in one worker per device."""
 
+from pipefit.runtime.callbacks import Callback
+from pipefit.runtime.checkpoint.checkpointing import Checkpointing
+from pipefit.runtime.checkpoint.saver import SaveReport
 from pipefit.runtime.checks.comparison import (
     SMALLEST,
+    Comparisons,
     certify_numbers,
     host_bytes,
     host_seconds,
@@ -28,12 +32,13 @@ from pipefit.runtime.engine.flight import (
 )
 from pipefit.runtime.engine.in_turn import NoPeers, run_in_turn
 from pipefit.runtime.engine.passes import seed_layer, seed_update
-from pipefit.runtime.engine.replicas import Source, StageSources, Wanted, trained_sources
+from pipefit.runtime.engine.replicas import RankShards, Source, StageSources, Wanted, trained_sources
 from pipefit.runtime.engine.site import Site
 from pipefit.runtime.engine.tensor_groups import Together
-from pipefit.runtime.hardware import Hardware, check_backwards, free_bytes
+from pipefit.runtime.hardware import Hardware, check_backwards, free_bytes, moment, named, ran_out
 from pipefit.runtime.initial_weights import start_of
 from pipefit.runtime.launch.restarts import train
+from pipefit.runtime.launch.worker import IN_A_STEP
 from pipefit.runtime.offload.copying import Copier, NoCopier, Slot, SlotPart, UnpacedCopies
 from pipefit.runtime.offload.cuda import OnStreams
 from pipefit.runtime.optim.half_precision import (
@@ -48,11 +53,17 @@ from pipefit.runtime.optim.half_precision import (
     using,
 )
 from pipefit.runtime.optim.updates import Undivided, Updates, check_elementwise, check_state_apart, step_part
-from pipefit.runtime.trainer import Trainer
+from pipefit.runtime.options import Supervision, TrainerArguments, TrainerOptions
+from pipefit.runtime.state import Names
+from pipefit.runtime.trainer import Trainer, report_of
 
 __all__ = [
+    "IN_A_STEP",
     "SMALLEST",
     "Agreement",
+    "Callback",
+    "Checkpointing",
+    "Comparisons",
     "Copied",
     "Copier",
     "GraphEnds",
@@ -60,16 +71,22 @@ __all__ = [
     "Hardware",
     "LossScale",
     "MasterWeights",
+    "Names",
     "NoCopier",
     "NoPeers",
     "OnStreams",
+    "RankShards",
+    "SaveReport",
     "Site",
     "Slot",
     "SlotPart",
     "Source",
     "StageSources",
+    "Supervision",
     "Together",
     "Trainer",
+    "TrainerArguments",
+    "TrainerOptions",
     "Undivided",
     "UnpacedCopies",
     "Updates",
@@ -101,7 +118,11 @@ __all__ = [
     "make_optimizer",
     "mark",
     "may_be_absent",
+    "moment",
     "move",
+    "named",
+    "ran_out",
+    "report_of",
     "rounding",
     "run_in_turn",
     "seed_layer",

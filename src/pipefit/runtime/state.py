@@ -8,19 +8,76 @@ stages as each rank has it, and `GatheredState` joins the parts of tensor-parall
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pipefit.capture import ChainLayer, named_constants
 from pipefit.errors import UsageError
+from pipefit.measure import MemoryMeter
+from pipefit.memory import ReplicaShare
+from pipefit.runtime.comm.agreement import Agreement
 from pipefit.runtime.engine.replicas import RankShards, unstored_buffers
-from pipefit.runtime.engine.stage import StageRunner
-from pipefit.runtime.optim.half_precision import copies_of
+from pipefit.runtime.optim.half_precision import MasterWeights, copies_of
+from pipefit.runtime.optim.updates import Updates
+from pipefit.schema.plan import Plan
 from pipefit.texts import kind_of
+
+# ---- Trained stages, as any engine has them
+
+
+class TrainedPart(Protocol):
+    """A stage on one device whose state is read and restored: pipefit's own, or another engine's."""
+
+    seed: int
+    batch_number: int
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def layers(self) -> Sequence[ChainLayer]: ...
+    @property
+    def replica(self) -> int: ...
+    @property
+    def share(self) -> ReplicaShare | None: ...
+    @property
+    def shards(self) -> RankShards | None: ...
+    @property
+    def updates(self) -> Updates: ...
+    @property
+    def agreement(self) -> Agreement | None: ...
+    @property
+    def optimizer(self) -> Optimizer | MasterWeights | None: ...
+    @property
+    def scheduler(self) -> Any: ...
+    @property
+    def is_first_rank(self) -> bool: ...
+    def stores(self, tensor: Tensor) -> bool: ...
+    def lacks(self, tensor: Tensor) -> bool: ...
+    def reader(self) -> Callable[[Tensor], Tensor]: ...
+    def state_here(self) -> AbstractContextManager[None]: ...
+    def optimizer_state(self) -> list[Tensor]: ...
+
+
+class TrainedDevice(Protocol):
+    """The stages of one device, and its meter."""
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def stages(self) -> Mapping[int, TrainedPart]: ...
+    @property
+    def meter(self) -> MemoryMeter | None: ...
+
 
 # ---- Names of stored tensors
 # A tied parameter has several names and, on several stages, several equal copies. It is stored once, under
@@ -103,7 +160,7 @@ class StageState:
     numbers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @staticmethod
-    def of(stages: Sequence[StageRunner], *, once: bool = False) -> StageState:
+    def of(stages: Sequence[TrainedPart], *, once: bool = False) -> StageState:
         """Return the state of these stages. Tensors are not copied, unless they are offloaded.
 
         With `once`, a tensor that several replicas have is included only for the replica that stores it.
@@ -153,7 +210,7 @@ class StageState:
             numbers=self.numbers,
         )
 
-    def load_into(self, stages: Sequence[StageRunner], *, replace: bool = False) -> None:
+    def load_into(self, stages: Sequence[TrainedPart], *, replace: bool = False) -> None:
         """Load this state of whole tensors into these stages, whatever plan it was trained under.
 
         With `replace`, parameters without optimizer state here have none afterwards. A parameter with a
@@ -167,7 +224,7 @@ class StageState:
             with stage.state_here():
                 self._load(values, stage, replace=replace)
 
-    def _load(self, values: Mapping[str, Tensor], stage: StageRunner, *, replace: bool) -> None:
+    def _load(self, values: Mapping[str, Tensor], stage: TrainedPart, *, replace: bool) -> None:
         """Load this state into a stage whose tensors are all on its device."""
         for layer in stage.layers:
             for local, tensor in layer.module.state_dict(keep_vars=True).items():
@@ -225,7 +282,7 @@ def _put(value: Tensor, parameter: Tensor, *, single: bool) -> Tensor:
 # and gathers the parts of the others tensor by tensor, so all workers of a group must call together. Whole
 # tensors are on the host; undivided tensors stay on the stage's device.
 
-Ranks = Sequence[StageRunner]  # ranks of one replica of a stage: all in order, or the one of this process
+Ranks = Sequence[TrainedPart]  # ranks of one replica of a stage: all in order, or the one of this process
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +315,7 @@ class GatheredState:
         return GatheredState(state, held)
 
 
-def held_by(stage: StageRunner, layer: ChainLayer) -> dict[str, Tensor]:
+def held_by(stage: TrainedPart, layer: ChainLayer) -> dict[str, Tensor]:
     """Return the tensors of a stage's layer that are in no state dict, by names in the whole layer.
 
     Tensors that only the code of a tensor-parallel rank computes with are not state and are left out.
@@ -286,11 +343,11 @@ def _of_stage(ranks: Ranks, *, once: bool) -> GatheredState:
     )
 
 
-def _held(stage: StageRunner) -> dict[str, Tensor]:
+def _held(stage: TrainedPart) -> dict[str, Tensor]:
     return {name: tensor for layer in stage.layers for name, tensor in held_by(stage, layer).items()}
 
 
-def _joined(first: StageRunner, name: str, parts: Sequence[Tensor]) -> Tensor:
+def _joined(first: TrainedPart, name: str, parts: Sequence[Tensor]) -> Tensor:
     """Return the whole tensor from the parts of all ranks in this process, or of all workers.
 
     State on the host is gathered through the device, because NCCL gathers only there, and then returned to

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, NoReturn, Unpack
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.optim import Optimizer
 
 from pipefit.capture import (
     Chain,
@@ -52,6 +53,7 @@ from pipefit.runtime.checks.plan_check import (
     frozen_in,
     warn_elsewhere,
 )
+from pipefit.runtime.comm.agreement import Agreement
 from pipefit.runtime.comm.transport import connected, groups_of, joins_workers
 from pipefit.runtime.engine.assembly import assemble
 from pipefit.runtime.engine.batches import Cut, Programs
@@ -63,6 +65,7 @@ from pipefit.runtime.engine.stage import StageRunner
 from pipefit.runtime.hardware import Hardware, check_backwards
 from pipefit.runtime.initial_weights import OnWeights, start_of
 from pipefit.runtime.offload.lending import lending_trace
+from pipefit.runtime.optim.half_precision import MasterWeights
 from pipefit.runtime.options import Supervision, TrainerArguments, TrainerOptions
 from pipefit.runtime.state import Names, StageState
 from pipefit.schema.decisions import State, What
@@ -188,11 +191,16 @@ class Untold(NamedTuple):
         return loss
 
 
-def report_of(stage: StageRunner, step: int, seconds: float, samples: int) -> StepReport:
-    """Return the report of the step that `stage` has just ended, without loss and peaks."""
-    agreement = stage.agreement
+def report_of(
+    optimizer: Optimizer | MasterWeights | None,
+    agreement: Agreement | None,
+    step: int,
+    seconds: float,
+    samples: int,
+) -> StepReport:
+    """Return the report of a step that a stage with this optimizer has just ended, without loss and peaks."""
     scale = None if agreement is None else agreement.scale
-    rate = stage.optimizer.param_groups[0]["lr"] if stage.optimizer is not None else None
+    rate = optimizer.param_groups[0]["lr"] if optimizer is not None else None
     return StepReport(
         step=step,
         loss=float("nan"),
@@ -403,7 +411,8 @@ class Trainer:
             self._entered = self._programs.then(self._entered, given.sizes) if program.endless else Entered()
         seconds = self._clock() - began
         self._step_seconds.append(seconds)
-        report = report_of(next(self.stages), self.steps_done - 1, seconds, sum(given.sizes))
+        stage, last = next(self.stages), self.steps_done - 1
+        report = report_of(stage.optimizer, stage.agreement, last, seconds, sum(given.sizes))
         self._untold.append(Untold(result, report))
         self._checkpoints.tell_failures()
         return self._tell() if len(self._untold) > self.late else float("nan")

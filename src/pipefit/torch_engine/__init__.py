@@ -3,8 +3,9 @@
 1. `order`: the schedule of a plan, and plans that this engine cannot run.
 2. `stages`: `PipelineStage`s from a plan's chain, with recomputation and moves to the host.
 3. `rank`: the stages of one rank, and the update after the schedule.
-4. `training`: `pipeline`, the user's object in each worker.
-5. `certifying`: the dry run, one rank after the other.
+4. `recording`: peaks and times of the engine's forwards, backwards and update.
+5. `training`: `pipeline`, the user's object in each worker, and `train_pipeline`, which starts the workers.
+6. `certifying`: the dry run, one rank after the other.
 """
 
 import torch
@@ -18,6 +19,6 @@ if torch.__version__ < "2.13":
     )
 
 from pipefit.torch_engine.certifying import certify_pipeline
-from pipefit.torch_engine.training import Pipeline, pipeline
+from pipefit.torch_engine.training import Pipeline, pipeline, train_pipeline
 
-__all__ = ["Pipeline", "certify_pipeline", "pipeline"]
+__all__ = ["Pipeline", "certify_pipeline", "pipeline", "train_pipeline"]

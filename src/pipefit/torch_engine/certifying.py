@@ -6,11 +6,9 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage
 
 from pipefit.capture import Task, left_as_found, recording
 from pipefit.capture.sample import sample
@@ -27,6 +25,7 @@ from pipefit.schema.trace import Category, DeviceTrace, MemorySample, Trace
 from pipefit.schema.validation import instance
 from pipefit.torch_engine.order import check_plan
 from pipefit.torch_engine.rank import EngineRank, Groups
+from pipefit.torch_engine.recording import Record
 from pipefit.torch_engine.training import local_batches
 from pipefit.torch_internals.patches import always_stepping
 from pipefit.torch_internals.pipelining import alone
@@ -116,61 +115,21 @@ def _rank(
         [fake.fake(t) for t in tensors]
         for tensors in (chain.flatten(like[0]), chain.flatten_targets(like[1]))
     )
-    microbatches, record = plan.training.microbatches, _Record(meter)
+    microbatches, record = plan.training.microbatches, Record(meter)
     for stage in rank.stages:
         record.follow(stage)
     meter.tag(rank.held, Category.PARAMETERS)
     with _uncollected(), always_stepping(), counted_states(meter), meter:
         for step in range(STEPS):
-            record.begin(step, "receive buffers and batch", Category.BOUNDARY)
+            record.begin_step(step)
             rank.step(
                 lambda: local_batches(
                     plan, rank, [inputs] * microbatches, [targets] * microbatches, fake.device
                 ),
-                before_update=lambda: record.begin(step, "update", Category.OPTIMIZER),  # noqa: B023
+                before_update=lambda: record.begin("update", Category.OPTIMIZER),
             )
         record.end()
     return tuple(record.samples)
-
-
-class _Record:
-    """The peaks of a rank, by the action that the engine begins last.
-
-    Memory that an action leaves behind gets a category: activations after a forward, gradients after a backward.
-    """
-
-    def __init__(self, meter: Meter) -> None:
-        self.samples: list[MemorySample] = []
-        self._meter, self._step, self._leaves = meter, 0, Category.TEMPORARY
-        self._is_open = False
-
-    def begin(self, step: int, action: str, leaves: Category) -> None:
-        """End the action before, and begin another one."""
-        self.end()
-        self._step, self._leaves, self._is_open = step, leaves, True
-        self._meter.begin(action)
-
-    def end(self) -> None:
-        """End the action."""
-        if self._is_open:
-            self.samples.append(self._meter.end(self._step, float(len(self.samples)), self._leaves))
-        self._is_open = False
-
-    def follow(self, stage: PipelineStage) -> None:
-        """Record the forwards and backwards of a stage."""
-        forward, backward, number = stage.forward_one_chunk, stage.backward_one_chunk, stage.stage_index
-
-        def recorded_forward(microbatch: int, *args: Any, **kwargs: Any) -> Any:
-            self.begin(self._step, f"{number}F{microbatch}", Category.ACTIVATIONS)
-            return forward(microbatch, *args, **kwargs)
-
-        def recorded_backward(microbatch: int, *args: Any, **kwargs: Any) -> None:
-            self.begin(self._step, f"{number}B{microbatch}", Category.GRADIENTS)
-            backward(microbatch, *args, **kwargs)
-            self._meter.tag(stage.bwd_cache.get(microbatch, ()), Category.BOUNDARY)
-
-        stage.forward_one_chunk = recorded_forward  # type: ignore[method-assign, assignment]
-        stage.backward_one_chunk = recorded_backward  # type: ignore[method-assign, assignment]
 
 
 @contextmanager

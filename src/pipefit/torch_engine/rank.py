@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from pipefit.capture import Task, Values, constants
+from pipefit.capture import ChainLayer, Task, Values, constants
+from pipefit.memory import ReplicaShare
 from pipefit.own_loop import HostTensors
 from pipefit.runtime import (
     Agreement,
     LossScale,
+    MasterWeights,
+    RankShards,
     StageSources,
     Updates,
     born_apart,
@@ -67,6 +73,84 @@ class Groups:
 # ---- The rank
 
 
+@dataclass(slots=True)
+class EnginePart:
+    """A stage of a rank, for checkpoints (`pipefit.runtime.TrainedPart`)."""
+
+    device: torch.device
+    replica: int
+    module: StageModule
+    updates: Updates
+    agreement: Agreement | None
+    draws: Draws
+    share: ReplicaShare | None = None
+    shards: RankShards | None = None
+    is_first_rank: bool = True
+
+    @property
+    def start(self) -> int:
+        """The number of the first layer."""
+        return self.module.start
+
+    @property
+    def stop(self) -> int:
+        """The number after the last layer."""
+        return self.module.stop
+
+    @property
+    def layers(self) -> Sequence[ChainLayer]:
+        """The layers."""
+        return self.module.chain_layers
+
+    @property
+    def optimizer(self) -> Optimizer | MasterWeights | None:
+        """The optimizer; None without trained parameters."""
+        return self.updates.optimizer
+
+    @property
+    def scheduler(self) -> Any:
+        """The scheduler of the learning rate; None if the task has none."""
+        return self.updates.scheduler
+
+    @property
+    def seed(self) -> int:
+        """The seed of random draws."""
+        return self.draws.seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self.draws.seed = seed
+
+    @property
+    def batch_number(self) -> int:
+        """Number of trained batches, on which random draws depend."""
+        return self.draws.step
+
+    @batch_number.setter
+    def batch_number(self, number: int) -> None:
+        self.draws.step = number
+
+    def stores(self, tensor: Tensor) -> bool:
+        """Return whether this replica's tensor is stored: it is the first replica."""
+        return self.replica == 0
+
+    def lacks(self, tensor: Tensor) -> bool:
+        """Return False: no state is divided."""
+        return False
+
+    def reader(self) -> Callable[[Tensor], Tensor]:
+        """Return a function that returns a state tensor, which is on the device."""
+        return lambda tensor: tensor
+
+    def state_here(self) -> AbstractContextManager[None]:
+        """Return an empty context: all state is on the device."""
+        return nullcontext()
+
+    def optimizer_state(self) -> list[Tensor]:
+        """Return every tensor that the optimizer keeps on the device, master weights included."""
+        return self.updates.state_here()
+
+
 class EngineRank:
     """The stages of one device on torch's engine.
 
@@ -114,9 +198,13 @@ class EngineRank:
                 chains[last], layers=()
             )  # without layers, so that other stages' layers can be freed
             self.loss = Loss(whole, plan, self.modules[last], self._draws)
-        self._agreement = self._agree(sources, number) if plan.training.agrees else None
+        self.agreement = self._agree(sources, number) if plan.training.agrees else None
         self.updates = {
-            stage: Updates(task, module.chain_layers, module.start, self._agreement, {})
+            stage: Updates(task, module.chain_layers, module.start, self.agreement, {})
+            for stage, module in self.modules.items()
+        }
+        self.parts = {
+            stage: EnginePart(device, self.replica, module, self.updates[stage], self.agreement, self._draws)
             for stage, module in self.modules.items()
         }
         group = groups.pipelines[self.replica]
@@ -206,8 +294,8 @@ class EngineRank:
         """Run the schedule."""
         for module in self.modules.values():
             module.begin_step()
-        if self.loss is not None and self._agreement is not None and self._agreement.scale is not None:
-            self.loss.scale = self._agreement.scale.value
+        if self.loss is not None and self.agreement is not None and self.agreement.scale is not None:
+            self.loss.scale = self.agreement.scale.value
         with born_apart(self.parameters):
             run_microbatches(self.schedule, self.stages, inputs, targets)
 
@@ -222,23 +310,26 @@ class EngineRank:
             if (group := self._groups.replicas.get(self.plan.stages[stage].devices)) is not None:
                 own = set(map(id, module.parameters()))
                 _sum([p for p in trained if id(p) in own], group, some_absent=some_absent)
-        if self._agreement is not None:
-            total = self._agreement.contribution(self._device)
+        if self.agreement is not None:
+            total = self.agreement.contribution(self._device)
             dist.all_reduce(total)
-            self._agreement.conclude(total)
+            self.agreement.conclude(total)
         for stage, updates in self.updates.items():
             module = self.modules[stage]
             seed_update(self._device, self._draws.seed, self._draws.step, 0, module.start)
             updates.step((module.start, module.stop))
         self._draws.step += 1
 
-    def mean_loss(self) -> Tensor:
-        """Return the sum over all workers of their parts of the step's mean loss, as one number."""
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
+    def exchanged(self, peak_bytes: int) -> tuple[float, dict[int, int]]:
+        """Return the step's mean loss, and the peaks of all devices, given this one's."""
+        devices = self.plan.workers
+        numbers = torch.zeros(1 + len(devices), dtype=torch.float64, device=self._device)
         if self.loss is not None:
-            total += self.loss.losses.double().sum() * self.loss.weight
-        dist.all_reduce(total)
-        return total
+            numbers[0] = self.loss.losses.double().sum() * self.loss.weight
+        numbers[1 + dist.get_rank()] = peak_bytes
+        dist.all_reduce(numbers)
+        loss, *peaks = numbers.tolist()
+        return loss, dict(zip(devices, map(int, peaks), strict=True))
 
 
 def _sum(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, *, some_absent: bool) -> None:

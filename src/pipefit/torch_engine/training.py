@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
-from typing import Any
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -14,44 +16,96 @@ from torch.optim import Optimizer
 
 from pipefit.capture import Task, Values, pair, recording, refuse_gradients
 from pipefit.capture.sample import sample
-from pipefit.errors import UsageError
-from pipefit.measure import Kernels
-from pipefit.own_loop import HostTensors
+from pipefit.checkpoints import Owner
+from pipefit.errors import OutOfMemory, UsageError
+from pipefit.lowering import step_programs
+from pipefit.measure import Kernels, MemoryMeter, Meter
+from pipefit.own_loop import HostTensors, counted_states
 from pipefit.runtime import (
+    IN_A_STEP,
+    Callback,
+    Checkpointing,
+    Comparisons,
     Hardware,
     MasterWeights,
+    Names,
+    SaveReport,
+    Supervision,
     Together,
+    TrainerArguments,
+    TrainerOptions,
+    check_backwards,
     check_casts,
     check_model,
     cut_batch,
     joins_workers,
+    moment,
+    named,
+    ran_out,
+    report_of,
     start_of,
+    train,
     trained_sources,
 )
 from pipefit.schema.plan import Plan
-from pipefit.schema.trace import Category
+from pipefit.schema.post_mortem import PostMortem
+from pipefit.schema.trace import Category, DeviceTrace, Trace
 from pipefit.schema.validation import instance
 from pipefit.texts import counted
 from pipefit.torch_engine.order import check_plan
-from pipefit.torch_engine.rank import EngineRank, Groups
+from pipefit.torch_engine.rank import EnginePart, EngineRank, Groups
+from pipefit.torch_engine.recording import Record
 from pipefit.torch_internals.pipelining import join_alone
 
 
-class Pipeline:
-    """The stages of this worker on torch's engine. Made by `pipeline`."""
+@dataclass(frozen=True, slots=True)
+class _Device:
+    """This worker's device, for its checkpoints."""
 
-    def __init__(self, task: Task, plan: Plan, *, seed: int = 0, timeout_seconds: float = 60.0) -> None:
+    plan: Plan
+    number: int
+    meter: MemoryMeter | None
+    stages: Mapping[int, EnginePart]
+
+
+class Pipeline:
+    """The stages of this worker on torch's engine. Made by `pipeline`.
+
+    Args:
+        task: the task.
+        plan: the plan.
+        callbacks: called with a `StepReport` after every step.
+        supervision: hooks of a supervisor.
+        options: the fields of `TrainerOptions`.
+    """
+
+    late = 0  # `step` returns the loss of its own batch
+
+    def __init__(
+        self,
+        task: Task,
+        plan: Plan,
+        *,
+        callbacks: Sequence[Callback] = (),
+        supervision: Supervision = Supervision(),  # noqa: B008 - it is frozen
+        **options: Unpack[TrainerArguments],
+    ) -> None:
         self.task, self.plan = instance("task", task, Task), instance("plan", plan, Plan)
+        self.callbacks, asked = tuple(callbacks), TrainerOptions.named(options)
+        if asked.accumulate != 1:
+            raise UsageError("torch's engine updates after every batch: plan a larger batch (batch_size)")
         check_plan(plan)
-        hardware = Hardware(plan)
-        _join(hardware, timeout_seconds)
+        hardware = Hardware(plan, asked.share_device)
+        _join(hardware, asked.timeout_seconds)
         number = plan.workers[dist.get_rank()]
         self.device = hardware.device(number)
         check_casts(plan, task)
+        self._comparisons = Comparisons(plan, asked.numbers)
         with recording("training"):
             first = sample(task, plan.training.microbatch_size)
-            trained, chain = start_of(task, plan, seed, first, lambda waits: None)
+            trained, chain = start_of(task, plan, asked.seed, first, supervision.on_weights)
         check_model(plan, task, chain)
+        self._comparisons.of_chain(trained, chain, first, rank=dist.get_rank())
         self._rank = EngineRank(
             task,
             plan,
@@ -60,12 +114,29 @@ class Pipeline:
             device=self.device,
             groups=Groups.of(plan),
             host=HostTensors.of(self.device),
-            seed=seed,
+            seed=asked.seed,
+        )
+        self._kernels = Kernels(torch.get_num_threads())
+        allowed = hardware.cap_bytes(step_programs(plan)[-1], number) if asked.cap else None
+        meter = hardware.meter(number, self.device, self._kernels, gpu_bytes=allowed)
+        self._began, self._step_seconds, self._steps_before = time.perf_counter(), list[float](), 0
+        on_action = supervision.on_action or (lambda action: None)
+        timed = self._clock if self.device.type == "cpu" else None  # a GPU is behind the host's clock
+        self._record = Record(meter, timed, lambda: on_action(IN_A_STEP))
+        for stage in self._rank.stages:
+            self._record.follow(stage)
+        self._here = _Device(plan, number, meter, self._rank.parts)
+        self._checkpoints = Checkpointing(
+            plan,
+            [self._here],
+            Names.of(chain.layers),
+            workers=len(plan.workers),
+            rank=dist.get_rank(),
+            supervision=supervision,
         )
         self._chain = replace(chain, layers=())  # without layers, so that other workers' layers can be freed
-        self._meter = hardware.meter(number, self.device, Kernels(torch.get_num_threads()))
-        if self._meter is not None:
-            self._meter.tag(self._rank.held, Category.PARAMETERS)
+        if meter is not None:
+            meter.tag(self._rank.held, Category.PARAMETERS)
 
     def __repr__(self) -> str:
         """Return one line: the plan and the worker."""
@@ -86,6 +157,13 @@ class Pipeline:
         """The optimizers of this worker, one for each stage with trained parameters."""
         return [updates.optimizer for updates in self._rank.updates.values() if updates.optimizer is not None]
 
+    @property
+    def not_compared(self) -> str:
+        """Reason why numbers of the model were not compared at the start."""
+        return self._comparisons.not_compared
+
+    # ---------------------------------------------------------------- training
+
     def step(self, inputs: Any, *, target: Any = None) -> float:
         """Train one step; return the mean loss, on every worker.
 
@@ -97,43 +175,166 @@ class Pipeline:
                 model was captured with.
             OutOfMemory: an emulated device passed its cap.
         """
+        return self._train((inputs, target))
+
+    def _train(self, given: Any) -> float:
+        """Train one step on a pair (inputs, targets), or on a dictionary of inputs; return the mean loss."""
+        began = self._clock()
         with recording("training"):
-            batch = pair((inputs, target), "a step takes")
+            batch = pair(given, "a step takes")
             refuse_gradients(batch, self.task.name)
             devices = [self.device] if self.device.type == "cuda" else []
-            with torch.random.fork_rng(devices, device_type="cuda"), self._meter or nullcontext():
-                self._rank.step(lambda: self._local_batches(batch))
-            return float(self._rank.mean_loss().item())
+            if devices:
+                check_backwards(devices)
+            with torch.random.fork_rng(devices, device_type="cuda"), self._running():
+                self._rank.step(
+                    lambda: self._local_batches(batch),
+                    before_update=lambda: self._record.begin("update", Category.OPTIMIZER),
+                )
+            loss, peaks = self._rank.exchanged(self._record.peak_bytes(self._record.step))
+        seconds = self._clock() - began
+        self._step_seconds.append(seconds)
+        self._checkpoints.tell_failures()
+        updates, done = next(iter(self._rank.updates.values())), self.steps_done - 1
+        report = report_of(
+            updates.optimizer, self._rank.agreement, done, seconds, self.plan.training.batch_size
+        )
+        for callback in self.callbacks:
+            callback(replace(report, loss=loss, peak_bytes=peaks))
+        return loss
 
-    def state_dict(self) -> dict[str, Tensor]:
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Record the actions of a step; name the device and the action that ran out of memory.
+
+        Raises:
+            OutOfMemory: the device lacks memory; has the post-mortem.
+        """
+        record = self._record
+        record.begin_step(len(self._step_seconds))
+        try:
+            with self._here.meter or nullcontext(), self._states_counted():
+                yield
+        except Exception as error:
+            cause = _out_of_memory(error)
+            if cause is None:
+                raise
+            raise self._died(cause) from error
+        record.end()
+        self._kernels.keep()
+        self._kernels.tell_unknown()
+
+    def _states_counted(self) -> AbstractContextManager[None]:
+        """Let an emulated device's meter count the states of torch's generator, as its dry run does."""
+        meter = self._here.meter
+        return counted_states(meter) if isinstance(meter, Meter) else nullcontext()
+
+    def _died(self, cause: BaseException) -> OutOfMemory:
+        """Return the error for an action that ran out of memory, with its post-mortem."""
+        number, record = self._here.number, self._record
+        error = OutOfMemory(named(cause, number, record.action))
+        ended = moment(cause, self._here.meter, record.step, self._clock())
+        if ended is not None:
+            error.post_mortem = PostMortem(
+                plan=self.plan,
+                trace=self.trace,
+                device=number,
+                moment=ended.sample,
+                asked_bytes=ended.asked_bytes,
+                sentence=str(error),
+            )
+        return error
+
+    def _clock(self) -> float:
+        return time.perf_counter() - self._began
+
+    @property
+    def steps_done(self) -> int:
+        """Number of trained batches, including those before the checkpoint that was loaded."""
+        return self._steps_before + len(self._step_seconds)
+
+    @property
+    def trace(self) -> Trace:
+        """Trace of this worker so far; devices of other workers are empty in it."""
+        devices = tuple(
+            DeviceTrace(
+                device=number,
+                budget_bytes=device.memory_bytes,
+                events=tuple(self._record.events) if number == self._here.number else (),
+                memory=tuple(self._record.samples) if number == self._here.number else (),
+            )
+            for number, device in enumerate(self.plan.cluster.devices)
+        )
+        seconds = tuple(self._step_seconds)
+        return Trace(source="measured", steps=len(seconds), devices=devices, step_seconds=seconds)
+
+    # ---------------------------------------------------------------- state
+
+    def state_dict(self, *, optimizer: bool = False) -> dict[str, Tensor]:
         """Return parameters and buffers of this worker's stages under their names in the original module.
 
-        The tensors are those that are trained, so `torch.distributed.checkpoint.load` restores them in place.
+        With `optimizer`, also optimizer tensors and master weights, as `optimizer/fc.weight/exp_avg` and
+        `master/fc.weight`. The tensors are those that are trained, so `torch.distributed.checkpoint.load`
+        restores them in place.
         """
-        return {
-            layer.originals[local]: tensor.detach()
-            for module in self._rank.modules.values()
-            for layer in module.chain_layers
-            for local, tensor in layer.module.state_dict(keep_vars=True).items()
-        }
+        state = dict(self._checkpoints.state().tensors)
+        return state | (self._checkpoints.tensors() if optimizer else {})
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load parameters and buffers by the names of `state_dict`; other names are ignored.
+        """Load tensors by the names of `state_dict`; other names are ignored.
+
+        Without optimizer tensors, the optimizer's state stays as it is.
 
         Raises:
             UsageError: one of this worker's tensors is missing, or has another shape.
         """
-        own = self.state_dict()
-        for name, tensor in own.items():
-            if name not in tensors or tensors[name].shape != tensor.shape:
-                shape = tuple(tensors[name].shape) if name in tensors else None
-                raise UsageError(
-                    f"{name} of shape {tuple(tensor.shape)} is "
-                    + ("missing in the loaded state" if shape is None else f"{shape} in the loaded state")
-                )
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(tensors[name])
+        self._checkpoints.take_up(instance("tensors", tensors, Mapping))
+
+    def load_weights(self, path: str | os.PathLike[str]) -> None:
+        """Load this worker's parameters and buffers from a safetensors file or a sharded model.
+
+        Raises:
+            FileError: the file cannot be used, or its tensors do not fit the model.
+        """
+        self._checkpoints.load_weights(path)
+
+    def save(
+        self, directory: str | os.PathLike[str], *, keep: int | None = None, background: bool = True
+    ) -> None:
+        """Save a checkpoint, from which `pipefit.Trainer` continues too; see `Trainer.save`.
+
+        Raises:
+            UsageError: part of the trained state cannot be written; names it.
+            FileError: the folder cannot be made, or belongs to another training.
+        """
+        self._checkpoints.save(directory, self.steps_done, keep=keep, background=background)
+
+    def load(self, path: str | os.PathLike[str]) -> int:
+        """Continue from a checkpoint of any plan and either engine; return the number of batches trained.
+
+        Raises:
+            FileError: there is no checkpoint, it is damaged, or it is of another task.
+            OutOfMemory: the optimizer's state does not fit a device.
+        """
+        self._steps_before = self._checkpoints.load(path) - len(self._step_seconds)
+        return self.steps_done
+
+    def finish(self) -> list[float]:
+        """Return when the last checkpoint is on the disk; the result, losses yet to come, is empty."""
+        self._checkpoints.wait()
+        self._checkpoints.tell_failures()
+        self._checkpoints.release()
+        return []
+
+    @property
+    def owner(self) -> Owner:
+        """The training, and its run, that own the checkpoints."""
+        return self._checkpoints.owner
+
+    @property
+    def saved(self) -> SaveReport | None:
+        """Costs of the last save; None before the first save."""
+        return self._checkpoints.saved
 
     def _local_batches(self, batch: tuple[Any, Any]) -> tuple[Sequence[Values], Sequence[Values]]:
         """Return inputs and targets of this worker's local batches, on its device if a stage needs them."""
@@ -146,6 +347,13 @@ class Pipeline:
                 f"{training.batch_size}: drop the last batch of an epoch (drop_last=True)"
             )
         return local_batches(self.plan, self._rank, cut.inputs, cut.targets, self.device)
+
+
+def _out_of_memory(error: BaseException | None) -> BaseException | None:
+    """Return the error that says that memory ran out, which torch's engine wraps in its own."""
+    while error is not None and not ran_out(error):
+        error = error.__cause__
+    return error
 
 
 def local_batches(
@@ -191,7 +399,31 @@ def _join(hardware: Hardware, timeout_seconds: float) -> None:
     join_alone(hardware.backend)
 
 
-def pipeline(task: Task, plan: Plan, *, seed: int = 0, timeout_seconds: float = 60.0) -> Pipeline:
+class PipelineTrainer(Pipeline):
+    """A `Pipeline` whose `step` takes a batch, as that of `pipefit.Trainer`: the trainer of `pipefit train`."""
+
+    def step(self, batch: tuple[Any, Any]) -> float:  # type: ignore[override]
+        """Train one step on a pair (inputs, targets), or on a dictionary of inputs; return the mean loss."""
+        return self._train(batch)
+
+
+def train_pipeline(
+    task: Callable[[], Task], plan: Plan, *, steps: int, **options: Any
+) -> tuple[list[float], Trace]:
+    """Train on torch's engine with one worker process per device; return losses and measured trace.
+
+    Arguments and errors are those of `pipefit.train`.
+
+    Raises:
+        UsageError: torch's engine lacks what the plan needs.
+    """
+    check_plan(plan)
+    return train(task, plan, steps=steps, trainer=PipelineTrainer, **options)
+
+
+def pipeline(
+    task: Task, plan: Plan, *, seed: int = 0, timeout_seconds: float = 60.0, numbers: bool = True
+) -> Pipeline:
     """Return this worker's part of a plan on `torch.distributed.pipelining`. All workers must call it.
 
     Start one worker for each device of the plan, such as with torchrun. A script then trains as with
@@ -207,9 +439,11 @@ def pipeline(task: Task, plan: Plan, *, seed: int = 0, timeout_seconds: float = 
         plan: a plan for this task.
         seed: seed of weights and dropout.
         timeout_seconds: limit for messages between workers.
+        numbers: first compare a traced model with its chain, and two steps of the plan with plain training, as
+            `pipefit.Trainer` does.
 
     Raises:
         FileError: the plan was made for another model.
         UsageError: torch's engine lacks what the plan needs, or the number of workers is not the plan's.
     """
-    return Pipeline(task, plan, seed=seed, timeout_seconds=timeout_seconds)
+    return Pipeline(task, plan, seed=seed, timeout_seconds=timeout_seconds, numbers=numbers)

@@ -54,11 +54,9 @@ from pipefit.runtime.checkpoint.restoring import (
     whole_likes,
 )
 from pipefit.runtime.checkpoint.saver import Saver, SaveReport, Target
-from pipefit.runtime.engine.runner import DeviceRunner
-from pipefit.runtime.engine.stage import StageRunner
 from pipefit.runtime.hardware import free_bytes
 from pipefit.runtime.options import Supervision
-from pipefit.runtime.state import GatheredState, Names, Ranks, StageState
+from pipefit.runtime.state import GatheredState, Names, Ranks, StageState, TrainedDevice, TrainedPart
 from pipefit.schema.file_access import path_of
 from pipefit.schema.json_text import adapter
 from pipefit.schema.plan import Plan
@@ -86,7 +84,7 @@ class Checkpointing:
     def __init__(
         self,
         plan: Plan,
-        runners: Sequence[DeviceRunner],
+        runners: Sequence[TrainedDevice],
         names: Names,
         *,
         workers: int,
@@ -385,16 +383,16 @@ def _warn(failure: SaveFailed) -> None:
     warnings.warn(str(failure), PipefitWarning, stacklevel=4)
 
 
-def _by_replica(runners: Sequence[DeviceRunner]) -> list[tuple[int, Ranks]]:
+def _by_replica(runners: Sequence[TrainedDevice]) -> list[tuple[int, Ranks]]:
     """Return the number of the stage and the ranks of every replica of a stage in this process."""
-    result: dict[tuple[int, int], list[StageRunner]] = {}
+    result: dict[tuple[int, int], list[TrainedPart]] = {}
     for runner in runners:
         for number, stage in runner.stages.items():
             result.setdefault((number, stage.replica), []).append(stage)
     return [(number, ranks) for (number, _), ranks in result.items()]
 
 
-def _count(runner: DeviceRunner) -> None:
+def _count(runner: TrainedDevice) -> None:
     """Count loaded optimizer state in the memory meter of the runner's device."""
     if runner.meter is None:
         return

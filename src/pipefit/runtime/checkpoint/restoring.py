@@ -33,9 +33,8 @@ from pipefit.checkpoints import (
     tensor_key,
 )
 from pipefit.errors import FileError, UsageError
-from pipefit.runtime.engine.stage import StageRunner
 from pipefit.runtime.optim.half_precision import MasterWeights
-from pipefit.runtime.state import GatheredState, Names, Ranks, StageState, held_by
+from pipefit.runtime.state import GatheredState, Names, Ranks, StageState, TrainedPart, held_by
 from pipefit.schema.profile import ModelProfile, differences
 from pipefit.texts import dtype_name, kind_of, printable, shortened
 
@@ -323,7 +322,7 @@ def copied(tensors: dict[str, Tensor], progress: Callable[[], None] = lambda: No
     return result
 
 
-def named_parameters(stage: StageRunner, names: Names) -> dict[Tensor, str]:
+def named_parameters(stage: TrainedPart, names: Names) -> dict[Tensor, str]:
     """Map the tensors that a stage's optimizer updates to their stored names.
 
     These tensors are parameters or their float32 copies.
@@ -336,7 +335,7 @@ def named_parameters(stage: StageRunner, names: Names) -> dict[Tensor, str]:
 
 
 def _tensors(
-    told: GatheredState, stages: Sequence[StageRunner], names: Names
+    told: GatheredState, stages: Sequence[TrainedPart], names: Names
 ) -> Iterator[tuple[Kind, str, str, Tensor]]:
     """Yield kind, name and name in the optimizer of every tensor that these stages store, with the tensor."""
     state = told.state
@@ -350,12 +349,12 @@ def _tensors(
     yield from (("held", name, "", tensor) for name, tensor in told.held.items())
 
 
-def _stores(stages: Sequence[StageRunner], names: Names, name: str) -> bool:
+def _stores(stages: Sequence[TrainedPart], names: Names, name: str) -> bool:
     return any(names.are_of(name, stage.start, stage.stop) for stage in stages)
 
 
 def _groups(
-    stages: Sequence[StageRunner], names: Names
+    stages: Sequence[TrainedPart], names: Names
 ) -> tuple[tuple[GroupSettings, ...], dict[str, Setting] | None]:
     """Return the settings of every parameter group, and the scheduler settings common to all groups."""
     result: list[GroupSettings] = []
@@ -375,7 +374,7 @@ def _groups(
     return tuple(result), joined_settings(known)
 
 
-def _optimizer_name(stage: StageRunner) -> str:
+def _optimizer_name(stage: TrainedPart) -> str:
     optimizer = stage.optimizer
     return type(optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer).__name__
 
@@ -412,7 +411,7 @@ def check_task(checkpoint: Checkpoint, profile: ModelProfile) -> None:
         )
 
 
-def read_for(checkpoint: Checkpoint, stages: Sequence[StageRunner], names: Names) -> dict[str, Tensor]:
+def read_for(checkpoint: Checkpoint, stages: Sequence[TrainedPart], names: Names) -> dict[str, Tensor]:
     """Read the tensors of `checkpoint` that `stages` need, by their keys.
 
     Raises:
@@ -428,7 +427,7 @@ def read_for(checkpoint: Checkpoint, stages: Sequence[StageRunner], names: Names
 
 
 def restore(
-    checkpoint: Checkpoint, tensors: Mapping[str, Tensor], stages: Sequence[StageRunner], names: Names
+    checkpoint: Checkpoint, tensors: Mapping[str, Tensor], stages: Sequence[TrainedPart], names: Names
 ) -> None:
     """Restore `stages` from `checkpoint`, whose task was checked, and its `tensors` from `read_for`.
 
@@ -509,7 +508,7 @@ def _both_floating(one: Tensor, other: Tensor) -> bool:
     return one.is_floating_point() and other.is_floating_point()
 
 
-def whole_likes(stage: StageRunner) -> StageState:
+def whole_likes(stage: TrainedPart) -> StageState:
     """Return the state of a stage as meta tensors with the stage's dtypes and whole shapes."""
     present = StageState.of([stage])
     return present.of_tensors(
@@ -517,18 +516,18 @@ def whole_likes(stage: StageRunner) -> StageState:
     )
 
 
-def _held_likes(stage: StageRunner) -> dict[str, Tensor]:
+def _held_likes(stage: TrainedPart) -> dict[str, Tensor]:
     """Return meta tensors for the stage's layer tensors that are in no state dict."""
     held = {name: own for layer in stage.layers for name, own in held_by(stage, layer).items()}
     return {name: _restoring_like(stage, name, own) for name, own in held.items()} | _constants(stage)
 
 
-def _restoring_like(stage: StageRunner, name: str, own: Tensor) -> Tensor:
+def _restoring_like(stage: TrainedPart, name: str, own: Tensor) -> Tensor:
     shape = own.shape if stage.shards is None else stage.shards.whole_shape(name, own)
     return torch.empty(shape, dtype=own.dtype, device="meta")
 
 
-def _constants(stage: StageRunner) -> dict[str, Tensor]:
+def _constants(stage: TrainedPart) -> dict[str, Tensor]:
     """Return plain-attribute tensors of whole layers that a tensor-parallel rank has compiled into its
     code.
     """
@@ -536,7 +535,7 @@ def _constants(stage: StageRunner) -> dict[str, Tensor]:
     return {name: tensor for layer in stage.layers for name, tensor in known.get(layer.name, {}).items()}
 
 
-def _check_tensors(checkpoint: Checkpoint, stage: StageRunner, state: StageState) -> None:
+def _check_tensors(checkpoint: Checkpoint, stage: TrainedPart, state: StageState) -> None:
     """Check that every tensor that a stage needs is there, with its dtype and shape, before any is
     changed.
     """
@@ -559,7 +558,7 @@ def _check_like(checkpoint: Checkpoint, what: str, found: Tensor | None, into: T
         )
 
 
-def _take_held(stage: StageRunner, tensors: Mapping[str, Tensor]) -> None:
+def _take_held(stage: TrainedPart, tensors: Mapping[str, Tensor]) -> None:
     """Load layer tensors that are in no state dict; equal ones are not written."""
     for name, into in ((name, own) for layer in stage.layers for name, own in held_by(stage, layer).items()):
         result = tensors[tensor_key("held", name)]
@@ -569,7 +568,7 @@ def _take_held(stage: StageRunner, tensors: Mapping[str, Tensor]) -> None:
                 into.copy_(result)
 
 
-def _check_constants(checkpoint: Checkpoint, stage: StageRunner, tensors: Mapping[str, Tensor]) -> None:
+def _check_constants(checkpoint: Checkpoint, stage: TrainedPart, tensors: Mapping[str, Tensor]) -> None:
     """Check that the constants in a tensor-parallel rank's code equal those of the checkpoint."""
     for name, constant in _constants(stage).items():
         if not torch.equal(constant, tensors[tensor_key("held", name)].to(constant.device)):
@@ -580,7 +579,7 @@ def _check_constants(checkpoint: Checkpoint, stage: StageRunner, tensors: Mappin
             )
 
 
-def _take_groups(checkpoint: Checkpoint, stage: StageRunner, names: Names) -> None:
+def _take_groups(checkpoint: Checkpoint, stage: TrainedPart, names: Names) -> None:
     """Load the scheduler's state and the options of the optimizer's groups."""
     if stage.optimizer is None:
         return
@@ -620,7 +619,7 @@ def _one_group(
     return first
 
 
-def _check_batches(checkpoint: Checkpoint, stage: StageRunner) -> None:
+def _check_batches(checkpoint: Checkpoint, stage: TrainedPart) -> None:
     if _batches(checkpoint.manifest, stage) is None:
         raise FileError(
             f"{_named(checkpoint)} was saved by stages that had taken different numbers of batches, as "
@@ -629,7 +628,7 @@ def _check_batches(checkpoint: Checkpoint, stage: StageRunner) -> None:
         )
 
 
-def _batches(manifest: Manifest, stage: StageRunner) -> int | None:
+def _batches(manifest: Manifest, stage: TrainedPart) -> int | None:
     """Return the batches that a stage has trained: those of the same stage, or of all if equal.
 
     Return None if unknown.
@@ -639,13 +638,13 @@ def _batches(manifest: Manifest, stage: StageRunner) -> int | None:
     return same[0] if same else every.pop() if len(every) == 1 else None
 
 
-def _check_scale(checkpoint: Checkpoint, stage: StageRunner) -> None:
+def _check_scale(checkpoint: Checkpoint, stage: TrainedPart) -> None:
     scales = stage.agreement is not None and stage.agreement.scale is not None
     if scales != (checkpoint.manifest.loss_scale is not None):
         raise FileError(f"{_named(checkpoint)} does not fit the plan: only one of them uses loss scaling")
 
 
-def _take_rest(manifest: Manifest, stage: StageRunner) -> None:
+def _take_rest(manifest: Manifest, stage: TrainedPart) -> None:
     """Load the loss scale, the seed and the number of batches, on which random draws depend."""
     batches = _batches(manifest, stage)
     assert batches is not None

@@ -57,15 +57,18 @@ from pipefit.runtime.launch.processes import (
 )
 from pipefit.runtime.launch.worker import (
     BUILDING,
+    IN_A_STEP,
     PHASES,
     RENDEZVOUS,
     SAVES_TOGETHER,
     STARTING,
     Assignment,
     Heartbeat,
+    MakeTrainer,
     work,
 )
 from pipefit.runtime.offload.lending import check_lending, lending_trace
+from pipefit.runtime.trainer import Trainer
 from pipefit.schema.actions import COLLECTIVE, COPIES, MESSAGES, Action, collective, message_of
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import DeviceTrace, Trace
@@ -311,6 +314,7 @@ def launch(
     *,
     on_step: OnStep,
     on_saved: OnSaved | None,
+    trainer: MakeTrainer,
     hold: Hold | None = None,
 ) -> Trace:
     """Train once by `ordered`, with workers that each build the pickled task; return the measured trace.
@@ -323,7 +327,7 @@ def launch(
     """
     check_lending(plan, whole_run(plan))
     warn_elsewhere(plan.profile.assumptions, TRAINED)
-    supervisor = _Supervisor(plan, ordered, on_step, on_saved, hold)
+    supervisor = _Supervisor(plan, ordered, on_step, on_saved, trainer, hold)
     with orphans_adopted():
         try:
             supervisor.start(task)
@@ -371,6 +375,7 @@ class _Supervisor:
     orders: Orders
     on_step: OnStep
     on_saved: OnSaved | None
+    trainer: MakeTrainer = Trainer
     hold: Hold | None = None
     workers: list[_Worker] = field(default_factory=list)
     watch: Watch = field(default_factory=lambda: Watch(_LOOK_SECONDS))
@@ -410,6 +415,7 @@ class _Supervisor:
             orders=self.orders.absolute,
             meeting=meeting,
             token=self.token,
+            trainer=self.trainer,
             hold=None if self.hold is None or rank else Passed(self.hold.file),
         )
         ours, theirs = context.Pipe(duplex=False)
@@ -585,7 +591,7 @@ class _Supervisor:
         """
         number, actions = self.workers[rank].heartbeat.action, self._actions(rank)
         if not 0 <= number < len(actions):
-            return number in (RENDEZVOUS, SAVES_TOGETHER) or number >= len(actions)
+            return number in (RENDEZVOUS, SAVES_TOGETHER, IN_A_STEP) or number >= len(actions)
         return actions[number].wait and actions[number].kind not in COPIES
 
     def _limit(self, rank: int) -> tuple[float, str]:

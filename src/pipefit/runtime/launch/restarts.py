@@ -42,8 +42,9 @@ from pipefit.runtime.launch.launch import (
     launch,
 )
 from pipefit.runtime.launch.orders import Orders, orders
-from pipefit.runtime.launch.worker import not_finite
+from pipefit.runtime.launch.worker import MakeTrainer, not_finite
 from pipefit.runtime.options import OnNan, TrainArguments, TrainOptions
+from pipefit.runtime.trainer import Trainer
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import Trace
 from pipefit.schema.validation import instance
@@ -61,6 +62,7 @@ def train(
     on_step: OnStep | None = None,
     on_saved: OnSaved | None = None,
     replan: Replan | None = None,
+    trainer: MakeTrainer = Trainer,
     **options: Unpack[TrainArguments],
 ) -> tuple[list[float], Trace]:
     """Train for `steps` steps in all with one worker process per device.
@@ -75,6 +77,7 @@ def train(
         on_saved: called with the costs of a save, by each worker, when its training goes on after it.
         replan: called with the plan before every start; the plan that it returns is trained. It can adapt the
             plan to the devices that are left (`pipefit.plan_again`).
+        trainer: makes the trainer of each worker; must be picklable.
         options: the fields of `TrainOptions`: seed, limits of time, checkpoints, restarts.
 
     Raises:
@@ -99,7 +102,7 @@ def train(
     pickled = pickled_task(task)
     check_startable()
     with _held(begun) as hold:
-        run = partial(launch, pickled, on_saved=on_saved, hold=hold)
+        run = partial(launch, pickled, on_saved=on_saved, trainer=trainer, hold=hold)
         starts = _Starts(begun, ordered, source)
         told = _Losses(starts.first().first, on_step, asked.on_nan)
         return told.losses, _restarted(run, plan, starts, told, asked.restarts, replan)

@@ -23,13 +23,14 @@ from datetime import timedelta
 from functools import partial
 from math import isfinite
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pipefit.capture import Task
-from pipefit.checkpoints import keep
+from pipefit.checkpoints import Owner, keep
 from pipefit.errors import (
     FileError,
     LimitMet,
@@ -46,6 +47,7 @@ from pipefit.errors import (
 )
 from pipefit.processes import met
 from pipefit.runtime.callbacks import StepReport
+from pipefit.runtime.checkpoint.saver import SaveReport
 from pipefit.runtime.checkpoint.saving import Saving
 from pipefit.runtime.comm.transport import TOKEN, check_members
 from pipefit.runtime.engine.tensor_groups import lost
@@ -53,15 +55,15 @@ from pipefit.runtime.hardware import Hardware, ran_out
 from pipefit.runtime.launch.orders import Orders
 from pipefit.runtime.launch.processes import Inherited, Passed
 from pipefit.runtime.options import Supervision
-from pipefit.runtime.trainer import Trainer
 from pipefit.schema.plan import Plan
-from pipefit.schema.trace import DeviceTrace
+from pipefit.schema.trace import DeviceTrace, Trace
 from pipefit.texts import printable
 
 # Values of a heartbeat outside of actions. Actions are numbered from 0; their count stands for the end of a
 # step, when losses are exchanged.
-SAVES_TOGETHER, SAVING, STARTING, RENDEZVOUS, BUILDING, BETWEEN_STEPS = -6, -5, -4, -3, -2, -1
+IN_A_STEP, SAVES_TOGETHER, SAVING, STARTING, RENDEZVOUS, BUILDING, BETWEEN_STEPS = -7, -6, -5, -4, -3, -2, -1
 PHASES = {
+    IN_A_STEP: "in a step of another engine",
     STARTING: "while it started",
     RENDEZVOUS: "while it waited for the other workers to start",
     BUILDING: "while it built its layers",
@@ -71,6 +73,32 @@ PHASES = {
 }
 
 _FOREVER = timedelta(days=1000)  # no timeout between workers: the parent knows which one hangs
+
+
+class WorkerTrainer(Protocol):
+    """A worker's trainer: `Trainer`, or that of another engine with its constructor."""
+
+    @property
+    def not_compared(self) -> str: ...
+    @property
+    def late(self) -> int: ...
+    @property
+    def trace(self) -> Trace: ...
+    @property
+    def steps_done(self) -> int: ...
+    @property
+    def owner(self) -> Owner: ...
+    @property
+    def saved(self) -> SaveReport | None: ...
+    def step(self, batch: tuple[Any, Any]) -> float: ...
+    def finish(self) -> list[float]: ...
+    def state_dict(self, *, optimizer: bool = ...) -> dict[str, Tensor]: ...
+    def load_weights(self, path: str) -> None: ...
+    def load(self, path: str) -> int: ...
+    def save(self, directory: str, *, keep: int | None = ..., background: bool = ...) -> None: ...
+
+
+MakeTrainer = Callable[..., WorkerTrainer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +114,7 @@ class Assignment:
     orders: Orders
     meeting: Passed  # an empty file, through which the workers meet
     token: str  # authenticates the workers to each other
+    trainer: MakeTrainer
     hold: Passed | None = None  # the lock on the checkpoint folder, for the first worker, which saves
 
 
@@ -209,7 +238,7 @@ def _train(
     told = _WorkerReports(assignment, pipe)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PipefitWarning)  # the parent warns
-        trainer = Trainer(
+        trainer = assignment.trainer(
             task,
             assignment.plan,
             callbacks=[told.hear],
@@ -243,7 +272,7 @@ def _train(
     return trace.devices[workers[assignment.rank]], trace.step_seconds
 
 
-def _load(trainer: Trainer, folder: str, orders: Orders) -> None:
+def _load(trainer: WorkerTrainer, folder: str, orders: Orders) -> None:
     """Load the checkpoint in `folder`.
 
     Raises:
@@ -260,7 +289,7 @@ def _load(trainer: Trainer, folder: str, orders: Orders) -> None:
 
 
 def _steps(
-    assignment: Assignment, task: Task, trainer: Trainer, told: _WorkerReports, heartbeat: Heartbeat
+    assignment: Assignment, task: Task, trainer: WorkerTrainer, told: _WorkerReports, heartbeat: Heartbeat
 ) -> None:
     """Run all steps and saves of this worker."""
     orders, since = assignment.orders, 0
@@ -311,7 +340,7 @@ class _WorkerReports:
         if self._stops and not isfinite(loss):
             raise LossNotFinite(not_finite(step, loss))
 
-    def save(self, trainer: Trainer, saving: Saving) -> None:
+    def save(self, trainer: WorkerTrainer, saving: Saving) -> None:
         """Save a checkpoint, and report its costs."""
         try:
             trainer.save(saving.directory, keep=saving.keep, background=not saving.in_foreground)
