@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations, pairwise, product
+from itertools import combinations, pairwise, permutations, product
 from random import Random
 from typing import NamedTuple
 
-from made_up import layer, measurement, profile, training, value
+from made_up import layer, measurement, profile, training, value, work
 from pipefit.errors import UsageError
 from pipefit.memory.stage import Costs
 from pipefit.schema.cluster import Cluster
@@ -91,15 +91,52 @@ def random_case(rng: Random, schedules: Sequence[str], *, layers: int = 3, most:
     return Case(found, cluster(budgets, host_rate=rate, peer_rate=4 * rate), how)
 
 
+def uneven_case(rng: Random, schedules: Sequence[str], *, layers: int = 3, most: int = 5) -> Case:
+    """Draw layers whose seconds depend on the device, and two devices of different kinds.
+
+    A layer is bound by its products or by its bytes, so devices may differ in their ratio of the two.
+    """
+    case = random_case(rng, schedules, layers=max(4, layers), most=most)
+    one = case.profile.measurements[0]
+
+    def timed(cost: LayerCost) -> LayerCost:
+        forward, backward = (
+            work(flops=rng.randrange(1, 9), moved_bytes=rng.choice((0, 0, 6))) for _ in range(2)
+        )
+        return replace(cost, forward=forward, backward=backward, update=work(moved_bytes=rng.randrange(3)))
+
+    of = measurement([timed(cost) for cost in one.costs[:layers]], timed(one.loss))
+    kinds = [
+        replace(
+            KIND,
+            name=f"speed {n}",
+            flops={"float32": rng.choice((1.0, 2.0, 3.0))},
+            flops_reached={"float32": 1.0},
+            memory_bandwidth=rng.choice((1.0, 2.0)),
+            bandwidth_reached=1.0,
+            operation_seconds=0.0,
+        )
+        for n in range(2)
+    ]
+    devices = tuple(replace(d, kind=k) for d, k in zip(case.cluster.devices, kinds, strict=True))
+    return Case(profile(of), replace(case.cluster, devices=devices), case.training)
+
+
 def plans(case: Case, techniques: Sequence[str]) -> Iterator[Plan]:
-    """Yield every split of the layers over all devices in order, with every technique for every layer."""
-    count, devices = len(case.profile.layers), len(case.cluster.devices)
-    for cuts in combinations(range(1, count), devices - 1):
+    """Yield every split of the layers over all devices, with every technique for every layer.
+
+    Devices are in order, or in every order if they are of several kinds.
+    """
+    count, devices = len(case.profile.layers), range(len(case.cluster.devices))
+    alike = len({device.kind.key for device in case.cluster.devices}) == 1
+    orders = [tuple(devices)] if alike else [*permutations(devices)]
+    for cuts, order in product(combinations(range(1, count), len(devices) - 1), orders):
         stages = tuple(
-            Stage(start=a, stop=b, grid=Grid.of(n)) for n, (a, b) in enumerate(pairwise((0, *cuts, count)))
+            Stage(start=a, stop=b, grid=Grid.of(n))
+            for n, (a, b) in zip(order, pairwise((0, *cuts, count)), strict=True)
         )
         for chosen in product(techniques, repeat=count):
-            decisions = None if PEER in chosen and devices == 1 else _decisions(stages, chosen)
+            decisions = None if PEER in chosen and len(devices) == 1 else _decisions(stages, chosen)
             if decisions is not None:
                 yield Plan(
                     profile=case.profile,
@@ -124,7 +161,8 @@ def _decisions(stages: Sequence[Stage], chosen: Sequence[str]) -> tuple[Decision
                 assert isinstance(run, Run)
                 found[-1] = replace(found[-1], subject=Run(start=run.start, stop=n + 1))
             elif chosen[n] in (HOST, PEER):
-                place = parse_place("host" if chosen[n] == HOST else f"device{(number + 1) % len(stages)}")
+                lender = stages[(number + 1) % len(stages)].devices[0]
+                place = parse_place("host" if chosen[n] == HOST else f"device{lender}")
                 tensors = SavedTensors(tensors=((n, 1),))
                 found.append(Decision(stage=number, subject=tensors, what=What.OFFLOAD, place=place))
     return tuple(found)

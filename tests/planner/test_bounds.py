@@ -11,12 +11,24 @@ import pytest
 
 import random_cases
 from compaction import compacted
-from made_up import layer, measurement, profile, training, value
+from made_up import layer, measurement, profile, training, value, work
 from pipefit.planner import Means, PlanOptions, Question, bounds
 from pipefit.planner.bounds import MicrobatchSeconds, highest_line, position_of, step_bound
 from pipefit.planner.choices import Within
 from pipefit.simulator import simulate
-from tight import HOST, JOINED, KEEP, PEER, RECOMPUTE, Case, cluster, fastest, keeping_layer, random_case
+from tight import (
+    HOST,
+    JOINED,
+    KEEP,
+    PEER,
+    RECOMPUTE,
+    Case,
+    cluster,
+    fastest,
+    keeping_layer,
+    random_case,
+    uneven_case,
+)
 
 SCHEDULES = ("1f1b", "gpipe", "torchgpipe", "eager-1f1b")
 ENDLESS = ("pipedream", "pipedream-2bw")
@@ -79,6 +91,51 @@ def test_it_holds_with_fewer_techniques(seed: int) -> None:
     none.
     """
     never_above(seed, (*SCHEDULES, *ENDLESS), slice(1, None))
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("seed", range(12))
+def test_it_holds_on_devices_of_two_kinds(seed: int) -> None:
+    """The bound never exceeds the best plan over all splits and both orders of two unequal devices."""
+    never_above_on_two_kinds(seed)
+
+
+@pytest.mark.gallery
+@pytest.mark.parametrize("seed", range(12, 212))
+def test_it_holds_on_devices_of_two_kinds_in_many_questions(seed: int) -> None:
+    """The bound holds in 200 more questions about two unequal devices."""
+    never_above_on_two_kinds(seed)
+
+
+def never_above_on_two_kinds(seed: int) -> None:
+    """Check the bound against the fastest plan in both orders, with all techniques and without peers."""
+    case = uneven_case(Random(seed), ENDLESS if seed % 3 == 0 else SCHEDULES)
+    for means, allowed in (TECHNIQUES[0], TECHNIQUES[3], TECHNIQUES[7]):
+        best = fastest(case, allowed)
+        assert best is None or bound(case, means) <= best * (1 + 1e-9), means
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_a_slow_device_counts_with_its_own_speed(schedule: str) -> None:
+    """With memory to spare, half of the devices at a third of the speed raise the bound as they must: the work
+    is divided by four thirds of the speed of two fast devices, not by twice it.
+    """
+    costs = [
+        replace(keeping_layer(1, 1, 1, 1.0), forward=work(flops=1), backward=work(flops=2)) for _ in range(60)
+    ]
+    chain = profile(measurement(costs, layer((value(1), value(1)), (value(4),), seconds=0.0)))
+    there = cluster([1 << 40] * 2, host_rate=1.0, peer_rate=1.0)
+    fast, slow = (
+        replace(
+            there.devices[0], kind=replace(there.devices[0].kind, name=str(rate), flops={"float32": rate})
+        )
+        for rate in (3.0, 1.0)
+    )
+    one, other = (
+        bound(Case(chain, replace(there, devices=devices), training(schedule, 40)))
+        for devices in ((fast, fast), (fast, slow))
+    )
+    assert 1.35 < other / one < 1.65
 
 
 @pytest.mark.gallery

@@ -10,7 +10,7 @@ import pytest
 
 from made_up import layer, measurement, profile, training, value
 from pipefit.planner import Means, PlanOptions, Question, joint, solved
-from pipefit.planner.filling import DOUBLE, Balance
+from pipefit.planner.balance import DOUBLE, Balance
 from pipefit.planner.improvement import spread
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import Decision, SavedTensors, What

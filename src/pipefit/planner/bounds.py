@@ -21,11 +21,15 @@ more than that. Offloaded gradients and parameters must return for the backward,
 tensors do. The device that runs the largest layer holds at least its bytes (`LayerCost.least_bytes`),
 whatever is offloaded. Devices, hosts and disks together hold all bytes of all stages.
 
-Every term is on the side that lowers the bound: layers take the seconds of the fastest kind of device, links
-are not shared, copies need no memory, optimizer state at a host takes no time, and the layers with the fewest
-seconds for each byte are recomputed, in fractions. Techniques that the question does not allow free nothing.
-So the bound holds for any plan, and the gap to it is the most that a better plan could gain. Alpa's sum plus
-(M - 1) times the maximum is not a bound of 1F1B.
+A stage takes the seconds of its own kind of device, and no kind has more stages than devices. So the search
+for a split counts the used devices of each kind: of all ways to divide the first blocks among the same
+numbers of devices, only the best matters to later stages. The stages before a stage, S and the first update
+count with the fastest kind for each layer, and so does everything if kinds are too many for a table.
+
+Every term is on the side that lowers the bound: links are not shared, copies need no memory, optimizer state
+at a host takes no time, and the layers with the fewest seconds for each byte are recomputed, in fractions.
+Techniques that the question does not allow free nothing. So the bound holds for any plan, and the gap to it
+is the most that a better plan could gain. Alpa's sum plus (M - 1) times the maximum is not a bound of 1F1B.
 
 Cost: some ten bisection steps over the ranges of blocks that may be a stage in the given seconds: at most P
 L^2 numbers for L blocks in P stages, and a tenth of that if stages must be about even.
@@ -36,6 +40,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from itertools import pairwise
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -79,6 +84,9 @@ def host_route(cluster: Cluster, device: int) -> Route | None:
 
 _CLOSE = 1e-4  # relative precision of the bisection
 _ROUNDING = 1 + 1e-9  # margin of windows, outside of which nothing is possible
+_CELLS = (
+    20_000_000  # ranges of blocks, times changes of the used devices, up to which kinds are distinguished
+)
 _INFINITE = float("inf")
 
 
@@ -107,7 +115,7 @@ class MicrobatchSeconds(NamedTuple):
     forward: Floats
     backward: Floats
     before: Floats
-    whole: float
+    whole: Floats | float
 
 
 @cache
@@ -182,6 +190,14 @@ def simple_bound(question: Question) -> float:
     return whole / float(1 - (1 - 1 / how.microbatches) ** question.stages)
 
 
+class _Kind(NamedTuple):
+    """Prices on a kind of device, the number of such devices, and the largest budget of one."""
+
+    prices: BlockPrices
+    devices: int
+    budget: int
+
+
 class _Bound:
     """Bisection over the seconds of a step, on tables over ranges of blocks (`BlockPrices`).
 
@@ -192,17 +208,53 @@ class _Bound:
     def __init__(self, question: Question) -> None:
         self.question, self.count = question, question.blocks
         self.microbatches, self.endless = question.training.microbatches, question.training.endless
-        self.prices = BlockPrices(question)
-        self.forward, self.backward, self.update = (
-            self.prices.forward,
-            self.prices.backward,
-            self.prices.update,
-        )
+        fastest = BlockPrices(question)
+        self.forward, self.backward, self.update = fastest.forward, fastest.backward, fastest.update
+        self.any = _Kind(fastest, len(question.cluster.devices), max(question.cluster.budgets))
+        self.kinds = self._few_kinds()
         owned, gradients = question.ranges.owned()
         edges = np.array(question.edges)
         self.with_state = owned.astype(float)
         owned = owned - question.ranges.state[edges] if self._hosts_have_state else owned
         self.owned, self.gradients = owned.astype(float), gradients.astype(float)
+
+    # ---- Kinds of devices
+
+    def _few_kinds(self) -> list[_Kind]:
+        """Return the kinds of devices; a single one, as fast as all, if the search would take too long."""
+        question = self.question
+        kinds = {device.kind.key: device.kind for device in question.cluster.devices}
+        own = {
+            key: [n for n, one in enumerate(question.cluster.devices) if one.kind.key == key] for key in kinds
+        }
+        changes = prod(len(devices) + 1 for devices in own.values()) * len(kinds)
+        if len(kinds) == 1 or changes * self.count**2 > _CELLS:
+            return [self.any]
+        budgets = question.cluster.budgets
+        return [
+            _Kind(BlockPrices(question, (kind,)), len(own[key]), max(budgets[device] for device in own[key]))
+            for key, kind in kinds.items()
+        ]
+
+    def _least(
+        self,
+        windows: Sequence[Within],
+        value: Callable[[int, Within, _Kind], Floats],
+        together: Callable[[Floats, Floats], Floats],
+    ) -> float:
+        """Return the least value of a split: those of its stages, `together` from the first to the last."""
+        reached = {(0,) * len(self.kinds): np.zeros(1)}
+        for stage, within in enumerate(windows):
+            values = [value(stage, within, kind) for kind in self.kinds]
+            after = dict[tuple[int, ...], Floats]()
+            for used, before in reached.items():
+                for number, kind in enumerate(self.kinds):
+                    if used[number] < kind.devices:
+                        there = (*used[:number], used[number] + 1, *used[number + 1 :])
+                        total = together(before[:, None], values[number]).min(axis=0)
+                        after[there] = np.minimum(total, after.get(there, _INFINITE))
+            reached = after
+        return min(float(values[-1]) for values in reached.values())
 
     # ---- Bisection
 
@@ -228,38 +280,46 @@ class _Bound:
         Ranges with a higher line than the even split cannot be part of the best split.
         """
         known = max(
-            float(self._highest(stage, _of(*edges)).item())
-            for stage, edges in enumerate(pairwise(self._even))
+            float(self._highest(stage, _of(*edges), kind).item())
+            for stage, (edges, kind) in enumerate(zip(pairwise(self._even), self._quickest, strict=True))
         )
         windows = self._windows(lambda stage, within: self._highest(stage, within) <= known * _ROUNDING)
         assert windows is not None, "such a split exists"
-        reached = np.zeros(1)
-        for stage, within in enumerate(windows):
-            reached = np.maximum(reached[:, None], self._highest(stage, within)).min(axis=0)
-        return float(reached[-1])
+        return self._least(windows, self._highest, np.maximum)
+
+    @property
+    def _quickest(self) -> list[_Kind]:
+        """A kind of device for every stage: the fastest devices."""
+        rising = sorted(self.kinds, key=lambda kind: _whole(kind.prices))
+        return [kind for kind in rising for _ in range(kind.devices)][: self.question.stages]
 
     @property
     def _even(self) -> list[int]:
-        """A split whose stages take about equally long."""
+        """A split whose stages take about equally long on the fastest devices."""
         before, stages, edges = self.forward + self.backward, self.question.stages, [0]
+        speeds = np.cumsum([1 / (_whole(kind.prices) or 1.0) for kind in self._quickest])
         for stage in range(1, stages):
-            at = int(np.searchsorted(before, before[-1] * stage / stages))
+            at = int(np.searchsorted(before, before[-1] * speeds[stage - 1] / speeds[-1]))
             edges.append(min(max(at, edges[-1] + 1), self.count - (stages - stage)))
         return [*edges, self.count]
 
-    def _highest(self, stage: int, within: Within) -> Floats:
+    def _highest(self, stage: int, within: Within, kind: _Kind | None = None) -> Floats:
         """Return the higher line of ranges as this stage, without a time limit; infinity for empty ranges."""
-        return np.where(self._valid(within), np.maximum(*self._lines(stage, _INFINITE, within)), _INFINITE)
+        every, late = self._lines(stage, _INFINITE, within, kind or self.any)
+        return np.where(self._valid(within), np.maximum(every, late), _INFINITE)
 
     def _has_memory(self, step: float) -> bool:
         """Return whether, in `step` seconds, some split recomputes and moves enough to fit all devices."""
-        windows = self._windows(lambda stage, within: np.isfinite(self._held(stage, step, within, _ROUNDING)))
-        if windows is None:
-            return False
-        held = np.zeros(1)
-        for stage, within in enumerate(windows):
-            held = (held[:, None] + self._held(stage, step, within)).min(axis=0)
-        return bool(held[-1] <= sum(self.question.cluster.budgets))
+
+        def held(stage: int, within: Within, kind: _Kind) -> Floats:
+            return self._held(stage, step, within, kind)
+
+        windows = self._windows(
+            lambda stage, within: np.isfinite(self._held(stage, step, within, self.any, _ROUNDING))
+        )
+        return windows is not None and self._least(windows, held, np.add) <= sum(
+            self.question.cluster.budgets
+        )
 
     @property
     def _has_memory_anywhere(self) -> bool:
@@ -279,7 +339,7 @@ class _Bound:
             summed = 0 if self.endless or self.microbatches < 2 else ranges(self.gradients, every)
             possible &= ranges(self.owned, every) + summed <= max(cluster.budgets)
         own = np.where(possible, ranges(self.with_state, every), _INFINITE)
-        kept, held = self.prices.kept(every), np.array([0.0, *[_INFINITE] * self.count])
+        kept, held = self.any.prices.kept(every), np.array([0.0, *[_INFINITE] * self.count])
         for stage in range(question.stages):
             number = in_flight(question.training, stage, question.stages)
             held = (held[:, None] + own + number * kept).min(axis=0)
@@ -313,22 +373,22 @@ class _Bound:
 
     # ---- Time
 
-    def _lines(self, stage: int, step: float, within: Within) -> tuple[Floats, Floats]:
-        """Return the two lines of ranges of blocks as this stage.
+    def _lines(self, stage: int, step: float, within: Within, kind: _Kind) -> tuple[Floats, Floats]:
+        """Return the two lines of ranges of blocks as this stage on a kind of device.
 
         Under an asynchronous schedule both are its work, passes and updates, in a step of `step` seconds.
         """
         if self.endless:
             updates = self.microbatches if self.question.training.schedule == "pipedream" else 1
-            passes = self.microbatches * ranges(self.forward + self.backward, within)
-            result = passes + updates * ranges(self.update, within) * (
+            passes = self.microbatches * ranges(kind.prices.forward + kind.prices.backward, within)
+            result = passes + updates * ranges(kind.prices.update, within) * (
                 1 - self._elsewhere(updates, step, within)
             )
             return result, result
         before, whole = self.forward + self.backward, float(self.forward[-1] + self.backward[-1])
-        work = MicrobatchSeconds(
-            ranges(self.forward, within), ranges(self.backward, within), before[within.starts, None], whole
-        )
+        forward, backward = ranges(kind.prices.forward, within), ranges(kind.prices.backward, within)
+        slower = forward + backward - ranges(before, within)  # than on the fastest kind
+        work = MicrobatchSeconds(forward, backward, before[within.starts, None], whole + slower)
         return lines(self._position(stage), work)
 
     def _position(self, stage: int) -> StageWork:
@@ -353,27 +413,28 @@ class _Bound:
 
     # ---- Memory
 
-    def _held(self, stage: int, step: float, within: Within, rounding: float = 1.0) -> Floats:
+    def _held(self, stage: int, step: float, within: Within, kind: _Kind, rounding: float = 1.0) -> Floats:
         """Return the bytes that devices hold for ranges as this stage, on its device and on lenders.
 
         Memory is lent for the whole run. Infinity if a line is above `step`, or if the bytes that cannot be
         lent exceed the largest device.
         """
-        every, late = self._lines(stage, step, within)
+        every, late = self._lines(stage, step, within, kind)
         if self.endless:
             number = in_flight(self.question.training, stage, self.question.stages)
             windows = self.microbatches / number
-            result = self._in_windows(number, windows, windows, step, step - every, within)
+            result = self._in_windows(number, windows, windows, step, step - every, within, kind)
         else:
             at = self._position(stage)
-            result = self._in_windows(at.in_flight, at.windows, 1, step, step - every, within)
+            result = self._in_windows(at.in_flight, at.windows, 1, step, step - every, within, kind)
             if at.late_windows:
-                later = self._in_windows(at.in_flight, at.late_windows, 0, step, step - late, within)
+                later = self._in_windows(at.in_flight, at.late_windows, 0, step, step - late, within, kind)
                 result = np.maximum(result, later)
         in_time = (every <= step * rounding) & (late <= step * rounding)
-        possible = self._valid(within) & in_time & (result <= self._most * rounding)
+        most = _INFINITE if self.question.means.peers else kind.budget
+        possible = self._valid(within) & in_time & (result <= most * rounding)
         if not self._spills:  # parameters stay on the device all the time
-            possible &= ranges(self.owned, within) <= max(self.question.cluster.budgets) * rounding
+            possible &= ranges(self.owned, within) <= kind.budget * rounding
         return np.where(possible, result, _INFINITE)
 
     def _in_windows(
@@ -384,18 +445,19 @@ class _Bound:
         step: float,
         spare: Floats,
         within: Within,
+        kind: _Kind,
     ) -> Floats:
         """Return the bytes held on average over `windows` windows, each with `number` microbatches in flight.
 
         In `without_gradients` of the windows the stage has no gradients yet. It may recompute for `spare`
         seconds in all windows together.
         """
-        tensors, own = number * self.prices.kept(within), ranges(self.owned, within)
+        tensors, own = number * kind.prices.kept(within), ranges(self.owned, within)
         own = own + ranges(self.gradients, within) * (1 - without_gradients / windows)
         if self.question.training.schedule == "pipedream":
             tensors = tensors + (number - 1) * np.maximum(ranges(self._weights, within), 0.0)
         if self.question.means.recompute != "never":
-            tensors = tensors - self.prices.freed(np.maximum(spare, 0.0) / windows, number, within)
+            tensors = tensors - kind.prices.freed(np.maximum(spare, 0.0) / windows, number, within)
         away = self._host_rate * step / windows if self._host_rate else 0.0
         return np.maximum(tensors + own - away, 0.0 if self._spills else own)
 
@@ -403,11 +465,6 @@ class _Bound:
         """Return a mask of ranges of at least one block."""
         edges = np.arange(self.count + 1)
         return edges[within.starts, None] < edges[within.stops]
-
-    @property
-    def _most(self) -> float:
-        """Largest number of bytes that devices may hold for one stage."""
-        return _INFINITE if self.question.means.peers else max(self.question.cluster.budgets)
 
     @cached_property
     def _weights(self) -> Floats:
@@ -449,6 +506,11 @@ def _rate(cluster: Cluster, one: Member, other: Member) -> float:
         return cluster.route(one, other).bytes_per_second
     except UsageError:
         return 0.0
+
+
+def _whole(prices: BlockPrices) -> float:
+    """Return the seconds of a microbatch through all blocks."""
+    return float(prices.forward[-1] + prices.backward[-1])
 
 
 def _at(edge: int) -> slice:

@@ -8,10 +8,10 @@ memory for one more microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from copy import copy
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from pipefit.planner.options import Means
 from pipefit.planner.problem import Question
 from pipefit.schema.actions import Subject
 from pipefit.schema.decisions import Decision, Run, SavedTensors, State, StateKind, What
-from pipefit.schema.devices import Place
+from pipefit.schema.devices import DeviceKind, Place
 from pipefit.schema.profile import Measurement
 from pipefit.timing import PassSeconds, layer_seconds
 
@@ -48,16 +48,17 @@ EVERYWHERE = Within(slice(0, -1), slice(None))
 
 
 class BlockPrices:
-    """Seconds of blocks on the fastest kinds of device, and the seconds that freeing their bytes costs.
+    """Seconds of blocks, and the seconds that freeing their bytes costs.
 
-    Layers are grouped into a few classes by seconds per byte. A class has the price of its cheapest layer, so
-    that costs never exceed the true cost. Bytes are those of storages that a block makes and saves, which any
-    stage with the block keeps.
+    The seconds are those of some kinds of device, by default all of the cluster, each layer on the fastest
+    kind for it. Layers are grouped into a few classes by seconds per byte. A class has the price of its
+    cheapest layer, so that costs never exceed the true cost. Bytes are those of storages that a block makes
+    and saves, which any stage with the block keeps.
     """
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: Question, kinds: Collection[DeviceKind] = ()) -> None:
         self.question = question
-        forward, backward, update = zip(*_fastest(question), strict=True)
+        forward, backward, update = zip(*_fastest(question, kinds), strict=True)
         update = (*update[:-1], 0.0)  # the loss has no parameters
         self.layers: tuple[float, ...] = forward  # forward seconds of every layer and of the loss
         self.forward, self.backward, self.update = map(self._by_block, (forward, backward, update))
@@ -126,9 +127,42 @@ def ranges(sums: Floats, within: Within = EVERYWHERE) -> Floats:
     return result
 
 
-def _fastest(question: Question) -> list[PassSeconds]:
-    """Return the seconds of every layer and of the loss, each on the cluster's fastest kind for it."""
-    kinds = {device.kind.key: device.kind for device in question.cluster.devices}
+class DevicePrices:
+    """Prices of blocks on every device of a question; devices of one kind share a table."""
+
+    def __init__(self, question: Question) -> None:
+        kinds = {device.kind.key: device.kind for device in question.cluster.devices}
+        numbers = {key: number for number, key in enumerate(kinds)}
+        self._tables = [BlockPrices(question, (kind,)) for kind in kinds.values()]
+        self._numbers = [numbers[device.kind.key] for device in question.cluster.devices]
+        self._kinds = np.array(self._numbers)
+        self._passes = {
+            what: np.array([getattr(table, what) for table in self._tables])
+            for what in ("forward", "backward", "update")
+        }
+
+    def on(self, device: int) -> BlockPrices:
+        """Return the prices on a device."""
+        return self._tables[self._numbers[device]]
+
+    def seconds(
+        self,
+        what: Literal["forward", "backward", "update"],
+        edges: NDArray[np.intp] | Sequence[int],
+        devices: NDArray[np.intp] | Sequence[int],
+    ) -> Floats:
+        """Return the seconds of a pass or an update of every stage between these edges, on its device.
+
+        Of several splits with the same number of stages, both arrays have a column for each.
+        """
+        edges, kinds = np.asarray(edges), self._kinds[np.asarray(devices)]
+        result: Floats = self._passes[what][kinds, edges[1:]] - self._passes[what][kinds, edges[:-1]]
+        return result
+
+
+def _fastest(question: Question, some: Collection[DeviceKind]) -> list[PassSeconds]:
+    """Return the seconds of every layer and of the loss, each on the fastest kind for it."""
+    kinds = {kind.key: kind for kind in some or [device.kind for device in question.cluster.devices]}
     times = [layer_seconds(question.measurement, kind, question.training.dtype) for kind in kinds.values()]
     return [PassSeconds(*map(min, zip(*of_kinds, strict=True))) for of_kinds in zip(*times, strict=True)]
 

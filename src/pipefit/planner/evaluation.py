@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from pipefit.errors import UsageError
 from pipefit.lowering import Compute, schedule_named
 from pipefit.memory import Costs, missing_bytes
-from pipefit.planner.choices import BlockPrices, Floats, Menu, Menus, StageChoice, decisions_of
+from pipefit.planner.choices import DevicePrices, Floats, Menu, Menus, StageChoice, decisions_of
 from pipefit.planner.driver import plan_of
 from pipefit.planner.options import Means
 from pipefit.planner.problem import Question, Split
@@ -62,47 +62,49 @@ class _Step(NamedTuple):
 
 
 class SplitTimer:
-    """Timer for many splits of one question on devices in this order, one numpy row per event.
+    """Timer for many splits of one question into this number of stages, one numpy row per event.
 
     Cost: a microsecond for every action of a step and 200 splits.
     """
 
-    def __init__(self, question: Question, devices: Sequence[int]) -> None:
-        self.question, self._prices = question, BlockPrices(question)
+    def __init__(self, question: Question, stages: int) -> None:
+        self.question, self._prices = question, DevicePrices(question)
         how = question.training
-        self.steps = _in_turn(how.schedule, len(devices), how.microbatches)
+        self.steps = _in_turn(how.schedule, stages, how.microbatches)
         self._edges, costs = np.array(question.edges), question.measurement.costs
         inputs = [cost.inputs for cost in costs]
         self._forward = np.array([float(sum(value.nbytes for value in own)) for own in inputs])
         self._backward = np.array([float(sum(v.nbytes for v in own if v.has_gradient)) for own in inputs])
-        self._routes = {
-            (one, other): question.cluster.route(Member.device(devices[one]), Member.device(devices[other]))
-            for stage in range(1, len(devices))
-            for one, other in ((stage - 1, stage), (stage, stage - 1))
-        }
 
     @staticmethod
-    def of(question: Question, split: Split) -> SplitTimer | None:
-        """Return the timer of a split's devices; None for asynchronous schedules or unconnected devices."""
-        try:
-            return None if question.training.endless else SplitTimer(question, split.devices)
-        except UsageError:
-            return None
+    def of(question: Question, stages: int) -> SplitTimer | None:
+        """Return the timer of splits into `stages`; None for asynchronous schedules."""
+        return None if question.training.endless else SplitTimer(question, stages)
 
     def work(self, splits: int) -> int:
         """Return the work of timing this many splits, in new actions of a simulation."""
         return len(self.steps) * (1 + splits // _SPLITS) // _STEPS
 
     def seconds(self, splits: Sequence[Split]) -> Floats:
-        """Return the seconds of a step of each split."""
-        edges: _Ints = np.array([split.edges for split in splits]).T
-        return self._through(
-            edges, dict(zip((Kind.FORWARD, Kind.BACKWARD), self._passes(edges), strict=True))
-        )
+        """Return the seconds of a step of each split.
 
-    def _through(self, edges: _Ints, passes: dict[Kind, Floats]) -> Floats:
+        Raises:
+            UsageError: no link joins the devices of two neighbouring stages.
+        """
+        edges: _Ints = np.array([split.edges for split in splits]).T
+        devices: _Ints = np.array([split.devices for split in splits]).T
+        passes = {
+            Kind.FORWARD: self._prices.seconds("forward", edges, devices),
+            Kind.BACKWARD: self._prices.seconds("backward", edges, devices),
+        }
+        update = self._prices.seconds("update", edges, devices)
+        return self._through(passes, self._sent(edges, devices), update)
+
+    def _through(
+        self, passes: dict[Kind, Floats], sent: dict[tuple[bool, int], Floats], update: Floats
+    ) -> Floats:
         """Return the time at which the last stage of each split ends."""
-        sent, now = self._sent(edges), list(np.zeros(edges[1:].shape))
+        now = list(np.zeros(update.shape))
         posted, ended = dict[_Message, Floats](), dict[_Message, Floats]()
         for stage, kind, message, waits in self.steps:
             if kind is not None:
@@ -113,25 +115,22 @@ class SplitTimer:
                 ended[message] = np.maximum(posted.pop(message), now[stage]) + sent[message[:2]]
             elif message is not None:
                 posted[message] = now[stage]
-        update: Floats = self._prices.update[edges]
-        result: Floats = np.max(np.array(now) + np.diff(update, axis=0), axis=0)
+        result: Floats = np.max(np.array(now) + update, axis=0)
         return result
 
-    def _passes(self, edges: _Ints) -> tuple[Floats, Floats]:
-        """Return the seconds of a forward and of a backward, for every stage and split."""
-        forward, backward = (
-            np.diff(times[edges], axis=0) for times in (self._prices.forward, self._prices.backward)
-        )
-        return forward, backward
-
-    def _sent(self, edges: _Ints) -> dict[tuple[bool, int], Floats]:
+    def _sent(self, edges: _Ints, devices: _Ints) -> dict[tuple[bool, int], Floats]:
         """Return the seconds of the messages to every stage, forward and backward."""
         result = dict[tuple[bool, int], Floats]()
-        for (source, target), route in self._routes.items():
-            forward = source < target
-            cut = self._edges[edges[max(source, target)]]
-            nbytes = (self._forward if forward else self._backward)[cut]
-            result[forward, target] = route.latency_seconds + nbytes / route.bytes_per_second
+        for stage in range(1, len(devices)):
+            cut = self._edges[edges[stage]]
+            for source, target, nbytes in (
+                (stage - 1, stage, self._forward[cut]),
+                (stage, stage - 1, self._backward[cut]),
+            ):
+                pairs = zip(devices[source].tolist(), devices[target].tolist(), strict=True)
+                routes = [self.question.cluster.route(*map(Member.device, pair)) for pair in pairs]
+                latency, rate = np.array([route[1::-1] for route in routes]).T
+                result[source < target, target] = latency + nbytes / rate
         return result
 
 
@@ -288,7 +287,6 @@ class Evaluator:
         self._short = replace(question, training=_shortened(question, pinned=self.pinned))
         steps = 1 if self._is_short and question.training.endless else None
         self._parts = Parts(Costs(question.measurement, self._short.training), steps)
-        self._timers: dict[tuple[int, ...], SplitTimer | None] = {}  # by devices
         self._simulated: dict[Candidate, Evaluation] = {}  # shared by all evaluators restricted from one
         self.known: dict[Candidate, Evaluation | None] = {}
         self.work = 0  # new actions requested, and equivalent work
@@ -345,18 +343,21 @@ class Evaluator:
         return made if self.question.means.ahead else tuple(replace(decision, ahead=0) for decision in made)
 
     def at_once(self, splits: Sequence[Split]) -> list[float] | None:
-        """Return the seconds of the first step of splits on the same devices; None if they are unknown.
+        """Return the seconds of the first step of splits; None if they are unknown.
 
         The splits keep everything, and no transfer waits for the wires of another one.
         """
-        devices = splits[0].devices
-        if devices not in self._timers:
-            self._timers[devices] = None if self.pinned else SplitTimer.of(self._short, splits[0])
-        timer = self._timers[devices]
-        if timer is None:
+        if self._timer is None:
             return None
-        self.work += timer.work(len(splits))
-        return [*map(float, timer.seconds(splits))]
+        self.work += self._timer.work(len(splits))
+        try:
+            return [*map(float, self._timer.seconds(splits))]
+        except UsageError:  # no link joins the devices of neighbouring stages
+            return None
+
+    @cached_property
+    def _timer(self) -> SplitTimer | None:
+        return None if self.pinned else SplitTimer.of(self._short, self.question.stages)
 
     def kept(self, split: Split) -> Candidate:
         """Return the candidate of a split that keeps everything."""

@@ -21,115 +21,14 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from pipefit.planner.balance import DOUBLE, interchangeable
 from pipefit.planner.bounds import MicrobatchSeconds, highest_line, host_rates, in_flight, position_of
-from pipefit.planner.choices import KEPT, TO_HOST, TO_PEERS, BlockPrices, Floats, Menu, StageChoice, ranges
-from pipefit.planner.closed_forms.bands import Band, stage_peak
+from pipefit.planner.choices import KEPT, TO_HOST, TO_PEERS, DevicePrices, Menu, StageChoice
 from pipefit.planner.driver import range_peak
 from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
 from pipefit.planner.options import Means
-from pipefit.planner.problem import Question, Split
+from pipefit.planner.problem import Split
 from pipefit.schema.devices import Place
-
-# ---- Balanced splits
-#
-# The time split balances forward and backward, the exact planner's split balances peaks. Between them are
-# splits whose early stages, which hold the most microbatches, get fewer blocks because their recomputation
-# takes time too.
-
-_POWER = 12.0
-_MISSING = (
-    1e3  # multiple of the seconds of all blocks, for each share of the budget by which a range is too large
-)
-_AWAY = 2.0
-DOUBLE = 2  # number of blocks whose optimizer state is on the device during an update
-
-
-class Balance:
-    """Estimates of the seconds of all ranges of blocks as stages, with stage s on `devices[s]`.
-
-    For every range and stage: seconds of forward, backward, and the recomputation that remains after the host
-    has taken the allowed part of its link. Dynamic programming finds the split with the most even seconds, by
-    the sum of their 12th powers, in which the largest dominate.
-
-    Cost: that of the lower bound; a few hundredths of a second for 128 blocks in 8 stages.
-    """
-
-    def __init__(self, question: Question, devices: Sequence[int]) -> None:
-        self.question, self.prices, self._devices = question, BlockPrices(question), tuple(devices)
-        self.passes = ranges(self.prices.forward + self.prices.backward)
-        self._known: dict[int, Floats] = {}
-        self.valid = np.arange(question.blocks)[:, None] < np.arange(question.blocks + 1)
-
-    def split(self, host: float, *, states: bool = False) -> Split:
-        """Return the most even split if offloading may use the part `host` of the host's link.
-
-        With `states` the host has all optimizer state except that of the blocks being updated.
-        """
-        count, stages = self.question.blocks, self.question.stages
-        even = float(self.passes[0, -1]) / stages or 1.0
-        reached, came = np.full(count + 1, np.inf), list[np.ndarray[tuple[int], np.dtype[np.intp]]]()
-        reached[0] = 0.0
-        for stage in range(stages):
-            cost = np.where(self.valid, (self._seconds(stage, host, states) / even) ** _POWER, np.inf)
-            total = reached[:-1, None] + cost
-            came.append(total.argmin(axis=0))
-            reached = total.min(axis=0)
-        edges = [count]
-        for before in reversed(came):
-            edges.append(int(before[edges[-1]]))
-        return Split(tuple(reversed(edges)), self._devices)
-
-    def _seconds(self, stage: int, host: float, states: bool) -> Floats:
-        """Return the seconds of a microbatch for every range as this stage; missing memory adds a penalty."""
-        held = self._in_flight[stage]
-        budget = self.question.cluster.budgets[self._devices[stage]]
-        need = self._peaks(stage) - budget - (self._away if states else 0.0)
-        need = np.where(need > 0, need + self._largest, 0.0)
-        moved = self._rates[stage] * host * self.passes * max(0.0, held - _AWAY)
-        left = np.maximum(need - moved, 0.0)
-        missing = np.maximum(left - held * self._kept, 0.0) / budget
-        recomputed = self.prices.seconds(left, held) / held
-        return self.passes + recomputed + missing * _MISSING * float(self.passes[0, -1])
-
-    def _peaks(self, stage: int) -> Floats:
-        """Return the peak of every range that keeps everything."""
-        if stage not in self._known:
-            blocks = self.question.blocks
-            peaks = stage_peak(self._band, self.question.surroundings(stage))
-            result = self._known[stage] = np.zeros_like(self.passes)
-            for start in range(blocks):
-                result[start, start + 1 :] = peaks[: blocks - start, start]
-        return self._known[stage]
-
-    @cached_property
-    def _band(self) -> Band:
-        return self.question.ranges.band(self.question.blocks, estimated=True)
-
-    @cached_property
-    def _kept(self) -> Floats:
-        return self.prices.kept()
-
-    @cached_property
-    def _largest(self) -> float:
-        """Bytes of the block that keeps the most; they exist once more while the block is recomputed."""
-        return max(float(self._kept[n, n + 1]) for n in range(self.question.blocks))
-
-    @cached_property
-    def _away(self) -> Floats:
-        """Offloaded optimizer state of every range: all but twice that of the largest block."""
-        state = ranges(self.question.ranges.state[np.array(self.question.edges)].astype(float))
-        each = max(float(state[n, n + 1]) for n in range(self.question.blocks))
-        return np.maximum(state - DOUBLE * each, 0.0)
-
-    @cached_property
-    def _in_flight(self) -> list[int]:
-        stages = self.question.stages
-        return [in_flight(self.question.training, stage, stages) for stage in range(stages)]
-
-    @cached_property
-    def _rates(self) -> list[float]:
-        return host_rates(self.question.cluster, self._devices)
-
 
 # ---- Filling
 
@@ -266,17 +165,22 @@ class Filler:
 
     def fewest_seconds(self, split: Split) -> float:
         """Return a lower bound of the seconds of a split's step, whatever its memory choices."""
-        how, forward, backward = self.question.training, self._prices.forward, self._prices.backward
-        before, whole = forward + backward, float(forward[-1] + backward[-1])
-        result = [0.0]
-        for stage, (start, stop) in enumerate(pairwise(split.edges)):
-            if how.endless:
-                result.append(how.microbatches * float(before[stop] - before[start]))
-                continue
-            at = position_of(how.schedule, stage, len(split.devices), how.microbatches)
-            passes = forward[stop] - forward[start], backward[stop] - backward[start]
-            result.append(float(highest_line(at, MicrobatchSeconds(*passes, before[start], whole))))
-        return max(result)
+        how = self.question.training
+        forward = self._prices.seconds("forward", split.edges, split.devices)
+        backward = self._prices.seconds("backward", split.edges, split.devices)
+        each = forward + backward
+        if how.endless:
+            return how.microbatches * float(each.max())
+        before, whole = np.concatenate([[0.0], np.cumsum(each)]), float(each.sum())
+        return max(
+            float(
+                highest_line(
+                    position_of(how.schedule, stage, len(each), how.microbatches),
+                    MicrobatchSeconds(forward[stage], backward[stage], before[stage], whole),
+                )
+            )
+            for stage in range(len(each))
+        )
 
     def keeps(self, split: Split) -> bool:
         """Return whether every stage of a split fits its device without freeing memory."""
@@ -303,8 +207,14 @@ class Filler:
         return in_flight(self.question.training, stage, len(split.devices))
 
     @cached_property
-    def _prices(self) -> BlockPrices:
-        return BlockPrices(self._asked)
+    def groups(self) -> dict[int, int]:
+        """Number of every device's group of interchangeable devices."""
+        groups = enumerate(interchangeable(self.question))
+        return {device: number for number, group in groups for device in group}
+
+    @cached_property
+    def _prices(self) -> DevicePrices:
+        return DevicePrices(self._asked)
 
     def host_bytes(self, setting: FillingSetting, stage: int) -> tuple[float, float]:
         """Return the bytes of a microbatch that a stage may offload to the host.
@@ -312,8 +222,9 @@ class Filler:
         The first number is for its forward only, the second for both passes. Devices that share a wire to the
         host share its capacity.
         """
-        start, stop = list(pairwise(setting.split.edges))[stage]
-        forward, backward = (float(t[stop] - t[start]) for t in (self._prices.forward, self._prices.backward))
+        edges, devices = setting.split.edges[stage : stage + 2], setting.split.devices[stage : stage + 1]
+        forward = float(self._prices.seconds("forward", edges, devices)[0])
+        backward = float(self._prices.seconds("backward", edges, devices)[0])
         rate = self.rates(setting)[stage] * setting.host[stage]
         return rate * forward, rate * (forward + backward)
 

@@ -3,8 +3,9 @@
 First, hosts that have optimizer state update that of some stages, of all, or a part of each stage's. Then
 stages come in the order of need: those whose devices lack bytes, then those that compute the largest part of
 a step. For each stage, a block goes to a neighbour, the host's link is used more or less, and more or fewer
-recomputations come ahead. Better means fewer missing bytes, then fewer seconds, then a lower peak. (Relieve
-the bottleneck first: Aceso, EuroSys 2024.)
+recomputations come ahead. At last, stages swap devices that differ, with or without their blocks, or take
+unused ones. Better means fewer missing bytes, then fewer seconds, then a lower peak. (Relieve the bottleneck
+first: Aceso, EuroSys 2024.)
 
 If a plan keeps everything and its transfers do not wait for each other, all changes are timed at once
 (`planner.evaluation`), and changes that are not faster are not simulated.
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import cached_property, lru_cache
-from itertools import combinations, pairwise, permutations, product
+from itertools import accumulate, combinations, pairwise, permutations, product
 from typing import NamedTuple
 
 import numpy as np
@@ -484,6 +485,36 @@ def _improvement_neighbours(filler: Filler, filled: Filled) -> Iterator[FillingS
         yield from _narrower(setting, stage)
         yield from _host(setting, stage)
         yield from _early(setting, stage, sum(map(bool, result.candidate.choices[stage].recipes)))
+    yield from _placed(filler, setting)
+
+
+def _placed(filler: Filler, setting: FillingSetting) -> Iterator[FillingSetting]:
+    """Yield settings with two stages' devices swapped, with or without their blocks, and with unused devices.
+
+    Devices that are interchangeable stay.
+    """
+    groups, (edges, devices, _) = filler.groups, setting.split
+    if not filler.question.means.mapping or len(set(groups.values())) == 1:
+        return
+    widths = [stop - start for start, stop in pairwise(edges)]
+    for one, other in combinations(range(len(devices)), 2):
+        if groups[devices[one]] != groups[devices[other]]:
+            swapped = _swapped_pair(devices, one, other)
+            yield setting._replace(split=Split(edges, swapped))
+            if widths[one] != widths[other]:
+                moved = (0, *accumulate(_swapped_pair(widths, one, other)))
+                yield setting._replace(split=Split(moved, swapped))
+    unused = {groups[device]: device for device in sorted(groups) if device not in devices}
+    for stage, device in product(range(len(devices)), unused.values()):
+        if groups[device] != groups[devices[stage]]:
+            placed = (*devices[:stage], device, *devices[stage + 1 :])
+            yield setting._replace(split=Split(edges, placed))
+
+
+def _swapped_pair(of: Sequence[int], one: int, other: int) -> tuple[int, ...]:
+    result = [*of]
+    result[one], result[other] = result[other], result[one]
+    return tuple(result)
 
 
 def _narrower(setting: FillingSetting, stage: int) -> Iterator[FillingSetting]:

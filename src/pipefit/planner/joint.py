@@ -4,8 +4,9 @@ It minimises the simulated seconds of a step over splits, devices and memory dec
 every device and every host at every instant by the exact ledger.
 
     1. Fill several splits (`planner.filling`): those of other planners, and even ones whose early stages have
-       fewer blocks because they recompute more; with stages spread over the wires to hosts
-       (`planner.improvement`), and in the order of the devices.
+       fewer blocks because they recompute more (`planner.balance`); with the most even order of unequal
+       devices, with stages spread over the wires to hosts (`planner.improvement`), and in the order of the
+       devices.
     2. Improve the best of them by small changes (`planner.improvement`).
     3. Lend the memory that devices have left, if that is faster (`planner.mapping`).
     4. Polish the choices of single blocks, and leave out unneeded techniques (`planner.improvement`).
@@ -31,15 +32,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+from pipefit.planner.balance import Balance, differ
 from pipefit.planner.baselines.bisection import bisection
 from pipefit.planner.baselines.mpress import MpressOptions, compacted
 from pipefit.planner.baselines.simple import first_last, parameters, time, uniform
 from pipefit.planner.bounds import step_bound
 from pipefit.planner.evaluation import Budget, Evaluation, Evaluator
 from pipefit.planner.exact import exact
-from pipefit.planner.filling import Balance, Filled, Filler, FillingSetting, States
+from pipefit.planner.filling import Filled, Filler, FillingSetting, States
 from pipefit.planner.improvement import improved, polished, spared, spread
 from pipefit.planner.mapping import with_peers
 from pipefit.planner.options import Means
@@ -277,20 +279,39 @@ def _polished(evaluator: Evaluator, found: Evaluation, bound: float) -> Evaluati
 def _best_start(filler: Filler, best: Filled | None, others: Sequence[Split]) -> Filled:
     """Return the best of all splits, each kept or filled, and of `best`.
 
-    Orders of the devices: stages spread over the wires to hosts, and stage s on device s.
+    Orders of the devices: the most even one of unequal devices, stages spread over the wires to hosts, and
+    stage s on device s.
     """
     question, pinned = filler.question, filler.evaluator.pinned
-    natural = question.in_order(()).devices
-    orders = [*dict.fromkeys((natural if pinned else spread(question), natural))]
-    for devices in orders:
-        splits = [split if len(question.classes) > 1 else Split(split.edges, devices) for split in others]
-        budget = Budget(filler.evaluator, _FILLING // len(orders))
-        best = _best_in_order(filler, best, splits, Balance(question, devices), budget)
+    natural, classes = question.in_order(()).devices, len(question.classes)
+    ways = list[tuple[_Evenly, list[Split]]]()
+    if question.means.mapping and not pinned and differ(question):
+        evenly = Balance(question).arranged
+        first = evenly(0.0)
+        ways.append((evenly, [first, *(_at(first.devices, others) if classes == 1 else ())]))
+    for devices in dict.fromkeys((natural if pinned else spread(question), natural)):
+        own = _at(devices, others) if classes == 1 else [*others]
+        ways.append((Balance(question, devices).split, own))
+    for evenly, splits in ways:
+        budget = Budget(filler.evaluator, _FILLING // len(ways))
+        best = _best_in_order(filler, best, splits, evenly, budget)
     return filler.evaluator.refuse() if best is None else best
 
 
+def _at(devices: tuple[int, ...], splits: Sequence[Split]) -> list[Split]:
+    """Return splits with the same cuts on these devices."""
+    return [Split(split.edges, devices) for split in splits]
+
+
+class _Evenly(Protocol):
+    """A function that returns the most even split if offloading may use a part of the host's link."""
+
+    def __call__(self, host: float, *, states: bool = False) -> Split:
+        """Return the split; with `states` the host has the optimizer state."""
+
+
 def _best_in_order(
-    filler: Filler, best: Filled | None, others: Sequence[Split], balance: Balance, budget: Budget
+    filler: Filler, best: Filled | None, others: Sequence[Split], evenly: _Evenly, budget: Budget
 ) -> Filled | None:
     """Return the best of these splits, of even splits with their order of devices, and of `best`.
 
@@ -303,10 +324,10 @@ def _best_in_order(
     if best is None or not best.found.fits or not _keeps(best):
         parts = _HOST_PARTS if means.host else _HOST_PARTS[-1:]
         if means.host or means.recompute != "never":
-            best = _best_of(filler, [balance.split(host) for host in parts], best, budget)
+            best = _best_of(filler, [evenly(host) for host in parts], best, budget)
         splits = [
-            *(balance.split(host, states=True) for host in parts[:2]),
-            balance.split(parts[0]),
+            *(evenly(host, states=True) for host in parts[:2]),
+            evenly(parts[0]),
             *others[:2],
         ]
         for states, updated in _STATES if means.state and means.host else ():
