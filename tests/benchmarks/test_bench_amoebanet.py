@@ -79,6 +79,7 @@ def found(recompute: Recompute) -> Comparison:
     return compare(JOB, 40, recompute, splitters(lambda _: FRONT_HEAVY), costs, once=("time",))
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize("recompute", OFTEN)
 def test_ours_is_the_emptiest_and_the_largest(recompute: Recompute) -> None:
     """No partitioner has a lower peak at one F, nor a larger F, than ours; all are listed, ours first."""

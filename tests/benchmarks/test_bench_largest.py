@@ -75,6 +75,7 @@ def found(recompute: Recompute) -> list[Largest]:
     return compare(JOB, splitters(lambda _: FRONT_HEAVY), recompute, RUNS)
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize("recompute", OFTEN)
 def test_ours_trains_the_largest(recompute: Recompute) -> None:
     """Under no partitioner does a larger F train than under ours; all are listed, ours first."""

@@ -10,6 +10,7 @@ from sampled import sampled
 SMALL = {"layers": 4, "hidden": 32, "heads": 2, "sequence": 16, "vocabulary": 100}
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize("recompute", sampled(["never", "always"], often=["never"]))
 def test_the_fake_profile_takes_no_run_and_is_exact(recompute: str) -> None:
     """For a GPT of few layers on three devices our predictor is right in every split, and trimmed runs are

@@ -73,6 +73,7 @@ def test_every_program_is_simulated_and_described(few: dict[str, tuple[Plan, Pro
     assert bench.line(rows[0]).endswith("us per action")
 
 
+@pytest.mark.gallery
 def test_two_versions_take_turns() -> None:
     """One checkout is compared with itself: every reading of both programs, in seconds, and their ratio."""
     rows = least_seconds(Path(__file__).parents[2], 1)

@@ -75,6 +75,7 @@ def real(recompute: Recompute) -> bench.RealRuns:
     return bench.real_runs(setting(recompute), 3, seed=1)
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize("recompute", OFTEN)
 def test_composed_peaks_are_those_of_whole_dry_runs(recompute: Recompute) -> None:
     """Composed peaks of every fourth split are exact on every device; fewer splits were run

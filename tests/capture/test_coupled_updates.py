@@ -120,6 +120,7 @@ def test_more_stages_are_refused_with_the_reason() -> None:
     assert any("one block, because the optimizer" in remark for remark in made.provenance.remarks)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])
 def test_replicas_have_it_too(shard: Sharding) -> None:
     """Each replica has all parameters, or one replica owns them all."""

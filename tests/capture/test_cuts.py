@@ -206,6 +206,7 @@ def test_what_is_computed_from_parts_is_computed_once() -> None:
     assert [layer.name for layer in found.layers] == ["joint", "matmul", "out"]
 
 
+@pytest.mark.gallery
 def test_granularity_changes_no_number() -> None:
     """Layers, the layers that draw random numbers, and their costs are the same; only blocks differ."""
 

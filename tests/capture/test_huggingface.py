@@ -29,6 +29,7 @@ BLOCKS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", sampled(TINY, often=("gpt2", "llama", "t5", "vit")))
 def test_blocks_are_found(name: str) -> None:
     """The blocks of every kind of architecture are found, and the chain ends in the model's own loss."""

@@ -75,6 +75,7 @@ def test_a_hidden_module_may_be_frozen() -> None:
     assert same_as_plain(task)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "model", [forgetful.ReadingData, forgetful.Settling, forgetful.doubled, forgetful.hooked]
 )

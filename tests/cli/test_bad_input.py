@@ -447,7 +447,7 @@ def test_a_working_directory_that_is_gone_is_told(
         )
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.gallery)])
 def test_no_output_is_cut_off_in_silence(unbuffered: str, folder: Path, tmp_path: Path) -> None:
     """Output that a file cannot hold gives code 6, and a pipe without a reader code 1, silently; also if
     Python writes without a buffer, as in many containers. Lost stderr output leaves the code unchanged.

@@ -140,6 +140,7 @@ def test_the_smallest_cluster(grow: str, capsys: pytest.CaptureFixture[str]) -> 
     assert not found["best"]["certified"]
 
 
+@pytest.mark.gallery
 def test_the_answer_says_how_devices_share_stages(capsys: pytest.CaptureFixture[str]) -> None:
     """All devices are used in the requested number of replicas or shards."""
     line = f"fit {MODEL} --cluster emulated:2x64KiB --batch-size 4 --grow classes --to 1 --no-certify --planner exact"

@@ -89,6 +89,7 @@ def held(plan: Plan) -> list[tuple[bool, int, bool]]:
     ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
 def test_megatrons_layout_has_every_stage_of_the_plan(stages: int) -> None:
     """Embedding, decoder blocks and head are on the same stage as in the plan."""

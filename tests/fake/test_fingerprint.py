@@ -143,6 +143,7 @@ def whole(task: Task, chain: Chain, made: ModelProfile) -> Fingerprinted:
     return with_loss(fingerprint(task, chain), chain, made.measurements[0])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", sampled([*SMALL, *HAND_WRITTEN], often=["tied", "quantised", *HAND_WRITTEN]))
 def test_it_is_the_same_for_every_size_and_device(name: str) -> None:
     """Profiles for two samples or four, for CPU or CUDA, and of real tensors have one fingerprint; sizes
@@ -201,7 +202,7 @@ SIZED: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("operation", SIZED.values(), ids=SIZED)
 def test_no_operation_depends_on_how_many_samples_there_are(operation: Callable[[Tensor], Tensor]) -> None:
     """A profile may hold all sizes, with the same layers: one sample, with contiguous parts, or three."""
@@ -223,6 +224,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_no_loss_depends_on_how_many_samples_there_are(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Functions of torch that the loss calls are equal for every size, whichever kernels they run."""
@@ -272,6 +274,7 @@ def test_modules_on_the_meta_device_have_that_of_real_ones(task: Task) -> None:
     assert of(task, device="meta") == of(task, device="cpu") == of(task)
 
 
+@pytest.mark.gallery
 def test_it_is_the_same_in_every_process() -> None:
     """Another process, with other hash randomisation, prints the same fingerprint."""
     program = (

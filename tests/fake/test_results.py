@@ -70,7 +70,7 @@ def trained(target: Target, name: str, optimizer: str) -> list[object]:
     return diary.pages
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "optimizer"), list(zip(MODELS, cycle(OPTIMIZERS), strict=False)))
 @pytest.mark.parametrize("target", TARGETS)
 def test_training_does_the_same(

@@ -268,6 +268,7 @@ class Reshaping(nn.Module):
         return self.operation(self.linear(x)).sum()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("operation", "derived"),
     [

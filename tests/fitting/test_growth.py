@@ -301,6 +301,7 @@ def test_shards_make_a_wider_model_fit() -> None:
     assert least.prediction and max(least.prediction.peak_bytes) > demand.cluster.budgets[0]
 
 
+@pytest.mark.gallery
 def test_less_memory_is_enough_with_sequence_parallelism() -> None:
     """Sequence parallelism is tried when shards alone do not fit, with chosen or requested degree, and the
     least memory is the lowest peak of all plans with it.
@@ -621,7 +622,7 @@ def uneven(layers: int) -> Task:
 @pytest.mark.parametrize(
     ("make", "planner"),
     [
-        (deep, "exact"),
+        pytest.param(deep, "exact", marks=pytest.mark.gallery),
         (uneven, "exact"),
         pytest.param(trained, "joint", marks=pytest.mark.gallery),
     ],

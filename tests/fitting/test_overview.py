@@ -218,12 +218,11 @@ def test_little_room_on_gpus_is_tight() -> None:
     `Fits, tightly`: uncounted memory may not fit.
     """
     need = seen(88).here.one.need_bytes
-    for memory_bytes, words in ((need + 1, "Fits, tightly: mlp of"), (88 * KIB, "Fits: mlp of")):
-        cluster = replace(Cluster.emulated((2, memory_bytes)), backend="cuda").reserving([0, 0])
-        found = pipefit.fit(TASK, cluster, microbatches=2)
-        best = found.here.fastest
-        assert best is not None and 0.95 * best.budget_bytes <= best.need_bytes <= best.budget_bytes
-        assert show.text(found).startswith(words)
+    cluster = replace(Cluster.emulated((2, need + 1)), backend="cuda").reserving([0, 0])
+    found = pipefit.fit(TASK, cluster, microbatches=2)
+    best = found.here.fastest
+    assert best is not None and 0.95 * best.budget_bytes <= best.need_bytes <= best.budget_bytes
+    assert show.text(found).startswith("Fits, tightly: mlp of")
 
 
 def test_a_function_of_python_answers_as_the_command_does() -> None:

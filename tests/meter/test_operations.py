@@ -117,7 +117,7 @@ CASES = [(name, 1) for name in OPERATIONS] + [
 ]
 
 
-@pytest.mark.sample(173)
+@pytest.mark.sample(80)
 @pytest.mark.parametrize(("name", "number"), CASES)
 def test_every_operation_takes_what_the_allocator_saw(name: str, number: int) -> None:
     """The meter equals the allocator to the byte, call by call and in total, over real and fake tensors, on
@@ -169,6 +169,7 @@ def compared(families: tuple[str, ...]) -> dict[str, bool]:
     return found
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize("number", sampled([1, 2], often=[1]))
 def test_kernels_of_a_common_laptop_take_what_the_allocator_saw(number: int) -> None:
     """The meter equals the allocator on kernels limited to AVX2: products, convolutions, batch norm,

@@ -55,7 +55,7 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("group", "one_thread")
-@pytest.mark.parametrize("engine", [wrapped, sharded])
+@pytest.mark.parametrize("engine", [pytest.param(wrapped, marks=pytest.mark.gallery), sharded])
 def test_engines_train_the_same_numbers(engine: Callable[[nn.Module], nn.Module]) -> None:
     """A planned module under DistributedDataParallel and fully_shard has bitwise the same parameters."""
 

@@ -161,13 +161,14 @@ def check_seconds(seed: int) -> None:
         assert made.prediction.step_seconds <= NEARLY * best.seconds, (best, budget)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", seeds(4, of=40))
 def test_no_baseline_has_a_lower_peak_than_the_leanest_plan(seed: int) -> None:
     """No baseline has a lower peak than `exact` (all on the devices) or `lean` (state at hosts)."""
     check_peaks(seed)
 
 
-@pytest.mark.parametrize("seed", sampled(range(40), often=(27, 34)))
+@pytest.mark.parametrize("seed", sampled(range(40), often=(27,)))
 def test_no_baseline_that_fits_is_faster(seed: int) -> None:
     """No baseline that fits is faster, for caps from the lowest baseline peak to the highest. Cases include
     messages that estimates leave out, and layers without parameters in buckets with layers whose state is

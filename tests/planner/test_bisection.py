@@ -118,6 +118,7 @@ def test_unlike_devices_are_filled_in_proportion() -> None:
     assert 9 <= made.split[0] <= 11
 
 
+@pytest.mark.gallery
 def test_a_thousand_layers_are_planned() -> None:
     """Long chains need a narrow band of ranges, not all of them; the peak is near the exact one."""
     found, best = both(question_of(vgg_like(1000), 64, "1f1b", 128))

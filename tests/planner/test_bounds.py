@@ -77,14 +77,14 @@ def test_the_bound_is_never_above_the_best_plan(seed: int) -> None:
     never_above(seed, SCHEDULES)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(8))
 def test_it_holds_where_steps_never_end(seed: int) -> None:
     """The bound holds for PipeDream's schedules, up to the steady state."""
     never_above(seed, ENDLESS)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(24, 30))
 def test_it_holds_with_fewer_techniques(seed: int) -> None:
     """The bound holds for plans without recomputation, the host or peers, with only one of them, or with
@@ -167,7 +167,7 @@ def test_what_is_left_out_of_the_tables_changes_nothing(seed: int, monkeypatch: 
     assert found == [bound(case, means) for means, _ in TECHNIQUES]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(10))
 def test_no_decisions_leave_a_device_with_less_than_its_largest_layer(seed: int) -> None:
     """No random decisions (recomputed runs, offloaded tensors and state) leave a device less than its largest

@@ -138,7 +138,7 @@ DRAWING = task_of(lambda: with_between(nn.Dropout(0.3)))
 profiled = cache(partial(profile, microbatch_size=(SIZE, SIZE // 2)))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", COUPLED)
 def test_coupled_samples_have_no_replicas_unless_asked_for(name: str) -> None:
     """The profile says why samples are coupled; a default plan avoids replicas and says so; requested
@@ -158,7 +158,7 @@ def test_coupled_samples_have_no_replicas_unless_asked_for(name: str) -> None:
     )
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", APART)
 def test_replicas_of_other_samples_are_considered(name: str) -> None:
     """Per-sample operations do not count as coupled."""
@@ -196,6 +196,7 @@ def test_draws_of_replicas_are_those_of_smaller_microbatches() -> None:
         assert trainer.step(batch) == pytest.approx(plain.step(batch), rel=1e-5)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("task", [COUPLED["a GAN"][0], COUPLED["a masked mean"][0], APART["plain"], DRAWING])
 def test_default_plans_train_as_a_plain_loop(task: Task) -> None:
     """Default plans train to the losses and weights of a loop over the requested microbatches, for every

@@ -70,6 +70,7 @@ def test_no_plan_has_a_lower_peak_whatever_its_replicas_divide(seed: int) -> Non
     check(seed)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_no_plan_has_a_lower_peak_under_schedules_without_end(schedule: str, seed: int) -> None:
@@ -194,6 +195,7 @@ def test_the_fastest_plan_that_fits_may_divide_state(seed: int) -> None:
             assert made.prediction.step_seconds <= pinned.prediction.step_seconds * 1.0101
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("planner", ["joint", "exact", "capture", "alpa", "uniform", "time"])
 def test_every_planner_gives_replicas_what_they_are_asked_to_divide(planner: str) -> None:
     """Every planner divides the requested state, in one bucket per block for gradients or parameters, and

@@ -102,6 +102,7 @@ def test_exact_is_exhaustive_where_blocks_are_recomputed_by_themselves(seed: int
     assert found.provenance.bound == found.provenance.value
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("schedule", ENDLESS)
 @pytest.mark.parametrize("seed", seeds(25, of=40))
 def test_exact_is_exhaustive_under_endless_schedules(schedule: str, seed: int) -> None:
@@ -133,7 +134,7 @@ def test_exact_is_exhaustive_where_layers_differ_by_orders_of_magnitude(seed: in
     assert found.stages == best.stages
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", seeds(16, of=60))
 def test_exact_is_the_best_of_all_splits_between_blocks(seed: int) -> None:
     """Layers of one block stay on one stage, with any saved and aliased storages; the oracle is the account
@@ -234,6 +235,7 @@ def test_one_device_holds_everything() -> None:
     assert plan.split == (9,)
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("planner", ["exact", "uniform", "time", "joint"])
 @pytest.mark.parametrize("schedule", ENDLESS)
 @pytest.mark.parametrize("seed", range(4))

@@ -125,7 +125,7 @@ def seconds(made: Plan) -> float:
     return made.prediction.step_seconds
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(8))
 def test_the_fastest_plan_is_within_its_bound_of_every_other(seed: int) -> None:
     """No plan with replicas beats the bound, and none of single devices is faster than the answer."""
@@ -221,6 +221,7 @@ def test_degrees_that_are_not_possible_are_refused() -> None:
             plan(profile, cluster, batch_size=12, microbatch_size=6, planner=planner, **options)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("planner", ["joint", "exact"])
 @pytest.mark.parametrize("on_demand", [False, True])
 def test_sizes_that_the_replicas_that_are_asked_for_cannot_divide_are_left_out(

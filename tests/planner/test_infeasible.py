@@ -107,7 +107,7 @@ def test_the_number_of_devices_that_would_fit_fits_and_one_less_does_not(budget:
         asked(exact, chain, devices(*[budget] * (count - 1)), how)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("asked", [{"data": 2}, {"data": 4}, {}])
 @pytest.mark.parametrize("seed", seeds(2, of=4))
 def test_what_would_fit_has_the_replicas_that_are_asked_for(seed: int, asked: dict[str, int]) -> None:

@@ -152,6 +152,7 @@ def test_devices_that_wait_for_the_first_microbatch_count() -> None:
     assert least._replace(endless=True).seconds(3) == pytest.approx(4.0)
 
 
+@pytest.mark.gallery
 def test_a_plan_of_a_long_question_is_near_that_of_the_other_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """For eight different layers on four devices the plan fits, is within its bound, and hardly slower."""
     profile, on = sized(plain(Random(7), 8), *SLICES), devices(*[AMPLE] * 4)

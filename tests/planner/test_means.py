@@ -47,6 +47,7 @@ def used(made: Plan) -> set[str]:
     return moves | ({RECOMPUTE} if recomputes else set())
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("planner", ["joint", "mpress"])
 @pytest.mark.parametrize(
     ("means", "allowed"),
@@ -126,7 +127,7 @@ def allows(more: Means, fewer: Means) -> bool:
     return all(one or not other for one, other in pairs)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("effort", [1.0, 0.01])
 @pytest.mark.parametrize(("seed", "layers"), [(0, 3), (103, 5), (118, 5), (139, 5)])
 def test_what_is_allowed_besides_never_makes_a_plan_slower(seed: int, layers: int, effort: float) -> None:

@@ -166,6 +166,7 @@ def test_a_peer_never_makes_a_plan_of_any_degrees_slower(seed: int, rate: float)
         check(found)
 
 
+@pytest.mark.gallery
 def test_tensors_move_to_devices_that_have_memory_left() -> None:
     """Peers shorten the step in several of these questions, also with replicas, but never over
     a slow link.

@@ -51,7 +51,7 @@ def fed_back(found: ModelProfile) -> list[str]:
     return [name.removeprefix("part.") for name in names]
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("name", "by_hand"), [(n, way) for n, (_, _, ways) in FEEDING_BACK.items() for way in ways]
 )
@@ -68,7 +68,7 @@ def test_buffers_that_feed_back(name: str, by_hand: bool) -> None:
     )
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("name", "by_hand"), [(n, way) for n in OTHERS for way in (False, True) if way or n not in NO_TRACE]
 )

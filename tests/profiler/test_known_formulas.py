@@ -52,6 +52,7 @@ def statistics(b: int, s: int) -> int:
     return 2 * 2 * 4 * b * s
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ["gpt", "bert"])
 def test_a_float16_block_with_score_matrices(name: str, size: tuple[int, int, int, int]) -> None:
@@ -71,6 +72,7 @@ def test_a_float16_block_with_flash_attention(name: str, size: tuple[int, int, i
     assert kept(name, size, "sdpa", "float16") == 34 * s * b * h + statistics(b, s) + 4 * a * s * b + SEEDS
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "precision", ["mixed-float16", pytest.param("mixed-bfloat16", marks=pytest.mark.gallery)]
 )

@@ -164,6 +164,7 @@ SETTINGS = ("layers=1", "hidden=64", "heads=4", "vocabulary=50", "sequence=16")
 SMALL = ["zoo:gpt", *(word for setting in SETTINGS for word in ("--set", setting))]
 
 
+@pytest.mark.gallery
 def test_the_command_profiles_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`--tensor` may be given several times; the saved profile has all degrees, and `--sequences` adds
     sequence-parallel ones; a plan takes the requested ones.

@@ -42,7 +42,7 @@ def alternating(layers: int) -> Task:
     ("make", "wanted"),
     [
         (gpt, (2, ())),
-        (partial(gpt, tied=True, dropout=0.0), (1, ())),
+        pytest.param(partial(gpt, tied=True, dropout=0.0), (1, ()), marks=pytest.mark.gallery),
         (partial(gpt, dropout=0.0), (1, (2,))),
         (tied, (3, ())),
     ],

@@ -91,6 +91,7 @@ MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("edges", [(3,), (2, 4, 5)])
 @pytest.mark.parametrize(("loss", "optimizer"), [(chosen, ADAMW), (besides, MOMENTUM)])
 def test_parameters_without_a_gradient_stay_as_in_plain_training(
@@ -119,6 +120,7 @@ def test_parameters_without_a_gradient_stay_as_in_plain_training(
     assert all(one <= other for one, other in zip(trainer.trace.peak_bytes, told, strict=True))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("shard", "optimizer"), [("none", ADAMW), ("optimizer", ADAMW), ("parameters", MOMENTUM)]
 )

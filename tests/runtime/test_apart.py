@@ -171,6 +171,7 @@ SIZES = [(name, size, microbatches) for name in MIXES for size in (1, 2) for mic
 OFTEN = [("attention bias", 2, 3), ("cat", 1, 3), ("stack of flat ones", 1, 1), ("sum of views", 1, 1)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "size", "microbatches"), sampled(SIZES, often=OFTEN))
 def test_peaks_count_each_gradient_in_memory_of_its_own(name: str, size: int, microbatches: int) -> None:
     """Simulator, dry run, trainer and allocator events agree, on one device and split over several."""
@@ -198,6 +199,7 @@ def test_replicas_divide_and_sum_entwined_gradients(name: str, shard: Any) -> No
     assert peaks.simulated == peaks.dry == peaks.metered == peaks.allocated
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", seeds(3, of=60))
 def test_plans_of_entwined_layers_are_trained_as_they_were_planned(seed: int) -> None:
     """Random plans of layers that share gradients, traced or not, with clipping, offloaded state and

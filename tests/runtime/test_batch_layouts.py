@@ -52,6 +52,7 @@ def peaks(trace: Trace) -> list[list[int]]:
     return [[device.step_peak_bytes(step) for step in range(2)] for device in trace.devices]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_it_is_the_same_model_for_one_sample_and_for_several(layout: Callable[[Tensor], Tensor]) -> None:
     """A local batch of one sample is contiguous and one of several is not; both give the same model."""
@@ -60,6 +61,7 @@ def test_it_is_the_same_model_for_one_sample_and_for_several(layout: Callable[[T
     assert made.fingerprint == profile(task, microbatch_size=1).fingerprint
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("planned", ["one behind the other", "samples inside", "channels last"])
 def test_a_batch_takes_what_its_plan_says_however_it_lies(planned: str) -> None:
     """A loop may pass batches in other layouts than the plan's: bytes and losses are the plan's."""

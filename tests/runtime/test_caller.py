@@ -221,6 +221,7 @@ def test_a_module_made_in_inference_mode_is_refused(part: str) -> None:
         Trainer(replace(task, module=module), plan)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("make", [by_hand, traced])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_an_evaluation_may_be_inside_of_them(make: Callable[[], Task], mode: Callable[[], Any]) -> None:

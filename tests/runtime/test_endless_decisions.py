@@ -126,6 +126,7 @@ def assert_foretold(name: str, schedule: str, seed: int) -> None:
 EVERY = [(name, schedule) for name in TASKS for schedule in ENDLESS]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "schedule"), sampled(EVERY, often=(*EVERY[1::4], *EVERY[2::4]))
 )  # each name once
@@ -175,7 +176,7 @@ def test_a_traced_model_learns_what_it_does_without_decisions(schedule: str) -> 
 # -------------------------------------------------------------------- one plan with everything
 
 
-@pytest.mark.parametrize("schedule", ENDLESS)
+@pytest.mark.parametrize("schedule", sampled(ENDLESS, often=["pipedream-2bw"]))
 def test_workers_do_what_one_process_does(schedule: str) -> None:
     """Workers, over shared memory and during computation, have the losses and memory samples of one process,
     also in the drain.

@@ -137,6 +137,7 @@ def test_more_plans_are_as_told(name: str, schedule: str, seed: int) -> None:
     assert_foretold(name, schedule, seed)
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize("schedule", sampled(ENDLESS, often=["pipedream-2bw"]))
 def test_workers_do_what_one_process_does(schedule: str) -> None:
     """Workers have one process's losses and peaks, for replicas that shard gradients in buckets, all-reduced

@@ -61,6 +61,7 @@ def told(plan: Plan, **options: Any) -> tuple[Trace, bool]:
         return certify(wide(), plan, allocator=DEFAULT, **options), again.called
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_few_microbatches_reserve_what_all_do(found: ModelProfile, schedule: str, seed: int) -> None:
@@ -83,7 +84,7 @@ def test_they_do_in_many_plans(found: ModelProfile, schedule: str, seed: int) ->
     assert told(plan)[0] == told(plan, fold=False)[0]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("schedule", ENDLESS)
 @pytest.mark.parametrize(("split", "microbatches"), [([2, 4], 4), ([2, 2, 2], 9), ([1] * 6, 12), ([6], 3)])
 def test_plain_plans_need_no_second_run(

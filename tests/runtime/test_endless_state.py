@@ -27,6 +27,7 @@ WORDS = ("STEP", "WAIT_STEP", "RELOAD", "WAIT_RELOAD", "OFFLOAD", "WAIT_OFFLOAD"
 FAILING = [(word, schedule) for word in WORDS for schedule in ENDLESS]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("word", "schedule"), sampled(FAILING, often=(*FAILING[::4], *FAILING[3::4])))
 def test_after_an_update_that_failed_training_goes_on_with_what_it_has_reached(
     schedule: str, word: str

@@ -51,6 +51,7 @@ SAMPLE = [("raises", "B1", 0), ("is killed (signal 9)", "save", 1), ("stands sti
 OTHERS = [case for f in FAULTS for p in PLACES for w in (0, 1) if (case := (f, p, w)) not in SAMPLE]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("fault", "place", "worker"), SAMPLE)
 def test_the_culprit_the_step_and_what_is_saved_are_told(
     fault: str, place: str, worker: int, tmp_path: Path

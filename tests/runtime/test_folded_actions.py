@@ -52,7 +52,7 @@ def recomputed(found: ModelProfile, microbatches: int) -> Plan:
     )
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.gallery), 3])
 def test_blocks_that_are_recomputed_separately_are_folded(microbatches: int) -> None:
     """Four of nine recomputed blocks are run, and every sample equals that of the whole dry run."""
     task = gpt(9)
@@ -61,6 +61,7 @@ def test_blocks_that_are_recomputed_separately_are_folded(microbatches: int) -> 
     assert certify(task, plan) == certify(task, plan, fold=False)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("part", "moves"), [(1.0, None), (0.75, None), (1.0, ALL_AWAY)], ids=["all", "some", "away"]
 )

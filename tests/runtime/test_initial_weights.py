@@ -24,6 +24,7 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
+from sampled import sampled
 
 SEED = 5
 
@@ -42,7 +43,9 @@ def plan_of(task: Task, workers: int) -> Plan:
     )
 
 
-@pytest.mark.parametrize("build", [first_weights.by_hand, first_weights.Stack])
+@pytest.mark.parametrize(
+    "build", sampled([first_weights.by_hand, first_weights.Stack], often=[first_weights.Stack])
+)
 def test_only_the_first_worker_holds_the_whole_model(build: type, tmp_path: Path) -> None:
     """Only the first worker holds the whole model: of 128 MiB in eight layers, the other three never exceed
     half at their start.
@@ -73,6 +76,7 @@ def test_replicas_that_divide_parameters_hold_their_own(tmp_path: Path) -> None:
     assert max(grown[1:]) < grown[0] - whole / 2
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", first_weights.BUILDERS)
 def test_the_first_weights_are_those_of_plain_training(name: str, tmp_path: Path) -> None:
     """Initial parameters and buffers are plain training's after a step that changes none, and so is the loss,
@@ -123,7 +127,7 @@ GRIDS: dict[str, tuple[Callable[[], list[nn.Module]], tuple[Grid, ...]]] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("seeded", [False, True])
 def test_a_module_that_exists_is_that_of_the_first_worker(grid: str, seeded: bool) -> None:

@@ -272,7 +272,7 @@ def test_a_fork_server_that_is_killed_at_a_request_is_replaced() -> None:
     assert fork_servers() != [server]
 
 
-@pytest.mark.parametrize("dies", [True, False])
+@pytest.mark.parametrize("dies", [True, pytest.param(False, marks=pytest.mark.gallery)])
 def test_without_the_fork_server_a_worker_ends_as_it_ends(dies: bool) -> None:
     """If the system kills the fork server too, a killed worker's signal is still reported, and a living
     worker trains on.
@@ -400,6 +400,7 @@ def test_a_working_directory_that_is_gone_is_named(tmp_path: Path, monkeypatch: 
         pipefit.train(accidents.make, plan, steps=1)
 
 
+@pytest.mark.gallery
 def test_a_long_path_of_temporary_files_is_no_obstacle(tmp_path: Path) -> None:
     """A TMPDIR longer than a socket's path may be does not prevent training."""
     script, folder = tmp_path / "script.py", tmp_path / ("long" * 30)
@@ -521,6 +522,7 @@ WORK = (
 )
 
 
+@pytest.mark.gallery
 def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
     """A script without a main guard is explained in the last line, after multiprocessing's message about
     bootstrapping.

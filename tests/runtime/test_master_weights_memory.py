@@ -207,6 +207,7 @@ def test_all_accounts_agree_where_stages_do(
     assert {source: found == measured for source, found in accounts(task, plan).items()} == AGREEING
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("optimizer", "split"),
     [

@@ -115,7 +115,7 @@ def test_a_host_without_room_is_refused_before_a_worker_starts(monkeypatch: pyte
         )
 
 
-@pytest.mark.parametrize("split", [[4], [3, 1]])
+@pytest.mark.parametrize("split", [pytest.param([4], marks=pytest.mark.gallery), [3, 1]])
 def test_copies_take_the_time_of_their_link_beside_computing(split: list[int]) -> None:
     """Over a slow link a copy takes at least its seconds; a device idles for less of them if copies run
     during computation. The simulator, given the same link, predicts the faster plan, with one worker and with

@@ -97,6 +97,7 @@ LEFT = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.gallery
 @LEFT
 def test_a_process_that_a_worker_leaves_holds_no_folder(leaving: Training, tmp_path: Path) -> None:
     """The folder of a killed training is free although processes that its model has started still run, as a

@@ -35,6 +35,7 @@ def plan() -> Plan:
     return pipefit.plan(profile, pipefit.load_cluster("emulated:2x1MiB"), batch_size=4, planner="uniform")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("phase", "number"),
     [*SAMPLE, *(pytest.param(*case, marks=pytest.mark.gallery) for case in ALL if case not in SAMPLE)],

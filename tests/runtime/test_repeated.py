@@ -240,7 +240,7 @@ def executed(task: Task, plan: Plan) -> int:
         return len(Shortened.of(task, plan, lower(plan), chain).chain.layers)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("target", "seeds"), [("cpu", (5,)), ("cuda", (8,))])
 @pytest.mark.parametrize("block", sorted(BLOCKS))
 def test_a_folded_dry_run_tells_what_a_whole_one_does(
@@ -261,6 +261,7 @@ def test_values_that_pass_through_the_layers_are_nobodys() -> None:
         assert folds(task, drawn(found, Random(seed)))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adagrad"])
 def test_updates_of_equal_layers_are_folded(optimizer: str) -> None:
     """Updates of equal layers are folded: without state, with state from the first update, and with state
@@ -289,7 +290,9 @@ def test_stages_that_agree_are_folded_in_every_precision(precision: Any) -> None
     "make",
     [
         partial(build, "gpt", layers=5, hidden=32, heads=2, sequence=8, vocabulary=32),
-        partial(hf, "gpt2", **{**TINY["gpt2"], "n_layer": 5}, sequence=8),
+        pytest.param(
+            partial(hf, "gpt2", **{**TINY["gpt2"], "n_layer": 5}, sequence=8), marks=pytest.mark.gallery
+        ),
         pytest.param(
             partial(hf, "llama", **{**TINY["llama"], "num_hidden_layers": 5}, sequence=8),
             marks=pytest.mark.gallery,
@@ -360,6 +363,7 @@ def test_what_can_be_told_apart_is_not_folded() -> None:
         assert folds(task, plan)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "task",
     [

@@ -51,7 +51,7 @@ def random_plan(found: ModelProfile, seed: int, **training: Any) -> Plan:
     )
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", seeds(2, of=4))
 @pytest.mark.parametrize("name", MODELS)
 def test_the_numbers_are_those_of_every_stage_mapped_over_its_slices(
@@ -87,6 +87,7 @@ def test_equal_degrees_train_as_smaller_microbatches_do(profiles: dict[str, Mode
 RANDOM = [(name, seed) for name in MODELS for seed in range(3)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "seed"), sampled(RANDOM, often=[*zip(MODELS, range(3), strict=True)]))
 def test_simulator_dry_run_meter_and_allocator_agree(
     name: str, seed: int, profiles: dict[str, ModelProfile]
@@ -293,6 +294,7 @@ def tabled() -> Task:
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("degrees", [(2, 1), (3, 2), (2, 2)])
 def test_a_value_without_samples_goes_whole_and_once(degrees: tuple[int, int]) -> None:
     """A value without samples is sent whole and once; its gradient returns to the sending replica and is zero

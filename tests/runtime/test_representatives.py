@@ -96,6 +96,7 @@ def assert_told_of_all(task: Any, plan: Plan, **options: Any) -> None:
     assert told == certify(task, plan, fold=False, **options)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", seeds(4, of=60))
 def test_some_devices_tell_what_all_allocate_and_reserve(found: ModelProfile, seed: int) -> None:
     """Every sample by category, and the reserved bytes of every GPU, equal a run of all devices."""
@@ -119,6 +120,7 @@ def test_the_allocator_is_asked_once_for_each_kind(shard: Any) -> None:
     assert asked.call_count == len({device.allocator for device in trace.devices}) < 8
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", seeds(4, of=60))
 def test_some_devices_tell_what_all_hold_on_the_cpu(normed: ModelProfile, seed: int) -> None:
     """Representatives give the bytes of all devices on the CPU, with kernel workspaces and with the versions
@@ -146,6 +148,7 @@ def test_layers_that_share_a_weight_have_one_owner(tied: ModelProfile, seed: int
     assert_told_of_all(replicated("tied"), drawn(tied, seed))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shard", SHARDINGS[1:])
 def test_master_weights_are_their_owners(shard: Any) -> None:
     """Owners hold the float32 copies, and the half-precision gradients that are cast for an update."""
@@ -154,6 +157,7 @@ def test_master_weights_are_their_owners(shard: Any) -> None:
     assert_told_of_all(task, plan)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("degrees", "count"), [([2, 2], 2), ([4, 4], 2), ([2, 1], 2), ([4, 2], 2), ([3, 4], 6)]
 )

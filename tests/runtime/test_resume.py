@@ -67,7 +67,7 @@ SAMPLE = [
 ]
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("schedule", "name"), SAMPLE)
 def test_training_goes_on_as_if_it_had_never_stopped(schedule: str, name: str, tmp_path: Path) -> None:
     """A new trainer with other weights loads a checkpoint and has the losses and state of an uninterrupted

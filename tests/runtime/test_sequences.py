@@ -137,6 +137,7 @@ def test_tied_stages_may_differ_in_it() -> None:
     assert equal(trainer.state_dict(), dict(plain.module.state_dict()), relative=1e-9)
 
 
+@pytest.mark.gallery
 def test_workers_do_what_one_process_does() -> None:
     """Three workers over gloo, two with sequence parallelism, have the losses and peaks of one process."""
     plan = plan_of([0, 4, 6], [(1, 2), (1, 1)], [0])

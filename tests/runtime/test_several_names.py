@@ -68,7 +68,7 @@ def close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float = 2
     )
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_parameter_with_several_names_is_one(name: str, tmp_path: Path) -> None:
     """A parameter with several names trains as one: two steps on two devices, then, from a checkpoint, two on
@@ -113,6 +113,7 @@ def test_master_weights_of_a_parameter_with_several_names_are_one(name: str) -> 
     assert close({key: masters[key] for key in known}, known, 1e-6)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", MODELS)
 def test_numbers_of_parameters_count_each_once(name: str) -> None:
     """A parameter with several names counts once for the largest model and in the table of stages."""

@@ -66,6 +66,7 @@ def parameters(state: dict[str, Tensor]) -> dict[str, Tensor]:
 RANDOM = [(name, seed) for name in MODELS for seed in range(9)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "seed"), sampled(RANDOM, often=[*zip(MODELS, range(3), strict=True)]))
 def test_the_numbers_are_those_of_every_stage_mapped_over_its_slices(name: str, seed: int) -> None:
     """Losses and parameters after three steps equal every stage mapped over its local batches: random draws,
@@ -225,6 +226,7 @@ HOW = [([0, 6], [(1, 1)]), ([0, 3, 6], [(1, 4), (2, 1)]), ([0, 2, 6], [(2, 2), (
 OTHER_DEGREES = [(name, how) for name in ("normed", "dropped") for how in HOW]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "how"), sampled(OTHER_DEGREES, often=[OTHER_DEGREES[0], *OTHER_DEGREES[4:]])
 )

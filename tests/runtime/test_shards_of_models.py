@@ -83,7 +83,7 @@ BESIDE: dict[str, Callable[[], Task]] = {  # models of few or of no products tha
     "hf:swin": lambda: replace(hf("swin", **SWIN), batch=images),
     **{f"hf:{name}": lambda name=name: hf(name, **TINY[name]) for name in ("whisper", "bart")},
 }
-FEW = (("gpt", 1), ("mlp", 2))
+FEW = (("mlp", 2),)
 NORMED = ("resnet", "amoebanet", "hf:resnet")
 EVERY = {**ORDINARY, **GALLERY, **BESIDE, **UNSEEN}
 SEQUENCES = (

@@ -97,7 +97,7 @@ def test_training_goes_on_from_a_checkpoint_whatever_is_away(
             assert step_peaks_of(trainer.trace)[0][-1] == step_peaks_of(whole.trace)[0][-1]
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @EACH
 @pytest.mark.parametrize("at", ["STEP", "RELOAD", "OFFLOAD", "WAIT"])
 def test_after_a_failed_step_everything_is_where_it_was(decisions: tuple[Decision, ...], at: str) -> None:

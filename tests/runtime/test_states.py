@@ -57,7 +57,7 @@ def assert_as_foretold(kind: str, seed: int) -> None:
     assert step_peaks_of(folded) == step_peaks_of(without_agreements(simulate(plan, steps=STEPS)))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_state_is_moved_numbers_and_bytes_are_those_foretold(kind: str) -> None:
     """Losses, parameters, buffers and optimizer state equal a plan without moves bit by bit.
@@ -75,6 +75,7 @@ def test_more_plans_that_move_state_are_as_foretold(kind: str, seed: int) -> Non
     assert_as_foretold(kind, seed)
 
 
+@pytest.mark.sample(3)
 @EACH
 def test_the_allocator_sees_what_state_leaves_and_comes_back(decisions: tuple[Decision, ...]) -> None:
     """The allocator's events have the peaks of the dry run: offloaded state takes no device memory."""

@@ -66,7 +66,7 @@ def assert_as_plain(machine: Machine, kind: str, seed: int) -> None:
         assert_same(state, other.state)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_the_streams_do_first_state_that_moves_is_that_of_plain_training(
     machine: Machine, kind: str
@@ -104,6 +104,7 @@ def test_endless_schedules_on_streams_train_what_threads_do(
     assert_same(one.state, other.state)
 
 
+@pytest.mark.sample(3)
 @EACH
 def test_a_state_that_is_loaded_replaces_what_is_under_way(
     machine: Machine, decisions: tuple[Decision, ...]
@@ -138,7 +139,7 @@ def cloned(state: StageState) -> StageState:
     return StageState({name: tensor.clone() for name, tensor in state.tensors.items()}, kept, masters)
 
 
-@pytest.mark.sample(13)
+@pytest.mark.sample(6)
 @EACH
 @pytest.mark.parametrize("at", ["STEP", "RELOAD", "OFFLOAD", "WAIT"])
 def test_a_failed_step_leaves_nothing_under_way(

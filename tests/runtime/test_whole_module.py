@@ -115,7 +115,7 @@ def used(own: nn.Module, like: nn.Module, folder: Path, *, tolerance: float) -> 
             torch.testing.assert_close(tensor, like.state_dict()[name], rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", PLANS)
 def test_the_module_is_whole_after_every_step(name: str, tmp_path: Path) -> None:
     """After steps, evaluations and saves the module has the numbers of training in place; peaks equal the dry
@@ -199,7 +199,10 @@ def test_what_is_loaded_is_in_the_module(name: str, tmp_path: Path) -> None:
     assert not any(parameter.any() for parameter in own.parameters())
 
 
-@pytest.mark.parametrize("degrees", [{"data": 2, "shard": "parameters"}, {"data": 1, "tensor": 2}])
+@pytest.mark.parametrize(
+    "degrees",
+    [{"data": 2, "shard": "parameters"}, pytest.param({"data": 1, "tensor": 2}, marks=pytest.mark.gallery)],
+)
 def test_a_model_of_hugging_face_is_saved_and_generates(degrees: dict[str, Any], tmp_path: Path) -> None:
     """A Hugging Face model is saved and generates as a model trained as a whole, whatever its stages keep."""
     transformers = pytest.importorskip("transformers")

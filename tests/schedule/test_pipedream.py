@@ -126,6 +126,7 @@ def sizes_of(schedule: str, stages: int) -> list[tuple[int, ...]]:
     return [(stages,) * 4, (stages + 2, stages, 2 * stages, stages + 1)]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("schedule", ENDLESS)
 @pytest.mark.parametrize("stages", sampled(range(1, 9), often=(1, 2, 3, 5, 8)))
 def test_steps_and_drains_of_an_endless_schedule_fit_together(schedule: str, stages: int) -> None:

@@ -227,6 +227,7 @@ def test_a_lowered_1f1b_sends_and_receives_in_both_directions() -> None:
     )
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages", sampled(range(1, 9), often=(1, 2, 3, 5, 8)))
 def test_a_lowered_program_never_deadlocks(schedule: str, stages: int) -> None:

@@ -123,6 +123,7 @@ def unseen_change(broken: pytest.MonkeyPatch) -> None:
     broken.setattr(tracing, "groups", lambda graph: {node: node for node in graph.nodes})
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "fault", [no_sum_backward, no_sum_forward, wrong_slice, wrong_order, bias_twice, unseen_change]
 )

@@ -214,6 +214,7 @@ def test_einstein_sums_are_divided_by_letters() -> None:
     assert stage.shares.flops == 2 * (2 * 2 * LENGTH * 3 * WIDTH * 12)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", DIVIDED)
 def test_what_is_between_two_linear_layers_is_divided(name: str) -> None:
     """Functions between two linear layers are divided: each rank has a part of both weights, numbers equal

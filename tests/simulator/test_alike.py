@@ -127,7 +127,7 @@ def folded(plan: Plan) -> int:
     return 0 if found is None else len(found.devices) - len({*found.devices.values()})
 
 
-@pytest.mark.parametrize("seed", [3, 14])
+@pytest.mark.parametrize("seed", [pytest.param(3, marks=pytest.mark.gallery), 14])
 def test_devices_that_stand_for_others_tell_the_same_floats(seed: int) -> None:
     """Peaks, seconds, utilisation and the times of every device's passes are those of a simulation of all
     devices.
