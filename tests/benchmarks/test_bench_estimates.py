@@ -36,6 +36,7 @@ def test_a_plain_loop_holds_parameters_gradients_adams_two_and_what_an_update_co
     assert 6 << 20 <= trained(task, 1) <= 6.1 * (1 << 20)
 
 
+@pytest.mark.gallery
 def test_gpt2_takes_what_is_predicted_once_its_cache_is_off() -> None:
     """GPT-2's bytes are as predicted, plus the loop's labels and loss; with the cache, each layer's values no
     longer hold its keys and queries: two thirds of their shared storage, less.

@@ -113,6 +113,7 @@ def test_every_place_of_any_split_is_in_a_split_that_is_run() -> None:
     assert needed == run
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize("recompute", OFTEN)
 def test_our_predictor_is_exact_and_chooses_the_best_split(recompute: Recompute) -> None:
     """Our predictor is exact for all splits, so its split has the lowest peak of all."""

@@ -28,6 +28,7 @@ from pipefit.schema.devices import parse_place
 from pipefit.schema.grids import Grid, Stage
 from pipefit.simulator import simulate
 from random_cases import random_plan
+from sampled import sampled
 
 HERE = rf"{Path(__file__).name}:"
 SIZE, COUNT, STEPS, WIDTH = 4, 2, 3, 8
@@ -280,7 +281,7 @@ def plainly(module: nn.Module, *, last_first: bool) -> list[float]:
     return means
 
 
-@pytest.mark.parametrize("ways", WAYS)
+@pytest.mark.parametrize("ways", sampled(WAYS, often=["as assumed"]))
 def test_they_train_as_in_a_plain_loop(ways: str) -> None:
     """Losses, parameters and buffers equal the plain loop's. A device uses the planned memory if all assumed
     branches run, and never more.

@@ -17,6 +17,7 @@ GPT = ["zoo:gpt", "--set", "layers=1", "--set", "hidden=16", "--set", "heads=2",
 GPT += ["--set", "sequence=8", "--set", "dropout=0.0"]
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize(
     "precision", sampled(["master-bfloat16", "master-float16"], often=["master-bfloat16"])
 )

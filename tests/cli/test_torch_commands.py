@@ -190,7 +190,7 @@ def test_a_plan_for_another_model_is_refused(folder: Path, capsys: pytest.Captur
         assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("runs", ["incremental", "trimmed"])
+@pytest.mark.parametrize("runs", ["incremental", pytest.param("trimmed", marks=pytest.mark.gallery)])
 def test_training_runs_make_the_additive_planner_possible(
     runs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

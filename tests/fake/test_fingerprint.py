@@ -239,6 +239,7 @@ HF = {
 }
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize(
     "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.gallery) for name in ("t5", "mixtral"))]
 )

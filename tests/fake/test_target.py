@@ -270,6 +270,7 @@ def test_cuda_target_leaves_real_training_alone() -> None:
         nn.Linear(2, 2)(torch.randn(2, 2)).sum().backward()
 
 
+@pytest.mark.gallery
 def test_cpu_target_fills_no_device_slot() -> None:
     """Only the cuda target registers a backend; a second one changes nothing; backward may have run
     before.

@@ -479,6 +479,7 @@ def test_mistakes_are_told_and_not_searched_around() -> None:
         find(setting("width", wide, PAIR, range(1, 100, 2)))
 
 
+@pytest.mark.gallery
 def test_a_dry_run_is_believed_before_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """If dry runs were a quarter higher than plans, the answer would be smaller and still fit
     in its dry run.

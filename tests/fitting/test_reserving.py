@@ -174,7 +174,7 @@ def test_a_task_is_held_against_its_process_from_python() -> None:
         assert not unchecked.prediction.processes
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.gallery)])
 def test_where_another_plan_fits_that_one_is_found(schedule: str) -> None:
     """A device with room only for the tensors of the best split gets fewer layers, if others have room for
     more.

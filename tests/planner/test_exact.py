@@ -180,7 +180,7 @@ def test_a_heavy_layer_leaves_the_others_balanced() -> None:
     assert found.stages == best.stages
 
 
-@pytest.mark.parametrize("seed", seeds(2, of=15))
+@pytest.mark.parametrize("seed", seeds(1, of=15))
 def test_no_split_is_below_the_bound(seed: int) -> None:
     """Bound and value are the peak of the fullest device, by the account; no split in any order has less."""
     rng = Random(seed)

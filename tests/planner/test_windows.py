@@ -26,7 +26,7 @@ def question(seed: int, schedule: str, blocks: int, stages: int) -> Question:
     )
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("seed", seeds(12, of=40))
 def test_no_split_is_excluded_at_the_level_that_it_reaches(seed: int, schedule: str) -> None:

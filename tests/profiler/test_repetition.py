@@ -43,7 +43,7 @@ def alternating(layers: int) -> Task:
     [
         (gpt, (2, ())),
         pytest.param(partial(gpt, tied=True, dropout=0.0), (1, ()), marks=pytest.mark.gallery),
-        (partial(gpt, dropout=0.0), (1, (2,))),
+        pytest.param(partial(gpt, dropout=0.0), (1, (2,)), marks=pytest.mark.gallery),
         (tied, (3, ())),
     ],
 )

@@ -21,6 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize("name", sampled(MODELS, often=["gpt"]))
 def test_a_joint_plan_trains_where_no_split_fits(name: str) -> None:
     """With three quarters of the leanest split's memory, a joint plan trains: the allocator's peaks are the

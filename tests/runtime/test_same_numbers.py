@@ -199,7 +199,7 @@ def test_every_microbatch_draws_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     assert ours.losses[0] != frozen.losses[0]
 
 
-@pytest.mark.parametrize("name", ["gpt", "normed"])
+@pytest.mark.parametrize("name", ["gpt", pytest.param("normed", marks=pytest.mark.gallery)])
 def test_no_plan_changes_the_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other splits, devices, schedules and recomputation with the same order of backwards give the same
     losses, gradients and parameters.

@@ -120,7 +120,7 @@ def words(size: int) -> tuple[Tensor, Tensor]:
     return torch.randint(32, (size, 6)), torch.randint(32, (size, 6))
 
 
-@pytest.mark.parametrize("degrees", [[(1, 2), (1, 2)], [(2, 2)]])
+@pytest.mark.parametrize("degrees", [[(1, 2), (1, 2)], pytest.param([(2, 2)], marks=pytest.mark.gallery)])
 def test_a_loss_takes_a_parameter_that_the_model_returns(degrees: list[tuple[int, int]]) -> None:
     """A parameter that the model returns reaches the loss as a value, and its gradient returns to the
     parameter, divided or not.
@@ -185,7 +185,11 @@ def test_smaller_batches_and_evaluations_divide_parameters_as_training_does() ->
 
 
 @pytest.mark.parametrize(
-    ("schedule", "degrees"), [("1f1b", [(1, 1), (1, 2)]), ("pipedream-2bw", [(1, 2), (1, 1)])]
+    ("schedule", "degrees"),
+    [
+        pytest.param("1f1b", [(1, 1), (1, 2)], marks=pytest.mark.gallery),
+        ("pipedream-2bw", [(1, 2), (1, 1)]),
+    ],
 )
 def test_the_last_microbatch_may_be_smaller_where_only_shards_divide_stages(
     schedule: str, degrees: Any
@@ -289,6 +293,7 @@ class Rows(torch.optim.SGD):
         super().step()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("optimizer", [Rows, torch.optim.Adafactor, torch.optim.Muon])
 def test_an_optimizer_that_needs_whole_parameters_is_refused(optimizer: Any) -> None:
     """An optimizer that needs whole parameters is refused, in profiles and in plans with shards; it trains if

@@ -174,7 +174,7 @@ def test_one_queue_for_all_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -
         connect(plan, lower(plan), torch.device("cuda", 0), timedelta(seconds=1))
 
 
-@pytest.mark.parametrize("by_way_of_the_host", [False, True])
+@pytest.mark.parametrize("by_way_of_the_host", [pytest.param(False, marks=pytest.mark.gallery), True])
 def test_channels_cross_and_keep_their_order(by_way_of_the_host: bool, tmp_path: Path) -> None:
     """Three workers start 20 messages in every direction before they join one: each receive gets its own, in
     order.
