@@ -111,14 +111,11 @@ def test_json_is_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_kernels_are_those_of_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a cluster of GPUs the plan assumes CUDA's kernels, on an emulated one those of the CPU, or the given
-    ones.
-    """
+    """On a cluster of GPUs the plan assumes CUDA's kernels, or the given ones."""
     monkeypatch.chdir(tmp_path)
     for cluster, more, expected in (
         ("4x-titan-rtx", "", "cuda"),
         ("4x-titan-rtx", "--target cpu", "cpu"),
-        ("emulated:2x1MiB", "", "cpu"),
     ):
         line = (
             f"fit {MODEL} -c {cluster} -b 1 --tensor 1 --grow classes --to 2 --no-certify -o plan.json {more}"

@@ -89,7 +89,7 @@ def test_a_result_is_one_document(line: str, keys: set[str], capsys: pytest.Capt
     assert keys <= told(f"{line} --json", capsys, 0).keys()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("line", "code", "kind"),
     [

@@ -60,7 +60,7 @@ def found() -> list[Any]:
             name="model",
         )
         profiled = profile(task, microbatch_size=2, target=target)
-        planned = plan(profiled, Cluster.emulated((2, 1 << 30)), batch_size=4, stages=2)
+        planned = plan(profiled, Cluster.emulated((2, 1 << 30)), batch_size=4, stages=2, planner="uniform")
         assert not certify_numbers(task, planned).differences
         answers.append(
             [repr(profiled.measurements), certify(task, planned).peak_bytes, simulate(planned).peak_bytes]

@@ -137,7 +137,7 @@ def test_the_largest_setting_is_that_of_trying_all() -> None:
                 allow_infeasible=True,
             ).prediction.peak_bytes
         )
-        for width in (*range(2, fit.best.value, 16), *range(fit.best.value - 4, fit.best.value + 7, 2))
+        for width in (*range(2, fit.best.value, 32), *range(fit.best.value - 4, fit.best.value + 7, 2))
     }
     assert fit.best.value == max(width for width, peak in peaks.items() if peak <= 40 * KIB)
     assert fit.beyond is not None and fit.beyond.value == fit.best.value + 2
@@ -157,7 +157,7 @@ def test_joint_makes_larger_models_fit_than_splits_alone() -> None:
     ours, alone = (
         setting("layers", trained, one, range(2, 60)) for one in (demand, asking(demand, planner="exact"))
     )
-    found, split = find(ours), find(alone)
+    found, split = find(ours), find(alone, certify=False)
     check_certified(found, ours)
     assert found.best.value > split.best.value and found.best.plan.decisions
     assert not any(
@@ -291,7 +291,8 @@ def test_shards_make_a_wider_model_fit() -> None:
         options=PlanOptions(microbatch_size=1, microbatches=2, planner="exact"),
     )
     growth = setting("width", wide, demand, range(4, 100, 4))
-    found, whole = find(growth), find(setting("width", wide, asking(demand, tensor=1), range(4, 100, 4)))
+    found = find(growth)
+    whole = find(setting("width", wide, asking(demand, tensor=1), range(4, 100, 4)), certify=False)
     check_certified(found, growth)
     assert found.best.value > whole.best.value
     assert max(stage.grid.tensor for stage in found.best.plan.stages) == 2

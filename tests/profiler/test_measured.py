@@ -60,7 +60,7 @@ def without_seconds(found: ModelProfile) -> ModelProfile:
     return replace(found, measurements=measurements, assumptions=replace(found.assumptions, device="fake"))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "task",
     [

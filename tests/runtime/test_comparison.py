@@ -272,12 +272,12 @@ def without_branches(traced: Any) -> Any:
 
 
 def test_a_deep_model_is_compared_by_two_of_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over the limit, a state loss in every block is found in a copy with two of a hundred blocks."""
+    """Over the limit, a state loss in every block is found in a copy with two of forty blocks."""
     monkeypatch.setattr(traced, "flatten", without_branches(traced.flatten))
-    task = deep(100)
+    task = deep(40)
     plan = planned(task)
     limited_to(0.1, plan, monkeypatch)
-    with pytest.raises(UsageError, match=r"deep with 2 of 100 blocks of h computes different numbers"):
+    with pytest.raises(UsageError, match=r"deep with 2 of 40 blocks of h computes different numbers"):
         Trainer(task, plan)
 
 

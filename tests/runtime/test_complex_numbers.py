@@ -88,6 +88,7 @@ def plan_for(task: Task, precision: Precision, clip_norm: float | None = None) -
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("precision", "dtype", "master"),
     [

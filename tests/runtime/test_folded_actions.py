@@ -67,7 +67,7 @@ def test_blocks_that_are_recomputed_separately_are_folded(microbatches: int) -> 
 )
 def test_blocks_whose_state_moves_separately_are_folded(part: float, moves: Any) -> None:
     """Blocks that hosts update one by one are folded, and so are those whose parameters move too."""
-    task = gpt(9)
+    task = gpt(6)
     question = Question(
         profile=profile(task, microbatch_size=2, target="cuda"),
         cluster=load_cluster("4x-titan-rtx"),

@@ -133,7 +133,7 @@ def plans(task: Task, recompute: Recompute) -> Iterator[Plan]:
 RECOMPUTED = [(name, recompute) for name in TASKS for recompute in ("never", "always")]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "recompute"), sampled(RECOMPUTED, often=(*RECOMPUTED[::4], *RECOMPUTED[3::4]))
 )
@@ -147,7 +147,7 @@ def test_frozen_parameters_take_their_own_bytes_alone(name: str, recompute: Reco
         assert found.simulated == found.dry == found.metered == found.allocated, plan.split
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "recompute"), sampled(RECOMPUTED, often=(*RECOMPUTED[1::4], *RECOMPUTED[2::4]))
 )

@@ -80,7 +80,7 @@ CASES: dict[str, tuple[Layers, Callable[[Tensor, Tensor], Tensor]]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_that_are_not_dense_change_no_peak_unforeseen(name: str) -> None:
     """Non-dense gradients change no peak unexpectedly, on one stage or with the last layer on another, which

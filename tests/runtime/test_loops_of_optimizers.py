@@ -55,7 +55,7 @@ WIDTHS = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("split", [[3], [1, 2]])
 @pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
 def test_no_peak_is_predicted_too_low(widths: Sequence[int], split: list[int]) -> None:

@@ -157,7 +157,7 @@ def by_name(
 # -------------------------------------------------------------------- bytes
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", ENDLESS)
 @pytest.mark.parametrize(
     ("name", "recompute"),

@@ -66,7 +66,7 @@ def assert_as_plain(machine: Machine, kind: str, seed: int) -> None:
         assert_same(state, other.state)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_the_streams_do_first_state_that_moves_is_that_of_plain_training(
     machine: Machine, kind: str

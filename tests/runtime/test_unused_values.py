@@ -140,6 +140,7 @@ class Through(Beside):
         return main, aside if self.before else self.function.apply(aside, 2.0)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("function", "before"), [(Doubled, False), (Added, False), (Added, True)])
 def test_custom_functions_behind_them_are_not_called(function: Any, before: bool) -> None:
     """A custom function at the end of a stage has its backward called only if plain training calls it."""

@@ -19,6 +19,7 @@ def named(size: str) -> float:
     return float(size.removesuffix("B")) * 1e9
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", GPT_LAYERS)
 def test_gpt_has_the_papers_parameters(size: str) -> None:
     """V H + S H + L (12 H^2 + 13 H) + 2 H parameters, with blocks in steps of 25, are within 1.1 per cent of
@@ -33,6 +34,7 @@ def test_gpt_has_the_papers_parameters(size: str) -> None:
     assert abs(parameters(chain) / named(size) - 1) < 0.011
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", BERT_SHAPES)
 def test_bert_has_the_papers_parameters(size: str) -> None:
     """V H + S H + 4 H + L (12 H^2 + 13 H) + 2 H + 2 parameters are within 1 per cent of the name, BERT large

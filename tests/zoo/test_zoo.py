@@ -110,7 +110,7 @@ def test_built_on_a_device_context(name: str) -> None:
     assert {tensor.device.type for tensor in [*chain.parameters(), *chain.buffers()]} == {"meta"}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", sampled(models.MODELS, often=("mlp", "gpt", "bert", "resnet", "unet")))
 def test_default_size_trains_under_fake_tensors(name: str) -> None:
     """Weights, batch, loss and gradients of the default size are fake under the mode, without memory or
