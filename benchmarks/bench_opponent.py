@@ -43,6 +43,7 @@ RESULTS = Path(__file__).parent / "results" / "opponent.json"
 KEEP, RECOMPUTE, JOINED, HOST = "keep", "recompute", "joined", "host"
 TREATMENTS = KEEP, KEEP, RECOMPUTE, JOINED, HOST
 STATES = "device", "host", "updated"
+STEPS = 4  # of an asynchronous schedule, after which every step takes as long as the one before
 BEATEN = 0.03  # part of a step by which the search has to be faster to count as a win
 COOL = 0.02  # part of a step by which a change may be slower at the beginning of a search
 
@@ -240,7 +241,8 @@ class Opponent:
 
     def __init__(self, question: RandomQuestion) -> None:
         self._question = question
-        self._parts = Parts(Costs(question.profile.measurements[0], question.training))
+        steps = STEPS if question.training.endless else None
+        self._parts = Parts(Costs(question.profile.measurements[0], question.training), steps)
         self.count = 0
 
     def score(self, whole: Whole) -> tuple[int, float]:
@@ -297,7 +299,7 @@ def answered(seed: int) -> tuple[dict[str, Any], Plan]:
     spent = time.process_time() - began
     assert made.prediction is not None, "planners predict"
     assert made.provenance is not None, "planners say where a plan comes from"
-    simulated = Assembled(made, Parts(Costs.of(made)))
+    simulated = Assembled(made, Parts(Costs.of(made), STEPS if question.training.endless else None))
     fits = all(
         peak <= budget for peak, budget in zip(simulated.peak_bytes, question.cluster.budgets, strict=True)
     ) and not missing_bytes(made, simulated.arenas)
@@ -309,6 +311,7 @@ def answered(seed: int) -> tuple[dict[str, Any], Plan]:
         "microbatches": question.training.microbatches,
         "fits": fits,
         "seconds": simulated.step_seconds[-1],
+        "predicted": made.prediction.step_seconds,
         "bound": made.provenance.bound,
         "cpu": spent,
         "plan": [list(made.split), [stage.devices[0] for stage in made.stages], len(made.decisions)],

@@ -91,8 +91,10 @@ def random_case(rng: Random, schedules: Sequence[str], *, layers: int = 3, most:
     return Case(found, cluster(budgets, host_rate=rate, peer_rate=4 * rate), how)
 
 
-def uneven_case(rng: Random, schedules: Sequence[str], *, layers: int = 3, most: int = 5) -> Case:
-    """Draw layers whose seconds depend on the device, and two devices of different kinds.
+def uneven_case(
+    rng: Random, schedules: Sequence[str], *, layers: int = 3, most: int = 5, devices: int = 2
+) -> Case:
+    """Draw layers whose seconds depend on the device, and devices of different kinds.
 
     A layer is bound by its products or by its bytes, so devices may differ in their ratio of the two.
     """
@@ -116,10 +118,11 @@ def uneven_case(rng: Random, schedules: Sequence[str], *, layers: int = 3, most:
             bandwidth_reached=1.0,
             operation_seconds=0.0,
         )
-        for n in range(2)
+        for n in range(devices)
     ]
-    devices = tuple(replace(d, kind=k) for d, k in zip(case.cluster.devices, kinds, strict=True))
-    return Case(profile(of), replace(case.cluster, devices=devices), case.training)
+    there = cluster([case.cluster.budgets[0]] * devices, host_rate=5.0, peer_rate=20.0)
+    there = replace(there, devices=tuple(replace(there.devices[0], kind=kind) for kind in kinds))
+    return Case(profile(of), there, case.training)
 
 
 def plans(case: Case, techniques: Sequence[str]) -> Iterator[Plan]:

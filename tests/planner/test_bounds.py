@@ -107,6 +107,18 @@ def test_it_holds_on_devices_of_two_kinds_in_many_questions(seed: int) -> None:
     never_above_on_two_kinds(seed)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_it_holds_on_devices_of_three_kinds_that_keep_everything(seed: int) -> None:
+    """The bound never exceeds the best split of seven layers over all orders of three unequal devices, and is
+    mostly close to it.
+    """
+    case = uneven_case(Random(seed), ENDLESS if seed % 4 == 0 else SCHEDULES, layers=7, most=9, devices=3)
+    devices = tuple(replace(device, memory_bytes=1 << 40) for device in case.cluster.devices)
+    case = case._replace(cluster=replace(case.cluster, devices=devices))
+    best = fastest(case, (KEEP,))
+    assert best is None or 0.7 * best <= bound(case) <= best * (1 + 1e-9)
+
+
 def never_above_on_two_kinds(seed: int) -> None:
     """Check the bound against the fastest plan in both orders, with all techniques and without peers."""
     case = uneven_case(Random(seed), ENDLESS if seed % 3 == 0 else SCHEDULES)

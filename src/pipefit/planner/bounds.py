@@ -23,8 +23,9 @@ whatever is offloaded. Devices, hosts and disks together hold all bytes of all s
 
 A stage takes the seconds of its own kind of device, and no kind has more stages than devices. So the search
 for a split counts the used devices of each kind: of all ways to divide the first blocks among the same
-numbers of devices, only the best matters to later stages. The stages before a stage, S and the first update
-count with the fastest kind for each layer, and so does everything if kinds are too many for a table.
+numbers of devices, only the best matters to later stages. A first pass finds the fewest seconds of the stages
+before each stage, and S, over all splits whose lines are not above the given seconds. The first update counts
+with the fastest kind for each layer, and so does everything if kinds are too many for a table.
 
 Every term is on the side that lowers the bound: links are not shared, copies need no memory, optimizer state
 at a host takes no time, and the layers with the fewest seconds for each byte are recomputed, in fractions.
@@ -37,7 +38,7 @@ L^2 numbers for L blocks in P stages, and a tenth of that if stages must be abou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
 from itertools import pairwise
 from math import prod
@@ -190,6 +191,13 @@ def simple_bound(question: Question) -> float:
     return whole / float(1 - (1 - 1 / how.microbatches) ** question.stages)
 
 
+class _Sums(NamedTuple):
+    """Fewest seconds of a microbatch in all stages before each stage, at every edge, and in all stages."""
+
+    before: Sequence[Floats]
+    whole: float
+
+
 class _Kind(NamedTuple):
     """Prices on a kind of device, the number of such devices, and the largest budget of one."""
 
@@ -243,6 +251,15 @@ class _Bound:
         together: Callable[[Floats, Floats], Floats],
     ) -> float:
         """Return the least value of a split: those of its stages, `together` from the first to the last."""
+        return min(float(values[-1]) for values in [*self._reached(windows, value, together)][-1].values())
+
+    def _reached(
+        self,
+        windows: Sequence[Within],
+        value: Callable[[int, Within, _Kind], Floats],
+        together: Callable[[Floats, Floats], Floats],
+    ) -> Iterator[dict[tuple[int, ...], Floats]]:
+        """Yield, after every stage, the least value by used devices of each kind, for every edge of the window."""
         reached = {(0,) * len(self.kinds): np.zeros(1)}
         for stage, within in enumerate(windows):
             values = [value(stage, within, kind) for kind in self.kinds]
@@ -254,7 +271,7 @@ class _Bound:
                         total = together(before[:, None], values[number]).min(axis=0)
                         after[there] = np.minimum(total, after.get(there, _INFINITE))
             reached = after
-        return min(float(values[-1]) for values in reached.values())
+            yield reached
 
     # ---- Bisection
 
@@ -305,21 +322,51 @@ class _Bound:
 
     def _highest(self, stage: int, within: Within, kind: _Kind | None = None) -> Floats:
         """Return the higher line of ranges as this stage, without a time limit; infinity for empty ranges."""
-        every, late = self._lines(stage, _INFINITE, within, kind or self.any)
+        every, late = self._lines(stage, _INFINITE, within, kind or self.any, self._fastest)
         return np.where(self._valid(within), np.maximum(every, late), _INFINITE)
 
     def _has_memory(self, step: float) -> bool:
         """Return whether, in `step` seconds, some split recomputes and moves enough to fit all devices."""
+        windows = self._windows(
+            lambda stage, within: np.isfinite(
+                self._held(stage, step, within, self.any, self._fastest, _ROUNDING)
+            )
+        )
+        if windows is None:
+            return False
+        sums = self._fastest if len(self.kinds) == 1 or self.endless else self._sums(windows, step)
 
         def held(stage: int, within: Within, kind: _Kind) -> Floats:
-            return self._held(stage, step, within, kind)
+            return self._held(stage, step, within, kind, sums)
 
-        windows = self._windows(
-            lambda stage, within: np.isfinite(self._held(stage, step, within, self.any, _ROUNDING))
-        )
-        return windows is not None and self._least(windows, held, np.add) <= sum(
-            self.question.cluster.budgets
-        )
+        return self._least(windows, held, np.add) <= sum(self.question.cluster.budgets)
+
+    @property
+    def _fastest(self) -> _Sums:
+        """Seconds of a microbatch if every layer ran on the fastest kind of device for it."""
+        before = self.forward + self.backward
+        return _Sums([before] * self.question.stages, float(before[-1]))
+
+    def _sums(self, windows: Sequence[Within], step: float) -> _Sums:
+        """Return the fewest seconds in all stages before each stage, and in all, of splits within `step`
+        seconds.
+
+        Infinity if there is none.
+        """
+
+        def passes(stage: int, within: Within, kind: _Kind) -> Floats:
+            every, late = self._lines(stage, step, within, kind, self._fastest)
+            own = ranges(kind.prices.forward + kind.prices.backward, within)
+            possible = self._valid(within) & (np.maximum(every, late) <= step * _ROUNDING)
+            return np.where(possible, own, _INFINITE)
+
+        before, whole = [self._fastest.before[0]], _INFINITE
+        for stage, reached in enumerate(self._reached(windows, passes, np.add)):
+            fewest = np.minimum.reduce([*reached.values()])
+            before.append(np.full(self.count + 1, _INFINITE))
+            before[-1][windows[stage].stops] = fewest
+            whole = float(fewest[-1])
+        return _Sums(before, whole)
 
     @property
     def _has_memory_anywhere(self) -> bool:
@@ -373,7 +420,9 @@ class _Bound:
 
     # ---- Time
 
-    def _lines(self, stage: int, step: float, within: Within, kind: _Kind) -> tuple[Floats, Floats]:
+    def _lines(
+        self, stage: int, step: float, within: Within, kind: _Kind, sums: _Sums
+    ) -> tuple[Floats, Floats]:
         """Return the two lines of ranges of blocks as this stage on a kind of device.
 
         Under an asynchronous schedule both are its work, passes and updates, in a step of `step` seconds.
@@ -385,10 +434,11 @@ class _Bound:
                 1 - self._elsewhere(updates, step, within)
             )
             return result, result
-        before, whole = self.forward + self.backward, float(self.forward[-1] + self.backward[-1])
         forward, backward = ranges(kind.prices.forward, within), ranges(kind.prices.backward, within)
-        slower = forward + backward - ranges(before, within)  # than on the fastest kind
-        work = MicrobatchSeconds(forward, backward, before[within.starts, None], whole + slower)
+        fastest = self.forward + self.backward
+        slower = forward + backward - ranges(fastest, within)  # than on the fastest kind
+        whole = np.maximum(fastest[-1] + slower, sums.whole)
+        work = MicrobatchSeconds(forward, backward, sums.before[stage][within.starts, None], whole)
         return lines(self._position(stage), work)
 
     def _position(self, stage: int) -> StageWork:
@@ -413,13 +463,21 @@ class _Bound:
 
     # ---- Memory
 
-    def _held(self, stage: int, step: float, within: Within, kind: _Kind, rounding: float = 1.0) -> Floats:
+    def _held(
+        self,
+        stage: int,
+        step: float,
+        within: Within,
+        kind: _Kind,
+        sums: _Sums,
+        rounding: float = 1.0,
+    ) -> Floats:
         """Return the bytes that devices hold for ranges as this stage, on its device and on lenders.
 
         Memory is lent for the whole run. Infinity if a line is above `step`, or if the bytes that cannot be
         lent exceed the largest device.
         """
-        every, late = self._lines(stage, step, within, kind)
+        every, late = self._lines(stage, step, within, kind, sums)
         if self.endless:
             number = in_flight(self.question.training, stage, self.question.stages)
             windows = self.microbatches / number

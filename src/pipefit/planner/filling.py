@@ -112,13 +112,13 @@ class Filler:
             self._filled[setting] = self._fill(setting, margins or (0.0,) * len(setting.host), limit)
         return self._filled[setting]
 
-    def others(self, than: Filled, count: int) -> list[Filled]:
-        """Return the best candidates of up to `count` filled splits other than that of `than`."""
+    def others(self, than: Filled) -> list[Filled]:
+        """Return the best candidates of filled splits other than that of `than`, the best first."""
         result: dict[Split, Filled] = {}
         known = [value for value in self._filled.values() if value is not None]
         for filled in sorted(known, key=lambda one: one.found.order):
             result.setdefault(filled.setting.split, filled)
-        return [one for split, one in result.items() if split != than.setting.split][:count]
+        return [one for split, one in result.items() if split != than.setting.split]
 
     def _fill(self, setting: FillingSetting, margins: Sequence[float], limit: float) -> Filled | None:
         split, best = setting.split, None

@@ -7,7 +7,8 @@ every device and every host at every instant by the exact ledger.
        fewer blocks because they recompute more (`planner.balance`); with the most even order of unequal
        devices, with stages spread over the wires to hosts (`planner.improvement`), and in the order of the
        devices.
-    2. Improve the best of them by small changes (`planner.improvement`).
+    2. Improve the best of them, and those of two other orders of unequal devices, by small changes
+       (`planner.improvement`).
     3. Lend the memory that devices have left, if that is faster (`planner.mapping`).
     4. Polish the choices of single blocks, and leave out unneeded techniques (`planner.improvement`).
     5. Compare with the plans of `mpress` and of the time split; of long steps, simulate all microbatches.
@@ -86,7 +87,9 @@ _LITTLE = 0.5  # scale of these without recomputation
 _NEAR = 1 / 32  # part of all budgets: missing memory up to which small changes are tried
 _ONE_BY_ONE = 30_000  # layers of ranges computed one by one, for splits that need all peaks: some two seconds
 _OTHER_SPLITS = 1  # number of splits polished in addition to the best
+_OTHER_ORDERS = 2  # number of orders of the devices that are improved in addition to the best
 _CLOSE = 0.02  # part of a step by which a simulation of few microbatches may differ from one of all
+_AFAR = 0.15  # part of a step by which a start may be slower than the best improved one
 _FASTEST = 12  # candidates that may be simulated with all microbatches while they seem faster than the best
 _WORTH = 1e-3  # part of a step that lending has to gain
 
@@ -209,7 +212,7 @@ class JointSearch:
             return _Answer(filled.found, filled, (*kept, *others), remarks)
         tried = [
             filled.found,
-            *(other.found for other in filler.others(filled, _OTHER_SPLITS)),
+            *(other.found for other in filler.others(filled)[:_OTHER_SPLITS]),
             *kept,
             *others,
         ]
@@ -227,7 +230,21 @@ class JointSearch:
         start = _best_start(filler, best, self._splits)
         if not self._is_near(start.found):
             return start
-        return improved(filler, start, budget=Budget(filler.evaluator, _IMPROVING), at_least=self.bound)
+        others = _in_other_orders(filler, start)
+        result = improved(filler, start, budget=Budget(filler.evaluator, _IMPROVING), at_least=self.bound)
+        for other in others:
+            if self._may_lead(other, result):
+                budget = Budget(filler.evaluator, _IMPROVING // (1 + len(others)))
+                better = improved(filler, other, budget=budget, at_least=self.bound)
+                result = min(result, better, key=lambda one: one.found.order)
+        return result
+
+    def _may_lead(self, start: Filled, best: Filled) -> bool:
+        """Return whether small changes to a start may lead to a visibly better plan than the best."""
+        if not best.found.fits:
+            return self._is_near(start.found)
+        far = best.found.seconds > self.bound * (1 + _CLOSE)
+        return far and start.found.fits and start.found.seconds < best.found.seconds * (1 + _AFAR)
 
     def _is_near(self, found: Evaluation) -> bool:
         """Return whether a plan fits, or lacks so little memory that small changes may make it fit."""
@@ -276,19 +293,30 @@ def _polished(evaluator: Evaluator, found: Evaluation, bound: float) -> Evaluati
     return polished(evaluator, found, budget=budget, at_least=bound)
 
 
+def _in_other_orders(filler: Filler, start: Filled) -> list[Filled]:
+    """Return the best filled splits with other orders of unequal devices than `start`, one for each order."""
+    if len(set(filler.groups.values())) == 1:
+        return []
+    result = {start.setting.split.devices: start}
+    for other in filler.others(start):
+        result.setdefault(other.setting.split.devices, other)
+    return [*result.values()][1 : 1 + _OTHER_ORDERS]
+
+
 def _best_start(filler: Filler, best: Filled | None, others: Sequence[Split]) -> Filled:
     """Return the best of all splits, each kept or filled, and of `best`.
 
-    Orders of the devices: the most even one of unequal devices, stages spread over the wires to hosts, and
+    Orders of the devices: the most even ones of unequal devices, stages spread over the wires to hosts, and
     stage s on device s.
     """
     question, pinned = filler.question, filler.evaluator.pinned
     natural, classes = question.in_order(()).devices, len(question.classes)
     ways = list[tuple[_Evenly, list[Split]]]()
     if question.means.mapping and not pinned and differ(question):
-        evenly = Balance(question).arranged
-        first = evenly(0.0)
-        ways.append((evenly, [first, *(_at(first.devices, others) if classes == 1 else ())]))
+        for by_lines in (False, True) if not question.training.endless else (False,):
+            evenly = Balance(question, by_lines=by_lines).arranged
+            first = evenly(0.0)
+            ways.append((evenly, [first, *(_at(first.devices, others) if classes == 1 else ())]))
     for devices in dict.fromkeys((natural if pinned else spread(question), natural)):
         own = _at(devices, others) if classes == 1 else [*others]
         ways.append((Balance(question, devices).split, own))
