@@ -4,7 +4,7 @@ runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -17,7 +17,7 @@ from every_plan import every_plan, simulated
 from pipefit import planner
 from pipefit.capture import Task
 from pipefit.errors import InfeasibleError, UsageError
-from pipefit.largest import search
+from pipefit.largest import attempts, search
 from pipefit.largest.growth import Demand, Growth, batch, devices, memory, setting, with_devices, with_memory
 from pipefit.largest.search import find
 from pipefit.lowering.passes.recomputation import RECOMPUTE
@@ -172,7 +172,7 @@ def test_alternatives_are_those_of_the_answer_alone() -> None:
     with mock.patch.object(planner, "alternatives", wraps=planner.alternatives) as looked:
         found = find(growth, certify=False)
     assert len(found.tried) > 2 and looked.call_count == 1
-    again = growth.plan(growth.profiles(found.best.value), found.best.value).complete()
+    again = growth.plan(growth.profiles(found.best.value), found.best.value, ()).complete()
     assert found.best.plan.alternatives == again.alternatives != ()
     assert [one.plan.alternatives for one in found.tried if one.value != found.best.value] == [()] * (
         len(found.tried) - 1
@@ -206,9 +206,9 @@ def test_plans_that_are_soon_made_spare_searches(growth: Growth) -> None:
     """
     searched = list[int]()
 
-    def counting(known: OnDemand, value: int) -> Answer:
+    def counting(known: OnDemand, value: int, ranks: Sequence[int]) -> Answer:
         searched.append(value)
-        return growth.plan(known, value)
+        return growth.plan(known, value, ranks)
 
     found = find(replace(growth, plan=counting), certify=False)
     few, sense = len(searched), 1 if growth.sense == "largest" else -1
@@ -222,18 +222,53 @@ def test_plans_that_are_soon_made_spare_searches(growth: Growth) -> None:
 
 
 def test_what_is_soon_found_is_the_answer_where_a_search_finds_nothing() -> None:
-    """If a search ends at its limit of work, the fast plan's value fits, and that plan is returned."""
-    growth = setting("layers", trained, LEAN, range(2, 60))
+    """If a search ends at its limit of work, the fast plan's value fits, and that plan is returned. Then the
+    next value is not searched: it has the leanest of its fast plans.
+    """
+    growth, searched = setting("layers", trained, LEAN, range(2, 60)), list[int]()
     lacking = Cluster.emulated((2, 64))
 
-    def in_vain(known: OnDemand, value: int) -> Answer:
+    def in_vain(known: OnDemand, value: int, ranks: Sequence[int]) -> Answer:
+        searched.append(value)
         return asking(LEAN, planner="exact").plan(known, lacking)
 
     found = find(replace(growth, plan=in_vain), certify=False)
-    again = growth.soon(growth.profiles(found.best.value), found.best.value, {}).fitting
+    again = growth.soon(growth.profiles(found.best.value), found.best.value, {}, False).fitting
     assert again is not None
     assert (found.best.plan.stages, found.best.plan.decisions) == (again.plan.stages, again.plan.decisions)
-    assert growth.soon(growth.profiles(found.best.value + 1), found.best.value + 1, {}).fitting is None
+    beyond = growth.soon(growth.profiles(found.best.value + 1), found.best.value + 1, {}, False)
+    assert beyond.fitting is None and beyond.best is not None and found.beyond is not None
+    assert found.beyond.plan.decisions == beyond.best.plan.decisions
+    assert searched == [found.best.value]
+
+
+def test_no_search_follows_fast_plans_whose_programs_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that compares hardly any plans is left out: the answer and the next value have fast plans, and
+    dry runs confirm both.
+    """
+    growth = setting("layers", trained, LEAN, range(2, 60))
+    monkeypatch.setattr(attempts, "_LONG", 0)
+    check_certified(find(replace(growth, plan=None)), growth)  # type: ignore[arg-type]
+
+
+def test_fast_plans_divide_layers_between_ranks_at_the_edge_of_those_that_do_not() -> None:
+    """A layer that is too wide for a device fits two: a fast plan finds that, and searches start there."""
+    demand = Demand(
+        cluster=Cluster.emulated((2, 10 * KIB)), options=PlanOptions(microbatch_size=1, microbatches=2)
+    )
+    growth, searched = setting("width", wide, demand, range(4, 100, 4)), list[tuple[int, Sequence[int]]]()
+
+    def noted(known: OnDemand, value: int, ranks: Sequence[int]) -> Answer:
+        searched.append((value, ranks))
+        return growth.plan(known, value, ranks)
+
+    found = find(replace(growth, plan=noted))
+    check_certified(found, growth)
+    value, ranks = searched[0]
+    profiles = growth.profiles(value)
+    assert ranks == (2,) and max(stage.grid.tensor for stage in found.best.plan.stages) == 2
+    assert growth.soon(profiles, value, {}, False).fitting is None
+    assert growth.soon(profiles, value, {}, True).fitting is not None
 
 
 def test_hosts_that_only_hold_optimizer_state_fit_more_than_hosts_that_update() -> None:
@@ -245,7 +280,9 @@ def test_hosts_that_only_hold_optimizer_state_fit_more_than_hosts_that_update() 
     for each, layers in ((12, 6), (6, 4)):
         hosts = tuple(replace(host, memory_bytes=each * numbers) for host in roomy.hosts)
         demand = replace(LEAN, cluster=replace(roomy, hosts=hosts))
-        look = setting("layers", trained, demand, range(1, 60)).soon(demand.profiles(trained(6)), 6, {})
+        look = setting("layers", trained, demand, range(1, 60)).soon(
+            demand.profiles(trained(6)), 6, {}, False
+        )
         assert look.fitting is not None
         moved = [one for one in look.fitting.plan.decisions if isinstance(one.subject, State)]
         assert [one.what for one in moved] == [What.OFFLOAD] * layers

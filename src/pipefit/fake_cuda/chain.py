@@ -115,6 +115,7 @@ class Chains:
         self._most: Callable[[], Sketch | None] | None = None  # returns the sketch of the largest size
         self._family: Family | None = None
         self._writes = True
+        self._compared = set[int]()  # sizes whose derived chains equal their traces
         self._tells = False  # whether traces record lines of code, which takes time
 
     def also_for(self, task: Task) -> Chains:
@@ -165,15 +166,15 @@ class Chains:
         both inside `fake`.
         """
         family = self._family
-        written = [
-            size for size in sizes if family and family.few < size < family.many and size not in self._traced
-        ]
+        known = self._traced.keys() | self._compared
+        written = [size for size in sizes if family and family.few < size < family.many and size not in known]
         if family is None or not written:
             return lambda: True
         (checked,) = beside(lambda: all(self._is_written_well(family, size, fake) for size in written))
 
         def found() -> bool:
             if checked():
+                self._compared.update(written)
                 return True
             self._writes, self._family = False, None
             return False

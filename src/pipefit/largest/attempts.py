@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -23,11 +23,13 @@ from pipefit.planner import (
     Planner,
     PlanOptions,
     Question,
+    Split,
     answered,
     at_hosts,
     by_distance,
     exact_in_time,
     sizes_of,
+    split_without_state,
     unexplained,
 )
 from pipefit.processes import beside
@@ -41,6 +43,8 @@ from pipefit.simulator.assembled import assembled
 _PARTS, _LESS = 2, 0.99  # how many parts of the state hosts are tried with, each so much of the one before
 _IN_PART = "part of the state at hosts"
 _HOPELESS = 1.1  # values by which the last fitting one of a way must be exceeded
+_LONG = 40_000  # actions of a program above which a search is not worth while
+_INFINITE = float("inf")
 
 
 class Need(NamedTuple):
@@ -51,12 +55,37 @@ class Need(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What plans that are soon made say of a value: one that fits, if any does, and what each way of planning
-    needs.
+    """Plans of a value that are made fast: the first that fits, or else the one that misses by the least.
+
+    `needs` are those of each way of planning, and `shares` the part of its fullest device or host that the
+    leanest plan of each number of tensor-parallel ranks needs. `actions` are those of the plan's program.
     """
 
-    fitting: Attempt | None
-    needs: dict[str, tuple[Need, ...]]
+    best: Attempt | None = None
+    needs: Mapping[str, tuple[Need, ...]] = MappingProxyType({})
+    shares: Mapping[int, float] = MappingProxyType({})
+    actions: int = 0
+
+    @property
+    def is_long(self) -> bool:
+        """True if the plan has so many actions that a search, which simulates plans, compares hardly any."""
+        return self.actions > _LONG
+
+    @property
+    def fitting(self) -> Attempt | None:
+        """The plan that fits, if any does."""
+        return self.best if self.best is not None and self.best.fits else None
+
+    def or_else(self, other: Look) -> Look:
+        """Return both looks, with the plan of the other one if that is leaner."""
+        leaner = min(other.shares.values(), default=_INFINITE) < min(self.shares.values(), default=_INFINITE)
+        better = other.fitting is not None or (self.fitting is None and leaner)
+        return Look(
+            other.best if better else self.best,
+            {**self.needs, **other.needs},
+            {**self.shares, **other.shares},
+            other.actions if better else self.actions,
+        )
 
 
 def attempt(value: int, plan: Plan) -> Attempt:
@@ -73,33 +102,47 @@ def soon_planned(
     """The first attempt that fits of those that are soon made, with more and more done about memory.
 
     Ways of planning that will need far too much, by `looks` at smaller values, are not tried. With `every`,
-    all ways are tried, for what they need. The question allows plans that do not fit.
+    all ways are tried, for what they need. The question allows plans that do not fit, and fixes the number of
+    tensor-parallel ranks.
     """
+    ranks = question.options.tensor or 1
     needs: dict[str, tuple[Need, ...]] = {}
-    fitting = list[Attempt]()
+    best, share, actions = list[Attempt](), _INFINITE, 0
 
     def fits(way: str, planner: Planner, name: str, asked: Question) -> bool:
-        if not every and _is_hopeless(looks, way, value):
+        nonlocal share, actions
+        if not every and _is_hopeless(looks, _named(way, ranks), value):
             return False
         with suppress(UsageError):  # layers that cannot run again, or hosts that may not update
             simulation = unexplained(asked, planner, name=name)
             plan, arenas = simulation.plan, simulation.arenas if simulation.plan.decisions else ()
             result = Attempt(value=value, plan=plan, shortage=shortage(plan, arenas) if arenas else "")
             shares = {member: needed.total() for member, needed in room_needed(plan, arenas).items()}
-            full = () if way == _IN_PART else shares.items()  # hosts that are filled say nothing of values
-            hosts = (Need(nbytes, plan.cluster.capacity(member)) for member, nbytes in full)
-            needs[way] = (Need(result.need_bytes, result.budget_bytes), *hosts)
-            fitting.extend([result] if result.fits else [])
-        return bool(fitting) and not every
+            hosts = [Need(nbytes, plan.cluster.capacity(member)) for member, nbytes in shares.items()]
+            every_need = (Need(result.need_bytes, result.budget_bytes), *hosts)
+            # hosts that are filled say nothing of values
+            needs[_named(way, ranks)] = every_need[:1] if way == _IN_PART else every_need
+            full = max(need.need / max(1, need.room) for need in every_need)
+            if not best or (not best[0].fits and (result.fits or full < share)):
+                best[:], share, actions = [result], full, simulation.actions
+        return bool(best) and best[0].fits and not every
+
+    def look() -> Look:
+        return Look(best[0] if best else None, needs, {ranks: share} if best else {}, actions)
 
     for recompute in _without_hosts(question):
         asked = replace(question, options=replace(question.options, recompute=recompute))
         if fits(recompute, PLANNERS["exact"], "exact", asked):
-            return Look(fitting[0], needs)
-    for way, planner in _with_hosts(needs):
+            return look()
+    for way, planner in _with_hosts(needs, ranks, cache(partial(split_without_state, question))):
         if fits(way, planner, "lean", question):
-            return Look(fitting[0], needs)
-    return Look(fitting[0] if fitting else None, needs)
+            return look()
+    return look()
+
+
+def _named(way: str, ranks: int) -> str:
+    """Return the name of a way of planning with so many tensor-parallel ranks."""
+    return way if ranks == 1 else f"{way}, {ranks} ranks"
 
 
 def _without_hosts(question: Question) -> Iterator[Recompute]:
@@ -112,20 +155,23 @@ def _without_hosts(question: Question) -> Iterator[Recompute]:
     yield from ("never", "always", "stages") if asked == "never" else (asked,)
 
 
-def _with_hosts(needs: dict[str, tuple[Need, ...]]) -> Iterator[tuple[str, Planner]]:
+def _with_hosts(
+    needs: Mapping[str, tuple[Need, ...]], ranks: int, split_of: Callable[[float], Split]
+) -> Iterator[tuple[str, Planner]]:
     """Plans that recompute all blocks and whose hosts hold optimizer state, leaner and leaner.
 
     Hosts update all layers; or they only hold all optimizer state, which needs least of them; or as much of
     it as they have room for; or also parameters and gradients between passes.
     """
-    yield "updated by hosts", partial(at_hosts, part=1.0)
-    yield "state at hosts", partial(at_hosts, part=1.0, moves=STATE_AWAY)
-    _, *hosts = needs.get("state at hosts", (Need(0, 0),))
+    of_part = partial(partial, at_hosts, split_of=split_of)
+    yield "updated by hosts", of_part(part=1.0)
+    yield "state at hosts", of_part(part=1.0, moves=STATE_AWAY)
+    _, *hosts = needs.get(_named("state at hosts", ranks), (Need(0, 0),))
     part = min((host.room / host.need for host in hosts if host.need), default=1.0)
     for _ in range(_PARTS if part < 1 else 0):
-        yield _IN_PART, partial(at_hosts, part=part, moves=STATE_AWAY)
+        yield _IN_PART, of_part(part=part, moves=STATE_AWAY)
         part *= _LESS
-    yield "all away", partial(at_hosts, part=1.0, moves=ALL_AWAY)
+    yield "all away", of_part(part=1.0, moves=ALL_AWAY)
 
 
 def likely(looks: Mapping[int, Look], at_least: int) -> int:
@@ -205,13 +251,15 @@ def plan_on_the_way(
     shards: Sequence[int] = (),
     along: bool = False,
     runs_dry: bool = False,
+    compares: bool = True,
 ) -> Proposal:
     """Plan with profiles made on demand.
 
     Layers may be divided between `shards` ranks, with `along` also along positions.
 
     Profiles derived from those of other sizes are compared with traces in the background until the proposal
-    is settled. With `runs_dry`, alternatives are searched in parallel with the dry run that follows.
+    is settled or, without `compares`, by the caller. With `runs_dry`, alternatives are searched in parallel
+    with the dry run that follows.
 
     Raises:
         InfeasibleError: no plan fits, by such profiles; also when the proposal is settled.
@@ -220,12 +268,20 @@ def plan_on_the_way(
     try:
         result = make()
     except InfeasibleError:
-        if known.checked()():
+        if not compares or known.checked()():
             raise
         result = make()
     made = result.plan
-    used = (made.measured(stage).microbatch_size for stage in range(len(made.stages)))
-    as_traced = known.checked(used if attempt(0, made).fits else None)
+    as_traced = known.checked(sizes_used(made) if attempt(0, made).fits else None) if compares else _true
     (others,) = beside(result.others, forks=runs_dry)
 
     return Proposal(made, lambda: Answer(made, others) if as_traced() else make())
+
+
+def sizes_used(plan: Plan) -> set[int]:
+    """Return the microbatch sizes that a plan's stages compute, local batches included."""
+    return {plan.measured(stage).microbatch_size for stage in range(len(plan.stages))}
+
+
+def _true() -> bool:
+    return True

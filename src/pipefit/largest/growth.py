@@ -5,9 +5,10 @@ For the first two, the largest value that fits is searched; for the others, the 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -203,50 +204,95 @@ class Demand:
         *,
         looks: Mapping[int, Look] = MappingProxyType({}),
         every: bool = False,
+        divided: bool = False,
     ) -> Look:
-        """Return an attempt that fits, if found fast: with the smallest microbatches and one device per
-        stage.
+        """Return an attempt that fits, if found fast: with the smallest microbatches and one replica per
+        stage, on one device or, with `divided`, on many tensor-parallel ranks.
 
         Ways that will need far too much, by `looks` at smaller values, are not tried; with `every`, all are,
         for what they need.
         """
-        within, asked = cluster or self.cluster, self.asked(microbatch_size)
+        within, look = cluster or self.cluster, Look()
         with suppress(UsageError):  # reported when it is planned
-            size = microbatch_sizes(asked, known, chooses=True)[0]
-            costs = known(size)
-            question = Question(
-                profile=costs,
-                cluster=within,
-                training=training_of(asked, size, costs.assumptions.precision, within),
-                options=PlanOptions(
-                    data=1, tensor=1, recompute=asked.recompute, allow_infeasible=True, means=asked.means
-                ),
-            )
-            return soon_planned(value, question, looks, every=every)
-        return Look(None, {})
+            alone = self._alone(known, within, self.asked(microbatch_size), 1)
+            for ranks in self._many_ranks(alone) if divided else (1,):
+                question = (
+                    alone if ranks == 1 else self._alone(known, within, self.asked(microbatch_size), ranks)
+                )
+                look = look.or_else(soon_planned(value, question, looks, every=every))
+                if look.fitting is not None:
+                    break
+        return look
+
+    def _alone(self, known: OnDemand | Repeated, within: Cluster, asked: PlanOptions, ranks: int) -> Question:
+        """Return the question of plans with one replica of so many ranks per stage, divided along positions
+        if possible, and the smallest microbatches.
+
+        Raises:
+            UsageError: so many ranks cannot divide the layers.
+        """
+        size, along = microbatch_sizes(asked, known, chooses=True)[0], ranks > 1
+        try:
+            costs = known(size, (ranks,), sequences=along)
+        except UsageError:
+            if not along:
+                raise
+            costs, along = known(size, (ranks,)), False
+        return Question(
+            profile=costs,
+            cluster=within,
+            training=training_of(asked, size, costs.assumptions.precision, within),
+            options=PlanOptions(
+                data=1,
+                tensor=ranks,
+                sequences=along,
+                recompute=asked.recompute,
+                allow_infeasible=True,
+                means=asked.means,
+            ),
+        )
+
+    def _many_ranks(self, alone: Question) -> Iterator[int]:
+        """Yield the most tensor-parallel ranks with which all devices are used, and the most of all, unless
+        parameters and gradients alone are more than these devices hold.
+        """
+        budgets = sorted(alone.cluster.budgets, reverse=True)
+        owned, gradients = alone.ranges.owned()
+        least = owned[-1] + gradients[-1] - alone.ranges.state[-1]
+        most = self.ranks(alone.cluster)[-1]
+        for ranks in dict.fromkeys((math.gcd(len(budgets), most), most)):
+            if ranks > 1 and least <= sum(budgets[: len(budgets) // ranks * ranks]):
+                yield ranks
+
+    def ranks(self, cluster: Cluster) -> tuple[int, ...]:
+        """Return the numbers of tensor-parallel ranks to try, the fewest first."""
+        if self.planner not in ON_GRIDS or self.options.tensor is not None:
+            return (self.options.tensor or 1,)
+        return tuple(1 << n for n in range(len(cluster.devices).bit_length()))
 
     def plan(
-        self, known: OnDemand | Repeated, cluster: Cluster | None = None, microbatch_size: int | None = None
+        self,
+        known: OnDemand | Repeated,
+        cluster: Cluster | None = None,
+        microbatch_size: int | None = None,
+        *,
+        ranks: Sequence[int] = (),
     ) -> Answer:
-        """Return the plan, even if it does not fit: without shards, or with the fewest shards that make it
-        fit; with sequence parallelism if possible and if it lowers what the planner minimises.
+        """Return the plan, even if it does not fit: with the fewest shards that make it fit, of all numbers
+        or of `ranks`; with sequence parallelism if possible and if it lowers what the planner minimises. The
+        caller compares profiles with traces.
         """
-        within, asked = cluster or self.cluster, self.asked(microbatch_size)
-        make = partial(plan_on_the_way, known, within, None, asked)
-        chooses = self.planner in ON_GRIDS
-        ranks = asked.tensor or 1
-        result = _divided(make, ranks, along=chooses and ranks > 1)
-        while (
-            chooses
-            and asked.tensor is None
-            and 2 * ranks <= len(within.devices)
-            and not attempt(0, result.plan).fits
-        ):
-            ranks *= 2
-            with suppress(UsageError):  # this many ranks cannot divide the layers
-                divided = _divided(make, ranks, along=True)
-                result = divided if attempt(0, divided.plan).fits else result
-        return result
+        within, asked, result = cluster or self.cluster, self.asked(microbatch_size), list[Answer]()
+        make = partial(plan_on_the_way, known, within, None, asked, compares=False)
+        for number in ranks or self.ranks(within):
+            if result and attempt(0, result[0].plan).fits:
+                break
+            along = self.planner in ON_GRIDS and number > 1
+            with suppress(UsageError) if result else nullcontext():  # so many ranks cannot divide the layers
+                divided = _divided(make, number, along=along)
+                if not result or attempt(0, divided.plan).fits:
+                    result[:] = [divided]
+        return result[0]
 
 
 def _divided(make: Callable[..., Proposal], ranks: int, *, along: bool) -> Answer:
@@ -265,7 +311,8 @@ def _divided(make: Callable[..., Proposal], ranks: int, *, along: bool) -> Answe
 class Growth:
     """A growing quantity and its values.
 
-    Each value has a task, its profiles, a plan, and perhaps an attempt that is found fast and fits;
+    Each value has a task, its profiles, a plan (of all numbers of tensor-parallel ranks, or of some), and
+    perhaps an attempt that is found fast and fits (with one device per stage, or also with many ranks);
     `searches` says that a plan itself takes a search.
 
     A `UsageError` from the task or from its profiles means that the model refuses this value, and the search
@@ -277,8 +324,8 @@ class Growth:
     values: range
     task: Callable[[int], Task]
     profiles: Callable[[int], OnDemand | Repeated]
-    plan: Callable[[OnDemand | Repeated, int], Answer]
-    soon: Callable[[OnDemand | Repeated, int, Mapping[int, Look]], Look]
+    plan: Callable[[OnDemand | Repeated, int, Sequence[int]], Answer]
+    soon: Callable[[OnDemand | Repeated, int, Mapping[int, Look], bool], Look]
     searches: bool
     depths: Depths | None = None  # set if profiles may be derived instead of traced
 
@@ -302,8 +349,8 @@ def setting(name: str, make: Callable[[int], Task], demand: Demand, values: rang
         task=make,
         profiles=depths.profiles,
         depths=depths,
-        plan=lambda known, _: demand.plan(known),
-        soon=lambda known, value, looks: demand.soon(value, known, **_looking(looks)),
+        plan=lambda known, _, ranks: demand.plan(known, ranks=ranks),
+        soon=lambda known, value, looks, many: demand.soon(value, known, **_looking(looks), divided=many),
         searches=demand.searches,
     )
 
@@ -339,8 +386,10 @@ def batch(task: Task, demand: Demand, values: range) -> Growth:
         values=values,
         task=lambda _: task,
         profiles=lambda value: demand.profiles(task, value),
-        plan=lambda known, value: demand.plan(known, microbatch_size=value),
-        soon=lambda known, value, looks: demand.soon(value, known, microbatch_size=value, **_looking(looks)),
+        plan=lambda known, value, ranks: demand.plan(known, microbatch_size=value, ranks=ranks),
+        soon=lambda known, value, looks, many: demand.soon(
+            value, known, microbatch_size=value, **_looking(looks), divided=many
+        ),
         searches=demand.searches,
     )
 
@@ -376,8 +425,10 @@ def devices(task: Task, demand: Demand, values: range) -> Growth:
         values=numbers,
         task=lambda _: task,
         profiles=lambda _: known,
-        plan=lambda known, number: demand.plan(known, with_devices(cluster, number)),
-        soon=lambda known, number, _: demand.soon(number, known, with_devices(cluster, number)),
+        plan=lambda known, number, ranks: demand.plan(known, with_devices(cluster, number), ranks=ranks),
+        soon=lambda known, number, _, many: demand.soon(
+            number, known, with_devices(cluster, number), divided=many
+        ),
         searches=demand.searches,
     )
 
@@ -403,8 +454,12 @@ def memory(task: Task, demand: Demand, values: range) -> Growth:
         values=values,
         task=lambda _: task,
         profiles=lambda _: known,
-        plan=lambda known, nbytes: demand.plan(known, with_memory(demand.cluster, nbytes)),
-        soon=lambda known, nbytes, _: demand.soon(nbytes, known, with_memory(demand.cluster, nbytes)),
+        plan=lambda known, nbytes, ranks: demand.plan(
+            known, with_memory(demand.cluster, nbytes), ranks=ranks
+        ),
+        soon=lambda known, nbytes, _, many: demand.soon(
+            nbytes, known, with_memory(demand.cluster, nbytes), divided=many
+        ),
         searches=demand.searches,
     )
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.fake_cuda.chain import Chains
-from pipefit.largest.attempts import Look, attempt, likely
+from pipefit.largest.attempts import Look, attempt, likely, sizes_used
 from pipefit.largest.growth import Growth
 from pipefit.planner import Answer, explained
 from pipefit.processes import uncollected
@@ -36,6 +37,7 @@ from pipefit.schema.plan import Plan
 
 _GUESSES = 3  # guesses that may leave more than half of the numbers, or be nearer than the doubled distance
 _FAR = 16  # limit of a guess, as a multiple of the largest number known to be true
+_LITTLE = 1.05  # share of a device or host up to which a fast plan lacks little
 PATIENCE = 64  # consecutive refusals after which the search stops
 
 Judge = Callable[[int], bool | None]
@@ -146,6 +148,7 @@ def find(growth: Growth, *, certify: bool = True, progress: Progress | None = No
     result = search.edge()
     while True:
         search.settle(result.fits)
+        search.judge(result.beyond)
         tried = [value for value in (result.fits, result.beyond) if value is not None]
         if not all(map(search.as_traced, tried if certify else tried[:1])):
             result = search.again()
@@ -164,6 +167,9 @@ class _Neighbours(NamedTuple):
     beyond: int | None
 
 
+_NEITHER = _Neighbours(None, None)
+
+
 @dataclass
 class _LargestSearch:
     """The state of a search."""
@@ -173,53 +179,55 @@ class _LargestSearch:
     known: dict[int, Attempt] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
     soon: dict[int, Look] = field(default_factory=dict)  # what plans that are soon made say
-    made: dict[int, OnDemand | Repeated] = field(
-        default_factory=dict
-    )  # the profiles of the last values tried
-    written: set[int] = field(
-        default_factory=set
-    )  # values whose profiles were written, and not held to a trace yet
-    chains: dict[int, Chains] = field(
-        default_factory=dict
-    )  # of the values whose profiles were held to traces
+    made: dict[int, OnDemand | Repeated] = field(default_factory=dict)  # profiles of the nearest values
+    divided: set[int] = field(default_factory=set)  # values looked at with tensor-parallel ranks
+    ranks: tuple[int, ...] = ()  # numbers of them to search beyond the edge of fast plans; all if empty
+    chains: dict[int, Chains] = field(default_factory=dict)  # of values whose plans were compared with traces
     fitting: tuple[int, Answer] | None = (
         None  # only the last one that fits, because answers hold their whole search
     )
 
     def edge(self) -> _Neighbours:
-        """Return the neighbours by plans: first by those found fast, then by full plans from their edge
-        on.
+        """Return the neighbours by plans: first by those found fast, then by full plans from their edge on.
+
+        Fast plans have one device per stage; from their edge on, tensor-parallel ranks too. If a full search
+        finds no plan of the last value, although a fast plan of it fits, it finds none of larger values
+        either.
         """
         values = self.growth.values
-        if not self.growth.searches:
+        soon = self._neighbours(self._fits_soon, values, self._likely) if self.growth.searches else _NEITHER
+        if soon.beyond is not None and self._fits_on_ranks(soon.beyond):
+            soon = self._onwards(self._fits_on_ranks, soon.beyond)
+        if soon.fits is None:
             return self.edge_of_all()
-        if self.growth.sense == "largest":
-            last = edge(self._fits_soon, values, self._likely).holds
-            onwards = values if last is None else values[values.index(last) :]
-        else:
-            last = edge(lambda value: _negated(self._fits_soon(value)), values).fails
-            onwards = values if last is None else values[values.index(last) :: -1]
-        return self.edge_of_all() if last is None else _Neighbours(*edge(self._fits, onwards))
+        if not self.settle(soon.fits):
+            return soon
+        self.ranks = () if soon.beyond is None else self._ranks(soon.beyond)
+        return self._onwards(self._fits, soon.fits)
+
+    def _onwards(self, fits: Judge, value: int) -> _Neighbours:
+        """Return the neighbours among the values from `value`, which fits, on."""
+        values, rising = self.growth.values, self.growth.sense == "largest"
+        return _Neighbours(*edge(fits, values[values.index(value) :: 1 if rising else -1]))
 
     def again(self) -> _Neighbours:
-        """The neighbours by traces of every value, where one of a written profile says something else."""
-        assert self.growth.depths is not None
-        self.growth.depths.trace_all()
-        for result in (self.known, self.soon, self.made, self.written, self.chains):
+        """Return the neighbours by traces, after one of them differed from a profile."""
+        if self.growth.depths is not None:
+            self.growth.depths.trace_all()
+        for result in (self.known, self.soon, self.made, self.chains, self.divided):
             result.clear()
-        self.fitting = None
+        self.fitting, self.ranks = None, ()
         return self.edge()
 
     def as_traced(self, value: int) -> bool:
-        """Give the plan of a value the profile of a trace, if its own was written: whether both say the
-        same.
+        """Compare the profiles of a value's plan with traces; a plan of written profiles gets a traced one.
+        Return whether they are equal.
         """
-        if value not in self.written:
+        if value in self.chains:
             return True
         plan = self._traced(value, self.known[value].plan)
         if plan is None:
             return False
-        self.written.discard(value)
         self.known[value] = replace(self.known[value], plan=plan)
         if self.fitting is not None and self.fitting[0] == value:
             self.fitting = value, self.fitting[1]._replace(plan=plan)
@@ -227,8 +235,14 @@ class _LargestSearch:
 
     def _traced(self, value: int, plan: Plan) -> Plan | None:
         """The plan of a value with the profile of a trace; None where that is another one."""
-        assert self.growth.depths is not None
         self._say("tracing", value)
+        profiles = self._known_profiles(value)
+        if isinstance(profiles, OnDemand):
+            if not profiles.checked(sizes_used(plan))():
+                return None
+            self.chains[value] = profiles.chains
+            return plan
+        assert self.growth.depths is not None
         result = self.growth.depths.as_traced(value, plan)
         if result is None:
             return None
@@ -237,21 +251,41 @@ class _LargestSearch:
 
     def edge_of_all(self) -> _Neighbours:
         """Return the neighbours by full plans, and by dry runs if any."""
-        if self.growth.sense == "largest":
-            return _Neighbours(*edge(self._fits, self.growth.values))
-        return _Neighbours(*reversed(edge(lambda value: _negated(self._fits(value)), self.growth.values)))
+        return self._neighbours(self._fits, self.growth.values)
 
-    def settle(self, value: int | None) -> None:
+    def _neighbours(self, fits: Judge, values: range, guess: Guess | None = None) -> _Neighbours:
+        """Return the last of `values` that fits and the next one, searched from the end that fits or, for the
+        smallest value, from the end that does not.
+        """
+        if self.growth.sense == "largest":
+            return _Neighbours(*edge(fits, values, guess))
+        return _Neighbours(*reversed(edge(lambda value: _negated(fits(value)), values)))
+
+    def settle(self, value: int | None) -> bool:
         """Make a full plan of the last value that fits; keep the plan found fast if the full plan does not
-        fit.
+        fit, or if a search is not worth while. Return whether the full plan fits.
         """
         if value is None or value in self.known:
+            return True
+        look = self.soon.get(value, Look())
+        fast = look.fitting
+        if fast is None or not look.is_long:
+            self._plan(value)
+        if fast is None or (value in self.known and self.known[value].fits):
+            return True
+        self.known[value] = replace(fast, plan=explained(fast.plan))
+        self.fitting = value, Answer(self.known[value].plan)
+        return False
+
+    def judge(self, value: int | None) -> None:
+        """Take the leanest of the fast plans for the value that does not fit, if no full plan was made."""
+        if value is None or value in self.known:
             return
-        self._plan(value)
-        soon = self.soon[value].fitting
-        if soon is not None and not self.known[value].fits:
-            self.known[value] = replace(soon, plan=explained(soon.plan))
-            self.fitting = value, Answer(self.known[value].plan)
+        soon = self.soon[value].best
+        if soon is None:
+            self._plan(value)
+        else:
+            self.known[value] = soon
 
     def certify(self, value: int) -> bool:
         """Replace the planned peaks by those of the dry run; return whether this contradicts the plan."""
@@ -265,7 +299,7 @@ class _LargestSearch:
         """Return the attempt, with a plan that has its alternatives."""
         self._say("alternatives to", value)
         if self.fitting is None or self.fitting[0] != value:  # a dry run did not fit although its plan did
-            result = self.growth.plan(self._known_profiles(value), value)
+            result = self.growth.plan(self._known_profiles(value), value, ())
             plan = self._traced(value, result.plan) if value in self.chains else result.plan
             soon = Answer(self.known[value].plan)
             fits = plan is not None and attempt(value, plan).fits
@@ -291,9 +325,19 @@ class _LargestSearch:
                     self.soon[value] = self._of_profiles(self._look, profiles, value)
         return None if value in self.refused else self.soon[value].fitting is not None
 
-    def _look(self, profiles: OnDemand | Repeated, value: int) -> Look:
+    def _fits_on_ranks(self, value: int) -> bool | None:
+        """Return whether a plan found fast fits, on tensor-parallel ranks if none does without."""
+        if self._fits_soon(value) is False and value not in self.divided:
+            self.divided.add(value)
+            look = partial(self._look, divided=True)
+            with uncollected():
+                result = self._of_profiles(look, self._known_profiles(value), value)
+            self.soon[value] = self.soon[value].or_else(result)
+        return self._fits_soon(value)
+
+    def _look(self, profiles: OnDemand | Repeated, value: int, *, divided: bool = False) -> Look:
         """Return what fast plans of a value say."""
-        return self.growth.soon(profiles, value, self.soon)
+        return self.growth.soon(profiles, value, self.soon, divided)
 
     def _fits(self, value: int) -> bool | None:
         """Return whether a plan fits; None if the value is refused."""
@@ -308,9 +352,23 @@ class _LargestSearch:
         """Plan a value in a full search, unless it is refused."""
         profiles = self._profiles(value, "planning")
         if profiles is not None:
-            result = self._of_profiles(self.growth.plan, profiles, value)
+            ranks = self._ranks(value)
+            result = self._of_profiles(
+                lambda known, _: self.growth.plan(known, value, ranks), profiles, value
+            )
             self.known[value] = attempt(value, result.plan)
             self.fitting = (value, result) if self.known[value].fits else self.fitting
+
+    def _ranks(self, value: int) -> tuple[int, ...]:
+        """Return the numbers of tensor-parallel ranks to search: those of the fast plan that fits, or else one
+        and those whose fast plans lack little, of this value or of the edge of fast plans.
+        """
+        look = self.soon.get(value)
+        if look is None:
+            return self.ranks
+        if look.fitting is not None:
+            return (max(stage.grid.tensor for stage in look.fitting.plan.stages),)
+        return tuple(ranks for ranks, share in look.shares.items() if ranks == 1 or share < _LITTLE)
 
     def _of_profiles(
         self, make: Callable[[OnDemand | Repeated, int], T], profiles: OnDemand | Repeated, value: int
@@ -324,7 +382,6 @@ class _LargestSearch:
             assert self.growth.depths is not None
             self.growth.depths.trace_all()
             del self.made[value]
-            self.written.discard(value)
             return make(self._known_profiles(value), value)
 
     def _profiles(self, value: int, what: str) -> OnDemand | Repeated | None:
@@ -340,16 +397,14 @@ class _LargestSearch:
         return result
 
     def _known_profiles(self, value: int) -> OnDemand | Repeated:
-        """Return the profiles of a value, cached for the last two values, because neighbours are tried more
-        than once.
+        """Return the profiles of a value, cached for it and for the nearest values that fit and do not fit.
 
         Raises:
             UsageError: the value is refused.
         """
         result = self.made.pop(value, None) or self.growth.profiles(value)
-        if isinstance(result, Repeated) and value not in self.chains:
-            self.written.add(value)
-        self.made = dict([*self.made.items(), (value, result)][-2:])
+        near = self._nearest
+        self.made = {known: made for known, made in self.made.items() if known in near} | {value: result}
         return result
 
     def _say(self, what: str, value: int, step: str = "") -> None:
@@ -358,19 +413,20 @@ class _LargestSearch:
             text = ", ".join(filter(None, (f"{what} {self.growth.named(value)}", step)))
             self.progress(len(self.tried), 0, "; ".join((text, *self._results())))
 
-    def _results(self) -> Iterator[str]:
-        """Yield the best value known to fit, and the nearest one without a plan so far, in words."""
+    @property
+    def _nearest(self) -> tuple[int | None, int | None]:
+        """The best value known to fit, and the nearest one without a plan so far."""
         fitting = {one.value for one in self.tried if one.fits}
         others = {value for value, one in self.known.items() if not one.fits}
-        others |= {
-            value for value, look in self.soon.items() if look.fitting is None and value not in fitting
-        }
-        largest = self.growth.sense == "largest"
-        if fitting:
-            yield f"{self.growth.named(max(fitting) if largest else min(fitting))} fits"
-        if others - fitting:
-            nearest = min(others) if largest else max(others)
-            yield f"no plan found for {self.growth.named(nearest)}"
+        others |= {value for value, look in self.soon.items() if look.fitting is None}
+        best, nearest = (max, min) if self.growth.sense == "largest" else (min, max)
+        return best(fitting, default=None), nearest(others - fitting, default=None)
+
+    def _results(self) -> Iterator[str]:
+        """Yield the best value known to fit, and the nearest one without a plan so far, in words."""
+        for words, value in zip(("{} fits", "no plan found for {}"), self._nearest, strict=True):
+            if value is not None:
+                yield words.format(self.growth.named(value))
 
 
 def _negated(statement: bool | None) -> bool | None:

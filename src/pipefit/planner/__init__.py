@@ -28,7 +28,7 @@ from pipefit.planner.closed_forms.surroundings import surroundings
 from pipefit.planner.driver import answer, explained, plan_of, solved, unexplained
 from pipefit.planner.exact import exact, leanest_of
 from pipefit.planner.joint import exact_in_time, joint
-from pipefit.planner.lean import ALL_AWAY, STATE_AWAY, at_hosts, lean, leanest_with_hosts
+from pipefit.planner.lean import ALL_AWAY, STATE_AWAY, at_hosts, lean, leanest_with_hosts, split_without_state
 from pipefit.planner.neighbours import Simulations
 from pipefit.planner.open_choices import (
     Profiles,
@@ -49,6 +49,7 @@ from pipefit.planner.problem import (
     Planner,
     PlannerResult,
     Question,
+    Split,
     changed_by_replicas,
     check_degrees,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "Question",
     "Ranges",
     "Simulations",
+    "Split",
     "additive",
     "alpa",
     "at_hosts",
@@ -106,6 +108,7 @@ __all__ = [
     "plan_of",
     "sizes_of",
     "solved",
+    "split_without_state",
     "step_bound",
     "surroundings",
     "time",

@@ -20,7 +20,7 @@ ended the search. (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.078
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -109,12 +109,22 @@ def leanest_with_hosts(questions: Iterable[Question]) -> tuple[Question, Planner
     return min(result, key=lambda one: one[1].value)
 
 
-def at_hosts(question: Question, part: float, moves: Moves = UPDATED) -> PlannerResult:
+def split_without_state(question: Question, part: float) -> Split:
+    """Return the split with the lowest peak of stages that recompute and lack a part of optimizer state."""
+    return exact(_without_state(question, part)).split
+
+
+def at_hosts(
+    question: Question,
+    part: float,
+    moves: Moves = UPDATED,
+    split_of: Callable[[float], Split] | None = None,
+) -> PlannerResult:
     """Return the plan that recomputes all blocks and has state at hosts, with one device for each stage.
 
     Hosts update the part `part` of every stage's blocks, rounded down, or hold their state by other `moves`.
-    The split has the lowest peak of stages without that optimizer state. If this plan does not fit, hardly
-    any does, and it costs one simulation; its steps are the longest.
+    The split has the lowest peak of stages without that optimizer state; `split_of` returns it if it is known.
+    If this plan does not fit, hardly any does, and it costs one simulation; its steps are the longest.
 
     Raises:
         UsageError: the plan cannot be carried out, or is not allowed.
@@ -124,7 +134,7 @@ def at_hosts(question: Question, part: float, moves: Moves = UPDATED) -> Planner
         raise UsageError("the means must allow updates on hosts and recomputation")
     if moves == ALL_AWAY and not means.spill:
         raise UsageError("the means must allow offloading parameters and gradients to hosts")
-    split = exact(_without_state(question, part)).split
+    split = split_without_state(question, part) if split_of is None else split_of(part)
     plan, result = plan_of(question, split), list[Decision]()
     for number in range(len(plan.stages)):
         runs = runs_of(question, plan, number, in_buckets=False)

@@ -26,6 +26,7 @@ from pipefit.profiler.feedback import measured_coupling, with_coupling
 from pipefit.schema.layer_costs import SharedBuffer, SharedParameter
 from pipefit.schema.profile import MOST_THREADS, Block, Measurement, ModelProfile, Target
 from pipefit.schema.validation import whole
+from pipefit.texts import counted
 
 T = TypeVar("T")
 
@@ -78,8 +79,14 @@ class OnDemand:
                 if microbatch_size > 1 and self._coupling is None:
                     self._coupling = measured_coupling(self._task, made)
                 self._known[wanted] = with_coupling(made, self._coupling or "")
-            self._say("searching")
+        self.say_searched(*wanted)
         return self._known[wanted]
+
+    def say_searched(self, size: int, ranks: Sequence[int], sequences: bool) -> None:
+        """Report that plans are searched for microbatches of this size."""
+        along = " with sequence parallelism" if sequences else ""
+        shards = f", {counted(max(ranks), 'shard')}{along}" if ranks else ""
+        self._say(f"plans of microbatches of {counted(size, 'sample')}{shards}")
 
     def report_to(self, progress: Progress | None) -> None:
         """Report progress to `progress` from now on."""
@@ -202,10 +209,11 @@ class Repeated:
         self, microbatch_size: int, tensor: Sequence[int] = (), *, sequences: bool = False
     ) -> ModelProfile:
         """The profile that `OnDemand` would make, but for its fingerprint."""
-        wanted = microbatch_size, tuple(sorted(set(tensor))), sequences
+        wanted = microbatch_size, tuple(sorted({degree for degree in tensor if degree > 1})), sequences
         if wanted not in self._known:
             first, second, third = (one(microbatch_size, tensor, sequences=sequences) for one in self._traced)
             self._known[wanted] = _growing(first, second, third).repeated(self._times)
+        self._traced[0].say_searched(*wanted)
         return self._known[wanted]
 
     def report_to(self, progress: Progress | None) -> None:
