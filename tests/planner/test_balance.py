@@ -90,6 +90,20 @@ def test_equal_devices_have_no_orders() -> None:
     assert not differ(question)
 
 
+def test_links_differ_only_if_messages_take_long() -> None:
+    """On a DGX-1, whose devices have different links, messages of a hundredth of a stage leave devices equal."""
+    question = unequal(Random(0), [1.0] * 8, "1f1b", blocks=16)
+    there = Cluster.preset("dgx1-v100")
+    devices = tuple(
+        replace(own, kind=one.kind) for own, one in zip(there.devices, question.cluster.devices, strict=True)
+    )
+    question = replace(question, cluster=replace(there, devices=devices))
+    assert len(interchangeable(question)) == 1
+    slow = [replace(link, bytes_per_second=link.bytes_per_second * 1e-11) for link in there.links]
+    slowly = replace(question, cluster=replace(there, devices=devices, links=tuple(slow)))
+    assert len(interchangeable(slowly)) > 1
+
+
 def test_a_thousand_devices_are_not_compared_in_all_orders() -> None:
     """The number of orders of many devices of several kinds is too large to search."""
     question = unequal(Random(0), [1.0, 2.0, 5.0], "1f1b")

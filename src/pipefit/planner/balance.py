@@ -21,8 +21,8 @@ from pipefit.planner.bounds import MicrobatchSeconds, host_rates, host_route, in
 from pipefit.planner.choices import BlockPrices, DevicePrices, Floats, ranges
 from pipefit.planner.closed_forms.bands import Band, stage_peak
 from pipefit.planner.problem import Question, Split
-from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import Member
+from pipefit.timing import layer_seconds
 
 _POWER = 12.0
 _MISSING = (
@@ -33,6 +33,7 @@ _CELLS = (
     20_000_000  # ranges of blocks, times changes of the used devices, up to which all orders are compared
 )
 _UNLINKED = 1e100  # value of stages on devices that no link joins
+_SLIGHT = 0.01  # part of an even stage's seconds by which messages may differ between equal devices
 _LINKED = 16  # number of devices up to which their links are compared
 DOUBLE = 2  # number of blocks whose optimizer state is on the device during an update
 
@@ -252,22 +253,21 @@ class Balance:
 def interchangeable(question: Question) -> Groups:
     """Return the devices in groups of the same kind, budget and links.
 
-    Links are compared by their rates, of at most `_LINKED` devices.
+    Links of at most `_LINKED` devices are compared: to hosts by their rates, to other devices by the seconds
+    of the largest message, of which less than a hundredth of an even stage's seconds does not matter.
     """
-    cluster, result = question.cluster, list[list[int]]()
+    result = list[list[int]]()
+    compared = _Links(question) if len(question.cluster.devices) <= _LINKED else None
     for one in question.classes:
+        of_class = list[list[int]]()
         for device in one.devices:
-            alike = (
-                group
-                for group in result
-                if group[0] in one.devices
-                and (_is_large(cluster) or _linked_alike(cluster, group[0], device))
-            )
-            group = next(alike, None)
+            equal = (group for group in of_class if compared is None or compared.equal(group[0], device))
+            group = next(equal, None)
             if group is None:
-                result.append([device])
+                of_class.append([device])
             else:
                 group.append(device)
+        result += of_class
     return tuple(map(tuple, result))
 
 
@@ -278,25 +278,32 @@ def differ(question: Question) -> bool:
     return len(groups) > 1 and changes * question.blocks**2 <= _CELLS
 
 
-def _is_large(cluster: Cluster) -> bool:
-    return len(cluster.devices) > _LINKED
+class _Links:
+    """Comparison of the links of a question's devices."""
 
+    def __init__(self, question: Question) -> None:
+        self._cluster, costs = question.cluster, question.measurement.costs
+        self._largest = max(sum(value.nbytes for value in cost.inputs) for cost in costs)
+        kind, dtype = question.cluster.devices[0].kind, question.training.dtype
+        times = layer_seconds(question.measurement, kind, dtype)
+        even = sum(one.forward + one.backward for one in times) / question.stages
+        self._slight = _SLIGHT * even
 
-def _linked_alike(cluster: Cluster, one: int, other: int) -> bool:
-    """Return whether two devices reach their hosts and all other devices at the same rates."""
-    hosts = [host_route(cluster, device) for device in (one, other)]
-    if len({host and host.bytes_per_second for host in hosts}) > 1:
-        return False
-    return all(
-        _rate(cluster, one, device) == _rate(cluster, other, device)
-        for device in range(len(cluster.devices))
-        if device not in (one, other)
-    )
+    def equal(self, one: int, other: int) -> bool:
+        """Return whether two devices reach their hosts and all other devices equally fast."""
+        hosts = [host_route(self._cluster, device) for device in (one, other)]
+        if len({host and host.bytes_per_second for host in hosts}) > 1:
+            return False
+        others = set(range(len(self._cluster.devices))) - {one, other}
+        return all(
+            self._seconds(one, device) == self._seconds(other, device)
+            or abs(self._seconds(one, device) - self._seconds(other, device)) < self._slight
+            for device in others
+        )
 
-
-def _rate(cluster: Cluster, one: int, other: int) -> float:
-    """Return the bytes per second between two devices; zero if no link joins them."""
-    try:
-        return cluster.route(Member.device(one), Member.device(other)).bytes_per_second
-    except UsageError:
-        return 0.0
+    def _seconds(self, one: int, other: int) -> float:
+        """Return the seconds of the largest message between two devices; infinity without a link."""
+        try:
+            return self._cluster.route(Member.device(one), Member.device(other)).seconds(self._largest)
+        except UsageError:
+            return float("inf")
