@@ -121,19 +121,19 @@ def main() -> None:
             print(f"seed {seed} {task.name} {plan.training.phrases}:", *found, sep="\n  ", flush=True)
         done, seed = done + 1, seed + 1
         engine_case.cache_clear()
+        result: dict[str, Any] = {
+            "cases": done,
+            "peaks": told["peaks"],
+            "different": wrong,
+            "may_be_above": dict(named),
+            "kinds": dict(sorted(told.items())),
+            "seconds": round(time.perf_counter() - began),
+            "machine": machine(),
+        }
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=2) + "\n")
     pool.close()
-    result: dict[str, Any] = {
-        "cases": done,
-        "peaks": told["peaks"],
-        "different": wrong,
-        "may_be_above": dict(named),
-        "kinds": dict(sorted(told.items())),
-        "seconds": round(time.perf_counter() - began),
-        "machine": machine(),
-    }
     print(json.dumps(result | {"different": len(wrong)}, indent=2))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

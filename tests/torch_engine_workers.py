@@ -90,11 +90,12 @@ def _work(end: Connection) -> None:
         rank, count, store, function, arguments = order
         dist.init_process_group("gloo", store=dist.FileStore(store, count), rank=rank, world_size=count)
         try:
-            end.send(function(*arguments))
+            answer = function(*arguments)
         except BaseException:  # noqa: BLE001 - the test reports it
-            end.send(Failure(traceback.format_exc()))
+            answer = Failure(traceback.format_exc())
         finally:
             dist.destroy_process_group()
+        end.send(answer)  # the store's folder is removed when all have answered
 
 
 def _trained(plan: Plan, make: Callable[..., Task], arguments: tuple[Any, ...]) -> Trained:
@@ -112,7 +113,7 @@ def _trained(plan: Plan, make: Callable[..., Task], arguments: tuple[Any, ...]) 
         mock.patch.object(dist, "all_reduce", _reduced),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as observed,
     ):
-        pipeline = pipefit.pipeline(task, unmetered)
+        pipeline = pipefit.pipeline(task, unmetered, numbers=False)
         resident = _resident(pipeline)
         for number in range(STEPS):
             torch.manual_seed(number)

@@ -12,6 +12,7 @@ from pipefit.cli.options import (
     PRECISIONS,
     SCHEDULE_HELP,
     ClusterName,
+    Engine,
     Json,
     Output,
     Precision,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from pipefit.capture import Task
     from pipefit.schema.cluster import Cluster
     from pipefit.schema.profile import ModelProfile
+    from pipefit.tables import Block
 
 EXAMPLE = "pipefit plan hf:gpt2 --cluster 4x-titan-rtx --batch-size 64 -o plan.json"
 
@@ -143,6 +145,7 @@ def command(
             "reserve, and plan again if it fails.",
         ),
     ] = True,
+    engine: Engine = "pipefit",
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -151,12 +154,14 @@ def command(
     Finds the fastest plan that fits: splits the model over the devices of a cluster, recomputes and offloads
     what is necessary, and names the limiting device. For GPUs, the plan of a MODEL is verified against the
     memory of its processes, and planned again if it does not fit. The plan of a PROFILE only keeps the
-    --reserve free.
+    --reserve free. With --engine torch, the plan also fits on torch.distributed.pipelining, which holds more.
     """
     from pipefit.cli.model import built_with
     from pipefit.cli.output import check_output, deliver, told
     from pipefit.cli.progress import progress
     from pipefit.report.plan import describe_plan
+    from pipefit.report.torch_engine import describe_engine
+    from pipefit.simulator import simulate
 
     check_output(output, profile, cluster)
     if not _is_model(profile) and (settings or target or precision):
@@ -172,6 +177,7 @@ def command(
             certify=certify,
             allocator=allocator(None, devices.target) if certify and _is_model(profile) else None,
             progress=report,
+            engine=engine,
             batch_size=batch_size,
             microbatches=microbatches,
             microbatch_size=microbatch_size,
@@ -188,7 +194,12 @@ def command(
             shard=shard,
         )
     built = built_with(profile, settings) if _is_model(profile) else ""
-    deliver(made, output=output, as_json=as_json, describe=lambda: told(describe_plan(made), built))
+
+    def describe() -> list[Block]:
+        more = describe_engine(made, simulate(made, engine="torch")) if engine == "torch" else ()
+        return [*told(describe_plan(made), built), *more]
+
+    deliver(made, output=output, as_json=as_json, describe=describe)
     if devices.backend == "cuda" and made.profile.assumptions.target != "cuda":
         on_stderr(
             "pipefit: this profile models the kernels of the CPU, which save more for the backward than "

@@ -17,6 +17,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from pipefit.errors import UsageError
+from pipefit.memory import most_receive_buffers
 from pipefit.schema.decisions import What
 from pipefit.schema.grids import Grid
 from pipefit.schema.plan import Plan
@@ -280,7 +281,7 @@ def torchtitan_config(plan: Plan) -> str:
     norm = 'float("inf")' if training.clip_norm is None else repr(training.clip_norm)
     recomputes = "FullAC.Config()" if any(result.recomputed) else "None"
     return (
-        f'"""A plan of pipefit: {plan.profile.model} in {counted(len(parts), "stage")}."""\n\n'
+        f'"""A plan of pipefit: {plan.profile.model} in {counted(len(parts), "stage")}.{_held(plan)}"""\n\n'
         "from torchtitan.config import ParallelismConfig, TrainingConfig\n"
         "from torchtitan.distributed.activation_checkpoint import FullAC\n\n"
         "parallelism = ParallelismConfig(\n"
@@ -295,6 +296,12 @@ def torchtitan_config(plan: Plan) -> str:
         "    mixed_precision_param='float32',\n    disable_cuda_graphs=True,\n)\n"
         f"activation_checkpoint = {recomputes}\n"
     )
+
+
+def _held(plan: Plan) -> str:
+    """Return a further paragraph about receive buffers; empty for one stage."""
+    sentence = most_receive_buffers(plan)
+    return f"\n\n{sentence[0].upper()}{sentence[1:]}.\n" if sentence else ""
 
 
 def _torchtitan_replicas(found: Decoder) -> str:

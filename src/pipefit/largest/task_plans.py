@@ -15,12 +15,13 @@ from pipefit.capture import Task
 from pipefit.errors import InfeasibleError, OutOfMemory, UsageError
 from pipefit.fake_cuda.chain import Chains
 from pipefit.largest.attempts import Proposal
+from pipefit.largest.engine_plans import plan_for_torch
 from pipefit.memory import AllocatorSettings
 from pipefit.planner import ON_RUNS, Means, PlanArguments, PlanOptions, answered
 from pipefit.profiler import Progress
 from pipefit.runtime import certify
 from pipefit.schema.cluster import Cluster
-from pipefit.schema.plan import Plan
+from pipefit.schema.plan import Engine, Plan
 from pipefit.schema.profile import ModelProfile, Target
 from pipefit.schema.trace import DeviceTrace, Trace
 from pipefit.schema.training import Training
@@ -205,6 +206,7 @@ def plan(
     certify: bool = True,
     allocator: AllocatorSettings | None = None,
     progress: Progress | None = None,
+    engine: Engine = "pipefit",
     **options: Unpack[PlanArguments],
 ) -> Plan:
     """Plan the training of a model on a cluster so that it fits; `planner.plan` explains the arguments.
@@ -213,7 +215,9 @@ def plan(
     selects the kernels that a task will run; default: the cluster's. The plan of a task is verified by a dry
     run, unless `certify` is False or plans that do not fit are allowed: for GPUs with the memory that
     processes reserve under the settings of torch's `allocator`, for other devices if it offloads or
-    recomputes anything. A refused plan is planned again. `progress` reports layers as they are profiled.
+    recomputes anything. A refused plan is planned again. `progress` reports layers as they are profiled. With
+    `engine="torch"`, the plan runs and fits on `torch.distributed.pipelining`, by a dry run of that engine for a
+    task, and by the simulator's ledger for a profile.
 
     Raises:
         UsageError: an unknown name, numbers that do not fit together, or a microbatch size that was not
@@ -229,6 +233,8 @@ def plan(
         instance("training", training, Training, "or pass batch_size and microbatches by name")
     asked = PlanOptions.named(options)
     check_arguments(_Own, {"target": target, "certify": certify, "progress": progress})
+    if engine == "torch":
+        return _plan_for_torch(model, cluster, training, target, certify, progress, asked)
     if isinstance(model, ModelProfile):
         return answered(model, cluster, training, asked).complete()
     from pipefit.capture import Task
@@ -239,6 +245,42 @@ def plan(
     return apart(
         kernels, lambda: _plan_of_task(model, cluster, training, kernels, certify, allocator, progress, asked)
     )
+
+
+def _plan_for_torch(
+    model: Task | ModelProfile,
+    cluster: Cluster,
+    training: Training | None,
+    target: Target | None,
+    certify: bool,
+    progress: Progress | None,
+    asked: PlanOptions,
+) -> Plan:
+    """Return the plan for torch's engine; the profile of a task is made once, at the size of the first plan."""
+    profiles = list[ModelProfile]()
+
+    def make(within: Cluster, options: PlanOptions) -> Plan:
+        profile = model if isinstance(model, ModelProfile) else next(iter(profiles), None)
+        if profile is not None:
+            return answered(profile, within, training, options).complete()
+        from pipefit.fake_cuda.apart import apart
+
+        task, kernels = instance("model", model, Task, "or a ModelProfile"), target or cluster.target
+        made = apart(
+            kernels,
+            lambda: _plan_of_task(task, within, training, kernels, False, None, progress, options),
+        )
+        profiles.append(made.profile)
+        return made
+
+    def dry(plan: Plan) -> list[int]:
+        from pipefit.torch_engine import certify_pipeline
+
+        trace = certify_pipeline(instance("model", model, Task), plan, target=target)
+        return [device.peak_bytes for device in trace.devices]
+
+    verified = certify and isinstance(model, Task)
+    return plan_for_torch(cluster, asked, make, dry if verified else None)
 
 
 def _plan_of_task(

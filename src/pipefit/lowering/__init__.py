@@ -12,6 +12,7 @@ from pipefit.lowering.lower import (
     lower,
     lower_drain,
     lower_evaluation,
+    lower_for_torch,
     rank_programs,
     schedule_named,
     step_programs,
@@ -27,6 +28,7 @@ from pipefit.lowering.passes.recomputation import (
     recompute_decisions,
     recomputed_microbatches,
 )
+from pipefit.lowering.passes.torch_engine import check_for_torch, drops_early
 from pipefit.lowering.schedules import Compute, Endless, Schedule, computes
 
 __all__ = [
@@ -41,17 +43,20 @@ __all__ = [
     "as_early",
     "begins",
     "bucket_edges",
+    "check_for_torch",
     "check_slices",
     "computes",
     "cuts",
     "distinct_steps",
     "distinct_steps_of",
+    "drops_early",
     "is_backward_of",
     "is_endless",
     "loss_delay",
     "lower",
     "lower_drain",
     "lower_evaluation",
+    "lower_for_torch",
     "period",
     "rank_programs",
     "recompute_decisions",

@@ -32,6 +32,7 @@ from pipefit.lowering.passes.communication import communicated
 from pipefit.lowering.passes.offload import Bundles, bundles_of, copied
 from pipefit.lowering.passes.recomputation import recomputed
 from pipefit.lowering.passes.state_offload import brought_in, states_copied
+from pipefit.lowering.passes.torch_engine import check_for_torch, exchanged
 from pipefit.lowering.passes.updates import check_changed_weights, updated
 from pipefit.lowering.schedules import Compute, Endless, Order, Schedule, computes
 from pipefit.lowering.schedules.gpipe import gpipe, torchgpipe
@@ -45,6 +46,7 @@ from pipefit.schema.validation import instance, whole
 from pipefit.texts import unknown
 
 _OfDevices = dict[int, list[Action]]  # actions by device
+Exchange = Callable[[Order, Plan, Slices], Iterator[Action]]
 Smaller = Sequence[tuple[int, int]]  # number and samples of microbatches with fewer samples than the plan's
 
 SCHEDULES: dict[str, Schedule] = {
@@ -202,6 +204,18 @@ def lower(
     return _program(plan, count, *_synchronous(plan, count, range(len(plan.ranks)), last=last, update=update))
 
 
+def lower_for_torch(plan: Plan) -> Program:
+    """Lower a plan to the program of a step on `torch.distributed.pipelining`.
+
+    Raises:
+        UsageError: torch's engine cannot run the plan; or as `lower`.
+    """
+    check_for_torch(plan)
+    check_slices(plan, None)
+    count = plan.training.microbatches
+    return _program(plan, count, *_synchronous(plan, count, range(len(plan.ranks)), exchange=exchanged))
+
+
 def lower_drain(plan: Plan, *, entered: int, steps: int | None = None, smaller: Smaller = ()) -> Program:
     """Return the program that ends the microbatches in flight under an asynchronous schedule.
 
@@ -264,10 +278,11 @@ def _synchronous(
     last: int | None = None,
     update: bool = True,
     devices: Container[int] | None = None,
+    exchange: Exchange = communicated,
 ) -> tuple[_OfDevices, Bundles]:
     """Return the actions of these ranks' devices in a step of a synchronous schedule.
 
-    Arguments are those of `lower` and `rank_programs`.
+    Arguments are those of `lower` and `rank_programs`; `exchange` inserts loads and messages.
     """
     _check_shared(plan)
     check_changed_weights(plan, ranks)
@@ -279,9 +294,9 @@ def _synchronous(
     ends = {rank: list(updated(plan.ranks[rank], plan, bundles)) if update else [] for rank in ranks}
 
     def actions(rank: int, slices: Slices) -> list[Action]:
-        exchanged = copied(list(communicated(orders[rank], plan, slices)), plan, bundles)
-        exchanged = gathered(summed(exchanged, plan, update=update), plan)
-        return states_copied(list(slices.together([*exchanged, *ends[rank]])), plan, bundles)
+        step = copied(list(exchange(orders[rank], plan, slices)), plan, bundles)
+        step = gathered(summed(step, plan, update=update), plan)
+        return states_copied(list(slices.together([*step, *ends[rank]])), plan, bundles)
 
     return _of_devices(plan, ranks, actions, _last_one(microbatches, last), devices), bundles
 

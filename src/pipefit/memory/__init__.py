@@ -25,7 +25,7 @@ from pipefit.memory.cuda_allocator import ENVIRONMENT, AllocatorSettings, Cachin
 from pipefit.memory.microbatch import Flights
 from pipefit.memory.model_state import Gathered, LayerState, ReplicaShare, StageRest, owners, share_of
 from pipefit.memory.passes import Working
-from pipefit.memory.stage import Costs, StageCost, WholeStage
+from pipefit.memory.stage import Costs, StageCost, WholeStage, most_receive_buffers, receive_buffers
 from pipefit.memory.states import (
     BytesAway,
     Condition,
@@ -45,6 +45,7 @@ from pipefit.memory.storages import (
     Residency,
     StageStorages,
     Whereabouts,
+    after_freeing,
     effect,
     freeing_versions,
     gradient_bytes,
@@ -79,6 +80,7 @@ __all__ = [
     "Whereabouts",
     "WholeStage",
     "Working",
+    "after_freeing",
     "arenas_for",
     "arenas_of",
     "arenas_of_copies",
@@ -93,10 +95,12 @@ __all__ = [
     "members",
     "message_sizes",
     "missing_bytes",
+    "most_receive_buffers",
     "moved_by_devices",
     "moved_bytes",
     "owners",
     "pinned_sizes",
+    "receive_buffers",
     "room_needed",
     "share_of",
     "shortage",

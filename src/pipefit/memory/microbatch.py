@@ -325,7 +325,7 @@ def _load(transition: Transition) -> Answer:
             transition.working.hold(instance, holders.value)
     for instance in storages.target_storages:
         transition.working.hold(instance, holders.target)
-    return transition.left(done=transition.once(), values=values)
+    return transition.left(done=transition.once(), values=values, boundary=storages.loaded_bytes)
 
 
 def _receive_forward(transition: Transition) -> Answer:
@@ -381,25 +381,56 @@ def _pass(transition: Transition, *, saves: bool) -> Answer:
     """Run a forward that saves for the backward, or one that keeps its inputs for recomputation."""
     first, end = transition.layers()
     inputs = _inputs(transition, first, end)
-    piece = Piece(first, end, not saves, inputs)
+    piece, apart = Piece(first, end, not saves, inputs), not saves and _loss_apart(transition, end)
     values = inputs
     if not saves:
-        copies = buffer_copies(transition.storages, first, end, fed_back=True)
-        for instance in (
-            *inputs,
-            *(transition.storages.target_storages if end == transition.storages.count else ()),
-        ):
+        copies = buffer_copies(transition.storages, first, end - apart, fed_back=True)
+        needs_targets = end == transition.storages.count and not apart
+        for instance in (*inputs, *(transition.storages.target_storages if needs_targets else ())):
             transition.working.hold(instance, transition.holders.kept(first))
         transition.working.hold(copies, transition.holders.kept(first))
         values = copy_inputs(transition.working, first, inputs)
-    values = run_forward(transition.working, Forward(first, end, again=False, saves=saves), values)
+    pieces = [piece]
+    if apart:  # the loss saves its tensors, and is not recomputed
+        pieces = [Piece(first, end - 1, True, inputs)]
+        values = run_forward(transition.working, Forward(first, end - 1, again=False, saves=False), values)
+        pieces.append(Piece(end - 1, end, False, values))
+    values = run_forward(
+        transition.working,
+        Forward(end - 1 if apart else first, end, again=False, saves=saves or apart),
+        values,
+    )
     if end == transition.storages.count:
         for instance in values:
             if transition.sent.forward:
                 transition.working.hold(instance, transition.holders.sending)
             transition.working.drop(instance, transition.holders.value)
         values = ()
-    return transition.left(at=end, values=values, pieces=(*transition.residency.pieces, piece))
+    kept = transition.storages.measurement.loss_bytes + _NUMBER if _loss_apart(transition, end) else 0
+    transition.working.reach(kept)
+    return transition.left(
+        boundary=kept, at=end, values=values, pieces=(*transition.residency.pieces, *pieces)
+    )
+
+
+def _loss_apart(transition: Transition, end: int) -> bool:
+    """Return whether a pass up to `end` ends with a loss that its engine computes outside of the layers."""
+    storages = transition.storages
+    return storages.buffered and storages.last and end == storages.count
+
+
+_NUMBER = 8  # bytes of a number that a graph keeps: the weight of a microbatch's loss
+
+
+def _root_bytes(transition: Transition) -> int:
+    """Return the bytes that a backward from a loss apart holds to its end: the gradient of the weighted loss.
+
+    The number that its graph kept is freed first.
+    """
+    storages, begins = transition.storages, transition.residency.back is None
+    if not storages.buffered or not storages.last:
+        return 0
+    return storages.measurement.loss_bytes - _NUMBER * begins
 
 
 def _inputs(transition: Transition, first: int, end: int) -> tuple[int, ...]:
@@ -426,6 +457,15 @@ def _inputs(transition: Transition, first: int, end: int) -> tuple[int, ...]:
 
 def _recompute(transition: Transition) -> Answer:
     first, end = transition.layers()
+    made, back, root = (0, 0), transition.residency.back, _root_bytes(transition)
+    transition.working.level += root
+    if _loss_apart(transition, end):
+        end -= 1
+        made = run_backward(
+            transition.working, _piece(transition, end, end + 1)[1], bears=transition.bears
+        )  # before the layers are recomputed
+        transition.working.level += sum(made)
+        back = end
     number, piece = _piece(transition, first, end)
     if not piece.keeps_inputs or piece.again:
         transition.refuse(
@@ -446,7 +486,9 @@ def _recompute(transition: Transition) -> Answer:
         transition.working.drop(instance, transition.holders.value)
     pieces = list(transition.residency.pieces)
     pieces[number] = piece._replace(again=True)
-    return transition.left(pieces=tuple(pieces))
+    transition.working.level -= sum(made) + root
+    freed = _NUMBER if back != transition.residency.back else 0
+    return transition.left(pieces=tuple(pieces), back=back, gradients=made[0], boundary=made[1] - freed)
 
 
 def _check_inputs(transition: Transition, piece: Piece) -> None:
@@ -481,6 +523,10 @@ def _backward(transition: Transition) -> Answer:
     first, end = transition.layers()
     residency, storages = transition.residency, transition.storages
     back = storages.count if residency.back is None else residency.back
+    root, freed = _root_bytes(transition), 0
+    if _loss_apart(transition, end):
+        freed = _NUMBER * (residency.back is None)
+        end = back  # a recomputation has had the backward of the loss
     if residency.at < storages.count or end != back or back == 0:
         last = transition.layer(back - 1) if back else "none"
         transition.refuse(
@@ -504,14 +550,18 @@ def _backward(transition: Transition) -> Answer:
             )
     _check_present(transition, first, end)
     grown = travelling = 0
+    transition.working.level += root
     for piece in reversed(pieces):
         made = run_backward(transition.working, piece, bears=transition.bears)
         grown, travelling = grown + made[0], travelling + made[1]
         transition.working.level += sum(made)
         transition.working.drop_from(_kept(transition, piece), transition.holders.kept(piece.first))
-    transition.working.level -= grown + travelling
+    transition.working.level -= grown + travelling + root
+    travelling -= freed
     if first == 0 and not transition.sent.backward:
         travelling -= storages.sent_gradient_bytes
+    if first == 0 and storages.last:  # held until then by engines that keep outputs for the backward
+        transition.working.drop_all(transition.holders.sending)
     return transition.left(back=first, gradients=grown, boundary=travelling)
 
 

@@ -292,6 +292,16 @@ class StageRest:
         """Bytes of all microbatches' losses, on the last stage."""
         return self.storages.measurement.loss_bytes * self.microbatches if self.storages.last else 0
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the receive buffers of all microbatches, for inputs and gradients of outputs."""
+        return self.storages.received_bytes * self.microbatches
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes that a buffered stage keeps until the end of a step: its batch, and the losses."""
+        return self.storages.kept_bytes * self.microbatches
+
     @cached_property
     def gradient_bytes(self) -> int:
         """Bytes of parameter gradients, from the first backward of a step to its STEP."""

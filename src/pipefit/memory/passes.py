@@ -229,6 +229,8 @@ def run_forward(working: Working, way: Forward, inputs: tuple[int, ...]) -> tupl
         else:
             working.reach(layer.cost.checkpoint_peak_bytes, layer.cost.checkpoint_workspace_bytes)
         is_loss = _is_loss(storages, position)
+        for instance in values if is_loss and storages.buffered else ():
+            working.hold(instance, holders.sending)  # until the backward
         outputs = () if is_loss else _outputs(layer, values, shift)
         for instance in _instances(layer, layer.saves, given, shift) if way.saves else ():
             working.hold(instance, holders.saved(position))
@@ -288,6 +290,9 @@ def run_backward(working: Working, piece: Piece, *, bears: Callable[[int], bool]
         left, spans = _left_waiting(storages, position, bears)
         above = storages.gradients(position + 1) - entry + born + added + left
         above += _waiting(storages, position + 1, bears) - waited
+        above += storages.copied_gradient_bytes
+        if position == storages.count - 1:
+            above += storages.buffered_gradient_bytes
         for span in spans:
             gone = _released(layer, span, given[position])
             freed = sum(working.size(i) for i in gone if working.held.get(i) == mine)

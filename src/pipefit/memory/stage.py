@@ -16,6 +16,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Measurement
 from pipefit.schema.training import Training
 from pipefit.timing import Group, PassSeconds, copy_seconds, host_update_seconds, layer_seconds
+from pipefit.units import format_bytes
 
 
 class StageCost:
@@ -146,14 +147,19 @@ class Costs:
     """Cached costs of all stages, for one profile and training. Planners share one object between plans.
 
     `measurement` is at the size of a microbatch; `slices` are at the sizes of local batches, and of layers
-    that tensor-parallel ranks divide.
+    that tensor-parallel ranks divide. `buffered` is as for `StageStorages`.
     """
 
     def __init__(
-        self, measurement: Measurement, training: Training, slices: Sequence[Measurement] = ()
+        self,
+        measurement: Measurement,
+        training: Training,
+        slices: Sequence[Measurement] = (),
+        *,
+        buffered: bool = False,
     ) -> None:
         self._measurements = {one.way: one for one in (*slices, measurement)}
-        self._size, self._training = measurement.microbatch_size, training
+        self._size, self._training, self._buffered = measurement.microbatch_size, training, buffered
         self._stages: dict[tuple[object, ...], StageCost] = {}
         self._storages: dict[tuple[object, ...], StageStorages] = {}
         self._flights: dict[tuple[object, ...], Flights] = {}
@@ -161,9 +167,9 @@ class Costs:
         self._times: dict[tuple[object, ...], tuple[PassSeconds, ...]] = {}  # by measurement, kind and group
 
     @staticmethod
-    def of(plan: Plan) -> Costs:
+    def of(plan: Plan, *, buffered: bool = False) -> Costs:
         """Return the costs for `plan`, valid for every plan of the same profile and training."""
-        return Costs(plan.measurement, plan.training, plan.profile.measurements)
+        return Costs(plan.measurement, plan.training, plan.profile.measurements, buffered=buffered)
 
     def stage(
         self,
@@ -216,7 +222,9 @@ class Costs:
         key = start, stop, degree
         if key not in self._storages:
             rooms = self._training.versions == "everything"
-            self._storages[key] = StageStorages(self._measurements[degree], start, stop, rooms=rooms)
+            self._storages[key] = StageStorages(
+                self._measurements[degree], start, stop, rooms=rooms, buffered=self._buffered
+            )
         return self._storages[key]
 
     def _share(self, place: Stage, device: int) -> ReplicaShare | None:
@@ -238,6 +246,27 @@ class Costs:
                 measurement, kind, self._training.dtype, group
             )
         return result
+
+
+def receive_buffers(plan: Plan) -> dict[int, int]:
+    """Return the bytes of receive buffers of `torch.distributed.pipelining`, by device.
+
+    That engine allocates one for every microbatch and direction in its first step, and keeps them.
+    """
+    result = Counter[int]()
+    for number, stage in enumerate(plan.stages):
+        storages = StageStorages(plan.measured(number), stage.start, stage.stop, buffered=True)
+        for device in stage.devices:
+            result[device] += storages.received_bytes * plan.training.microbatches
+    return dict(result)
+
+
+def most_receive_buffers(plan: Plan) -> str:
+    """Return a sentence about the device with the most receive buffers on torch's engine; empty for one stage."""
+    device, nbytes = max(receive_buffers(plan).items(), key=lambda item: (item[1], -item[0]))
+    if not nbytes:
+        return ""
+    return f"torch's engine holds {format_bytes(nbytes)} of receive buffers on device {device}"
 
 
 class WholeStage:

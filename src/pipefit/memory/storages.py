@@ -102,6 +102,21 @@ def freeing_versions(before: Effect, nbytes: int) -> Effect:
     return before._replace(after_bytes=before.after_bytes - nbytes, after=after)
 
 
+def after_freeing(before: Effect, nbytes: int) -> Effect:
+    """Return the effect of an action that begins by freeing `nbytes` of boundary buffers."""
+    gradients, optimizer, activations, versions, boundary, parameters = before.after
+    return effect(
+        peak_bytes=before.peak_bytes - nbytes,
+        workspace=before.at_peak[-1],
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations,
+        versions=versions,
+        boundary=boundary - nbytes,
+        parameters=parameters,
+    )
+
+
 # ---- Storages of a stage
 
 Shared = TypeVar("Shared", bound=SharedTensor)
@@ -140,11 +155,15 @@ class StageStorages:
 
     Positions number the layers of the stage from 0; the loss has the last position. Boundary n lies before
     position n: boundary 0 has the stage's inputs, and the last boundary its outputs. With `rooms`, a weight
-    version has room for gradients and optimizer state too.
+    version has room for gradients and optimizer state too. If the stage is `buffered`, as on torch's engine, its
+    inputs, targets and gradients of outputs are in buffers for all microbatches (`StageRest.buffer_bytes`), and a
+    microbatch has no bytes for them.
     """
 
-    def __init__(self, measurement: Measurement, start: int, stop: int, *, rooms: bool = False) -> None:
-        self.rooms = rooms
+    def __init__(
+        self, measurement: Measurement, start: int, stop: int, *, rooms: bool = False, buffered: bool = False
+    ) -> None:
+        self.rooms, self.buffered = rooms, buffered
         costs = tuple(measurement.kinds[kind] for kind in measurement.layers[start:stop])
         self.measurement, self.start, self.stop = measurement, start, stop
         self.last = stop == len(measurement.layers)
@@ -202,6 +221,26 @@ class StageStorages:
         return len(self.layers)
 
     @property
+    def loaded_bytes(self) -> int:
+        """The bytes of inputs and targets that a microbatch of a buffered stage has in its step's batch."""
+        inputs = () if self.start else self.inputs
+        return sum(value.nbytes for value in (*inputs, *self.targets)) if self.buffered else 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes that a microbatch of a buffered stage keeps until the end of the step: data and the loss."""
+        return self.loaded_bytes + self.measurement.loss_bytes * (self.buffered and self.last)
+
+    @property
+    def received_bytes(self) -> int:
+        """The bytes of a buffered stage's receive buffers for one microbatch, of both directions."""
+        if not self.buffered:
+            return 0
+        received = self.inputs if self.start else ()
+        gradients = 0 if self.last else gradient_bytes(self.outputs)
+        return sum(value.nbytes for value in received) + gradients
+
+    @property
     def input_storages(self) -> tuple[int, ...]:
         """The storages of the stage's inputs."""
         return self.layers[0].inputs
@@ -224,17 +263,18 @@ class StageStorages:
 
     def _walk(self) -> tuple[LayerStorages, ...]:
         layers: list[LayerStorages] = []
-        self.target_storages = self._new(value.nbytes for value in self.targets)
-        values = self._new(value.nbytes for value in self.inputs)
+        own = not self.buffered
+        self.target_storages = self._new(value.nbytes * own for value in self.targets)
+        values = self._new(value.nbytes * own for value in self.inputs)
         for position, cost in enumerate(self.costs):
             is_loss = self.start + position == self.stop
             inputs = values + self.target_storages if is_loss else values
-            own = self._new(cost.storages)
-            places = {origin: self._find(origin, own, inputs) for origin in cost.saved_storages}
+            made = self._new(cost.storages)
+            places = {origin: self._find(origin, made, inputs) for origin in cost.saved_storages}
             self._saved_places.append(places)
             saves = tuple(dict.fromkeys(places.values()))
             lasts = frozenset(places[origin] for origin in cost.lasting_storages)
-            values = tuple(self._find(origin, own, inputs) for origin in cost.output_origins)
+            values = tuple(self._find(origin, made, inputs) for origin in cost.output_origins)
             saved_inputs = tuple(origin.index for origin in places if origin.kind == "input")
             layers.append(LayerStorages(cost, inputs, saves, lasts, saved_inputs, values))
         return tuple(layers)
@@ -355,8 +395,20 @@ class StageStorages:
 
     @property
     def output_gradient_bytes(self) -> int:
-        """The bytes that receiving the output gradients allocates; 0 on the last stage."""
-        return 0 if self.last else gradient_bytes(self.outputs)
+        """The bytes that receiving the output gradients allocates; 0 on the last stage, and into buffers."""
+        return 0 if self.last or self.buffered else gradient_bytes(self.outputs)
+
+    @cached_property
+    def buffered_gradient_bytes(self) -> int:
+        """The bytes of gradients in buffers that the last layer's backward may have been measured without.
+
+        In the measurement, a layer of several operations frees the gradients of its outputs before it ends.
+        """
+        cost = self.costs[-1]
+        if self.last or not self.buffered or len({tensor.operation for tensor in cost.saved}) < 2:
+            return 0
+        passed_on = {origin.index for origin in cost.input_gradients if origin.kind == "output"}
+        return gradient_bytes([value for n, value in enumerate(self.outputs) if n not in passed_on])
 
     @cached_property
     def sent_gradient_bytes(self) -> int:
@@ -367,7 +419,21 @@ class StageStorages:
         if not self.start:
             return 0
         whole = {g.storage: self._gradient_sizes[g.storage] for g in self._present(0) if g.contiguous}
-        return sum(whole.values()) + self.made_gradient_bytes
+        return sum(whole.values()) + self.made_gradient_bytes + self.copied_gradient_bytes
+
+    @cached_property
+    def copied_gradient_bytes(self) -> int:
+        """The bytes of gradients that the stage passes on unchanged from buffers, and copies to send them."""
+        if not self.start or self.last or not self.buffered:
+            return 0
+        shapes = [value.shape for value in self.outputs if value.has_gradient]
+        return sum(
+            value.nbytes
+            for value, gradient in zip(self.inputs, self._gradient_values[0], strict=True)
+            if gradient is not None
+            and gradient.storage < len(shapes)  # a view of a buffer is sent without a copy
+            and shapes[gradient.storage] == value.shape
+        )
 
     @cached_property
     def made_gradient_bytes(self) -> int:
@@ -440,13 +506,15 @@ class StageStorages:
             sizes.append(nbytes)
             return len(sizes) - 1
 
-        leaving = self.costs[-1].outputs
-        values = [GradientValue(new(v.nbytes), True, v.nbytes) if v.has_gradient else None for v in leaving]
+        leaving, own = self.costs[-1].outputs, self.last or not self.buffered
+        values = [
+            GradientValue(new(v.nbytes * own), True, v.nbytes) if v.has_gradient else None for v in leaving
+        ]
         boundaries = [values]
         for cost in reversed(self.costs):
-            own = [new(nbytes) for nbytes in cost.gradient_storages]
+            made = [new(nbytes) for nbytes in cost.gradient_storages]
             values = [
-                _gradient(origin, value.nbytes, own, boundaries[-1])
+                _gradient(origin, value.nbytes, made, boundaries[-1])
                 for origin, value in zip(cost.input_gradients, cost.inputs, strict=True)
             ]
             boundaries.append(values)

@@ -23,6 +23,10 @@ from pipefit.schema.validation import check_types
 from pipefit.texts import counted, layers_text
 from pipefit.units import format_bytes, format_seconds
 
+Engine = Literal[
+    "pipefit", "torch"
+]  # a runtime that trains plans: pipefit's own, or torch.distributed.pipelining
+
 # ---- Provenance: the planner, its objective, and the gap to the lower bound
 
 _LARGEST = 1e30  # upper limit of a value, in any unit

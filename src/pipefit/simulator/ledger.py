@@ -21,6 +21,7 @@ from pipefit.memory import (
     StageRest,
     StageStates,
     StageVersions,
+    after_freeing,
     effect,
     freeing_versions,
     state_moves,
@@ -44,12 +45,14 @@ def at_rest(stages: Iterable[StageRest], lent_bytes: int, away: BytesAway = NOTH
     """Return the bytes of a device before the first step.
 
     Parameters and buffers and optimizer state that exists before the first update, less what is `away` of
-    these; the memory in which the losses are summed; and the arenas that the device lends.
+    these; the memory in which the losses are summed; receive buffers for all microbatches, if its engine has them;
+    and the arenas that the device lends.
     """
     rests = list(stages)
     parameters = sum(rest.parameter_bytes for rest in rests) - away.parameters
     early = sum(rest.early_state_bytes for rest in rests) - away.optimizer
-    return parameters, 0, early, 0, 0, sum(rest.loss_bytes for rest in rests), lent_bytes, 0, 0
+    boundary = sum(rest.loss_bytes + rest.buffer_bytes for rest in rests)
+    return parameters, 0, early, 0, 0, boundary, lent_bytes, 0, 0
 
 
 def highest(rest: Levels, changes: Iterable[Change]) -> int:
@@ -155,6 +158,15 @@ class Ledger:
             del flights[key]
         if self._program.endless:
             self._next_step()
+        return self._without_batch(actions, effects)
+
+    def _without_batch(self, actions: tuple[Action, ...], effects: Effects) -> Effects:
+        """Return the effects with the batch and losses of a buffered device freed before its first update."""
+        nbytes = sum(stage.rest.step_bytes for stage in self._stages.values())
+        for number, (position, change) in enumerate(effects):
+            if nbytes and actions[position].kind is Kind.STEP:
+                effects[number] = position, after_freeing(change, nbytes)
+                break
         return effects
 
     def read_again(self, actions: tuple[Action, ...], before: Effects) -> Effects:
@@ -164,13 +176,14 @@ class Ledger:
         """
         if self._flights or self._born or self._program.endless or self._moving:
             return self.read(actions)
-        return [
+        again = [
             (
                 position,
                 self._later_update(actions[position]) if actions[position].kind is Kind.STEP else effect,
             )
             for position, effect in before
         ]
+        return self._without_batch(actions, again)
 
     def _later_update(self, action: Action) -> Effect:
         """Return the effect of an update that is not the first one."""

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from pipefit.errors import PipefitWarning, UsageError
-from pipefit.lowering import check_slices, distinct_steps, step_programs
+from pipefit.lowering import check_slices, distinct_steps, lower_for_torch, step_programs
 from pipefit.memory import (
     Arena,
     Costs,
@@ -31,7 +31,7 @@ from pipefit.memory.arenas import arenas
 from pipefit.schema.actions import Action
 from pipefit.schema.decisions import State, What
 from pipefit.schema.devices import Member
-from pipefit.schema.plan import Plan
+from pipefit.schema.plan import Engine, Plan
 from pipefit.schema.program import Program, joined
 from pipefit.schema.trace import MOST_STEPS, DeviceTrace, Event, MemorySample, Stream, Trace
 from pipefit.schema.validation import instance, whole
@@ -52,13 +52,16 @@ from pipefit.simulator.timed_program import COMPUTE, COPY, JOIN, NOTHING, Device
 from pipefit.texts import counted
 
 
-def simulate(plan: Plan, *, program: Program | None = None, steps: int | None = None) -> Trace:
+def simulate(
+    plan: Plan, *, program: Program | None = None, steps: int | None = None, engine: Engine = "pipefit"
+) -> Trace:
     """Simulate the first `steps` training steps of `plan`, by `program` or by its lowered programs.
 
     By default, all distinct steps are simulated (`lowering.distinct_steps`): two, because the first one
     creates optimizer state; under an asynchronous schedule, until the last is one of a full pipeline. Times
     are in seconds; the time of a memory sample is the start of its action. Memory that a device lends to
-    others is allocated before the first step. Warns (`PipefitWarning`) about operations in the profile whose
+    others is allocated before the first step. With `engine="torch"`, messages and memory are those of
+    `torch.distributed.pipelining`. Warns (`PipefitWarning`) about operations in the profile whose
     kernels could not be measured, since the peaks lack their memory, and about a host, disk or lender with
     too little room for moved tensors.
 
@@ -70,7 +73,7 @@ def simulate(plan: Plan, *, program: Program | None = None, steps: int | None = 
         instance("program", program, Program, "create one with pipefit.lower")
     if gap := plan.profile.kernels.gap:
         warnings.warn(gap, PipefitWarning, stacklevel=2)
-    simulation = Simulation(plan, program=program, steps=steps)
+    simulation = Simulation(plan, program=program, steps=steps, engine=engine)
     if short := shortage(plan, simulation.arenas):
         warnings.warn(f"this plan cannot be trained: {short}", PipefitWarning, stacklevel=2)
     return simulation.trace()
@@ -79,7 +82,7 @@ def simulate(plan: Plan, *, program: Program | None = None, steps: int | None = 
 class Simulation:
     """Simulation of one program with its clock and its ledgers; each result is computed at first use.
 
-    `costs` may be shared by all plans of the same profile and training: `Costs.of(plan)`.
+    `costs` may be shared by all plans of the same profile, training and engine: `Costs.of(plan)`.
     """
 
     def __init__(
@@ -89,8 +92,11 @@ class Simulation:
         program: Program | None = None,
         steps: int | None = None,
         costs: Costs | None = None,
+        engine: Engine = "pipefit",
     ) -> None:
-        self.plan = plan
+        self.plan, is_torch = plan, engine == "torch"
+        if is_torch and program is None:
+            program = lower_for_torch(plan)
         if program is not None and program.endless:
             raise UsageError(
                 "the program is a part of an asynchronous schedule without its first steps: simulate its "
@@ -101,7 +107,7 @@ class Simulation:
         self._programs = step_programs(plan) if program is None else (program,)  # the last one repeats
         self.program = self._programs[-1]
         _check(plan, self._programs[0], self.steps)
-        costs = costs or Costs.of(plan)
+        costs = costs or Costs.of(plan, buffered=is_torch)
         self._stages = [
             {device: costs.of_device(plan, number, device, there) for device in there}
             for number, there in enumerate(self.program.placement)

@@ -1,6 +1,6 @@
 """Plans on torch's own pipelines: `torch.distributed.pipelining` trains them, and its own code certifies them.
 
-1. `order`: the schedule of a plan, and plans that this engine cannot run.
+1. `order`: the schedule of a plan.
 2. `stages`: `PipelineStage`s from a plan's chain, with recomputation and moves to the host.
 3. `rank`: the stages of one rank, and the update after the schedule.
 4. `recording`: peaks and times of the engine's forwards, backwards and update.

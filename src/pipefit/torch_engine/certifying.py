@@ -16,6 +16,7 @@ from pipefit.errors import UsageError
 from pipefit.fake_cuda.apart import apart
 from pipefit.fake_cuda.chain import Chains
 from pipefit.fake_cuda.target import FakeTarget
+from pipefit.lowering import check_for_torch
 from pipefit.measure import Kernels, Meter
 from pipefit.own_loop import HostTensors, counted_states
 from pipefit.runtime import Source, StageSources, Wanted, check_model
@@ -23,7 +24,6 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Target
 from pipefit.schema.trace import Category, DeviceTrace, MemorySample, Trace
 from pipefit.schema.validation import instance
-from pipefit.torch_engine.order import check_plan
 from pipefit.torch_engine.rank import EngineRank, Groups
 from pipefit.torch_engine.recording import Record
 from pipefit.torch_engine.training import local_batches
@@ -46,7 +46,7 @@ def certify_pipeline(task: Task, plan: Plan, *, target: Target | None = None) ->
         UsageError: torch's engine lacks what the plan needs, or this process has a process group.
     """
     instance("task", task, Task, "a plan is the second argument")
-    check_plan(instance("plan", plan, Plan, "pipefit.load reads one"))
+    check_for_torch(instance("plan", plan, Plan, "pipefit.load reads one"))
     if dist.is_initialized():
         raise UsageError(
             "a dry run of torch's engine needs a process without a process group: certify before "

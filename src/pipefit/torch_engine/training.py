@@ -18,7 +18,7 @@ from pipefit.capture import Task, Values, pair, recording, refuse_gradients
 from pipefit.capture.sample import sample
 from pipefit.checkpoints import Owner
 from pipefit.errors import OutOfMemory, UsageError
-from pipefit.lowering import step_programs
+from pipefit.lowering import check_for_torch, step_programs
 from pipefit.measure import Kernels, MemoryMeter, Meter
 from pipefit.own_loop import HostTensors, counted_states
 from pipefit.runtime import (
@@ -52,7 +52,6 @@ from pipefit.schema.post_mortem import PostMortem
 from pipefit.schema.trace import Category, DeviceTrace, Trace
 from pipefit.schema.validation import instance
 from pipefit.texts import counted
-from pipefit.torch_engine.order import check_plan
 from pipefit.torch_engine.rank import EnginePart, EngineRank, Groups
 from pipefit.torch_engine.recording import Record
 from pipefit.torch_internals.pipelining import join_alone
@@ -94,7 +93,7 @@ class Pipeline:
         self.callbacks, asked = tuple(callbacks), TrainerOptions.named(options)
         if asked.accumulate != 1:
             raise UsageError("torch's engine updates after every batch: plan a larger batch (batch_size)")
-        check_plan(plan)
+        check_for_torch(plan)
         hardware = Hardware(plan, asked.share_device)
         _join(hardware, asked.timeout_seconds)
         number = plan.workers[dist.get_rank()]
@@ -417,7 +416,7 @@ def train_pipeline(
     Raises:
         UsageError: torch's engine lacks what the plan needs.
     """
-    check_plan(plan)
+    check_for_torch(plan)
     return train(task, plan, steps=steps, trainer=PipelineTrainer, **options)
 
 

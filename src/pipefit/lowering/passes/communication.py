@@ -52,9 +52,9 @@ def communicated(
     """
     slices = slices or Slices(plan)
     early, counted, behind = _around(order)
-    receives = [list(_receives(action, plan, slices)) for action in counted]
+    receives = [list(receives_of(action, plan, slices)) for action in counted]
     yield from receives[0]
-    sending = [] if before is None else list(_sends(before, plan, slices))
+    sending = [] if before is None else list(sends_of(before, plan, slices))
     for number, action in enumerate(counted):
         ahead = receives[number + 1] if number + 1 < len(counted) else []
         needed = [receive.join for receive in receives[number]]
@@ -64,7 +64,7 @@ def communicated(
         yield from (*needed, *joins, *ahead) if turns_back else (*ahead, *needed)
         if _loads(action, plan):
             yield slices.load(action.stage, action.microbatch)
-        sending = list(_sends(action, plan, slices))
+        sending = list(sends_of(action, plan, slices))
         yield action
         yield from () if turns_back else joins
         yield from sending
@@ -77,9 +77,9 @@ def drained(order: Order, plan: Plan, slices: Slices, *, before: Action | None) 
 
     Thus a drain never holds more than the steps before it, which had one more microbatch in flight.
     """
-    yield from () if before is None else (send.join for send in _sends(before, plan, slices))
+    yield from () if before is None else (send.join for send in sends_of(before, plan, slices))
     for action in order:
-        receives, sends = list(_receives(action, plan, slices)), list(_sends(action, plan, slices))
+        receives, sends = list(receives_of(action, plan, slices)), list(sends_of(action, plan, slices))
         yield from (*receives, *(receive.join for receive in receives))
         yield action
         yield from (*sends, *(send.join for send in sends))
@@ -128,7 +128,8 @@ def _loads(action: Action, plan: Plan) -> bool:
     return action.kind in FORWARDS and action.stage in (0, len(plan.stages) - 1) and begins(action, plan)
 
 
-def _receives(action: Action, plan: Plan, slices: Slices) -> Iterator[Action]:
+def receives_of(action: Action, plan: Plan, slices: Slices) -> Iterator[Action]:
+    """Yield the receives that a compute action needs."""
     kind, stage, microbatch = action[:3]
     if kind in FORWARDS and stage > 0 and begins(action, plan):
         yield from slices.messages(Kind.RECV_FORWARD, stage, microbatch)
@@ -136,7 +137,8 @@ def _receives(action: Action, plan: Plan, slices: Slices) -> Iterator[Action]:
         yield from slices.messages(Kind.RECV_BACKWARD, stage, microbatch)
 
 
-def _sends(action: Action, plan: Plan, slices: Slices) -> Iterator[Action]:
+def sends_of(action: Action, plan: Plan, slices: Slices) -> Iterator[Action]:
+    """Yield the sends of a compute action's results."""
     kind, stage, microbatch = action[:3]
     if kind in FORWARDS and stage < len(plan.stages) - 1 and ends(action, plan):
         yield from slices.messages(Kind.SEND_FORWARD, stage, microbatch)

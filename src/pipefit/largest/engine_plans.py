@@ -1,0 +1,143 @@
+"""Plans that keep their budgets on `torch.distributed.pipelining`.
+
+That engine holds more than pipefit's own runtime: receive buffers for all microbatches, the batch, outputs until
+their backward, and sent tensors. Planners know the own runtime's bytes, and the ledger those of torch's engine. If the
+fastest plan exceeds a budget there, a bisection finds how much memory must be reserved for a plan that does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from pipefit.errors import InfeasibleError, UsageError
+from pipefit.lowering import check_for_torch
+from pipefit.memory import most_receive_buffers
+from pipefit.planner import PlanOptions
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.plan import Plan
+from pipefit.simulator import Simulation
+from pipefit.texts import counted
+from pipefit.units import format_bytes
+
+ROUNDS = 5  # plans of the bisection
+
+Make = Callable[[Cluster, PlanOptions], Plan]
+Peaks = Callable[[Plan], Sequence[int]]
+
+
+def options_for_torch(asked: PlanOptions) -> PlanOptions:
+    """Return the options without techniques that torch's engine lacks, unless they are requested."""
+    means = replace(asked.means, peers=False, spill=False, state=False)
+    return replace(asked, means=means, tensor=asked.tensor or 1, shard=asked.shard or "none")
+
+
+def plan_for_torch(cluster: Cluster, asked: PlanOptions, make: Make, dry: Peaks | None = None) -> Plan:
+    """Return a plan of `make` that fits on torch's engine.
+
+    Peaks are those of the simulator's ledger; a plan that fits by the ledger is verified by `dry`, if given.
+
+    Raises:
+        UsageError: torch's engine cannot run any such plan.
+        InfeasibleError: no plan was found that fits there.
+    """
+    trials = _Trials(cluster, options_for_torch(asked), make, dry)
+    first = trials.plan(0)
+    if trials.fits(first):
+        return first
+    short, low, high, best = trials.short, 0, trials.additional_bytes(first), None
+    for _ in range(ROUNDS):
+        reserve = (low + high) // 2
+        try:
+            made = trials.plan(reserve)
+        except InfeasibleError:
+            high = reserve
+            continue
+        if trials.fits(made):
+            best, high = made, reserve
+        else:
+            low = reserve
+    if best is None:
+        made = trials.plan(0, replace(trials.asked, objective="peak", planner=None))
+        best = made if trials.fits(made) else None
+    if best is None:
+        raise InfeasibleError(
+            f"{short}. No plan was found that fits there, of {counted(ROUNDS + 2, 'plan')} with more and more "
+            "memory reserved: plan fewer microbatches (--microbatches), or train with pipefit's own runtime"
+        )
+    return _told(best, short)
+
+
+class _Trials:
+    """Plans with different reserves, and whether they fit on torch's engine.
+
+    `short` is the lack of the last plan that did not fit.
+    """
+
+    def __init__(self, cluster: Cluster, asked: PlanOptions, make: Make, dry: Peaks | None) -> None:
+        self.asked, self.short = asked, ""
+        self._cluster, self._make, self._dry = cluster, make, dry
+
+    def plan(self, reserve: int, asked: PlanOptions | None = None) -> Plan:
+        """Return a plan with `reserve` more bytes reserved on every device, for a device's whole budget.
+
+        Raises:
+            UsageError: torch's engine cannot run the plan.
+            InfeasibleError: no plan fits pipefit's own runtime with this reserve.
+        """
+        devices, reserves = self._cluster.devices, self._cluster.reserves
+        more = [min(r + reserve, d.memory_bytes - 1) for r, d in zip(reserves, devices, strict=True)]
+        within = self._cluster.reserving(more) if reserve else self._cluster
+        made = self._make(within, asked or self.asked)
+        if asked is None and self.asked.data is None and not _runs(made):  # stages of different degrees
+            self.asked = replace(self.asked, data=1)
+            made = self._make(within, self.asked)
+        check_for_torch(made)
+        return replace(made, cluster=self._cluster)
+
+    def fits(self, plan: Plan) -> bool:
+        """Return whether all devices keep their budgets; a plan that does by the ledger is run dry."""
+        peaks: Sequence[int] = Simulation(plan, engine="torch").peak_bytes
+        if self._dry is not None and not _lacking(self._cluster, peaks):
+            peaks = self._dry(plan)
+        if lacking := _lacking(self._cluster, peaks):
+            self.short = _shortage(plan, peaks, lacking)
+        return not lacking
+
+    def additional_bytes(self, plan: Plan) -> int:
+        """Return the most bytes that a device holds at its peak beyond pipefit's own runtime."""
+        own, peaks = Simulation(plan).peak_bytes, Simulation(plan, engine="torch").peak_bytes
+        return max(there - here for here, there in zip(own, peaks, strict=True))
+
+
+def _runs(plan: Plan) -> bool:
+    """Return whether torch's engine can run a plan."""
+    with suppress(UsageError):
+        check_for_torch(plan)
+        return True
+    return False
+
+
+def _lacking(cluster: Cluster, peaks: Sequence[int]) -> list[int]:
+    """Return the devices whose peaks exceed their budgets."""
+    return [n for n, (peak, budget) in enumerate(zip(peaks, cluster.budgets, strict=True)) if peak > budget]
+
+
+def _shortage(plan: Plan, peaks: Sequence[int], lacking: Sequence[int]) -> str:
+    """Return the lack of the device that is over its budget by most."""
+    budgets = plan.cluster.budgets
+    device = max(lacking, key=lambda n: peaks[n] - budgets[n])
+    need, budget, why = peaks[device], budgets[device], most_receive_buffers(plan)
+    return (
+        f"on torch's engine device {device} needs {format_bytes(need)}, {format_bytes(need - budget)} over its "
+        f"{format_bytes(budget)}{why and f'; {why}'}"
+    )
+
+
+def _told(plan: Plan, short: str) -> Plan:
+    """Return the plan with the reason why it was planned again."""
+    if plan.provenance is None:
+        return plan
+    remark = f"Planned again, because {short} in the plan for pipefit's own runtime."
+    return replace(plan, provenance=replace(plan.provenance, remarks=(*plan.provenance.remarks, remark)))

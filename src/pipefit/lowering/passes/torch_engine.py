@@ -1,0 +1,118 @@
+"""The pass that exchanges messages as `torch.distributed.pipelining` does, and plans that this engine cannot run.
+
+That engine waits for each message where it needs it. A WAIT for a send stands where the engine drops the message's
+tensors: 1F1B drops them one forward, or one backward, later; GPipe and orders that run as actions keep every handle
+until the end of the step.
+
+    LOAD of all microbatches      the whole batch is on the device during the step
+    RECV, WAIT                    before the forward or backward that needs it
+    F[m] SEND_F[m]                the outputs stay until B[m] has ended, and under 1F1B until F[m+1] has
+    B[m] SEND_B[m]                the gradients stay, under 1F1B until B[m+1] has ended
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipefit.errors import UsageError
+from pipefit.lowering.local_batches import Slices
+from pipefit.lowering.passes.communication import begins, ends, receives_of, sends_of
+from pipefit.lowering.schedules import Order
+from pipefit.schema.actions import FORWARDS, Action, Kind
+from pipefit.schema.decisions import SavedTensors, What
+from pipefit.schema.devices import MemberKind
+from pipefit.schema.plan import Plan
+
+
+def check_for_torch(plan: Plan) -> None:
+    """Check that torch's engine can run the plan.
+
+    Raises:
+        UsageError: it cannot; names what it lacks.
+    """
+    if reason := next(_reasons(plan), None):
+        raise UsageError(
+            f"torch.distributed.pipelining {reason}: train this plan with pipefit's own runtime (pipefit.Trainer, "
+            "or pipefit train without --engine), or plan without it"
+        )
+
+
+def _reasons(plan: Plan) -> Iterator[str]:
+    """Yield what torch's engine lacks for the plan, as ends of a sentence."""
+    if plan.training.endless:
+        yield f"ends every step with an empty pipeline, unlike schedule {plan.training.schedule}"
+    grids = [stage.grid for stage in plan.stages]
+    if any(grid.tensor > 1 for grid in grids):
+        yield "gets no tensor-parallel layers from a plan"
+    if len({grid.data for grid in grids}) > 1:
+        yield "needs the same number of replicas in every stage"
+    if any(grid.shard != "none" for grid in grids):
+        yield "gets no sharded state from a plan"
+    for decision in plan.decisions:
+        if decision.what is What.UPDATE or (
+            decision.what is What.OFFLOAD and not isinstance(decision.subject, SavedTensors)
+        ):
+            yield f"cannot carry out the decision on {decision}"
+        if decision.place is not None and any(m.kind is not MemberKind.HOST for m, _ in decision.place):
+            yield f"moves saved tensors to the host only, not as in {decision}"
+
+
+Pass = tuple[Kind, int, int]  # a FORWARD or BACKWARD of a stage, and the microbatch
+
+
+def drops_early(plan: Plan) -> bool:
+    """Return whether the engine drops messages during a step: it runs the plan's order by its own 1F1B."""
+    alone = len(plan.ranks) == len(plan.stages)
+    return alone and plan.training.schedule == "1f1b" and plan.training.microbatches >= len(plan.stages)
+
+
+def exchanged(order: Order, plan: Plan, slices: Slices) -> Iterator[Action]:
+    """Yield the actions of one device: its compute actions, and the loads and messages around them."""
+    stages = {action.stage for action in order}
+    for stage in sorted(stages & {0, len(plan.stages) - 1}):
+        for microbatch in range(plan.training.microbatches):
+            yield slices.load(stage, microbatch)
+    early, done = drops_early(plan), set[Pass]()
+    held = dict[Pass, list[Action]]()  # sends by the pass that made the tensors
+    for action in order:
+        for receive in receives_of(action, plan, slices):
+            yield receive
+            yield receive.join
+        yield action
+        over = _over(action, plan)
+        if over is None:
+            continue
+        done.add(over)
+        held[over] = started = list(sends_of(action, plan, slices))
+        yield from started
+        for key in _dropped(over, done, plan) if early else ():
+            yield from (send.join for send in held.pop(key, ()))
+    for sent in held.values():
+        yield from (send.join for send in sent)
+
+
+def _over(action: Action, plan: Plan) -> Pass | None:
+    """Return the pass of a stage that ends with the action."""
+    if action.kind in FORWARDS and ends(action, plan):
+        return Kind.FORWARD, action.stage, action.microbatch or 0
+    if action.kind is Kind.BACKWARD and begins(action, plan):
+        return Kind.BACKWARD, action.stage, action.microbatch or 0
+    return None
+
+
+def _dropped(over: Pass, done: set[Pass], plan: Plan) -> Iterator[Pass]:
+    """Yield the passes whose tensors 1F1B drops when a pass is over.
+
+    The handle of the last send of the warm-up but one stays until the warm-up's forwards are all that is left.
+    """
+    kind, stage, microbatch = over
+    warm_up, count = len(plan.stages) - stage, plan.training.microbatches
+    late = warm_up - 2
+    if kind is Kind.BACKWARD:
+        yield kind, stage, microbatch - 1
+        if (Kind.FORWARD, stage, microbatch + 1) in done and microbatch != late:
+            yield Kind.FORWARD, stage, microbatch
+        if microbatch == count - warm_up and microbatch > late:
+            yield Kind.FORWARD, stage, late
+    elif (Kind.BACKWARD, stage, microbatch - 1) in done and microbatch - 1 != late:
+        yield Kind.FORWARD, stage, microbatch - 1

@@ -1,0 +1,62 @@
+"""`plan --engine torch`: plans that keep their budgets on torch's engine, by the dry run of its own code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import pipefit
+from pipefit.cli import main
+from pipefit.errors import InfeasibleError
+from pipefit.schema.json_io import save
+from tiny import profile_of, task_of
+
+MICROBATCHES = {"batch_size": 256, "microbatches": 32}
+
+
+def deep() -> pipefit.Task:
+    """Return a task whose receive buffers are larger than its weights."""
+
+    def layers() -> list[nn.Module]:
+        return [layer for _ in range(6) for layer in (nn.Linear(128, 128), nn.ReLU())]
+
+    return task_of(layers, inputs=128, outputs=128)
+
+
+@pytest.mark.parametrize("kib", [850, 700, 650])
+def test_budgets_are_kept_on_torch_engine(kib: int) -> None:
+    """The fastest plan for pipefit's runtime exceeds budgets there; the plan for torch's engine keeps them."""
+    task, cluster = deep(), pipefit.load_cluster(f"emulated:3x{kib}KiB")
+    for engine in ("pipefit", "torch"):
+        plan = pipefit.plan(profile_of(task, 8), cluster, engine=engine, **MICROBATCHES)
+        peaks = [device.peak_bytes for device in pipefit.certify_pipeline(task, plan).devices]
+        assert (max(peaks) <= kib << 10) is (engine == "torch")
+        assert plan.cluster == cluster
+
+
+def test_no_plan_is_found() -> None:
+    """The message names the device, the receive buffers and the ways out; it does not claim impossibility."""
+    cluster = pipefit.load_cluster("emulated:3x600KiB")
+    said = r"receive buffers on device \d\. No plan was found that fits there.*fewer microbatches"
+    with pytest.raises(InfeasibleError, match=said):
+        pipefit.plan(profile_of(deep(), 8), cluster, engine="torch", **MICROBATCHES)
+
+
+def test_the_plan_of_a_task_is_verified() -> None:
+    """A task is profiled, planned and run dry on that engine; without peers, sharding and tensor parallelism."""
+    cluster = pipefit.load_cluster("emulated:3x700KiB")
+    plan = pipefit.plan(deep(), cluster, engine="torch", microbatch_size=8, **MICROBATCHES)
+    peaks = [device.peak_bytes for device in pipefit.certify_pipeline(deep(), plan).devices]
+    assert max(peaks) <= 700 << 10
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`pipefit plan --engine torch` prints what that engine holds, device by device."""
+    save(profile_of(deep(), 8), tmp_path / "profile.json")
+    command = ["plan", str(tmp_path / "profile.json"), "--cluster", "emulated:3x650KiB", "--engine", "torch"]
+    assert main([*command, "--batch-size", "256", "--microbatches", "32"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "torch's engine holds 256.00 KiB of receive buffers on device" in told
+    assert "Planned again, because on torch's engine device" in told
