@@ -25,7 +25,7 @@ def deep() -> pipefit.Task:
     return task_of(layers, inputs=128, outputs=128)
 
 
-@pytest.mark.parametrize("kib", [850, 700, 650])
+@pytest.mark.parametrize("kib", [850, 650])
 def test_budgets_are_kept_on_torch_engine(kib: int) -> None:
     """The fastest plan for pipefit's runtime exceeds budgets there; the plan for torch's engine keeps them."""
     task, cluster = deep(), pipefit.load_cluster(f"emulated:3x{kib}KiB")
