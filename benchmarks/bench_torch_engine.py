@@ -36,6 +36,9 @@ from torch_engine_cases import engine_case, engine_task
 from torch_engine_workers import STEPS, Trained, Workers
 
 
+SMALLEST = 1e-14  # batch norms of two samples amplify the rounding of float64
+
+
 def above_allocator(task: Task) -> str:
     """Return why certified peaks of a model of the gallery may be above the allocator's; empty if they may not.
 
@@ -61,7 +64,8 @@ def differences(
     first = {stage.devices[0] for stage in plan.stages}  # batch norms of other replicas see other samples
     replicas = plan.stages[0].grid.data > 1  # whose sums are rounded in another order
     apart = [
-        float((tensor.double() - state[name].double()).abs().max()) / torch.finfo(tensor.dtype).eps
+        float((tensor.double() - state[name].double()).abs().max())
+        / max(torch.finfo(tensor.dtype).eps, SMALLEST)
         for device, one in ran.items()
         for name, tensor in one.state.items()
         if name in state and tensor.numel() and tensor.is_floating_point() and device in first
