@@ -35,7 +35,6 @@ from tiny import in_one_process
 from torch_engine_cases import engine_case, engine_task
 from torch_engine_workers import STEPS, Trained, Workers
 
-
 SMALLEST = 1e-14  # batch norms of two samples amplify the rounding of float64
 
 
