@@ -80,8 +80,9 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move the cases of a test marked `sample(count)` to the gallery, except the first, the last, and as many
-    others as `count` allows, drawn by the test's name. Cases that are in the gallery already do not count.
+    """Move the cases of a test marked `sample(count)` to the gallery, except the last, the first if `count`
+    is above 1, and as many others as it allows, drawn by the test's name. Cases that are in the gallery
+    already do not count.
     """
     tests = defaultdict(list)
     for item in items:
@@ -89,7 +90,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if mark is not None and item.get_closest_marker("gallery") is None:
             tests[item.nodeid.partition("[")[0], mark.args[0]].append(item)
     for (name, count), cases in tests.items():
-        inner = cases[1:-1]
+        inner = cases[1 if count > 1 else 0 : -1]
         for item in Random(name).sample(inner, max(0, len(cases) - count)):
             item.add_marker(pytest.mark.gallery)
 

@@ -111,6 +111,7 @@ def test_parameters_are_those_of_the_module() -> None:
     assert rows[TORCHGPIPE].ours_to_this == counted[OURS] / counted[TORCHGPIPE]
 
 
+@pytest.mark.gallery
 def test_without_dry_runs_the_plans_are_believed() -> None:
     """Without dry runs every partitioner has the same F and bytes, uncertified and untimed."""
     believed = compare(

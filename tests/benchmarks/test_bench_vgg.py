@@ -137,6 +137,7 @@ def test_no_other_split_is_better(recompute: Recompute) -> None:
     assert splits["given"].split == (1, 1, 1, 6)
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize("recompute", OFTEN)
 def test_real_runs_agree_with_dry_run_and_simulator(recompute: Recompute) -> None:
     """Real runs match dry run and simulator on every device, to the byte; the additive predictor, from real

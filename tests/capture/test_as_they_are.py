@@ -159,7 +159,7 @@ def packed(samples: int) -> Inputs:
     return {**found, "position_ids": torch.where(positions < starts, positions, positions - starts)}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_packed_sequences_train_as_in_a_plain_loop(name: str, use_cache: bool) -> None:

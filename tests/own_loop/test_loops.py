@@ -116,7 +116,7 @@ def trained(name: str, budget: int | None) -> tuple[list[int], dict[str, Tensor]
     return peaks, {k: v.clone() for one in (module, *others) for k, v in one.state_dict().items()}, handle
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_step_of_the_user(name: str) -> None:

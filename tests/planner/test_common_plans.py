@@ -17,7 +17,7 @@ from pipefit.simulator import Simulation
 from slice_sizes import sized
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [2, 4])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_plan_that_is_fully_sharded_and_recomputed_by_block_is_found(seed: int, number: int) -> None:

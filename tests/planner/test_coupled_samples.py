@@ -138,7 +138,7 @@ DRAWING = task_of(lambda: with_between(nn.Dropout(0.3)))
 profiled = cache(partial(profile, microbatch_size=(SIZE, SIZE // 2)))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", COUPLED)
 def test_coupled_samples_have_no_replicas_unless_asked_for(name: str) -> None:
     """The profile says why samples are coupled; a default plan avoids replicas and says so; requested

@@ -53,6 +53,7 @@ def both(
     return asked(exact, *question), asked(exhaustive, *question)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_exact_finds_the_best_of_all_3654_splits_of_vgg(schedule: str) -> None:
     """For 30 layers on 4 devices the plan equals that of trying every split, and reports so."""

@@ -33,6 +33,7 @@ def test_brute_force_finds_the_split_of_dynamic_programming(seed: int) -> None:
     assert ways[0].provenance.value == ways[1].provenance.value == ways[0].provenance.bound
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize("seed", seeds(1, of=3))
 def test_bayesian_optimisation_finds_what_brute_force_finds(
     seed: int, monkeypatch: pytest.MonkeyPatch

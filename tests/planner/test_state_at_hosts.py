@@ -94,6 +94,7 @@ def needed(asked: Case, part: float) -> Case:
     return asked._replace(cluster=replace(asked.cluster, devices=devices))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("schedule", "part"), [("1f1b", 0.75), ("pipedream-2bw", 0.85)])
 def test_a_fast_host_updates_what_a_slow_link_would_have_to_carry(schedule: str, part: float) -> None:
     """A fast host updates layers and makes steps shorter than a slow one; all plans are within the caps."""

@@ -22,7 +22,7 @@ def costs() -> ModelProfile:
     return profile(build("vgg11"), microbatch_size=92, target="cuda")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recompute", ["never", "except_last"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_exact_finds_what_trying_all_splits_finds(

@@ -38,6 +38,7 @@ def alternating(layers: int) -> Task:
     return task_of(lambda: [nn.Linear(8, 8, bias=number % 2 == 0) for number in range(layers)], outputs=8)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("make", "wanted"),
     [

@@ -46,7 +46,7 @@ class Cells(nn.Module):
 MODELS = {"narrow": lambda: Steps(4), "wide": lambda: Steps(16), "cells": Cells}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_state_is_that_of_plain_training(name: str) -> None:
     """AdamW's state for each shared parameter has its size in a plain loop."""

@@ -36,7 +36,7 @@ def draw(name: str) -> Case:
     )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", sampled(NAMES, often=OFTEN))
 def test_dry_run_and_simulator_are_exact(name: str) -> None:
     """The dry run and the simulator match the allocator's peak of every device in both steps, to the byte."""

@@ -199,7 +199,7 @@ def test_replicas_divide_and_sum_entwined_gradients(name: str, shard: Any) -> No
     assert peaks.simulated == peaks.dry == peaks.metered == peaks.allocated
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", seeds(3, of=60))
 def test_plans_of_entwined_layers_are_trained_as_they_were_planned(seed: int) -> None:
     """Random plans of layers that share gradients, traced or not, with clipping, offloaded state and

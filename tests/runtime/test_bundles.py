@@ -98,7 +98,7 @@ class Counting(UnpacedCopies):
         super().start(parts, outward=outward, seconds=seconds)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", ["host", "host*1+device1*2+disk*1"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_one_action_moves_all_that_a_stage_keeps(schedule: str, place: str) -> None:

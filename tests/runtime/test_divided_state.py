@@ -76,7 +76,7 @@ RANDOM = [(name, seed) for name in MODELS for seed in range(3)]
 OFTEN = [*zip(MODELS, range(3), strict=True)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "seed"), sampled(RANDOM, often=OFTEN))
 def test_the_numbers_are_those_of_plain_training(
     name: str, seed: int, profiles: dict[str, ModelProfile]
@@ -110,7 +110,7 @@ def test_the_numbers_are_bitwise_those_of_whole_replicas(
     assert equal(one.state_dict(optimizer=True), other.state_dict(optimizer=True), relative=0)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "seed"), sampled(RANDOM, often=OFTEN))
 def test_simulator_dry_run_meter_and_allocator_agree(
     name: str, seed: int, profiles: dict[str, ModelProfile]
@@ -127,7 +127,7 @@ def test_simulator_dry_run_meter_and_allocator_agree(
         assert found.simulated == found.dry
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shard", DIVIDED)
 def test_clipping_and_accumulation_are_those_of_the_whole_batch(
     shard: Sharding, profiles: dict[str, ModelProfile]
@@ -145,7 +145,7 @@ def test_clipping_and_accumulation_are_those_of_the_whole_batch(
     assert equal(trainer.state_dict(), plain.state_dict(), relative=1e-9)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "precision", sampled(["master-float16", "master-bfloat16"], often=["master-float16"])
 )
@@ -189,6 +189,7 @@ def test_training_goes_on_under_other_plans(
     goes_on(task, plans, batches(task, plans[0], 4), tmp_path)
 
 
+@pytest.mark.gallery
 def test_workers_train_as_one_process_does(profiles: dict[str, ModelProfile], tmp_path: Path) -> None:
     """Four workers over gloo with sharded state have the losses and peaks of one process, and save whole
     state.
@@ -208,7 +209,7 @@ def test_workers_train_as_one_process_does(profiles: dict[str, ModelProfile], tm
     assert equal(after.state_dict(optimizer=True), alone.state_dict(optimizer=True), relative=1e-9)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shard", DIVIDED)
 def test_decisions_about_memory_hold_for_divided_state(
     shard: Sharding, profiles: dict[str, ModelProfile]

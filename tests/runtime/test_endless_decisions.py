@@ -126,7 +126,7 @@ def assert_foretold(name: str, schedule: str, seed: int) -> None:
 EVERY = [(name, schedule) for name in TASKS for schedule in ENDLESS]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "schedule"), sampled(EVERY, often=(*EVERY[1::4], *EVERY[2::4]))
 )  # each name once
@@ -189,6 +189,7 @@ def test_workers_do_what_one_process_does(schedule: str) -> None:
     assert samples(trace) == samples(trainer.trace)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_the_allocator_sees_what_leaves_and_comes_back(schedule: str) -> None:
     """The allocator's events have the dry run's peaks in every step, except for memory lent by a device."""
@@ -300,6 +301,7 @@ LARGE: dict[str, Callable[[], Task]] = {
 HEAVY = [(name, schedule) for name in LARGE for schedule in ENDLESS]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "schedule"), sampled(HEAVY, often=HEAVY[::3]))
 def test_what_fits_under_no_split_trains_with_decisions(name: str, schedule: str) -> None:
     """Every split over three devices exceeds their caps, under which one trains with offloaded tensors,

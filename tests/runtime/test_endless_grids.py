@@ -153,6 +153,7 @@ def test_workers_do_what_one_process_does(schedule: str) -> None:
     assert trace.peak_bytes == trainer.trace.peak_bytes == certify(task(), plan).peak_bytes
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_replicas_that_do_the_same_are_run_dry_once(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """If all stages have the same number of replicas, the first ones are run dry for all, with equal samples."""

@@ -203,6 +203,7 @@ def test_a_full_disk_under_the_result_loses_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_full_disk_under_the_last_checkpoint_loses_nothing(
     as_json: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -237,6 +238,7 @@ SHARDS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("what", SHARDS)
 def test_a_damaged_shard_is_named_with_the_checkpoint_before(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

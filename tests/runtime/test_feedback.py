@@ -103,7 +103,7 @@ def with_run(task: Task, schedule: str) -> Plan:
     return replace(plan, decisions=(decision,))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "by_hand"), sampled(CASES, often=OFTEN))
 def test_recomputed_layers_see_the_buffers_of_their_first_forward(name: str, by_hand: bool) -> None:
     """With four microbatches in flight, each recomputation sees the buffers of its first forward and changes

@@ -83,6 +83,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("layers", "traced"), sampled(CASES, often=[CASES[0], CASES[3]]))
 def test_peaks_are_those_of_the_allocator(layers: Sequence[Callable[[], nn.Module]], traced: bool) -> None:

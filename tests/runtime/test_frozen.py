@@ -133,7 +133,7 @@ def plans(task: Task, recompute: Recompute) -> Iterator[Plan]:
 RECOMPUTED = [(name, recompute) for name in TASKS for recompute in ("never", "always")]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "recompute"), sampled(RECOMPUTED, often=(*RECOMPUTED[::4], *RECOMPUTED[3::4]))
 )

@@ -76,7 +76,7 @@ def test_replicas_that_divide_parameters_hold_their_own(tmp_path: Path) -> None:
     assert max(grown[1:]) < grown[0] - whole / 2
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", first_weights.BUILDERS)
 def test_the_first_weights_are_those_of_plain_training(name: str, tmp_path: Path) -> None:
     """Initial parameters and buffers are plain training's after a step that changes none, and so is the loss,
@@ -127,7 +127,7 @@ GRIDS: dict[str, tuple[Callable[[], list[nn.Module]], tuple[Grid, ...]]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("seeded", [False, True])
 def test_a_module_that_exists_is_that_of_the_first_worker(grid: str, seeded: bool) -> None:

@@ -162,7 +162,7 @@ def test_folded_microbatches_reserve_what_all_do(found: ModelProfile, seed: int)
     assert folded == certify(wide(), plan, steps=3, allocator=DEFAULT, fold=False)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_moved_away_loses_its_block(found: ModelProfile, seed: int) -> None:
     """Offloaded tensors lose their block: with random moves, folded microbatches reserve the same as all and

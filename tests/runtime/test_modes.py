@@ -84,7 +84,7 @@ def evaluated(early: bool, cuts: list[int]) -> tuple[float, float, Any]:
     return trainer.evaluate(given), wanted, trainer
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cuts", [[], [4], [2, 6]])
 def test_buffers_that_only_training_reads_are_left_out_of_an_evaluation(cuts: list[int]) -> None:
     """Evaluation leaves out training-only buffers, whichever layer or stage would hold them: the loss is the

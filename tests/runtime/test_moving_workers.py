@@ -57,6 +57,7 @@ def segments() -> list[str]:
     return [line for process in family for line in mappings(process) if "pipefit-arena" in line]
 
 
+@pytest.mark.gallery
 def test_workers_move_what_one_process_moves() -> None:
     """With a peer, the host and shares of both, losses and memory samples are those of one process and of the
     dry run; a device without a worker lends too.

@@ -141,7 +141,7 @@ def plans(task: Task) -> Iterator[Plan]:
         )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", sampled(TASKS, often=TASKS.keys() - {"gpt2"}))
 def test_the_seed_of_a_backward_is_counted_as_it_lives(name: str) -> None:
     """The gradient of the loss has the loss's dtype and is freed after its last use, in any layer: simulator,

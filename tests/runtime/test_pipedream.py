@@ -157,7 +157,7 @@ def by_name(
 # -------------------------------------------------------------------- bytes
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ENDLESS)
 @pytest.mark.parametrize(
     ("name", "recompute"),
@@ -392,7 +392,7 @@ def test_versions_count_against_a_device() -> None:
 # -------------------------------------------------------------------- folding
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ENDLESS)
 @pytest.mark.parametrize(
     ("split", "microbatches", "recompute"),

@@ -240,7 +240,7 @@ def executed(task: Task, plan: Plan) -> int:
         return len(Shortened.of(task, plan, lower(plan), chain).chain.layers)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("target", "seeds"), [("cpu", (5,)), ("cuda", (8,))])
 @pytest.mark.parametrize("block", sorted(BLOCKS))
 def test_a_folded_dry_run_tells_what_a_whole_one_does(
@@ -261,7 +261,7 @@ def test_values_that_pass_through_the_layers_are_nobodys() -> None:
         assert folds(task, drawn(found, Random(seed)))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adagrad"])
 def test_updates_of_equal_layers_are_folded(optimizer: str) -> None:
     """Updates of equal layers are folded: without state, with state from the first update, and with state

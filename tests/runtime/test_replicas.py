@@ -51,7 +51,7 @@ def random_plan(found: ModelProfile, seed: int, **training: Any) -> Plan:
     )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", seeds(2, of=4))
 @pytest.mark.parametrize("name", MODELS)
 def test_the_numbers_are_those_of_every_stage_mapped_over_its_slices(
@@ -185,6 +185,7 @@ def test_training_goes_on_under_other_degrees(profiles: dict[str, ModelProfile],
     assert all(torch.equal(a, b) for others in replicas[1:] for a, b in zip(replicas[0], others, strict=True))
 
 
+@pytest.mark.gallery
 def test_workers_train_as_one_process_does(profiles: dict[str, ModelProfile]) -> None:
     """Three workers over gloo, two of them replicas, have the losses of one process and the peaks of the dry
     run.

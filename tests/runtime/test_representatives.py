@@ -96,7 +96,7 @@ def assert_told_of_all(task: Any, plan: Plan, **options: Any) -> None:
     assert told == certify(task, plan, fold=False, **options)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", seeds(4, of=60))
 def test_some_devices_tell_what_all_allocate_and_reserve(found: ModelProfile, seed: int) -> None:
     """Every sample by category, and the reserved bytes of every GPU, equal a run of all devices."""
@@ -120,7 +120,7 @@ def test_the_allocator_is_asked_once_for_each_kind(shard: Any) -> None:
     assert asked.call_count == len({device.allocator for device in trace.devices}) < 8
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", seeds(4, of=60))
 def test_some_devices_tell_what_all_hold_on_the_cpu(normed: ModelProfile, seed: int) -> None:
     """Representatives give the bytes of all devices on the CPU, with kernel workspaces and with the versions
@@ -142,6 +142,7 @@ def test_gradients_that_are_copied_are_their_owners(name: str, shard: Any) -> No
     assert_told_of_all(task, plan, allocator=AllocatorSettings())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", seeds(2, of=30))
 def test_layers_that_share_a_weight_have_one_owner(tied: ModelProfile, seed: int) -> None:
     """Layers that share a weight, in one stage or in two, have one owner."""

@@ -142,7 +142,7 @@ def sliced() -> ModelProfile:
     return profile(named("adamw"), microbatch_size=(2, 1), tensor=(1, 2), threads=torch.get_num_threads())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("asked", "left", "degrees"),
     [

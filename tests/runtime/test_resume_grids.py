@@ -72,6 +72,7 @@ def goes_on_bitwise(grids: str, folder: Path) -> None:
 SAMPLE = [("ZeRO 3", "shards"), ("ZeRO-Offload", "swapped states")]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("before", "after"), SAMPLE)
 def test_training_goes_on_under_other_grids(before: str, after: str, tmp_path: Path) -> None:
     """Losses and parameters after a resume under another grid equal an uninterrupted plain loop."""

@@ -165,7 +165,7 @@ def any_plan(task: Task, seed: str, *, size: int = 2, microbatches: int | None =
     return random_plan(profile_of(task, size), Random(seed), microbatches=microbatches)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", seeds(1, of=2))
 @pytest.mark.parametrize("name", [*SMALL, "normed", *CHAINS])
 def test_numbers_are_those_of_plain_training(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,6 +221,7 @@ def test_no_plan_changes_the_numbers(name: str, monkeypatch: pytest.MonkeyPatch)
     assert all(run.losses[0] == runs[0].losses[0] for run in runs)
 
 
+@pytest.mark.gallery
 def test_worker_processes_compute_the_same() -> None:
     """Three worker processes return the same losses and hold the same bytes as one process."""
     factory = partial(build, "gpt", **SMALL["gpt"], dropout=0.2)

@@ -68,7 +68,7 @@ def close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float = 2
     )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_parameter_with_several_names_is_one(name: str, tmp_path: Path) -> None:
     """A parameter with several names trains as one: two steps on two devices, then, from a checkpoint, two on

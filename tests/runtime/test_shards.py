@@ -66,7 +66,7 @@ def parameters(state: dict[str, Tensor]) -> dict[str, Tensor]:
 RANDOM = [(name, seed) for name in MODELS for seed in range(9)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "seed"), sampled(RANDOM, often=[*zip(MODELS, range(3), strict=True)]))
 def test_the_numbers_are_those_of_every_stage_mapped_over_its_slices(name: str, seed: int) -> None:
     """Losses and parameters after three steps equal every stage mapped over its local batches: random draws,
@@ -293,7 +293,7 @@ class Rows(torch.optim.SGD):
         super().step()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", [Rows, torch.optim.Adafactor, torch.optim.Muon])
 def test_an_optimizer_that_needs_whole_parameters_is_refused(optimizer: Any) -> None:
     """An optimizer that needs whole parameters is refused, in profiles and in plans with shards; it trains if
@@ -333,6 +333,7 @@ def test_optimizers_that_update_element_by_element_train(optimizer: Any) -> None
     assert all(own[name].shape == other[name].shape for name in other)
 
 
+@pytest.mark.gallery
 def test_recomputing_and_moving_away_change_no_number() -> None:
     """Recomputation and offload change no number: ranks repeat collectives in one order, and saved tensors
     return from the host and, half from each, from two devices of another stage.

@@ -154,7 +154,7 @@ def test_a_buffer_of_several_layers_counts_once_on_each_device(name: str) -> Non
         assert found.simulated == found.dry == found.metered == found.allocated, (plan.split, plan.decisions)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", TASKS)
 def test_shared_buffers_change_no_number(name: str) -> None:
     """Losses and parameters equal plain training bit by bit, with and without recomputation."""

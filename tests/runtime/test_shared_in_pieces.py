@@ -202,7 +202,7 @@ GRIDS: list[tuple[str, str, Sharding]] = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "pieces", "shard"),
     sampled(

@@ -96,7 +96,7 @@ def assert_as_foretold(found: ModelProfile, shard: Sharding, seed: int) -> None:
     assert peaks.dry == peaks.metered == peaks.allocated == peaks.simulated
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shard", ALL)
 def test_numbers_and_bytes_are_those_foretold(shard: Sharding, profiled: ModelProfile) -> None:
     """Losses, parameters and optimizer state equal replicas without moves bit by bit; simulator, dry run,

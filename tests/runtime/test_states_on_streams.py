@@ -86,6 +86,7 @@ def test_more_plans_on_streams_are_plain_training(machine: Machine, kind: str, s
     assert_as_plain(machine, kind, seed)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
 def test_endless_schedules_on_streams_train_what_threads_do(
     monkeypatch: pytest.MonkeyPatch, machine: Machine, schedule: str

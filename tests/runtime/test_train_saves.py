@@ -99,6 +99,7 @@ def test_a_pipeline_that_never_flushes_drains_to_save(tmp_path: Path) -> None:
     assert rest == expected("pipedream", tmp_path / "unbroken")[4:]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("worker", [0, 1])
 def test_a_worker_that_cannot_write_costs_the_checkpoints_alone(tmp_path: Path, worker: int) -> None:
     """A worker that cannot write loses checkpoints but not the training.
@@ -139,6 +140,7 @@ def test_a_failure_of_all_workers_is_told_once(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("worker", "error"), [(0, TypeError("no shard")), (1, KeyboardInterrupt())])
 def test_a_save_fails_whatever_the_writing_raises(worker: int, error: BaseException, tmp_path: Path) -> None:
     """Any exception of the writer fails the save: the other worker does not wait for the missing part, and

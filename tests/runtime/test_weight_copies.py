@@ -364,7 +364,7 @@ KINDS = product([trained_layers, tied, read_otherwise, shared_and_read], [2, 4])
 OFTEN = [(trained_layers, 4), (tied, 2), (read_otherwise, 4), (shared_and_read, 2)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("made", "data"), sampled([*KINDS], often=OFTEN))
 def test_divided_parameters_have_copies_while_they_are_gathered(
     made: Callable[[], Sequence[nn.Module]], data: int

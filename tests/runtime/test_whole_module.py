@@ -115,7 +115,7 @@ def used(own: nn.Module, like: nn.Module, folder: Path, *, tolerance: float) -> 
             torch.testing.assert_close(tensor, like.state_dict()[name], rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", PLANS)
 def test_the_module_is_whole_after_every_step(name: str, tmp_path: Path) -> None:
     """After steps, evaluations and saves the module has the numbers of training in place; peaks equal the dry

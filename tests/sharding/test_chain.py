@@ -195,7 +195,7 @@ def gradients(chain: Chain) -> dict[str, Tensor]:
     return {name: p.grad for name, p in named if name is not None and p.grad is not None}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", sampled([2, 4], often=[4]))
 @pytest.mark.parametrize("model", MODELS)
 def test_stages_of_ranks_are_those_of_the_whole(model: str, ranks: int) -> None:

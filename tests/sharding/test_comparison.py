@@ -143,6 +143,7 @@ def test_a_rewriting_that_is_broken_is_refused(fault: Broken, monkeypatch: pytes
         compare(by_hand())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("hidden", [16, 240])
 def test_short_sequences_show_it_too(hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault is found in shortened sequences of traced layers too, without dropout; the width may be a

@@ -62,6 +62,7 @@ def test_ranks_compute_what_the_module_does(name: str, ranks: int) -> None:
     assert stage.shares.of_bytes > 0.9 or ranks > 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name", ["gpt", "hf:llama", *(pytest.param(f"hf:{name}", marks=pytest.mark.gallery) for name in FLOWS)]
 )

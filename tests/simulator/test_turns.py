@@ -119,7 +119,7 @@ def whole(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[object, ...] | s
         return told(plan, parts_of(plan))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("replicas", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("count", sampled([7, 20], often=[7]))

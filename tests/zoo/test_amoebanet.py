@@ -151,6 +151,7 @@ def test_average_pools_have_the_same_weights() -> None:
     assert kernels == [[2, 3], [2]]
 
 
+@pytest.mark.gallery
 def test_the_loss_falls_by_a_third_on_fresh_batches() -> None:
     """A tiny model lowers its median loss on fresh batches by a third within 24 steps."""
     torch.manual_seed(0)

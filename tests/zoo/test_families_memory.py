@@ -61,7 +61,7 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "settings", "schedule"), sampled(FAMILIES, often=FAMILIES[1:3]))
+@pytest.mark.parametrize(("name", "settings", "schedule"), sampled(FAMILIES, often=FAMILIES[1:2]))
 def test_three_accounts_agree(name: str, settings: dict[str, Any], schedule: str) -> None:
     """The dry run's peak of every device in every step is the allocator's to the byte, the simulator's to 0.1
     %.

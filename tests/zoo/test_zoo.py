@@ -110,7 +110,7 @@ def test_built_on_a_device_context(name: str) -> None:
     assert {tensor.device.type for tensor in [*chain.parameters(), *chain.buffers()]} == {"meta"}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", sampled(models.MODELS, often=("mlp", "gpt", "bert", "resnet", "unet")))
 def test_default_size_trains_under_fake_tensors(name: str) -> None:
     """Weights, batch, loss and gradients of the default size are fake under the mode, without memory or
@@ -150,7 +150,7 @@ def test_a_model_in_half_precision_has_a_loss_in_single(case: str, dtype: torch.
     assert {parameter.grad.dtype for parameter in chain.parameters() if parameter.grad is not None} == {dtype}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "case", sampled(["vgg11", "gpt", "bert", "mlp", "resnet", "unet"], often=["gpt", "mlp", "unet"])
 )
