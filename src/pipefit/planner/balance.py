@@ -162,9 +162,9 @@ class Balance:
     def _seconds(self, stage: int, device: int, host: float, states: bool) -> Floats:
         """Return the seconds for each microbatch, for every range as this stage on a device."""
         prices, again = self.prices.on(device), self._again(stage, device, host, states)
-        forward, backward, how = ranges(prices.forward), ranges(prices.backward), self.question.training
         if not self._by_lines:
-            return forward + backward + again
+            return ranges(prices.forward + prices.backward) + again
+        forward, backward, how = ranges(prices.forward), ranges(prices.backward), self.question.training
         at = position_of(how.schedule, stage, self.question.stages, how.microbatches)
         slower = forward + backward - ranges(self._before)  # than on the fastest kind of device
         work = MicrobatchSeconds(forward, backward, self._before[:-1, None], self._whole + slower)
