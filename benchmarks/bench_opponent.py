@@ -391,12 +391,12 @@ def compared(rows: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -
     now_fit = [one["seed"] for one, other in pairs if one["fits"] and not other["fits"]]
     both = [(one, other) for one, other in pairs if one["fits"] and other["fits"]]
     slower = {
-        one["seed"]: round(100 * (one["seconds"] / other["seconds"] - 1), 2)
+        one["seed"]: round(100 * (one["predicted"] / other["predicted"] - 1), 2)
         for one, other in both
-        if one["seconds"] > other["seconds"] * (1 + 1e-9)
+        if one["predicted"] > other["predicted"] * (1 + 1e-9)
     }
     faster = sorted(
-        ((round(100 * (other["seconds"] / one["seconds"] - 1), 1), one["seed"]) for one, other in both),
+        ((round(100 * (other["predicted"] / one["predicted"] - 1), 1), one["seed"]) for one, other in both),
         reverse=True,
     )
     cpu = sum(one["cpu"] for one, _ in pairs) / max(1e-9, sum(other["cpu"] for _, other in pairs))
