@@ -117,6 +117,8 @@ def test_it_holds_on_devices_of_three_kinds_that_keep_everything(seed: int) -> N
     case = case._replace(cluster=replace(case.cluster, devices=devices))
     best = fastest(case, (KEEP,))
     assert best is None or 0.7 * best <= bound(case) <= best * (1 + 1e-9)
+    question = Question(profile=case.profile, cluster=case.cluster, training=case.training)
+    assert best is None or bounds.simple_bound(question) <= best * (1 + 1e-9)
 
 
 def never_above_on_two_kinds(seed: int) -> None:

@@ -180,15 +180,26 @@ def step_bound(question: Question) -> float:
 def simple_bound(question: Question) -> float:
     """Return a lower bound that ignores memory and layers: the work of all blocks, divided in the best way.
 
-    Of P stages with c seconds for one microbatch, stage k takes at least sum over s < k of c_s, and M c. The
-    division in which all stages take equally long has the fewest seconds, S / (1 - (1 - 1 / M)^P); an
-    asynchronous schedule takes M S / P.
+    Of P stages with c seconds for one microbatch, stage k takes at least sum over s < k of c_s, and M c_k. Let
+    a device do in a second the work of v seconds on the fastest kind for each block, at most. In T seconds
+    all stages together do at most T / M times the sum of v_k (1 - 1 / M)^k, all of their lines being T, if
+    the fastest P devices come in falling order of v. For this is a linear programme with the dual variables
+    y_k = (v_k - sum over j > k of y_j) / M, which are not negative in falling order; and swapping two
+    neighbours into falling order never lowers the sum of y. An asynchronous schedule does T / M times the sum
+    of v.
     """
-    prices, how = BlockPrices(question), question.training
-    whole = float(prices.forward[-1] + prices.backward[-1])
-    if how.endless:
-        return how.microbatches * whole / question.stages
-    return whole / float(1 - (1 - 1 / how.microbatches) ** question.stages)
+    how, fastest = question.training, BlockPrices(question)
+    kinds = {device.kind.key: device.kind for device in question.cluster.devices}
+    work = np.diff(fastest.forward + fastest.backward)
+    speeds = dict[object, float]()
+    for key, kind in kinds.items():
+        own = BlockPrices(question, (kind,)) if len(kinds) > 1 else fastest
+        times = np.diff(own.forward + own.backward)
+        speeds[key] = float(np.max(work[times > 0] / times[times > 0], initial=0.0)) or 1.0
+    falling = sorted((speeds[device.kind.key] for device in question.cluster.devices), reverse=True)
+    later = 1.0 if how.endless else 1 - 1 / how.microbatches
+    done = sum(speed * later**stage for stage, speed in enumerate(falling[: question.stages]))
+    return how.microbatches * _whole(fastest) / done
 
 
 class _Sums(NamedTuple):
