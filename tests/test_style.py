@@ -8,24 +8,20 @@ import tomllib
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
-
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 
 
-@pytest.mark.parametrize(
-    "path", sorted(HERE.rglob("test_*.py")), ids=lambda path: str(path.relative_to(HERE))
-)
-def test_every_test_says_what_it_shows(path: Path) -> None:
+def test_every_test_says_what_it_shows() -> None:
     """Every test has a docstring that states the behaviour."""
-    tests = [
-        node
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-    ]
-    assert [test.name for test in tests if not ast.get_docstring(test)] == []
+    assert [
+        f"{path.relative_to(HERE)}:{test.lineno} {test.name}"
+        for path in sorted(HERE.rglob("test_*.py"))
+        for test in ast.parse(path.read_text()).body
+        if isinstance(test, ast.FunctionDef) and test.name.startswith("test_")
+        if not ast.get_docstring(test)
+    ] == []
 
 
 def test_counts_are_written_with_their_nouns() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import kendalltau
 
 import overlap_plans as plans
 from bench_overlap import Row, agreement, row
@@ -45,6 +44,8 @@ FIGURES = st.lists(
 @given(FIGURES)
 def test_the_agreement_of_all_pairs_is_kendalls_tau(figures: list[tuple[float, float]]) -> None:
     """Without ties the agreement is Kendall's tau, as scipy computes it."""
+    from scipy.stats import kendalltau  # a second, in every process that collects tests
+
     found = agreement(rows(figures), 0.0)
     assert found.tau == pytest.approx(kendalltau(*zip(*figures, strict=True)).statistic)
     assert found.pairs == len(figures) * (len(figures) - 1) // 2
