@@ -174,12 +174,12 @@ def test_a_task_is_held_against_its_process_from_python() -> None:
         assert not unchecked.prediction.processes
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.gallery)])
-def test_where_another_plan_fits_that_one_is_found(schedule: str) -> None:
+def test_where_another_plan_fits_that_one_is_found() -> None:
     """A device with room only for the tensors of the best split gets fewer layers, if others have room for
     more.
     """
-    make = partial(planned(planner="joint"), schedule=schedule)
+    # Under 1f1b the planner makes the smaller device the last stage, whose process has room to spare
+    make = partial(planned(planner="joint"), schedule="gpipe")
     peak, ample = make(gpus(1 << 32, 1 << 32)).prediction.peak_bytes[0], 1 << 30
     cluster = gpus(peak, ample)
     first = make(cluster)
