@@ -12,8 +12,8 @@ known plan keeps everything. A candidate is skipped if it would gain less than 1
 instant updates. So a result is slower than such plans by at most 1 %, as long as the budget lasts. If no plan
 is known to fit, the search continues until one does.
 
-Cost: up to 36 simulations for each number of replicas, those without recomputation first; plans whose state
-stays on the devices only if their memory bound fits. (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv
+Cost: up to 36 simulations for each number of replicas, those without recomputation first; only of plans whose
+memory bound fits. (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv
 2104.07857; FSDP, VLDB 2023; activation checkpointing, arXiv 1604.06174.)
 """
 
@@ -93,16 +93,14 @@ def common_plan(question: Question, at_most: float) -> CommonPlan | None:
         return None
     best, simulations, bounds = None, Simulations(question), Simulations(_without_updates(question))
     least = cache(lambda split: bounds.of(split).step_seconds[-1])
-    on_devices: dict[Moves, Simulations] = {
-        (): simulations,
-        UPDATED: Simulations(_without_state(question)),
-    }  # bounds of memory
+    emptied = Simulations(_without_state(question))
     for split, recompute, moves, decisions in common_plans(question):
         known = at_most < float("inf")
         if simulations.work + bounds.work > simulations.share_of(_WORK if known else _WORK_TO_FIT):
             break
         with suppress(UsageError):  # state that cannot be divided or moved, or hosts that cannot update
-            if moves in on_devices and not on_devices[moves].may_fit(split, recompute):
+            bound_of_memory = emptied if moves else simulations
+            if not bound_of_memory.may_fit(split, recompute, without_parameters=moves == AWAY):
                 continue
             if known and any(bound(split) >= at_most * (1 - _WORTH) for bound in (simulations.least, least)):
                 continue

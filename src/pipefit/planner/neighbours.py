@@ -74,16 +74,28 @@ class Simulations:
         self.work += result.actions // _KNOWN
         return result
 
-    def may_fit(self, split: Split, recompute: Recompute = "never") -> bool:
+    def may_fit(
+        self, split: Split, recompute: Recompute = "never", *, without_parameters: bool = False
+    ) -> bool:
         """Return whether stages with this recomputation may fit, by lower bounds of their peaks.
 
-        State stays on the devices. The cost is negligible next to a simulation.
+        State stays on the devices, but for parameters if these are elsewhere (`without_parameters`). The cost
+        is negligible next to a simulation.
         """
         budgets = self.question.cluster.budgets
-        needs = enumerate(self._least_bytes(split, recompute))
-        return all(
-            need <= min(budgets[device] for device in split.grid(number).devices) for number, need in needs
-        )
+        for number, need in enumerate(self._least_bytes(split, recompute)):
+            away = self._parameter_bytes(split, number) if without_parameters else 0
+            if need - away > min(budgets[device] for device in split.grid(number).devices):
+                return False
+        return True
+
+    def _parameter_bytes(self, split: Split, number: int) -> int:
+        """Return the most bytes of parameters that a stage's replica keeps, if replicas divide them by layer."""
+        start, stop = self.question.layers(*split.edges[number : number + 2])
+        grid = split.grid(number)
+        costs = self.question.measured(Degree.of(grid)).costs[start:stop]
+        of_layers = [sum(parameter.nbytes for parameter in cost.parameters) for cost in costs]
+        return sum(of_layers) if grid.shard != "parameters" else sum(of_layers) // grid.data + max(of_layers)
 
     def least_bytes(self, split: Split, recompute: Recompute = "never") -> float:
         """Return a lower bound of the peak of the fullest device of such stages."""
