@@ -128,9 +128,16 @@ _all_reduce = dist.all_reduce
 
 def _reduced(tensor: Tensor, *, group: Any = None, async_op: bool = False) -> Any:
     """Reduce a tensor, and return when gloo's thread has let go of it: torch records no frees of that thread."""
+    before = _holders(tensor)
     _all_reduce(tensor, group=group)
-    time.sleep(0.005)
+    while _holders(tensor) > before:
+        time.sleep(0.001)
     return mock.Mock()
+
+
+def _holders(tensor: Tensor) -> int:
+    """Return the number of references to a tensor's memory."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 @contextmanager
