@@ -6,7 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import pipefit
 from pipefit.cli import main
@@ -46,6 +48,7 @@ def certified_and_simulated(task: pipefit.Task, plan: Plan) -> list[tuple[int, i
         ((2, 2, 2), "1f1b", 2, "never"),
         ((2, 4), "gpipe", 3, "never"),
         ((2, 2, 2), "gpipe", 4, "stages"),
+        ((2, 2, 2), "1f1b", 5, "always"),
         ((2, 2, 2), "eager-1f1b", 4, "never"),
         ((1, 2, 3), "torchgpipe", 3, "never"),
         ((6,), "1f1b", 3, "never"),
@@ -57,6 +60,25 @@ def test_equal_to_the_byte(split: tuple[int, ...], schedule: str, microbatches: 
         some_layers(), split, size=8, schedule=schedule, microbatches=microbatches, recompute=recompute
     )
     assert all(dry == ledger for dry, ledger in certified_and_simulated(some_layers(), plan))
+
+
+def pictures(size: int) -> tuple[Tensor, Tensor]:
+    """Draw pictures and targets."""
+    return torch.randn(size, 3, 16, 16), torch.randn(size, 4)
+
+
+def convolutions() -> nn.Sequential:
+    """Return two convolutions with a pool between them."""
+    first = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, padding=1)
+    return nn.Sequential(*first, nn.Flatten(), nn.Linear(512, 4))
+
+
+@pytest.mark.parametrize("recompute", ["always", "stages"])
+def test_recomputation_is_that_of_torch(recompute: str) -> None:
+    """It ends with the last saved tensor, and keeps the inputs of a run until the run's backward has ended."""
+    task = pipefit.Task(convolutions, batch=pictures, loss=F.mse_loss, name="convolutions")
+    plan = plan_of(task, (4, 2), microbatches=2, schedule="gpipe", size=8, recompute=recompute)
+    assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan))
 
 
 NORMS = 512  # bytes of gradient norms, and of loss scaling

@@ -476,7 +476,8 @@ def _recompute(transition: Transition) -> Answer:
     transition.working.hold(buffer_copies(transition.storages, first, end, fed_back=False), kept)
     for instance in piece.inputs:
         transition.working.hold(instance, transition.holders.value)
-        transition.working.drop(instance, kept)
+        if not transition.storages.buffered:  # torch.utils.checkpoint keeps them until the backward has ended
+            transition.working.drop(instance, kept)
     for instance in transition.storages.target_storages:
         if transition.working.held.get(instance, 0) & kept:
             transition.working.hold(instance, transition.holders.target)

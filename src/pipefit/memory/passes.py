@@ -224,14 +224,17 @@ def run_forward(working: Working, way: Forward, inputs: tuple[int, ...]) -> tupl
     values = inputs
     for position in range(way.first, way.end):
         layer, given = storages.layers[position], _with_targets(storages, position, values)
-        if way.saves:
+        stops = way.again and position == way.end - 1 and storages.stops_before(position)
+        if stops:
+            pass
+        elif way.saves:
             working.reach(layer.cost.forward_peak_bytes, layer.cost.forward_workspace_bytes)
         else:
             working.reach(layer.cost.checkpoint_peak_bytes, layer.cost.checkpoint_workspace_bytes)
         is_loss = _is_loss(storages, position)
         for instance in values if is_loss and storages.buffered else ():
             working.hold(instance, holders.sending)  # until the backward
-        outputs = () if is_loss else _outputs(layer, values, shift)
+        outputs = () if is_loss or stops else _outputs(layer, values, shift)
         for instance in _instances(layer, layer.saves, given, shift) if way.saves else ():
             working.hold(instance, holders.saved(position))
         for instance in outputs:

@@ -398,6 +398,16 @@ class StageStorages:
         """The bytes that receiving the output gradients allocates; 0 on the last stage, and into buffers."""
         return 0 if self.last or self.buffered else gradient_bytes(self.outputs)
 
+    def stops_before(self, position: int) -> bool:
+        """Return whether `torch.utils.checkpoint` ends a recomputation before the layer at a position computes.
+
+        It stops when all saved tensors are there: one operation saves its inputs before it runs. pipefit's own
+        runtime completes recomputations.
+        """
+        cost = self.costs[position]
+        own = any(tensor.origin.kind == "own" for tensor in cost.saved)
+        return self.buffered and not own and len({tensor.operation for tensor in cost.saved}) == 1
+
     @cached_property
     def buffered_gradient_bytes(self) -> int:
         """The bytes of gradients in buffers that the last layer's backward may have been measured without.
