@@ -98,7 +98,8 @@ def is_exact_when_cut(ends: list[int], recompute: Recompute) -> bool:
     return certify(task, plan).peak_bytes == simulate(plan, steps=2).peak_bytes
 
 
-@pytest.mark.parametrize("recompute", sampled(RECOMPUTE, often=("always",)))
+@pytest.mark.gallery
+@pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_the_simulator_is_exact_where_every_layer_is_a_stage(recompute: Recompute) -> None:
     """Batch norm's buffers are copied and freed as counted, at every boundary of a stage; the last layer, the
     classifier, uses one of two values.
