@@ -127,8 +127,8 @@ def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def rearranged(x: Tensor) -> Tensor:
-    """Run copies in other orders, forward only: under a dispatch mode autograd's gradients of indexing need
-    one more copy.
+    """Run copies in other orders, forward only: a meter sums the gradients of several uses into one tensor
+    more.
     """
     y = torch.cat([x.t().contiguous().t(), x.roll((1, 1), (0, 1)), x.flip(0)]).detach()
     return y.index_select(0, torch.zeros(5, dtype=torch.long)).gather(1, torch.zeros(5, 3, dtype=torch.long))
@@ -412,6 +412,37 @@ COMPLEX: dict[str, Run] = {
         ),
     )
 }
+ROWS = (48, 64)
+PICKS: dict[str, Run] = {  # autograd changes a new tensor in place, but not under a dispatch mode
+    name: function(call, *shapes)
+    for name, call, *shapes in (
+        ("gather", lambda x: x.gather(1, torch.zeros(48, 40, dtype=torch.long)), ROWS),
+        ("index", lambda x: x[:, torch.zeros(40, dtype=torch.long)], ROWS),
+        ("index_select", lambda x: x.index_select(0, torch.zeros(40, dtype=torch.long)), ROWS),
+        ("take", lambda x: x.take(torch.zeros(9, dtype=torch.long)), ROWS),
+        ("trace", lambda x: x.trace(), ROWS),
+        ("max", lambda x: x.max(1).values, ROWS),
+        ("median", lambda x: x.median(1).values, ROWS),
+        ("kthvalue", lambda x: x.kthvalue(3, 1).values, ROWS),
+        ("mode", lambda x: x.mode(1).values, ROWS),
+        ("sort", lambda x: x.sort(1).values, ROWS),
+        ("topk", lambda x: x.topk(5, 1).values, ROWS),
+        ("cummax", lambda x: x.cummax(1).values, ROWS),
+        ("binary cross entropy", lambda x, y: F.binary_cross_entropy(x, y, reduction="sum"), ROWS, ROWS),
+        (
+            "binary cross entropy of logits",
+            lambda x: F.binary_cross_entropy_with_logits(x, torch.ones(48, 64), reduction="none"),
+            ROWS,
+        ),
+        (
+            "weighed binary cross entropy of logits",
+            lambda x: F.binary_cross_entropy_with_logits(
+                x, torch.ones(48, 64), weight=torch.ones(64), pos_weight=torch.ones(48, 64), reduction="none"
+            ),
+            ROWS,
+        ),
+    )
+}
 OPERATIONS: dict[str, Run] = dict(
     chain.from_iterable(
         ((f"{family}: {name}", run) for name, run in runs.items())
@@ -427,6 +458,7 @@ OPERATIONS: dict[str, Run] = dict(
             "quantisation": QUANTISATION,
             "draw": DRAWS,
             "complex": COMPLEX,
+            "picks": PICKS,
             "other": OTHERS,
         }.items()
     )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gallery.model import ADAM, COPIED, SENT, SHARED, TIED, Model
+from gallery.model import ADAM, SENT, SHARED, TIED, Model
 
 
 def conv(inward: int, outward: int, stride: int = 1) -> nn.Sequential:
@@ -284,7 +284,7 @@ DETECTION = (
             (torch.rand(size, 3, 8, 8), torch.rand(size, 3, 2)),
         ),
         loss=lambda outputs, targets: F.mse_loss(outputs[0].sigmoid(), targets[0]) + F.l1_loss(outputs[1], targets[1]),
-        rounded=SENT, metered=COPIED,
+        rounded=SENT,
     ),
     Model(
         name="segments", special="convolutions with holes side by side, bilinear enlarging, an early skip",

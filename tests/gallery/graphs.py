@@ -258,7 +258,7 @@ def classes(size: int, *shape: int) -> Tensor:
 GRAPHS = (
     Model(
         name="graph convolutions", special="a chain of pairs: nodes, and edges that go along; sums by scatter_add",
-        module=convolutions, batch=lambda size: (graphs(size), classes(size)), loss=F.cross_entropy, metered=COPIED,
+        module=convolutions, batch=lambda size: (graphs(size), classes(size)), loss=F.cross_entropy,
     ),
     Model(
         name="graph attention", special="a softmax over the edges of each node by scattering, dropout on weights",

@@ -280,7 +280,6 @@ LANGUAGE = (
         name="character convolutions", special="several widths of convolution, the highest values kept by topk",
         module=CharacterConvolutions,
         batch=lambda size: (torch.randint(30, (size, 14)), torch.randint(4, (size,))), loss=F.cross_entropy,
-        metered=COPIED,
     ),
     Model(
         name="tagger", special="the loss of a conditional random field, a loop over time inside the model",

@@ -23,7 +23,7 @@ SENT = (
 # The reason for simulated peaks that are too high
 SHARED = "simulator too high: a shared parameter with two users on one stage"
 # The reason for peaks of dry run and emulated devices above the allocator's
-COPIED = "under a meter, backward of indexing and of several uses takes one copy more"
+COPIED = "under a meter, gradients of several uses are summed into one tensor more"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

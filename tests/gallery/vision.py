@@ -388,7 +388,6 @@ VISION = (
     Model(
         name="pointnet", special="a transformation that the model predicts, a maximum over points, dictionaries out",
         module=PointNet, batch=lambda size: (torch.randn(size, 20, 3), torch.randint(4, (size,))), loss=upright,
-        metered=COPIED,
     ),
     Model(
         name="radiance field", special="sines, cumulative products, an encoding that a later layer takes again",

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pipefit.measure.kernels import Kernels
 from pipefit.schema.trace import CATEGORIES, AllocatorPeaks, Category, MemorySample
-from pipefit.torch_internals import TorchDispatchMode, backward_id, saved_tensors_hooks_on_top
+from pipefit.torch_internals import TorchDispatchMode, backward_id, backward_node, saved_tensors_hooks_on_top
 from pipefit.units import format_bytes
 
 # ---- Forwards that record a graph but save nothing, for runs that will be recomputed
@@ -52,6 +52,27 @@ def _drop(tensor: Tensor) -> None:
 
 def _nothing(_: None) -> NoReturn:
     raise AssertionError("a forward that saves nothing has no backward")
+
+
+# ---- Backward formulas that change a new tensor in place, but not under a dispatch mode
+#
+# Torch asks in these formulas whether a mode is active (`areAnyTensorSubclassLike`, FunctionsManual.cpp), and
+# then runs an operation out of place, which needs one more tensor. A meter is a mode, so it runs the operation
+# in place, as training without a meter does. The new tensor is one of the last two that were allocated.
+
+_aten = torch.ops.aten
+_PICKS = frozenset({"Kthvalue", "Max", "Median", "Min", "Mode", "Nanmedian", "Sort", "Topk"})
+_CROSS_ENTROPIES = frozenset({"BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"})
+_IN_PLACE = {
+    _aten.index_add.default: (_aten.index_add_.default, frozenset({"IndexSelect"})),
+    _aten.index_fill.int_Tensor: (_aten.index_fill_.int_Tensor, frozenset({"Trace"})),
+    _aten.index_put.default: (_aten.index_put_.default, frozenset({"Index"})),
+    _aten.mul.Tensor: (_aten.mul_.Tensor, _CROSS_ENTROPIES),
+    _aten.put.default: (_aten.put_.default, frozenset({"Take"})),
+    _aten.scatter.src: (_aten.scatter_.src, _PICKS),
+    _aten.scatter_add.default: (_aten.scatter_add_.default, frozenset({"Cummax", "Cummin", "Gather"})),
+    _aten.sub.Tensor: (_aten.sub_.Tensor, _CROSS_ENTROPIES),
+}  # by operation: its form in place, and the formulas by what they are the backward of
 
 
 # ---- The meter
@@ -200,6 +221,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._recomputed and self._is_after_recomputation():
             self._drop_recomputed()
         before = self.total
+        if func in _IN_PLACE and backward_id() >= 0 and not torch.is_grad_enabled():
+            func = self._as_without_a_mode(func, args[0])
         out = func(*args, **kwargs)
         known = None if self.kernels is None else self.kernels.of(func, args, kwargs, out)
         if known is not None:
@@ -208,6 +231,13 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if known is not None:
             self._take(before + known.peak_bytes - kept, known.peak_bytes - kept)
         return out
+
+    def _as_without_a_mode(self, func: Any, changed: Tensor) -> Any:
+        """Return the operation that autograd would run without a dispatch mode, for one that it runs now."""
+        in_place, formulas = _IN_PLACE[func]
+        node, newest = backward_node(), [tracked.key for tracked in self._born[-2:]]
+        is_formula = node is not None and node.name().partition("Backward")[0] in formulas
+        return in_place if is_formula and changed.untyped_storage()._cdata in newest else func
 
     def _scalar(self, tensor: Tensor, value: float) -> int:
         """Count the tensor that autograd makes of the number in `tensor * value` and keeps for the backward.

@@ -17,6 +17,7 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "backward_id",
+    "backward_node",
     "below_autograd",
     "end_coalescing",
     "is_functorch_tensor",
@@ -33,6 +34,7 @@ __all__ = [
 backward_id = (
     torch._C._current_graph_task_id
 )  # of the backward pass that runs in this thread; -1 if none does
+backward_node = torch._C._current_autograd_node  # that autograd evaluates in this thread, or None
 saved_tensors_hooks_on_top = torch._C._autograd._top_saved_tensors_default_hooks
 storage_uses = torch._C._storage_Use_Count  # references to a storage, by its `_cdata`
 unscale_gradients = torch._amp_foreach_non_finite_check_and_unscale_
