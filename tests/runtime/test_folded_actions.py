@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
 from pipefit.capture import Task
 from pipefit.capture.sample import sample
 from pipefit.fake_cuda.chain import fake_chain
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.lowering import lower
-from pipefit.lowering.passes.recomputation import recompute_decisions
+from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions
+from pipefit.memory import AllocatorSettings
 from pipefit.models import build
 from pipefit.planner import PlanOptions, Question
 from pipefit.planner.driver import solved
@@ -20,12 +26,14 @@ from pipefit.planner.lean import ALL_AWAY, at_hosts
 from pipefit.profiler import profile
 from pipefit.runtime import certify
 from pipefit.runtime.dry_run.layers import Shortened
+from pipefit.runtime.dry_run.rehearsal import Rehearsal
 from pipefit.schema.cluster import Cluster
-from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.grids import SHARDINGS, Grid, Sharding, Stage
 from pipefit.schema.json_io import load_cluster
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
-from pipefit.schema.training import Training
+from pipefit.schema.trace import Trace
+from pipefit.schema.training import Precision, Training
 
 
 def gpt(layers: int) -> Task:
@@ -78,3 +86,131 @@ def test_blocks_whose_state_moves_separately_are_folded(part: float, moves: Any)
     plan = solved(question, planner, name="lean")
     assert executed(task, plan) < len(plan.profile.layers)
     assert certify(task, plan) == certify(task, plan, fold=False)
+
+
+# ---------------------------------------------------------------- replicas that shard their state
+
+
+def unfolded(task: Task, plan: Plan, **options: Any) -> tuple[Trace, int]:
+    """Return a folded dry run, which is not made again, and the number of layers that it executes."""
+    run, executed = Rehearsal._run, list[int]()
+
+    def recorded(dry: Rehearsal, fake: FakeTarget, short: Shortened, *others: Any) -> Any:
+        executed.append(len(short.kept))
+        return run(dry, fake, short, *others)
+
+    with mock.patch.object(Rehearsal, "_run", recorded):
+        trace = certify(task, plan, **options)
+    (count,) = executed
+    return trace, count
+
+
+def sharded(task: Task, shard: Sharding, data: int = 3, **options: Any) -> Plan:
+    """Place all layers on replicas that shard their state; the recomputation of every block is optional."""
+    recompute, buckets = options.pop("recompute", "always"), options.pop("buckets", 1)
+    microbatches = options.pop("microbatches", 2)
+    found = profile(task, microbatch_size=(data, 1), target="cuda")
+    grid = Grid(devices=tuple(range(data)), data=data, shard=shard, buckets=buckets)
+    stages = (Stage(start=0, stop=len(found.layers), grid=grid),)
+    training = Training(
+        batch_size=data * microbatches,
+        microbatches=microbatches,
+        precision=found.assumptions.precision,
+        **options,
+    )
+    decisions = recompute_decisions(stages, found.edges, recompute, "1f1b", microbatches)
+    return Plan(
+        profile=found, cluster=load_cluster("hgx-h100"), training=training, stages=stages, decisions=decisions
+    )
+
+
+CASES = [
+    pytest.param(*case, marks=() if number in (4, 19, 35) else pytest.mark.gallery, id="-".join(map(str, case)))
+    for number, case in enumerate(
+        (shard, precision, recompute, clip)
+        for shard in SHARDINGS[1:]
+        for precision in ("float32", "mixed-bfloat16", "master-float16")
+        for recompute in ("always", "never")
+        for clip in (None, 1.0)
+    )
+]
+
+
+@pytest.mark.parametrize(("shard", "precision", "recompute", "clip"), CASES)
+@pytest.mark.parametrize("allocator", [None, AllocatorSettings()], ids=["bytes", "reserved"])
+def test_blocks_of_replicas_that_shard_state_are_folded(
+    shard: Sharding, precision: Precision, recompute: Recompute, clip: float | None, allocator: Any
+) -> None:
+    """Four of eight blocks stand for all on every ZeRO rank, although ranks own different numbers of them, and
+    all samples and reserved bytes equal those of a dry run of all layers and devices.
+    """
+    task = replace(gpt(8), precision=precision)
+    plan = sharded(task, shard, recompute=recompute, clip_norm=clip)
+    trace, count = unfolded(task, plan, allocator=allocator)
+    assert count == len(plan.profile.layers) - 4
+    assert trace == certify(task, plan, fold=False, allocator=allocator)
+
+
+@pytest.mark.parametrize(("data", "buckets"), [(2, 1), (2, 3), (4, 11)])
+def test_ranks_with_buckets_are_folded(data: int, buckets: int) -> None:
+    """Parameters that come bucket by bucket, with several blocks or with one, equal those of all layers."""
+    task, allocator = replace(gpt(9), precision="mixed-bfloat16"), AllocatorSettings()
+    plan = sharded(task, "parameters", data, buckets=buckets, microbatches=1)
+    trace, _ = unfolded(task, plan, allocator=allocator)
+    assert trace == certify(task, plan, fold=False, allocator=allocator)
+
+
+@pytest.mark.parametrize("recompute", ["always", "never"])
+def test_reserved_bytes_of_one_device_are_folded(recompute: Recompute) -> None:
+    """Allocations of the executed blocks are repeated for the others, in the order of the program."""
+    task, allocator = gpt(8), AllocatorSettings()
+    plan = sharded(task, "none", 1, recompute=recompute)
+    trace, count = unfolded(task, plan, allocator=allocator)
+    assert count == len(plan.profile.layers) - 4
+    assert trace == certify(task, plan, fold=False, allocator=allocator)
+
+
+def tied() -> Task:
+    """Return a model of equal blocks whose first and last layers share a weight."""
+
+    def build_tied() -> nn.Sequential:
+        table = nn.Embedding(32, 16)
+        blocks = [nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(9)]
+        head = nn.Linear(16, 32, bias=False)
+        head.weight = table.weight
+        return nn.Sequential(table, *blocks, head)
+
+    return Task(
+        build_tied,
+        batch=lambda size: (torch.randint(32, (size, 4)), torch.randint(32, (size, 4))),
+        loss=lambda out, target: F.cross_entropy(out.flatten(0, 1), target.flatten()),
+        optimizer=torch.optim.Adam,
+        name="tied",
+    )
+
+
+@pytest.mark.parametrize("shard", SHARDINGS)
+def test_blocks_between_layers_that_share_a_weight_are_folded(shard: Sharding) -> None:
+    """Blocks between layers that share a weight are folded, and the sharing layers are not."""
+    task, allocator = tied(), AllocatorSettings()
+    plan = sharded(task, shard, recompute="never", clip_norm=0.5)
+    trace, count = unfolded(task, plan, allocator=allocator)
+    assert count < len(plan.profile.layers)
+    assert trace == certify(task, plan, fold=False, allocator=allocator)
+
+
+class Joined(torch.optim.SGD):
+    """An optimizer whose step makes a tensor for all parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        flat = torch.cat([p.grad.flatten() for p in parameters])
+        return super().step() if len(flat) else None
+
+
+def test_updates_that_join_blocks_are_run_with_all_layers() -> None:
+    """If an update works on all blocks at once, the dry run notices and runs all layers."""
+    task = replace(gpt(8), optimizer=partial(Joined, lr=0.1))
+    plan = sharded(task, "optimizer", recompute="never")
+    allocator = AllocatorSettings()
+    assert certify(task, plan, allocator=allocator) == certify(task, plan, fold=False, allocator=allocator)

@@ -20,6 +20,7 @@ from pipefit.runtime import certify
 from pipefit.runtime.dry_run import rehearsal, reserved
 from pipefit.runtime.dry_run.devices import Ownership, kin, owned_layers
 from pipefit.runtime.dry_run.lives import LifeEvent
+from pipefit.schema.actions import Action
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import SHARDINGS, Grid, Stage
 from pipefit.schema.plan import Plan
@@ -224,17 +225,19 @@ def test_an_optimizer_that_joins_layers_has_every_replica_run(normed: ModelProfi
 class Run:
     """A run with these events in its only action."""
 
+    alike = True
+
     def __init__(self, *events: LifeEvent) -> None:
-        self.told, self.layer_of = list(events), dict[Any, int]()
+        self.told = list(events)
 
     def settled(self) -> list[LifeEvent]:
         return []
 
-    def changes(self) -> None:
-        """Return nothing."""
-
-    def events(self) -> list[list[LifeEvent]]:
+    def events(self, actions: Sequence[Action]) -> list[list[LifeEvent]]:
         return [[], self.told]
+
+    def layer_of(self, name: Any) -> None:
+        """Return None: no storage is state."""
 
 
 def born(name: str, nbytes: int, layer: int | None = None) -> LifeEvent:
@@ -244,9 +247,8 @@ def born(name: str, nbytes: int, layer: int | None = None) -> LifeEvent:
 
 def merged(ones: Sequence[LifeEvent], others: Sequence[LifeEvent]) -> Ownership:
     """Merge the events of two runs that have ended a step."""
-    both: Any = Run(*ones), Run(*others)
-    ownership = Ownership(*both)
-    ownership.learn()
+    ownership = Ownership(Run(*ones), Run(*others))
+    ownership.learn([(), ()])
     return ownership
 
 

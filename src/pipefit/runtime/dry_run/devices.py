@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 from pipefit.memory import Arena, ReplicaShare, StageStorages, lent_bytes, owners, share_of
+from pipefit.runtime.dry_run.expansion import AllLayers
 from pipefit.runtime.dry_run.layers import RepeatedMeter, Shortened
 from pipefit.runtime.dry_run.lives import LifeEvent, Lives, LivesMeter, OwningMeter
-from pipefit.runtime.dry_run.microbatches import Bytes, BytesChange
+from pipefit.runtime.dry_run.microbatches import ALL_LAYERS, Bytes, BytesChange, StandIn
 from pipefit.runtime.dry_run.reserved import overheads
 from pipefit.runtime.engine.assembly import tells_norms
 from pipefit.schema.actions import Action, Kind
 from pipefit.schema.devices import Member
 from pipefit.schema.plan import Plan
-from pipefit.schema.program import Program
+from pipefit.schema.program import Program, UncheckedProgram
 from pipefit.schema.trace import CATEGORIES, Category, MemorySample
 
 # ---- Dry runs of all replicas that shard a stage's state, composed from two
@@ -53,12 +55,20 @@ class ReplicaEffect(NamedTuple):
 
 
 class _Merged:
-    """An action on any replica: all its events, with their replicas. `names` maps names of lives to
-    numbers.
+    """An action on any replica: all its events, with their replicas.
+
+    `names` maps names of lives to numbers, in order of appearance; workspaces have fixed numbers.
     """
 
     def __init__(self, choices: Sequence[_Choice], names: dict[Hashable, int]) -> None:
-        self._choices, self._names = choices, names
+        self._choices = choices
+        self._lives = [
+            tuple(
+                (name if isinstance(name, int) else names.setdefault(name, len(names)), nbytes)
+                for name, nbytes in choice.event.lives
+            )
+            for choice in choices
+        ]
         self._touched = frozenset(choice.layer for choice in choices if choice.layer is not None)
         self._known: dict[frozenset[int], ReplicaEffect] = {}
 
@@ -67,69 +77,81 @@ class _Merged:
         key = owned & self._touched
         if key not in self._known:
             chosen = [
-                choice.event
-                for choice in self._choices
+                number
+                for number, choice in enumerate(self._choices)
                 if choice.layer is None or (choice.layer in key) == choice.owned
             ]
-            self._known[key] = ReplicaEffect(_change(chosen), self._lives(chosen))
+            change = _change(self._choices[number].event for number in chosen)
+            self._known[key] = ReplicaEffect(
+                change, tuple(chain.from_iterable(self._lives[n] for n in chosen))
+            )
         return self._known[key]
 
-    def _lives(self, events: Iterable[LifeEvent]) -> Lives:
-        return tuple((self._number(name), nbytes) for event in events for name, nbytes in event.lives)
 
-    def _number(self, name: Hashable) -> int:
-        """Return the number of a storage, in order of appearance; workspaces have fixed numbers."""
-        return name if isinstance(name, int) else self._names.setdefault(name, len(self._names))
+class Events(Protocol):
+    """The events of a run of all layers. `alike` turns False if some layers were unlike others."""
+
+    alike: bool
+
+    def settled(self) -> list[LifeEvent]:
+        """Return the storages present before the first step as births."""
+
+    def events(self, actions: Sequence[Action]) -> list[list[LifeEvent]]:
+        """Return the events before a step, and in each of its `actions`."""
+
+    def layer_of(self, name: Hashable) -> int | None:
+        """Return the layer of a storage that has been state of one."""
 
 
 class Ownership:
-    """Two runs of a stage, step after step: the first owns all layers and the second none."""
+    """One run of a stage, step after step, or two: the first owns all layers and the second none."""
 
-    def __init__(self, all_owned: OwningMeter, none_owned: OwningMeter) -> None:
+    def __init__(self, *runs: Events) -> None:
         self.alike = True
-        self._runs = all_owned, none_owned
+        self._runs = runs
         self._names: dict[Hashable, int] = {}
         self._step: list[_Merged] = []
-        self._rest = all_owned.settled(), none_owned.settled()
+        self._rest = [run.settled() for run in runs]
 
     def rest(self, owned: frozenset[int]) -> Bytes:
         """Return the bytes of every category before the first step, on a replica that owns these layers."""
         return self._merged(*self._rest).on(owned).change.after
 
-    def learn(self) -> None:
-        """Read the events of both runs in the step that they have ended."""
-        for run in self._runs:
-            run.changes()
-        told = [run.events() for run in self._runs]
+    def learn(self, of_runs: Sequence[Sequence[Action]]) -> None:
+        """Read the events of all runs in the step that they have ended, which has these actions."""
+        told = [run.events(actions) for run, actions in zip(self._runs, of_runs, strict=True)]
         if not self._step:
             for events, rest in zip(told, self._rest, strict=True):
                 events[0] = [*rest, *events[0]]
         self._step = [self._merged(*both) for both in zip(*told, strict=True)]
+        self.alike &= all(run.alike for run in self._runs)
 
     def effects(self, owned: frozenset[int]) -> list[ReplicaEffect]:
         """Return the effects before the step's first action, and of every action of it, on such a replica."""
         return [action.on(owned) for action in self._step]
 
-    def _merged(self, ones: Sequence[LifeEvent], others: Sequence[LifeEvent]) -> _Merged:
-        """Merge an action of both runs."""
-        return _Merged(self._choices(ones, others), self._names)
+    def _merged(self, *of_runs: Sequence[LifeEvent]) -> _Merged:
+        """Merge an action of all runs."""
+        if len(of_runs) == 1:
+            return _Merged([_Choice(None, True, event) for event in of_runs[0]], self._names)
+        return _Merged(self._choices(*of_runs), self._names)
 
     def _choices(self, ones: Sequence[LifeEvent], others: Sequence[LifeEvent]) -> list[_Choice]:
         """Return the events of an action in both runs, in their common order."""
-        of_one, of_other = ({event.name for event in events} for events in (ones, others))
+        of_one, of_other = ({event.key for event in events} for events in (ones, others))
         result, left, right = list[_Choice](), list(reversed(ones)), list(reversed(others))
         while left or right:
-            if left and left[-1].name not in of_other:
+            if left and left[-1].key not in of_other:
                 result.append(self._of_some(left.pop(), owned=True))
-            elif right and right[-1].name not in of_one:
+            elif right and right[-1].key not in of_one:
                 result.append(self._of_some(right.pop(), owned=False))
-            elif left[-1].name != right[-1].name:  # its time depends on the owner of a layer
-                name = next((e.name for e in (left[-1], right[-1]) if self._layer(e) is not None), None)
-                if name is None:
+            elif left[-1].key != right[-1].key:  # its time depends on the owner of a layer
+                key = next((e.key for e in (left[-1], right[-1]) if self._layer(e) is not None), None)
+                if key is None:
                     self.alike = False
                     return result
-                of_one.remove(name)
-                of_other.remove(name)
+                of_one.remove(key)
+                of_other.remove(key)
             else:
                 one, other = left.pop(), right.pop()
                 if one[2:] == other[2:]:
@@ -148,7 +170,7 @@ class Ownership:
     def _layer(self, event: LifeEvent) -> int | None:
         """Return the layer that an event is about, if one of the runs knows it."""
         _, about, _ = event.name
-        result = {event.layer, *(run.layer_of.get(about) for run in self._runs)} - {None}
+        result = {event.layer, *(run.layer_of(about) for run in self._runs)} - {None}
         return result.pop() if len(result) == 1 else None
 
 
@@ -252,11 +274,13 @@ Owned = frozenset[int]  # layers
 class Account(Protocol):
     """The memory of equal devices. `rest` are the bytes of every category before the first step.
 
-    `changes` are the effects of the last step's actions. With lives, `before` are those before these actions,
-    and `lives` those in each.
+    `changes` are the effects of the last step's actions: of all its actions, or of those that are executed
+    and for which `stand` has others. With lives, `before` are those before these actions, and `lives` those
+    in each.
     """
 
     rest: Bytes
+    stand: StandIn
     changes: list[BytesChange]
     before: Lives
     lives: list[Lives]
@@ -268,8 +292,8 @@ class Account(Protocol):
 class Measured:
     """The account of a device that is run."""
 
-    def __init__(self, meter: RepeatedMeter) -> None:
-        self._meter, self.rest = meter, meter.level
+    def __init__(self, meter: RepeatedMeter, stand: StandIn) -> None:
+        self._meter, self.rest, self.stand = meter, meter.level, stand
         self.changes, self.before, self.lives = list[BytesChange](), Lives(), list[Lives]()
 
     def learn(self) -> None:
@@ -280,11 +304,12 @@ class Measured:
 
 
 class PutTogether:
-    """The account of a device that owns these layers, composed from two runs, which learn first."""
+    """The account of a device that owns these layers, composed from one or two runs, which learn first."""
 
     def __init__(self, ownership: Ownership, owned: Owned) -> None:
         self._ownership, self._owned, self.rest = ownership, owned, ownership.rest(owned)
         self.changes, self.before, self.lives = list[BytesChange](), Lives(), list[Lives]()
+        self.stand = ALL_LAYERS
 
     def learn(self) -> None:
         """Read the results of a finished step."""
@@ -319,48 +344,57 @@ class Cast:
 
 def casts(short: Shortened, together: Sequence[Kin]) -> Iterator[Cast]:
     """Yield the representatives of each group of kin."""
-    owned = owned_layers(short.plan)
+    owned = owned_layers(short.whole)
     for devices in together:
         kinds = dict.fromkeys(owned[device] for device in devices)
         by_owned = {kind: tuple(device for device in devices if owned[device] == kind) for kind in kinds}
-        if len(by_owned) > 2 and _may_own_others(short, devices[0]):
+        owns_some = any(by_owned) and bool(short.repeats)  # others than in the shortened plan
+        if (len(by_owned) > 2 or owns_some) and _may_own_others(short.whole, short.program, devices):
             yield Cast(devices[:2], by_owned)
         else:
             yield from (Cast(own[:1], {one: own}) for one, own in by_owned.items())
 
 
-def _may_own_others(short: Shortened, device: int) -> bool:
-    """Return whether a device can be run as if it owned other layers than by the plan."""
-    stages = [short.plan.stages[stage] for stage in short.plan.stages_of(device)]
-    stand_ins = any(copy is not None for stage in stages for copy in short.copies[stage.start : stage.stop])
-    actions = short.program.actions[device]
-    moves = any(
-        action.moves_state or (action.kind is Kind.STEP and action.place is not None) for action in actions
+def unlike_layers(plan: Plan, program: Program, every: Sequence[Kin]) -> frozenset[int]:
+    """Return the layers of sharded stages whose devices cannot be run as if they owned others."""
+    fixed = {device for devices in every if not _may_own_others(plan, program, devices) for device in devices}
+    return frozenset(
+        layer
+        for stage in plan.stages
+        if stage.grid.shard != "none" and not fixed.isdisjoint(stage.devices)
+        for layer in range(stage.start, stage.stop)
     )
-    return not stand_ins and not moves
+
+
+def _may_own_others(plan: Plan, program: Program, devices: Kin) -> bool:
+    """Return whether two of these devices can be run as if they owned other layers than by the plan."""
+    moves = any(
+        action.moves_state or (action.kind is Kind.STEP and action.place is not None)
+        for action in program.actions[devices[0]]
+    )
+    return len(devices) > 1 and not moves
 
 
 class Company:
     """The accounts of all devices, from the meters of those that are run."""
 
-    def __init__(self, every: Sequence[Cast], meters: Mapping[int, RepeatedMeter]) -> None:
-        self._meters, self._ownerships = meters.values(), list[Ownership]()
+    def __init__(self, every: Sequence[Cast], meters: Mapping[int, RepeatedMeter], short: Shortened) -> None:
+        self._meters, self._ownerships = meters.values(), dict[tuple[int, ...], Ownership]()
         self.devices_of: dict[Account, tuple[int, ...]] = {}
         for cast in every:
-            if cast.is_put_together:
-                one, other = (meters[device] for device in cast.run)
-                assert isinstance(one, OwningMeter)
-                assert isinstance(other, OwningMeter)
-                self._ownerships.append(ownership := Ownership(one, other))
+            owning = [meter for device in cast.run if isinstance(meter := meters[device], OwningMeter)]
+            if owning:
+                ownership = Ownership(*(AllLayers(meter, short) for meter in owning))
+                self._ownerships[cast.run] = ownership
                 self.devices_of |= {PutTogether(ownership, owned): own for owned, own in cast.devices.items()}
             else:
                 (devices,) = cast.devices.values()
-                self.devices_of[Measured(meters[cast.run[0]])] = devices
+                self.devices_of[Measured(meters[cast.run[0]], short.stand)] = devices
 
-    def learn(self) -> None:
-        """Read the results of a finished step."""
-        for ownership in self._ownerships:
-            ownership.learn()
+    def learn(self, program: UncheckedProgram) -> None:
+        """Read the results of a finished step, whose actions on all layers `program` has."""
+        for run, ownership in self._ownerships.items():
+            ownership.learn([program.actions[device] for device in run])
         for account in self.devices_of:
             account.learn()
 
@@ -373,5 +407,5 @@ class Company:
     def alike(self) -> bool:
         """True if all representatives were equal to the represented layers and devices so far."""
         return all(meter.alike for meter in self._meters) and all(
-            ownership.alike for ownership in self._ownerships
+            ownership.alike for ownership in self._ownerships.values()
         )

@@ -79,12 +79,13 @@ class Passing(NamedTuple):
     """How an action passes through repeated layers.
 
     It passes through all copies of the repeats `covered`, in a computation at least through those `swept`; or
-    it is on layers of one `copy`.
+    it is on layers of one `copy`, and `relative` is the action with layers counted from the copy's first.
     """
 
     covered: frozenset[int] = frozenset()
     swept: frozenset[int] = frozenset()
     copy: Copy | None = None
+    relative: Hashable = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +95,7 @@ class Shortened:
     `copies` has for every layer of this plan its execution, None outside of repeats. `passings` maps the text
     of an action to its way through the repeats. `absent` is the number of trained parameters left out, and
     `kept` are the layers that are not left out. `stand` maps actions of the whole program to executed ones.
+    `whole` is the plan of all layers, and `repeats` are in its numbers.
     """
 
     plan: Plan
@@ -103,6 +105,8 @@ class Shortened:
     passings: Mapping[str, Passing]
     absent: int
     kept: tuple[int, ...]
+    whole: Plan
+    repeats: tuple[Repeat, ...] = ()
     stand: StandIn = ALL_LAYERS
 
     def shortened(self, chain: Chain) -> Chain:
@@ -110,9 +114,13 @@ class Shortened:
         return replace(chain, layers=tuple(chain.layers[layer] for layer in self.kept))
 
     @staticmethod
-    def of(task: Task, plan: Plan, program: Program, chain: Chain) -> Shortened:
-        """Shorten `plan` and its program by all layers that others stand for."""
-        keys = _distinct(_keys(task, plan, chain, _movers(plan, program) | _divided(plan)))
+    def of(
+        task: Task, plan: Plan, program: Program, chain: Chain, unlike: frozenset[int] = frozenset()
+    ) -> Shortened:
+        """Shorten `plan` and its program by all layers that others stand for; none stands for one of
+        `unlike`.
+        """
+        keys = _distinct(_keys(task, plan, chain, _movers(plan, program) | unlike))
         actions = _Actions(program, plan)
         repeats = [r for stage in plan.stages for r in _repeats(keys, stage.start, stage.stop, actions)]
         omitted = {layer for repeat in repeats for layer in repeat.omitted}
@@ -135,7 +143,9 @@ class Shortened:
             passings=_passings(short, executed, copies, layers),
             absent=sum(parameter.requires_grad for parameter in left_out),
             kept=tuple(kept),
-            stand=StandIn(moves.instead, moves.twin),
+            whole=plan,
+            repeats=tuple(repeats),
+            stand=StandIn(moves.instead, moves.twin, moves.execution),
         )
 
     @staticmethod
@@ -143,7 +153,14 @@ class Shortened:
         """Return `plan` with all of its layers."""
         copies, kept = (None,) * len(chain.layers), tuple(range(len(chain.layers)))
         return Shortened(
-            plan=plan, program=program, chain=chain, copies=copies, passings={}, absent=0, kept=kept
+            plan=plan,
+            program=program,
+            chain=chain,
+            copies=copies,
+            passings={},
+            absent=0,
+            kept=kept,
+            whole=plan,
         )
 
 
@@ -226,7 +243,12 @@ class _Moves:
         self._bundles = {bundle: Bundle(number) for number, bundle in reversed([*enumerate(program.bundles)])}
         self._shifts = dict[int, int]()  # to the stand-in, by omitted layer
         self._twins = dict[int, int]()  # to the twin, by layer of the stand-in
-        for repeat in repeats:
+        self._executions = dict[int, tuple[int, int]]()  # repeat, and number in it, of every repeated layer
+        for repeat_number, repeat in enumerate(repeats):
+            self._executions |= {
+                layer: (repeat_number, (layer - repeat.start) // repeat.period)
+                for layer in range(repeat.start, repeat.stop)
+            }
             stand_in = range(repeat.start + _STAND_IN * repeat.period, repeat.omitted.start)
             self._twins |= dict.fromkeys(stand_in, -repeat.period)
             for layer in repeat.omitted:
@@ -236,6 +258,13 @@ class _Moves:
     def instead(self, action: Action) -> Action | None:
         """Return the executed action for an action on omitted layers; None if it is executed."""
         return self._moved(action, self._shifts)
+
+    def execution(self, action: Action) -> int | None:
+        """Return the number of an execution that an action lies within; None if it lies within none."""
+        if action.layers is None and action.kind not in COPIES:
+            return None
+        first, last = (self._executions.get(layer) for layer in self._ends(action))
+        return first[1] if first is not None and first == last else None
 
     def twin(self, action: Action) -> Action | None:
         """Return the action on the twin for an action on a stand-in alone, or else None."""
@@ -308,12 +337,6 @@ def _movers(plan: Plan, program: Program) -> frozenset[int]:
             if moved.intersection((*layer.saves, *layer.outputs))
         }
     return frozenset(result)
-
-
-def _divided(plan: Plan) -> frozenset[int]:
-    """Return the layers of stages whose state replicas shard, layer by layer."""
-    stages = (stage for stage in plan.stages if stage.grid.shard != "none")
-    return frozenset(layer for stage in stages for layer in range(stage.start, stage.stop))
 
 
 def _groups(task: Task, layer: ChainLayer) -> object:
@@ -461,13 +484,17 @@ def _passing(
     first, end = span or (stage.start, stage.stop)
     through = {copy for copy in copies[first:end] if copy is not None}
     if span is not None and len(through) == 1:
-        return Passing(copy=through.pop())
+        (copy,) = through
+        start = copies.index(copy)
+        relative = _relative(action._replace(microbatch=None), start, program), first - start, end - start
+        return Passing(copy=copy, relative=relative)
     swept = (
         copy.repeat
         for copy, layer in zip(copies[first:end], layers[first:end], strict=True)
         if copy is not None
         and action.kind in COMPUTE
         and (action.kind is not Kind.STEP or any(p.requires_grad for p in layer.module.parameters()))
+        and (action.kind is not Kind.STEP or stage.grid.shard == "none")  # only owners update
     )
     return Passing(frozenset(copy.repeat for copy in through), frozenset(swept))
 

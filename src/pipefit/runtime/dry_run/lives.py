@@ -125,10 +125,11 @@ class LivesMeter(RepeatedMeter):  # type: ignore[no-untyped-call]
 
 # ---- Events of a device's account, with the layers whose state they are about
 # Two runs of a stage that own different layers have equal events except those about the state of these
-# layers. An `OwningMeter` names every storage by the action that made it, so that the same event has the same
-# name in both. The layer of a state storage follows from the tensors of the operation that made it, and from
-# parameters, their gradients and the optimizer at the end of the action. Costs about a microsecond per event
-# more than `LivesMeter`.
+# layers. Executions of repeated layers have equal events except for their names. An `OwningMeter` names every
+# storage by the execution that made it, by the action, and by a number in it, so that the same event has the
+# same name in other runs, and after its execution the same in other executions. The layer of a state storage
+# follows from the tensors of the operation that made it, and from parameters, their gradients and the
+# optimizer at the end of the action. Costs about a microsecond per event more than `LivesMeter`.
 
 _ACTIVATIONS, _LENT = CATEGORIES.index(Category.ACTIVATIONS), CATEGORIES.index(Category.LENT)
 _PASSES = FORWARDS | SPLIT_BACKWARD | MESSAGES | {Kind.LOAD, Kind.RECOMPUTE, Kind.BACKWARD}
@@ -137,8 +138,28 @@ _COPYING = frozenset(
     {torch.ops.aten.clone.default, torch.ops.aten.new_empty_strided.default}
 )  # used by autograd
 
-Arguments = tuple[Hashable, ...]  # names of storages
-NamedLife = tuple[Hashable, int]  # a storage, and its bytes at birth or 0 at death
+
+class Execution(NamedTuple):
+    """An execution of repeated layers: a repeat, and the number of the execution."""
+
+    repeat: int
+    number: int
+
+
+class StorageName(NamedTuple):
+    """Name of a storage: the execution that made it, None outside of repeats, and the rest.
+
+    The rest is equal in executions that do the same.
+    """
+
+    maker: Execution | None
+    rest: Hashable
+
+
+Arguments = tuple[StorageName, ...]
+NamedLife = tuple[
+    Hashable, int
+]  # a storage and the number of its memory, and its bytes at birth or 0 at death
 
 
 class LifeEvent(NamedTuple):
@@ -147,6 +168,7 @@ class LifeEvent(NamedTuple):
     `name` has the kind of event, its storage, and the count of such events in the action; it is equal in
     other runs. `layer` is the layer whose state it is about: None if it is about none, or if the layer is
     unknown. `deltas` are positions of categories with bytes, and `taken` is the temporary memory of a kernel.
+    It happens in the execution `at`, or about a storage of it.
     """
 
     name: tuple[str, Hashable, int]
@@ -154,10 +176,16 @@ class LifeEvent(NamedTuple):
     deltas: tuple[tuple[int, int], ...] = ()
     taken: int = 0
     lives: tuple[NamedLife, ...] = ()
+    at: Execution | None = None
+
+    @property
+    def key(self) -> Hashable:
+        """Identity of the event in its action."""
+        return self.name, self.at
 
 
 class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
-    """A meter that also records all events of a device without represented layers.
+    """A meter that also records all events of a device.
 
     `layer_of` has the layer of every storage that has been state of one, by the storage's name.
     """
@@ -166,12 +194,16 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
         super().__init__(device, **options)
         self.layer_of: dict[Hashable, int] = {}
         self._stages: list[StageRunner] = []
-        self._called: dict[Tracked, Hashable] = {}
+        self._places: dict[int, tuple[Execution, int]] = {}  # of repeated layers: execution, and number in it
+        self._called: dict[Tracked, StorageName] = {}
         self._living: dict[Tracked, Hashable] = {}  # names of lives in storages that have memory now
+        self._memories = Counter[StorageName]()  # lives of every storage that has been resized
         self._story: list[tuple[LifeEvent, Arguments]] = []  # of the present action
         self._told: list[list[LifeEvent]] = []  # of every action, and before the first one
         self._counts = Counter[Hashable]()
         self._number = 0  # of the present action; 0 until `settled`
+        self._occurrences = Counter[Hashable]()  # of actions within an execution
+        self._moment: Hashable = 0  # the present action, equal in executions that do the same
         self._present: Action | None = None
         self._worked_on: int | None = None  # the only layer whose state the present operation uses
         self._arguments: Arguments = ()
@@ -181,6 +213,11 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
     def own_layers(self, stage: StageRunner, copies: Sequence[Copy | None]) -> None:
         super().own_layers(stage, copies)
         self._stages.append(stage)
+        first = dict[Execution, int]()
+        for layer, copy in enumerate(copies, start=stage.start):
+            if copy is not None:
+                execution = Execution(copy.repeat, copy.number)
+                self._places[layer] = execution, layer - first.setdefault(execution, layer)
 
     def settled(self) -> list[LifeEvent]:
         """Begin to record events, after all layers are registered; return present storages as births."""
@@ -189,19 +226,27 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
             own = stage.updates.parameters((layer, layer + 1))
             copied = [stage.copies.copies[id(weight)].tensor for weight in stage.copies.own(layer)]
             kept = stage.updates.state((layer, layer + 1), maxsize)
+            maker, place = self._places.get(layer, (None, layer))
             for what, tensors in (("parameter", own), ("copy", copied), ("kept", kept)):
                 for number, tensor in enumerate(tensors):
                     tracked = self._live.get(storage_key(tensor))
                     if tracked is not None and tracked not in self._called:
-                        self._called[tracked] = what, layer, number
-                        self.layer_of[what, layer, number] = layer
-        for number, tracked in enumerate(value for value in self._live.values() if value not in self._called):
-            self._called[tracked] = "own", number
+                        name = self._called[tracked] = StorageName(maker, (what, place, number))
+                        self.layer_of[name] = layer
+        numbers = Counter[Execution | None]()
+        for tracked in self._live.values():
+            if tracked not in self._called:
+                made_by = self._maker.get(tracked.key)
+                maker = None if made_by is None else Execution(made_by.repeat, made_by.number)
+                self._called[tracked] = StorageName(maker, ("own", numbers[maker]))
+                numbers[maker] += 1
         result = [LifeEvent(("lent", None, 1), None, ((_LENT, self.bytes[_LENT]),))]
         for tracked in self._live.values():
             name, deltas = self._called[tracked], ((tracked.category, tracked.nbytes),)
             lives = tuple(self._life(tracked, tracked.nbytes))
-            result.append(LifeEvent(("born", name, 1), self.layer_of.get(name), deltas, lives=lives))
+            result.append(
+                LifeEvent(("born", name, 1), self.layer_of.get(name), deltas, lives=lives, at=name.maker)
+            )
         return result
 
     def events(self) -> list[list[LifeEvent]]:
@@ -220,6 +265,10 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
         self._number += 1
         self._story, self._counts, self._users = [], Counter(), defaultdict(set)
         self._present = None if action == NEXT_STEP else parse_action(action)
+        self._moment = self._number
+        if (copy := self._passing.copy) is not None:
+            self._occurrences[copy, self._passing.relative] += 1
+            self._moment = self._passing.relative, self._occurrences[copy, self._passing.relative]
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._operation = str(func)
@@ -255,9 +304,11 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
         known = storage_key(tensor) in self._live
         tracked = super()._track(tensor)
         if not known and self._number:  # copies are counted separately
-            where = self._number, self._worked_on, *(self._arguments if self._is_pass else ())
-            self._counts[where] += 1
-            name: Hashable = (*where, self._counts[where])
+            at = self._at()
+            arguments = self._arguments if self._is_pass else ()
+            where = self._moment, self._seen_layer(at), *(_relative(name, at) for name in arguments)
+            self._counts[at, where] += 1
+            name = StorageName(at, (*where, self._counts[at, where]))
             self._called[tracked] = name
             if self._worked_on is not None:
                 self.layer_of[name] = self._worked_on
@@ -303,6 +354,25 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
 
     # ---------------------------------------------------------------- recording
 
+    def _at(self, name: Hashable = None) -> Execution | None:
+        """Return the execution whose layers are active, or whose state the present operation uses.
+
+        Between microbatches it is that of the storage with this `name`, if it has one.
+        """
+        active = self._at_work and Execution(self._at_work.repeat, self._at_work.number)
+        maker = name.maker if isinstance(name, StorageName) else None
+        if self._passing.copy is not None or self._is_pass:
+            return active or maker
+        state = self._places[self._worked_on][0] if self._worked_on in self._places else None
+        return maker or state or active
+
+    def _seen_layer(self, at: Execution | None) -> Hashable:
+        """Return the layer that the present operation works on, counted from the first of its execution."""
+        if self._worked_on is None:
+            return None
+        execution, place = self._places.get(self._worked_on, (None, self._worked_on))
+        return place if execution == at else (_distance(execution, at), place)
+
     def _tell(
         self,
         what: str,
@@ -311,11 +381,13 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
         lives: Sequence[NamedLife] = (),
         taken: int = 0,
     ) -> None:
-        """Record an event about the storage with this name."""
-        self._counts[what, name] += 1
-        event = LifeEvent(
-            (what, name, self._counts[what, name]), self._worked_on, tuple(deltas), taken, tuple(lives)
-        )
+        """Record an event about the storage with this name, unless it changes nothing."""
+        if not lives and not taken and not any(nbytes for _, nbytes in deltas):
+            return
+        at = self._at(name)
+        self._counts[at, what, name] += 1
+        count = self._counts[at, what, name]
+        event = LifeEvent((what, name, count), self._worked_on, tuple(deltas), taken, tuple(lives), at)
         self._story.append((event, self._arguments))
 
     def _life(self, tracked: Tracked, nbytes: int) -> list[NamedLife]:
@@ -323,8 +395,8 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
         if not nbytes:
             return []
         name = self._called[tracked]
-        self._counts["life", name] += 1
-        life = self._living[tracked] = (name, self._number, self._counts["life", name])
+        self._memories[name] += 1
+        life = self._living[tracked] = (name, self._memories[name])
         return [(life, nbytes)]
 
     def _death_of(self, tracked: Tracked) -> list[NamedLife]:
@@ -373,3 +445,15 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
 
     def _layers(self) -> Iterator[tuple[int, StageRunner]]:
         return ((layer, stage) for stage in self._stages for layer in range(stage.start, stage.stop))
+
+
+def _distance(execution: Execution | None, at: Execution | None) -> Hashable:
+    """Return an execution as seen from another one: the difference of their numbers in the same repeat."""
+    if execution is None or at is None or execution.repeat != at.repeat:
+        return execution
+    return execution.number - at.number
+
+
+def _relative(name: StorageName, at: Execution | None) -> Hashable:
+    """Return a storage's name as seen from an execution."""
+    return _distance(name.maker, at), name.rest

@@ -103,13 +103,14 @@ class StandIn(NamedTuple):
 
     instead: Callable[[Action], Action | None]  # the executed action for an action on omitted layers
     twin: Callable[[Action], Action | None]  # another executed action that must have the same effect
+    execution: Callable[[Action], int | None]  # number of the equal layers in a row that an action is within
 
 
 def _itself(action: Action) -> None:
     """Return None: nothing stands for the action."""
 
 
-ALL_LAYERS = StandIn(_itself, _itself)
+ALL_LAYERS = StandIn(_itself, _itself, _itself)
 
 
 class StepEffects(Generic[T]):
@@ -129,7 +130,7 @@ class StepEffects(Generic[T]):
         The equal action may come later in the program.
         """
         ran, left = self._folding.later if number else self._folding.first, iter(seen)
-        every = list(_numbered(actions))
+        every = list(numbered(actions))
         known = {
             (action, occurrence): next(left)
             for action, occurrence in every
@@ -177,7 +178,7 @@ class Unfolding:
             self._level = plus(self._level, change.after)
 
 
-def _numbered(actions: Sequence[Action]) -> Iterator[tuple[Action, int]]:
+def numbered(actions: Sequence[Action]) -> Iterator[tuple[Action, int]]:
     """Yield every action of a step with the number of equal actions before it."""
     counts: dict[Action, int] = {}
     for action in actions:

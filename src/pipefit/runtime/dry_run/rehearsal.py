@@ -23,7 +23,7 @@ from pipefit.processes import beside, forks_left
 from pipefit.runtime.checks.plan_check import check_model
 from pipefit.runtime.comm.transport import InProcess
 from pipefit.runtime.dry_run.asynchronous import Effects, EndlessLives, fewer, labels, turns
-from pipefit.runtime.dry_run.devices import Account, Company, Kin, casts, kin
+from pipefit.runtime.dry_run.devices import Account, Company, Kin, casts, kin, unlike_layers
 from pipefit.runtime.dry_run.layers import RepeatedMeter, Shortened
 from pipefit.runtime.dry_run.lives import LivesMeter, OwningMeter
 from pipefit.runtime.dry_run.microbatches import Folding, Unfolding, shortened
@@ -83,10 +83,15 @@ class Rehearsal:
         """Run all steps; with `fold`, only representative layers and microbatches."""
         if not fold:
             return self._whole(fake)
-        if not self.allocators and not is_endless(self.plan):
-            return self._folded(fake)
-        run = self._endless if is_endless(self.plan) else self._all_layers
-        ran = self._beside_each_other(fake, partial(run, fake, self._everything(fake)))
+        if is_endless(self.plan):
+            ran = self._beside_each_other(fake, partial(self._endless, fake, self._everything(fake)))
+        else:
+            short, folding = self._shortened(fake), Folding.of(self.programs[0])
+            ran = self._beside_each_other(fake, partial(self._run, fake, short, folding))
+            if not ran.alike and short.repeats:
+                # Layers that seemed equal may differ; the chain is made again because its layers were trained.
+                run = partial(self._run, fake, self._everything(fake), folding)
+                ran = self._beside_each_other(fake, run)
         return ran if ran.alike else self._whole(fake)
 
     def trace(self, ran: Rehearsed, number: int) -> Trace:
@@ -130,10 +135,6 @@ class Rehearsal:
     def _whole(self, fake: FakeTarget) -> Rehearsed:
         return self._run(fake, self._everything(fake), Folding.none(self.programs), None)
 
-    def _all_layers(self, fake: FakeTarget, short: Shortened, together: Sequence[Kin]) -> Rehearsed:
-        """Run all layers of the representatives of these kin, with representative microbatches."""
-        return self._run(fake, short, Folding.of(self.programs[0]), together)
-
     def _everything(self, fake: FakeTarget) -> Shortened:
         return Shortened.none(self.plan, self.programs[-1], self._chain(fake))
 
@@ -149,7 +150,7 @@ class Rehearsal:
         lives = {account: EndlessLives() for account in company.devices_of if self.allocators}
         for program, known in zip(executed, labels(self.plan, executed), strict=True):
             run_in_turn(runners, *self._data(fake, short, program.microbatches), program=program)
-            company.learn()
+            company.learn(program)
             for account, devices in company.devices_of.items():
                 effects[account].learn(known[devices[0]], account.changes)
                 if self.allocators:
@@ -167,20 +168,12 @@ class Rehearsal:
             own.unfold(of_device, turns(self.plan, of_device))
         return self._told(fake, samples, company, lives)
 
-    def _folded(self, fake: FakeTarget) -> Rehearsed:
-        """Run representative layers, microbatches and devices."""
+    def _shortened(self, fake: FakeTarget) -> Shortened:
+        """Return the plan without layers that others stand for."""
         (program,) = self.programs
-        folding = Folding.of(program)
-        few = shortened(program, folding.first)
-        short = Shortened.of(self.task, self.plan, few, self._chain(fake))
-        ran = self._run(fake, short, folding, self._kin)
-        # Layers that seemed equal may differ: then run all layers, whose chain is made again because these
-        # were trained.
-        return (
-            ran
-            if ran.alike
-            else self._run(fake, self._everything(fake), folding, [(n,) for n in self.plan.workers])
-        )
+        few = shortened(program, Folding.of(program).first)
+        unlike = unlike_layers(self.plan, program, self._kin)
+        return Shortened.of(self.task, self.plan, few, self._chain(fake), unlike)
 
     @property
     def _kin(self) -> list[Kin]:
@@ -216,7 +209,7 @@ class Rehearsal:
         runners, company = self._company(fake, short, together)
         data, wanted = self._data(fake, short, self.plan.training.microbatches)
         unfoldings = {
-            account: Unfolding(folding, account.rest, short.stand) for account in company.devices_of
+            account: Unfolding(folding, account.rest, account.stand) for account in company.devices_of
         }
         lives = {account: LivesOf(folding) for account in company.devices_of if self.allocators}
         samples = company.no_samples
@@ -225,7 +218,7 @@ class Rehearsal:
             program = self.programs[min(step, len(self.programs) - 1)]
             executed = program if program.endless else short.program  # asynchronous steps are whole
             run_in_turn(runners, data, wanted, program=shortened(executed, few))
-            company.learn()
+            company.learn(shortened(program, few))
             for account, (first, *others) in company.devices_of.items():
                 result = list(unfoldings[account].step(step, program.actions[first], account.changes))
                 samples[first] += result
@@ -290,12 +283,13 @@ class Rehearsal:
         runners, meters = [], dict[int, RepeatedMeter]()
         for cast in every:
             for device in cast.run:
-                meter = meters[device] = self._meter(fake, short, device, owning=cast.is_put_together)
+                owning = cast.is_put_together or bool(self.allocators and short.repeats)
+                meter = meters[device] = self._meter(fake, short, device, owning=owning)
                 runner = assemble(site, device, device=fake.device, meter=meter)
                 for stage in runner.stages.values():
                     meter.own_layers(stage, short.copies[stage.start : stage.stop])
                 runners.append(runner)
-        return runners, Company(every, meters)
+        return runners, Company(every, meters, short)
 
     def _sources(self, fake: FakeTarget, short: Shortened) -> StageSources:
         """Return the chains of the stages; peers of tensor-parallel ranks are absent.
