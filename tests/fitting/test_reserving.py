@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,6 +27,7 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import Device, DeviceKind, Host, Link, Overheads
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
+from pipefit.schema.trace import Trace
 from tiny import task_of
 
 MIB = 1 << 20
@@ -263,6 +265,38 @@ def test_what_moves_on_from_device_to_device_is_asked_of_all_alike() -> None:
         plan_reserving(stack(), gpus(needed - 1, needed - 1), make)
     assert asked[0] == (0, 0) and len(set(asked[1])) == 2 and len(set(asked[2])) == 1
     assert asked[2][0] > max(asked[1])
+
+
+def test_replicas_of_which_one_needs_more_get_equal_reserves() -> None:
+    """If one ZeRO rank lacks memory, the next plan reserves it on all, because replicas need equal devices."""
+    asked = list[tuple[int, ...]]()
+    made = plan(
+        profile(stack(), microbatch_size=(1, 3), target="cuda"),
+        gpus(*[1 << 30] * 3),
+        batch_size=3,
+        microbatches=1,
+        stages=1,
+        data=3,
+        shard="parameters",
+    )
+
+    def of_the_first(*asked: Any, **options: Any) -> Trace:
+        trace = certify(*asked, **options)
+        first, *others = trace.devices
+        return replace(trace, devices=(first, *(replace(other, allocator=None) for other in others)))
+
+    def make(within: Cluster) -> Plan:
+        asked.append(within.reserves)
+        return replace(made, cluster=within)
+
+    small = gpus(*[max(processes(made)) - 1] * 3)
+    with (
+        mock.patch.object(task_plans, "ROUNDS", 2),
+        mock.patch.object(task_plans, "certify", of_the_first),
+        pytest.raises(InfeasibleError),
+    ):
+        plan_reserving(stack(), small, make)
+    assert asked[0] == (0, 0, 0) and len(set(asked[1])) == 1 and min(asked[1]) > 0
 
 
 def test_a_plan_is_not_found_again_where_its_tensors_had_room_to_spare() -> None:

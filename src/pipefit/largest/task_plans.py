@@ -21,6 +21,7 @@ from pipefit.planner import ON_RUNS, Means, PlanArguments, PlanOptions, answered
 from pipefit.profiler import Progress
 from pipefit.runtime import certify
 from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import Stage
 from pipefit.schema.plan import Engine, Plan
 from pipefit.schema.profile import ModelProfile, Target
 from pipefit.schema.trace import DeviceTrace, Trace
@@ -90,7 +91,7 @@ def plan_reserving(
         if not any(device.lack_bytes for device in devices):
             return _told(made, devices, short)
         short.append(max(devices, key=lambda device: device.lack_bytes).shortage)
-        asked = [_leaving_more(within, devices, short[-1])]
+        asked = [_leaving_more(within, made.stages, devices, short[-1])]
         if (
             len(short) > 1
         ):  # the overflow may move to another device like it in the next plan, and then to a third
@@ -154,10 +155,13 @@ def _alike(cluster: Cluster) -> Cluster:
     return cluster.reserving([most[device.kind.key, device.memory_bytes] for device in cluster.devices])
 
 
-def _leaving_more(cluster: Cluster, devices: Sequence[DeviceTrace], short: str) -> Cluster:
+def _leaving_more(
+    cluster: Cluster, stages: Sequence[Stage], devices: Sequence[DeviceTrace], short: str
+) -> Cluster:
     """Return the cluster with larger reserves.
 
-    They leave the current bytes of tensors, less the bytes or segments that a device lacks.
+    They leave the current bytes of tensors, less the bytes or segments that a device lacks. The devices of a
+    stage get equal reserves, because its replicas need equal devices.
 
     Raises:
         InfeasibleError: nothing of a device would be left.
@@ -168,6 +172,10 @@ def _leaving_more(cluster: Cluster, devices: Sequence[DeviceTrace], short: str) 
             each = _SEGMENT if one.allocator else 1
             unused = max(more[number], one.budget_bytes - one.peak_bytes)
             more[number] = unused + -(-one.lack_bytes // each) * each
+    for stage in stages:
+        if any(devices[device].lack_bytes for device in stage.devices):
+            most = max(more[device] for device in stage.devices)
+            more = [most if number in stage.devices else reserve for number, reserve in enumerate(more)]
     if any(reserve >= device.memory_bytes for reserve, device in zip(more, cluster.devices, strict=True)):
         raise InfeasibleError(f"{short}. A sufficient reserve would leave no memory for tensors")
     return cluster.reserving(more)
