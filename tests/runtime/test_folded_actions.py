@@ -125,7 +125,9 @@ def sharded(task: Task, shard: Sharding, data: int = 3, **options: Any) -> Plan:
 
 
 CASES = [
-    pytest.param(*case, marks=() if number in (4, 19, 35) else pytest.mark.gallery, id="-".join(map(str, case)))
+    pytest.param(
+        *case, marks=() if number in (4, 19, 35) else pytest.mark.gallery, id="-".join(map(str, case))
+    )
     for number, case in enumerate(
         (shard, precision, recompute, clip)
         for shard in SHARDINGS[1:]

@@ -52,8 +52,8 @@ def certify(
     (`runtime.dry_run.asynchronous`), and layers are not.
 
     With settings of CUDA's caching `allocator`, for the target `cuda` only, the trace also has the allocated
-    and reserved bytes of a GPU (`DeviceTrace.allocator`). All layers are run then, because reserved bytes
-    depend on the position of each block.
+    and reserved bytes of a GPU (`DeviceTrace.allocator`). They depend on the position of each block, so the
+    allocations of executed layers are repeated for all others (`runtime.dry_run.expansion`).
 
     With `chains` of the task, the model is not traced for numbers of samples that they have.
 

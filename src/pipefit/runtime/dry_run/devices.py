@@ -2,8 +2,7 @@
 
 Equal devices have one account, measured on the first of them. Of more than two kin that own different layers,
 two are run: one as if it owned every layer, and one as if it owned none. The accounts of all kin are composed
-from these two. Each device is run if layers stand for others on it, or if it offloads state, whose slots are
-counted for owned layers.
+from these two. Each device is run if it offloads state, whose slots are counted for owned layers.
 """
 
 from __future__ import annotations

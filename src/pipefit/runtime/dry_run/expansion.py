@@ -22,9 +22,9 @@ _LAST, _STAND_IN, _TWIN = KEPT - 1, KEPT - 2, KEPT - 3
 
 
 class _Repeated(NamedTuple):
-    """The executions of a repeat among all layers: their number, the first layer, and layers of each."""
+    """The executions of a repeat among all layers: the last number, the first layer, and layers of each."""
 
-    count: int
+    last: int
     start: int
     period: int
 
@@ -38,7 +38,7 @@ class AllLayers:
     def __init__(self, meter: OwningMeter, short: Shortened) -> None:
         self.alike = True
         self._meter, self._stand = meter, short.stand
-        self._repeats = [_Repeated(repeat.count, repeat.start, repeat.period) for repeat in short.repeats]
+        self._repeats = [_Repeated(repeat.count - 1, repeat.start, repeat.period) for repeat in short.repeats]
         self._kept = short.kept
         self._executions = {
             layer: Execution(copy.repeat, copy.number)
@@ -76,7 +76,7 @@ class AllLayers:
             layer = self._meter.layer_of.get(name)
             return None if layer is None else self._kept[layer]
         assert isinstance(name, StorageName)
-        last = self._repeats[at.repeat].count - 1
+        last = self._repeats[at.repeat].last
         executed = at._replace(number=_LAST if at.number == last else min(at.number, _STAND_IN))
         layer = self._meter.layer_of.get(name._replace(maker=executed))
         return None if layer is None else self._layer(layer, executed, at.number)
@@ -91,7 +91,7 @@ class AllLayers:
         for place, (at, run) in enumerate(runs):
             numbers: Sequence[int] = [0 if at is None else self._number(at)]
             if at is not None and at.number == _STAND_IN:
-                numbers = range(_STAND_IN, self._repeats[at.repeat].count - 1)
+                numbers = range(_STAND_IN, self._repeats[at.repeat].last)
                 if not self._rises(runs, place):
                     numbers = numbers[::-1]
             for number in numbers:
@@ -122,7 +122,7 @@ class AllLayers:
     def _number(self, execution: Execution) -> int:
         """Return the number of an executed execution among all."""
         number = execution.number
-        return self._repeats[execution.repeat].count - 1 if number == _LAST else number
+        return self._repeats[execution.repeat].last if number == _LAST else number
 
     def _moved(self, event: LifeEvent, at: Execution | None, number: int) -> LifeEvent:
         """Return an event that happens in execution `at`, as it happens in execution `number` of all."""

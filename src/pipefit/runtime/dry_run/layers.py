@@ -7,9 +7,10 @@ without changes. A repeat may consist of many layers, such as those of a block.
 
 A repeat lies within one stage. Every action covers the whole repeat, or lies within one of its equal parts,
 as the recomputation of a block and the move of its state do; then the actions of all parts are equal and in
-equal order. A shared parameter, a hook, a setting that cannot be compared, an offloaded saved tensor, or
-replicas that shard the stage's state make a layer unequal to all others. Finding repeats takes milliseconds
-for 400 layers.
+equal order. A shared parameter, a hook, a setting that cannot be compared, or an offloaded saved tensor make
+a layer unequal to all others. Replicas that shard the stage's state own different layers: then one device is
+run as if it owned all layers and one as if it owned none (`runtime.dry_run.devices`), and events of both are
+repeated for the other layers (`runtime.dry_run.expansion`). Finding repeats takes milliseconds for 400 layers.
 """
 
 from __future__ import annotations

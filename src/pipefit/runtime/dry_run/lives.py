@@ -413,9 +413,9 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
                 for name in arguments:
                     self._users[name].add(layer)
         dead = {event.name[1] for event, _ in self._story if event.name[0] == "died"}
-        for name, layers in self._users.items():
-            if len(layers) == 1 and name in dead:  # only this layer used it
-                self.layer_of.setdefault(name, *layers)
+        for used, layers in self._users.items():
+            if len(layers) == 1 and used in dead:  # only this layer used it
+                self.layer_of.setdefault(used, *layers)
         self._told.append([self._resolved(*told) for told in self._story])
 
     def _resolved(self, event: LifeEvent, arguments: Arguments) -> LifeEvent:
