@@ -10,8 +10,9 @@ simulator with the planner, so whatever it gains is missed by the planner, and t
         [--beside FILE] [--json FILE]
 
 Rows of seeds that the JSON file has already are kept, but for the seconds of the search, which `--again` repeats.
-`--beside FILE` compares the plans with those of another file, of another version. A plan's gap is its seconds over its
-bound; a question without a plan that fits has none, and the search then has only to find one that fits.
+`--beside FILE` compares the plans with those of another file, of another version, and keeps these in the rows. A plan's
+gap is its seconds over its bound; a question without a plan that fits has none, and the search then has only to find
+one that fits.
 """
 
 from __future__ import annotations
@@ -432,7 +433,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     own = [rows[seed] for seed in range(*options.seeds) if seed in rows]
     print(table(own))
     if options.beside is not None:
-        print(compared(own, json.loads(options.beside.read_text(encoding="utf-8"))["rows"]))
+        others = json.loads(options.beside.read_text(encoding="utf-8"))["rows"]
+        print(compared(own, others))
+        for other in others:
+            if other["seed"] in rows:
+                before = {key: other[key] for key in ("fits", "predicted", "bound", "cpu")}
+                rows[other["seed"]]["before"] = before
+        document = {"machine": machine(), "rows": [rows[seed] for seed in sorted(rows)]}
+        options.json.write_text(json.dumps(document) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from pipefit.planner.balance import DOUBLE, interchangeable
+from pipefit.planner.balance import DOUBLE, differ, interchangeable
 from pipefit.planner.bounds import MicrobatchSeconds, highest_line, host_rates, in_flight, position_of
 from pipefit.planner.choices import KEPT, TO_HOST, TO_PEERS, DevicePrices, Menu, StageChoice
 from pipefit.planner.driver import range_peak
@@ -208,8 +208,8 @@ class Filler:
 
     @cached_property
     def groups(self) -> dict[int, int]:
-        """Number of every device's group of interchangeable devices."""
-        groups = enumerate(interchangeable(self.question))
+        """Number of every device's group of interchangeable devices; empty if there is no order to choose."""
+        groups = enumerate(interchangeable(self.question) if differ(self.question) else ())
         return {device: number for number, group in groups for device in group}
 
     @cached_property

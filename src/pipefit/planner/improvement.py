@@ -494,7 +494,7 @@ def _placed(filler: Filler, setting: FillingSetting) -> Iterator[FillingSetting]
     Devices that are interchangeable stay.
     """
     groups, (edges, devices, _) = filler.groups, setting.split
-    if not filler.question.means.mapping or len(set(groups.values())) == 1:
+    if not filler.question.means.mapping or not groups:
         return
     widths = [stop - start for start, stop in pairwise(edges)]
     for one, other in combinations(range(len(devices)), 2):

@@ -295,7 +295,7 @@ def _polished(evaluator: Evaluator, found: Evaluation, bound: float) -> Evaluati
 
 def _in_other_orders(filler: Filler, start: Filled) -> list[Filled]:
     """Return the best filled splits with other orders of unequal devices than `start`, one for each order."""
-    if len(set(filler.groups.values())) == 1:
+    if not filler.groups:
         return []
     result = {start.setting.split.devices: start}
     for other in filler.others(start):
