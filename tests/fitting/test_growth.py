@@ -4,6 +4,7 @@ runs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -262,8 +263,11 @@ def test_fast_plans_divide_layers_between_ranks_at_the_edge_of_those_that_do_not
         searched.append((value, ranks))
         return growth.plan(known, value, ranks)
 
-    found = find(replace(growth, plan=noted))
+    said = list[str]()
+    found = find(replace(growth, plan=noted), progress=lambda done, total, what: said.append(what))
     check_certified(found, growth)
+    lines = [re.search(r"width=(\d+) fits; no plan found for width=(\d+)", line) for line in said]
+    assert all(int(line[1]) < int(line[2]) for line in lines if line)
     value, ranks = searched[0]
     profiles = growth.profiles(value)
     assert ranks == (2,) and max(stage.grid.tensor for stage in found.best.plan.stages) == 2

@@ -415,12 +415,14 @@ class _LargestSearch:
 
     @property
     def _nearest(self) -> tuple[int | None, int | None]:
-        """The best value known to fit, and the nearest one without a plan so far."""
+        """The best value known to fit, and the nearest one beyond it without a plan so far."""
         fitting = {one.value for one in self.tried if one.fits}
         others = {value for value, one in self.known.items() if not one.fits}
         others |= {value for value, look in self.soon.items() if look.fitting is None}
-        best, nearest = (max, min) if self.growth.sense == "largest" else (min, max)
-        return best(fitting, default=None), nearest(others - fitting, default=None)
+        sign = 1 if self.growth.sense == "largest" else -1
+        best = max(fitting, default=None, key=lambda value: sign * value)
+        beyond = (value for value in others if best is None or sign * value > sign * best)
+        return best, min(beyond, default=None, key=lambda value: sign * value)
 
     def _results(self) -> Iterator[str]:
         """Yield the best value known to fit, and the nearest one without a plan so far, in words."""
