@@ -120,6 +120,7 @@ class _Assignment:
         self.filler, self.split, self.kept, self.mapping, self.options = filler, split, kept, mapping, options
         self.menus = filler.evaluator.stage_menus(split)
         self.setting, self._prices = FillingSetting.of(split), BlockPrices(filler.question)
+        self._rates = peer_rates(filler.question.cluster)
         self.tensors = [self._tensors(stage) for stage in range(len(self.menus))]
 
     def first(self) -> Evaluation | None:
@@ -193,7 +194,7 @@ class _Assignment:
 
     def _peer_rate(self, stage: int) -> float:
         """Return the bytes per second to all lenders of a stage."""
-        rates, at = peer_rates(self.filler.question.cluster), self.mapping.devices
+        rates, at = self._rates, self.mapping.devices
         return sum(float(rates[at[stage], at[lender]]) for lender in self.mapping.lenders_of(stage))
 
     def _passes(self, stage: int, block: int) -> float:
