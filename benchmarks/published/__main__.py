@@ -35,6 +35,7 @@ from pipefit.errors import PipefitError  # noqa: E402
 
 PICTURES = HERE.parents[1] / "docs" / "pictures"
 _UNTIMED = ("varying lengths", "lengths vary")  # in `trust`: seconds of samples whose length is not said
+_BINNED = "BERT-large pre-training"  # of DeepLearningExamples, whose loader (LDDL) makes batches by length
 _DISTURBED = ("not to be trusted", "slow link suspected")  # in `remarks`
 
 
@@ -68,6 +69,7 @@ def measured(row: Row) -> dict[str, Any]:
     untimed = any(words in row.trust for words in _UNTIMED) or any(
         words in row.remarks for words in _DISTURBED
     )
+    untimed |= row.source == "dle" and row.model == _BINNED
     figures["seconds"] = None if untimed else row.step_seconds
     if row.fits in ("yes", "oom"):
         figures["fits"] = row.fits == "yes"
@@ -79,27 +81,28 @@ def measured(row: Row) -> dict[str, Any]:
 def predicted(row: Row, setup: Setup, said: dict[str, Any]) -> dict[str, Any]:
     """Return the predictions of the figures that a row has."""
     figures: dict[str, Any] = {}
-    if any(what in said for what in report.MEMORY):
-        plain = len(setup.plan.workers) == len(setup.plan.stages)  # no grids, whose dry runs take minutes
+    plain = len(setup.plan.workers) == len(setup.plan.stages)  # no grids, whose dry runs take minutes
+    if "fits" in said or any(what in said for what in report.MEMORY):
         memory = predictions.memory(setup, reserved=plain)
         figures["default"] = memory.default_bytes
         figures["allocated"], figures["reserved"] = memory.allocated_bytes, memory.reserved_bytes
         figures["used"] = memory.used_bytes
-        figures["fits"] = memory.tensors_bytes <= setup.plan.cluster.budgets[0]
-    seconds, fits = predictions.seconds_and_fit(setup)
-    if "fits" in said:
-        figures.setdefault("fits", fits)
+        figures["fits"] = memory.fits
     if "seconds" in said:
-        figures["seconds"] = seconds
+        figures["seconds"] = predictions.seconds(setup)
     if row.oom_samples:
-        _, figures["next"] = predictions.seconds_and_fit(setup_of(row, row.oom_samples))
+        figures["next"] = predictions.memory(setup_of(row, row.oom_samples), reserved=plain).fits
     return {name: figure for name, figure in figures.items() if figure is not None}
 
 
 def plan_text(row: Row) -> str:
-    """Return the degrees and the microbatch of a row."""
+    """Return the degrees, the microbatch, what replicas divide and what is recomputed of a row."""
+    degrees = f"pp {row.pp or 1} dp {row.dp or 1} tp {row.tp or 1}"
+    zero = f", ZeRO {row.zero}" if row.zero else ""
     return (
-        f"pp {row.pp or 1} dp {row.dp or 1} tp {row.tp or 1}, {row.micro_batch} x {row.accumulation or '?'}"
+        f"{degrees}, {row.micro_batch} x {row.accumulation or '?'}"
+        + zero
+        + (", recompute" if row.recompute.startswith(("full", "except")) else "")
     )
 
 

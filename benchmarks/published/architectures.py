@@ -67,8 +67,8 @@ def style_of(row: Row) -> Style:
         dropout = 0.0 if "disable-dropout" in row.remarks else 0.1
         softmax = "float32" if unfused else "half"
         return replace(style, attention="scores", softmax=softmax, dropout=dropout, tied=True, loss="half")
-    if framework.startswith("llm-foundry"):
-        return style
+    if framework.startswith("llm-foundry"):  # its loss is a fused kernel on logits in half precision
+        return replace(style, loss="half")
     if framework.startswith("torchtune"):  # the compiled loss takes logits in eight pieces
         fused = row.compile == "yes"
         return replace(style, norm="rms" if fused else "rms-cast", mlp="gated-fused" if fused else "gated")

@@ -34,13 +34,13 @@ or an MLP, fused or not), the variant was chosen with its rows in view.
 
 A row is of class A (eager torch, or nearly), B (fused kernels or `torch.compile`), C (context or expert
 parallelism, Transformer Engine, FP8, 4-bit weights) or D (too little is said). Only A and B are
-predicted. "By default" is what pipefit says of the plan; "with the framework's bytes" adds those that
-the framework's public code allocates and pipefit's training does not:
+predicted. "By default" is what pipefit says of the plan; "with the framework's bytes" adds or
+subtracts those in which the framework's public code differs from pipefit's training:
 
 - **gradients in float32** beside half-precision parameters (Megatron, nanotron): 4 bytes a parameter
   from the start;
-- **the loss** of Megatron, whose softmax is in float32: 2 bytes a token and word above a loss in half
-  precision;
+- **the loss**: torch's makes three copies of the logits. Megatron's softmax is in float32, 2 bytes a token and
+  word more than torch's in half precision; llm-foundry's fused loss makes two copies, so as many less;
 - **the output of the model** in a loop that names it until the backward has ended (LitGPT).
 """
 
@@ -52,8 +52,8 @@ LEARNED = """## What each source taught
   weights, gradients and two moments need, so AdamW's state cannot have been in them. Gemma 2 B needs 2
   GB more than its tensors; why is not known.
 - **nanotron.** Without pipeline within about 3 %; the rest grows with tokens over tensor-parallel ranks:
-  as much as one more copy of the attention's output a layer would. With 8 stages the rows are as if the first one held
-  two microbatches more than 1F1B's eight. Neither was looked up in its code.
+  as much as one more copy of the attention's output a layer would, beyond the two that its layout (sequence, batch,
+  hidden) makes. With 8 stages the rows are as if the first one held two microbatches more than 1F1B's eight.
 - **Megatron-LM, local layers.** The loss presumably works in place, in float32: neither torch's loss (three copies
   of the logits) nor one in half precision. With it the last stage is within 5 %, mostly below, and the
   difference is about 100 MB.
@@ -62,19 +62,17 @@ LEARNED = """## What each source taught
   layers.
 - **Megatron-LM in CI, seconds.** Models of 12 small layers take 2.5 times the estimate: presumably launches of
   eager kernels from Python bind them, not the GPU. The constant of 5 us an operation is too small there.
-- **DeepLearningExamples, seconds.** BERT's pre-training of 2021 takes less than half the estimate: presumably
-  its loader bins samples by length, so that a batch has fewer tokens than the row says. Its model here has
-  the head of SQuAD.
+- **DeepLearningExamples.** Its fine-tuning script of BERT keeps float16 weights beside float32 masters (apex,
+  level O2), where "AMP" reads like autocast, which keeps more. Its loader for pre-training (LDDL) makes batches of
+  sequences of about equal length, up to the length that the row says: seconds of these rows are not compared.
 - **Lambda, seconds.** Transformers are near the estimate. ResNet-50 in half precision on the newest GPUs
   takes two to four times as long as estimated: whether convolutions or the input pipeline do not keep up is
   not known.
 - **llm-foundry.** FSDP with mixed precision is half-precision parameters with float32 state (16 bytes a
   parameter, gathered as bfloat16, block by block), not autocast: under autocast all cast weights of a
-  forward stay until the backward. A third of its rows trained although the prediction does not fit: its loss
-  or its norms keep less than assumed; this is not resolved.
+  forward stay until the backward. Its loss is a fused kernel on half-precision logits by default.
 - **timm.** Vision transformers reach more of an RTX 3090's half-precision rate than the preset says.
-  Twelve next batches ran out of memory that are predicted to fit: the table compares tensors with the
-  budget, not the allocator's reserved bytes.
+  Whether the next batch fits is decided by what the caching allocator reserves, not by tensors alone.
 """
 
 

@@ -17,23 +17,25 @@ _GRADIENTS, _PARAMETERS = CATEGORIES.index(Category.GRADIENTS), CATEGORIES.index
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Peak bytes of a device: as pipefit says by default, and with what the setup adds."""
+    """Peak bytes of a device: as pipefit says by default, and with what the setup adds; and whether all devices fit."""
 
     default_bytes: int
     allocated_bytes: int
     reserved_bytes: int | None
     used_bytes: int | None
-    tensors_bytes: int
+    fits: bool
 
 
 def memory(setup: Setup, *, reserved: bool) -> Memory:
     """Return the peak of the measured device, of the fullest, or the sum over all devices.
 
-    Reserved bytes need a dry run, which takes seconds a device; without `reserved` they are None.
+    Reserved bytes need a dry run, which takes seconds a device; without `reserved` they are None, and what fits is
+    decided by tensors alone.
     """
     plan, trace = setup.plan, simulate(setup.plan)
     used = {device for stage in plan.stages for device in stage.devices}
     devices = [device for device in trace.devices if device.device in used]
+    fits = all(peak(setup, device) <= plan.cluster.budgets[device.device] for device in devices)
     if setup.rank is not None:
         devices = [device for device in devices if device.device == setup.rank]
     if not setup.summed:
@@ -42,6 +44,7 @@ def memory(setup: Setup, *, reserved: bool) -> Memory:
     if reserved:
         dry = certify(setup.task, plan, target="cuda", allocator=AllocatorSettings())
         figures = {device.device: device.allocator for device in dry.devices if device.allocator}
+        fits = fits and all(found.fits for found in figures.values())
     overheads = plan.cluster.devices[0].kind.overheads
     alone = len(used) == 1
     default = added = in_reserve = outside = 0
@@ -58,7 +61,7 @@ def memory(setup: Setup, *, reserved: bool) -> Memory:
         allocated_bytes=default + added,
         reserved_bytes=in_reserve + added if reserved else None,
         used_bytes=(in_reserve if reserved else default) + added + outside,
-        tensors_bytes=max(peak(setup, device) for device in devices),
+        fits=fits,
     )
 
 
@@ -78,10 +81,9 @@ def _bytes(setup: Setup, device: DeviceTrace) -> Iterator[int]:
         if setup.gradient_bytes is not None:
             total += _wider(setup, sample, gradients)
         if is_last and sample.action.startswith(f"{number}F"):
-            total += setup.loss_bytes
+            total += setup.loss_bytes[0]
         elif is_last and sample.action.startswith(f"{number}B"):
-            divided = plan.stages[number].grid.tensor > 1  # torch's own loss has a third copy in its backward
-            total += setup.held_bytes + setup.loss_bytes * divided
+            total += setup.held_bytes + setup.loss_bytes[1]
         yield total
 
 
@@ -91,9 +93,6 @@ def _wider(setup: Setup, sample: MemorySample, gradients: int) -> int:
     return gradients // own * (setup.gradient_bytes or own) - sample.bytes[_GRADIENTS]
 
 
-def seconds_and_fit(setup: Setup) -> tuple[float, bool]:
-    """Return the seconds of a step, or of its timed part, and whether every device's tensors fit into its budget."""
-    simulation = Simulation(setup.plan, steps=2)
-    budgets = setup.plan.cluster.budgets
-    fits = all(one <= budget for one, budget in zip(simulation.peak_bytes, budgets, strict=True))
-    return simulation.step_seconds[-1] / setup.steps_per_time, fits
+def seconds(setup: Setup) -> float:
+    """Return the seconds of a step, or of its timed part."""
+    return Simulation(setup.plan, steps=2).step_seconds[-1] / setup.steps_per_time

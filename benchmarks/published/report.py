@@ -76,15 +76,16 @@ def fits(records: Iterable[Record]) -> dict[str, dict[str, int]]:
 
 
 def tau(records: Sequence[Record], what: str = "seconds") -> tuple[float, int] | None:
-    """Return Kendall's tau of plans of one model with one batch on equal devices, and the number of pairs."""
+    """Return Kendall's tau of different plans of one model with one batch on equal devices, and the number of pairs."""
     concordant = pairs = 0
     groups = defaultdict(list)
     for record in records:
         if over(record, what) is not None:
-            groups[tuple(record["job"])].append((record["measured"][what], record["predicted"][what]))
+            found = record["measured"][what], record["predicted"][what]
+            groups[tuple(record["job"])].append((record["plan"], *found))
     for group in groups.values():
-        for (one, mine), (other, its) in combinations(group, 2):
-            if one != other:
+        for (plan, one, mine), (another, other, its) in combinations(group, 2):
+            if plan != another and one != other:
                 pairs += 1
                 concordant += (one < other) == (mine < its) and mine != its
     return (2 * concordant / pairs - 1, pairs) if pairs else None

@@ -30,8 +30,8 @@ class Setup:
     `rank` is the device whose memory was measured, None for the fullest one, or `summed` for all together.
     `gradient_bytes` are those of a parameter's gradient where the framework allocates them once in another dtype,
     else None. `held_bytes` is the model's output, which the training loop holds through the backward. `loss_bytes`
-    are those that the framework's loss needs above pipefit's. The measured time is of one in `steps_per_time` parts
-    of a step.
+    are those that the framework's loss needs above pipefit's, in the forward and in the backward. The measured
+    time is of one in `steps_per_time` parts of a step.
     """
 
     task: Task
@@ -40,7 +40,7 @@ class Setup:
     gradient_bytes: int | None = None
     summed: bool = False
     held_bytes: int = 0
-    loss_bytes: int = 0
+    loss_bytes: tuple[int, int] = (0, 0)
     steps_per_time: int = 1
 
 
@@ -102,11 +102,19 @@ def held_bytes(row: Row, found: ModelProfile, micro: int) -> int:
     return sum(value.nbytes for value in found.at(micro).costs[-1].outputs)
 
 
-def loss_bytes(row: Row, shape: Shape | None, micro: int) -> int:
-    """Return the bytes of Megatron's loss above one in half precision: its softmax is float32, changed in place."""
-    if shape is None or not row.framework.lower().startswith(("megatron-lm", "megatron-deepspeed")):
-        return 0
-    return 2 * micro * shape.seq * shape.vocab // (row.tp or 1)
+def loss_bytes(row: Row, shape: Shape | None, micro: int) -> tuple[int, int]:
+    """Return the bytes of a framework's loss above torch's in half precision, in the forward and in the backward.
+
+    torch's makes two copies of the logits in the forward and three until the backward ends. Megatron's softmax is
+    float32, changed in place, and copied once more where ranks divide it. llm-foundry's loss is one kernel, which
+    keeps the logits and makes their gradient.
+    """
+    if shape is None:
+        return 0, 0
+    framework, copy = row.framework.lower(), 2 * micro * shape.seq * shape.vocab // (row.tp or 1)
+    if framework.startswith(("megatron-lm", "megatron-deepspeed")):
+        return copy, copy * ((row.tp or 1) > 1)
+    return (-copy, -copy) if framework.startswith("llm-foundry") else (0, 0)
 
 
 def _refuse(row: Row) -> None:
@@ -134,6 +142,8 @@ def precision_of(row: Row) -> Precision:
         Inexpressible: not said.
     """
     text = row.precision.lower()
+    if "deeplearningexamples" in row.framework.lower() and "squad" in row.model.lower() and "float16" in text:
+        return "master-float16"  # its script's "AMP" is apex's level O2, float16 weights, not autocast
     if row.zero == 3 and re.search(r"fsdp mixed precision|float32 parameters, bf16", text):
         return "master-bfloat16"  # FSDP gathers float32 shards as bfloat16, which is what the layers compute with
     names: tuple[tuple[str, Precision], ...] = (

@@ -88,6 +88,16 @@ def test_allocated_bytes_of_a_small_row(published: Any, by_id: dict[str, Any]) -
     assert state + 2 * logits < memory.allocated_bytes < state + 2 * logits + 200 * 2**20
 
 
+def test_a_fused_loss_makes_one_copy_of_the_logits_less(published: Any, by_id: dict[str, Any]) -> None:
+    """llm-foundry's loss keeps logits and their gradient in half precision; torch's has a third copy."""
+    row = replace(by_id["llm-foundry-116"], layers="1", dp=1, zero=0, global_batch=3, gpus=1, nodes=1)
+    setup = published.setups.setup_of(row)
+    memory = published.predictions.memory(setup, reserved=False)
+    copy = 2 * 3 * 16384 * 50368
+    assert memory.default_bytes - memory.allocated_bytes == copy
+    assert memory.allocated_bytes > 2 * copy
+
+
 def test_gradients_in_another_dtype_replace_those_of_the_plan(published: Any, by_id: dict[str, Any]) -> None:
     """nanotron's gradients take 4 bytes a parameter, whenever they are computed."""
     row = replace(by_id["nanotron-020"], layers="1", dp=1, zero=0, global_batch=4, accumulation=2)
@@ -115,8 +125,11 @@ def test_the_table_is_calibrated_on_one_half_alone(published: Any) -> None:
 def test_kendalls_tau_counts_pairs_of_one_job(published: Any) -> None:
     """Three plans of a job, one pair in the wrong order."""
 
-    def record(measured: float, predicted: float, job: str = "a") -> dict[str, Any]:
-        return {"job": [job], "measured": {"seconds": measured}, "predicted": {"seconds": predicted}}
+    def record(measured: float, predicted: float, job: str = "a", plan: str = "") -> dict[str, Any]:
+        seconds = {"measured": {"seconds": measured}, "predicted": {"seconds": predicted}}
+        return {"job": [job], "plan": plan or str(measured), **seconds}
 
     records = [record(1, 1), record(2, 4), record(3, 3), record(1, 9, "b")]
     assert published.report.tau(records) == (pytest.approx(1 / 3), 3)
+    twice = record(3.5, 3, plan="3")  # as the third, which is no comparison
+    assert published.report.tau([*records, twice]) == (pytest.approx(1 / 5), 5)
