@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipefit.cli.configurations import CONFIGURATIONS, megatron
+from pipefit.recipes.shapes import CONFIGURATIONS, megatron
 from pipefit.cli.model import built_with, resolve
 from pipefit.errors import FileError, UsageError
 

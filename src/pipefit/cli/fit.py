@@ -26,7 +26,7 @@ from pipefit.cli.options import (
 )
 from pipefit.cli.output import on_stderr
 from pipefit.errors import UsageError
-from pipefit.texts import shortened
+from pipefit.texts import printable, shortened
 
 if TYPE_CHECKING:
     from pipefit.largest.growth import Demand, Growth
@@ -105,13 +105,23 @@ def command(
         Path | None,
         typer.Option(metavar="FILE", help="Save a page with peaks by size, and the plan, as HTML."),
     ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="With another trainer's file as MODEL: the checkpoint to train, by name or folder. Default: the "
+            "file's own.",
+        ),
+    ] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Does MODEL fit, and the largest that does.
 
     Prints one screen: on 1, 2, 4 and 8 devices, kept, recomputed and offloaded, in every precision, with the
-    limit and the way out. With --grow, finds the largest value of one size that fits, or the fewest devices
+    limit and the way out. MODEL may be the configuration file of another trainer (axolotl, LLaMA-Factory, TRL,
+    TrainingArguments, torchtitan, NeMo Automodel, Megatron-LM): then it says whether that training fits, and which
+    lines to change if it does not. With --grow, finds the largest value of one size that fits, or the fewest devices
     or least memory; -o saves the plan of the answer. Exits with 3 if nothing fits.
     """
     from pipefit.cli.model import built_with
@@ -128,6 +138,9 @@ def command(
             "--plot": plot, "--output": output, "--recompute": None if recompute == "never" else recompute,
         }  # fmt: skip
         _only_with_grow(given)
+        if ":" not in model and Path(model).is_file():
+            _recipe(model, base, load_cluster(cluster), as_json=as_json, threads=threads)
+            return
         _overview(
             model, settings, precision, load_cluster(cluster), named=cluster, as_json=as_json,
             microbatches=microbatches, schedule=schedule, target=target, threads=threads,
@@ -228,6 +241,32 @@ def _overview(
         )
         with with_found(lambda: {"result": result.as_json()}):
             raise InfeasibleError(f"no microbatch of even one sample fits on {cluster.name}: {why}")
+    if as_json:
+        print(json.dumps(result.as_json()))
+
+
+def _recipe(file: str, base: str | None, cluster: Cluster, *, as_json: bool, threads: int) -> None:
+    """Print what another trainer's configuration file needs.
+
+    Raises:
+        InfeasibleError: it does not fit, and no change of the file that was tried does.
+    """
+    from pipefit.cli.output import with_found
+    from pipefit.cli.progress import progress
+    from pipefit.errors import InfeasibleError
+    from pipefit.tables import write
+
+    with progress("reading") as report:
+        from pipefit.recipes import answer, describe, read
+
+        result = answer(read(file, base), cluster, threads=threads, progress=report)
+    if not as_json:
+        write(describe(result, printable(file)), width=80)
+    if not (result.written.fits or result.fitting):
+        with with_found(lambda: {"result": result.as_json()}):
+            raise InfeasibleError(
+                f"{printable(file)} does not fit on {cluster.name}, nor does any change of it here"
+            )
     if as_json:
         print(json.dumps(result.as_json()))
 

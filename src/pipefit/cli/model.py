@@ -115,7 +115,7 @@ def _parts(model: str) -> tuple[str, str, dict[str, Any]]:
         raise UsageError(f"{model!r} is not a model{perhaps}: {_FORMS}")
     if source not in _ELSEWHERE:
         return source, name, {}
-    from pipefit.cli.configurations import CONFIGURATIONS
+    from pipefit.recipes.shapes import CONFIGURATIONS
 
     ours, shape = CONFIGURATIONS[source](name)
     return (*ours.split(":"), shape)  # type: ignore[return-value]

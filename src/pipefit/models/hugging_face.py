@@ -54,7 +54,7 @@ def hf(
     Raises:
         UsageError: transformers is not installed; no such architecture or setting; an invalid value.
     """
-    transformers = _transformers()
+    transformers = transformers_offline()
     config = _config(transformers, name, settings)
     kind, architecture = _kind(name)
     for setting, value, hint in (("optimizer", optimizer, OptimizerName), ("lr", lr, Rate | None)):
@@ -71,7 +71,12 @@ def hf(
     )
 
 
-def _transformers() -> Any:
+def transformers_offline() -> Any:
+    """Import transformers, without a network.
+
+    Raises:
+        UsageError: it is not installed.
+    """
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         transformers = importlib.import_module("transformers")
@@ -119,7 +124,7 @@ def architectures() -> dict[str, str]:
     Raises:
         UsageError: transformers is not installed.
     """
-    known = _transformers().CONFIG_MAPPING.keys()
+    known = transformers_offline().CONFIG_MAPPING.keys()
     return {
         name: kind
         for kind, classes in reversed(_classes().items())
@@ -136,7 +141,7 @@ def settings_of_architecture(name: str) -> tuple[Setting, ...]:
     Raises:
         UsageError: transformers is not installed, or has no such architecture.
     """
-    transformers = _transformers()
+    transformers = transformers_offline()
     plain = _config(transformers, name, {})
     common = vars(transformers.PreTrainedConfig()).keys() - _SHAPE
     own = (

@@ -62,11 +62,7 @@ def megatron(file: str) -> tuple[str, dict[str, Any]]:
         FileError: the file cannot be read.
         UsageError: it lacks an argument, has an unknown one, or describes a decoder without counterpart here.
     """
-    try:
-        text = content(file, printable(file), _LARGEST_BYTES, "files of arguments have").decode()
-    except UnicodeDecodeError as error:
-        raise FileError(f"{printable(file)} is not text: byte {error.start} is not UTF-8") from None
-    result = _arguments(text, file)
+    result = arguments(file)
     known = {*_LLAMA, *_SHARES, *_PADDED, *_NEEDED, *_MORE}
     for name in result:
         if name not in known and not name.startswith(_SILENT):
@@ -76,8 +72,17 @@ def megatron(file: str) -> tuple[str, dict[str, Any]]:
     return _decoder({**_SHARES, **_PADDED, **result}, file)
 
 
-def _arguments(text: str, file: str) -> dict[str, Any]:
-    """Parse arguments: names without dashes, values as numbers if possible; True without a value."""
+def arguments(file: str) -> dict[str, Any]:
+    """Parse a file of arguments: names without dashes, values as numbers if possible; True without a value.
+
+    Raises:
+        FileError: the file cannot be read.
+        UsageError: it does not consist of arguments.
+    """
+    try:
+        text = content(file, printable(file), _LARGEST_BYTES, "files of arguments have").decode()
+    except UnicodeDecodeError as error:
+        raise FileError(f"{printable(file)} is not text: byte {error.start} is not UTF-8") from None
     try:
         words = shlex.split(text, comments=True)
     except ValueError as error:

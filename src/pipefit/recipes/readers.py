@@ -1,0 +1,544 @@
+"""Readers of other trainers' configuration files: `read` finds out whose file it is, and what it says.
+
+| tool | file |
+|---|---|
+| axolotl, LLaMA-Factory, TRL | YAML |
+| `transformers.TrainingArguments` | JSON or YAML; it does not name the model |
+| NeMo Automodel | YAML |
+| torchtitan | TOML |
+| Megatron-LM | command-line arguments, in a file of any other name |
+
+Keys are those of the tools' documentation in November 2026. Keys that do not change memory or time are passed over;
+a technique that pipefit does not model is refused by its key, and what makes a prediction
+approximate is a note of the recipe.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, cast
+
+from pipefit.errors import FileError, UsageError
+from pipefit.recipes.checkpoints import shape_of
+from pipefit.recipes.recipe import Adapters, Change, Edit, Offload, Recipe
+from pipefit.recipes.shapes import arguments, megatron
+from pipefit.schema.file_access import content
+from pipefit.schema.grids import Sharding
+from pipefit.schema.training import Precision
+from pipefit.texts import printable, shortened
+
+_SUFFIXES = (".yaml", ".yml", ".json", ".toml")
+_MOST_BYTES, _MOST_KEYS, _DEEPEST = 1 << 20, 10_000, 6
+_ZERO: tuple[Sharding, ...] = ("none", "optimizer", "gradients", "parameters")  # by DeepSpeed's stage
+_OPTIMIZERS: dict[str, Literal["adamw", "adam", "sgd"]] = {
+    **dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "torch.optim.adamw"), "adamw"),
+    **dict.fromkeys(("adam", "torch.optim.adam"), "adam"),
+    **dict.fromkeys(("sgd", "torch.optim.sgd"), "sgd"),
+}
+_REFUSED = {
+    "load_in_4bit": "4-bit weights",
+    "load_in_8bit": "8-bit weights",
+    "quantization_bit": "quantised weights",
+    "use_galore": "GaLore",
+    "use_badam": "BAdam",
+    "parallelism.context_parallel_degree": "context parallelism",
+    "context_parallel_size": "context parallelism",
+    "distributed.cp_size": "context parallelism",
+    "parallelism.expert_parallel_degree": "expert parallelism",
+}
+_APPROXIMATE = {
+    "use_liger_kernel": "its fused kernels need less memory than predicted here",
+    "enable_liger_kernel": "its fused kernels need less memory than predicted here",
+    "liger_fused_linear_cross_entropy": "its fused loss needs less memory than predicted here",
+    "use_unsloth": "its kernels need less memory than predicted here",
+    "torch_compile": "compiled code saves other tensors than predicted here",
+    "compile.enable": "compiled code saves other tensors than predicted here",
+    "cut_cross_entropy": "its fused loss needs less memory than predicted here",
+}
+
+
+class Keys:
+    """The keys of a file, nested ones joined by dots, and how the file's syntax writes one."""
+
+    def __init__(self, file: str, values: Mapping[str, Any]) -> None:
+        self.file, self.values = file, dict(values)
+
+    def __contains__(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key; the default if it is missing or null."""
+        value = self.values.get(key)
+        return default if value is None else value
+
+    def under(self, key: str) -> dict[str, Any]:
+        """Return the values of a nested key."""
+        return {name[len(key) + 1 :]: one for name, one in self.values.items() if name.startswith(key + ".")}
+
+    def count(self, key: str, default: int) -> int:
+        """Return a whole number, 1 or more.
+
+        Raises:
+            UsageError: it is none.
+        """
+        value = self.get(key, default)
+        if type(value) is not int or value < 1:
+            raise UsageError(
+                f"{self.file}: {key} must be a whole number, 1 or more, not {shortened(repr(value))}"
+            )
+        return value
+
+    def edit(self, key: str, value: Any = None) -> Edit:
+        """Return the change of a key to a value, or to a number that is chosen later."""
+        text = "{}" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+        quoted = f'"{text}"' if isinstance(value, str) else text
+        if self.file.endswith(".json"):
+            return Edit(key, value, f'"{key}": {quoted}')
+        if self.file.endswith(".toml"):
+            section, _, name = key.rpartition(".")
+            return Edit(key, value, f"[{section}] {name} = {quoted}")
+        return Edit(key, value, f"{key}: {text}")
+
+
+Reread = Callable[[Mapping[str, Any]], Recipe]
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A trainer: its name, keys of which each of its files has one, and its reader."""
+
+    name: str
+    marks: tuple[str, ...]
+    reader: Callable[[Keys, str | None, Reread], Recipe]
+
+
+def read(file: str, model: str | None = None) -> Recipe:
+    """Return what a configuration file asks for.
+
+    `model` replaces the checkpoint that the file names: another checkpoint, or a folder with a `config.json`.
+
+    Raises:
+        FileError: the file cannot be read.
+        UsageError: no known tool's, or a technique, value or checkpoint that is not known here.
+    """
+    if Path(file).suffix.lower() not in _SUFFIXES:
+        return _megatron(file, {})
+    keys = Keys(printable(file), dict(_flat(_parsed(file))))
+    tool = next((one for one in TOOLS if any(mark in keys for mark in one.marks)), None)
+    if tool is None:
+        names = ", ".join(one.name for one in TOOLS)
+        raise UsageError(f"{keys.file} is not a configuration of a known trainer: those of {names} are read")
+    for key, technique in _REFUSED.items():
+        value = keys.get(key, False)
+        if value is True or value not in (0, 1, "", "none"):  # a degree of 1 changes nothing
+            raise UsageError(
+                f"{keys.file}: {key} needs {technique}, which pipefit does not plan: remove it to see what the "
+                "training needs without"
+            )
+
+    def reread(values: Mapping[str, Any]) -> Recipe:
+        return tool.reader(Keys(keys.file, {**keys.values, **values}), model, reread)
+
+    return reread({})
+
+
+def _parsed(file: str) -> object:
+    """Parse a file by the end of its name."""
+    text = content(file, printable(file), _MOST_BYTES, "configurations have")
+    kind = Path(file).suffix.lower()
+    try:
+        if kind == ".json":
+            return json.loads(text)
+        if kind == ".toml":
+            return tomllib.loads(text.decode())
+        yaml = _yaml()
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(" ".join(str(error).split())) from None
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{printable(file)} is not valid {kind[1:]}: {shortened(str(error))}") from None
+
+
+def _yaml() -> Any:
+    """Import PyYAML, which transformers brings.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        return importlib.import_module("yaml")
+    except ModuleNotFoundError:
+        raise UsageError("YAML files need PyYAML: pip install pipefit[hf]") from None
+
+
+def _flat(found: object, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield keys and values; nested keys are joined by dots."""
+    if not isinstance(found, dict) or depth > _DEEPEST:
+        return
+    for key, value in list(found.items())[:_MOST_KEYS]:
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.", depth + 1)
+        yield f"{prefix}{key}", value
+
+
+# ---- Parts that tools share
+
+
+def _model(keys: Keys, key: str, model: str | None, tokens: int) -> tuple[str, dict[str, Any]]:
+    """Return the architecture and settings of the checkpoint that a file, or `model`, names."""
+    name = model or keys.get(key)
+    if not isinstance(name, str):
+        raise UsageError(
+            f"{keys.file} does not name a model: add --base NAME, such as --base Qwen/Qwen2.5-7B"
+        )
+    architecture, settings = shape_of(name, tokens)
+    return f"hf:{architecture}", settings
+
+
+def _optimizer(keys: Keys, key: str, default: str = "adamw_torch") -> Literal["adamw", "adam", "sgd"]:
+    name = str(keys.get(key, default)).lower()
+    if name not in _OPTIMIZERS:
+        raise UsageError(
+            f"{keys.file}: {key} {shortened(name)} has state of another size than AdamW's, which pipefit does not "
+            f"plan: write {keys.edit(key, default).line} to see what that needs"
+        )
+    return _OPTIMIZERS[name]
+
+
+def _notes(keys: Keys) -> tuple[str, ...]:
+    return tuple(f"{key}: {why}" for key, why in _APPROXIMATE.items() if keys.get(key) not in (None, False))
+
+
+def _is_on(value: object) -> bool:
+    """Return whether a value of YAML turns something on; `auto` does."""
+    return value not in (None, False, "false", "no", "none", "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Division:
+    """What replicas divide and hosts hold, and the changes of that."""
+
+    shard: Sharding
+    offload: Offload
+    edits: dict[Change, Edit]
+
+
+def _division(keys: Keys) -> _Division:
+    """Return how the files of transformers' Trainer divide state: `deepspeed` or `fsdp`."""
+    named = keys.get("deepspeed")
+    if _is_on(named):
+        inside = {} if isinstance(named, dict) else dict(_flat(_deepspeed(keys, named)))
+        inside |= keys.under("deepspeed")
+        stage = inside.get("zero_optimization.stage", 0)
+        if stage not in range(4):
+            raise UsageError(f"{keys.file}: stage {shortened(repr(stage))} of ZeRO does not exist")
+        parts = ("optimizer", "param")
+        away = [_is_on(inside.get(f"zero_optimization.offload_{part}.device")) for part in parts]
+        where = f"in {named}" if isinstance(named, str) else "under deepspeed"
+        prefix, stages = "deepspeed.zero_optimization", '"zero_optimization": {{"stage": 3}}'
+        offloads = '"zero_optimization": {{"offload_optimizer": {{"device": "cpu"}}}}'
+        edits: dict[Change, Edit] = {
+            "shard": Edit(f"{prefix}.stage", 3, f"{stages} {where}"),
+            "offload": Edit(f"{prefix}.offload_optimizer.device", "cpu", f"{offloads} {where}"),
+        }
+        held: Offload = "parameters" if away[1] else "optimizer" if away[0] else "none"
+        return _Division(_ZERO[stage], held, edits)
+    asked = keys.get("fsdp", "")
+    words = (" ".join(map(str, asked)) if isinstance(asked, list) else str(asked)).split()
+    full: dict[Change, Edit] = {"shard": keys.edit("fsdp", "full_shard auto_wrap")}
+    if not _is_on(asked) or words in (["False"], []):
+        return _Division("none", "none", full)
+    config = keys.under("fsdp_config")
+    moves = "offload" in words or config.get("offload_params") or config.get("fsdp_offload_params")
+    shards: Sharding = "gradients" if "shard_grad_op" in words else "parameters"
+    return _Division(shards, "parameters" if moves else "none", full)
+
+
+def _deepspeed(keys: Keys, named: object) -> object:
+    """Return the content of a DeepSpeed configuration that a file names."""
+    if not isinstance(named, str):
+        raise UsageError(f"{keys.file}: deepspeed must name a file, not {shortened(repr(named))}")
+    beside = Path(os.path.dirname(keys.file), named)
+    path = beside if beside.exists() else Path(named)
+    if not path.exists():
+        raise UsageError(
+            f"{keys.file} names the DeepSpeed file {printable(named)}, which is neither in its folder nor in the current "
+            "folder: run from the folder of the training"
+        )
+    return _parsed(str(path))
+
+
+def _trainer(
+    keys: Keys, base: str | None, reread: Reread, *, tool: str, model: str, tokens: int, samples: tuple[str, int],
+    recompute: bool, weights: Precision | None, adapters: Adapters | None, optimizer: str = "optim",
+    edits: Mapping[Change, Edit] = MappingProxyType({}),
+) -> Recipe:  # fmt: skip
+    """Return the recipe of a file that becomes `transformers.TrainingArguments`.
+
+    `weights` is the precision of all weights if the tool casts them; None for float32 ones.
+    """
+    division = _division(keys)
+    half = "float16" if _is_on(keys.get("fp16")) else "bfloat16" if _is_on(keys.get("bf16")) else None
+    if half is None or weights == half:
+        precision: Precision = weights or "float32"
+    else:
+        precision = cast("Precision", f"mixed-{half}")
+    if half and adapters is None and (division.shard == "parameters" or "deepspeed" in keys):
+        precision = cast("Precision", f"master-{half}")  # sharded float32 state, gathered in half precision
+    every: dict[Change, Edit] = {
+        "samples": keys.edit(samples[0]),
+        "accumulation": keys.edit("gradient_accumulation_steps"),
+        "recompute": keys.edit("gradient_checkpointing", value=True),
+        **division.edits,
+        **edits,
+    }
+    architecture, settings = _model(keys, model, base, tokens)
+    return Recipe(
+        tool=tool,
+        model=architecture,
+        settings=settings,
+        sequence=tokens,
+        samples=keys.count(*samples),
+        accumulation=keys.count("gradient_accumulation_steps", 1),
+        precision=precision,
+        optimizer=_optimizer(keys, optimizer),
+        adapters=adapters,
+        recompute=recompute,
+        shard=division.shard,
+        offload=division.offload,
+        edits=every,
+        reread=reread,
+        notes=_notes(keys),
+    )
+
+
+def _targets(value: object) -> tuple[str, ...]:
+    """Return the names of the layers that adapters are on."""
+    if value in (None, "all", "all-linear", True):
+        return ("all-linear",)
+    return (
+        tuple(part.strip() for part in value.split(","))
+        if isinstance(value, str)
+        else tuple(map(str, cast("Any", value)))
+    )
+
+
+# ---- Tools
+
+
+def _axolotl(keys: Keys, base: str | None, reread: Reread) -> Recipe:
+    kind = keys.get("adapter")
+    if kind == "qlora":
+        raise UsageError(
+            f"{keys.file}: adapter qlora has 4-bit weights, which pipefit does not plan: write adapter: lora"
+        )
+    targets = "all" if keys.get("lora_target_linear") else keys.get("lora_target_modules")
+    return _trainer(
+        keys, base, reread, tool="axolotl", model="base_model", tokens=keys.count("sequence_len", 2048),
+        samples=("micro_batch_size", 1), recompute=_is_on(keys.get("gradient_checkpointing")),
+        weights=_half(keys), optimizer="optimizer",
+        adapters=Adapters(rank=keys.count("lora_r", 8), targets=_targets(targets)) if kind == "lora" else None,
+    )  # fmt: skip
+
+
+def _half(keys: Keys) -> Precision | None:
+    """Return the half precision to which a tool casts the weights it loads."""
+    return "float16" if _is_on(keys.get("fp16")) else "bfloat16" if _is_on(keys.get("bf16")) else None
+
+
+def _llama_factory(keys: Keys, base: str | None, reread: Reread) -> Recipe:
+    kind = keys.get("finetuning_type", "lora")
+    if kind not in ("lora", "full"):
+        raise UsageError(
+            f"{keys.file}: finetuning_type {shortened(str(kind))} is not planned here: use lora or full"
+        )
+    lora = Adapters(rank=keys.count("lora_rank", 8), targets=_targets(keys.get("lora_target")))
+    return _trainer(
+        keys, base, reread, tool="LLaMA-Factory", model="model_name_or_path", tokens=keys.count("cutoff_len", 2048),
+        samples=("per_device_train_batch_size", 8), recompute=not keys.get("disable_gradient_checkpointing", False),
+        weights=_half(keys) if kind == "lora" or keys.get("pure_bf16") else None,
+        adapters=lora if kind == "lora" else None,
+        edits={"recompute": keys.edit("disable_gradient_checkpointing", value=False)},
+    )  # fmt: skip
+
+
+def _trl(keys: Keys, base: str | None, reread: Reread) -> Recipe:
+    lora = Adapters(rank=keys.count("lora_r", 16), targets=_targets(keys.get("lora_target_modules")))
+    dtype = str(keys.get("dtype", keys.get("torch_dtype", "float32"))).removeprefix("torch.")
+    tokens = keys.count("max_length" if "max_length" in keys else "max_seq_length", 1024)
+    keys.values.setdefault("bf16", not _is_on(keys.get("fp16")))  # its default
+    return _trainer(
+        keys, base, reread, tool="TRL", model="model_name_or_path", tokens=tokens,
+        samples=("per_device_train_batch_size", 8), recompute=keys.get("gradient_checkpointing", True) is not False,
+        weights=cast("Precision", dtype) if dtype in ("float16", "bfloat16") else None,
+        adapters=lora if keys.get("use_peft") else None,
+    )  # fmt: skip
+
+
+def _arguments(keys: Keys, base: str | None, reread: Reread) -> Recipe:
+    return _trainer(
+        keys, base, reread, tool="TrainingArguments", model="model_name_or_path", tokens=keys.count("max_length", 512),
+        samples=("per_device_train_batch_size", 8), recompute=_is_on(keys.get("gradient_checkpointing")),
+        weights=None, adapters=None,
+    )  # fmt: skip
+
+
+def _automodel(keys: Keys, base: str | None, reread: Reread) -> Recipe:
+    tokens = keys.count(
+        "dataset.seq_length" if "dataset.seq_length" in keys else "packed_sequence.packed_sequence_size", 2048
+    )
+    architecture, settings = _model(keys, "model.pretrained_model_name_or_path", base, tokens)
+    dtype = str(keys.get("model.torch_dtype", "bfloat16")).removeprefix("torch.")
+    targets = "all" if keys.get("peft.match_all_linear") else keys.get("peft.target_modules")
+    return Recipe(
+        tool="NeMo Automodel",
+        model=architecture,
+        settings=settings,
+        sequence=tokens,
+        samples=keys.count("step_scheduler.local_batch_size", 1),
+        global_batch=keys.count("step_scheduler.global_batch_size", 8),
+        precision="bfloat16" if dtype in ("bf16", "bfloat16", "auto") else "float32",
+        optimizer=_optimizer(keys, "optimizer._target_", "torch.optim.AdamW"),
+        adapters=Adapters(rank=keys.count("peft.dim", 8), targets=_targets(targets))
+        if keys.under("peft")
+        else None,
+        recompute=_is_on(keys.get("distributed.activation_checkpointing")),
+        shard="none" if str(keys.get("distributed.strategy", "fsdp2")).lower() == "ddp" else "parameters",
+        tensor=keys.count("distributed.tp_size", 1),
+        edits={
+            "samples": keys.edit("step_scheduler.local_batch_size"),
+            "recompute": keys.edit("distributed.activation_checkpointing", value=True),
+            "shard": keys.edit("distributed.strategy", "fsdp2"),
+        },
+        reread=reread,
+        notes=_notes(keys),
+    )
+
+
+# Shapes of torchtitan's names of Llama 3
+_TITAN = {"8b": "llama-3-8b", "70b": "llama-3-70b", "405b": "llama-3-405b"}
+
+
+def _torchtitan(keys: Keys, base: str | None, reread: Reread) -> Recipe:
+    tokens = keys.count("training.seq_len", 2048)
+    flavor = str(keys.get("model.flavor", "")).lower()
+    if base is None and (keys.get("model.name") != "llama3" or flavor not in _TITAN):
+        raise UsageError(
+            f"{keys.file}: {keys.get('model.name')} {flavor} has no known shape here: add --base with a checkpoint of "
+            "this shape"
+        )
+    architecture, settings = _model(keys, "", base or _TITAN[flavor], tokens)
+    copies, shards = (
+        keys.get(f"parallelism.data_parallel_{part}_degree", default)
+        for part, default in (("replicate", 1), ("shard", -1))
+    )
+    if copies != 1 and shards != 1:
+        raise UsageError(
+            f"{keys.file}: replicas of shards are not planned here: write data_parallel_replicate_degree = 1"
+        )
+    mode = str(keys.get("activation_checkpoint.mode", "selective")).lower()
+    notes = _notes(keys)
+    if mode == "selective":
+        notes += (
+            "activation_checkpoint.mode: selective recomputation is read as none, so the peak is an upper bound",
+        )
+    schedule = str(keys.get("parallelism.pipeline_parallel_schedule", "1F1B")).lower()
+    if schedule not in ("1f1b", "gpipe"):
+        raise UsageError(f"{keys.file}: schedule {schedule} is not read here: use 1F1B or GPipe")
+    given = copies if copies != 1 else shards
+    batch = keys.get("training.global_batch_size", -1)
+    half = keys.get("training.mixed_precision_param", "bfloat16")
+    return Recipe(
+        tool="torchtitan",
+        model=architecture,
+        settings=settings,
+        sequence=tokens,
+        samples=keys.count("training.local_batch_size", 8),
+        global_batch=None if batch == -1 else keys.count("training.global_batch_size", 1),
+        precision="master-bfloat16" if half == "bfloat16" else "float32",
+        optimizer=_optimizer(keys, "optimizer.name", "AdamW"),
+        recompute=mode == "full",
+        shard="none" if shards == 1 else "parameters",
+        offload="parameters" if keys.get("training.enable_cpu_offload") else "none",
+        replicas=None if given == -1 else given,
+        tensor=keys.count("parallelism.tensor_parallel_degree", 1),
+        stages=keys.count("parallelism.pipeline_parallel_degree", 1),
+        schedule="torchgpipe" if schedule == "gpipe" else "1f1b",
+        edits={
+            "samples": keys.edit("training.local_batch_size"),
+            "recompute": keys.edit("activation_checkpoint.mode", "full"),
+            "offload": keys.edit("training.enable_cpu_offload", value=True),
+        },
+        reread=reread,
+        notes=notes,
+    )
+
+
+def _megatron(file: str, values: Mapping[str, Any]) -> Recipe:
+    """Return the recipe of a file of Megatron's arguments, some with other values."""
+    model, settings = megatron(file)
+    shown = printable(file)
+    given = Keys(shown, {**arguments(file), **values})
+    for key, technique in {"context-parallel-size": "context parallelism", "num-experts": "experts"}.items():
+        if given.get(key, 1) not in (0, 1):
+            raise UsageError(f"{shown}: --{key} needs {technique}, which pipefit does not plan: remove it")
+    if given.get("num-layers-per-virtual-pipeline-stage") or given.get(
+        "virtual-pipeline-model-parallel-size"
+    ):
+        raise UsageError(f"{shown}: interleaved stages are not planned here: remove the --virtual arguments")
+    half = "bfloat16" if "bf16" in given else "float16" if "fp16" in given else None
+    granularity, notes = given.get("recompute-granularity"), tuple[str, ...]()
+    if granularity == "selective":
+        notes += (
+            "--recompute-granularity selective is read as no recomputation, so the peak is an upper bound",
+        )
+    if half:
+        notes += (
+            "gradients are counted in half precision; Megatron keeps them in float32, 2 bytes a parameter more",
+        )
+    optimizer = settings.pop("optimizer")
+    whole = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    edits: dict[Change, Edit] = {
+        "samples": Edit("micro-batch-size", None, "--micro-batch-size {}"),
+        "recompute": Edit("recompute-granularity", "full", whole),
+        "offload": Edit("optimizer-cpu-offload", True, "--optimizer-cpu-offload"),
+    }
+    if "use-distributed-optimizer" not in given:
+        edits["shard"] = Edit("use-distributed-optimizer", True, "--use-distributed-optimizer")
+    return Recipe(
+        tool="Megatron-LM",
+        model=model,
+        settings=settings,
+        sequence=settings.pop("sequence"),
+        samples=given.count("micro-batch-size", 1),
+        global_batch=given.count("global-batch-size", 0) if "global-batch-size" in given else None,
+        precision=cast("Precision", f"master-{half}" if half else "float32"),
+        optimizer=optimizer,
+        recompute=granularity == "full",
+        shard="optimizer" if "use-distributed-optimizer" in given else "none",
+        offload="optimizer" if "optimizer-cpu-offload" in given else "none",
+        tensor=given.count("tensor-model-parallel-size", 1),
+        stages=given.count("pipeline-model-parallel-size", 1),
+        sequences="sequence-parallel" in given,
+        edits=edits,
+        reread=lambda values: _megatron(file, values),
+        notes=notes,
+    )
+
+
+TOOLS = (
+    Tool("axolotl", ("base_model",), _axolotl),
+    Tool("LLaMA-Factory", ("finetuning_type", "cutoff_len", "lora_rank"), _llama_factory),
+    Tool("NeMo Automodel", ("step_scheduler",), _automodel),
+    Tool("torchtitan", ("training.local_batch_size", "training.seq_len", "model.flavor"), _torchtitan),
+    Tool("TRL", ("model_name_or_path",), _trl),
+    Tool("TrainingArguments", ("per_device_train_batch_size", "output_dir", "num_train_epochs"), _arguments),
+)

@@ -1,0 +1,121 @@
+"""Answers about other trainers' files: the plan that the file describes, and lines that make it fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+import pipefit
+from pipefit.cli import main
+from pipefit.errors import UsageError
+from pipefit.recipes import answer, describe, read
+from pipefit.recipes.answers import task_of
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.json_io import load_cluster
+from pipefit.tables import plain
+from pipefit.units import MIB
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 128,
+}  # fmt: skip
+FILE = {
+    "sequence_len": 64,
+    "micro_batch_size": 4,
+    "gradient_accumulation_steps": 1,
+    "bf16": True,
+    "optimizer": "adamw_torch",
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """An axolotl file beside a checkpoint's folder."""
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(LLAMA))
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"base_model": str(tmp_path / "llama"), **FILE}))
+    return path
+
+
+def devices(count: int, mebibytes: int) -> Cluster:
+    """Return emulated devices with this memory each."""
+    return load_cluster(f"emulated:{count}x{mebibytes}MiB")
+
+
+def test_a_file_is_the_plan_that_its_trainer_runs(file: Path) -> None:
+    """Two replicas, by a plan of the same options; and a dry run of it has the same peak."""
+    found = answer(read(str(file)), devices(2, 1024))
+    task = task_of(read(str(file)))
+    profile = pipefit.profile(task, microbatch_size=(8, 4))
+    plan = pipefit.plan(
+        profile, devices(2, 1024), batch_size=8, microbatches=1, planner="uniform", stages=1, data=2
+    )
+    assert found.written.fits and not found.changed
+    assert plan.prediction is not None
+    assert found.written.need_bytes == max(plan.prediction.peak_bytes)
+    assert found.written.need_bytes == max(pipefit.certify(task, found.written.plan).peak_bytes)
+    assert "Fits as written" in " ".join(plain(describe(found, "config.yaml"), 80).split())
+
+
+def test_lines_of_an_answer_written_into_the_file_make_it_fit(file: Path) -> None:
+    """With the bytes and the seconds that the answer said, and the same samples in a step.
+
+    The fastest come first; each slower one needs less memory, and what is not shown is beaten by one that is.
+    """
+    whole = answer(read(str(file)), devices(2, 1024)).written
+    cluster = devices(2, int(0.6 * whole.need_bytes / MIB))
+    found = answer(read(str(file)), cluster)
+    assert not found.written.fits and found.fitting
+    for one in found.changed:
+        shown = one in found.fitting or not one.fits
+        assert shown or any(
+            other.step_seconds <= one.step_seconds and other.need_bytes <= one.need_bytes
+            for other in found.fitting
+        )
+    for one in found.fitting[:2]:
+        changed = yaml.safe_load(file.read_text()) | {
+            key: value for line in one.changes for key, value in yaml.safe_load(line).items()
+        }
+        (file.parent / "changed.yaml").write_text(yaml.safe_dump(changed))
+        again = answer(read(str(file.parent / "changed.yaml")), cluster).written
+        assert again.fits
+        assert (again.need_bytes, again.step_seconds) == (one.need_bytes, one.step_seconds)
+        assert again.plan.training.batch_size == found.written.plan.training.batch_size
+
+
+def test_adapters_are_trained_and_the_rest_is_frozen(file: Path) -> None:
+    """Only the float32 adapters of peft have gradients and state."""
+    pytest.importorskip("peft")
+    text = file.read_text() + "adapter: lora\nlora_r: 4\nlora_target_modules: [q_proj, v_proj]\n"
+    file.write_text(text)
+    found = answer(read(str(file)), devices(1, 1024)).written.plan.measurement
+    trained = 2 * 4 * ((64 + 64) + (64 + 32))  # blocks, rank, widths of queries and values
+    assert sum(cost.gradient_bytes for cost in found.costs) == 4 * trained
+    assert sum(cost.state_bytes for cost in found.costs) >= 8 * trained
+    assert sum(cost.state_bytes for cost in found.costs) < 9 * trained
+
+
+def test_devices_that_a_file_needs_are_counted(file: Path) -> None:
+    """A pipeline of two stages with two ranks each needs four."""
+    recipe = replace(read(str(file)), stages=2, tensor=2)
+    with pytest.raises(UsageError, match=r"needs 4 devices, but .* has 2"):
+        answer(recipe, devices(2, 1024))
+    found = answer(recipe, devices(4, 1024)).written.plan
+    assert [stage.grid.tensor for stage in found.stages] == [2, 2]
+
+
+def test_the_command_says_whether_a_file_fits(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As text and as JSON; with exit code 3 if no change fits either."""
+    assert main(["fit", str(file), "--cluster", "emulated:2x1GiB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["written"]["fits"] is True
+    assert main(["fit", str(file), "--cluster", "emulated:2x1MiB"]) == 3
+    captured = capsys.readouterr()
+    assert (
+        "a configuration of axolotl" in " ".join(captured.out.split())
+        and "nor does any change" in captured.err
+    )

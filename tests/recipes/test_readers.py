@@ -1,0 +1,254 @@
+"""Configuration files of other trainers: what is read from each, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipefit.errors import FileError, UsageError
+from pipefit.recipes import Recipe, read
+from pipefit.recipes.checkpoints import _SHAPES, shape_of
+from pipefit.recipes.recipe import Adapters
+
+AXOLOTL = """
+base_model: NousResearch/Llama-3.2-1B
+sequence_len: 4096
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+gradient_checkpointing: true
+bf16: auto
+optimizer: adamw_torch
+adapter: lora
+lora_r: 32
+lora_target_modules: [q_proj, v_proj]
+"""
+FACTORY = """
+model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
+stage: sft
+finetuning_type: full
+deepspeed: ds_z3.json
+cutoff_len: 1024
+per_device_train_batch_size: 1
+bf16: true
+"""
+TRL = """
+model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct
+dtype: bfloat16
+max_length: 512
+per_device_train_batch_size: 4
+"""
+TITAN = """
+[model]
+name = "llama3"
+flavor = "8B"
+[training]
+local_batch_size = 2
+seq_len = 8192
+[parallelism]
+tensor_parallel_degree = 2
+[activation_checkpoint]
+mode = "full"
+"""
+AUTOMODEL = """
+model:
+  pretrained_model_name_or_path: meta-llama/Llama-3.2-1B
+step_scheduler: {global_batch_size: 64, local_batch_size: 8}
+distributed: {strategy: fsdp2, tp_size: 2}
+packed_sequence: {packed_sequence_size: 4096}
+optimizer: {_target_: torch.optim.Adam}
+"""
+TRAINER = {
+    "model_name_or_path": "gemma-2b",
+    "per_device_train_batch_size": 2,
+    "fp16": True,
+    "fsdp": "shard_grad_op",
+}
+MEGATRON = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--vocab-size 500 --micro-batch-size 4 --global-batch-size 32 --bf16 --tensor-model-parallel-size 2 "
+    "--sequence-parallel --use-distributed-optimizer --recompute-granularity full"
+)
+
+
+def written(folder: Path, text: str, name: str) -> Recipe:
+    """Write a file and read it."""
+    (folder / name).write_text(text)
+    return read(str(folder / name))
+
+
+def fields(recipe: Recipe, *names: str) -> tuple[Any, ...]:
+    """Return fields of a recipe."""
+    return tuple(getattr(recipe, name) for name in names)
+
+
+def test_axolotl(tmp_path: Path) -> None:
+    """Adapters over weights that are cast to half precision."""
+    found = written(tmp_path, AXOLOTL, "a.yaml")
+    assert fields(found, "tool", "model", "sequence", "samples", "accumulation") == (
+        "axolotl",
+        "hf:llama",
+        4096,
+        2,
+        4,
+    )
+    assert fields(found, "precision", "recompute", "shard") == ("bfloat16", True, "none")
+    assert found.adapters == Adapters(rank=32, targets=("q_proj", "v_proj"))
+
+
+def test_llama_factory_with_a_deepspeed_file(tmp_path: Path) -> None:
+    """Its DeepSpeed file lies beside it; blocks are recomputed by default."""
+    config = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+    (tmp_path / "ds_z3.json").write_text(json.dumps(config))
+    found = written(tmp_path, FACTORY, "f.yaml")
+    assert fields(found, "tool", "shard", "offload", "precision", "recompute", "adapters") == (
+        "LLaMA-Factory", "parameters", "optimizer", "master-bfloat16", True, None,
+    )  # fmt: skip
+    assert found.settings["num_hidden_layers"] == 32
+
+
+def test_trl(tmp_path: Path) -> None:
+    """Weights are loaded in the dtype of the file, and blocks are recomputed by default."""
+    found = written(tmp_path, TRL, "t.yaml")
+    assert fields(found, "tool", "model", "precision", "recompute", "samples") == (
+        "TRL",
+        "hf:qwen2",
+        "bfloat16",
+        True,
+        4,
+    )
+    assert written(tmp_path, TRL.replace("dtype: bfloat16", ""), "t.yaml").precision == "mixed-bfloat16"
+
+
+def test_torchtitan(tmp_path: Path) -> None:
+    """All devices divide state, and two of each replica divide its layers."""
+    found = written(tmp_path, TITAN, "t.toml")
+    assert fields(found, "tool", "tensor", "shard", "recompute", "precision", "replicas") == (
+        "torchtitan", 2, "parameters", True, "master-bfloat16", None,
+    )  # fmt: skip
+    assert found.edits["samples"].line == "[training] local_batch_size = {}"
+
+
+def test_automodel(tmp_path: Path) -> None:
+    """Nested keys, and an optimizer by its class."""
+    found = written(tmp_path, AUTOMODEL, "n.yaml")
+    assert fields(found, "tool", "samples", "global_batch", "tensor", "sequence", "optimizer") == (
+        "NeMo Automodel", 8, 64, 2, 4096, "adam",
+    )  # fmt: skip
+
+
+def test_training_arguments(tmp_path: Path) -> None:
+    """JSON, whose lines are quoted."""
+    found = written(tmp_path, json.dumps(TRAINER), "t.json")
+    assert fields(found, "tool", "samples", "shard", "precision") == (
+        "TRL", 2, "gradients", "mixed-float16",
+    )  # fmt: skip
+    assert found.edits["recompute"].line == '"gradient_checkpointing": true'
+    del (plain := dict(TRAINER))["model_name_or_path"]
+    (tmp_path / "t.json").write_text(json.dumps(plain))
+    with pytest.raises(UsageError, match=r"does not name a model: add --base"):
+        read(str(tmp_path / "t.json"))
+    assert fields(read(str(tmp_path / "t.json"), "Qwen/Qwen3-8B"), "tool", "model", "precision", "recompute") == (
+        "TrainingArguments", "hf:qwen3", "mixed-float16", False,
+    )  # fmt: skip
+
+
+def test_megatron(tmp_path: Path) -> None:
+    """Arguments on a command line."""
+    found = written(tmp_path, MEGATRON, "gpt.args")
+    assert fields(found, "tool", "model", "samples", "global_batch", "tensor", "sequences", "shard", "recompute") == (
+        "Megatron-LM", "zoo:gpt", 4, 32, 2, True, "optimizer", True,
+    )  # fmt: skip
+    assert found.precision == "master-bfloat16" and found.settings["vocabulary"] == 512
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (AXOLOTL + "load_in_4bit: true\n", r"load_in_4bit needs 4-bit weights"),
+        (AXOLOTL.replace("adapter: lora", "adapter: qlora"), r"adapter qlora has 4-bit weights"),
+        (
+            AXOLOTL.replace("adamw_torch", "adamw_bnb_8bit"),
+            r"optimizer adamw_bnb_8bit has state of another size",
+        ),
+        (
+            AXOLOTL.replace("micro_batch_size: 2", "micro_batch_size: two"),
+            r"micro_batch_size must be a whole number",
+        ),
+        (
+            AXOLOTL.replace("NousResearch/Llama-3.2-1B", "someone/secret-9b"),
+            r"someone/secret-9b is neither a folder",
+        ),
+        ("learning_rate: 1e-4\n", r"not a configuration of a known trainer"),
+        (FACTORY, r"ds_z3.json, which is neither in its folder"),
+        (AUTOMODEL.replace("tp_size: 2", "cp_size: 2"), r"distributed.cp_size needs context parallelism"),
+    ],
+)
+def test_what_is_not_planned_is_refused_by_its_key(tmp_path: Path, text: str, message: str) -> None:
+    """Never read as something else."""
+    with pytest.raises(UsageError, match=message):
+        written(tmp_path, text, "a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.yaml", "a: [1"), ("a.json", "{"), ("a.toml", "a = = 1"), ("a.toml", "\0")]
+)
+def test_a_damaged_file_is_said_to_be_one(tmp_path: Path, name: str, text: str) -> None:
+    """In one sentence."""
+    with pytest.raises(FileError, match=r"a\.\w+ is not valid"):
+        written(tmp_path, text, name)
+
+
+# Parameters of the checkpoints, as their model pages and safetensors files count them
+PARAMETERS = {
+    "llama-2-7b": 6_738_415_616, "llama-2-13b": 13_015_864_320, "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248, "llama-3-70b": 70_553_706_496, "llama-3-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400, "llama-3.2-3b": 3_212_749_824, "tinyllama-1.1b": 1_100_048_384,
+    "smollm2-135m": 134_515_008, "smollm2-360m": 361_821_120, "smollm2-1.7b": 1_711_376_384,
+    "mistral-7b": 7_241_732_096, "mistral-7b-v0.3": 7_248_023_552, "mixtral-8x7b": 46_702_792_704,
+    "qwen2.5-0.5b": 494_032_768, "qwen2.5-1.5b": 1_543_714_304, "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512, "qwen2.5-14b": 14_770_033_664, "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648, "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360, "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264, "gemma-2b": 2_506_172_416, "gemma-7b": 8_537_680_896,
+    "gemma-2-2b": 2_614_341_888, "gemma-2-9b": 9_241_705_984, "phi-3-mini": 3_821_079_552,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(_SHAPES))
+def test_a_known_shape_has_the_parameters_of_its_checkpoint(name: str) -> None:
+    """To the parameter; one block counts for all, and embeddings once where they are tied."""
+    import transformers
+
+    architecture, settings = shape_of(name, 4096)
+    layers = settings["num_hidden_layers"]
+    counts = []
+    for number in (1, 2):
+        config = transformers.AutoConfig.for_model(architecture, **(settings | {"num_hidden_layers": number}))
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        counts.append(sum(one.numel() for one in model.parameters()))
+    assert counts[0] + (layers - 1) * (counts[1] - counts[0]) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "llama-3-8b"),
+        ("NousResearch/Llama-2-13b-chat-hf", "llama-2-13b"),
+        ("unsloth/Llama-3.2-3B-Instruct-bnb-4bit", "llama-3.2-3b"),
+        ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "tinyllama-1.1b"),
+        ("mistralai/Mistral-7B-v0.1", "mistral-7b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama-3-70b"),
+        ("google/gemma-2-9b-it", "gemma-2-9b"),
+        ("microsoft/Phi-3-mini-4k-instruct", "phi-3-mini"),
+        ("HuggingFaceTB/SmolLM2-360M-Instruct", "smollm2-360m"),
+    ],
+)
+def test_variants_of_a_checkpoint_have_its_shape(name: str, known: str) -> None:
+    """Tuned, quantised and copied checkpoints have the shape of their base."""
+    assert shape_of(name, 128) == shape_of(known, 128)
