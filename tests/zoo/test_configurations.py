@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipefit.recipes.shapes import CONFIGURATIONS, megatron
 from pipefit.cli.model import built_with, resolve
 from pipefit.errors import FileError, UsageError
+from pipefit.recipes.shapes import CONFIGURATIONS, megatron
 
 GPT = """
 #!/bin/bash is a comment

@@ -270,8 +270,8 @@ def _deepspeed(keys: Keys, named: object) -> object:
     path = beside if beside.exists() else Path(named)
     if not path.exists():
         raise UsageError(
-            f"{keys.file} names the DeepSpeed file {printable(named)}, which is neither in its folder nor in the current "
-            "folder: run from the folder of the training"
+            f"{keys.file} names the DeepSpeed file {printable(named)}, which is neither in its folder nor in the "
+            "current one: run from the folder of the training"
         )
     return _parsed(str(path))
 
