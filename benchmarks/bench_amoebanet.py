@@ -33,7 +33,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
@@ -158,7 +158,7 @@ def fixed(edges: Edges) -> Splitter:
 def searched(job: Job, recompute: Recompute, split: Splitter, costs: Costs) -> Edge:
     """The edge under the plans of one partitioner."""
 
-    def plan(_: OnDemand, filters: int) -> Answer:
+    def plan(_: OnDemand, filters: int, _ranks: Sequence[int]) -> Answer:
         given = job.setting(costs(filters), filters, recompute)
         edges = split(given)
         return Answer(

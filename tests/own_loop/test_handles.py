@@ -180,6 +180,21 @@ def test_values_that_are_assumed_are_named() -> None:
     assert handle.plan.gap in str(handle).replace("\n", " ")
 
 
+def test_selections_by_whole_numbers_of_the_batch_are_known() -> None:
+    """A mask that follows from tokens selects what it will; numbers in fresh memory follow from nothing."""
+
+    class Picked(nn.Module):
+        def __init__(self, least: int) -> None:
+            super().__init__()
+            self.embedding, self.least = nn.Embedding(1024, 32), least
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.embedding(tokens)[tokens >= self.least].sin().sum()
+
+    some, every = (apply(Picked(n), budget=10**9, batch=torch.arange(1024)).plan for n in (1016, 0))
+    assert max(every.peak_bytes) - max(some.peak_bytes) > 1000 * 32 * 4
+
+
 def test_a_plan_for_a_card() -> None:
     """A module on the CPU is planned with the kernels and rates of a named card, and trains here."""
     module = Language(dropout=0.1)

@@ -20,6 +20,7 @@ from pipefit.torch_internals.fake_tensors import FakeTensor
 
 _MOST_ELEMENTS = 2**22  # of a tensor with values: longer ones, such as masks of long sequences, have none
 _BY_VALUE = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
+_UNFILLED = "empty", "new_empty", "resize"  # beginnings of functions whose results have any values
 _INDEXING = frozenset((torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default))
 
 
@@ -91,7 +92,9 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if value is None:
                 places.append(index)
             else:
-                places += self._found(value.nonzero(as_tuple=True), index.device)
+                with without_dispatch_modes():
+                    found = value.nonzero(as_tuple=True)
+                places += self._found(found, index.device)
         return args[0], places, *args[2:]
 
     def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -118,8 +121,10 @@ def _fake_like(device: torch.device, real: Tensor) -> Tensor:
 @functools.cache
 def _is_repeatable(func: Any) -> bool:
     """Return whether a function called twice on equal arguments has equal results."""
-    seeded = torch.Tag.nondeterministic_seeded
-    return isinstance(func, OpOverload) and func.namespace == "aten" and seeded not in func.tags
+    if not isinstance(func, OpOverload) or func.namespace != "aten":
+        return False
+    name = func.overloadpacket.__name__
+    return torch.Tag.nondeterministic_seeded not in func.tags and not name.startswith(_UNFILLED)
 
 
 @functools.cache
