@@ -182,6 +182,11 @@ def test_megatron(tmp_path: Path) -> None:
             AXOLOTL.replace("NousResearch/Llama-3.2-1B", "someone/secret-9b"),
             r"someone/secret-9b is neither a folder",
         ),
+        (
+            AXOLOTL.replace("sequence_len: 4096", "sequence_len: 10000000000"),
+            r"sequence_len must be a whole number",
+        ),
+        (AXOLOTL.replace("[q_proj, v_proj]", "5"), r"adapters are on layers by name, not on 5"),
         ("learning_rate: 1e-4\n", r"not a configuration of a known trainer"),
         (FACTORY, r"ds_z3.json, which is neither in its folder"),
         (AUTOMODEL.replace("tp_size: 2", "cp_size: 2"), r"distributed.cp_size needs context parallelism"),
@@ -215,6 +220,7 @@ PARAMETERS = {
     "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360, "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264, "gemma-2b": 2_506_172_416, "gemma-7b": 8_537_680_896,
     "gemma-2-2b": 2_614_341_888, "gemma-2-9b": 9_241_705_984, "phi-3-mini": 3_821_079_552,
+    "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
 }  # fmt: skip
 
 
@@ -224,10 +230,11 @@ def test_a_known_shape_has_the_parameters_of_its_checkpoint(name: str) -> None:
     import transformers
 
     architecture, settings = shape_of(name, 4096)
-    layers = settings["num_hidden_layers"]
+    key = "n_layer" if architecture == "gpt2" else "num_hidden_layers"
+    layers = settings.get(key, 12)
     counts = []
     for number in (1, 2):
-        config = transformers.AutoConfig.for_model(architecture, **(settings | {"num_hidden_layers": number}))
+        config = transformers.AutoConfig.for_model(architecture, **(settings | {key: number}))
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
         counts.append(sum(one.numel() for one in model.parameters()))

@@ -48,6 +48,10 @@ _SHAPES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "gemma-7b": ("gemma", (3072, 24576, 28, 16, 16, 256000), _TIED | {"head_dim": 256}),
     "gemma-2-2b": ("gemma2", (2304, 9216, 26, 8, 4, 256000), _TIED | {"head_dim": 256}),
     "gemma-2-9b": ("gemma2", (3584, 14336, 42, 16, 8, 256000), _TIED | {"head_dim": 256}),
+    "gpt2": ("gpt2", (), {}),
+    "gpt2-medium": ("gpt2", (), {"n_embd": 1024, "n_layer": 24, "n_head": 16}),
+    "gpt2-large": ("gpt2", (), {"n_embd": 1280, "n_layer": 36, "n_head": 20}),
+    "gpt2-xl": ("gpt2", (), {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
     "phi-3-mini": ("phi3", (3072, 8192, 32, 32, 32, 32064), {}),
 }
 _VARIANTS = "chat|hf|instruct|base|it|pt|sft|fp16|bf16|bnb|4bit|8bit|4k|128k|2501|2507|v0.1|v0.2|v1.0"
@@ -78,6 +82,8 @@ def shape_of(name: str, tokens: int) -> tuple[str, dict[str, Any]]:
             f"here{f'; {near}' if near else ''}; download its config.json into a folder and name that instead"
         )
     architecture, sizes, more = _SHAPES[last]
+    if not sizes:
+        return architecture, dict(more)
     return architecture, {**dict(zip(_NAMES, sizes, strict=True)), "max_position_embeddings": tokens, **more}
 
 

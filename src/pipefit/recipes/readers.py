@@ -35,6 +35,7 @@ from pipefit.schema.training import Precision
 from pipefit.texts import printable, shortened
 
 _SUFFIXES = (".yaml", ".yml", ".json", ".toml")
+_MOST = 1 << 24  # samples, tokens, ranks
 _MOST_BYTES, _MOST_KEYS, _DEEPEST = 1 << 20, 10_000, 6
 _ZERO: tuple[Sharding, ...] = ("none", "optimizer", "gradients", "parameters")  # by DeepSpeed's stage
 _OPTIMIZERS: dict[str, Literal["adamw", "adam", "sgd"]] = {
@@ -83,15 +84,15 @@ class Keys:
         return {name[len(key) + 1 :]: one for name, one in self.values.items() if name.startswith(key + ".")}
 
     def count(self, key: str, default: int) -> int:
-        """Return a whole number, 1 or more.
+        """Return a whole number from 1 to 16,777,216.
 
         Raises:
             UsageError: it is none.
         """
         value = self.get(key, default)
-        if type(value) is not int or value < 1:
+        if type(value) is not int or not 1 <= value <= _MOST:
             raise UsageError(
-                f"{self.file}: {key} must be a whole number, 1 or more, not {shortened(repr(value))}"
+                f"{self.file}: {key} must be a whole number from 1 to {_MOST:,}, not {shortened(repr(value))}"
             )
         return value
 
@@ -320,15 +321,14 @@ def _trainer(
     )
 
 
-def _targets(value: object) -> tuple[str, ...]:
-    """Return the names of the layers that adapters are on."""
-    if value in (None, "all", "all-linear", True):
-        return ("all-linear",)
-    return (
-        tuple(part.strip() for part in value.split(","))
-        if isinstance(value, str)
-        else tuple(map(str, cast("Any", value)))
-    )
+def _adapters(keys: Keys, rank: str, default: int, targets: object) -> Adapters:
+    """Return adapters on layers by name: a list, names separated by commas, or all linear layers."""
+    names = targets.split(",") if isinstance(targets, str) else targets
+    if targets in (None, "all", "all-linear", True):
+        names = ["all-linear"]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UsageError(f"{keys.file}: adapters are on layers by name, not on {shortened(repr(targets))}")
+    return Adapters(rank=keys.count(rank, default), targets=tuple(name.strip() for name in names))
 
 
 # ---- Tools
@@ -345,7 +345,7 @@ def _axolotl(keys: Keys, base: str | None, reread: Reread) -> Recipe:
         keys, base, reread, tool="axolotl", model="base_model", tokens=keys.count("sequence_len", 2048),
         samples=("micro_batch_size", 1), recompute=_is_on(keys.get("gradient_checkpointing")),
         weights=_half(keys), optimizer="optimizer",
-        adapters=Adapters(rank=keys.count("lora_r", 8), targets=_targets(targets)) if kind == "lora" else None,
+        adapters=_adapters(keys, "lora_r", 8, targets) if kind == "lora" else None,
     )  # fmt: skip
 
 
@@ -360,7 +360,7 @@ def _llama_factory(keys: Keys, base: str | None, reread: Reread) -> Recipe:
         raise UsageError(
             f"{keys.file}: finetuning_type {shortened(str(kind))} is not planned here: use lora or full"
         )
-    lora = Adapters(rank=keys.count("lora_rank", 8), targets=_targets(keys.get("lora_target")))
+    lora = _adapters(keys, "lora_rank", 8, keys.get("lora_target"))
     return _trainer(
         keys, base, reread, tool="LLaMA-Factory", model="model_name_or_path", tokens=keys.count("cutoff_len", 2048),
         samples=("per_device_train_batch_size", 8), recompute=not keys.get("disable_gradient_checkpointing", False),
@@ -371,7 +371,7 @@ def _llama_factory(keys: Keys, base: str | None, reread: Reread) -> Recipe:
 
 
 def _trl(keys: Keys, base: str | None, reread: Reread) -> Recipe:
-    lora = Adapters(rank=keys.count("lora_r", 16), targets=_targets(keys.get("lora_target_modules")))
+    lora = _adapters(keys, "lora_r", 16, keys.get("lora_target_modules"))
     dtype = str(keys.get("dtype", keys.get("torch_dtype", "float32"))).removeprefix("torch.")
     tokens = keys.count("max_length" if "max_length" in keys else "max_seq_length", 1024)
     keys.values.setdefault("bf16", not _is_on(keys.get("fp16")))  # its default
@@ -407,9 +407,7 @@ def _automodel(keys: Keys, base: str | None, reread: Reread) -> Recipe:
         global_batch=keys.count("step_scheduler.global_batch_size", 8),
         precision="bfloat16" if dtype in ("bf16", "bfloat16", "auto") else "float32",
         optimizer=_optimizer(keys, "optimizer._target_", "torch.optim.AdamW"),
-        adapters=Adapters(rank=keys.count("peft.dim", 8), targets=_targets(targets))
-        if keys.under("peft")
-        else None,
+        adapters=_adapters(keys, "peft.dim", 8, targets) if keys.under("peft") else None,
         recompute=_is_on(keys.get("distributed.activation_checkpointing")),
         shard="none" if str(keys.get("distributed.strategy", "fsdp2")).lower() == "ddp" else "parameters",
         tensor=keys.count("distributed.tp_size", 1),
@@ -519,7 +517,7 @@ def _megatron(file: str, values: Mapping[str, Any]) -> Recipe:
         settings=settings,
         sequence=settings.pop("sequence"),
         samples=given.count("micro-batch-size", 1),
-        global_batch=given.count("global-batch-size", 0) if "global-batch-size" in given else None,
+        global_batch=given.count("global-batch-size", 1) if "global-batch-size" in given else None,
         precision=cast("Precision", f"master-{half}" if half else "float32"),
         optimizer=optimizer,
         recompute=granularity == "full",
