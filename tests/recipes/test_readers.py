@@ -144,7 +144,7 @@ def test_training_arguments(tmp_path: Path) -> None:
     """JSON, whose lines are quoted."""
     found = written(tmp_path, json.dumps(TRAINER), "t.json")
     assert fields(found, "tool", "samples", "shard", "precision") == (
-        "TRL", 2, "gradients", "mixed-float16",
+        "TRL", 2, "gradients", "master-float16",
     )  # fmt: skip
     assert found.edits["recompute"].line == '"gradient_checkpointing": true'
     del (plain := dict(TRAINER))["model_name_or_path"]
@@ -152,8 +152,74 @@ def test_training_arguments(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"does not name a model: add --base"):
         read(str(tmp_path / "t.json"))
     assert fields(read(str(tmp_path / "t.json"), "Qwen/Qwen3-8B"), "tool", "model", "precision", "recompute") == (
-        "TrainingArguments", "hf:qwen3", "mixed-float16", False,
+        "TrainingArguments", "hf:qwen3", "master-float16", False,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("lines", "shard", "recompute"),
+    [
+        ("fsdp: no_shard", "none", False),
+        ("fsdp: [full_shard, auto_wrap]\nfsdp_config: {activation_checkpointing: true}", "parameters", True),
+        ("fsdp: [hybrid_shard_zero2]", "gradients", False),
+        ("fsdp_version: 2\nfsdp_config: {reshard_after_forward: true}", "parameters", False),
+        ("fsdp_version: 2\nfsdp_config: {reshard_after_forward: false}", "gradients", False),
+        ("fsdp_config: {fsdp_sharding_strategy: SHARD_GRAD_OP}", "gradients", False),
+    ],
+)
+def test_spellings_of_fsdp(tmp_path: Path, lines: str, shard: str, recompute: bool) -> None:
+    """Words in a list, and nested keys with and without a prefix."""
+    text = "base_model: smollm2-135m\nmicro_batch_size: 1\nbf16: true\n" + lines
+    found = written(tmp_path, text, "a.yaml")
+    assert fields(found, "shard", "recompute") == (shard, recompute)
+    assert found.precision == ("bfloat16" if shard == "none" else "master-bfloat16")
+
+
+def test_pure_half_precision_and_the_dtype_of_a_checkpoint(tmp_path: Path) -> None:
+    """LLaMA-Factory's `pure_bf16` needs no `bf16`; `auto` is the type in which most checkpoints are saved."""
+    text = FACTORY.replace("bf16: true", "pure_bf16: true").replace("deepspeed: ds_z3.json", "")
+    assert written(tmp_path, text, "f.yaml").precision == "bfloat16"
+    found = written(tmp_path, TRL.replace("dtype: bfloat16", "torch_dtype: auto"), "t.yaml")
+    assert found.precision == "bfloat16" and "auto is read as bfloat16" in found.notes[0]
+
+
+def test_adapters_without_names(tmp_path: Path) -> None:
+    """TRL leaves them to peft, which chooses by the architecture; LLaMA-Factory takes all linear layers."""
+    assert written(tmp_path, TRL + "use_peft: true\n", "t.yaml").adapters == Adapters(rank=16, targets=())
+    text = FACTORY.replace("full", "lora").replace("deepspeed: ds_z3.json", "")
+    assert written(tmp_path, text, "f.yaml").adapters == Adapters(rank=8, targets=("all-linear",))
+
+
+def test_older_names_of_automodel(tmp_path: Path) -> None:
+    """Managers by class, `none` for a number that is left open, and packing to 0 tokens."""
+    distributed = (
+        "{_target_: nemo_automodel.components.distributed.ddp.DDPManager, dp_size: none, tp_size: none}"
+    )
+    text = AUTOMODEL.replace("{strategy: fsdp2, tp_size: 2}", distributed).replace("size: 4096", "size: 0")
+    found = written(tmp_path, text, "n.yaml")
+    assert fields(found, "shard", "tensor", "sequence") == ("none", 1, 2048)
+
+
+def test_older_names_and_pipelines_of_torchtitan(tmp_path: Path) -> None:
+    """A pipeline cuts the local batch, and keeps gathered parameters; weights may be half precision."""
+    assert written(tmp_path, TITAN.replace("local_batch_size", "batch_size"), "t.toml").samples == 2
+    text = TITAN.replace("tensor_parallel_degree", "pipeline_parallel_degree").replace("size = 2", "size = 8")
+    found = written(tmp_path, text, "t.toml")
+    assert fields(found, "stages", "samples", "accumulation", "shard") == (2, 1, 8, "gradients")
+    text = TITAN.replace("[parallelism]", 'dtype = "bfloat16"\n[parallelism]')
+    assert written(tmp_path, text, "t.toml").precision == "bfloat16"
+    text = TITAN.replace("[parallelism]", "[parallelism]\ndata_parallel_shard_degree = 1")
+    assert fields(written(tmp_path, text, "t.toml"), "precision", "shard") == ("mixed-bfloat16", "none")
+    with pytest.raises(UsageError, match=r"shard_degree must be a whole number"):
+        written(tmp_path, text.replace("shard_degree = 1", "shard_degree = 1.5"), "t.toml")
+
+
+def test_arguments_of_megatron_as_a_shell_script_writes_them(tmp_path: Path) -> None:
+    """Lines end with a backslash; layers that are recomputed in part count as none."""
+    lines = MEGATRON.replace(" --", " \\\n    --") + " --recompute-method block \\\n"
+    found = written(tmp_path, lines, "gpt.sh")
+    assert fields(found, "samples", "sequences", "recompute") == (4, True, False)
+    assert "--recompute-method block" in found.notes[0]
 
 
 def test_megatron(tmp_path: Path) -> None:
@@ -188,6 +254,17 @@ def test_megatron(tmp_path: Path) -> None:
         ),
         (AXOLOTL.replace("[q_proj, v_proj]", "5"), r"adapters are on layers by name, not on 5"),
         ("learning_rate: 1e-4\n", r"not a configuration of a known trainer"),
+        (AXOLOTL + "lora_modules_to_save: [embed_tokens]\n", r"lora_modules_to_save needs whole modules"),
+        (AXOLOTL + "tensor_parallel_size: 2\n", r"tensor_parallel_size needs axolotl's tensor parallelism"),
+        (AXOLOTL + "rl: dpo\n", r"rl needs preference training"),
+        (FACTORY.replace("stage: sft", "stage: dpo"), r"stage dpo is not planned here"),
+        (FACTORY.replace("ds_z3.json", "{zero_optimization: {stage: 1.0}}"), r"stage 1.0 of ZeRO does not"),
+        (
+            AUTOMODEL + "quantization: {load_in_4bit: true}\n",
+            r"quantization.load_in_4bit needs 4-bit weights",
+        ),
+        (AUTOMODEL.replace("tp_size: 2", "pp_size: 2"), r"distributed.pp_size needs Automodel's pipelines"),
+        (AUTOMODEL + "peft: {target_modules: '*_proj'}\n", r"list the layers of adapters by name"),
         (FACTORY, r"ds_z3.json, which is neither in its folder"),
         (AUTOMODEL.replace("tp_size: 2", "cp_size: 2"), r"distributed.cp_size needs context parallelism"),
     ],

@@ -114,7 +114,7 @@ def _with_adapters(make: Callable[[], nn.Module], adapters: Adapters, precision:
     model: Any = make()
     if precision in ("bfloat16", "float16"):
         model = model.to(getattr(torch, precision))
-    names = adapters.targets[0] if adapters.targets == ("all-linear",) else list(adapters.targets)
+    names = adapters.targets[0] if adapters.targets == ("all-linear",) else list(adapters.targets) or None
     wrapped: nn.Module = peft.get_peft_model(
         model, peft.LoraConfig(r=adapters.rank, target_modules=names, task_type="CAUSAL_LM")
     )
@@ -169,7 +169,11 @@ def _changes(recipe: Recipe, replicas: int) -> Iterator[tuple[tuple[str, ...], R
             numbers: dict[Change, int] = {}
             if samples != recipe.samples:
                 numbers["samples"] = samples
-            if samples != recipe.samples and recipe.accumulation is not None:
+            if (
+                samples != recipe.samples
+                and recipe.accumulation is not None
+                and "accumulation" in recipe.edits
+            ):
                 numbers["accumulation"] = recipe.accumulation * (recipe.samples // samples)
             if not chosen and not numbers:
                 continue
@@ -304,7 +308,8 @@ def _read(recipe: Recipe, plan: Plan) -> str:
         "every block recomputed" if recipe.recompute else "nothing recomputed",
     ]
     if recipe.adapters is not None:
-        parts.append(f"adapters of rank {recipe.adapters.rank} on {', '.join(recipe.adapters.targets)}")
+        names = ", ".join(recipe.adapters.targets) or "layers that peft chooses"
+        parts.append(f"adapters of rank {recipe.adapters.rank} on {names}")
     if recipe.offload != "none":
         parts.append("optimizer state on hosts" if recipe.offload == "optimizer" else "all state on hosts")
     return "; ".join(parts)

@@ -52,7 +52,25 @@ _REFUSED = {
     "parallelism.context_parallel_degree": "context parallelism",
     "context_parallel_size": "context parallelism",
     "distributed.cp_size": "context parallelism",
+    "distributed.ep_size": "expert parallelism",
+    "distributed.pp_size": "Automodel's pipelines",
+    "distributed.dp_replicate_size": "replicas of shards",
+    "tensor_parallel_size": "axolotl's tensor parallelism",
+    "dp_replicate_size": "replicas of shards",
+    "quantization.load_in_4bit": "4-bit weights",
+    "quantization.load_in_8bit": "8-bit weights",
+    "use_apollo": "APOLLO",
+    "use_adam_mini": "Adam-mini",
+    "use_muon": "Muon",
+    "rl": "preference training",
     "parallelism.expert_parallel_degree": "expert parallelism",
+}
+_REFUSED_WITH_ADAPTERS = {
+    "lora_modules_to_save": "whole modules trained with adapters",
+    "additional_target": "whole modules trained with adapters",
+    "use_dora": "DoRA",
+    "peft_use_dora": "DoRA",
+    "peft.use_dora": "DoRA",
 }
 _APPROXIMATE = {
     "use_liger_kernel": "its fused kernels need less memory than predicted here",
@@ -61,6 +79,8 @@ _APPROXIMATE = {
     "use_unsloth": "its kernels need less memory than predicted here",
     "torch_compile": "compiled code saves other tensors than predicted here",
     "compile.enable": "compiled code saves other tensors than predicted here",
+    "training.compile": "compiled code saves other tensors than predicted here",
+    "model.converters": "converted layers save other tensors than predicted here",
     "cut_cross_entropy": "its fused loss needs less memory than predicted here",
 }
 
@@ -136,18 +156,26 @@ def read(file: str, model: str | None = None) -> Recipe:
     if tool is None:
         names = ", ".join(one.name for one in TOOLS)
         raise UsageError(f"{keys.file} is not a configuration of a known trainer: those of {names} are read")
-    for key, technique in _REFUSED.items():
-        value = keys.get(key, False)
-        if value is True or value not in (0, 1, "", "none"):  # a degree of 1 changes nothing
-            raise UsageError(
-                f"{keys.file}: {key} needs {technique}, which pipefit does not plan: remove it to see what the "
-                "training needs without"
-            )
+    _refuse(keys, _REFUSED)
 
     def reread(values: Mapping[str, Any]) -> Recipe:
         return tool.reader(Keys(keys.file, {**keys.values, **values}), model, reread)
 
-    return reread({})
+    recipe = reread({})
+    if recipe.adapters is not None:
+        _refuse(keys, _REFUSED_WITH_ADAPTERS)
+    return recipe
+
+
+def _refuse(keys: Keys, techniques: Mapping[str, str]) -> None:
+    """Raise an error if a key turns on one of these techniques."""
+    for key, technique in techniques.items():
+        value = keys.get(key, False)
+        if value is True or (value and value not in (1, "none", "None")):  # a degree of 1 changes nothing
+            raise UsageError(
+                f"{keys.file}: {key} needs {technique}, which pipefit does not plan: remove it to see what the "
+                "training needs without"
+            )
 
 
 def _parsed(file: str) -> object:
@@ -230,16 +258,17 @@ class _Division:
     shard: Sharding
     offload: Offload
     edits: dict[Change, Edit]
+    recompute: bool = False
 
 
 def _division(keys: Keys) -> _Division:
     """Return how the files of transformers' Trainer divide state: `deepspeed` or `fsdp`."""
     named = keys.get("deepspeed")
     if _is_on(named):
-        inside = {} if isinstance(named, dict) else dict(_flat(_deepspeed(keys, named)))
+        inside = {} if isinstance(named, dict) else dict(_flat(_named(keys, "deepspeed", named)))
         inside |= keys.under("deepspeed")
         stage = inside.get("zero_optimization.stage", 0)
-        if stage not in range(4):
+        if type(stage) is not int or stage not in range(4):
             raise UsageError(f"{keys.file}: stage {shortened(repr(stage))} of ZeRO does not exist")
         parts = ("optimizer", "param")
         away = [_is_on(inside.get(f"zero_optimization.offload_{part}.device")) for part in parts]
@@ -258,20 +287,31 @@ def _division(keys: Keys) -> _Division:
     if not _is_on(asked) or words in (["False"], []):
         return _Division("none", "none", full)
     config = keys.under("fsdp_config")
-    moves = "offload" in words or config.get("offload_params") or config.get("fsdp_offload_params")
-    shards: Sharding = "gradients" if "shard_grad_op" in words else "parameters"
-    return _Division(shards, "parameters" if moves else "none", full)
+    if "fsdp_config" in keys and not isinstance(keys.get("fsdp_config"), dict):
+        config = dict(_flat(_named(keys, "fsdp_config", keys.get("fsdp_config"))))
+    config = {key.removeprefix("fsdp_"): value for key, value in config.items()}
+    words += str(config.get("sharding_strategy", "")).split()
+    words += str(config.get("reshard_after_forward", "")).split()  # a strategy or a truth value
+    kinds = {word.lower() for word in words}
+    moves = "offload" in kinds or _is_on(config.get("offload_params"))
+    shards: Sharding = "parameters"
+    if "no_shard" in kinds:
+        shards = "none"
+    elif kinds & {"shard_grad_op", "hybrid_shard_zero2"} or config.get("reshard_after_forward") is False:
+        shards = "gradients"
+    recompute = _is_on(config.get("activation_checkpointing"))
+    return _Division(shards, "parameters" if moves else "none", full, recompute)
 
 
-def _deepspeed(keys: Keys, named: object) -> object:
-    """Return the content of a DeepSpeed configuration that a file names."""
+def _named(keys: Keys, key: str, named: object) -> object:
+    """Return the content of a DeepSpeed or FSDP configuration that a file names."""
     if not isinstance(named, str):
-        raise UsageError(f"{keys.file}: deepspeed must name a file, not {shortened(repr(named))}")
+        raise UsageError(f"{keys.file}: {key} must name a file, not {shortened(repr(named))}")
     beside = Path(os.path.dirname(keys.file), named)
     path = beside if beside.exists() else Path(named)
     if not path.exists():
         raise UsageError(
-            f"{keys.file} names the DeepSpeed file {printable(named)}, which is neither in its folder nor in the "
+            f"{keys.file} names the {key} file {printable(named)}, which is neither in its folder nor in the "
             "current one: run from the folder of the training"
         )
     return _parsed(str(path))
@@ -280,7 +320,7 @@ def _deepspeed(keys: Keys, named: object) -> object:
 def _trainer(
     keys: Keys, base: str | None, reread: Reread, *, tool: str, model: str, tokens: int, samples: tuple[str, int],
     recompute: bool, weights: Precision | None, adapters: Adapters | None, optimizer: str = "optim",
-    edits: Mapping[Change, Edit] = MappingProxyType({}),
+    edits: Mapping[Change, Edit] = MappingProxyType({}), notes: tuple[str, ...] = (),
 ) -> Recipe:  # fmt: skip
     """Return the recipe of a file that becomes `transformers.TrainingArguments`.
 
@@ -292,7 +332,7 @@ def _trainer(
         precision: Precision = weights or "float32"
     else:
         precision = cast("Precision", f"mixed-{half}")
-    if half and adapters is None and (division.shard == "parameters" or "deepspeed" in keys):
+    if half and adapters is None and (division.shard != "none" or "deepspeed" in keys):
         precision = cast("Precision", f"master-{half}")  # sharded float32 state, gathered in half precision
     every: dict[Change, Edit] = {
         "samples": keys.edit(samples[0]),
@@ -312,22 +352,27 @@ def _trainer(
         precision=precision,
         optimizer=_optimizer(keys, optimizer),
         adapters=adapters,
-        recompute=recompute,
+        recompute=recompute or division.recompute,
         shard=division.shard,
         offload=division.offload,
         edits=every,
         reread=reread,
-        notes=_notes(keys),
+        notes=_notes(keys) + notes,
     )
 
 
 def _adapters(keys: Keys, rank: str, default: int, targets: object) -> Adapters:
-    """Return adapters on layers by name: a list, names separated by commas, or all linear layers."""
-    names = targets.split(",") if isinstance(targets, str) else targets
-    if targets in (None, "all", "all-linear", True):
+    """Return adapters on layers by name: a list, names separated by commas, or all linear layers.
+
+    Without a name, they are on the layers that `peft` chooses for the architecture.
+    """
+    names = targets.split(",") if isinstance(targets, str) else [] if targets is None else targets
+    if names in (["all"], ["all-linear"], True):
         names = ["all-linear"]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UsageError(f"{keys.file}: adapters are on layers by name, not on {shortened(repr(targets))}")
+    if any("*" in name for name in names):
+        raise UsageError(f"{keys.file}: list the layers of adapters by name, without *")
     return Adapters(rank=keys.count(rank, default), targets=tuple(name.strip() for name in names))
 
 
@@ -341,6 +386,8 @@ def _axolotl(keys: Keys, base: str | None, reread: Reread) -> Recipe:
             f"{keys.file}: adapter qlora has 4-bit weights, which pipefit does not plan: write adapter: lora"
         )
     targets = "all" if keys.get("lora_target_linear") else keys.get("lora_target_modules")
+    if "fsdp" not in keys and keys.under("fsdp_config"):  # FSDP 2 has no list of words
+        keys.values["fsdp"] = "full_shard"
     return _trainer(
         keys, base, reread, tool="axolotl", model="base_model", tokens=keys.count("sequence_len", 2048),
         samples=("micro_batch_size", 1), recompute=_is_on(keys.get("gradient_checkpointing")),
@@ -360,7 +407,13 @@ def _llama_factory(keys: Keys, base: str | None, reread: Reread) -> Recipe:
         raise UsageError(
             f"{keys.file}: finetuning_type {shortened(str(kind))} is not planned here: use lora or full"
         )
-    lora = _adapters(keys, "lora_rank", 8, keys.get("lora_target"))
+    if keys.get("stage", "sft") not in ("sft", "pt"):
+        raise UsageError(
+            f"{keys.file}: stage {shortened(str(keys.get('stage')))} is not planned here: use sft or pt"
+        )
+    if _is_on(keys.get("pure_bf16")):
+        keys.values["bf16"] = True
+    lora = _adapters(keys, "lora_rank", 8, keys.get("lora_target", "all"))
     return _trainer(
         keys, base, reread, tool="LLaMA-Factory", model="model_name_or_path", tokens=keys.count("cutoff_len", 2048),
         samples=("per_device_train_batch_size", 8), recompute=not keys.get("disable_gradient_checkpointing", False),
@@ -373,13 +426,16 @@ def _llama_factory(keys: Keys, base: str | None, reread: Reread) -> Recipe:
 def _trl(keys: Keys, base: str | None, reread: Reread) -> Recipe:
     lora = _adapters(keys, "lora_r", 16, keys.get("lora_target_modules"))
     dtype = str(keys.get("dtype", keys.get("torch_dtype", "float32"))).removeprefix("torch.")
+    notes = tuple[str, ...]()
+    if dtype == "auto":
+        dtype, notes = "bfloat16", ("dtype: auto is read as bfloat16, as most checkpoints are saved",)
     tokens = keys.count("max_length" if "max_length" in keys else "max_seq_length", 1024)
     keys.values.setdefault("bf16", not _is_on(keys.get("fp16")))  # its default
     return _trainer(
         keys, base, reread, tool="TRL", model="model_name_or_path", tokens=tokens,
         samples=("per_device_train_batch_size", 8), recompute=keys.get("gradient_checkpointing", True) is not False,
         weights=cast("Precision", dtype) if dtype in ("float16", "bfloat16") else None,
-        adapters=lora if keys.get("use_peft") else None,
+        adapters=lora if keys.get("use_peft") else None, notes=notes,
     )  # fmt: skip
 
 
@@ -392,12 +448,13 @@ def _arguments(keys: Keys, base: str | None, reread: Reread) -> Recipe:
 
 
 def _automodel(keys: Keys, base: str | None, reread: Reread) -> Recipe:
-    tokens = keys.count(
-        "dataset.seq_length" if "dataset.seq_length" in keys else "packed_sequence.packed_sequence_size", 2048
-    )
+    keys.values = {key: None if value in ("none", "None") else value for key, value in keys.values.items()}
+    packed = keys.get("packed_sequence.packed_sequence_size") not in (None, 0)  # 0 packs nothing
+    tokens = keys.count("packed_sequence.packed_sequence_size" if packed else "dataset.seq_length", 2048)
     architecture, settings = _model(keys, "model.pretrained_model_name_or_path", base, tokens)
     dtype = str(keys.get("model.torch_dtype", "bfloat16")).removeprefix("torch.")
     targets = "all" if keys.get("peft.match_all_linear") else keys.get("peft.target_modules")
+    manager = str(keys.get("distributed.strategy", keys.get("distributed._target_", "fsdp2"))).lower()
     return Recipe(
         tool="NeMo Automodel",
         model=architecture,
@@ -409,7 +466,7 @@ def _automodel(keys: Keys, base: str | None, reread: Reread) -> Recipe:
         optimizer=_optimizer(keys, "optimizer._target_", "torch.optim.AdamW"),
         adapters=_adapters(keys, "peft.dim", 8, targets) if keys.under("peft") else None,
         recompute=_is_on(keys.get("distributed.activation_checkpointing")),
-        shard="none" if str(keys.get("distributed.strategy", "fsdp2")).lower() == "ddp" else "parameters",
+        shard="none" if manager.rpartition(".")[2].startswith("ddp") else "parameters",
         tensor=keys.count("distributed.tp_size", 1),
         edits={
             "samples": keys.edit("step_scheduler.local_batch_size"),
@@ -450,28 +507,48 @@ def _torchtitan(keys: Keys, base: str | None, reread: Reread) -> Recipe:
         )
     schedule = str(keys.get("parallelism.pipeline_parallel_schedule", "1F1B")).lower()
     if schedule not in ("1f1b", "gpipe"):
-        raise UsageError(f"{keys.file}: schedule {schedule} is not read here: use 1F1B or GPipe")
-    given = copies if copies != 1 else shards
+        raise UsageError(f"{keys.file}: schedule {shortened(schedule)} is not read here: use 1F1B or GPipe")
+    given = "replicate" if copies != 1 else "shard"
+    degree = f"parallelism.data_parallel_{given}_degree"
     batch = keys.get("training.global_batch_size", -1)
     half = keys.get("training.mixed_precision_param", "bfloat16")
+    precision: Precision = "float32"
+    if keys.get("training.dtype") == "bfloat16":
+        precision = "bfloat16"
+    elif half == "bfloat16":
+        precision = "mixed-bfloat16" if shards == 1 else "master-bfloat16"  # autocast without shards
+    stages = keys.count("parallelism.pipeline_parallel_degree", 1)
+    older = "training.batch_size"
+    size = older if older in keys else "training.local_batch_size"
+    local = keys.count(size, 8)
+    samples, count = local, None
+    if stages > 1:  # a pipeline cuts the local batch
+        size = "parallelism.pipeline_parallel_microbatch_size"
+        samples = min(local, keys.count(size, 1))
+        count = local // samples
+    held = str(keys.get("parallelism.fsdp_reshard_after_forward", "default")).lower()
+    keeps = held == "never" or (held == "default" and stages > 1)  # gathered parameters until the backward
+    if mode == "memory_budget":
+        notes += ("activation_checkpoint.mode: memory_budget is read as none, so the peak is an upper bound",)
     return Recipe(
         tool="torchtitan",
         model=architecture,
         settings=settings,
         sequence=tokens,
-        samples=keys.count("training.local_batch_size", 8),
+        samples=samples,
+        accumulation=count if batch == -1 else None,
         global_batch=None if batch == -1 else keys.count("training.global_batch_size", 1),
-        precision="master-bfloat16" if half == "bfloat16" else "float32",
+        precision=precision,
         optimizer=_optimizer(keys, "optimizer.name", "AdamW"),
         recompute=mode == "full",
-        shard="none" if shards == 1 else "parameters",
+        shard="none" if shards == 1 else "gradients" if keeps else "parameters",
         offload="parameters" if keys.get("training.enable_cpu_offload") else "none",
-        replicas=None if given == -1 else given,
+        replicas=None if keys.get(degree, -1) == -1 else keys.count(degree, 1),
         tensor=keys.count("parallelism.tensor_parallel_degree", 1),
-        stages=keys.count("parallelism.pipeline_parallel_degree", 1),
+        stages=stages,
         schedule="torchgpipe" if schedule == "gpipe" else "1f1b",
         edits={
-            "samples": keys.edit("training.local_batch_size"),
+            "samples": keys.edit(size),
             "recompute": keys.edit("activation_checkpoint.mode", "full"),
             "offload": keys.edit("training.enable_cpu_offload", value=True),
         },
@@ -498,6 +575,9 @@ def _megatron(file: str, values: Mapping[str, Any]) -> Recipe:
         notes += (
             "--recompute-granularity selective is read as no recomputation, so the peak is an upper bound",
         )
+    partly = granularity == "full" and given.get("recompute-method") == "block"
+    if partly:
+        notes += ("--recompute-method block is read as no recomputation, so the peak is an upper bound",)
     if half:
         notes += (
             "gradients are counted in half precision; Megatron keeps them in float32, 2 bytes a parameter more",
@@ -520,7 +600,7 @@ def _megatron(file: str, values: Mapping[str, Any]) -> Recipe:
         global_batch=given.count("global-batch-size", 1) if "global-batch-size" in given else None,
         precision=cast("Precision", f"master-{half}" if half else "float32"),
         optimizer=optimizer,
-        recompute=granularity == "full",
+        recompute=granularity == "full" and not partly,
         shard="optimizer" if "use-distributed-optimizer" in given else "none",
         offload="optimizer" if "optimizer-cpu-offload" in given else "none",
         tensor=given.count("tensor-model-parallel-size", 1),

@@ -15,7 +15,10 @@ Change = Literal["samples", "accumulation", "recompute", "shard", "offload"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
-    """Low-rank adapters (LoRA) of a rank on the linear layers of these names; `all-linear` for all but the head."""
+    """Low-rank adapters (LoRA) of a rank on the linear layers of these names.
+
+    `all-linear` is all but the head; without a name, `peft` chooses by the architecture.
+    """
 
     rank: int
     targets: tuple[str, ...]

@@ -84,7 +84,7 @@ def arguments(file: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise FileError(f"{printable(file)} is not text: byte {error.start} is not UTF-8") from None
     try:
-        words = shlex.split(text, comments=True)
+        words = shlex.split(text.replace("\\\r\n", " ").replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise UsageError(f"{file} is not a file of arguments: {error}") from error
     result: dict[str, Any] = {}
