@@ -265,6 +265,7 @@ def test_megatron(tmp_path: Path) -> None:
         ),
         (AUTOMODEL.replace("tp_size: 2", "pp_size: 2"), r"distributed.pp_size needs Automodel's pipelines"),
         (AUTOMODEL + "peft: {target_modules: '*_proj'}\n", r"list the layers of adapters by name"),
+        (FACTORY.replace("ds_z3", "z" * 5000), r"which is neither in its folder"),
         (FACTORY, r"ds_z3.json, which is neither in its folder"),
         (AUTOMODEL.replace("tp_size: 2", "cp_size: 2"), r"distributed.cp_size needs context parallelism"),
     ],
@@ -282,6 +283,49 @@ def test_a_damaged_file_is_said_to_be_one(tmp_path: Path, name: str, text: str) 
     """In one sentence."""
     with pytest.raises(FileError, match=r"a\.\w+ is not valid"):
         written(tmp_path, text, name)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
+        + "".join(
+            f"{b}: &{b} [{', '.join(['*' + a] * 10)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+        ),
+        "a: &a {x: 1}\n"
+        + "".join(
+            f"{b}: &{b} {{{', '.join(f'k{n}: *{a}' for n in range(20))}}}\n"
+            for a, b in zip("abcdef", "bcdefg", strict=True)
+        ),
+        "a: &a {b: *a}\n",
+    ],
+)
+def test_aliases_that_grow_without_bound_are_refused(tmp_path: Path, text: str) -> None:
+    """In lists, in mappings, and of themselves."""
+    with pytest.raises(FileError, match=r"more than 100,000 values"):
+        written(tmp_path, text + "base_model: smollm2-135m\nmicro_batch_size: *a\n", "a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"hidden_size": "abc"}, r"cannot be used: .*hidden_size"),
+        ({"num_attention_heads": 0}, r"cannot be used: "),
+        ({"num_hidden_layers": 100_000_000}, r"num_hidden_layers .* 10,000"),
+        ({"hidden_size": 10**12}, r"hidden_size .* 16,777,216"),
+        ({"hidden_size": -64, "num_attention_heads": 4}, r"hidden_size .* 16,777,216"),
+        ({"model_type": "secret", "auto_map": {"AutoConfig": "own.Config"}}, r"cannot be used: "),
+    ],
+)
+def test_a_checkpoint_of_a_folder_is_not_trusted(
+    tmp_path: Path, config: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its numbers are bounded, and its code neither runs nor is asked about."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked a question"))
+    (tmp_path / "own.py").write_text("raise SystemExit\n")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    with pytest.raises(UsageError, match=message):
+        shape_of(str(tmp_path), 128)
 
 
 # Parameters of the checkpoints, as their model pages and safetensors files count them

@@ -5,14 +5,17 @@ A checkpoint of another name is read from Hugging Face's cache, or from a folder
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
 from pipefit.errors import UsageError
-from pipefit.texts import meant, printable
+from pipefit.texts import meant, printable, shortened
 
 _NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
           "vocab_size")  # fmt: skip
+_COUNTS = (*_NAMES, "n_embd", "n_layer", "n_head", "head_dim", "num_local_experts")
+_MOST, _MOST_LAYERS = 1 << 24, 10_000
 _TIED = {"tie_word_embeddings": True}
 _HEADS = {"head_dim": 128}
 _SHAPES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
@@ -93,9 +96,12 @@ def _local(name: str) -> tuple[str, dict[str, Any]] | None:
 
     transformers = transformers_offline()
     try:
-        config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
-    except (OSError, ValueError, KeyError):
-        return None
+        config = transformers.AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001 - validators raise errors of many types
+        if not os.path.isdir(name):
+            return None
+        why = shortened(" ".join(str(error).split()))
+        raise UsageError(f"config.json of {printable(name)} cannot be used: {why}") from None
     plain = type(config)()
     given = {
         key: value for key, value in config.to_dict().items() if key in vars(plain) and key in plain.to_dict()
@@ -114,4 +120,11 @@ def _local(name: str) -> tuple[str, dict[str, Any]] | None:
         "use_cache",
     ):
         changed.pop(silent, None)
+    for key, value in changed.items():
+        most = _MOST_LAYERS if key in ("num_hidden_layers", "n_layer") else _MOST
+        if key in _COUNTS and (type(value) is not int or not 1 <= value <= most):
+            raise UsageError(
+                f"config.json of {printable(name)}: {key} must be a whole number from 1 to {most:,}, not "
+                f"{shortened(repr(value))}"
+            )
     return config.model_type, changed

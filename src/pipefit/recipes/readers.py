@@ -36,7 +36,7 @@ from pipefit.texts import printable, shortened
 
 _SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 _MOST = 1 << 24  # samples, tokens, ranks
-_MOST_BYTES, _MOST_KEYS, _DEEPEST = 1 << 20, 10_000, 6
+_MOST_BYTES, _MOST_KEYS, _MOST_VALUES, _DEEPEST = 1 << 20, 10_000, 100_000, 6
 _ZERO: tuple[Sharding, ...] = ("none", "optimizer", "gradients", "parameters")  # by DeepSpeed's stage
 _OPTIMIZERS: dict[str, Literal["adamw", "adam", "sgd"]] = {
     **dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "torch.optim.adamw"), "adamw"),
@@ -189,11 +189,28 @@ def _parsed(file: str) -> object:
             return tomllib.loads(text.decode())
         yaml = _yaml()
         try:
-            return yaml.safe_load(text)
+            return _bounded(yaml.safe_load(text))
         except yaml.YAMLError as error:
             raise ValueError(" ".join(str(error).split())) from None
     except (ValueError, RecursionError) as error:
         raise FileError(f"{printable(file)} is not valid {kind[1:]}: {shortened(str(error))}") from None
+
+
+def _bounded(found: object) -> object:
+    """Return values of YAML, whose aliases may repeat them without bound.
+
+    Raises:
+        ValueError: they are more than 100,000.
+    """
+    pending, count = [found], 0
+    while pending:
+        one = pending.pop()
+        count += 1
+        if count > _MOST_VALUES:
+            raise ValueError(f"it has more than {_MOST_VALUES:,} values")
+        if isinstance(one, dict | list):
+            pending.extend(one.values() if isinstance(one, dict) else one)
+    return found
 
 
 def _yaml() -> Any:
@@ -308,8 +325,8 @@ def _named(keys: Keys, key: str, named: object) -> object:
     if not isinstance(named, str):
         raise UsageError(f"{keys.file}: {key} must name a file, not {shortened(repr(named))}")
     beside = Path(os.path.dirname(keys.file), named)
-    path = beside if beside.exists() else Path(named)
-    if not path.exists():
+    path = beside if os.path.exists(beside) else Path(named)
+    if not os.path.exists(path):
         raise UsageError(
             f"{keys.file} names the {key} file {printable(named)}, which is neither in its folder nor in the "
             "current one: run from the folder of the training"
