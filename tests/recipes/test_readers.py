@@ -11,6 +11,7 @@ import torch
 
 from pipefit.errors import FileError, UsageError
 from pipefit.recipes import Recipe, read
+from pipefit.recipes.answers import _changes
 from pipefit.recipes.checkpoints import _SHAPES, shape_of
 from pipefit.recipes.recipe import Adapters
 
@@ -220,6 +221,24 @@ def test_arguments_of_megatron_as_a_shell_script_writes_them(tmp_path: Path) -> 
     found = written(tmp_path, lines, "gpt.sh")
     assert fields(found, "samples", "sequences", "recompute") == (4, True, False)
     assert "--recompute-method block" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("t.toml", TITAN, "[training] global_batch_size = 8"),
+        ("gpt.args", MEGATRON.replace("--global-batch-size 32", ""), "--global-batch-size 16"),
+    ],
+)
+def test_smaller_microbatches_keep_the_samples_of_a_step(
+    tmp_path: Path, name: str, text: str, line: str
+) -> None:
+    """Also if the file leaves them to the trainer, which takes one microbatch a device."""
+    found = written(tmp_path, text, name)
+    for lines, other in _changes(found, 4):
+        assert (
+            (other.global_batch == found.samples * 4) == (other.samples != found.samples) == (line in lines)
+        )
 
 
 def test_megatron(tmp_path: Path) -> None:

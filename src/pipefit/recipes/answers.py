@@ -169,12 +169,14 @@ def _changes(recipe: Recipe, replicas: int) -> Iterator[tuple[tuple[str, ...], R
             numbers: dict[Change, int] = {}
             if samples != recipe.samples:
                 numbers["samples"] = samples
-            if (
-                samples != recipe.samples
-                and recipe.accumulation is not None
-                and "accumulation" in recipe.edits
-            ):
-                numbers["accumulation"] = recipe.accumulation * (recipe.samples // samples)
+                if recipe.accumulation is not None and "accumulation" in recipe.edits:
+                    numbers["accumulation"] = recipe.accumulation * (recipe.samples // samples)
+                elif (
+                    recipe.accumulation is None
+                    and recipe.global_batch is None
+                    and "global_batch" in recipe.edits
+                ):
+                    numbers["global_batch"] = recipe.samples * replicas  # its default follows `samples`
             if not chosen and not numbers:
                 continue
             edits = [(recipe.edits[change], numbers.get(change)) for change in (*chosen, *numbers)]

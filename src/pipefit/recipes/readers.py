@@ -566,6 +566,7 @@ def _torchtitan(keys: Keys, base: str | None, reread: Reread) -> Recipe:
         schedule="torchgpipe" if schedule == "gpipe" else "1f1b",
         edits={
             "samples": keys.edit(size),
+            "global_batch": keys.edit("training.global_batch_size"),
             "recompute": keys.edit("activation_checkpoint.mode", "full"),
             "offload": keys.edit("training.enable_cpu_offload", value=True),
         },
@@ -603,6 +604,7 @@ def _megatron(file: str, values: Mapping[str, Any]) -> Recipe:
     whole = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     edits: dict[Change, Edit] = {
         "samples": Edit("micro-batch-size", None, "--micro-batch-size {}"),
+        "global_batch": Edit("global-batch-size", None, "--global-batch-size {}"),
         "recompute": Edit("recompute-granularity", "full", whole),
         "offload": Edit("optimizer-cpu-offload", True, "--optimizer-cpu-offload"),
     }

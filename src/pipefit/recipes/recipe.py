@@ -10,7 +10,7 @@ from pipefit.schema.grids import Sharding
 from pipefit.schema.training import Precision
 
 Offload = Literal["none", "optimizer", "parameters"]  # parameters: these and the optimizer state
-Change = Literal["samples", "accumulation", "recompute", "shard", "offload"]
+Change = Literal["samples", "accumulation", "global_batch", "recompute", "shard", "offload"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
