@@ -27,8 +27,8 @@ OPENING = """# Against published measurements
 
 No GPU was at hand, but others have published what training took on theirs. `make published` turns rows
 of [`benchmarks/published/rows.csv`](../benchmarks/published/rows.csv), 847 measurements with their
-configuration and source, into a task, a cluster and the plan that was run, and prints what pipefit
-predicts beside what was measured ([JSON](../benchmarks/results/published.json)). Rows become plans by
+configuration and source, into a task, a cluster and the plan that was run, and prints pipefit's
+predictions next to the measurements ([JSON](../benchmarks/results/published.json)). Rows become plans by
 their columns alone, and no constant is tuned to a row. Where a source leaves a variant of its model open (a loss
 or an MLP, fused or not), the variant was chosen with its rows in view.
 
@@ -37,7 +37,7 @@ parallelism, Transformer Engine, FP8, 4-bit weights) or D (too little is said). 
 predicted. "By default" is what pipefit says of the plan; "with the framework's bytes" adds or
 subtracts those in which the framework's public code differs from pipefit's training:
 
-- **gradients in float32** beside half-precision parameters (Megatron, nanotron): 4 bytes a parameter
+- **gradients in float32** for half-precision parameters (Megatron, nanotron): 4 bytes a parameter
   from the start;
 - **the loss**: torch's makes three copies of the logits. Megatron's softmax is in float32, 2 bytes a token and
   word more than torch's in half precision; llm-foundry's fused loss makes two copies, so as many less;
@@ -62,7 +62,7 @@ LEARNED = """## What each source taught
   layers.
 - **Megatron-LM in CI, seconds.** Models of 12 small layers take 2.5 times the estimate: presumably launches of
   eager kernels from Python bind them, not the GPU. The constant of 5 us an operation is too small there.
-- **DeepLearningExamples.** Its fine-tuning script of BERT keeps float16 weights beside float32 masters (apex,
+- **DeepLearningExamples.** Its fine-tuning script of BERT keeps float16 weights and float32 masters (apex,
   level O2), where "AMP" reads like autocast, which keeps more. Its loader for pre-training (LDDL) makes batches of
   sequences of about equal length, up to the length that the row says: seconds of these rows are not compared.
 - **Lambda, seconds.** Transformers are near the estimate. ResNet-50 in half precision on the newest GPUs
@@ -72,7 +72,7 @@ LEARNED = """## What each source taught
   parameter, gathered as bfloat16, block by block), not autocast: under autocast all cast weights of a
   forward stay until the backward. Its loss is a fused kernel on half-precision logits by default.
 - **timm.** Vision transformers reach more of an RTX 3090's half-precision rate than the preset says.
-  Whether the next batch fits is decided by what the caching allocator reserves, not by tensors alone.
+  The caching allocator's reserved bytes, not tensors alone, decide whether the next batch fits.
 """
 
 
