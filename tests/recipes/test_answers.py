@@ -119,3 +119,16 @@ def test_the_command_says_whether_a_file_fits(file: Path, capsys: pytest.Capture
         "a configuration of axolotl" in " ".join(captured.out.split())
         and "nor does any change" in captured.err
     )
+
+
+@pytest.mark.parametrize(
+    "options", [["--set", "layers=2"], ["--precision", "bfloat16"], ["--microbatches", "2"]]
+)
+def test_options_that_a_file_decides_are_refused(
+    file: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Options of a model have no effect on a file, nor --base on a model."""
+    assert main(["fit", str(file), "--cluster", "emulated:2x1GiB", *options]) == 2
+    assert f"{options[0]} has no effect" in capsys.readouterr().err
+    assert main(["fit", "zoo:mlp", "--cluster", "emulated:2x1GiB", "--base", "gpt2"]) == 2
+    assert "--base needs another trainer's file" in capsys.readouterr().err

@@ -131,14 +131,20 @@ def command(
 
     check_output(output, cluster)
     check_output(plot, cluster, output)
+    if grow is not None or not Path(model).is_file():
+        _only_with({"--base": base}, "needs another trainer's file as MODEL, without --grow")
     if grow is None:
         given = {
             "--from": start, "--to": end, "--step": step, "--batch-size": batch_size,
             "--microbatch-size": microbatch_size, "--data": data, "--tensor": tensor, "--planner": planner,
             "--plot": plot, "--output": output, "--recompute": None if recompute == "never" else recompute,
         }  # fmt: skip
-        _only_with_grow(given)
+        _only_with(given, "needs --grow and the setting to grow, such as --grow layers")
         if ":" not in model and Path(model).is_file():
+            said = {"--set": settings or None, "--precision": precision, "--microbatches": microbatches}
+            _only_with(
+                {**said, "--target": target}, "has no effect on another trainer's file: change the file"
+            )
             _recipe(model, base, load_cluster(cluster), as_json=as_json, threads=threads)
             return
         _overview(
@@ -196,11 +202,11 @@ def command(
             on_stderr(f"saved to {path}")
 
 
-def _only_with_grow(given: Mapping[str, object]) -> None:
-    """Refuse options that have an effect only with --grow."""
+def _only_with(given: Mapping[str, object], need: str) -> None:
+    """Refuse given options; `need` says why."""
     for option, value in given.items():
         if value is not None:
-            raise UsageError(f"{option} needs --grow and the setting to grow, such as --grow layers")
+            raise UsageError(f"{option} {need}")
 
 
 def _overview(
