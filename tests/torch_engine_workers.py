@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import pipefit
 from pipefit.capture import Task
 from pipefit.schema.plan import Plan
+from pipefit.tensor_parallel.collectives import lent
 from pipefit.torch_engine.rank import EngineRank
 
 STEPS = 2
@@ -127,17 +127,10 @@ _all_reduce = dist.all_reduce
 
 
 def _reduced(tensor: Tensor, *, group: Any = None, async_op: bool = False) -> Any:
-    """Reduce a tensor, and return when gloo's thread has let go of it: torch records no frees of that thread."""
-    before = _holders(tensor)
-    _all_reduce(tensor, group=group)
-    while _holders(tensor) > before:
-        time.sleep(0.001)
+    """Reduce a tensor whose memory gloo's thread cannot hold on to: torch records no frees of that thread."""
+    with lent(tensor) as shared:
+        _all_reduce(shared[0], group=group)
     return mock.Mock()
-
-
-def _holders(tensor: Tensor) -> int:
-    """Return the number of references to a tensor's memory."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 @contextmanager
