@@ -33,7 +33,7 @@ from partitioners import Edges, Setting, outcome
 from pipefit.lowering.passes.recomputation import Recompute
 from pipefit.models import build
 from pipefit.planner import true_peaks
-from pipefit.planner.baselines.prediction import Predictor
+from pipefit.planner.baselines.mcap import Predictor
 from pipefit.profiler import profile
 from pipefit.profiler.training_runs.incremental import profile_incrementally
 from pipefit.profiler.training_runs.trimmed import profile_trimmed

@@ -21,7 +21,7 @@ from pipefit.capture.model import built, capture
 from pipefit.capture.sample import sample
 from pipefit.errors import PipefitError, UsageError
 from pipefit.profiler import profile
-from pipefit.profiler.survey import cost_key
+from pipefit.profiler.fake import cost_key
 from pipefit.runtime import Trainer, certify
 from pipefit.schema.decisions import Decision, SavedTensors, What
 from pipefit.schema.devices import parse_place

@@ -23,10 +23,8 @@ from pipefit.errors import PipefitWarning
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.measure import kernels as cache_module
 from pipefit.measure import kernels as kernels_module
-from pipefit.measure import machine
 from pipefit.measure.cpu import Meter
-from pipefit.measure.kernels import Cache, Kernels, key_of, text_of
-from pipefit.measure.machine import this_machine
+from pipefit.measure.kernels import Cache, Kernels, key_of, text_of, this_machine
 from pipefit.schema.layer_costs import Kernel, KernelMemory, Layout
 
 aten = torch.ops.aten
@@ -516,14 +514,14 @@ def test_the_machine_is_told_by_more_than_its_name() -> None:
     """A machine is identified by its name, the instruction sets that the environment allows, and the number
     of threads.
     """
-    machine._capability.cache_clear()
+    kernels_module._capability.cache_clear()
     before = this_machine(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("ATEN_CPU_CAPABILITY", raising=False)
         patch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
-        machine._capability.cache_clear()
+        kernels_module._capability.cache_clear()
         limited = this_machine(1)
-    machine._capability.cache_clear()
+    kernels_module._capability.cache_clear()
     assert limited.capability == f"{before.capability.split()[0]} ONEDNN_MAX_CPU_ISA=SSE41"
     assert (this_machine(1), this_machine(2).threads) == (before, 2)
     assert before.torch == torch.__version__

@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from operations import OPERATIONS, Run, embedding_bag
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.measure.cpu import Meter
-from pipefit.measure.kernels import Kernels
-from pipefit.measure.machine import threads_of
+from pipefit.measure.kernels import Kernels, threads_of
 from sampled import sampled
 
 

@@ -18,7 +18,7 @@ from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify, trainer
 from pipefit.runtime.engine.assembly import assemble
 from pipefit.runtime.engine.runner import DeviceRunner
-from pipefit.runtime.engine.site import Site
+from pipefit.runtime.engine.stage import Site
 from pipefit.schema.grids import Grid, Stage
 from pipefit.simulator import simulate
 from random_cases import Case, accounts

@@ -12,8 +12,8 @@ import torch
 from pipefit.errors import FileError, UsageError
 from pipefit.recipes import Recipe, read
 from pipefit.recipes.answers import _changes
-from pipefit.recipes.checkpoints import _SHAPES, shape_of
 from pipefit.recipes.recipe import Adapters
+from pipefit.recipes.shapes import _SHAPES, shape_of
 
 AXOLOTL = """
 base_model: NousResearch/Llama-3.2-1B

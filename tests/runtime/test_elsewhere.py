@@ -18,7 +18,7 @@ import torch
 from pipefit.cli import main
 from pipefit.errors import PipefitWarning
 from pipefit.measure import kernels
-from pipefit.measure.machine import threads_of
+from pipefit.measure.kernels import threads_of
 from pipefit.models import build
 from pipefit.planner import plan as make_plan
 from pipefit.profiler import profile

@@ -18,7 +18,7 @@ from endless_training import batches_of
 from pipefit.lowering import ENDLESS, distinct_steps
 from pipefit.lowering.asynchronous import period
 from pipefit.runtime import Trainer, certify, train
-from pipefit.runtime.dry_run import rehearsal
+from pipefit.runtime.dry_run import certify as dry_run
 from pipefit.schema.grids import SHARDINGS
 from pipefit.schema.plan import Plan
 from replay import replayed
@@ -159,13 +159,13 @@ def test_replicas_that_do_the_same_are_run_dry_once(schedule: str, monkeypatch: 
     """If all stages have the same number of replicas, the first ones are run dry for all, with equal samples."""
     plan = grid_plan(profiled("dropped"), [0, 4, 6], [(2, 1), (2, 1)], schedule=schedule, microbatches=3)
     task, ran = divided("dropped", optimizer=MOMENTUM), list[int]()
-    assembled = rehearsal.assemble
+    assembled = dry_run.assemble
 
     def counted(site: Any, number: int, **how: Any) -> Any:
         ran.append(number)
         return assembled(site, number, **how)
 
-    monkeypatch.setattr(rehearsal, "assemble", counted)
+    monkeypatch.setattr(dry_run, "assemble", counted)
     folded = certify(task, plan)
     assert ran == [0, 2]
     assert samples(folded) == samples(certify(task, plan, fold=False))

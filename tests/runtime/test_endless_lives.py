@@ -15,7 +15,7 @@ from pipefit.errors import UsageError
 from pipefit.lowering import ENDLESS, step_programs
 from pipefit.memory.cuda_allocator import AllocatorSettings
 from pipefit.runtime import certify
-from pipefit.runtime.dry_run import rehearsal
+from pipefit.runtime.dry_run import certify as dry_run
 from pipefit.runtime.dry_run.asynchronous import EndlessLives, Label, LabelledAction, fewer, labels
 from pipefit.schema.actions import Action, Kind
 from pipefit.schema.plan import Plan
@@ -56,8 +56,8 @@ def random_plan(found: ModelProfile, schedule: str, rng: Random) -> Plan:
 
 def told(plan: Plan, **options: Any) -> tuple[Trace, bool]:
     """Return a dry run with the allocator, and whether it had to run all microbatches."""
-    whole = rehearsal.Rehearsal._whole
-    with mock.patch.object(rehearsal.Rehearsal, "_whole", autospec=True, side_effect=whole) as again:
+    whole = dry_run.Rehearsal._whole
+    with mock.patch.object(dry_run.Rehearsal, "_whole", autospec=True, side_effect=whole) as again:
         return certify(wide(), plan, allocator=DEFAULT, **options), again.called
 
 

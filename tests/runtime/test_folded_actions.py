@@ -25,8 +25,8 @@ from pipefit.planner.driver import solved
 from pipefit.planner.lean import ALL_AWAY, at_hosts
 from pipefit.profiler import profile
 from pipefit.runtime import certify
+from pipefit.runtime.dry_run.certify import Rehearsal
 from pipefit.runtime.dry_run.layers import Shortened
-from pipefit.runtime.dry_run.rehearsal import Rehearsal
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import SHARDINGS, Grid, Sharding, Stage
 from pipefit.schema.json_io import load_cluster

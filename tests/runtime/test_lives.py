@@ -22,7 +22,7 @@ from pipefit.memory.cuda_allocator import AllocatorSettings
 from pipefit.profiler import profile
 from pipefit.runtime import certify
 from pipefit.runtime.dry_run import certify as dry_run
-from pipefit.runtime.dry_run import rehearsal, reserved
+from pipefit.runtime.dry_run import reserved
 from pipefit.runtime.dry_run.lives import LivesMeter
 from pipefit.runtime.dry_run.microbatches import Folding
 from pipefit.runtime.dry_run.reserved import LivesOf
@@ -156,7 +156,7 @@ def test_folded_microbatches_reserve_what_all_do(found: ModelProfile, seed: int)
     and recomputation, without a second run.
     """
     plan = on_gpus(random_plan(found, Random(seed), microbatches=5))
-    with mock.patch.object(rehearsal.Rehearsal, "_whole") as again:
+    with mock.patch.object(dry_run.Rehearsal, "_whole") as again:
         folded = certify(wide(), plan, steps=3, allocator=DEFAULT)
     assert not again.called
     assert folded == certify(wide(), plan, steps=3, allocator=DEFAULT, fold=False)
@@ -183,9 +183,7 @@ def test_one_dry_run_tells_of_several_allocators(found: ModelProfile) -> None:
     """
     plan = on_gpus(random_plan(found, Random(1), microbatches=5))
     settings = [DEFAULT, AllocatorSettings(expandable=True)]
-    with mock.patch.object(
-        rehearsal.Rehearsal, "run", autospec=True, side_effect=rehearsal.Rehearsal.run
-    ) as run:
+    with mock.patch.object(dry_run.Rehearsal, "run", autospec=True, side_effect=dry_run.Rehearsal.run) as run:
         both = dry_run.certify_each(wide(), plan, settings)
     assert run.call_count == 1
     assert both == [certify(wide(), plan, allocator=one) for one in settings]
@@ -248,7 +246,7 @@ def test_a_repetition_that_cannot_be_is_noticed(found: ModelProfile, in_run: Any
 def test_microbatches_that_differ_are_all_run(found: ModelProfile) -> None:
     """A dry run with a wrong repetition is run again with every microbatch."""
     plan = plan_of(wide(), [6], size=700, microbatches=3, profiled=found)
-    whole, original = rehearsal.Rehearsal._whole, LivesOf.step
+    whole, original = dry_run.Rehearsal._whole, LivesOf.step
 
     def doubtful(self: LivesOf, *args: Any) -> None:
         original(self, *args)
@@ -256,7 +254,7 @@ def test_microbatches_that_differ_are_all_run(found: ModelProfile) -> None:
 
     with (
         mock.patch.object(LivesOf, "step", doubtful),
-        mock.patch.object(rehearsal.Rehearsal, "_whole", autospec=True) as run,
+        mock.patch.object(dry_run.Rehearsal, "_whole", autospec=True) as run,
     ):
         run.side_effect = whole
         trace = certify(wide(), plan, allocator=DEFAULT)

@@ -37,7 +37,8 @@ from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
-from pipefit.tensor_parallel import forms, lockstep
+from pipefit.tensor_parallel import comparison as lockstep
+from pipefit.tensor_parallel import forms
 
 WIDTH, MICROBATCHES = 8, 3
 Break = Callable[[pytest.MonkeyPatch], None]

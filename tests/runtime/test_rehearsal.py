@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pipefit.runtime.dry_run.rehearsal import Rehearsed
+from pipefit.runtime.dry_run.certify import Rehearsed
 from pipefit.schema.layer_costs import Kernel
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has forks of this kind")
@@ -22,7 +22,8 @@ from pipefit.memory.cuda_allocator import AllocatorSettings
 from pipefit.processes import beside, forking
 from pipefit.profiler import profile
 from pipefit.runtime import certify
-from pipefit.runtime.dry_run import rehearsal
+from pipefit.runtime.dry_run import certify as dry_run
+from pipefit.runtime.dry_run import reserved
 from tiny import plan_of
 from wide import on_gpus, wide
 
@@ -36,7 +37,7 @@ def answer(plan, how, cores):
     with (
         how,
         mock.patch("os.sched_getaffinity", lambda _: set(range(cores))),
-        mock.patch.object(rehearsal, "assemble", wraps=rehearsal.assemble) as run,
+        mock.patch.object(dry_run, "assemble", wraps=dry_run.assemble) as run,
     ):
         return certify(wide(), plan, allocator=AllocatorSettings()), run.call_count
 

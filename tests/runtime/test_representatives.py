@@ -17,7 +17,8 @@ from pipefit.lowering import step_programs
 from pipefit.memory.cuda_allocator import AllocatorSettings
 from pipefit.profiler import profile
 from pipefit.runtime import certify
-from pipefit.runtime.dry_run import rehearsal, reserved
+from pipefit.runtime.dry_run import certify as dry_run
+from pipefit.runtime.dry_run import reserved
 from pipefit.runtime.dry_run.devices import Ownership, kin, owned_layers
 from pipefit.runtime.dry_run.lives import LifeEvent
 from pipefit.schema.actions import Action
@@ -57,8 +58,8 @@ def tied() -> ModelProfile:
 def run_devices(task: Any, plan: Plan, **options: Any) -> tuple[Trace, int]:
     """Return a folded dry run, without fallback, and the number of devices that it has run."""
     with (
-        mock.patch.object(rehearsal.Rehearsal, "_whole", side_effect=AssertionError("made again")),
-        mock.patch.object(rehearsal, "assemble", wraps=rehearsal.assemble) as assembled,
+        mock.patch.object(dry_run.Rehearsal, "_whole", side_effect=AssertionError("made again")),
+        mock.patch.object(dry_run, "assemble", wraps=dry_run.assemble) as assembled,
     ):
         trace = certify(task, plan, **options)
     return trace, assembled.call_count

@@ -20,9 +20,8 @@ from pipefit.runtime import Trainer, train
 from pipefit.runtime.checkpoint.saver import SaveReport
 from pipefit.runtime.checkpoint.saving import Saving
 from pipefit.runtime.launch import launch
-from pipefit.runtime.launch.orders import Orders
 from pipefit.runtime.launch.processes import forks, start
-from pipefit.runtime.launch.worker import SAVES_TOGETHER, SAVING, Heartbeat
+from pipefit.runtime.launch.worker import SAVES_TOGETHER, SAVING, Heartbeat, Orders
 from resuming import (
     SEED,
     crowded,

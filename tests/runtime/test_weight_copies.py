@@ -33,7 +33,7 @@ from pipefit.schema.trace import Category
 from pipefit.schema.training import Training
 from pipefit.simulator import simulate
 from pipefit.simulator.simulation import contents
-from pipefit.tensor_parallel.lockstep import Turn, pause
+from pipefit.tensor_parallel.comparison import Turn, pause
 from sampled import sampled
 from slices import sliced_plan
 from step_peaks import step_peaks

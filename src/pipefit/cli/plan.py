@@ -160,7 +160,7 @@ def command(
     from pipefit.cli.output import check_output, deliver, told
     from pipefit.cli.progress import progress
     from pipefit.report.plan import describe_plan
-    from pipefit.report.torch_engine import describe_engine
+    from pipefit.report.traces import describe_engine
     from pipefit.simulator import simulate
 
     check_output(output, profile, cluster)

@@ -29,8 +29,7 @@ def command(
     from pipefit.cli.output import check_output, deliver, used
     from pipefit.cli.progress import progress
     from pipefit.report.plan import holds_for
-    from pipefit.report.torch_engine import describe_engine
-    from pipefit.report.traces import describe_trace
+    from pipefit.report.traces import describe_engine, describe_trace
     from pipefit.schema.json_io import load
     from pipefit.schema.plan import Plan
     from pipefit.simulator import simulate

@@ -18,9 +18,8 @@ from pipefit.planner.baselines.alpa import alpa
 from pipefit.planner.baselines.bisection import bisection
 from pipefit.planner.baselines.capture import capture
 from pipefit.planner.baselines.exhaustive import exhaustive
-from pipefit.planner.baselines.mcap import additive, bayesian, mcap_bf, mcap_bo
+from pipefit.planner.baselines.mcap import additive, bayesian, best_split, mcap_bf, mcap_bo, true_peaks
 from pipefit.planner.baselines.mpress import mpress
-from pipefit.planner.baselines.prediction import best_split, true_peaks
 from pipefit.planner.baselines.simple import first_last, parameters, time, uniform
 from pipefit.planner.bounds import step_bound
 from pipefit.planner.closed_forms.ranges import Ranges

@@ -26,9 +26,8 @@ from types import MappingProxyType
 from typing import Any, Literal, cast
 
 from pipefit.errors import FileError, UsageError
-from pipefit.recipes.checkpoints import shape_of
 from pipefit.recipes.recipe import Adapters, Change, Edit, Offload, Recipe
-from pipefit.recipes.shapes import arguments, megatron
+from pipefit.recipes.shapes import arguments, megatron, shape_of
 from pipefit.schema.file_access import content
 from pipefit.schema.grids import Sharding
 from pipefit.schema.training import Precision

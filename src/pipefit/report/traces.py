@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipefit.errors import UsageError
+from pipefit.memory import most_receive_buffers, receive_buffers
 from pipefit.schema.json_io import CompareAnswer
-from pipefit.schema.plan import TIGHT, fullness
+from pipefit.schema.plan import TIGHT, Plan, fullness
 from pipefit.schema.trace import CATEGORIES, AllocatorPeaks, DeviceTrace, Trace
+from pipefit.simulator import Simulation
 from pipefit.tables import Block, Table
 from pipefit.texts import counted
 from pipefit.units import format_bytes, format_seconds
@@ -260,3 +262,24 @@ def _shortage(trace: Trace) -> Iterator[str]:
 
 def _times(count: int, nbytes: int) -> str:
     return f"{count} x {format_bytes(nbytes)}" if count and nbytes else "-"
+
+
+def describe_engine(plan: Plan, trace: Trace) -> Iterator[Block]:
+    """Yield a table with a row for each device, and the sentence about receive buffers.
+
+    `trace` is that of the plan's simulation on torch's engine. The other tensors are the batch, outputs until
+    their backward, sent tensors until the engine drops them, and losses, as far as they raise the peak.
+    """
+    own, buffers = Simulation(plan).peak_bytes, receive_buffers(plan)
+    rows = []
+    for device in plan.workers:
+        peak = trace.devices[device].peak_bytes
+        more = peak - own[device]
+        others = max(0, more - buffers[device])
+        rows.append((str(device), *map(format_bytes, (own[device], peak, buffers[device], others))))
+    yield "on torch's engine"
+    yield Table(
+        ("device", "pipefit's peak", "peak here", "receive buffers", "others at the peak"), tuple(rows)
+    )
+    if sentence := most_receive_buffers(plan):
+        yield sentence

@@ -33,7 +33,7 @@ from pipefit.runtime.engine.flight import (
 from pipefit.runtime.engine.in_turn import NoPeers, run_in_turn
 from pipefit.runtime.engine.passes import seed_layer, seed_update
 from pipefit.runtime.engine.replicas import RankShards, Source, StageSources, Wanted, trained_sources
-from pipefit.runtime.engine.site import Site
+from pipefit.runtime.engine.stage import Site
 from pipefit.runtime.engine.tensor_groups import Together
 from pipefit.runtime.hardware import Hardware, check_backwards, free_bytes, moment, named, ran_out
 from pipefit.runtime.initial_weights import start_of

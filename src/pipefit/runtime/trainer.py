@@ -60,8 +60,7 @@ from pipefit.runtime.engine.batches import Cut, Programs
 from pipefit.runtime.engine.execution import Execution, Result
 from pipefit.runtime.engine.replicas import trained_sources
 from pipefit.runtime.engine.runner import DeviceRunner
-from pipefit.runtime.engine.site import Site
-from pipefit.runtime.engine.stage import StageRunner
+from pipefit.runtime.engine.stage import Site, StageRunner
 from pipefit.runtime.hardware import Hardware, check_backwards
 from pipefit.runtime.initial_weights import OnWeights, start_of
 from pipefit.runtime.offload.lending import lending_trace

@@ -8,16 +8,17 @@ Parallelism", 2019; forms of values after Lepikhin et al., "GShard", 2020, and X
 
 from pipefit.schema.profile import Shares
 from pipefit.tensor_parallel.collectives import Alone, Collectives, Loan, ProcessGroupCollectives
-from pipefit.tensor_parallel.comparison import LONGEST_SECONDS, compare_blocks
-from pipefit.tensor_parallel.forms import DimSplit, TensorShard, assembled, assembled_state
-from pipefit.tensor_parallel.lockstep import (
+from pipefit.tensor_parallel.comparison import (
+    LONGEST_SECONDS,
     LockstepCollectives,
     Meeting,
     Turn,
     at_each_turn,
+    compare_blocks,
     in_lockstep,
     pause,
 )
+from pipefit.tensor_parallel.forms import DimSplit, TensorShard, assembled, assembled_state
 from pipefit.tensor_parallel.search import Prices
 from pipefit.tensor_parallel.stage import (
     RankLoss,

@@ -25,8 +25,7 @@ from pipefit.schema.profile import Target
 from pipefit.schema.trace import Category, DeviceTrace, MemorySample, Trace
 from pipefit.schema.validation import instance
 from pipefit.torch_engine.rank import EngineRank, Groups
-from pipefit.torch_engine.recording import Record
-from pipefit.torch_engine.training import local_batches
+from pipefit.torch_engine.training import Record, local_batches
 from pipefit.torch_internals.patches import always_stepping
 from pipefit.torch_internals.pipelining import alone
 

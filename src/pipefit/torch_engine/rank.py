@@ -10,9 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.optim import Optimizer
 
 from pipefit.capture import ChainLayer, Task, Values, constants
+from pipefit.lowering import computes, drops_early, schedule_named
 from pipefit.memory import ReplicaShare
 from pipefit.own_loop import HostTensors
 from pipefit.runtime import (
@@ -29,10 +31,16 @@ from pipefit.runtime import (
     seed_update,
     unmark,
 )
+from pipefit.schema.actions import Kind
 from pipefit.schema.plan import Plan
-from pipefit.torch_engine.order import schedule_of
 from pipefit.torch_engine.stages import Draws, Loss, StageModule, pipeline_stage
-from pipefit.torch_internals.pipelining import agree_in_advance, run_microbatches
+from pipefit.torch_internals.pipelining import (
+    PipelineSchedule,
+    agree_in_advance,
+    place_stages,
+    run_microbatches,
+    schedule_of_actions,
+)
 
 # ---- Process groups
 
@@ -348,3 +356,33 @@ def _sum(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, *, some_a
 
 def _no_loss(outputs: Values, targets: Values) -> Tensor:
     raise AssertionError("only the last stage has a loss")
+
+
+_KINDS = {Kind.FORWARD: "F", Kind.BACKWARD: "B"}
+
+
+def schedule_of(
+    plan: Plan,
+    stages: list[PipelineStage],
+    loss: Callable[[Any, Any], Any],
+    group_rank: Callable[[int], int],
+) -> PipelineSchedule:
+    """Return the schedule of one rank, with its `stages`.
+
+    torch's own classes run the orders that they have; any other order runs as a list of actions. `group_rank`
+    maps a rank of the plan to its rank in the stages' group.
+    """
+    microbatches = plan.training.microbatches
+    ranks = {group_rank(rank): numbers for rank, numbers in enumerate(plan.ranks)}
+    place_stages(stages, {stage: rank for rank, numbers in ranks.items() for stage in numbers})
+    if len(plan.ranks) == len(plan.stages):
+        if plan.training.schedule == "gpipe":
+            return ScheduleGPipe(stages[0], microbatches, loss_fn=loss, scale_grads=False)
+        if drops_early(plan):
+            return Schedule1F1B(stages[0], microbatches, loss_fn=loss, scale_grads=False)
+    orders = computes(plan, schedule_named(plan.training.schedule), microbatches)
+    cells = {
+        group_rank(rank): [(a.stage, _KINDS[a.kind], a.microbatch) for a in order if a.microbatch is not None]
+        for rank, order in enumerate(orders)
+    }
+    return schedule_of_actions(stages, microbatches, loss, cells)

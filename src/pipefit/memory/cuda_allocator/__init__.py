@@ -11,11 +11,12 @@ from pipefit.memory.cuda_allocator.caching import (
     BlockState,
     CachingAllocator,
     Figures,
+    Replay,
     SegmentPart,
     SegmentState,
     describe,
+    replay,
 )
-from pipefit.memory.cuda_allocator.history import Replay, replay
 from pipefit.memory.cuda_allocator.settings import ENVIRONMENT, AllocatorSettings
 
 __all__ = [

@@ -57,8 +57,7 @@ from pipefit.runtime.engine.batches import Programs
 from pipefit.runtime.engine.execution import Execution
 from pipefit.runtime.engine.replicas import Held, trained_sources
 from pipefit.runtime.engine.runner import DeviceRunner
-from pipefit.runtime.engine.site import Site
-from pipefit.runtime.engine.stage import StageRunner
+from pipefit.runtime.engine.stage import Site, StageRunner
 from pipefit.runtime.engine.tensor_groups import Together
 from pipefit.runtime.hardware import Hardware
 from pipefit.runtime.offload.lending import Lending

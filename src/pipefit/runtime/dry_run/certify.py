@@ -7,27 +7,46 @@ bytes. Its peaks are, to the byte, those of real training, for any model that fa
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 
-from pipefit.capture import READINGS, Task, left_as_found, recording
+from pipefit.capture import READINGS, Chain, Sample, Task, left_as_found, recording
 from pipefit.capture.sample import sample
 from pipefit.errors import PipefitWarning, UsageError
-from pipefit.fake_cuda.apart import apart
-from pipefit.fake_cuda.chain import Chains
+from pipefit.fake_cuda.apart import apart, run_a_backward
+from pipefit.fake_cuda.chain import Chains, chain_again
 from pipefit.fake_cuda.target import FakeTarget
-from pipefit.lowering import distinct_steps, step_programs, whole_run
+from pipefit.lowering import distinct_steps, is_endless, step_programs, whole_run
 from pipefit.measure import Kernels
 from pipefit.memory import AllocatorSettings
-from pipefit.runtime.checks.plan_check import CERTIFIED, warn_elsewhere
-from pipefit.runtime.dry_run.rehearsal import Rehearsal, Rehearsed
-from pipefit.runtime.offload.lending import Lending
-from pipefit.schema.layer_costs import KernelMemory
+from pipefit.processes import beside, forks_left
+from pipefit.runtime.checks.plan_check import CERTIFIED, check_model, warn_elsewhere
+from pipefit.runtime.comm.transport import InProcess
+from pipefit.runtime.dry_run.asynchronous import Effects, EndlessLives, fewer, labels, turns
+from pipefit.runtime.dry_run.devices import Account, Company, Kin, casts, kin, unlike_layers
+from pipefit.runtime.dry_run.layers import RepeatedMeter, Shortened
+from pipefit.runtime.dry_run.lives import LivesMeter, OwningMeter
+from pipefit.runtime.dry_run.microbatches import Folding, Unfolding, shortened
+from pipefit.runtime.dry_run.reserved import Allocators, LivesOf, overheads
+from pipefit.runtime.engine.assembly import assemble
+from pipefit.runtime.engine.in_turn import NoPeers, run_in_turn
+from pipefit.runtime.engine.replicas import RankShards, Source, StageSources, Wanted, check_as_profiled
+from pipefit.runtime.engine.runner import DeviceRunner, Microbatch
+from pipefit.runtime.engine.stage import Site
+from pipefit.runtime.engine.tensor_groups import without_peers
+from pipefit.runtime.offload.lending import Lending, lending_trace
+from pipefit.schema.actions import Action
+from pipefit.schema.layer_costs import Kernel, KernelMemory
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Target
-from pipefit.schema.trace import MOST_STEPS, Trace
+from pipefit.schema.program import Program
+from pipefit.schema.trace import MOST_STEPS, AllocatorPeaks, DeviceTrace, MemorySample, Trace
 from pipefit.schema.validation import instance, whole
+from pipefit.tensor_parallel import ShardedChain, shard_chain
 
 
 def certify(
@@ -126,3 +145,298 @@ def _traces(
     if gap := KernelMemory(kernels=tuple(dict.fromkeys(assumed))).gap:
         warnings.warn(gap, PipefitWarning, stacklevel=3)
     return [dry.trace(ran, number) for number in range(max(len(allocators), 1))]
+
+
+class Rehearsed(NamedTuple):
+    """Results of a dry run for some devices: their memory samples, and the peaks of each of the allocators.
+
+    `assumed` are operations with assumptions about their memory. The last field is False if representative
+    layers or microbatches turned out to differ from the represented ones.
+    """
+
+    samples: dict[int, list[MemorySample]]
+    peaks: dict[int, list[AllocatorPeaks]]
+    assumed: tuple[Kernel, ...] = ()
+    alike: bool = True
+
+    @staticmethod
+    def together(parts: Sequence[Rehearsed]) -> Rehearsed:
+        """Join the results of all devices, which are distributed over the parts."""
+        samples = {device: result for part in parts for device, result in part.samples.items()}
+        peaks = {device: result for part in parts for device, result in part.peaks.items()}
+        assumed = dict.fromkeys(kernel for part in parts for kernel in part.assumed)
+        return Rehearsed(samples, peaks, tuple(assumed), all(part.alike for part in parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """A dry run of some steps of a plan, optionally with bytes that these `allocators` reserve."""
+
+    task: Task
+    plan: Plan
+    programs: tuple[Program, ...]  # of the first steps; the last one repeats
+    lending: Lending
+    like: Sample
+    steps: int
+    kernels: Kernels | None
+    allocators: tuple[AllocatorSettings, ...]
+    chains: Chains
+    traced: dict[int, Chain] = field(default_factory=dict)  # by samples; their layers are only copied
+
+    def run(self, fake: FakeTarget, *, fold: bool) -> Rehearsed:
+        """Run all steps; with `fold`, only representative layers and microbatches."""
+        if not fold:
+            return self._whole(fake)
+        if is_endless(self.plan):
+            ran = self._beside_each_other(fake, partial(self._endless, fake, self._everything(fake)))
+        else:
+            short, folding = self._shortened(fake), Folding.of(self.programs[0])
+            ran = self._beside_each_other(fake, partial(self._run, fake, short, folding))
+            if not ran.alike and short.repeats:
+                # Layers that seemed equal may differ; the chain is made again because its layers were trained.
+                run = partial(self._run, fake, self._everything(fake), folding)
+                ran = self._beside_each_other(fake, run)
+        return ran if ran.alike else self._whole(fake)
+
+    def trace(self, ran: Rehearsed, number: int) -> Trace:
+        """Return the trace of all devices, with the peaks of the allocator of this number if there is one."""
+        devices = list[DeviceTrace]()
+        for device in range(len(self.plan.cluster.devices)):
+            result = lending_trace(self.plan, device, self.lending.arenas)
+            if device in ran.samples:
+                peaks = ran.peaks[device][number] if self.allocators else None
+                result = replace(result, memory=tuple(ran.samples[device]), allocator=peaks)
+            devices.append(result)
+        return Trace(
+            source="dry run", steps=self.steps, devices=tuple(devices), step_seconds=(0.0,) * self.steps
+        )
+
+    def _beside_each_other(self, fake: FakeTarget, run: Callable[[Sequence[Kin]], Rehearsed]) -> Rehearsed:
+        """Apply `run` to all kin in parallel processes, one per free core.
+
+        Representatives do not exchange tensors. Kin with the most layers are assigned first. If kernels are
+        measured, this process runs all of them: a fork lacks the threads of the kernels.
+        """
+        every, processes = self._kin, forks_left() if self.kernels is None else 0
+        if processes < 2:
+            return run(every)
+        for samples in {self.plan.measured(stage).microbatch_size for stage in range(len(self.plan.stages))}:
+            self._chain(fake, samples)  # so that no other process traces the model
+        parts: list[list[Kin]] = [[] for _ in range(min(processes, len(every)))]
+        layers = dict.fromkeys(range(len(parts)), 0)
+        for devices in sorted(every, key=self._layers_of, reverse=True):
+            least = min(layers, key=lambda part: layers[part])
+            parts[least].append(devices)
+            layers[least] += self._layers_of(devices)
+        begun = [beside(partial(run, part), check=run_a_backward) for part in parts]
+        return Rehearsed.together([result() for (result,) in begun])
+
+    def _layers_of(self, devices: Kin) -> int:
+        """Return the number of layers on each of these kin."""
+        stages = [self.plan.stages[number] for number in self.plan.stages_of(devices[0])]
+        return sum(stage.stop - stage.start for stage in stages)
+
+    def _whole(self, fake: FakeTarget) -> Rehearsed:
+        return self._run(fake, self._everything(fake), Folding.none(self.programs), None)
+
+    def _everything(self, fake: FakeTarget) -> Shortened:
+        return Shortened.none(self.plan, self.programs[-1], self._chain(fake))
+
+    def _endless(self, fake: FakeTarget, short: Shortened, together: Sequence[Kin]) -> Rehearsed:
+        """Run representatives of these kin under an asynchronous schedule, with representative
+        microbatches.
+        """
+        last = len(self.programs) - 1
+        wanted = [self.programs[min(step, last)] for step in range(self.steps)]
+        executed = fewer(self.plan, wanted, again=bool(self.allocators))
+        runners, company = self._company(fake, short, together)
+        effects = {account: Effects(account.rest) for account in company.devices_of}
+        lives = {account: EndlessLives() for account in company.devices_of if self.allocators}
+        for program, known in zip(executed, labels(self.plan, executed), strict=True):
+            run_in_turn(runners, *self._data(fake, short, program.microbatches), program=program)
+            company.learn(program)
+            for account, devices in company.devices_of.items():
+                effects[account].learn(known[devices[0]], account.changes)
+                if self.allocators:
+                    lives[account].learn(known[devices[0]], account.before, account.lives)
+        samples = company.no_samples
+        of_steps = labels(self.plan, wanted)
+        for step, (program, known) in enumerate(zip(wanted, of_steps, strict=True)):
+            for account, (first, *others) in company.devices_of.items():
+                result = list(effects[account].samples(step, program.actions[first], known[first]))
+                samples[first] += result
+                for other in others:
+                    samples[other] += _named(result, program.actions[other])
+        for account, own in lives.items():
+            of_device = [known[company.devices_of[account][0]] for known in of_steps]
+            own.unfold(of_device, turns(self.plan, of_device))
+        return self._told(fake, samples, company, lives)
+
+    def _shortened(self, fake: FakeTarget) -> Shortened:
+        """Return the plan without layers that others stand for."""
+        (program,) = self.programs
+        few = shortened(program, Folding.of(program).first)
+        unlike = unlike_layers(self.plan, program, self._kin)
+        return Shortened.of(self.task, self.plan, few, self._chain(fake), unlike)
+
+    @property
+    def _kin(self) -> list[Kin]:
+        return kin(self.plan, self.programs, self.lending.arenas)
+
+    def _chain(self, fake: FakeTarget, samples: int | None = None) -> Chain:
+        """Return a chain of the model for `samples`, with separate tensors.
+
+        Default of `samples`: those of the first stage. A model is traced only once for each number of
+        samples.
+        """
+        samples = self._samples if samples is None else samples
+        if samples not in self.traced:
+            result = self.chains.of(samples, fake)
+            check_model(self.plan, self.task, result, samples)
+            if not result.traced:
+                return result
+            self.traced[samples] = result
+        return chain_again(self.traced[samples], fake)
+
+    @property
+    def _samples(self) -> int:
+        """Samples of a microbatch that the first stage computes."""
+        return self.plan.measured(0).microbatch_size
+
+    def _run(
+        self, fake: FakeTarget, short: Shortened, folding: Folding, together: Sequence[Kin] | None
+    ) -> Rehearsed:
+        """Run every step of a shortened plan on representatives of these kin, with folded microbatches.
+
+        Without kin, run all devices, which exchange tensors.
+        """
+        runners, company = self._company(fake, short, together)
+        data, wanted = self._data(fake, short, self.plan.training.microbatches)
+        unfoldings = {
+            account: Unfolding(folding, account.rest, account.stand) for account in company.devices_of
+        }
+        lives = {account: LivesOf(folding) for account in company.devices_of if self.allocators}
+        samples = company.no_samples
+        for step in range(self.steps):
+            few = folding.later if step else folding.first
+            program = self.programs[min(step, len(self.programs) - 1)]
+            executed = program if program.endless else short.program  # asynchronous steps are whole
+            run_in_turn(runners, data, wanted, program=shortened(executed, few))
+            company.learn(shortened(program, few))
+            for account, (first, *others) in company.devices_of.items():
+                result = list(unfoldings[account].step(step, program.actions[first], account.changes))
+                samples[first] += result
+                for other in others:
+                    samples[other] += _named(result, program.actions[other])
+                if self.allocators:
+                    lives[account].step(step, program.actions[first], (account.before, account.lives))
+        alike = all(unfolding.alike for unfolding in unfoldings.values())
+        ran = self._told(fake, samples, company, lives)
+        return ran._replace(alike=ran.alike and alike)
+
+    def _told(
+        self,
+        fake: FakeTarget,
+        samples: dict[int, list[MemorySample]],
+        company: Company,
+        lives: Mapping[Account, LivesOf | EndlessLives],
+    ) -> Rehearsed:
+        """Return the results of a company's devices: their samples, and allocator peaks from their lives."""
+        alike = company.alike and all(own.consistent for own in lives.values())
+        held = Allocators(self.plan, self.programs[-1], self.lending.arenas, self.allocators)
+        of_devices = {device: own for account, own in lives.items() for device in company.devices_of[account]}
+        peaks = {
+            device: held.peaks(
+                device, of_devices[device].events, max(one.total_bytes for one in samples[device])
+            )
+            for device in (sorted(of_devices) if alike else ())
+        }
+        return Rehearsed(samples, peaks, fake.unknown.kernels, alike)
+
+    def _data(
+        self, fake: FakeTarget, short: Shortened, microbatches: int
+    ) -> tuple[list[Microbatch], list[Microbatch]]:
+        """Return fake inputs and targets of this number of microbatches."""
+        inputs, targets = self.like
+        given = [fake.fake(tensor) for tensor in short.chain.flatten(inputs)]
+        wanted = [fake.fake(tensor) for tensor in short.chain.flatten_targets(targets)]
+        return [given] * microbatches, [wanted] * microbatches
+
+    def _company(
+        self, fake: FakeTarget, short: Shortened, together: Sequence[Kin] | None
+    ) -> tuple[list[DeviceRunner], Company]:
+        """Return the runners of representatives of these kin, or of all devices, and the accounts of all.
+
+        All devices exchange tensors; representatives run without their peers.
+        """
+        every = list(
+            casts(short, [(device,) for device in self.plan.workers] if together is None else together)
+        )
+        site = Site(
+            task=self.task,
+            sources=self._sources(fake, short),
+            plan=short.plan,
+            program=short.program,
+            transport=InProcess() if together is None else NoPeers(),
+            clock=lambda: 0.0,
+            seed=0,
+            absent=short.absent,
+            lending=self.lending,
+            shares={place: share for cast in every for place, share in cast.shares(short)},
+        )
+        runners, meters = [], dict[int, RepeatedMeter]()
+        for cast in every:
+            for device in cast.run:
+                owning = cast.is_put_together or bool(self.allocators and short.repeats)
+                meter = meters[device] = self._meter(fake, short, device, owning=owning)
+                runner = assemble(site, device, device=fake.device, meter=meter)
+                for stage in runner.stages.values():
+                    meter.own_layers(stage, short.copies[stage.start : stage.stop])
+                runners.append(runner)
+        return runners, Company(every, meters, short)
+
+    def _sources(self, fake: FakeTarget, short: Shortened) -> StageSources:
+        """Return the chains of the stages; peers of tensor-parallel ranks are absent.
+
+        A model is traced once for each number of samples, and every replica has a copy.
+        """
+
+        @cache
+        def divided(samples: int, ranks: int, sequences: bool) -> ShardedChain:
+            chain, (inputs, targets) = self._chain(fake, samples), sample(self.task, samples)
+            given, wanted = chain.flatten(inputs), chain.flatten_targets(targets)
+            fakes = tuple(map(fake.fake, given)), tuple(map(fake.fake, wanted))
+            return shard_chain(chain, ranks, *fakes, sequences=sequences)
+
+        def make(wanted: Wanted) -> Source:
+            if not wanted.group:
+                return Source.of(short.shortened(self._chain(fake, wanted.samples)))
+            alone = without_peers(wanted.group, wanted.rank)
+            whole = divided(wanted.samples, len(wanted.group), wanted.sequences)
+            check_as_profiled(self.plan, wanted, whole)
+            chain = whole.rank(alone)
+            return Source.of(short.shortened(chain), RankShards.of(whole, chain, alone))
+
+        return StageSources(short.plan, Source.of(short.chain), self._samples, make)
+
+    def _meter(self, fake: FakeTarget, short: Shortened, device: int, *, owning: bool) -> RepeatedMeter:
+        if not self.allocators and not owning:
+            return RepeatedMeter(device, kernels=self.kernels, passings=short.passings, place=fake.device)
+        workspace = overheads(self.plan, device).cublas_workspace_bytes if self.allocators else 0
+        kind = OwningMeter if owning else LivesMeter
+        return kind(
+            device,
+            kernels=self.kernels,
+            passings=short.passings,
+            place=fake.device,
+            workspace_bytes=workspace,
+        )
+
+
+def _named(samples: Sequence[MemorySample], actions: Sequence[Action]) -> list[MemorySample]:
+    """Return the samples of an equal device with the texts of its own actions."""
+    named = zip(samples, actions, strict=True)
+    return [
+        MemorySample(step=one.step, action=str(action), seconds=one.seconds, bytes=one.bytes)
+        for one, action in named
+    ]

@@ -15,9 +15,8 @@ from pipefit.runtime.comm.agreement import Agreement, LossScale
 from pipefit.runtime.engine.flight import move
 from pipefit.runtime.engine.replicas import Source
 from pipefit.runtime.engine.runner import DeviceRunner
-from pipefit.runtime.engine.site import Site
 from pipefit.runtime.engine.specializations import Specialized
-from pipefit.runtime.engine.stage import StagePlace, StageRunner
+from pipefit.runtime.engine.stage import Site, StagePlace, StageRunner
 from pipefit.runtime.offload.moving import Mover
 from pipefit.runtime.offload.states import StateMover
 from pipefit.runtime.optim.updates import check_elementwise, own_parameters

@@ -6,26 +6,58 @@ The lasting state is parameters, versions of them, buffers, optimizer state and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pipefit.capture import constants
+from pipefit.capture import Task, constants
 from pipefit.errors import UsageError
-from pipefit.memory import ReplicaShare, StageStorages
+from pipefit.memory import ReplicaShare, StageStorages, share_of
 from pipefit.runtime.comm.agreement import Agreement
+from pipefit.runtime.comm.transport import Transport
 from pipefit.runtime.engine.flight import Flight
 from pipefit.runtime.engine.passes import Passes, seed_update
-from pipefit.runtime.engine.site import Site
+from pipefit.runtime.engine.replicas import StageSources
 from pipefit.runtime.engine.specializations import Specialized
+from pipefit.runtime.offload.lending import Lending
 from pipefit.runtime.offload.states import GatheredParameters, StateMover
 from pipefit.runtime.optim.half_precision import WeightCopies
 from pipefit.runtime.optim.updates import Updates, own_parameters
 from pipefit.runtime.optim.weight_versions import Weights
 from pipefit.schema.actions import COMPUTE, Action, Kind
+from pipefit.schema.plan import Plan
+from pipefit.schema.program import Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Objects that all devices of a run share.
+
+    `sources` has the chains of the stages, `lending` says which devices lend memory for offloaded tensors. In
+    a dry run, `absent` is the number of trained parameters in layers that are left out, and `shares` has, by
+    stage and device, shares that differ from the plan's.
+    """
+
+    task: Task
+    sources: StageSources
+    plan: Plan
+    program: Program
+    transport: Transport
+    clock: Callable[[], float]
+    seed: int
+    on_action: Callable[[int], None] | None = None
+    lending: Lending = field(default_factory=Lending)
+    absent: int = 0
+    shares: Mapping[tuple[int, int], ReplicaShare] = field(default_factory=dict)
+
+    def share(self, stage: int, device: int) -> ReplicaShare | None:
+        """Return a device's ZeRO share of a stage; None if nothing is sharded."""
+        return self.shares.get((stage, device)) or share_of(self.plan, stage, device)
+
 
 _THROUGH_LAYERS = COMPUTE - {Kind.STEP}
 

@@ -44,7 +44,6 @@ from pipefit.runtime.checkpoint.saver import SaveReport
 from pipefit.runtime.checks.plan_check import TRAINED, warn_elsewhere
 from pipefit.runtime.comm.transport import new_token
 from pipefit.runtime.engine.batches import Programs
-from pipefit.runtime.launch.orders import Orders
 from pipefit.runtime.launch.processes import (
     Inherited,
     Passed,
@@ -65,6 +64,7 @@ from pipefit.runtime.launch.worker import (
     Assignment,
     Heartbeat,
     MakeTrainer,
+    Orders,
     work,
 )
 from pipefit.runtime.offload.lending import check_lending, lending_trace

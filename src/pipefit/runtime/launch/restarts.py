@@ -41,8 +41,7 @@ from pipefit.runtime.launch.launch import (
     check_startable,
     launch,
 )
-from pipefit.runtime.launch.orders import Orders, orders
-from pipefit.runtime.launch.worker import MakeTrainer, not_finite
+from pipefit.runtime.launch.worker import MakeTrainer, Orders, not_finite, orders
 from pipefit.runtime.options import OnNan, TrainArguments, TrainOptions
 from pipefit.runtime.trainer import Trainer
 from pipefit.schema.plan import Plan
