@@ -288,6 +288,25 @@ def test_cpu_target_fills_no_device_slot() -> None:
     assert _run("-c", code).split() == ["privateuseone", FAKE_CUDA]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="autograd has a thread for each GPU")
+def test_forks_run_backwards_after_one_on_a_fake_gpu() -> None:
+    """Autograd has no thread for a fake GPU, which it would forbid forks to have: work goes on beside others."""
+    code = (
+        "import os, torch\n"
+        "from pipefit.fake_cuda.target import FakeTarget, run_a_backward\n"
+        "from pipefit.processes import beside, forking\n"
+        "def work():\n"
+        "    with FakeTarget('cuda') as fake:\n"
+        "        torch.ones(2, requires_grad=True, device=fake.device).sum().backward()\n"
+        "    return os.getpid()\n"
+        "here = work()\n"
+        "with forking():\n"
+        "    (there,) = beside(work, check=run_a_backward)\n"
+        "    print(here == os.getpid() != there())"
+    )
+    assert _run("-c", code).split() == ["True"]
+
+
 def test_a_taken_slot_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     """If another extension holds torch's open device slot, the error names it and says what to do."""
     monkeypatch.setattr("pipefit.fake_cuda.target.privateuse1_name", lambda: "npu")

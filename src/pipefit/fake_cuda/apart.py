@@ -7,9 +7,10 @@ fork of the process, which then ends: a script may plan, certify and then train.
 
     trace = apart(target, lambda: run_dry(plan))
 
-Work that a fork cannot do runs in this process: if the process has already run a backward, which torch
-refuses in a fork, if no process can be started, if an answer cannot be pickled, or if the work fails in a way
-that the fork may have caused. Training checks `follows_fake_streams`, and refuses.
+Work that a fork cannot do runs in this process: if the process has GPUs and has already run a backward, so
+that torch refuses backwards in forks, if no process can be started, if an answer cannot be pickled, or if the
+work fails in a way that the fork may have caused. Training checks `follows_fake_streams`, and
+refuses.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import TypeVar
 import torch
 
 from pipefit.errors import PipefitError, WorkerFailed
-from pipefit.fake_cuda.target import follows_fake_streams
+from pipefit.fake_cuda.target import follows_fake_streams, run_a_backward
 from pipefit.processes import Fork
 from pipefit.schema.profile import Target
 
@@ -59,15 +60,6 @@ def apart(target: Target, work: Callable[[], T]) -> T:
     if error is not None:
         raise error
     return result
-
-
-def run_a_backward() -> None:
-    """Run a backward, which torch refuses in a fork of a process that has run one.
-
-    Without this check, a profile in such a fork would report that a layer fails.
-    """
-    with torch.autograd.set_multithreading_enabled(False):
-        torch.autograd.backward(torch.ones((), requires_grad=True))
 
 
 def _told(work: Callable[[], T]) -> tuple[T, PipefitError | None, _Warned] | None:

@@ -638,6 +638,15 @@ def _device_of(target: Target) -> torch.device:
     return torch.device(FAKE_CUDA, 0)
 
 
+def run_a_backward() -> None:
+    """Run a backward, which torch refuses in a fork of a process whose autograd has threads of devices.
+
+    Without this check, a profile in such a fork would report that a layer fails.
+    """
+    with without_dispatch_modes(), torch.autograd.set_multithreading_enabled(False):
+        torch.autograd.backward(torch.ones((), requires_grad=True))
+
+
 @functools.cache
 def _fill_slot() -> torch.library.Library:
     """Register `fakecuda`, once per process; the returned library keeps the overrides alive."""
@@ -647,6 +656,9 @@ def _fill_slot() -> torch.library.Library:
             f"target 'cuda' needs torch's one open device slot, which {holder!r} holds: "
             f"use a process that does not import that extension, or target 'cpu'"
         )
+    # Autograd counts devices at a process's first backward, and starts a thread for each; without such threads
+    # forks of this process can run backwards too. So it counts before `fakecuda` exists.
+    run_a_backward()
     backend_registration._setup_privateuseone_for_python_backend(
         FAKE_CUDA, backend_module=_DeviceModule(), hook=_Hooks()
     )

@@ -8,7 +8,7 @@ the answer's plan gets alternatives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -19,7 +19,7 @@ from pipefit.largest.attempts import Look, attempt, likely, sizes_used
 from pipefit.largest.growth import Growth
 from pipefit.planner import Answer, explained
 from pipefit.processes import uncollected
-from pipefit.profiler import NotRepeated, OnDemand, Repeated
+from pipefit.profiler import NotRepeated, OnDemand, Repeated, profiled_beside
 from pipefit.runtime import certify as dry_run
 from pipefit.schema.fit import Attempt, Fit
 from pipefit.schema.plan import Plan
@@ -150,14 +150,13 @@ def find(growth: Growth, *, certify: bool = True, progress: Progress | None = No
         search.settle(result.fits)
         search.judge(result.beyond)
         tried = [value for value in (result.fits, result.beyond) if value is not None]
-        if not all(map(search.as_traced, tried if certify else tried[:1])):
+        verified = search.verify(tried if certify else tried[:1], certify=certify)
+        if verified is None:
             result = search.again()
-            continue
-        new = [value for value in tried if certify and search.known[value].certified_bytes is None]
-        contradicted = list(map(search.certify, new))
-        if not any(contradicted):
+        elif verified:
             return _answer(growth, search, result)
-        result = search.edge_of_all()
+        else:
+            result = search.edge_of_all()
 
 
 class _Neighbours(NamedTuple):
@@ -182,7 +181,7 @@ class _LargestSearch:
     made: dict[int, OnDemand | Repeated] = field(default_factory=dict)  # profiles of the nearest values
     divided: set[int] = field(default_factory=set)  # values looked at with tensor-parallel ranks
     ranks: tuple[int, ...] = ()  # numbers of them to search beyond the edge of fast plans; all if empty
-    chains: dict[int, Chains] = field(default_factory=dict)  # of values whose plans were compared with traces
+    verified: set[int] = field(default_factory=set)  # values whose plans have profiles of traces
     fitting: tuple[int, Answer] | None = (
         None  # only the last one that fits, because answers hold their whole search
     )
@@ -214,40 +213,64 @@ class _LargestSearch:
         """Return the neighbours by traces, after one of them differed from a profile."""
         if self.growth.depths is not None:
             self.growth.depths.trace_all()
-        for result in (self.known, self.soon, self.made, self.chains, self.divided):
+        for result in (self.known, self.soon, self.made, self.verified, self.divided):
             result.clear()
         self.fitting, self.ranks = None, ()
         return self.edge()
 
-    def as_traced(self, value: int) -> bool:
-        """Compare the profiles of a value's plan with traces; a plan of written profiles gets a traced one.
-        Return whether they are equal.
-        """
-        if value in self.chains:
-            return True
-        plan = self._traced(value, self.known[value].plan)
-        if plan is None:
-            return False
-        self.known[value] = replace(self.known[value], plan=plan)
-        if self.fitting is not None and self.fitting[0] == value:
-            self.fitting = value, self.fitting[1]._replace(plan=plan)
-        return True
+    def verify(self, values: Sequence[int], *, certify: bool) -> bool | None:
+        """Compare the profiles of these values' plans with traces, and with `certify` also run the plans dry,
+        in parallel if possible.
 
-    def _traced(self, value: int, plan: Plan) -> Plan | None:
-        """The plan of a value with the profile of a trace; None where that is another one."""
-        self._say("tracing", value)
-        profiles = self._known_profiles(value)
-        if isinstance(profiles, OnDemand):
-            if not profiles.checked(sizes_used(plan))():
+        Return None if a profile differs from its trace, and False if a dry run contradicts a plan.
+        """
+        new = [value for value in values if value not in self.verified]
+        for value in new:
+            self._say("dry run of" if certify else "tracing", value)
+            if isinstance(self._known_profiles(value), OnDemand) and self._traced(value) is None:
                 return None
-            self.chains[value] = profiles.chains
-            return plan
+        works = [partial(self._verified, value, certify=certify) for value in new]
+        targets = [self.known[value].plan.profile.assumptions.target for value in new]
+        begun = [
+            later
+            for target, work in zip(targets[1:], works[1:], strict=True)
+            for later in profiled_beside(target, work)
+        ]
+        results = [*(work() for work in works[:1]), *(later() for later in begun)]
+        agree = True
+        for value, result in zip(new, results, strict=True):
+            if result is None:
+                return None
+            plan, peaks = result
+            planned, self.known[value] = (
+                self.known[value],
+                replace(self.known[value], plan=plan, certified_bytes=peaks),
+            )
+            agree = agree and self.known[value].fits == planned.fits
+            if self.fitting is not None and self.fitting[0] == value:
+                self.fitting = value, self.fitting[1]._replace(plan=plan)
+            self.verified.add(value)
+        return agree
+
+    def _verified(self, value: int, *, certify: bool) -> tuple[Plan, tuple[int, ...] | None] | None:
+        """Return a value's plan with the profile of a trace, and with `certify` the peaks of its dry run; None
+        where profile and trace differ. Says nothing, because it may run in a fork.
+        """
+        traced = self._traced(value)
+        if traced is None or not certify:
+            return traced and (traced[0], None)
+        plan, chains = traced
+        return plan, dry_run(self.growth.task(value), plan, chains=chains).peak_bytes
+
+    def _traced(self, value: int, plan: Plan | None = None) -> tuple[Plan, Chains] | None:
+        """Return a value's plan, or another of its plans, with the profile of a trace, and the chains of the trace;
+        None where profile and trace differ.
+        """
+        profiles, plan = self._known_profiles(value), plan or self.known[value].plan
+        if isinstance(profiles, OnDemand):
+            return (plan, profiles.chains) if profiles.checked(sizes_used(plan))() else None
         assert self.growth.depths is not None
-        result = self.growth.depths.as_traced(value, plan)
-        if result is None:
-            return None
-        plan, self.chains[value] = result
-        return plan
+        return self.growth.depths.as_traced(value, plan)
 
     def edge_of_all(self) -> _Neighbours:
         """Return the neighbours by full plans, and by dry runs if any."""
@@ -287,23 +310,15 @@ class _LargestSearch:
         else:
             self.known[value] = soon
 
-    def certify(self, value: int) -> bool:
-        """Replace the planned peaks by those of the dry run; return whether this contradicts the plan."""
-        self._say("dry run of", value)
-        planned = self.known[value]
-        trace = dry_run(self.growth.task(value), planned.plan, chains=self.chains.get(value))
-        self.known[value] = replace(planned, certified_bytes=trace.peak_bytes)
-        return self.known[value].fits != planned.fits
-
     def complete(self, value: int) -> Attempt:
         """Return the attempt, with a plan that has its alternatives."""
         self._say("alternatives to", value)
         if self.fitting is None or self.fitting[0] != value:  # a dry run did not fit although its plan did
             result = self.growth.plan(self._known_profiles(value), value, ())
-            plan = self._traced(value, result.plan) if value in self.chains else result.plan
-            soon = Answer(self.known[value].plan)
-            fits = plan is not None and attempt(value, plan).fits
-            self.fitting = value, result._replace(plan=plan) if plan is not None and fits else soon
+            traced = self._traced(value, result.plan)
+            fits = traced is not None and attempt(value, traced[0]).fits
+            answer = result._replace(plan=traced[0]) if traced and fits else Answer(self.known[value].plan)
+            self.fitting = value, answer
         return replace(self.known[value], plan=self.fitting[1].complete())
 
     @property

@@ -17,9 +17,8 @@ from typing import TypeVar
 import torch
 
 from pipefit.capture import Chain, Task, recording
-from pipefit.fake_cuda.apart import run_a_backward
 from pipefit.fake_cuda.chain import Chains
-from pipefit.fake_cuda.target import FakeTarget
+from pipefit.fake_cuda.target import FakeTarget, run_a_backward
 from pipefit.processes import beside, forks_left
 from pipefit.profiler.fake import Progress, profile_sizes
 from pipefit.profiler.feedback import measured_coupling, with_coupling

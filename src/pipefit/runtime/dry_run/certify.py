@@ -17,9 +17,9 @@ import torch
 from pipefit.capture import READINGS, Chain, Sample, Task, left_as_found, recording
 from pipefit.capture.sample import sample
 from pipefit.errors import PipefitWarning, UsageError
-from pipefit.fake_cuda.apart import apart, run_a_backward
+from pipefit.fake_cuda.apart import apart
 from pipefit.fake_cuda.chain import Chains, chain_again
-from pipefit.fake_cuda.target import FakeTarget
+from pipefit.fake_cuda.target import FakeTarget, run_a_backward
 from pipefit.lowering import distinct_steps, is_endless, step_programs, whole_run
 from pipefit.measure import Kernels
 from pipefit.memory import AllocatorSettings
@@ -221,7 +221,7 @@ class Rehearsal:
         if processes < 2:
             return run(every)
         for samples in {self.plan.measured(stage).microbatch_size for stage in range(len(self.plan.stages))}:
-            self._chain(fake, samples)  # so that no other process traces the model
+            self._unrun(fake, samples)  # so that no other process traces the model
         parts: list[list[Kin]] = [[] for _ in range(min(processes, len(every)))]
         layers = dict.fromkeys(range(len(parts)), 0)
         for devices in sorted(every, key=self._layers_of, reverse=True):
@@ -277,7 +277,8 @@ class Rehearsal:
         (program,) = self.programs
         few = shortened(program, Folding.of(program).first)
         unlike = unlike_layers(self.plan, program, self._kin)
-        return Shortened.of(self.task, self.plan, few, self._chain(fake), unlike)
+        short = Shortened.of(self.task, self.plan, few, self._unrun(fake, self._samples), unlike)
+        return replace(short, chain=chain_again(short.chain, fake))
 
     @property
     def _kin(self) -> list[Kin]:
@@ -286,17 +287,17 @@ class Rehearsal:
     def _chain(self, fake: FakeTarget, samples: int | None = None) -> Chain:
         """Return a chain of the model for `samples`, with separate tensors.
 
-        Default of `samples`: those of the first stage. A model is traced only once for each number of
-        samples.
+        Default of `samples`: those of the first stage.
         """
-        samples = self._samples if samples is None else samples
+        return chain_again(self._unrun(fake, self._samples if samples is None else samples), fake)
+
+    def _unrun(self, fake: FakeTarget, samples: int) -> Chain:
+        """Return the chain of the model for `samples`, traced only once, whose layers must not run."""
         if samples not in self.traced:
-            result = self.chains.of(samples, fake)
+            result = self.chains.unrun(samples, fake)
             check_model(self.plan, self.task, result, samples)
-            if not result.traced:
-                return result
             self.traced[samples] = result
-        return chain_again(self.traced[samples], fake)
+        return self.traced[samples]
 
     @property
     def _samples(self) -> int:

@@ -364,10 +364,14 @@ def _repeats(keys: Sequence[int], start: int, stop: int, actions: _Actions) -> I
     for layer in range(start, stop):
         places[keys[layer]].append(layer)
     while start < stop:
-        periods = [layer - start for layer in places[keys[start]] if start < layer <= start + _LONGEST]
-        result = (Repeat(start, one, _count(keys, start, stop, one, actions)) for one in periods)
-        best = max(result, key=lambda repeat: len(repeat.omitted), default=None)
-        if best is not None and best.omitted:
+        periods = (layer - start for layer in places[keys[start]] if start < layer <= start + _LONGEST)
+        best = Repeat(start, 1, KEPT)
+        for period in periods:
+            if len(best.omitted) >= stop - start - KEPT * period:  # this period cannot omit more
+                break
+            other = Repeat(start, period, _count(keys, start, stop, period, actions))
+            best = other if len(other.omitted) > len(best.omitted) else best
+        if best.omitted:
             yield best
             start = best.stop
         else:
