@@ -21,7 +21,13 @@ from pipefit.memory.arenas import (
     sums,
     tensor_groups,
 )
-from pipefit.memory.cuda_allocator import ENVIRONMENT, AllocatorSettings, CachingAllocator, SegmentPart
+from pipefit.memory.cuda_allocator import (
+    ENVIRONMENT,
+    AllocatorSettings,
+    CachingAllocator,
+    Lifetimes,
+    with_enough,
+)
 from pipefit.memory.microbatch import Flights
 from pipefit.memory.model_state import Gathered, LayerState, ReplicaShare, StageRest, owners, share_of
 from pipefit.memory.passes import Working
@@ -67,9 +73,9 @@ __all__ = [
     "HomeState",
     "LayerState",
     "Layers",
+    "Lifetimes",
     "ReplicaShare",
     "Residency",
-    "SegmentPart",
     "StageCost",
     "StageRest",
     "StageStates",
@@ -110,4 +116,5 @@ __all__ = [
     "sums",
     "tensor_groups",
     "unchanged",
+    "with_enough",
 ]

@@ -17,6 +17,7 @@ from pipefit.memory.cuda_allocator.caching import (
     describe,
     replay,
 )
+from pipefit.memory.cuda_allocator.lifetimes import Lifetimes, with_enough
 from pipefit.memory.cuda_allocator.settings import ENVIRONMENT, AllocatorSettings
 
 __all__ = [
@@ -25,9 +26,11 @@ __all__ = [
     "BlockState",
     "CachingAllocator",
     "Figures",
+    "Lifetimes",
     "Replay",
     "SegmentPart",
     "SegmentState",
     "describe",
     "replay",
+    "with_enough",
 ]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby
 from typing import Any
@@ -346,6 +346,9 @@ class CachingAllocator:
         )
         self.requested = self.allocated = self.reserved = 0
         self.retries = 0  # times that cached segments were released because the driver had no memory left
+        self.least_refused: int | None = (
+            None  # the least capacity with which a refused request had been granted
+        )
         self._peak_requested = self._peak_allocated = self._peak_reserved = 0
         self._pools: dict[tuple[int, bool], Pool] = {}
         self._segments: dict[int, Segment] = {}  # by address
@@ -373,6 +376,25 @@ class CachingAllocator:
         """Return all segments with their blocks, by address."""
         return tuple(
             state for _, segment in sorted(self._segments.items()) for state in segment_states(segment)
+        )
+
+    def state(self, names: Mapping[SegmentPart, Hashable]) -> Hashable:
+        """Return all that decides about later requests, the addresses of segments by order only.
+
+        Blocks with tensors are called by these names.
+        """
+        return tuple(
+            (
+                segment.pool.stream,
+                segment.pool.small,
+                *(
+                    (block.size, block.requested, names[block])
+                    if block.allocated
+                    else (block.size, block.mapped)
+                    for block in segment
+                ),
+            )
+            for _, segment in sorted(self._segments.items())
         )
 
     # ---- Allocating and freeing
@@ -544,7 +566,12 @@ class CachingAllocator:
 
     def _has(self, nbytes: int) -> bool:
         """Return whether the driver has `nbytes` left."""
-        return self.capacity is None or self.taken + self.reserved + nbytes <= self.capacity
+        if self.capacity is None:
+            return True
+        needed = self.taken + self.reserved + nbytes
+        if needed > self.capacity and (self.least_refused is None or needed < self.least_refused):
+            self.least_refused = needed
+        return needed <= self.capacity
 
     def _address_space(self, pool: Pool) -> int:
         """Return the size of an expandable segment's address space.

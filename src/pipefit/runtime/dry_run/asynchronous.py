@@ -278,6 +278,7 @@ class EndlessLives:
     def __init__(self) -> None:
         self.consistent = True
         self.events: list[Event] = []
+        self.turns = ()  # of any length, as versions of weights come and go
         self._born: dict[int, _Birth] = {}  # of living storages, by name
         self._told = defaultdict[Label, list[_Deeds]](list)  # of executed actions in order, by label
         self._counts = Counter[object]()  # of actions by own label and by flight

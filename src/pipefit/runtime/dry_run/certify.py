@@ -348,7 +348,10 @@ class Rehearsal:
         of_devices = {device: own for account, own in lives.items() for device in company.devices_of[account]}
         peaks = {
             device: held.peaks(
-                device, of_devices[device].events, max(one.total_bytes for one in samples[device])
+                device,
+                of_devices[device].events,
+                max(one.total_bytes for one in samples[device]),
+                of_devices[device].turns,
             )
             for device in (sorted(of_devices) if alike else ())
         }

@@ -12,11 +12,16 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from hashlib import sha256
 
-from pipefit.errors import OutOfMemory
-from pipefit.memory import AllocatorSettings, Arena, CachingAllocator, SegmentPart, communicators
+from pipefit.memory import (
+    AllocatorSettings,
+    Arena,
+    CachingAllocator,
+    Lifetimes,
+    communicators,
+    with_enough,
+)
 from pipefit.runtime.dry_run.lives import BACKWARD_WORKSPACE, FORWARD_WORKSPACE, Lives
 from pipefit.runtime.dry_run.microbatches import Folding, Seat, StepEffects
 from pipefit.schema.actions import Action
@@ -39,6 +44,7 @@ class LivesOf:
     def __init__(self, folding: Folding) -> None:
         self.consistent = True
         self.events: list[Event] = []
+        self.turns: list[int] = []  # positions of events at which a microbatch comes to the first stage
         self._repetition = StepEffects[Lives](folding)
         self._own: defaultdict[tuple[int, int], set[int]] = defaultdict(set)  # by stage, microbatch
         self._copies: defaultdict[int, list[Hashable]] = defaultdict(list)  # living, by executed storage
@@ -52,7 +58,12 @@ class LivesOf:
             if seat.flight is not None and seat.like is None:
                 self._own[seat.flight] |= {name for name, nbytes in lives if nbytes and name >= 0}
         self._ended(before)
+        flights = [seat.flight for seat, _ in whole if seat.flight is not None]
+        coming = {flight for flight in flights if flight[0] == min(flights)[0]}
         for seat, lives in whole:
+            if seat.flight in coming:
+                coming.remove(seat.flight)
+                self.turns.append(len(self.events))
             if seat.flight is None:
                 self._ended(lives)
             elif seat.like is None:
@@ -139,8 +150,10 @@ class Allocators:
         self._known: dict[Hashable, list[AllocatorPeaks]] = {}
         self._forms: dict[Hashable, bytes] = {}  # by the identity of events, and lent arenas
 
-    def peaks(self, device: int, events: list[Event], requested: int) -> list[AllocatorPeaks]:
-        """Return the peaks of a device with these events and its lent arenas.
+    def peaks(
+        self, device: int, events: list[Event], requested: int, turns: Sequence[int] = ()
+    ) -> list[AllocatorPeaks]:
+        """Return the peaks of a device with these events and its lent arenas; `turns` of the events begin there.
 
         The device's meter has counted `requested` bytes.
         """
@@ -151,8 +164,9 @@ class Allocators:
         of_device = plan.cluster.devices[device].memory_bytes, overheads(plan, device)
         key = self._forms[id(events), *lent], requested, of_device, communicators(plan, program, device)
         if key not in self._known:
+            turns = [len(lent) + turn for turn in turns]
             self._known[key] = [
-                allocator_peaks(plan, program, device, every, setting, requested)
+                allocator_peaks(plan, program, device, every, setting, requested, turns)
                 for setting in self._settings
             ]
         return self._known[key]
@@ -165,8 +179,11 @@ def allocator_peaks(
     events: Sequence[Event],
     settings: AllocatorSettings,
     requested: int,
+    turns: Sequence[int] = (),
 ) -> AllocatorPeaks:
     """Return the peaks of a device's allocator; its meter has counted `requested` bytes.
+
+    `turns` are positions of events at which the turns of a pipeline begin.
 
     The device has the cluster's memory, minus its context and communicators. If that does not suffice, the
     figures are those of a device with just enough memory, to a segment.
@@ -174,9 +191,10 @@ def allocator_peaks(
     own, count = overheads(plan, device), communicators(plan, program, device)
     memory = plan.cluster.devices[device].memory_bytes
     taken = own.context_bytes + count * own.communicator_bytes
+    lifetimes = Lifetimes(events, turns)
     capped = CachingAllocator(settings, memory, taken=taken)
-    fits = _run(events, capped)
-    result = capped if fits else _with_enough(events, settings, memory, taken) or capped
+    fits = lifetimes.have_room(capped)
+    result = capped if fits else with_enough(lifetimes, settings, memory, taken) or capped
     return AllocatorPeaks(
         settings=str(settings),
         requested_bytes=requested,
@@ -190,40 +208,3 @@ def allocator_peaks(
         communicators=count if own.communicator_bytes else 0,
         communicator_bytes=own.communicator_bytes,
     )
-
-
-def _with_enough(
-    events: Sequence[Event], settings: AllocatorSettings, memory: int, taken: int
-) -> CachingAllocator | None:
-    """Return the allocator of a device with just enough memory, more than `memory`.
-
-    Return None if no memory suffices. An allocator that runs out of memory releases its unused segments and
-    retries: with unlimited memory it would reserve more than it needs.
-    """
-    whole = replace(settings, memory_fraction=1.0)
-    result = CachingAllocator(whole, taken=taken)
-    if not _run(events, result):
-        return None
-    low, high = int(memory * settings.memory_fraction), taken + result.peak.reserved_bytes
-    while high - low > settings.large_segment_bytes:
-        middle = (low + high) // 2
-        tried = CachingAllocator(whole, middle, taken=taken)
-        if _run(events, tried):
-            result, high = tried, taken + tried.peak.reserved_bytes
-        else:
-            low = middle
-    return result
-
-
-def _run(events: Sequence[Event], allocator: CachingAllocator) -> bool:
-    """Execute all events; return whether the allocator has room for them."""
-    blocks: dict[Hashable, SegmentPart] = {}
-    try:
-        for name, nbytes in events:
-            if nbytes:
-                blocks[name] = allocator.allocate(nbytes)
-            else:
-                allocator.free(blocks.pop(name))
-    except OutOfMemory:
-        return False
-    return True

@@ -1,0 +1,157 @@
+"""Lifetimes of a device's tensors, replayed in an allocator, and the least memory in which they have room.
+
+A tensor is known by the position of its birth, and a death is encoded as the distance to the birth. So the
+turns of a pipeline, which repeat for every microbatch, are equal numbers. A turn may leave the allocator in a
+state in which an earlier turn of the same run has left it: blocks of the same sizes in the same order, with
+tensors of the same age. Since the allocator is deterministic, the following turns repeat too, and are
+skipped.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from typing import NamedTuple
+
+from pipefit.errors import OutOfMemory
+from pipefit.memory.cuda_allocator.caching import CachingAllocator, SegmentPart
+from pipefit.memory.cuda_allocator.settings import AllocatorSettings
+
+Event = tuple[Hashable, int]  # a tensor, and its bytes at birth or 0 at death
+
+_STATES = 32  # states to compare in a run of equal turns
+
+
+class _Turn(NamedTuple):
+    """Positions from `start` to `stop - 1`; `repeats` equal turns begin here, and their run stops at `run_stop`."""
+
+    start: int
+    stop: int
+    repeats: int
+    run_stop: int
+
+
+class Lifetimes:
+    """Births and deaths of one device's tensors in order; `turns` are positions at which turns may begin."""
+
+    def __init__(self, events: Iterable[Event], turns: Sequence[int] = ()) -> None:
+        self._events, self._deaths = array("q"), array("q")
+        born = dict[Hashable, int]()
+        for position, (name, nbytes) in enumerate(events):
+            if nbytes:
+                born[name] = position
+            else:
+                self._deaths[born[name]] = position
+            self._events.append(nbytes or born.pop(name) - position)
+            self._deaths.append(-1)
+        for position in born.values():
+            self._deaths[position] = len(self._events)
+        self._turns = self._in_runs([0, *turns, len(self._events)])
+
+    def _in_runs(self, edges: Sequence[int]) -> list[_Turn]:
+        """Return the turns between these positions, each with the number of equal ones from it on."""
+        result, after = list[_Turn](), None
+        for start, stop in reversed([*pairwise(edges)]):
+            like = after is not None and self._events[start:stop] == self._events[after.start : after.stop]
+            repeats, run_stop = (
+                (after.repeats + 1, after.run_stop) if after is not None and like else (1, stop)
+            )
+            after = _Turn(start, stop, repeats, run_stop)
+            result.append(after)
+        return result[::-1]
+
+    def have_room(self, allocator: CachingAllocator) -> bool:
+        """Replay all births and deaths in an empty allocator; return whether it has room for them."""
+        blocks, seen = dict[int, SegmentPart](), dict[Hashable, tuple[int, int]]()
+        number, run_stop = 0, 0
+        try:
+            while number < len(self._turns):
+                turn = self._turns[number]
+                if turn.run_stop != run_stop:
+                    seen, run_stop = {}, turn.run_stop
+                if turn.repeats > 1 and len(seen) < _STATES:
+                    state = self._state(allocator, blocks, turn)
+                    if state in seen:
+                        before, retries = seen[state]
+                        cycles = turn.repeats // (number - before)
+                        allocator.retries += cycles * (allocator.retries - retries)
+                        skipped, seen = cycles * (number - before), {}
+                        blocks = self._later(blocks, turn, skipped)
+                        number += skipped
+                        continue
+                    seen[state] = number, allocator.retries
+                self._replay(turn, allocator, blocks)
+                number += 1
+        except OutOfMemory:
+            return False
+        return True
+
+    def _later(self, blocks: dict[int, SegmentPart], turn: _Turn, turns: int) -> dict[int, SegmentPart]:
+        """Return the blocks at the start of a turn as those of this many turns later."""
+        by = turns * (turn.stop - turn.start)
+        return {
+            birth + (by if self._deaths[birth] < turn.run_stop else 0): block
+            for birth, block in blocks.items()
+        }
+
+    def _replay(self, turn: _Turn, allocator: CachingAllocator, blocks: dict[int, SegmentPart]) -> None:
+        allocate, free, position = allocator.allocate, allocator.free, turn.start
+        for event in self._events[turn.start : turn.stop]:
+            if event > 0:
+                blocks[position] = allocate(event)
+            else:
+                free(blocks.pop(position + event))
+            position += 1
+
+    def _state(self, allocator: CachingAllocator, blocks: dict[int, SegmentPart], turn: _Turn) -> Hashable:
+        """Return the allocator's state at the start of a turn.
+
+        Tensors that die in the run are known by their age, and others by their birth.
+        """
+        names = {
+            block: (True, turn.start - birth) if self._deaths[birth] < turn.run_stop else (False, birth)
+            for birth, block in blocks.items()
+        }
+        return allocator.state(names)
+
+    def most_bytes(self, settings: AllocatorSettings) -> int:
+        """Return the highest sum of rounded bytes; blocks that are not split take more."""
+        now, most, rounded = 0, 0, cache(settings.rounded)
+        for position, event in enumerate(self._events):
+            now += rounded(event) if event > 0 else -rounded(self._events[position + event])
+            most = max(most, now)
+        return most
+
+
+def with_enough(
+    lifetimes: Lifetimes, settings: AllocatorSettings, memory: int, taken: int
+) -> CachingAllocator | None:
+    """Return the allocator of a device with just enough memory, to a segment, if `memory` is too little.
+
+    `taken` are the bytes that others take of it. Return None if no memory suffices. An allocator that runs
+    out of memory releases its unused segments and retries: with unlimited memory it would reserve more than
+    it needs.
+
+    Bisection, which replays only capacities whose answer is not known. The highest sum of rounded bytes needs
+    that much. A replay that fails also fails with more memory, as long as the driver refuses the same
+    requests; except with expandable segments, whose addresses depend on the capacity.
+    """
+    whole = replace(settings, memory_fraction=1.0)
+    result = CachingAllocator(whole, taken=taken)
+    if not lifetimes.have_room(result):
+        return None
+    low, high = int(memory * settings.memory_fraction), taken + result.peak.reserved_bytes
+    least = taken + lifetimes.most_bytes(settings)
+    while high - low > settings.large_segment_bytes:
+        middle = (low + high) // 2
+        tried = CachingAllocator(whole, middle, taken=taken)
+        if middle >= least and lifetimes.have_room(tried):
+            result, high = tried, taken + tried.peak.reserved_bytes
+        else:
+            low = middle
+            if tried.least_refused is not None and not settings.expandable:
+                least = max(least, tried.least_refused)
+    return result
