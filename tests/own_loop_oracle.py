@@ -93,7 +93,8 @@ def train(model: Model, module: nn.Module, optimizer: torch.optim.Optimizer, *, 
                 optimizer.step()
             losses.append(loss.item())
 
-    resident = bytes_of([*module.parameters(), *module.buffers()]) + bytes_of(batches[0])
+    lasting = [*module.parameters(), *module.buffers(), *map(dict, optimizer.state.values())]
+    resident = bytes_of(lasting) + bytes_of(batches[0])
     peaks = peaks_of(loop, resident, "step")
     state = {name: value.clone() for name, value in module.state_dict().items()}
     return Trained(losses=losses, state=state, peaks=peaks)

@@ -95,6 +95,15 @@ def fake_is_cuda() -> tuple[bool, str]:
         return x.is_cuda, meta_registrations.device_hint(x)
 
 
+SEEN: list[object] = []
+
+
+def resized() -> int:
+    SEEN.clear()
+    torch.empty(2).untyped_storage().resize_(0)
+    return len(SEEN)
+
+
 def sampled() -> str:
     """Return whether a distribution checks its arguments."""
     try:
@@ -151,6 +160,7 @@ CASES = {
         (torch.cuda.is_available(), torch.cuda.device_count()),
     ),
     "fake CUDA": Case(lambda: patches.counting_as_cuda("cpu"), fake_is_cuda, (True, "cuda"), (False, "cpu")),
+    "sizes of storages": Case(lambda: patches.resizes_seen(SEEN.append), resized, 1, 0),
     "distributions": Case(patches.unchecked_arguments, sampled, "unchecked", "checked"),
     "loss scaling": Case(patches.always_stepping, scaled, "stepped", "skipped"),
     "variances": Case(patches.no_negative_variance, likelihood, "unchecked", "checked"),

@@ -1,89 +1,150 @@
-"""Plans under other engines: the module is planned, then wrapped, sharded or handed to a trainer."""
+"""Plans for modules under other engines, wrapped or sharded, and for models of transformers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import record_function
 
 from own_loop_models import Language, classes, tokens
 from own_loop_oracle import bytes_of, peaks_of
-from pipefit.errors import UsageError
-from pipefit.own_loop import Handle, apply
+from pipefit.own_loop import LoopPlan, apply
+from sampled import sampled
 
 
-@pytest.fixture(scope="module")
-def group() -> Iterator[None]:
-    """Run a group of one process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+@contextmanager
+def group(backend: str, ranks: int) -> Iterator[None]:
+    """Be one of some ranks. Collectives of torch's `fake` backend do nothing, for any number of ranks."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        mesh_of.cache_clear()
 
 
-def wrapped(module: nn.Module) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(module)
+def wrapped(module: nn.Module, **options: Any) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(module, **options)
 
 
-def sharded(module: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (1,))
+@cache
+def mesh_of(ranks: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (ranks,))
+
+
+def sharded(module: nn.Module, **options: Any) -> nn.Module:
+    mesh = mesh_of(dist.get_world_size())
     for block in module.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(module, mesh=mesh)
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(module, mesh=mesh, **options)
 
 
-def made(part: float | None) -> tuple[nn.Module, Handle | None]:
-    """Return a model, with a plan for a part of its peak."""
+Engine = Callable[[nn.Module], nn.Module]
+ENGINES: dict[str, Engine] = {
+    "wrapped": wrapped,
+    "gradients in buckets": partial(wrapped, gradient_as_bucket_view=True),
+    "unused parameters": partial(wrapped, find_unused_parameters=True),
+    "sharded": sharded,
+    "sharded, gathered until the backward": partial(sharded, reshard_after_forward=False),
+    "sharded, in bfloat16": partial(sharded, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
+}
+GROUPS = {"one rank": ("gloo", 1), "four ranks": ("fake", 4)}  # a fake group has no DistributedDataParallel
+CASES = [(e, g) for e in ENGINES for g in GROUPS if g == "one rank" or e.startswith("sharded")]
+OFTEN = {("wrapped", "one rank"), ("sharded", "four ranks")}
+
+
+def made(engine: Engine) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    module = Language(dropout=0.1)
-    if part is None:
-        return module, None
-    wanted: dict[str, Any] = {"batch": tokens(), "optimizer": torch.optim.AdamW, "loss": classes}
-    with apply(module, budget="1 GiB", **wanted) as handle:
-        peak = max(handle.plan.peak_bytes)
-    return module, apply(module, budget=int(peak * part), **wanted)
+    module = engine(Language(dropout=0.1))
+    return module, torch.optim.AdamW(module.parameters())
 
 
-def whole(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+def plan_for(engine: Engine, part: float) -> LoopPlan:
+    """Return the plan of an engine's loop for a part of its peak."""
+    peak, plan = 1 << 40, None
+    for share in (1.0, part):
+        module, optimizer = made(engine)
+        with apply(
+            module, budget=int(peak * share), batch=tokens(), optimizer=optimizer, loss=classes
+        ) as handle:
+            plan = handle.plan
+            peak = max(plan.plain_bytes)
+    assert plan is not None
+    return plan
 
 
-@pytest.mark.usefixtures("group", "one_thread")
-@pytest.mark.parametrize("engine", [pytest.param(wrapped, marks=pytest.mark.gallery), sharded])
-def test_engines_train_the_same_numbers(engine: Callable[[nn.Module], nn.Module]) -> None:
-    """A planned module under DistributedDataParallel and fully_shard has bitwise the same parameters."""
-
-    def trained(part: float | None) -> list[Tensor]:
-        module, handle = made(part)
-        assert handle is None or handle.plan.decisions
-        engine_module = engine(module)
-        optimizer = torch.optim.AdamW(engine_module.parameters())
-        torch.manual_seed(1)
-        for _ in range(3):
-            ids, labels = tokens()
+def trained(engine: Engine, plan: LoopPlan | None) -> list[Tensor]:
+    """Train three steps from the parameters on; return the parameters, and gradients of the last step."""
+    module, optimizer = made(engine)
+    if plan is not None:
+        apply(module, plan=plan)
+    torch.manual_seed(1)
+    for _ in range(3):
+        ids, labels = tokens()
+        with record_function("step"):
             optimizer.zero_grad()
-            classes(engine_module(ids), labels).backward()
+            outputs = module(ids)
+            loss = classes(outputs, labels)
+            loss.backward()
             optimizer.step()
-        return [whole(parameter.detach()) for parameter in engine_module.parameters()]
-
-    assert all(torch.equal(a, b) for a, b in zip(trained(None), trained(0.7), strict=True))
+    return [local(t.detach()) for p in module.parameters() for t in (p, p.grad) if t is not None]
 
 
-@pytest.mark.usefixtures("group")
-def test_engines_are_refused_by_name() -> None:
-    """A wrapper and sharded parameters are not planned as if they were plain modules."""
-    module, _ = made(None)
-    with pytest.raises(UsageError, match="inside of DistributedDataParallel"):
-        apply(wrapped(module), budget="1 GiB", batch=tokens(), loss=classes)
-    module, _ = made(None)
-    with pytest.raises(UsageError, match="DTensor"):
-        apply(sharded(module), budget="1 GiB", batch=tokens(), loss=classes)
+def local(tensor: Any) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@pytest.mark.sample(2)
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("engine", "ranks"), sampled(CASES, often=OFTEN))
+def test_bytes_of_engines_are_certified(engine: str, ranks: str) -> None:
+    """Buckets, gathered parameters and reduced gradients count: peaks equal the allocator's events."""
+    with group(*GROUPS[ranks]):
+        plan = plan_for(ENGINES[engine], 0.75)
+        assert plan.decisions
+        peaks = peaks_of(lambda: trained(ENGINES[engine], plan), 0, "step")
+    assert plan.peak_bytes == (peaks[0], max(peaks[1:]))
+    assert max(peaks) <= plan.budget_bytes
+
+
+@pytest.mark.sample(2)
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("engine", sampled(ENGINES, often={"sharded"}))
+def test_engines_train_the_same_numbers(engine: str) -> None:
+    """A planned module under DistributedDataParallel and fully_shard has bitwise the same parameters and
+    gradients.
+    """
+    with group("gloo", 1):
+        plan = plan_for(ENGINES[engine], 0.7)
+        plain, planned = (trained(ENGINES[engine], p) for p in (None, plan))
+    assert all(torch.equal(a, b) for a, b in zip(plain, planned, strict=True))
+
+
+def test_a_dry_run_leaves_an_engine_as_it_was() -> None:
+    """A sharded module has its parameters, hooks and states after a dry run, and no gathered parameter."""
+
+    def seen(module: nn.Module) -> list[Any]:
+        states = [part._get_fsdp_state() for part in module.modules() if hasattr(part, "_get_fsdp_state")]
+        groups = [group for state in states for group in state._fsdp_param_groups]
+        parts = [*module.modules(), *states, *groups, *(p for group in groups for p in group.fsdp_params)]
+        return [
+            (k, id(v), len(v) if hasattr(v, "__len__") else 0) for one in parts for k, v in vars(one).items()
+        ]
+
+    with group("fake", 2):
+        module, optimizer = made(sharded)
+        before = seen(module)
+        apply(module, budget="1 GiB", batch=tokens(), optimizer=optimizer, loss=classes).remove()
+        assert seen(module) == before
 
 
 def test_a_hugging_face_model() -> None:
@@ -114,8 +175,11 @@ def test_a_hugging_face_model() -> None:
     assert "model.layers.0" not in dict(planned(cache=False).refused)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("batch", ["unpadded", "padded", "packed", "without a mask"])
+@pytest.mark.parametrize(
+    "batch", sampled(["unpadded", "padded", "packed", "without a mask"], often=["packed"])
+)
 def test_values_of_a_batch_decide_about_masks(batch: str) -> None:
     """A model of transformers builds the attention mask in the dry run that it builds for this batch."""
     transformers = pytest.importorskip("transformers")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -118,6 +119,16 @@ def test_trainers_that_are_refused(options: Any, message: str, tmp_path: Path) -
     trainer = trainer_of(llama(), tmp_path, **options)
     with pytest.raises(UsageError, match=message):
         apply(llama() if other else trainer.model, budget="1 GiB", step=trainer)
+
+
+def test_trainers_on_several_ranks_are_refused(tmp_path: Path) -> None:
+    """A trainer wraps the model when it starts, after the plan."""
+    trainer = trainer_of(llama(), tmp_path)
+    with (
+        mock.patch.object(type(trainer.args), "world_size", 2),
+        pytest.raises(UsageError, match=r"2 ranks.*fully_shard"),
+    ):
+        apply(trainer.model, budget="1 GiB", step=trainer)
 
 
 def test_other_objects_are_no_trainer() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -145,7 +146,7 @@ def apply(
         if budget is None or loop.batch is None:
             raise UsageError("apply needs a budget and a batch, or a plan of an earlier call")
         budget_bytes = parse_bytes(budget) if isinstance(budget, str) else int(budget)
-        plan = apart(site.target, lambda: planned(loop, budget_bytes, site))
+        plan = _agreed(loop, lambda: apart(site.target, lambda: planned(loop, budget_bytes, site)))
     optimizers = _optimizers(optimizer) if plan.state_on_host else ()
     if plan.state_on_host and not optimizers:
         raise UsageError(
@@ -154,6 +155,25 @@ def apply(
     host = HostTensors.of(next((p.device for p in module.parameters()), torch.device("cpu")))
     planned_parts = install(module, plan.decisions, host)
     return Handle(plan, planned_parts, [on_host(one, host.pool) for one in optimizers])
+
+
+def _agreed(loop: Loop, make: Callable[[], LoopPlan]) -> LoopPlan:
+    """Return the plan that `make` returns; that of rank 0 if other ranks run the same loop.
+
+    Ranks with different plans would gather parameters in different orders.
+    """
+    if not loop.is_distributed or dist.get_world_size() == 1:
+        return make()
+    answer: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            answer = [make()]
+        except Exception as error:  # noqa: BLE001 - raised below, on every rank
+            answer = [error if isinstance(error, PipefitError) else UsageError(in_one_line(error))]
+    dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], Exception):
+        raise answer[0]
+    return answer[0]  # type: ignore[no-any-return]
 
 
 def _loop(

@@ -148,10 +148,6 @@ def check_free(module: nn.Module) -> None:
     Raises:
         UsageError: it has, or one is.
     """
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        raise UsageError(
-            "apply the plan to the module inside of DistributedDataParallel, before it is wrapped"
-        )
     for name, part in module.named_modules():
         if isinstance(vars(part).get(FORWARD), PlannedForward):
             raise UsageError("the module has a plan already: call remove() of its handle first")

@@ -12,7 +12,7 @@ import gc
 import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import getclosurevars
@@ -24,6 +24,7 @@ from weakref import ref
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -35,6 +36,14 @@ from pipefit.own_loop.offloading import on_no_host
 from pipefit.schema.trace import Category
 from pipefit.texts import kind_of
 from pipefit.torch_internals import pytree
+from pipefit.torch_internals.data_parallel import (
+    is_sharded,
+    local_parts,
+    reduce_alone,
+    sharding_of,
+    shards_alone,
+    with_local_part,
+)
 from pipefit.torch_internals.patches import always_stepping, eager_branches
 
 # ---- Fake tensors in place of real ones
@@ -45,16 +54,19 @@ _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 class FakeCopies:
     """Fake tensors for the real ones of some objects: equal tensors and storages for equal ones."""
 
-    def __init__(self, fake: FakeTarget, values: KnownValues) -> None:
+    def __init__(self, fake: FakeTarget, values: KnownValues, *, sharded: bool) -> None:
         self._fake, self._values = fake, values
+        self._sharded = (
+            sharded  # whether the loop has modules of `fully_shard`, whose parameters are DTensors
+        )
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}  # by id; the real one stays alive with its id
         self._storages: dict[int, Tensor] = {}
         self._containers: dict[int, tuple[Any, Any]] = {}
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Every fake tensor so far."""
-        return [fake for _, fake in self._tensors.values()]
+        """Every fake tensor so far; of a sharded one, its local part."""
+        return [fake for _, fake in self._tensors.values() if not is_sharded(fake)]
 
     def tensor(self, real: Tensor) -> Tensor:
         """Return the fake tensor for a real one, with a fake gradient if it has a gradient.
@@ -63,12 +75,15 @@ class FakeCopies:
             UsageError: the tensor is of a subclass, whose memory is its own affair.
         """
         if id(real) not in self._tensors:
-            if type(real) not in _PLAIN:
+            if self._sharded and is_sharded(real):
+                made = with_local_part(real, self.tensor)
+            elif type(real) in _PLAIN:
+                made = self._made(real)
+            else:
                 raise UsageError(
                     f"a tensor of the model is a {type(real).__name__}, which has no dry run yet: apply the plan "
-                    "before the model is sharded or quantized"
+                    "before the model is quantized"
                 )
-            made = self._made(real)
             if isinstance(real, nn.Parameter):
                 made = nn.Parameter(made, requires_grad=real.requires_grad)
             else:
@@ -140,6 +155,7 @@ class FakeCopies:
 def _replaced(objects: Sequence[Any], stand: FakeCopies) -> Iterator[None]:
     """Replace all tensors in the attributes of `objects` by fake ones in the body."""
     attributes = [(one, dict(vars(one))) for one in objects]
+    hooks_before = [(v, list(v.items())) for _, before in attributes for v in before.values() if _is_hooks(v)]
     registered: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (table, dict(table))
         for one in objects
@@ -150,7 +166,7 @@ def _replaced(objects: Sequence[Any], stand: FakeCopies) -> Iterator[None]:
         for table, before in registered:
             table.update({name: None if t is None else stand.tensor(t) for name, t in before.items()})
         for one, before in attributes:
-            hooks = {name for name, value in before.items() if isinstance(value, OrderedDict)}
+            hooks = {name for name, value in before.items() if _is_hooks(value)}
             kept = hooks | {"_parameters", "_buffers", "_modules"} if isinstance(one, nn.Module) else hooks
             vars(one).update({name: stand.value(value) for name, value in before.items() if name not in kept})
         yield
@@ -161,6 +177,13 @@ def _replaced(objects: Sequence[Any], stand: FakeCopies) -> Iterator[None]:
         for table, before in registered:
             table.clear()
             table.update(before)
+        for hooks_of_one, entries in hooks_before:
+            hooks_of_one.clear()
+            hooks_of_one.update(entries)
+
+
+def _is_hooks(value: Any) -> bool:
+    return isinstance(value, OrderedDict)
 
 
 # ---- The loop
@@ -194,8 +217,14 @@ class Loop:
         reached = [one for function in (self.loss, self.step) for one in _reached(function, set())]
         given = [self.module, *self.optimizers, *self.state, self.loss, self.step, *reached]
         modules = {id(m): m for one in given if isinstance(one, nn.Module) for m in one.modules()}
+        given += [one for module in modules.values() for one in sharding_of(module)]
         others = {id(one): one for one in given if _has_attributes(one) and id(one) not in modules}
         return [*modules.values(), *others.values()]
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether other ranks run the same loop, in an engine of torch."""
+        return any(isinstance(one, DistributedDataParallel) or sharding_of(one) for one in self._objects())
 
     @contextmanager
     def over_fakes(self, fake: FakeTarget, meter: Any) -> Iterator[Callable[[int], Iterator[int]]]:
@@ -205,7 +234,9 @@ class Loop:
         """
         numbers = random.getstate(), np.random.get_state(), torch.get_rng_state()
         values = KnownValues()
-        stand = FakeCopies(fake, values)
+        objects = self._objects()
+        sharded = any(sharding_of(one) for one in objects)
+        stand = FakeCopies(fake, values, sharded=sharded)
         gc.disable()  # cycles live until a collection, which no plan can rely on
         try:
             with (
@@ -213,7 +244,8 @@ class Loop:
                 values,
                 eager_branches(),
                 torch.enable_grad(),
-                _replaced(self._objects(), stand),
+                _replaced(objects, stand),
+                shards_alone(objects, meter.resized) if sharded else nullcontext(),
                 counted_states(meter),
                 always_stepping(),
                 _reading_updates(),
@@ -234,7 +266,10 @@ class Loop:
                     batches = (self._made_batch(stand, meter) for _ in range(steps))
                     yield from self._steps(batches) if self.step else self._plain(batches, optimizers)
 
-                with meter:
+                with meter, local_parts() if sharded else nullcontext():
+                    for one in objects:
+                        if isinstance(one, DistributedDataParallel):
+                            reduce_alone(one)
                     yield run
         finally:
             gc.enable()

@@ -57,6 +57,19 @@ def trainer_step(
     raise UsageError(f"step is a function of a batch, or a Trainer, not {kind_of(trainer)}")
 
 
+def _check_alone(ranks: int) -> None:
+    """Check that a trainer trains on one rank.
+
+    Raises:
+        UsageError: it wraps or shards the model later, which its dry run would not count.
+    """
+    if ranks > 1:
+        raise UsageError(
+            f"the Trainer trains on {ranks} ranks, and wraps the model only when it starts: describe the loop as a "
+            "function of a batch, with the model wrapped by DistributedDataParallel or sharded by fully_shard"
+        )
+
+
 def _is_a(value: Any, module: str, name: str) -> bool:
     """Return whether `value` is of a class of a package, which need not be installed."""
     package = sys.modules.get(module)
@@ -75,6 +88,7 @@ def _of_hugging_face(
         raise UsageError(
             "a dry run of a Trainer in float16 is not supported: train in bf16, or describe the loop as a function"
         )
+    _check_alone(trainer.args.world_size)
     settings = ("activation_checkpointing", "gradient_checkpointing")  # by versions of transformers
     for name in settings:
         if getattr(trainer.args, name, False):
@@ -159,6 +173,7 @@ def _of_lightning(
 ) -> TrainerStep:
     if not hasattr(module, "training_step"):
         raise UsageError("Lightning's Trainer trains a LightningModule: pass that one")
+    _check_alone(trainer.world_size)
     if not module.automatic_optimization:
         raise UsageError(
             "Lightning's Trainer does not define the step of manual optimization: describe it as a function of a batch"

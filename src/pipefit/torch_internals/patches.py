@@ -16,13 +16,14 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, UntypedStorage, fx, nn
 from torch.amp import autocast_mode
 from torch.distributions import Distribution
 from torch.optim import Optimizer
 from torch.overrides import resolve_name
 from torch.utils import checkpoint
 
+from pipefit.torch_internals import without_dispatch_modes
 from pipefit.torch_internals.fake_tensors import FakeTensor, meta_registrations
 
 
@@ -287,3 +288,35 @@ class _TorchWithoutCopies:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
+
+
+# ---- Sharded parameters in a dry run
+
+
+@contextmanager
+def resizes_seen(resized: Callable[[UntypedStorage], None]) -> Iterator[None]:
+    """Call `resized` in the body after each change of a storage's size, which no operation shows."""
+    before = UntypedStorage.resize_
+
+    def resize(storage: UntypedStorage, size: int) -> Any:
+        result = before(storage, size)
+        resized(storage)
+        return result
+
+    with _replaced(UntypedStorage, "resize_", resize):
+        yield
+
+
+@contextmanager
+def forms_apart() -> Iterator[None]:
+    """Let DTensors in the body work out the forms of results outside of dispatch modes, as real ones do."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    before = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def form(*args: Any) -> Any:
+        with without_dispatch_modes():
+            return before(*args)
+
+    with _replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", form):
+        yield
