@@ -307,6 +307,8 @@ def written(path: Path, rows: Sequence[Row]) -> None:
 
 # -------------------------------------------------------------------- tables
 
+SHOWN = 32  # microbatches of the rows in the page; the JSON has all rows
+
 
 def line(row: Row) -> str:
     """One line for whoever waits."""
@@ -328,9 +330,13 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def speeds(rows: Sequence[Row]) -> str:
-    """Samples per second of every way, or by how much the fullest device is too small."""
+    """Samples per second of every way with M = 32, or by how much the fullest device is too small."""
     columns = ("model", "M", *WAYS, "joint / mpress", "gap", "planned in")
-    return markdown(columns, [speeds_row(own) for own in by_question(rows)])
+    return markdown(columns, [speeds_row(own) for own in by_question(rows) if _shown(own)])
+
+
+def _shown(own: dict[str, Row]) -> bool:
+    return next(iter(own.values())).microbatches == SHOWN
 
 
 def speeds_row(own: dict[str, Row]) -> tuple[str, ...]:
@@ -364,7 +370,7 @@ def techniques(rows: Sequence[Row]) -> str:
     for own in by_question(rows):
         for way in ("mpress", "joint"):
             row = own.get(way)
-            if row is not None and row.microbatches == 32 and row.step_seconds is not None:
+            if row is not None and row.microbatches == SHOWN and row.step_seconds is not None and row.freed:
                 stages = [stage_cell(row, stage) for stage in range(len(row.split))]
                 lines.append(
                     (row.model, way if row.fits else f"{way} (short)", "-".join(map(str, row.split)), *stages)

@@ -33,6 +33,7 @@ from pipefit.schema.trace import DeviceTrace
 RESULTS = Path(__file__).parent / "results" / "mpress_reserved.json"
 SETTINGS = {"fixed": AllocatorSettings(), "expandable": AllocatorSettings(expandable=True)}
 GIB = 1 << 30
+SHOWN, TIGHT = 32, GIB // 16  # microbatches and room of the rows in the page; the JSON has all rows
 COLUMNS = (
     "machine", "model", "M", "plan", "segments", "requested", "allocated", "reserved", "process", "memory", "short",
 )  # fmt: skip
@@ -55,6 +56,11 @@ class Row:
     memory_bytes: int
     short_devices: int
     seconds: float  # of the CPU, for the dry run that tells of all settings
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that the process leaves of the fullest device; negative if it is too small."""
+        return self.memory_bytes - self.process_bytes
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -129,10 +135,13 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
 def tables(rows: Sequence[Row]) -> dict[str, str]:
     """The tables of the docs, by their titles."""
     return {
-        "reserved": markdown(COLUMNS, [row.cells for row in in_order(rows)]),
+        "reserved": markdown(
+            COLUMNS,
+            [row.cells for row in in_order(rows) if row.microbatches == SHOWN and row.left_bytes < TIGHT],
+        ),
         "largest by reserved bytes": markdown(
             ("machine", "family", "plan", *SETTINGS, "asked"),
-            [*_largest([row for row in rows if row.microbatches == 32])],
+            [*_largest([row for row in rows if row.microbatches == SHOWN])],
         ),
     }
 
