@@ -33,12 +33,23 @@ def test_five_lines_make_a_plain_loop_a_pipeline(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    ("script", "count"), [("budget_loop.py", 50), ("trainer_budget.py", 30), ("lightning_budget.py", 8)]
+    ("script", "count"),
+    [
+        ("budget_loop.py", 50),
+        ("fsdp_budget.py", 8),
+        ("gan_budget.py", 8),
+        ("lightning_budget.py", 8),
+        ("trainer_budget.py", 30),
+        ("vision_budget.py", 8),
+    ],
 )
 def test_three_lines_keep_a_budget(
     script: str, count: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A budget below the loop's need changes no loss."""
+    if script == "fsdp_budget.py":  # as torchrun sets them
+        for name, value in ("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", 0):
+            monkeypatch.setenv(name, str(value))
     planned = losses(script, capsys)
     monkeypatch.setattr("pipefit.apply", lambda *_, **__: "no plan")
     assert losses(script, capsys) == planned

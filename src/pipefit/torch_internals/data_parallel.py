@@ -138,16 +138,27 @@ _GROUPS = "shard_process_group", "replicate_process_group", "reduce_scatter_proc
 _GATHERED = "_unsharded_param", "_unsharded_inner_tensors", "all_gather_outputs"
 
 
+_COMPOSED = {
+    "all_gather_copy_in": "all_gather_copy_in_cuda",  # of a CPU, too
+    "split_with_sizes_copy": "split_with_sizes_copy",
+    "chunk_cat": "chunk_cat",
+}
+
+
 class _LocalParts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode above all others, which then see a DTensor's operations as those of its local part."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._sharded = _class("torch.distributed.tensor", "DTensor")
+        collectives = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_collectives"]
+        self._composed = {name: getattr(collectives, of) for name, of in _COMPOSED.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, self._sharded) for kind in types):
             return NotImplemented
+        if func.namespace == "fsdp":  # modes below see the operations of which it consists
+            func = self._composed.get(func.overloadpacket.__name__, func)
         return func(*args, **(kwargs or {}))
 
 
