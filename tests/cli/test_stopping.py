@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -40,6 +41,17 @@ COMMANDS = {
 
 GRID = f"plan {MODEL} --cluster emulated:4x1MiB --data 2 --tensor 2 -b 4 --batch-size 8 -o grid.json"
 IN_A_GRID = COMMANDS["train"].replace("plan.json", "grid.json")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_signal_is_ignored() -> Iterator[None]:
+    """Handle all signals, as in a terminal: a background job inherits that some are ignored."""
+    ignored = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.fixture(scope="module")
