@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 import bench_ablation
 from bench_ablation import WAYS
 from bench_mpress import Row
@@ -33,6 +35,7 @@ def test_the_table_has_a_column_for_each_model() -> None:
     assert "| all | 2.00 | 4.00 |" in lines and "| no host | 1.50 |  |" in lines
 
 
+@pytest.mark.gallery
 def test_the_longest_lived_half_is_more_than_half_of_the_activations() -> None:
     """More stages leave fewer activations on the devices, at no cost while copies are shorter than passes."""
     left = []

@@ -18,6 +18,7 @@ def test_gpt_under_dapple_needs_what_the_paper_says() -> None:
     assert row.split == (4, 3, 3, 3, 3, 4, 4, 4)
 
 
+@pytest.mark.gallery
 def test_bert_under_pipedream_needs_what_the_paper_says() -> None:
     """Bert-0.35B with weight versions: total, fullest and emptiest are within 10 per cent of Table II.
 

@@ -69,6 +69,7 @@ def test_every_search_places_every_layer(search: str) -> None:
     assert all(start < stop for start, stop in pairwise(edges))
 
 
+@pytest.mark.gallery
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", sampled(KINDS, often=("random", "heavy")))
 def test_bayesian_optimisation_has_no_less_than_exact(kind: str) -> None:

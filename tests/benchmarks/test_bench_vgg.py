@@ -171,6 +171,7 @@ def test_rank_counts_lower_peaks() -> None:
     assert (worst.split, worst.over_best) == ((3, 1), 2)
 
 
+@pytest.mark.gallery
 def test_the_report_names_every_partitioner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The printed tables and the JSON name every partitioner and the machine."""
     found = comparison("except_last")

@@ -55,6 +55,7 @@ def test_every_part_runs_dry(name: str) -> None:
     check(name)
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize("name", sampled(["peaks-gpt", "largest", "seconds"], often=["peaks-gpt"]))
 def test_nothing_is_expected_after_a_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a backward in the same process, profiling or certifying for CUDA would lose the GPU, so nothing

@@ -281,6 +281,7 @@ def test_what_cannot_be_traced_has_a_way_out(name: str, words: tuple[str, ...]) 
     assert all(word in str(refused.value) for word in (*words, ".py:"))
 
 
+@pytest.mark.gallery
 @pytest.mark.filterwarnings("ignore:peaks do not include")  # of the CTC loss
 def test_the_way_out_of_labels_that_are_checked() -> None:
     """A CTC loss outside the model trains like the model's own loss in a plain loop."""

@@ -56,8 +56,8 @@ def test_attention_takes_its_fast_path() -> None:
 
 def test_attention_can_be_set() -> None:
     """Eager attention multiplies and computes its own softmax."""
-    task = hf("gpt2", **TINY["gpt2"], attention="eager")
-    assert "softmax" in code_of(task) and "scaled_dot_product_attention" not in code_of(task)
+    code = code_of(hf("gpt2", **TINY["gpt2"], attention="eager"))
+    assert "softmax" in code and "scaled_dot_product_attention" not in code
 
 
 def code_of(task: Task) -> str:

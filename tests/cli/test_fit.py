@@ -12,7 +12,7 @@ from pipefit.schema.json_io import load
 from pipefit.schema.plan import Plan
 
 MODEL = "zoo:mlp --set widths=(64,32,16) --set inputs=20"
-ASKED = f"fit {MODEL} --cluster emulated:2x96KiB --microbatches 2"
+ASKED = f"fit {MODEL} --cluster emulated:2x44KiB --microbatches 2"
 SMALL = f"fit {MODEL} --cluster emulated:2x1KiB --microbatches 2 --tensor 1"
 
 TABLE: list[tuple[str, int, list[str]]] = [
@@ -85,7 +85,7 @@ def test_the_answer_is_printed_saved_and_plotted(
     assert f"classes={answer + 1} does not fit: device" in out
     assert "saved to plan.json" in err and "saved to plot.html" in err
     made = load("plan.json", Plan)
-    assert made.prediction is not None and max(made.prediction.peak_bytes) <= 96 << 10
+    assert made.prediction is not None and max(made.prediction.peak_bytes) <= 44 << 10
     model = [*MODEL.split(), "--set"]
     assert main(["certify", "plan.json", *model, f"classes={answer}"]) == 0
     assert main(["certify", "plan.json", *model, f"classes={answer + 1}"]) == 6

@@ -44,8 +44,9 @@ def test_dry_run_and_simulator_are_exact(name: str) -> None:
         assert account.dry_run_bytes == account.simulated_bytes == account.oracle_bytes, account.case
 
 
+@pytest.mark.gallery
 def test_the_cases_of_a_run_cover_every_kind_of_plan() -> None:
-    """The cases of every run cover all schedules, one to four devices with one or several stages, recomputed
+    """The named cases cover all schedules, one to four devices with one or several stages, recomputed
     runs and recomputed whole stages, both kinds of attention, dropout on and off.
     """
     cases = [draw(name) for name in OFTEN]

@@ -69,6 +69,7 @@ def slot_in(folder: Path, nbytes: int, buffer_bytes: int) -> DiskSlot:
 # -------------------------------------------------------------------- slots
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_written_is_read_back(tmp_path: Path, seed: int) -> None:
     """Parts of several storages, of any sizes, are written one after the other to the file and read back to

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,6 +24,7 @@ from pipefit.runtime import Trainer, certify, train
 from pipefit.runtime.checkpoint.saving import Saving
 from pipefit.runtime.engine.flight import move
 from pipefit.runtime.engine.runner import DeviceRunner
+from pipefit.runtime.launch.processes import forks
 from pipefit.schema.actions import Action
 from pipefit.schema.decisions import Decision, Microbatches, Run, SavedTensors, What
 from pipefit.schema.devices import parse_place
@@ -303,6 +304,12 @@ def test_replicas_of_tensor_shards_divide_state_too(shard: Sharding, tmp_path: P
     assert equal(after.state_dict(optimizer=True), trainer.state_dict(optimizer=True), relative=0)
 
 
+def in_workers(count: int, function: Callable[..., None], *arguments: Any) -> None:
+    """Call a function in this many processes with their ranks; the fork server has imported torch for all."""
+    forks()
+    torch.multiprocessing.start_processes(function, arguments, nprocs=count, start_method="forkserver")
+
+
 @pytest.mark.gallery
 def test_the_numbers_are_those_of_fully_shard(tmp_path: Path) -> None:
     """Two replicas that shard parameters train the numbers of `fully_shard` in two processes, each with a
@@ -320,7 +327,7 @@ def test_the_numbers_are_those_of_fully_shard(tmp_path: Path) -> None:
     data, trainer = batches(task, plan, 3), Trainer(task, plan)
     for one in data:
         trainer.step(one)
-    torch.multiprocessing.spawn(fully_sharded, (str(tmp_path), task, data), nprocs=2)
+    in_workers(2, fully_sharded, str(tmp_path), task, data)
     assert equal(trainer.state_dict(), torch.load(tmp_path / "parameters.pt"), relative=1e-9)
 
 
@@ -334,7 +341,7 @@ def test_a_worker_refuses_to_read_a_module_of_which_it_holds_parts(tmp_path: Pat
     data, trainer = batches(task, plan, 2), Trainer(task, plan)
     for one in data:
         trainer.step(one)
-    torch.multiprocessing.spawn(reading, (str(tmp_path), task, plan, data), nprocs=WORKERS)
+    in_workers(WORKERS, reading, str(tmp_path), task, plan, data)
     results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(WORKERS)]
     for refusals, _ in results:
         assert refusals.keys() == READINGS.keys()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -34,6 +35,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import Trace
 from pipefit.schema.training import Precision, Training
+from sampled import sampled
 
 
 def gpt(layers: int) -> Task:
@@ -69,7 +71,7 @@ def test_blocks_that_are_recomputed_separately_are_folded(microbatches: int) -> 
     assert certify(task, plan) == certify(task, plan, fold=False)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("part", "moves"), [(1.0, None), (0.75, None), (1.0, ALL_AWAY)], ids=["all", "some", "away"]
 )
@@ -124,22 +126,27 @@ def sharded(task: Task, shard: Sharding, data: int = 3, **options: Any) -> Plan:
     )
 
 
-CASES = [
-    pytest.param(
-        *case, marks=() if number in (4, 19, 35) else pytest.mark.gallery, id="-".join(map(str, case))
+CASES = list(
+    product(
+        SHARDINGS[1:],
+        ("float32", "mixed-bfloat16", "master-float16"),
+        ("always", "never"),
+        (None, 1.0),
+        (None, AllocatorSettings()),
     )
-    for number, case in enumerate(
-        (shard, precision, recompute, clip)
-        for shard in SHARDINGS[1:]
-        for precision in ("float32", "mixed-bfloat16", "master-float16")
-        for recompute in ("always", "never")
-        for clip in (None, 1.0)
-    )
-]
+)
 
 
-@pytest.mark.parametrize(("shard", "precision", "recompute", "clip"), CASES)
-@pytest.mark.parametrize("allocator", [None, AllocatorSettings()], ids=["bytes", "reserved"])
+@pytest.mark.parametrize(
+    ("shard", "precision", "recompute", "clip", "allocator"),
+    sampled(
+        CASES,
+        often=[
+            ("optimizer", "mixed-bfloat16", "always", None, None),
+            ("gradients", "master-float16", "never", 1.0, AllocatorSettings()),
+        ],
+    ),
+)
 def test_blocks_of_replicas_that_shard_state_are_folded(
     shard: Sharding, precision: Precision, recompute: Recompute, clip: float | None, allocator: Any
 ) -> None:
@@ -153,7 +160,7 @@ def test_blocks_of_replicas_that_shard_state_are_folded(
     assert trace == certify(task, plan, fold=False, allocator=allocator)
 
 
-@pytest.mark.parametrize(("data", "buckets"), [(2, 1), (2, 3), (4, 11)])
+@pytest.mark.parametrize(("data", "buckets"), sampled([(2, 1), (2, 3), (4, 11)], often=[(2, 3)]))
 def test_ranks_with_buckets_are_folded(data: int, buckets: int) -> None:
     """Parameters that come bucket by bucket, with several blocks or with one, equal those of all layers."""
     task, allocator = replace(gpt(9), precision="mixed-bfloat16"), AllocatorSettings()
@@ -162,6 +169,7 @@ def test_ranks_with_buckets_are_folded(data: int, buckets: int) -> None:
     assert trace == certify(task, plan, fold=False, allocator=allocator)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recompute", ["always", "never"])
 def test_reserved_bytes_of_one_device_are_folded(recompute: Recompute) -> None:
     """Allocations of the executed blocks are repeated for the others, in the order of the program."""
@@ -212,7 +220,7 @@ class Joined(torch.optim.SGD):
 
 def test_updates_that_join_blocks_are_run_with_all_layers() -> None:
     """If an update works on all blocks at once, the dry run notices and runs all layers."""
-    task = replace(gpt(8), optimizer=partial(Joined, lr=0.1))
-    plan = sharded(task, "optimizer", recompute="never")
+    task = replace(gpt(6), optimizer=partial(Joined, lr=0.1))
+    plan = sharded(task, "optimizer", 2, recompute="never")
     allocator = AllocatorSettings()
     assert certify(task, plan, allocator=allocator) == certify(task, plan, fold=False, allocator=allocator)

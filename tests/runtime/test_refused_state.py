@@ -107,7 +107,7 @@ def test_an_optimizer_that_is_more_than_its_groups_is_refused(
         Trainer(task, plan).step(batch_of(task, plan))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "optimizer", [torch.optim.SGD, Counting, Hooked, Groupless, Joining, Starting, Tabled]
 )
