@@ -10,8 +10,12 @@ import pytest
 from made_up import AMPLE, devices, keeping
 from pipefit.errors import UsageError
 from pipefit.lowering.passes.recomputation import recompute_decisions
-from pipefit.planner import Question, Simulations, plan
-from pipefit.planner.common_plans import AWAY, _without_state, common_plans
+from pipefit.planner import Question, Simulations, arrangements, plan
+from pipefit.planner import common_plans as common_plans_module
+from pipefit.planner.arrangements import Trials
+from pipefit.planner.common_plans import AWAY, CommonSearch, _without_state, common_plans
+from pipefit.planner.open_choices import space_of
+from pipefit.planner.options import PlanOptions
 from pipefit.schema.devices import Host, Link, Member
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
@@ -48,6 +52,51 @@ def test_a_plan_that_is_fully_sharded_and_recomputed_by_block_is_found(seed: int
     for found in (asked, plan(profile, tight, how)):
         assert all(map(int.__le__, Simulation(found).peak_bytes, tight.budgets))
         assert Simulation(found).step_seconds[-1] <= simulation.step_seconds[-1] * 1.0101
+
+
+def fully_sharded(number: int, samples: int) -> Plan:
+    """Return the plan of six heavy layers on replicas of this many devices, recomputed by block."""
+    count = 6
+    profile = sized(keeping(Random(0), widths=[24] * (count + 1), weights=[75] * count), number, 1)
+    how = Training(batch_size=samples, microbatches=samples // number)
+    grid = Grid(devices=tuple(range(number)), data=number, shard="parameters", buckets=count)
+    stages = (Stage(start=0, stop=count, grid=grid),)
+    again = recompute_decisions(stages, profile.edges, "always", how.schedule, how.microbatches)
+    cluster = devices(*[AMPLE] * number)
+    plan = Plan(profile=profile, cluster=cluster, training=how, stages=stages, decisions=again)
+    budget = max(Simulation(plan).peak_bytes)
+    return replace(plan, cluster=devices(*[budget] * number))
+
+
+def test_replicas_on_all_devices_are_known_before_a_long_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large question begins with the size of which every device computes a sample, though it is the last
+    in the order of sizes.
+    """
+    monkeypatch.setattr(arrangements, "is_small", lambda _: False)
+    wanted, of = fully_sharded(4, 16), keeping(Random(0), widths=[24] * 7, weights=[75] * 6)
+    trials = Trials(
+        space_of(
+            lambda size: sized(of, size), wanted.cluster, None, PlanOptions(planner="joint", batch_size=16)
+        )
+    )
+    trials._replicate()
+    (found,) = trials.mixed
+    assert found.question.training.microbatch_size == 4
+    assert found.seconds <= Simulation(wanted).step_seconds[-1]
+
+
+def test_one_budget_serves_the_common_plans_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a search has spent the budget, the next size is only searched if nothing is known to fit."""
+    wanted = fully_sharded(4, 16)
+    question = Question(profile=wanted.profile, cluster=wanted.cluster, training=wanted.training)
+    search = CommonSearch()
+    first = search.fastest(question, float("inf"))
+    assert first is not None
+    monkeypatch.setattr(common_plans_module, "_WORK", search.work - 1)
+    assert search.fastest(question, 2 * first.seconds) is None
+    assert CommonSearch().fastest(question, 2 * first.seconds) is not None
+    again = search.fastest(question, float("inf"))
+    assert again is not None and again.seconds >= first.seconds
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -12,6 +12,7 @@ import pytest
 from made_up import AMPLE, devices, keeping, plain, skewed
 from pipefit.planner import Means, PlanOptions, Question, plan
 from pipefit.planner import mixed as searching
+from pipefit.planner.common_plans import CommonSearch
 from pipefit.planner.driver import plan_of
 from pipefit.planner.mixed import Mixed, commonly, mixed, otherwise
 from pipefit.planner.problem import Split
@@ -124,8 +125,9 @@ def test_hosts_update_what_replicas_divide_where_nothing_else_fits() -> None:
     tight = tuple(replace(one, memory_bytes=budget) for one in ample.devices)
     question = Question(profile=profile, cluster=replace(ample, devices=tight), training=how)
     assert mixed(question.using(Means(recompute="never"))) is None
-    assert commonly(question.using(Means(host=False, recompute="never")), float("inf")) is None
-    found = commonly(question.using(Means(recompute="never")), float("inf"))
+    search = CommonSearch()
+    assert commonly(question.using(Means(host=False, recompute="never")), float("inf"), search) is None
+    found = commonly(question.using(Means(recompute="never")), float("inf"), search)
     assert found is not None
     assert found.seconds <= Simulation(by_hand).step_seconds[-1]
     made = plan_of(found.question, found.split, decisions=found.decisions)

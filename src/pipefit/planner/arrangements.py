@@ -28,6 +28,7 @@ from dataclasses import replace
 from pipefit.errors import UsageError
 from pipefit.lowering import RECOMPUTE, Recompute
 from pipefit.planner.bounds import simple_bound, step_bound
+from pipefit.planner.common_plans import CommonSearch
 from pipefit.planner.driver import plan_of
 from pipefit.planner.exact import exact, leanest_of
 from pipefit.planner.hybrid import Least, budget_level, candidates
@@ -55,6 +56,7 @@ from pipefit.simulator.assembled import assembled
 _SHORT = 0.1  # part of its budget with which joint tries an arrangement
 _TRYING, _SEARCHING = 150_000, 500_000  # new actions of all short searches, and of all searches
 _GAIN = 1e-3  # part of a step that an arrangement has to gain
+_GAIN_OF_LARGE = 0.1  # the same, by its bound, if the question is large and a plan of replicas is known
 _ROOM = 0.01  # part of a step that a plan must gain if it leaves a GPU hardly any room
 _EACH = 10  # actions for each microbatch of a stage
 _COSTLY = 20_000_000  # ranges of blocks as stages, above which no memory bound is computed
@@ -77,6 +79,9 @@ class Trials:
             tuple[int, Degree], Question
         ] = {}  # of one replica, of any schedule and number of stages
         self.mixed: list[Mixed] = []  # plans that fit
+        self._commons = CommonSearch()
+        self._common = set[int]()  # sizes whose common plans have been searched
+        self._is_replicated = False  # a plan with a replica on every device is known for a large question
         self._spent = 0.0  # new actions, or equivalent work
         self._unseen: list[int] = []  # sizes for which the budget was too small
         self._untried = self._tried_shortly = 0  # arrangements for which the budget was too small
@@ -95,6 +100,8 @@ class Trials:
             UsageError: no arrangement can be carried out; the error of one of them.
         """
         if self.space.count > 1 or self.space.grids:
+            if self.space.grids:
+                self._replicate()
             for size in self._visited(slices=True) if self.space.grids else ():
                 self._mix(size)
             self.mixed += otherwise(self.mixed, self.space.schedules)
@@ -104,11 +111,7 @@ class Trials:
                 self._look_at(self._widest(size))
             for arrangement in self._others():
                 self._look_at(arrangement)
-        if (
-            not self._known
-            and self._keeps
-            and any(_is_costly(self.question(one)) for one in self._like_mixed)
-        ):
+        if not self._known and (self._is_replicated or self._is_too_large):
             return None
         if not self._known and not any(map(self.tried, self._like_mixed)):
             self._try(self._roomiest)
@@ -152,6 +155,28 @@ class Trials:
         simulation = assembled(plan_of(question, found.split, decisions=found.decisions))
         return question, found._replace(value=simulation.step_seconds[-1], simulation=simulation)
 
+    @property
+    def _is_too_large(self) -> bool:
+        """True if a plan is known that keeps everything, and the question of a similar one is costly."""
+        return self._keeps and any(_is_costly(self.question(one)) for one in self._like_mixed)
+
+    def _replicate(self) -> None:
+        """Find the fastest common plan of the smallest size of which every device computes samples.
+
+        Only for large questions, if no device has room for the state: all devices then mostly divide it, and
+        the other plans of such a question take long to search.
+        """
+        devices, budgets = len(self.space.question.cluster.devices), self.space.question.cluster.budgets
+        size = next((size for size in self.space.sizes if size % devices == 0), None)
+        if size is None or devices == 1 or self.space.question.state_bytes <= max(budgets):
+            return
+        with suppress(UsageError):
+            question = self.space.question_of(size, self._profile(size))
+            if not is_small(question) and any(degree.data == devices for degree in question.degrees):
+                self._least[size] = Least.of(question)
+                self._mix_commonly(size)
+                self._is_replicated = bool(self.mixed)
+
     def _mix(self, size: int) -> None:
         """Find the fastest plan of a size whose stages have any degrees."""
         with suppress(UsageError):
@@ -171,10 +196,11 @@ class Trials:
         Skipped if a known plan is about as fast as the size's lower bound, or if the question is large and a
         known plan keeps everything.
         """
-        if self._least_of(size) * (1 + _ROOM) < self._fastest:
+        if size not in self._common and self._least_of(size) * (1 + _ROOM) < self._fastest:
             question = self.space.question_of(size, self._profile(size))
             looks = exact_in_time(question) and (not self._keeps or is_small(question))
-            self.mixed += filter(None, [commonly(question, self._fastest) if looks else None])
+            self.mixed += filter(None, [commonly(question, self._fastest, self._commons) if looks else None])
+            self._common.add(size)
 
     def question(self, arrangement: Arrangement) -> Question:
         """Return the question of an arrangement.
@@ -360,7 +386,8 @@ class Trials:
 
     def _may_win(self, bound: float) -> bool:
         """Return whether a plan with this bound may be visibly faster than the known ones."""
-        return bound < math.inf and bound < self._fastest * (1 - _GAIN)
+        gain = _GAIN_OF_LARGE if self._is_replicated else _GAIN
+        return bound < math.inf and bound < self._fastest * (1 - gain)
 
     @property
     def _fastest(self) -> float:

@@ -13,7 +13,7 @@ instant updates. So a result is slower than such plans by at most 1 %, as long a
 is known to fit, the search continues until one does.
 
 Cost: up to 36 simulations for each number of replicas, those without recomputation first; only of plans whose
-memory bound fits. (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv
+memory bound fits, within one budget for all microbatch sizes. (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv
 2104.07857; FSDP, VLDB 2023; activation checkpointing, arXiv 1604.06174.)
 """
 
@@ -40,6 +40,7 @@ from pipefit.schema.devices import Member
 from pipefit.schema.grids import SHARDINGS, Sharding
 from pipefit.schema.layer_costs import LayerCost, SharedParameter, Work
 from pipefit.schema.plan import Plan
+from pipefit.simulator import Assembled
 
 _WORK = 60_000  # budget of work for simulations
 _WORK_TO_FIT = 2_000_000  # the same budget if no plan is known to fit
@@ -68,6 +69,7 @@ class CommonPlan(NamedTuple):
     seconds: float
     peaks: tuple[int, ...]  # of every device, in bytes
     decisions: tuple[Decision, ...]
+    simulation: Assembled
 
 
 class CommonCandidate(NamedTuple):
@@ -87,28 +89,45 @@ class CommonCandidate(NamedTuple):
         return zero + at_hosts
 
 
-def common_plan(question: Question, at_most: float) -> CommonPlan | None:
-    """Return the fastest common plan that fits in less than `at_most` seconds; None if none does."""
-    if question.options.recompute not in ("never", "always"):
-        return None
-    best, simulations, bounds = None, Simulations(question), Simulations(_without_updates(question))
-    least = cache(lambda split: bounds.of(split).step_seconds[-1])
-    emptied = Simulations(_without_state(question))
-    for split, recompute, moves, decisions in common_plans(question):
-        known = at_most < float("inf")
-        if simulations.work + bounds.work > simulations.share_of(_WORK if known else _WORK_TO_FIT):
-            break
-        with suppress(UsageError):  # state that cannot be divided or moved, or hosts that cannot update
-            bound_of_memory = emptied if moves else simulations
-            if not bound_of_memory.may_fit(split, recompute, without_parameters=moves == AWAY):
-                continue
-            if known and any(bound(split) >= at_most * (1 - _WORTH) for bound in (simulations.least, least)):
-                continue
-            result = simulations.of(split, decisions)
-            seconds = result.step_seconds[-1]
-            if seconds < at_most and result.fits:
-                at_most, best = seconds, CommonPlan(split, seconds, result.peak_bytes, decisions)
-    return best
+class CommonSearch:
+    """Search for the fastest common plans of several questions, within one budget of work."""
+
+    def __init__(self) -> None:
+        self.work = 0
+
+    def fastest(self, question: Question, at_most: float) -> CommonPlan | None:
+        """Return the fastest common plan that fits in less than `at_most` seconds; None if none does."""
+        if question.options.recompute not in ("never", "always"):
+            return None
+        simulations, bounds = Simulations(question), Simulations(_without_updates(question))
+        try:
+            return self._fastest(question, at_most, simulations, bounds)
+        finally:
+            self.work += simulations.work + bounds.work
+
+    def _fastest(
+        self, question: Question, at_most: float, simulations: Simulations, bounds: Simulations
+    ) -> CommonPlan | None:
+        best, emptied = None, Simulations(_without_state(question))
+        least = cache(lambda split: bounds.of(split).step_seconds[-1])
+        for split, recompute, moves, decisions in common_plans(question):
+            known = at_most < float("inf")
+            work = self.work + simulations.work + bounds.work
+            if work > simulations.share_of(_WORK if known else _WORK_TO_FIT):
+                break
+            with suppress(UsageError):  # state that cannot be divided or moved, or hosts that cannot update
+                bound_of_memory = emptied if moves else simulations
+                if not bound_of_memory.may_fit(split, recompute, without_parameters=moves == AWAY):
+                    continue
+                lowest = (bound(split) for bound in (simulations.least, least))
+                if known and any(seconds >= at_most * (1 - _WORTH) for seconds in lowest):
+                    continue
+                result = simulations.of(split, decisions)
+                seconds = result.step_seconds[-1]
+                if seconds < at_most and result.fits:
+                    best = CommonPlan(split, seconds, result.peak_bytes, decisions, result)
+                    at_most = seconds
+        return best
 
 
 def _without_updates(question: Question) -> Question:

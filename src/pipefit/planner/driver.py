@@ -84,7 +84,7 @@ def _compactions(plan: Plan, whole: Assembled, groups: Sequence[Group]) -> Itera
             stage=stage,
             what=technique,
             layers=len({layer for decision in own for layer in _layers(decision)}),
-            freed_bytes=simulation.peak_bytes[device] - whole.peak_bytes[device],
+            freed_bytes=simulation.peak_of(device) - whole.peak_of(device),
             added_seconds=whole.step_seconds[-1] - simulation.step_seconds[-1],
         )
 

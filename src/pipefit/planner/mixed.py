@@ -23,7 +23,7 @@ import numpy as np
 from pipefit.errors import UsageError
 from pipefit.memory import lent_bytes
 from pipefit.planner.choices import KEPT, TO_HOST, TO_PEERS, Menu, Menus, StageChoice, decisions_of
-from pipefit.planner.common_plans import common_plan
+from pipefit.planner.common_plans import CommonSearch
 from pipefit.planner.evaluation import HOST
 from pipefit.planner.hybrid import candidates, fastest
 from pipefit.planner.hybrid.divided_state import Reader
@@ -319,9 +319,9 @@ class Mixed(NamedTuple):
         )
 
 
-def commonly(question: Question, at_most: float) -> Mixed | None:
+def commonly(question: Question, at_most: float, search: CommonSearch) -> Mixed | None:
     """Return the fastest common plan (`planner.common_plans`) below `at_most` seconds; None if none fits."""
-    result = common_plan(question, at_most)
+    result = search.fastest(question, at_most)
     return None if result is None else Mixed(question, *result)
 
 

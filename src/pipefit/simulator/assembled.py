@@ -546,6 +546,12 @@ class Assembled:
         ]
         return tuple(own[device] + lent_bytes(self.arenas, Member.device(device)) for device in devices)
 
+    def peak_of(self, device: int) -> int:
+        """Return the most bytes allocated on one device; others are read only if the plan moves tensors."""
+        if any(decision.place is not None for decision in self.plan.decisions):
+            return self.peak_bytes[device]
+        return self._devices[device].memory().peak_bytes
+
     @property
     def fits(self) -> bool:
         """True if every device and every host has enough memory."""
