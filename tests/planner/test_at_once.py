@@ -51,6 +51,7 @@ def model() -> ModelProfile:
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b", "gpipe"])
 def test_splits_at_once_take_what_each_takes_alone(model: ModelProfile, schedule: str) -> None:
     """The first step of every split matches the simulator if messages do not share wires, in any order of the

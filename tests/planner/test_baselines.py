@@ -168,6 +168,7 @@ def test_no_baseline_has_a_lower_peak_than_the_leanest_plan(seed: int) -> None:
     check_peaks(seed)
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize("seed", sampled(range(40), often=(27,)))
 def test_no_baseline_that_fits_is_faster(seed: int) -> None:
     """No baseline that fits is faster, for caps from the lowest baseline peak to the highest. Cases include

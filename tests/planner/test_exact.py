@@ -91,6 +91,7 @@ def test_exact_is_exhaustive_on_mixed_devices(seed: int) -> None:
     assert found.stages == best.stages
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("seed", seeds(20, of=60))
 def test_exact_is_exhaustive_where_blocks_are_recomputed_by_themselves(seed: int) -> None:
     """The highest peak is that of the best of all splits, and proven if the plan says so."""
@@ -123,7 +124,7 @@ def test_exact_is_exhaustive_under_endless_schedules(schedule: str, seed: int) -
     assert found.prediction.peak_bytes == Simulation(found).peak_bytes
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("seed", seeds(30, of=60))
 def test_exact_is_exhaustive_where_layers_differ_by_orders_of_magnitude(seed: int) -> None:
     """A layer that is too large for one stage of 1F1B may fit a later one, which holds fewer microbatches."""
@@ -181,6 +182,7 @@ def test_a_heavy_layer_leaves_the_others_balanced() -> None:
     assert found.stages == best.stages
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize("seed", seeds(1, of=15))
 def test_no_split_is_below_the_bound(seed: int) -> None:
     """Bound and value are the peak of the fullest device, by the account; no split in any order has less."""

@@ -98,6 +98,7 @@ def test_it_does_nothing_that_it_does_not_need(seed: int) -> None:
 OTHERS = ("exact", "time", "uniform", "parameters", "first_last", "bisection")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", seeds(6, of=12))
 def test_it_is_never_slower_than_another_planner_whose_split_fits(seed: int) -> None:
     """`joint` is never slower, for any layers, schedule and memory, including asynchronous schedules and odd

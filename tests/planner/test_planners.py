@@ -180,6 +180,7 @@ def test_a_wrong_question_is_refused(wrong: dict[str, object], says: str) -> Non
         plan(profile(alike(8)), **{"cluster": devices(*[AMPLE] * 4), **wrong})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("planner", ["joint", "exact"])
 @pytest.mark.parametrize("batch", [5, 100])
 def test_a_batch_that_microbatches_do_not_divide_is_refused_with_ones_that_they_do(

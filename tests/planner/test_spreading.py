@@ -72,6 +72,7 @@ def by_hand(there: Cluster, order: tuple[int, ...]) -> tuple[int, int]:
     return apart, max(loads)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("seed", range(20))
 def test_the_order_is_the_best_of_all(seed: int) -> None:
     """The order of three to six paired devices minimises neighbours without a link, then the fullest wire."""

@@ -22,6 +22,7 @@ def costs() -> ModelProfile:
     return profile(build("vgg11"), microbatch_size=92, target="cuda")
 
 
+@pytest.mark.gallery
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("recompute", ["never", "except_last"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -64,7 +64,7 @@ def case(seed: int) -> Plan:
     return any_plan(rng, hostile(rng, small_first(seed, largest=8)), any_training(rng))
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("seed", seeds(70, of=200))
 def test_the_simulator_finds_the_peaks_of_the_account(seed: int) -> None:
     """Simulator and account agree on every device, over two steps, for layers and training of any kind."""
@@ -72,7 +72,7 @@ def test_the_simulator_finds_the_peaks_of_the_account(seed: int) -> None:
     assert Simulation(plan, steps=2).peak_bytes == peaks(plan)
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", seeds(60, of=200))
 def test_replicas_that_divide_state_cost_what_the_account_says(seed: int) -> None:
     """One stage of random layers on two to four replicas agrees sample by sample: divided optimizer state,
@@ -138,7 +138,7 @@ def test_values_in_one_storage_have_copies_apart() -> None:
     assert_samples_agree(plan, lower(plan))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", seeds(30, of=60))
 def test_devices_of_several_stages_cost_what_the_account_says(seed: int) -> None:
     """Stages that alternate between two devices cost as in the account."""
@@ -203,7 +203,7 @@ def test_a_step_leaves_what_it_found(seed: int) -> None:
         assert second == third
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("schedule", ENDLESS)
 @pytest.mark.parametrize("seed", seeds(35, of=60))
 def test_endless_schedules_cost_what_the_account_says(schedule: str, seed: int) -> None:

@@ -133,7 +133,7 @@ def test_devices_that_stand_for_others_tell_the_same_floats(seed: int) -> None:
     devices.
     """
     rng, saved, kept, up = Random(f"alike {seed}"), 0, 0, 0
-    for plan in islice(plans(rng), 12):
+    for plan in islice(plans(rng), 6):
         whole, found = Simulation(plan), Assembled(plan, Parts(Costs.of(plan)))
         assert found.step_seconds == whole.step_seconds, plan.stages
         assert (found.peak_bytes, found.utilisation) == (whole.peak_bytes, whole.utilisation)
@@ -143,7 +143,7 @@ def test_devices_that_stand_for_others_tell_the_same_floats(seed: int) -> None:
             assert {end for _, end in found.backwards_run(device).values()} <= {*ends}
         saved, kept = saved + folded(plan), kept + (not folded(plan))
         up += folded(plan) and trees(plan)
-    assert saved > 10
+    assert saved > 5
     assert up
     assert kept
 
