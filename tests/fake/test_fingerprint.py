@@ -202,7 +202,7 @@ SIZED: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("operation", SIZED.values(), ids=SIZED)
 def test_no_operation_depends_on_how_many_samples_there_are(operation: Callable[[Tensor], Tensor]) -> None:
     """A profile may hold all sizes, with the same layers: one sample, with contiguous parts, or three."""

@@ -48,7 +48,7 @@ def test_private_interfaces_are_where_we_expect() -> None:
     assert hasattr(torch.ops.aten, "_scaled_dot_product_attention_math")
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_model_trains_after_it_was_moved_to_a_fake_device(target: Target, name: str) -> None:

@@ -325,6 +325,7 @@ def test_the_least_memory_is_that_of_all_sizes_of_microbatches() -> None:
     assert found.best.plan.training.microbatches == 1
 
 
+@pytest.mark.gallery
 def test_shards_make_a_wider_model_fit() -> None:
     """Microbatches of one sample rule replicas out; without shards a device holds at least a whole layer."""
     demand = Demand(

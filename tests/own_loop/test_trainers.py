@@ -83,6 +83,7 @@ def losses(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("build", "options"),
     [
@@ -177,6 +178,7 @@ def residual(lightning: Any) -> Any:
     return Residual()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -91,7 +91,7 @@ MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("edges", [(3,), (2, 4, 5)])
 @pytest.mark.parametrize(("loss", "optimizer"), [(chosen, ADAMW), (besides, MOMENTUM)])
 def test_parameters_without_a_gradient_stay_as_in_plain_training(

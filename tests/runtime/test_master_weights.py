@@ -157,7 +157,7 @@ def differences(trainer: Trainer, hand: ByHand) -> list[str]:
 # ---------------------------------------------------------------- numbers
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM], ids=["adamw", "momentum"])
 @pytest.mark.parametrize("split", [(6,), (1, 3, 2)])

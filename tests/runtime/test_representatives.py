@@ -151,7 +151,7 @@ def test_layers_that_share_a_weight_have_one_owner(tied: ModelProfile, seed: int
     assert_told_of_all(replicated("tied"), drawn(tied, seed))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shard", SHARDINGS[1:])
 def test_master_weights_are_their_owners(shard: Any) -> None:
     """Owners hold the float32 copies, and the half-precision gradients that are cast for an update."""

@@ -182,6 +182,7 @@ def test_a_device_too_small_for_its_parameters_says_so() -> None:
 FAILURES = [("forward", 0), ("forward", 2), ("backward", 0), ("backward", 1), ("backward", 3)]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("at", FAILURES)
 def test_a_failed_step_leaves_nothing_behind(at: tuple[str, int], schedule: str) -> None:
@@ -203,6 +204,7 @@ def test_a_failed_step_leaves_nothing_behind(at: tuple[str, int], schedule: str)
     assert living() <= tensors
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("at", FAILURES[:-1])  # the last stage has made its update before the last failure
 def test_the_step_after_a_failed_one_is_right(at: tuple[str, int], schedule: str) -> None:

@@ -75,6 +75,7 @@ def through_json(settings: Any) -> Any:
     return {key: tuples(value) for key, value in json.loads(json.dumps(settings)).items()}
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_scheduler_goes_on_over_other_groups(name: str, tensors: bool) -> None:

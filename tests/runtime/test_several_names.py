@@ -113,7 +113,7 @@ def test_master_weights_of_a_parameter_with_several_names_are_one(name: str) -> 
     assert close({key: masters[key] for key in known}, known, 1e-6)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_numbers_of_parameters_count_each_once(name: str) -> None:
     """A parameter with several names counts once for the largest model and in the table of stages."""

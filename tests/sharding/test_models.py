@@ -43,7 +43,7 @@ GALLERY: dict[str, Callable[[], Task]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "ranks", [2, pytest.param(3, marks=pytest.mark.gallery), pytest.param(4, marks=pytest.mark.gallery)]
 )

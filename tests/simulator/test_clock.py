@@ -321,7 +321,7 @@ class Fluid:
 MOVES = MESSAGES | COPIES
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(
     schedule=st.sampled_from(["gpipe", "torchgpipe", "1f1b"]),
     stages=st.integers(1, 4),

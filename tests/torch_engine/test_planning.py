@@ -25,6 +25,7 @@ def deep() -> pipefit.Task:
     return task_of(layers, inputs=128, outputs=128)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kib", [850, 650])
 def test_budgets_are_kept_on_torch_engine(kib: int) -> None:
     """The fastest plan for pipefit's runtime exceeds budgets there; the plan for torch's engine keeps them."""
