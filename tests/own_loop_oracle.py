@@ -78,8 +78,9 @@ def train(model: Model, module: nn.Module, optimizer: torch.optim.Optimizer, *, 
     losses: list[float] = []
 
     def loop() -> None:
-        for inputs, targets in batches:
-            with record_function("step"):
+        for batch in batches:
+            with record_function("step"):  # a loader makes the next batch while the last one is in use
+                inputs, targets = pytree.tree_map_only(Tensor, Tensor.clone, batch)
                 optimizer.zero_grad()
                 if isinstance(inputs, dict):
                     outputs = module(**inputs)
@@ -94,7 +95,6 @@ def train(model: Model, module: nn.Module, optimizer: torch.optim.Optimizer, *, 
             losses.append(loss.item())
 
     lasting = [*module.parameters(), *module.buffers(), *map(dict, optimizer.state.values())]
-    resident = bytes_of(lasting) + bytes_of(batches[0])
-    peaks = peaks_of(loop, resident, "step")
+    peaks = peaks_of(loop, bytes_of(lasting), "step")
     state = {name: value.clone() for name, value in module.state_dict().items()}
     return Trained(losses=losses, state=state, peaks=peaks)

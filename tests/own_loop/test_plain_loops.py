@@ -18,9 +18,7 @@ BY_NAME = {model.name: model for model in MODELS}
 PARTS = (1.0, 0.85, 0.7, 0.55)
 CASES = [(name, part, offload) for name in BY_NAME for part in PARTS for offload in (True, False)]
 OFTEN = {
-    ("mlp, dropout", 0.85, False),
     ("language, dropout", 0.7, True),
-    ("language, tied", 0.55, False),
     ("keywords and own loss", 0.7, True),
     ("batch norm", 0.7, False),
     ("u-net", 0.85, True),
