@@ -67,7 +67,7 @@ def test_what_more_may_be_done_for_is_never_smaller() -> None:
     """Recomputation allows at least the keeping size, offload at least that of recomputation; all of them
     fit.
     """
-    for row in seen(96).reaches:
+    for row in seen(88).reaches:
         sizes = [0 if one is None else one.value for one in row.largest]
         assert sizes == sorted(sizes)
         assert all(one is None or one.fits for one in (*row.largest, row.fastest))
@@ -75,7 +75,7 @@ def test_what_more_may_be_done_for_is_never_smaller() -> None:
 
 def test_counts_of_devices_are_1_2_4_8() -> None:
     """Counts of devices are 1, 2, 4 and 8, up to the model's number of blocks."""
-    assert [row.devices for row in seen(96).reaches] == [1, 2, 4, 7]
+    assert [row.devices for row in seen(88).reaches] == [1, 2, 4, 7]
 
 
 @pytest.mark.gallery
@@ -143,7 +143,7 @@ def test_state_is_what_the_optimizer_has_by_its_own_arithmetic() -> None:
     """
     model = TASK.build()
     numbers = sum(parameter.numel() for parameter in model.parameters())
-    rows = {row.precision: row for row in seen(96).precisions}
+    rows = {row.precision: row for row in seen(88).precisions}
     assert rows["float32"].state_bytes == 16 * numbers
     assert rows["bfloat16"].state_bytes == 8 * numbers
     assert rows["float32"].need_bytes == lowest_peak(1, 1)
@@ -158,20 +158,20 @@ def test_devices_beyond_the_models_stages_are_for_replicas(monkeypatch: pytest.M
     assert "this model has at most 7 stages: the other devices of 9 devices are for replicas" in text
     assert found.here.fastest is not None
     assert f"--batch-size {9 * 4 * found.here.fastest.value} " in text
-    assert "for replicas" not in plain(describe_overview(seen(96)), 80)
+    assert "for replicas" not in plain(describe_overview(seen(88)), 80)
 
 
 def test_models_of_many_layers_have_all_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of many layers try fewer microbatches, in the same precisions, with the same bytes."""
     monkeypatch.setattr("pipefit.largest.overview._MANY_LAYERS", 3)
-    found = pipefit.fit(TASK, "emulated:2x96KiB", microbatches=2, target="cuda")
-    assert found.precisions == seen(96).precisions and len(found.precisions) == 4
+    found = pipefit.fit(TASK, "emulated:2x88KiB", microbatches=2, target="cuda")
+    assert found.precisions == seen(88).precisions and len(found.precisions) == 4
     assert set(found.sizes) <= {1, 4, 16}
 
 
 def test_replicas_need_what_plans_of_them_need() -> None:
     """For every division of state the peak is that of the plan by hand, or a bound of it."""
-    found, cluster = seen(96), Cluster.emulated((2, 1 << 30))
+    found, cluster = seen(88), Cluster.emulated((2, 1 << 30))
     costs = [profile(TASK, microbatch_size=size, target="cuda") for size in (2, 1)]
     both = replace(costs[0], measurements=tuple(one for made in costs for one in made.measurements))
     for number, shard in enumerate(SHARDINGS):
@@ -190,7 +190,7 @@ def test_replicas_need_what_plans_of_them_need() -> None:
             grid = replace(made.stages[0].grid, buckets=7 if number > 1 else 1)
             peak = max(Simulation(replace(made, stages=(replace(made.stages[0], grid=grid),))).peak_bytes)
             assert one.need_bytes <= peak if one.is_bound else one.need_bytes == peak
-            assert (one.samples_per_second is not None) == (peak <= 96 * KIB)
+            assert (one.samples_per_second is not None) == (peak <= 88 * KIB)
     assert {one.way for one in found.replicated} >= {"data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3"}
 
 
