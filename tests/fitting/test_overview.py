@@ -22,7 +22,7 @@ from pipefit.profiler import profile
 from pipefit.report import show
 from pipefit.report.fit import describe_overview
 from pipefit.schema.cluster import Cluster
-from pipefit.schema.fit import Overview
+from pipefit.schema.fit import Overview, samples_per_second
 from pipefit.schema.grids import SHARDINGS
 from pipefit.simulator import Simulation
 from pipefit.tables import plain
@@ -203,6 +203,20 @@ def test_does_not_fit_is_said_with_its_proof_alone() -> None:
         text.startswith("No plan found: mlp of")
         and "Tried, without a plan that fits one sample: pipelines" in text
     )
+
+
+def test_the_fastest_of_all_ways_is_named() -> None:
+    """Replicas are named if they are faster than pipelines, and pipelines otherwise."""
+    found, best = seen(96), seen(96).here.fastest
+    assert best is not None
+    rate, usual = samples_per_second(best), f"Fastest of these: microbatches of {best.value} samples"
+    for factor, words in (
+        (2.0, "Fastest of these: 2 replicas (ZeRO-3): "),
+        (0.5, usual),
+    ):
+        last = replace(found.replicated[-1], recompute=False, samples_per_second=factor * rate)
+        text = " ".join(plain(describe_overview(replace(found, replicated=(last,))), 80).split())
+        assert words in text and text.count("Fastest of these") == text.count("Next: ") == 1
 
 
 def test_the_screen_says_yes_or_no_first_and_ends_with_a_command() -> None:

@@ -183,31 +183,33 @@ def _limits(overview: Overview) -> str:
 
 def _next(overview: Overview, asked: str) -> Iterator[str]:
     """Yield the next command, or alternatives that would fit."""
-    here, best = overview.here, overview.here.fastest
-    if best is not None:
-        yield (
-            f"Fastest of these: microbatches of {counted(best.value, 'sample')}, "
-            f"{format_number(samples_per_second(best))} samples per second by {_seconds(best)} seconds."
-        )
-        size = best.plan.training.batch_size
-        size = size if _is_fixed(overview) else size // here.devices * len(overview.cluster.devices)
-        command = f"pipefit plan {asked} --batch-size {size} -o plan.json"
-        yield f"Next: {command if asked else f'pipefit.plan(task, cluster, batch_size={size})'}"
-        return
-    replicas = overview.fastest_replicas
-    if replicas is not None:
-        devices, budget = len(overview.cluster.devices), min(overview.cluster.budgets)
+    here, best, replicas = overview.here, overview.here.fastest, overview.fastest_replicas
+    rate = 0.0 if best is None else samples_per_second(best)
+    devices, budget = len(overview.cluster.devices), min(overview.cluster.budgets)
+    if replicas is not None and (replicas.samples_per_second or 0.0) > rate:
         how = f"{replicas.way}, every block recomputed" if replicas.recompute else replicas.way
+        begins = "It fits as" if best is None else "Fastest of these:"
         yield (
-            f"It fits as {devices} replicas ({how}): {format_bytes(budget - replicas.need_bytes)} of each "
+            f"{begins} {devices} replicas ({how}): {format_bytes(budget - replicas.need_bytes)} of each "
             f"device's {format_bytes(budget)} are free, {format_number(replicas.samples_per_second or 0)} "
             "samples per second."
         )
-        size = 4 * devices
-        command = f"pipefit plan {asked} --batch-size {size} -o plan.json"
-        yield f"Next: {command if asked else f'pipefit.plan(task, cluster, batch_size={size})'}"
-        return
-    yield from _ways_out(overview, here, asked)
+        yield _command(asked, 4 * devices)
+    elif best is not None:
+        yield (
+            f"Fastest of these: microbatches of {counted(best.value, 'sample')}, "
+            f"{format_number(rate)} samples per second by {_seconds(best)} seconds."
+        )
+        size = best.plan.training.batch_size
+        yield _command(asked, size if _is_fixed(overview) else size // here.devices * devices)
+    else:
+        yield from _ways_out(overview, here, asked)
+
+
+def _command(asked: str, size: int) -> str:
+    """Return the next command, or the next call, that plans a batch of this size."""
+    command = f"pipefit plan {asked} --batch-size {size} -o plan.json"
+    return f"Next: {command if asked else f'pipefit.plan(task, cluster, batch_size={size})'}"
 
 
 def _seconds(best: Attempt) -> str:
