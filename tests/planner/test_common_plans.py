@@ -70,19 +70,21 @@ def fully_sharded(number: int, samples: int) -> Plan:
 
 def test_replicas_on_all_devices_are_known_before_a_long_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large question begins with the size of which every device computes a sample, though it is the last
-    in the order of sizes.
+    in the order of sizes; unless reading its many devices would take longer than the search.
     """
     monkeypatch.setattr(arrangements, "is_small", lambda _: False)
     wanted, of = fully_sharded(4, 16), keeping(Random(0), widths=[24] * 7, weights=[75] * 6)
-    trials = Trials(
-        space_of(
-            lambda size: sized(of, size), wanted.cluster, None, PlanOptions(planner="joint", batch_size=16)
-        )
-    )
+    options = PlanOptions(planner="joint", batch_size=16)
+    space = space_of(lambda size: sized(of, size), wanted.cluster, None, options)
+    trials = Trials(space)
     trials._replicate()
     (found,) = trials.mixed
     assert found.question.training.microbatch_size == 4
     assert found.seconds <= Simulation(wanted).step_seconds[-1]
+    monkeypatch.setattr(arrangements, "_REPLICATED", 4 * 6 * 4 - 1)  # devices, blocks and microbatches
+    trials = Trials(space)
+    trials._replicate()
+    assert not trials.mixed
 
 
 def test_one_budget_serves_the_common_plans_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

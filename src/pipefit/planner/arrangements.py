@@ -57,6 +57,9 @@ _SHORT = 0.1  # part of its budget with which joint tries an arrangement
 _TRYING, _SEARCHING = 150_000, 500_000  # new actions of all short searches, and of all searches
 _GAIN = 1e-3  # part of a step that an arrangement has to gain
 _GAIN_OF_LARGE = 0.1  # the same, by its bound, if the question is large and a plan of replicas is known
+_REPLICATED = (
+    20_000  # passes of blocks in a step of replicas on all devices, above which it takes too long to read
+)
 _ROOM = 0.01  # part of a step that a plan must gain if it leaves a GPU hardly any room
 _EACH = 10  # actions for each microbatch of a stage
 _COSTLY = 20_000_000  # ranges of blocks as stages, above which no memory bound is computed
@@ -172,7 +175,9 @@ class Trials:
             return
         with suppress(UsageError):
             question = self.space.question_of(size, self._profile(size))
-            if not is_small(question) and any(degree.data == devices for degree in question.degrees):
+            passes = devices * question.blocks * question.training.microbatches
+            possible = any(degree.data == devices for degree in question.degrees) and passes <= _REPLICATED
+            if possible and not is_small(question):
                 self._least[size] = Least.of(question)
                 self._mix_commonly(size)
                 self._is_replicated = bool(self.mixed)
