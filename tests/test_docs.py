@@ -42,7 +42,12 @@ COMMANDS = (
     simulate, train,
 )  # fmt: skip
 # Pages of 5 to 20 seconds, run in the gallery: other pages run their commands with other models
-SLOW = ("docs/reports/index.md", "docs/planners/joint.md", "docs/planners/additive.md")
+SLOW = (
+    "docs/reports/index.md",
+    "docs/planners/joint.md",
+    "docs/planners/additive.md",
+    "docs/planners/mcap_bf.md",
+)
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = ("sh", "console")
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)#?([^)\s]*)\)")

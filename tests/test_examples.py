@@ -32,6 +32,7 @@ def test_five_lines_make_a_plain_loop_a_pipeline(capsys: pytest.CaptureFixture[s
     assert piped == pytest.approx(plain, rel=1e-3, abs=2e-5)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("script", "count"),
     [
