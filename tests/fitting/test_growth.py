@@ -20,6 +20,7 @@ from pipefit.capture import Task
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.largest import attempts, search
 from pipefit.largest.growth import Demand, Growth, batch, devices, memory, setting, with_devices, with_memory
+from pipefit.largest.overview import fit as overview
 from pipefit.largest.search import find
 from pipefit.lowering.passes.recomputation import RECOMPUTE
 from pipefit.models import build
@@ -164,6 +165,21 @@ def test_joint_makes_larger_models_fit_than_splits_alone() -> None:
     assert not any(
         isinstance(d.subject, State) and d.subject.kind != "optimizer" for d in found.best.plan.decisions
     )
+
+
+def test_growth_needs_no_more_devices_than_the_overview_shows() -> None:
+    """Parameters and gradients are more than a device's memory: one fits with them at its host, in the overview,
+    and so in growth.
+    """
+    pair = Cluster.emulated((2, 4 * KIB))
+    (alone, *_) = overview(trained(12), pair, microbatches=2).reaches
+    assert 4 * KIB < 8 * 12 * (8 * 8 + 8)
+    assert alone.devices == 1 and alone.largest[1] is None and alone.largest[2] is not None
+    demand = Demand(cluster=pair, options=PlanOptions(microbatches=2, **ALONE))
+    fewest = find(devices(trained(12), demand, range(1, 9)), certify=False)
+    assert fewest.best.value == 1
+    moved = {d.subject.kind for d in fewest.best.plan.decisions if isinstance(d.subject, State)}
+    assert moved == {"optimizer", "parameters", "gradients"}
 
 
 def test_alternatives_are_those_of_the_answer_alone() -> None:

@@ -134,7 +134,7 @@ def soon_planned(
         asked = replace(question, options=replace(question.options, recompute=recompute))
         if fits(recompute, PLANNERS["exact"], "exact", asked):
             return look()
-    for way, planner in _with_hosts(needs, ranks, cache(partial(split_without_state, question))):
+    for way, planner in _with_hosts(question, needs, cache(partial(split_without_state, question))):
         if fits(way, planner, "lean", question):
             return look()
     return look()
@@ -155,23 +155,36 @@ def _without_hosts(question: Question) -> Iterator[Recompute]:
     yield from ("never", "always", "stages") if asked == "never" else (asked,)
 
 
+def hosts_may_hold_all(question: Question) -> bool:
+    """Return whether hosts have room for parameters, gradients and optimizer state.
+
+    A single microbatch's gradients are never all there.
+    """
+    room = sum(host.memory_bytes for host in question.cluster.hosts)
+    return question.training.microbatches == 1 or question.state_bytes <= room
+
+
 def _with_hosts(
-    needs: Mapping[str, tuple[Need, ...]], ranks: int, split_of: Callable[[float], Split]
+    question: Question, needs: Mapping[str, tuple[Need, ...]], split_of: Callable[[float], Split]
 ) -> Iterator[tuple[str, Planner]]:
     """Plans that recompute all blocks and whose hosts hold optimizer state, leaner and leaner.
 
     Hosts update all layers; or they only hold all optimizer state, which needs least of them; or as much of
-    it as they have room for; or also parameters and gradients between passes.
+    it as they have room for; or also parameters and gradients between passes. Hosts that update, or hold
+    everything, have room for all state.
     """
     of_part = partial(partial, at_hosts, split_of=split_of)
-    yield "updated by hosts", of_part(part=1.0)
+    holds_all = hosts_may_hold_all(question)
+    if holds_all:
+        yield "updated by hosts", of_part(part=1.0)
     yield "state at hosts", of_part(part=1.0, moves=STATE_AWAY)
-    _, *hosts = needs.get(_named("state at hosts", ranks), (Need(0, 0),))
+    _, *hosts = needs.get(_named("state at hosts", question.options.tensor or 1), (Need(0, 0),))
     part = min((host.room / host.need for host in hosts if host.need), default=1.0)
     for _ in range(_PARTS if part < 1 else 0):
         yield _IN_PART, of_part(part=part, moves=STATE_AWAY)
         part *= _LESS
-    yield "all away", of_part(part=1.0, moves=ALL_AWAY)
+    if holds_all:
+        yield "all away", of_part(part=1.0, moves=ALL_AWAY)
 
 
 def likely(looks: Mapping[int, Look], at_least: int) -> int:

@@ -17,7 +17,15 @@ from typing import TypedDict
 from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.chain import Chains
-from pipefit.largest.attempts import Look, Proposal, attempt, plan_on_the_way, sizes_asked, soon_planned
+from pipefit.largest.attempts import (
+    Look,
+    Proposal,
+    attempt,
+    hosts_may_hold_all,
+    plan_on_the_way,
+    sizes_asked,
+    soon_planned,
+)
 from pipefit.planner import (
     ON_GRIDS,
     Answer,
@@ -121,8 +129,7 @@ class Demand:
     per device. Planners that choose microbatch sizes do so only if a batch alone is given. Planners that put
     stages on several devices choose replicas, what these divide, and, if nothing fits otherwise,
     tensor-parallel shards; `data` and `tensor` fix the degrees of all stages. The joint planner has a tenth
-    of its budget for each value, and keeps gradients and parameters on the devices, because moving them in
-    every pass would make a step many times as long.
+    of its budget for each value. If it may offload gradients and parameters depends on what grows (`staying`).
 
     Raises:
         UsageError: no such planner or schedule, or the numbers do not fit together.
@@ -142,6 +149,13 @@ class Demand:
     def planner(self) -> str:
         """Name of the planner."""
         return self.options.planner or "joint"
+
+    @property
+    def staying(self) -> Demand:
+        """The demand with gradients and parameters on the devices: moving them in every pass would make a step
+        many times as long.
+        """
+        return replace(self, options=replace(self.options, means=replace(self.options.means, spill=False)))
 
     def check_degrees(self, devices: int) -> None:
         """Check, before a profile is made, that `devices` devices suffice for a stage.
@@ -169,7 +183,6 @@ class Demand:
             planner=self.planner,
             effort=_EFFORT,
             allow_infeasible=True,
-            means=replace(options.means, spill=False),
         )
 
     def profiles(self, task: Task, microbatch_size: int | None = None) -> OnDemand:
@@ -254,14 +267,15 @@ class Demand:
 
     def _many_ranks(self, alone: Question) -> Iterator[int]:
         """Yield the most tensor-parallel ranks with which all devices are used, and the most of all, unless
-        parameters and gradients alone are more than these devices hold.
+        parameters and gradients alone are more than these devices hold, and all state more than hosts hold.
         """
         budgets = sorted(alone.cluster.budgets, reverse=True)
         owned, gradients = alone.ranges.owned()
         least = owned[-1] + gradients[-1] - alone.ranges.state[-1]
+        at_hosts = alone.means.spill and hosts_may_hold_all(alone)
         most = self.ranks(alone.cluster)[-1]
         for ranks in dict.fromkeys((math.gcd(len(budgets), most), most)):
-            if ranks > 1 and least <= sum(budgets[: len(budgets) // ranks * ranks]):
+            if ranks > 1 and (at_hosts or least <= sum(budgets[: len(budgets) // ranks * ranks])):
                 yield ranks
 
     def ranks(self, cluster: Cluster) -> tuple[int, ...]:
@@ -335,7 +349,11 @@ class Growth:
 
 
 def setting(name: str, make: Callable[[int], Task], demand: Demand, values: range) -> Growth:
-    """Search the largest value of a setting; `make(value)` describes the model."""
+    """Search the largest value of a setting; `make(value)` describes the model.
+
+    Gradients and parameters stay on the devices.
+    """
+    demand = demand.staying
     demand.check_degrees(len(demand.cluster.devices))
     depths = Depths(
         values,
@@ -371,6 +389,8 @@ def _looking(looks: Mapping[int, Look]) -> _Looking:
 def batch(task: Task, demand: Demand, values: range) -> Growth:
     """Search the largest microbatch, in samples, with a fixed number of microbatches.
 
+    Gradients and parameters stay on the devices.
+
     Raises:
         UsageError: the demand fixes the number of samples of the batch.
     """
@@ -379,6 +399,7 @@ def batch(task: Task, demand: Demand, values: range) -> Growth:
             "a growing batch takes its size from what fits, not from batch_size: give its number of "
             "microbatches instead"
         )
+    demand = demand.staying
     demand.check_degrees(len(demand.cluster.devices))
     return Growth(
         name="batch",
@@ -395,7 +416,7 @@ def batch(task: Task, demand: Demand, values: range) -> Growth:
 
 
 def devices(task: Task, demand: Demand, values: range) -> Growth:
-    """Search the fewest devices of the cluster's kind.
+    """Search the fewest devices of the cluster's kind, with every technique of the overview of `pipefit fit`.
 
     The limit is one for every block, or, if stages may have several, for every block and sample of a
     microbatch.
@@ -436,9 +457,12 @@ def devices(task: Task, demand: Demand, values: range) -> Growth:
 def memory(task: Task, demand: Demand, values: range) -> Growth:
     """Search the least memory, in bytes, that every device of the cluster must have, above its reserve.
 
+    Gradients and parameters stay on the devices.
+
     Raises:
         UsageError: no value is above the reserve.
     """
+    demand = demand.staying
     demand.check_degrees(len(demand.cluster.devices))
     reserve = max(device.reserve_bytes or 0 for device in demand.cluster.devices)
     most, values = values[-1], values[bisect_right(values, reserve) :]

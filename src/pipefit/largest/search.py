@@ -196,7 +196,7 @@ class _LargestSearch:
         values = self.growth.values
         soon = self._neighbours(self._fits_soon, values, self._likely) if self.growth.searches else _NEITHER
         if soon.beyond is not None and self._fits_on_ranks(soon.beyond):
-            soon = self._onwards(self._fits_on_ranks, soon.beyond)
+            soon = self._onwards(self._fits_on_ranks, soon.beyond, self._likely)
         if soon.fits is None:
             return self.edge_of_all()
         if not self.settle(soon.fits):
@@ -204,10 +204,11 @@ class _LargestSearch:
         self.ranks = () if soon.beyond is None else self._ranks(soon.beyond)
         return self._onwards(self._fits, soon.fits)
 
-    def _onwards(self, fits: Judge, value: int) -> _Neighbours:
+    def _onwards(self, fits: Judge, value: int, guess: Guess | None = None) -> _Neighbours:
         """Return the neighbours among the values from `value`, which fits, on."""
         values, rising = self.growth.values, self.growth.sense == "largest"
-        return _Neighbours(*edge(fits, values[values.index(value) :: 1 if rising else -1]))
+        onwards = values[values.index(value) :: 1 if rising else -1]
+        return _Neighbours(*edge(fits, onwards, guess if rising else None))
 
     def again(self) -> _Neighbours:
         """Return the neighbours by traces, after one of them differed from a profile."""

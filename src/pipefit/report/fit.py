@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipefit.report.plan import told_sharing
-from pipefit.schema.decisions import What
+from pipefit.schema.decisions import State, What
 from pipefit.schema.fit import (
     Attempt,
     Fit,
@@ -16,7 +16,7 @@ from pipefit.schema.fit import (
     named_value,
     samples_per_second,
 )
-from pipefit.schema.plan import fullness, is_tight
+from pipefit.schema.plan import Plan, fullness, is_tight
 from pipefit.schema.profile import samples
 from pipefit.tables import Block, Table
 from pipefit.texts import counted, first_to_last
@@ -261,11 +261,30 @@ def describe_fit(fit: Fit) -> list[Block]:
     return ["\n".join(_fit_head(fit)), _tried(fit), "\n".join(_fit_limits(fit))]
 
 
-_WORDS = {
-    What.RECOMPUTE: "recomputed",
-    What.OFFLOAD: "offloaded",
-    What.UPDATE: "updated on the host",
-}  # by kind
+_AWAY = {
+    "": "saved tensors",
+    "optimizer": "optimizer state",
+    "gradients": "gradients",
+    "parameters": "parameters",
+    "versions": "older weights",
+}  # by kind of state
+
+
+def _techniques(plan: Plan) -> Iterator[str]:
+    """Yield in words that a plan recomputes, what it offloads, and that hosts update."""
+    kinds = {decision.what for decision in plan.decisions}
+    away = {
+        decision.subject.kind if isinstance(decision.subject, State) else ""
+        for decision in plan.decisions
+        if decision.what is What.OFFLOAD
+    }
+    *names, last = [name for kind, name in _AWAY.items() if kind in away] or [""]
+    if What.RECOMPUTE in kinds:
+        yield "recomputed"
+    if last:
+        yield f"offloading {', '.join(names)} and {last}" if names else f"offloading {last}"
+    if What.UPDATE in kinds:
+        yield "updated on the host"
 
 
 def _fit_head(fit: Fit) -> Iterator[str]:
@@ -276,8 +295,7 @@ def _fit_head(fit: Fit) -> Iterator[str]:
         f"{fit.named(fit.best.value)}{nbytes} is the {fit.sense} that fits: {plan.profile.model} of "
         f"{fit.best.parameters:,} parameters on {plan.cluster}"
     )
-    what = [word for kind, word in _WORDS.items() if any(d.what is kind for d in plan.decisions)]
-    done = f", {' and '.join(what)}" if what else ""
+    done = "".join(f", {words}" for words in _techniques(plan))
     size = samples(training.microbatch_size, plan.profile.fingerprint.lengths)
     yield (
         f"{training.schedule}, {counted(training.microbatches, 'microbatch')} of {size}, "
@@ -310,6 +328,11 @@ def _tried(fit: Fit) -> Table:
 
 def _fit_limits(fit: Fit) -> Iterator[str]:
     yield from told_sharing(fit.best.plan.stages)
+    if fit.grown != "devices" and any(d.what in (What.OFFLOAD, What.UPDATE) for d in fit.best.plan.decisions):
+        yield (
+            "Plans that keep gradients and parameters on the devices were compared. "
+            "pipefit fit without --grow also tries to offload them, which makes steps many times as long."
+        )
     best, further = fit.best, "larger" if fit.sense == "largest" else "smaller"
     yield (
         f"Device {best.device} limits: stage {best.stage} ({first_to_last(best.blocks)}) needs "

@@ -214,7 +214,12 @@ class ShardedStage:
 
     def form(self, tensor: Tensor) -> Form:
         """Return the form in which the ranks hold a parameter or buffer of the whole layers."""
-        return self.tensors(0).forms.get(id(tensor), R)
+        return self._forms.get(id(tensor), R)
+
+    @cached_property
+    def _forms(self) -> Mapping[int, Form]:
+        """The forms of all tensors that are not whole on every rank."""
+        return self.tensors(0).forms
 
     @property
     def into_loss(self) -> int:
