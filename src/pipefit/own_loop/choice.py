@@ -30,6 +30,7 @@ from pipefit.schema.loop_plan import LoopDecision, Technique
 
 SMALLEST_BYTES = 1024  # a smaller storage is not worth a copy
 _COPY_SECONDS = 1e-5  # to start the copies of a call
+_CALL_SECONDS = 2e-4  # of Python, for a recomputed or offloaded call; hidden while a GPU computes
 _SEARCH_SECONDS = 10.0
 _ROWS_AT_ONCE = 24
 
@@ -118,18 +119,18 @@ class Choices:
         """Seconds that each decision adds to a later step."""
         recording, total = self.recording, np.concatenate(([0.0], np.cumsum(self.recording.seconds)))
         result = dict.fromkeys(self.variables, 0.0)
-        away = self._copied_bytes
+        away, fixed = self._copied_bytes, 0.0 if self.overlaps else _CALL_SECONDS
         for number, call in enumerate(recording.calls):
             if call.enter < recording.ends[0] or call.back is None:
                 continue
             forward = float(total[call.exit] - total[call.enter])
             backward = float(total[min(call.done, len(total) - 1)] - total[call.back])
             if (again := Variable(call.name, "recompute")) in result:
-                result[again] += forward
+                result[again] += forward + fixed
             if (moves := Variable(call.name, "offload")) in result:
                 copy = away[number] / self.copy_bytes_per_second
                 hidden = min(copy, forward) + min(copy, backward) if self.overlaps else 0.0
-                result[moves] += 2 * copy - hidden + _COPY_SECONDS
+                result[moves] += 2 * copy - hidden + _COPY_SECONDS + fixed
         return result
 
     @cached_property
