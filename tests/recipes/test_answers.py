@@ -113,7 +113,7 @@ def test_the_command_says_whether_a_file_fits(file: Path, capsys: pytest.Capture
     """As text and as JSON; with exit code 3 if no change fits either."""
     assert main(["fit", str(file), "--cluster", "emulated:2x1GiB", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["written"]["fits"] is True
-    assert main(["fit", str(file), "--cluster", "emulated:2x1MiB"]) == 3
+    assert main(["fit", str(file), "--cluster", "emulated:1x1MiB"]) == 3
     captured = capsys.readouterr()
     assert (
         "a configuration of axolotl" in " ".join(captured.out.split())

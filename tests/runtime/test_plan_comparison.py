@@ -353,7 +353,7 @@ SEAMS: dict[str, tuple[Break, Task, tuple[Grid, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", SEAMS)
 def test_a_plan_with_a_broken_seam_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An intact plan passes the comparison; the same plan with a fault fails."""

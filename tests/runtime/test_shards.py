@@ -230,7 +230,7 @@ HOW = [([0, 6], [(1, 1)]), ([0, 3, 6], [(1, 4), (2, 1)]), ([0, 2, 6], [(2, 2), (
 OTHER_DEGREES = [(name, how) for name in ("normed", "dropped") for how in HOW]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "how"), sampled(OTHER_DEGREES, often=[OTHER_DEGREES[0], *OTHER_DEGREES[4:]])
 )

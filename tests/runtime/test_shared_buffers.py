@@ -142,7 +142,7 @@ def replaced(plan: Plan, runs: Sequence[tuple[int, int]]) -> Plan:
     )  # fmt: skip
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", TASKS)
 def test_a_buffer_of_several_layers_counts_once_on_each_device(name: str) -> None:
     """A buffer of several layers counts once on each device: simulator, dry run and meter equal the allocator
