@@ -156,7 +156,7 @@ class Trials:
         question = self.whole_question(trial.arrangement)
         found = expanded(question, found, trial.arrangement.degree)
         simulation = assembled(plan_of(question, found.split, decisions=found.decisions))
-        return question, found._replace(value=simulation.step_seconds[-1], simulation=simulation)
+        return question, found._replace(value=simulation.seconds, simulation=simulation)
 
     @property
     def _is_too_large(self) -> bool:
@@ -616,6 +616,6 @@ def _alternative(
         devices=each * len(simulation.plan.workers),
         microbatches=question.training.microbatches,
         peak_bytes=max(simulation.peak_bytes),
-        step_seconds=simulation.step_seconds[-1] + more_seconds,
+        step_seconds=simulation.seconds + more_seconds,
         asked_by=asked_by.strip(),
     )

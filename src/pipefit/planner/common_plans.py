@@ -109,7 +109,7 @@ class CommonSearch:
         self, question: Question, at_most: float, simulations: Simulations, bounds: Simulations
     ) -> CommonPlan | None:
         best, emptied = None, Simulations(_without_state(question))
-        least = cache(lambda split: bounds.of(split).step_seconds[-1])
+        least = cache(lambda split: bounds.of(split).seconds)
         for split, recompute, moves, decisions in common_plans(question):
             known = at_most < float("inf")
             work = self.work + simulations.work + bounds.work
@@ -123,7 +123,7 @@ class CommonSearch:
                 if known and any(seconds >= at_most * (1 - _WORTH) for seconds in lowest):
                     continue
                 result = simulations.of(split, decisions)
-                seconds = result.step_seconds[-1]
+                seconds = result.seconds
                 if seconds < at_most and result.fits:
                     best = CommonPlan(split, seconds, result.peak_bytes, decisions, result)
                     at_most = seconds

@@ -85,7 +85,7 @@ def _compactions(plan: Plan, whole: Assembled, groups: Sequence[Group]) -> Itera
             what=technique,
             layers=len({layer for decision in own for layer in _layers(decision)}),
             freed_bytes=simulation.peak_of(device) - whole.peak_of(device),
-            added_seconds=whole.step_seconds[-1] - simulation.step_seconds[-1],
+            added_seconds=whole.seconds - simulation.seconds,
         )
 
 
@@ -117,7 +117,7 @@ def undivided(plan: Plan) -> Iterator[str]:
         fullest = max(range(len(peaks)), key=lambda device: peaks[device] / budgets[device])
         yield (
             f"Without sharding between replicas, device {fullest} would need {format_bytes(peaks[fullest])} "
-            f"and a step would take {format_seconds(simulation.step_seconds[-1])}."
+            f"and a step would take {format_seconds(simulation.seconds)}."
         )
 
 
@@ -367,11 +367,7 @@ def unexplained(question: Question, planner: Planner, *, name: str) -> Assembled
     with uncollected():
         result = planner(question)
         simulation = _simulated(plan_of(question, result.split, decisions=result.decisions), result)
-        prediction = Prediction(
-            peak_bytes=_peaks(question, result, simulation),
-            step_seconds=simulation.step_seconds[-1],
-            utilisation=simulation.utilisation,
-        )
+        prediction = _prediction(_peaks(question, result, simulation), simulation)
         provenance = Provenance(
             planner=name,
             options=question.options.recorded,
@@ -405,6 +401,16 @@ def _simulated(plan: Plan, found: PlannerResult) -> Assembled:
     return assembled(plan) if known is None or known.plan != plan else known
 
 
+def _prediction(peaks: tuple[int, ...], simulation: Assembled) -> Prediction:
+    """Return the prediction of a step in a long run."""
+    longer = simulation.step_seconds[-1] / simulation.seconds if simulation.seconds else 1.0
+    return Prediction(
+        peak_bytes=peaks,
+        step_seconds=simulation.seconds,
+        utilisation=tuple(longer * share for share in simulation.utilisation),
+    )
+
+
 def answer(
     question: Question,
     found: PlannerResult,
@@ -431,12 +437,7 @@ def answer(
     told = accounts(plan, simulation) if found.decisions else Accounts()
     return replace(
         plan,
-        prediction=Prediction(
-            peak_bytes=peaks,
-            step_seconds=simulation.step_seconds[-1],
-            utilisation=simulation.utilisation,
-            compactions=told.compactions,
-        ),
+        prediction=replace(_prediction(peaks, simulation), compactions=told.compactions),
         provenance=Provenance(
             planner=name,
             options=asked.recorded,

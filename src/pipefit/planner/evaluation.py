@@ -3,8 +3,8 @@
 Peaks are the exact ledger's, seconds those of the simulated steady step. All candidates of a question share
 the programs of equal stages (`simulator.assembled`). A long step under 1F1B is simulated with 2P + 2
 microbatches; each further one adds the time between two backwards of the last stage. Under PipeDream 5P are
-simulated from an empty pipeline, and each microbatch takes that time. `Evaluator.whole` simulates all
-microbatches.
+simulated from an empty pipeline, or more until their times repeat. `Evaluator.whole` simulates a long run of
+all microbatches.
 
 Cost: some ten microseconds for each action of a new stage, and half a microsecond for each other action. A
 search ends after a number of actions (`Budget`), not after a time, so that its result is the same on any
@@ -206,10 +206,16 @@ class Candidate(NamedTuple):
 
 
 class Evaluation:
-    """Simulation of a candidate whose step has `microbatches`, perhaps simulated with another number."""
+    """Simulation of a candidate whose step has `microbatches`, perhaps simulated with another number.
 
-    def __init__(self, candidate: Candidate, simulation: Assembled, microbatches: int) -> None:
+    With `quick`, its seconds are those of the last simulated step, which may differ from those of a long run.
+    """
+
+    def __init__(
+        self, candidate: Candidate, simulation: Assembled, microbatches: int, *, quick: bool = False
+    ) -> None:
         self.candidate, self.simulation, self._microbatches = candidate, simulation, microbatches
+        self._quick = quick
         self._left_out = microbatches - simulation.plan.training.microbatches
         self._cluster = simulation.plan.cluster
 
@@ -247,25 +253,18 @@ class Evaluation:
     @cached_property
     def seconds(self) -> float:
         """Seconds of a steady step."""
-        simulated, training = self.simulation.step_seconds[-1], self.simulation.plan.training
-        if not self._left_out:
-            return simulated
+        training = self.simulation.plan.training
+        simulated = self.simulation.step_seconds[-1] if self._quick else self.simulation.seconds
         if training.endless:
-            return self._microbatches * self._period
-        return simulated + self._left_out * self._period
+            return simulated * self._microbatches / training.microbatches
+        return simulated + self._left_out * self._period if self._left_out else simulated
 
     @property
     def _period(self) -> float:
-        """Seconds from one microbatch to the next, from the last simulated backwards.
-
-        A synchronous step ends with the last stage, so its backwards count; of an asynchronous schedule,
-        those of the slowest stage.
-        """
-        devices = self.candidate.split.devices
-        endless = self.simulation.plan.training.endless
-        count, of = (2 * len(devices), devices) if endless else (len(devices), devices[-1:])
-        ends = [sorted(end for _, end in self.simulation.backwards_run(device).values()) for device in of]
-        return max((one[-1] - one[-1 - count]) / count for one in ends)
+        """Seconds from one microbatch to the next of a synchronous step, by its last stage's last backwards."""
+        *_, last = devices = self.candidate.split.devices
+        ends = sorted(end for _, end in self.simulation.backwards_run(last).values())
+        return (ends[-1] - ends[-1 - len(devices)]) / len(devices)
 
     @property
     def lends(self) -> bool:
@@ -400,13 +399,15 @@ class Evaluator:
         )
 
     def whole(self, candidate: Candidate) -> Evaluation:
-        """Return the evaluation of a candidate that can be carried out, with all microbatches simulated."""
-        if not self._is_short:
-            result = self.evaluate(candidate)
-            assert result is not None, "it can be carried out"
-            return result
-        whole = Assembled(self._plan(self.question, candidate), self._whole_parts)
-        return Evaluation(candidate, whole, self.question.training.microbatches)
+        """Return the evaluation of a candidate that can be carried out, by a long run of all microbatches."""
+        count = self.question.training.microbatches
+        if self._is_short:
+            return Evaluation(
+                candidate, Assembled(self._plan(self.question, candidate), self._whole_parts), count
+            )
+        result = self.evaluate(candidate)
+        assert result is not None, "it can be carried out"
+        return Evaluation(candidate, result.simulation, count) if self._is_quick else result
 
     @cached_property
     def _whole_parts(self) -> Parts:
@@ -418,6 +419,11 @@ class Evaluator:
         """True if a step is simulated with another number of microbatches than it has."""
         return self.question.training != self._short.training
 
+    @property
+    def _is_quick(self) -> bool:
+        """True if a long run takes more simulated steps than all distinct ones."""
+        return self.question.training.endless and not self._is_short
+
     def _evaluated(self, candidate: Candidate) -> Evaluation | None:
         before = self._parts.actions
         try:
@@ -425,7 +431,7 @@ class Evaluator:
             _ = simulation.peak_bytes  # raises UsageError if the decisions cannot be carried out
             self.work += _EACH + simulation.actions // _KNOWN
             result = self._simulated.get(candidate) or Evaluation(
-                candidate, simulation, self.question.training.microbatches
+                candidate, simulation, self.question.training.microbatches, quick=self._is_quick
             )
             _ = (
                 result.over_bytes,
@@ -462,14 +468,14 @@ class Budget:
 def _shortened(question: Question, *, pinned: bool) -> Training:
     """Return the training with the number of microbatches that is simulated.
 
-    2P + 2 under 1F1B and 5P under PipeDream; the training itself if that saves little, under other schedules,
-    and if the question fixes the recomputation, which may depend on the number of microbatches. GPipe holds
-    more memory for more microbatches, and under eager 1F1B the last backwards are closer together than those
-    before.
+    2P + 2 under 1F1B and 5P under PipeDream; the training itself if that saves little under 1F1B, under other
+    schedules, and if the question fixes the recomputation, which may depend on the number of microbatches.
+    GPipe holds more memory for more microbatches, and under eager 1F1B the last backwards are closer together
+    than those before.
     """
     how, stages = question.training, question.stages
     few = {"1f1b": 2 * stages + 2, "pipedream": 5 * stages}.get(how.schedule, how.microbatches)
-    simulated = how.microbatches * (2 if how.endless else 1)
-    if pinned or simulated <= few or stages * how.microbatches <= _SHORT:
+    saves = how.endless or (how.microbatches > few and stages * how.microbatches > _SHORT)
+    if pinned or not saves:
         return how
     return replace(how, batch_size=how.microbatch_size * few, microbatches=few)

@@ -138,7 +138,7 @@ class _MixedSearch:
         with suppress(UsageError):
             result = self._simulations.of(self.split, decisions)
             if result.fits:
-                return Swapped(decisions, result.step_seconds[-1], result.peak_bytes)
+                return Swapped(decisions, result.seconds, result.peak_bytes)
         return None
 
 
@@ -354,10 +354,8 @@ def otherwise(known: Sequence[Mixed], schedules: Sequence[str]) -> Iterator[Mixe
             continue
         question = replace(best.question, training=replace(how, schedule=schedule))
         simulation = Simulations(question).of(best.split)
-        if simulation.step_seconds[-1] < best.seconds and simulation.fits:
-            yield Mixed(
-                question, best.split, simulation.step_seconds[-1], simulation.peak_bytes, (), simulation
-            )
+        if simulation.seconds < best.seconds and simulation.fits:
+            yield Mixed(question, best.split, simulation.seconds, simulation.peak_bytes, (), simulation)
 
 
 def _is_long(question: Question) -> bool:
@@ -415,7 +413,7 @@ def _simulated(
             break
         decisions = trimmed(question, result, reader)
         simulation = simulations.of(result.split, decisions)
-        seconds = simulation.step_seconds[-1]
+        seconds = simulation.seconds
         if seconds < enough:
             best = Mixed(question, result.split, seconds, simulation.peak_bytes, decisions, simulation)
             enough = seconds

@@ -262,7 +262,7 @@ class _NeighbourSearch:
             return None
         try:
             simulation = self._simulations.of(split)
-            seconds = self._tried[split] = simulation.step_seconds[-1]
+            seconds = self._tried[split] = simulation.seconds
             if best is not None and seconds >= best.seconds:
                 return None
             return Timed(split, seconds, simulation) if simulation.fits else None

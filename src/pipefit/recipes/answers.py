@@ -238,7 +238,7 @@ def _variant(recipe: Recipe, cluster: Cluster, profiles: OnDemand, changes: tupl
         plan=plan,
         need_bytes=result.peak_bytes[device],
         budget_bytes=cluster.budgets[device],
-        step_seconds=result.step_seconds[-1],
+        step_seconds=result.seconds,
         shortage=shortage(plan, result.arenas),
     )
 

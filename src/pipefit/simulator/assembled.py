@@ -18,7 +18,10 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
+from math import isclose
 from typing import NamedTuple
+
+import numpy as np
 
 from pipefit.errors import UsageError
 from pipefit.lowering import distinct_steps, period, rank_programs
@@ -38,7 +41,7 @@ from pipefit.schema.devices import Member
 from pipefit.schema.grids import Grid
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import UncheckedProgram, in_a_row, shifted
-from pipefit.simulator.clock import Times
+from pipefit.simulator.clock import Run, Times, mean_cycle, repeating
 from pipefit.simulator.equal_devices import EqualDevices, alike
 from pipefit.simulator.ledger import Effects, LedgerReading, at_rest, highest, reading
 from pipefit.simulator.timed_program import STARTS, Collected, DeviceReader, Own, TimedDevice, TimedProgram
@@ -252,9 +255,26 @@ class Lowered:
 
     def passes(self, kinds: frozenset[Kind]) -> Passes:
         """Return the positions of passes of these kinds in the last step, with their microbatches."""
-        actions = enumerate(self.programs[-1].actions[self._device])
+        return self._passes(self.programs[-1], kinds)
+
+    def _passes(self, program: UncheckedProgram, kinds: frozenset[Kind]) -> Passes:
+        actions = enumerate(program.actions[self._device])
         result = tuple((n, a.microbatch) for n, a in actions if a.kind in kinds and not a.wait)
         return result if self._turns is None else self._turns.passes(result)
+
+    @property
+    def all_turns(self) -> tuple[int, ...]:
+        """Positions of the first forwards of every microbatch in all steps."""
+        result, counts = list[int](), self.counts
+        for step in range(self._steps):
+            number = min(step, len(self.programs) - 1)
+            passes = self._passes(self.programs[number], FORWARDS)
+            before = sum(counts[min(one, len(counts) - 1)] for one in range(step))
+            first = dict[int | None, int]()
+            for position, microbatch in passes:
+                first.setdefault(microbatch, before + position)
+            result += first.values()
+        return tuple(result)
 
     @cached_property
     def held(self) -> DeviceMemory:
@@ -317,6 +337,7 @@ class DevicePart(NamedTuple):
     counts: tuple[int, ...]  # number of its actions in every step
     forwards: Passes
     backwards: Passes
+    turns: tuple[int, ...]  # first actions of every microbatch in all steps of an asynchronous schedule
     memory: Callable[[], _Memory]
 
 
@@ -340,6 +361,7 @@ class Parts:
         self._lowered: dict[Hashable, Lowered] = {} if shared is None else shared._lowered
         self._known: dict[Hashable, dict[int, DevicePart]] = {}
         self._alike: dict[Hashable, EqualDevices | None] = {} if shared is None else shared._alike
+        self._longer: dict[int, Parts] = {}
         self.actions = 0  # in the programs of all requested devices, once each
 
     @property
@@ -350,6 +372,13 @@ class Parts:
     def apart(self) -> Parts:
         """Return a cache that shares the parts but counts its own requests."""
         return Parts(self._costs, self._steps, self)
+
+    def longer(self, steps: int) -> Parts:
+        """Return a cache of parts for more steps, whose actions do not count."""
+        if steps not in self._longer:
+            result = self._longer[steps] = Parts(self._costs, steps)
+            result._alike = self._alike
+        return self._longer[steps]
 
     def steps(self, plan: Plan) -> int:
         """Return the number of simulated steps of a plan."""
@@ -471,6 +500,7 @@ class Parts:
             counts=tuple(counts[min(step, len(counts) - 1)] for step in range(steps)),
             forwards=lowered.passes(FORWARDS),
             backwards=lowered.passes(frozenset({Kind.BACKWARD})),
+            turns=lowered.all_turns if program.endless else (),
             memory=_Unread(memory),
         )
 
@@ -507,6 +537,10 @@ def _alike(programs: Sequence[UncheckedProgram], device: int, stages: Mapping[in
 def assembled(plan: Plan) -> Assembled:
     """Return one plan, assembled without a shared cache."""
     return Assembled(plan, Parts(Costs.of(plan)))
+
+
+_LONGER = 1, 2, 4, 8, 16  # multiples of the fewest steps, which are simulated until they repeat
+_ROUNDING = 1e-9
 
 
 class Assembled:
@@ -562,8 +596,53 @@ class Assembled:
 
     @cached_property
     def step_seconds(self) -> tuple[float, ...]:
-        """Seconds of every step."""
+        """Seconds of every simulated step."""
         return self.times.step_seconds
+
+    @cached_property
+    def seconds(self) -> float:
+        """Mean seconds of a step in a long run, which is that of the steps from which on all repeat."""
+        last = self.step_seconds[-1]
+        steady = self._steady_asynchronous if self._endless else self._steady_synchronous
+        return last if isclose(last, steady, rel_tol=_ROUNDING) else steady
+
+    @property
+    def _steady_synchronous(self) -> float:
+        if self.times.steps_are_apart:
+            return self.step_seconds[-1]
+        runs = list[Run]()
+        for times in _LONGER:
+            runs = self._times(3 * times).runs()
+            if (result := repeating(runs, window=1)) is not None:
+                return result
+        return mean_cycle(runs)
+
+    @property
+    def _steady_asynchronous(self) -> float:
+        """Seconds of a step under PipeDream, where every microbatch is a turn, or PipeDream-2BW.
+
+        Turns last until their transfers end, so the window has as many as microbatches are in flight.
+        """
+        how, stages = self.plan.training, len(self.plan.stages)
+        pipedream = how.schedule == "pipedream"
+        turn = period(self.plan) if pipedream else how.microbatches
+        window = -(-stages // turn) if pipedream else 1
+        least = -(-2 * stages // turn) + 2 * window + 1  # turns that fill the pipeline, and the known ones
+        runs = list[Run]()
+        for times in _LONGER:
+            steps = max(self._steps, -(-times * least * turn // how.microbatches))
+            other = self if steps == self._steps else Assembled(self.plan, self._parts.longer(steps))
+            runs = other._runs(turn)
+            if (result := repeating(runs, window=window)) is not None:
+                return result * how.microbatches / turn
+        return mean_cycle(runs) * how.microbatches / turn
+
+    def _runs(self, turn: int) -> list[Run]:
+        """Return the runs of all devices in cycles of `turn` microbatches."""
+        return [
+            (np.array(self.times.clock.after[device]), part.turns[::turn])
+            for device, part in self._read.items()
+        ]
 
     @cached_property
     def utilisation(self) -> tuple[float, ...]:
@@ -573,14 +652,26 @@ class Assembled:
 
     @cached_property
     def times(self) -> Times:
-        """Start and end times of all actions and transfers."""
-        devices = range(len(self.plan.cluster.devices))
-        idle, none = TimedDevice([], [], [], []), (0,) * self._steps
+        """Start and end times of all actions and transfers of the simulated steps."""
+        return self._times(self._steps)
+
+    def _times(self, steps: int) -> Times:
+        """Return the times of so many steps, under an asynchronous schedule of the simulated ones."""
+        none = (0,) * self._steps
+        counts = [
+            self._read[device].counts if device in self._read else none
+            for device in range(len(self.plan.cluster.devices))
+        ]
+        if not self._endless:
+            counts = [own[:1] * steps for own in counts]
+        return Times(self._timed_program, counts, endless=self._endless)
+
+    @cached_property
+    def _timed_program(self) -> TimedProgram:
+        devices, idle = range(len(self.plan.cluster.devices)), TimedDevice([], [], [], [])
         timed = [self._read[device].timed if device in self._read else idle for device in devices]
         sizes = message_sizes(self.plan, self.plan.placement, self._parts.storages(self.plan))
-        counts = [self._read[device].counts if device in self._read else none for device in devices]
-        program = TimedProgram(timed, self.plan.cluster, sizes, self._alike)
-        return Times(program, counts, endless=self._endless)
+        return TimedProgram(timed, self.plan.cluster, sizes, self._alike)
 
     def forwards_ended(self, device: int) -> dict[int | None, float]:
         """Return the end time of every microbatch's forward in the last step on a device."""

@@ -9,7 +9,8 @@ A part of a transfer starts when its wires are free of all parts that became rea
 direction of a wire's link is busy, the part runs at the fraction `slowed` of its rate; so whenever a part
 starts or ends, the end of the part in the other direction is computed again.
 
-Cost: a microsecond per action. `Times` derives the seconds of steps from the clock.
+Cost: a microsecond per action. `Times` derives the seconds of steps from the clock, and `repeating` those of
+a step in a long run.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from functools import cached_property
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 
-from pipefit.simulator.timed_program import COMPUTE, COPY, JOIN, NOTHING, STREAMS, TimedProgram
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.simulator.timed_program import COMPUTE, COPY, JOIN, NOTHING, RECEIVE, STREAMS, TimedProgram
+
+Floats = NDArray[np.float64]
 
 _END, _READY = 0, 1  # kinds of events, in the order of simultaneous ones
 
@@ -275,6 +281,32 @@ class Times:
         """Return the number of the device's actions before every step, and before the end."""
         return [0, *accumulate(self._counts[device])]
 
+    @property
+    def steps_are_apart(self) -> bool:
+        """Return whether no action of a synchronous step but a receive takes place before the step before ended.
+
+        A device then either waits for a message first, or is the last to end, so all steps are equal.
+        """
+        after, ends, last = self.clock.after, self.clock.ends, self.clock.finished[0]
+        for actions, times in zip(self._program.devices, after, strict=True):
+            first = next((code for code in actions.codes if code not in (NOTHING, RECEIVE)), NOTHING)
+            if actions.codes and first != JOIN and times[len(actions.codes) - 1] < last:
+                return False
+        return max(ends[: len(self._program.parts)], default=0.0) <= last
+
+    def runs(self) -> list[Run]:
+        """Return the runs of all devices with actions in cycles of one synchronous step.
+
+        They omit the first receives of a step, which may be early, as whoever waits for one shows its time.
+        """
+        result = list[Run]()
+        for actions, after in zip(self._program.devices, self.clock.after, strict=True):
+            codes = (n for n, code in enumerate(actions.codes) if code not in (NOTHING, RECEIVE))
+            if (first := next(codes, None)) is not None:
+                times = np.array(after).reshape(self._steps, -1)[:, first:]
+                result.append((times.ravel(), range(0, times.size + 1, times.shape[1])))
+        return result
+
     @cached_property
     def _finished(self) -> list[float]:
         """Times at which the last device ended every step."""
@@ -286,3 +318,60 @@ class Times:
             for step, stop in enumerate(starts[1:]):
                 ends[step] = max(ends[step], after[stop - 1] if stop else 0.0)
         return ends
+
+
+# ---- Seconds of a step in a long run
+#
+# The last simulated step may be too short, as no later step delays it, and the first ones may differ from all
+# later ones. So the simulation continues until cycles repeat:
+#
+#     cycle 0 | cycle 1 | cycle 2 | cycle 3 | may lack delays by actions after the end
+#                            '---------' equal, so all later ones are equal too
+#
+# A cycle is a step, or a few microbatches under PipeDream.
+
+Run = tuple[
+    Floats, Sequence[int]
+]  # ends of a device's actions; the first action of each cycle, and their end
+_ROUNDING = 1e-9  # part of a cycle
+
+
+def repeating(runs: Sequence[Run], *, window: int) -> float | None:
+    """Return the mean seconds of a cycle once the known cycles repeat, else None.
+
+    They repeat if the last ones, at least `window` and a whole period of them, equal those a period before.
+    """
+    ends = _known_ends(runs)
+    for period in range(1, len(ends) // 2 + 1):
+        count = max(window, period)
+        if count + period <= len(ends):
+            shift = float(ends[-1] - ends[-1 - period])
+            if all(_is_shifted(run, len(ends) - count, len(ends), period, shift) for run in runs):
+                return shift / period
+    return None
+
+
+def mean_cycle(runs: Sequence[Run]) -> float:
+    """Return the mean seconds of the later half of the known cycles."""
+    ends = _known_ends(runs)
+    half = len(ends) // 2
+    return float(ends[-1] - ends[half - 1]) / (len(ends) - half)
+
+
+def _known_ends(runs: Sequence[Run]) -> Floats:
+    """Return the times at which the last device ends each known cycle.
+
+    These are cycles before the first device is at the end of its run, as it would delay others afterwards.
+    """
+    count = min(len(starts) for _, starts in runs)
+    ends = np.max([after[np.array(starts[1:count]) - 1] for after, starts in runs], axis=0)
+    result: Floats = ends[ends <= min(after[-1] for after, _ in runs)]
+    return result
+
+
+def _is_shifted(run: Run, first: int, stop: int, period: int, shift: float) -> bool:
+    """Return whether a device's cycles from `first` to `stop - 1` repeat those `period` cycles before."""
+    after, starts = run
+    now = after[starts[first] : starts[stop]]
+    before = after[starts[first - period] : starts[stop - period]]
+    return len(now) == len(before) and bool(np.all(np.abs(now - before - shift) <= _ROUNDING * shift))
