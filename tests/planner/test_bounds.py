@@ -293,7 +293,7 @@ def test_what_must_be_recomputed_counts() -> None:
 
 def test_what_all_devices_lend_is_what_they_have() -> None:
     """Two stages keep 100 bytes of each microbatch, two in flight on the first device and one on the second:
-    devices of 150 bytes have room for all, through any lender.
+    devices of 150 bytes have room for all, through any lender with a fast link.
 
     Devices of 60 bytes lack 180 bytes; a second of recomputation for one microbatch frees 50. The first
     device has 2 seconds of idle time for each two microbatches. For the other 80 bytes a step is x seconds
@@ -302,12 +302,42 @@ def test_what_all_devices_lend_is_what_they_have() -> None:
     layers = [keeping_layer(0, 50, 0, 1.0)] * 4
     chain = profile(measurement(layers, layer((value(0), value(1)), (value(4),), seconds=0.0)))
     found = [
-        bound(Case(chain, cluster([memory] * 2, host_rate=1e-9, peer_rate=1.0), training("1f1b", 4)))
+        bound(Case(chain, cluster([memory] * 2, host_rate=1e-9, peer_rate=1e3), training("1f1b", 4)))
         for memory in (150, 60)
     ]
     kept = 4 * (2.0 + 2.0) + 4.0 + 1.0  # the second stage after the first microbatch arrives, and an update
     assert found[0] == pytest.approx(kept)
     assert found[1] == pytest.approx(kept + 80 / (50 / 2 + 50 / 4), rel=1e-3)
+
+
+def test_a_small_device_has_a_small_stage() -> None:
+    """Of two equally fast devices, one of 60 bytes has one of four layers that keep 50 bytes each, unless its
+    peer holds more of them in time.
+    """
+    layers = [keeping_layer(0, 50, 0, 1.0)] * 4
+    chain = profile(measurement(layers, layer((value(0), value(1)), (value(4),), seconds=0.0)))
+    means = Means(recompute="never", host=False)
+    even, uneven, lent = (
+        bound(
+            Case(chain, cluster(budgets, host_rate=1.0, peer_rate=rate), training("pipedream-2bw", 4)), means
+        )
+        for budgets, rate in (((210, 210), 1e-9), ((60, 360), 1e-9), ((60, 360), 100.0))
+    )
+    assert even == lent == pytest.approx(2 * (4 * 2.0 + 1.0))
+    assert uneven == pytest.approx(3 * (4 * 2.0 + 1.0), rel=1e-3)
+
+
+def test_state_that_leaves_a_device_takes_the_time_of_its_link() -> None:
+    """Three layers have 100 bytes and 100 of state each, on a device of 450 bytes: every update sends 150 bytes
+    of state or gradients at 10 bytes/s while the device waits, one for each of two microbatches under
+    PipeDream.
+    """
+    layers = [keeping_layer(0, 0, 100, 1.0)] * 3
+    chain = profile(measurement(layers, layer((value(0), value(1)), (value(4),), seconds=0.0)))
+    for schedule, updates in (("pipedream", 2), ("pipedream-2bw", 1)):
+        case = Case(chain, cluster([450], host_rate=10.0, peer_rate=1.0), training(schedule, 2))
+        expected = 2 * (3 * 2.0) + updates * 15.0
+        assert bound(case, Means(spill=False)) == pytest.approx(expected, rel=1e-3)
 
 
 def test_versions_of_weights_take_memory() -> None:

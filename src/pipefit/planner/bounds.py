@@ -15,20 +15,24 @@ the updates of the slowest stage, less the updates that a host can do in a step.
 The bytes of a stage at its first backward, and after every n further ones, imply how much it must recompute:
 the bytes that n microbatches keep, less the bytes that the host's link carries in a whole step. Under
 PipeDream they include n - 1 versions of the weights. Devices hold the rest: the stage's own device, or others
-that lend memory for the whole run. So all stages together hold at most the memory of all devices, and a
-number of seconds is feasible if some split, whose stages recompute for as long as their lines allow, holds no
-more than that. Offloaded gradients and parameters must return for the backward, so they use the link as
-tensors do. The device that runs the largest layer holds at least its bytes (`LayerCost.least_bytes`),
-whatever is offloaded. Devices, hosts and disks together hold all bytes of all stages.
+that lend memory for the whole run, as far as the device's links carry the bytes to them. So all stages
+together hold at most the memory of all devices, and a number of seconds is feasible if some split, whose
+stages recompute for as long as their lines allow, holds no more than that. Offloaded gradients and parameters
+must return for the backward, so they use the link as tensors do. Optimizer state elsewhere, or the gradients
+for its update there, pass the link in every update while the stage waits. The device that runs the largest
+layer holds at least its bytes (`LayerCost.least_bytes`), whatever is offloaded. Devices, hosts and disks
+together hold all bytes of all stages.
 
-A stage takes the seconds of its own kind of device, and no kind has more stages than devices. So the search
-for a split counts the used devices of each kind: of all ways to divide the first blocks among the same
-numbers of devices, only the best matters to later stages. A first pass finds the fewest seconds of the stages
-before each stage, and S, over all splits whose lines are not above the given seconds. The first update counts
-with the fastest kind for each layer, and so does everything if kinds are too many for a table.
+A stage takes the seconds of its own kind of device, with its budget, and no kind has more stages than
+devices. So the search for a split counts the used devices of each kind: of all ways to divide the first
+blocks among the same numbers of devices, only the best matters to later stages. A first pass finds the fewest
+seconds of the stages before each stage, and S, over all splits whose lines are not above the given seconds.
+The first update counts with the fastest kind for each layer, and so does everything if kinds are too many for
+a table.
 
-Every term is on the side that lowers the bound: links are not shared, copies need no memory, optimizer state
-at a host takes no time, and the layers with the fewest seconds for each byte are recomputed, in fractions.
+Every term is on the side that lowers the bound: links are not shared, copies need no memory, time is used
+both for recomputation and for updates elsewhere, and the layers with the fewest seconds for each byte are
+recomputed, in fractions.
 Techniques that the question does not allow free nothing. So the bound holds for any plan, and the gap to it
 is the most that a better plan could gain. Alpa's sum plus (M - 1) times the maximum is not a bound of 1F1B.
 
@@ -38,6 +42,7 @@ L^2 numbers for L blocks in P stages, and a tenth of that if stages must be abou
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
 from itertools import pairwise
@@ -88,7 +93,9 @@ _ROUNDING = 1 + 1e-9  # margin of windows, outside of which nothing is possible
 _CELLS = (
     20_000_000  # ranges of blocks, times changes of the used devices, up to which kinds are distinguished
 )
+_FEW_CELLS = 300_000  # the same, up to which budgets are distinguished too
 _INFINITE = float("inf")
+_NOTHING = 1e30  # bytes of a transfer for each byte of state, if there is none
 
 
 class StageWork(NamedTuple):
@@ -240,20 +247,23 @@ class _Bound:
     # ---- Kinds of devices
 
     def _few_kinds(self) -> list[_Kind]:
-        """Return the kinds of devices; a single one, as fast as all, if the search would take too long."""
-        question = self.question
-        kinds = {device.kind.key: device.kind for device in question.cluster.devices}
-        own = {
-            key: [n for n, one in enumerate(question.cluster.devices) if one.kind.key == key] for key in kinds
-        }
-        changes = prod(len(devices) + 1 for devices in own.values()) * len(kinds)
-        if len(kinds) == 1 or changes * self.count**2 > _CELLS:
-            return [self.any]
-        budgets = question.cluster.budgets
-        return [
-            _Kind(BlockPrices(question, (kind,)), len(own[key]), max(budgets[device] for device in own[key]))
-            for key, kind in kinds.items()
-        ]
+        """Return the kinds of devices; a single one, as fast as all, if the search would take too long.
+
+        Devices of one speed with different budgets are different kinds if these are few.
+        """
+        devices, cells = self.question.cluster.devices, self.count**2
+        by_budget = Counter((one.kind.key, one.memory_bytes) for one in devices)
+        by_speed = Counter(
+            (one.kind.key, max(other.memory_bytes for other in devices if other.kind.key == one.kind.key))
+            for one in devices
+        )
+        for most, own in ((_FEW_CELLS, by_budget), (_CELLS, by_speed)):
+            changes = prod(count + 1 for count in own.values()) * len(own)
+            if len(own) > 1 and changes * cells <= most:
+                kinds = {one.kind.key: one.kind for one in devices}
+                prices = {key: BlockPrices(self.question, (kind,)) for key, kind in kinds.items()}
+                return [_Kind(prices[key], count, budget) for (key, budget), count in own.items()]
+        return [self.any]
 
     def _least(
         self,
@@ -489,22 +499,48 @@ class _Bound:
         lent exceed the largest device.
         """
         every, late = self._lines(stage, step, within, kind, sums)
-        if self.endless:
-            number = in_flight(self.question.training, stage, self.question.stages)
-            windows = self.microbatches / number
-            result = self._in_windows(number, windows, windows, step, step - every, within, kind)
-        else:
-            at = self._position(stage)
-            result = self._in_windows(at.in_flight, at.windows, 1, step, step - every, within, kind)
-            if at.late_windows:
-                later = self._in_windows(at.in_flight, at.late_windows, 0, step, step - late, within, kind)
-                result = np.maximum(result, later)
-        in_time = (every <= step * rounding) & (late <= step * rounding)
-        most = _INFINITE if self.question.means.peers else kind.budget
-        possible = self._valid(within) & in_time & (result <= most * rounding)
+        updating = step - self.microbatches * ranges(kind.prices.forward + kind.prices.backward, within)
+        staying = self._staying(np.maximum(updating, 0.0), within)
+        result, possible = np.zeros_like(every), self._valid(within)
+        for number, windows, without, line in self._windows_of(stage, every, late):
+            held = staying + self._in_windows(number, windows, without, step, step - line, within, kind)
+            possible &= held <= (kind.budget + self._lent(step / windows, updating)) * rounding
+            result = np.maximum(result, held)
+        possible &= (every <= step * rounding) & (late <= step * rounding)
         if not self._spills:  # parameters stay on the device all the time
             possible &= ranges(self.owned, within) <= kind.budget * rounding
         return np.where(possible, result, _INFINITE)
+
+    def _windows_of(
+        self, stage: int, every: Floats, late: Floats
+    ) -> Iterator[tuple[int, float, float, Floats]]:
+        """Yield microbatches in flight, windows, those of them without gradients, and the line of each term."""
+        if self.endless:
+            number = in_flight(self.question.training, stage, self.question.stages)
+            windows = self.microbatches / number
+            yield number, windows, windows, every
+            return
+        at = self._position(stage)
+        yield at.in_flight, at.windows, 1, every
+        if at.late_windows:
+            yield at.in_flight, at.late_windows, 0, late
+
+    def _lent(self, seconds: float, updating: Floats) -> Floats | float:
+        """Return the bytes that peers can hold for a stage: tensors once in `seconds`, and optimizer state."""
+        if not self._peer_rate:
+            return 0.0
+        return (
+            self._peer_rate * (seconds + updating / self._update_bytes) if self._update_bytes else _INFINITE
+        )
+
+    def _staying(self, updating: Floats, within: Within) -> Floats:
+        """Return the bytes of optimizer state that cannot leave ranges whose updates take `updating` seconds."""
+        if not self._hosts_have_state:  # it is owned
+            return np.zeros_like(updating)
+        state = np.maximum(ranges(self._state, within), 0.0)
+        if not self._update_bytes:
+            return np.zeros_like(updating)
+        return np.maximum(state - updating * self._host_rate / self._update_bytes, 0.0)
 
     def _in_windows(
         self,
@@ -545,7 +581,36 @@ class _Bound:
         weights: Floats = sums[np.array(self.question.edges)].astype(float)
         return weights
 
-    # ---- Hosts
+    # ---- Hosts and peers
+
+    @cached_property
+    def _state(self) -> Floats:
+        """Prefix sums of the bytes of optimizer state."""
+        state: Floats = self.question.ranges.state[np.array(self.question.edges)].astype(float)
+        return state
+
+    @cached_property
+    def _update_bytes(self) -> float:
+        """Bytes that leave a device in a step for each byte of optimizer state that is elsewhere, at least.
+
+        Either the state itself or, if a host updates it, its gradients; in each update, between the last
+        backward before it and the device's next action. Shared parameters may need less.
+        """
+        measured = self.question.measurement
+        if measured.shared:
+            return 0.0
+        shares = [min(1.0, c.gradient_bytes / c.state_bytes) for c in measured.costs if c.state_bytes]
+        pipedream = self.question.training.schedule == "pipedream"
+        return min(shares, default=_NOTHING) * (self.microbatches if pipedream else 1)
+
+    @cached_property
+    def _peer_rate(self) -> float:
+        """Bytes per second of the fastest links from a device to all others, if they may lend memory."""
+        cluster = self.question.cluster
+        if not self.question.means.peers:
+            return 0.0
+        devices = [Member.device(n) for n in range(len(cluster.devices))]
+        return max(sum(_rate(cluster, one, two) for two in devices if two != one) for one in devices)
 
     @cached_property
     def _spills(self) -> bool:
