@@ -279,7 +279,7 @@ class _Look:
                 with suppress(UsageError):
                     made = simulations.of(common_plan.split, common_plan.decisions)
                     need = max(made.peak_bytes)
-                    rate = question.training.batch_size / made.step_seconds[-1] if made.fits else None
+                    rate = question.training.batch_size / made.seconds if made.fits else None
             fits = fits or rate is not None
             yield Replicated(
                 way=common_plan.way,
