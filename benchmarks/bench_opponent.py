@@ -44,7 +44,6 @@ RESULTS = Path(__file__).parent / "results" / "opponent.json"
 KEEP, RECOMPUTE, JOINED, HOST = "keep", "recompute", "joined", "host"
 TREATMENTS = KEEP, KEEP, RECOMPUTE, JOINED, HOST
 STATES = "device", "host", "updated"
-STEPS = 4  # of an asynchronous schedule, after which every step takes as long as the one before
 BEATEN = 0.03  # part of a step by which the search has to be faster to count as a win
 COOL = 0.02  # part of a step by which a change may be slower at the beginning of a search
 
@@ -242,8 +241,7 @@ class Opponent:
 
     def __init__(self, question: RandomQuestion) -> None:
         self._question = question
-        steps = STEPS if question.training.endless else None
-        self._parts = Parts(Costs(question.profile.measurements[0], question.training), steps)
+        self._parts = Parts(Costs(question.profile.measurements[0], question.training))
         self.count = 0
 
     def score(self, whole: Whole) -> tuple[int, float]:
@@ -255,7 +253,7 @@ class Opponent:
             over = sum(max(0, p - b) for p, b in zip(found.peak_bytes, budgets, strict=True))
             away = missing_bytes(found.plan, found.arenas)
             over += sum(n for member, n in away.items() if member.kind != "device")
-            return over, found.step_seconds[-1]
+            return over, found.seconds
         except UsageError:
             return 1 << 62, inf
 
@@ -300,7 +298,7 @@ def answered(seed: int) -> tuple[dict[str, Any], Plan]:
     spent = time.process_time() - began
     assert made.prediction is not None, "planners predict"
     assert made.provenance is not None, "planners say where a plan comes from"
-    simulated = Assembled(made, Parts(Costs.of(made), STEPS if question.training.endless else None))
+    simulated = Assembled(made, Parts(Costs.of(made)))
     fits = all(
         peak <= budget for peak, budget in zip(simulated.peak_bytes, question.cluster.budgets, strict=True)
     ) and not missing_bytes(made, simulated.arenas)
@@ -311,7 +309,7 @@ def answered(seed: int) -> tuple[dict[str, Any], Plan]:
         "blocks": len(question.profile.blocks),
         "microbatches": question.training.microbatches,
         "fits": fits,
-        "seconds": simulated.step_seconds[-1],
+        "seconds": simulated.seconds,
         "predicted": made.prediction.step_seconds,
         "bound": made.provenance.bound,
         "cpu": spent,

@@ -195,6 +195,7 @@ def _ends(stage: int, stages: int, compute: Compute) -> tuple[_Message | None, _
 HOST = Place([Share(Member.host(), 1)])
 _EACH = 100  # actions that take as long as the fixed cost of a program
 _KNOWN = 16  # number of known actions that take as long as a new one
+_FEW = 50  # forwards of all stages in a step up to which candidates are simulated by long runs
 _SHORT = 200  # forwards of all stages in a step up to which all microbatches are simulated
 
 
@@ -421,8 +422,9 @@ class Evaluator:
 
     @property
     def _is_quick(self) -> bool:
-        """True if a long run takes more simulated steps than all distinct ones."""
-        return self.question.training.endless and not self._is_short
+        """True if long runs of all candidates would take too long."""
+        how, few = self.question.training, self.question.stages * self.question.training.microbatches <= _FEW
+        return how.endless and not self._is_short and not few
 
     def _evaluated(self, candidate: Candidate) -> Evaluation | None:
         before = self._parts.actions
