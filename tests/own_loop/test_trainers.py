@@ -106,6 +106,44 @@ def test_a_hugging_face_trainer_has_the_certified_peak(build: Any, options: Any,
     assert losses(planned) == losses(plain)
 
 
+@pytest.mark.gallery
+def test_a_trainer_of_trl_has_the_certified_peak(tmp_path: Path) -> None:
+    """TRL's SFTTrainer is planned like the Trainer from which it derives."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {f"w{number}": number for number in range(88)} | {"<pad>": 88, "<eos>": 89}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<eos>")),
+        pad_token="<pad>",
+        eos_token="<eos>",
+    )
+
+    def made() -> Any:
+        arguments = trl.SFTConfig(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=8,
+            max_steps=3,
+            report_to=[],
+            use_cpu=True,
+            save_strategy="no",
+            logging_steps=1,
+            disable_tqdm=True,
+            gradient_checkpointing=False,
+            bf16=False,
+            max_length=32,
+        )
+        data = datasets.Dataset.from_dict({"input_ids": Sentences().ids.clamp(max=87).tolist()})
+        return trl.SFTTrainer(model=llama(), args=arguments, train_dataset=data, processing_class=tokenizer)
+
+    plain, planned = made(), made()
+    plain_peak = peak_of(plain.train, plain.model)
+    handle = apply(planned.model, budget=int(plain_peak * 0.98), step=planned)
+    assert max(handle.plan.plain_bytes) == plain_peak
+    assert handle.plan.decisions
+    assert peak_of(planned.train, planned.model) == max(handle.plan.peak_bytes) <= plain_peak * 0.98
+    assert losses(planned) == losses(plain)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
