@@ -30,7 +30,7 @@ gallery: $(VENV)/.installed
 	$(RUN)/python -m pytest -m gallery
 
 # Small mistakes in a module, each made in a clone, and whether the tests notice them: what survives is listed.
-# make mutants MODULE=src/pipefit/memory/passes.py TESTS=tests/cost; seconds a mistake. cosmic-ray stays out of .venv.
+# make mutants MODULE=src/pipefit/memory/forward_backward.py TESTS=tests/cost; seconds a mistake. cosmic-ray stays out of .venv.
 MODULE := src/pipefit/lowering
 TESTS := tests/schedule tests/cost tests/simulator
 mutants: $(VENV)/.installed

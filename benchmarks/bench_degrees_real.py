@@ -50,7 +50,7 @@ from pipefit.errors import UsageError
 from pipefit.models import build
 from pipefit.profiler import profile
 from pipefit.runtime.comm.transport import Network
-from pipefit.runtime.engine.passes import Passes
+from pipefit.runtime.engine.forward_backward import Passes
 from pipefit.runtime.engine.stage import StageRunner
 from pipefit.schema.actions import SENDS, Action
 from pipefit.schema.cluster import Cluster

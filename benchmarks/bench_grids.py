@@ -13,7 +13,7 @@ planner has the same batch, schedule and devices, and each chooses the microbatc
     deepspeed      equal parameters, the same replicas for all: the fastest combination that fits, simulated
     peak           pipefit's exact search for the lowest peak, of plans that keep everything on the devices
     lean           pipefit's lowest peak with state at hosts where that lowers it
-    throughput     pipefit's fastest plan of any degrees (`planner.mixed`), simulated
+    throughput     pipefit's fastest plan of any degrees (`planner.mixed_degrees`), simulated
 
 and plans written by hand, which put one stage on all devices, in replicas that sum in a bucket for each block, with the
 microbatch size that is the fastest of those that fit, and, as `lean`, with the one of the lowest peak:
@@ -52,7 +52,7 @@ from pipefit.models.hugging_face import hf
 from pipefit.planner import PlanOptions, Question, alpa, capture, exact, lean, parameters, uniform
 from pipefit.planner.baselines.capture import CaptureOptions
 from pipefit.planner.driver import plan_of
-from pipefit.planner.mixed import mixed
+from pipefit.planner.mixed_degrees import mixed
 from pipefit.planner.problem import Planner, PlannerResult, Split, divisors
 from pipefit.planner.replicas import in_replicas
 from pipefit.profiler import profile

@@ -49,8 +49,8 @@ from pipefit.capture import Task
 from pipefit.errors import InfeasibleError, OutOfMemory, PipefitWarning, UsageError
 from pipefit.planner import PLANNERS, PlanOptions, Question, solved
 from pipefit.profiler import profile
-from pipefit.runtime.engine.flight import Flight
-from pipefit.runtime.engine.passes import Passes
+from pipefit.runtime.engine.forward_backward import Passes
+from pipefit.runtime.engine.in_flight import Flight
 from pipefit.runtime.engine.stage import StageRunner
 from pipefit.schema.actions import Action
 from pipefit.schema.cluster import Cluster

@@ -197,7 +197,7 @@ WORKER_SYSTEMS = {
 
 def started(target: Callable[..., None], *args: Any, huge_pages: bool) -> Connection:
     """A process, with the words for malloc that pipefit's workers start with or without any; the pipe to it."""
-    from pipefit.runtime.launch.processes import tunables
+    from pipefit.runtime.launch.forks import tunables
 
     ours, theirs = mp.Pipe()
     with mock.patch.dict(os.environ, {"GLIBC_TUNABLES": tunables("") if huge_pages else ""}):

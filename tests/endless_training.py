@@ -18,7 +18,7 @@ from moving_plans import Attention
 from pipefit.capture import Task
 from pipefit.memory.states import Layers
 from pipefit.runtime import Trainer
-from pipefit.runtime.engine.passes import Passes
+from pipefit.runtime.engine.forward_backward import Passes
 from pipefit.runtime.optim import updates as updating
 from pipefit.runtime.optim.updates import Updates
 from pipefit.schema.plan import Plan

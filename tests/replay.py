@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipefit.capture import Task
-from pipefit.runtime.engine.passes import seed_layer
+from pipefit.runtime.engine.forward_backward import seed_layer
 from pipefit.schema.grids import Stage as GridStage
 from pipefit.schema.plan import Plan
 

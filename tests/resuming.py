@@ -26,7 +26,7 @@ from pipefit.capture import Task
 from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
-from pipefit.runtime.checkpoint import checkpointing, saver
+from pipefit.runtime.checkpoint import background_saver, checkpointing
 from pipefit.runtime.comm.transport import Network
 from pipefit.runtime.engine import execution
 from pipefit.runtime.engine.runner import DeviceRunner
@@ -346,7 +346,7 @@ def faulty(fault: str, place: str, worker: int, step: int, once: str = "") -> Ta
     at("start")
     if here:
         mock.patch.object(DeviceRunner, "_timed", timed).start()
-        before("save", saver, "copied")
+        before("save", background_saver, "copied")
         before("end", execution, "tell")
         before("finish", Trainer, "finish")
     return replace(FEATURES["dropout"].task(), batch=batch)
@@ -411,7 +411,7 @@ def limited_all(nbytes: int) -> Task:
 
 def full_for_a_while(step: int) -> Task:
     """Return a task with dropout; the disk is full for the checkpoint of one step."""
-    usual = saver.write_shard
+    usual = background_saver.write_shard
 
     def write(path: Path, *arguments: Any) -> Any:
         if path.parent.name == f"step-{step:08d}.partial":
@@ -419,7 +419,7 @@ def full_for_a_while(step: int) -> Task:
         return usual(path, *arguments)
 
     if mp.current_process().name == "pipefit-worker-0":
-        mock.patch.object(saver, "write_shard", write).start()
+        mock.patch.object(background_saver, "write_shard", write).start()
     return FEATURES["dropout"].task()
 
 
@@ -428,7 +428,7 @@ def unwritable(worker: int, error: BaseException) -> Task:
     checkpoint.
     """
     if mp.current_process().name == f"pipefit-worker-{worker}":
-        mock.patch.object(saver, "write_shard", side_effect=error).start()
+        mock.patch.object(background_saver, "write_shard", side_effect=error).start()
     return FEATURES["dropout"].task()
 
 
@@ -465,7 +465,7 @@ def killed_while_it_writes(directory: Path) -> None:
     trainer, batches = trainer_for("dropout", plan_for("dropout", "1f1b", (3, 3))), batches_of("dropout")
     trainer.step(batches[0])
     trainer.save(directory, background=False)
-    saver.write_shard = half
+    background_saver.write_shard = half
     trainer.step(batches[1])
     trainer.save(directory)
     trainer.finish()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.capture import Task
-from pipefit.runtime.engine.passes import seed_layer
+from pipefit.runtime.engine.forward_backward import seed_layer
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Sharding, Stage
 from pipefit.schema.plan import Plan

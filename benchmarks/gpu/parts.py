@@ -3,7 +3,7 @@
 A part is a function from a machine and a scale to rows: the same code on models that fill some GiB of a GPU, on those
 of some hundred MiB, and, for a dry run, of a few hundred KiB.
 What is expected is worked out before anything is trained: a process that has run a backward cannot work over fake GPUs
-without losing the real one (`pipefit.fake_cuda.apart`).
+without losing the real one (`pipefit.fake_cuda.isolation`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from torch import fx, nn
 
-from pipefit.capture.flow import Flow
+from pipefit.capture.data_flow import Flow
 from pipefit.capture.traced import Units
 
 

@@ -22,7 +22,7 @@ import pipefit
 from pipefit.cli import main
 from pipefit.errors import UsageError
 from pipefit.export.decoders import deepspeed_config, megatron_arguments, torchtitan_config
-from pipefit.export.launching import kubernetes_job, slurm_script
+from pipefit.export.launch_script import kubernetes_job, slurm_script
 from pipefit.export.traces import memory_snapshot, snapshot
 from pipefit.models import build
 from pipefit.schema import training

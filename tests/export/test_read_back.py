@@ -24,7 +24,7 @@ from torch.distributed.pipelining import schedules
 
 from export.test_other_tools import LAYERS, arguments, held, in_precision, on_grids, planned
 from pipefit.export.decoders import deepspeed_config, megatron_arguments, torchtitan_config
-from pipefit.export.launching import kubernetes_job, slurm_script
+from pipefit.export.launch_script import kubernetes_job, slurm_script
 from pipefit.planner import plan
 from pipefit.schema.json_io import load_cluster
 from pipefit.schema.plan import Plan

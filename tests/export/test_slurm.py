@@ -18,7 +18,7 @@ import pytest
 from on_machines import MACHINES, SAVED, plain_training, plan_across
 from pipefit import save
 from pipefit.checkpoints import load_state_dict
-from pipefit.export.launching import slurm_script
+from pipefit.export.launch_script import slurm_script
 from slices import equal
 
 ROOT, DAEMONS = Path(__file__).parents[2], ("slurmctld", "slurmd", "sbatch", "srun")

@@ -19,8 +19,8 @@ import torch
 
 from pipefit import processes
 from pipefit.errors import InfeasibleError, PipefitError, PipefitWarning, WorkerFailed
-from pipefit.fake_cuda import apart as room
-from pipefit.fake_cuda.apart import apart
+from pipefit.fake_cuda import isolation as room
+from pipefit.fake_cuda.isolation import apart
 from pipefit.runtime.optim.updates import Undivided
 
 TESTS = Path(__file__).parents[1]

@@ -14,7 +14,7 @@ from compaction import compacted
 from made_up import layer, measurement, profile, training, value, work
 from pipefit.planner import Means, PlanOptions, Question, bounds
 from pipefit.planner.bounds import MicrobatchSeconds, highest_line, position_of, step_bound
-from pipefit.planner.choices import Within
+from pipefit.planner.memory_choices import Within
 from pipefit.simulator import simulate
 from tight import (
     HOST,

@@ -17,7 +17,7 @@ from pipefit import Cluster, Task, Trainer, plan, profile
 from pipefit.errors import UsageError
 from pipefit.profiler import feedback
 from pipefit.report.plan import sentences
-from pipefit.runtime.engine.passes import seed_layer
+from pipefit.runtime.engine.forward_backward import seed_layer
 
 WIDTH, CLASSES = 64, 8
 SIZE = 128  # samples in a microbatch, enough for replicas to be fastest

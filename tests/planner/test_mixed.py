@@ -11,10 +11,10 @@ import pytest
 
 from made_up import AMPLE, devices, keeping, plain, skewed
 from pipefit.planner import Means, PlanOptions, Question, plan
-from pipefit.planner import mixed as searching
+from pipefit.planner import mixed_degrees as searching
 from pipefit.planner.common_plans import CommonSearch
 from pipefit.planner.driver import plan_of
-from pipefit.planner.mixed import Mixed, commonly, mixed, otherwise
+from pipefit.planner.mixed_degrees import Mixed, commonly, mixed, otherwise
 from pipefit.planner.problem import Split
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import Decision, Run, State, What

@@ -13,7 +13,7 @@ import pytest
 from made_up import AMPLE, devices, plain, skewed
 from pipefit.planner import PlanOptions, Question
 from pipefit.planner.driver import plan_of
-from pipefit.planner.mixed import mixed
+from pipefit.planner.mixed_degrees import mixed
 from pipefit.planner.neighbours import Simulations
 from pipefit.planner.problem import Split
 from pipefit.schema.grids import Sharding

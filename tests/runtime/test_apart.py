@@ -20,7 +20,7 @@ from oracle import measured_peaks
 from pipefit.capture import Task
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
-from pipefit.runtime.engine.flight import born_apart
+from pipefit.runtime.engine.in_flight import born_apart
 from pipefit.runtime.engine.runner import DeviceRunner
 from pipefit.schema.actions import Kind
 from pipefit.schema.grids import SHARDINGS

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipefit.runtime.engine.flight import GraphEnds, backward, enter, leave
+from pipefit.runtime.engine.in_flight import GraphEnds, backward, enter, leave
 
 ANCHOR = torch.empty(0, requires_grad=True)
 

@@ -16,7 +16,7 @@ from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.lowering import lower
 from pipefit.planner import plan as plan_of_profile
-from pipefit.planner.choices import Menu, Menus, Recipe, StageChoice, decisions_of
+from pipefit.planner.memory_choices import Menu, Menus, Recipe, StageChoice, decisions_of
 from pipefit.planner.problem import Question
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer

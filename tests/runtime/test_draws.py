@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipefit.runtime import certify
-from pipefit.runtime.engine.passes import draw_seed, seed_layer
+from pipefit.runtime.engine.forward_backward import draw_seed, seed_layer
 from tiny import batch_of, plan_of, task_of, trainer_of
 
 CPU = torch.device("cpu")

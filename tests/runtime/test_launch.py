@@ -39,8 +39,8 @@ from pipefit.processes import adopt_orphans
 from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.checkpoint.saving import Saving
 from pipefit.runtime.launch import launch
+from pipefit.runtime.launch.forks import forks, start, tunables
 from pipefit.runtime.launch.launch import Watch
-from pipefit.runtime.launch.processes import forks, start, tunables
 from pipefit.schema.plan import Plan
 from process_tree import children, command
 

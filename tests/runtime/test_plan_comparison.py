@@ -27,7 +27,8 @@ from pipefit.runtime.checks import comparison
 from pipefit.runtime.checks.plan_comparison import PlanNumbers, compare_plan
 from pipefit.runtime.comm import agreement, collectives, transport
 from pipefit.runtime.comm import collectives as gradients
-from pipefit.runtime.engine import assembly, execution, flight, passes
+from pipefit.runtime.engine import assembly, execution, forward_backward
+from pipefit.runtime.engine.in_flight import Flight
 from pipefit.runtime.offload import copying
 from pipefit.runtime.optim import half_precision, updates
 from pipefit.schema.cluster import Cluster
@@ -241,14 +242,14 @@ def gradient_kept(patch: pytest.MonkeyPatch) -> None:
 
 def other_draws(patch: pytest.MonkeyPatch) -> None:
     """Recompute with other random numbers than the forward."""
-    recompute = passes.Passes.recompute
+    recompute = forward_backward.Passes.recompute
 
     def again(self: Any, flight: Any, first: int, end: int) -> None:
         flight.seed += 1
         recompute(self, flight, first, end)
         flight.seed -= 1
 
-    patch.setattr(passes.Passes, "recompute", again)
+    patch.setattr(forward_backward.Passes, "recompute", again)
 
 
 def offset_of_shards(patch: pytest.MonkeyPatch) -> None:
@@ -283,12 +284,12 @@ def copies_of_masters(patch: pytest.MonkeyPatch) -> None:
 
 def inputs_of_another(patch: pytest.MonkeyPatch) -> None:
     """Feed a stage the rows of another microbatch."""
-    rows = flight.Flight.rows
+    rows = Flight.rows
 
     def other(self: Any, load: Any, microbatches: Any) -> Any:
         return rows(self, load, [*microbatches[1:], microbatches[0]] if load.stage == 0 else microbatches)
 
-    patch.setattr(flight.Flight, "rows", other)
+    patch.setattr(Flight, "rows", other)
 
 
 def bytes_of_another(patch: pytest.MonkeyPatch) -> None:
@@ -316,7 +317,7 @@ def update_of_another_group(patch: pytest.MonkeyPatch) -> None:
 
 def buffers_forgotten(patch: pytest.MonkeyPatch) -> None:
     """Discard the buffers of a forward."""
-    layer = passes.Passes._layer
+    layer = forward_backward.Passes._layer
 
     def run(self: Any, flight: Any, number: int, values: Any) -> Any:
         held = [b for b in flight.layers[number - self.start].module.buffers() if b.is_floating_point()]
@@ -326,7 +327,7 @@ def buffers_forgotten(patch: pytest.MonkeyPatch) -> None:
             buffer.data.copy_(value)
         return found
 
-    patch.setattr(passes.Passes, "_layer", run)
+    patch.setattr(forward_backward.Passes, "_layer", run)
 
 
 SEAMS: dict[str, tuple[Break, Task, tuple[Grid, ...], dict[str, Any]]] = {

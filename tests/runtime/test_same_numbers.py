@@ -18,7 +18,7 @@ from pipefit.capture import Task
 from pipefit.models import build
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, train
-from pipefit.runtime.engine.passes import seed_layer
+from pipefit.runtime.engine.forward_backward import seed_layer
 from pipefit.runtime.engine.stage import StageRunner
 from pipefit.schema.actions import Action
 from pipefit.schema.plan import Plan

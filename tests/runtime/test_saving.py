@@ -23,7 +23,7 @@ from pipefit.checkpoints.manifest import dumps
 from pipefit.checkpoints.shards import write_shard
 from pipefit.errors import FileError, OutOfMemory, PipefitWarning, UsageError
 from pipefit.runtime import Trainer
-from pipefit.runtime.checkpoint import checkpointing, saver
+from pipefit.runtime.checkpoint import background_saver, checkpointing
 from pipefit.runtime.options import Supervision
 from pipefit.texts import dtype_name
 from resuming import ADAMW, Remembered, plan_for, tied, trainer_for
@@ -52,8 +52,8 @@ class Gate:
     """A replacement for the writing of a shard, which waits until it is opened."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.opened, self._write = threading.Event(), saver.write_shard
-        patch.setattr(saver, "write_shard", self)
+        self.opened, self._write = threading.Event(), background_saver.write_shard
+        patch.setattr(background_saver, "write_shard", self)
 
     def __call__(self, *arguments: Any) -> Any:
         assert self.opened.wait(60)
@@ -101,7 +101,7 @@ def test_a_save_that_waits_gives_signs_of_life_while_the_disk_does(
     """
     signs, counted = list[int](), list[int]()
     trainer = trained(supervision=Supervision(on_save=lambda waits: signs.append(1)))
-    opened, usual = threading.Event(), saver.write_shard
+    opened, usual = threading.Event(), background_saver.write_shard
 
     def slow(path: Path, tensors: Any, progress: Any) -> Any:
         for _ in range(3):
@@ -111,7 +111,7 @@ def test_a_save_that_waits_gives_signs_of_life_while_the_disk_does(
         counted.append(len(signs))
         return usual(path, tensors)
 
-    monkeypatch.setattr(saver, "write_shard", slow)
+    monkeypatch.setattr(background_saver, "write_shard", slow)
     trainer.save(tmp_path)
     signs.clear()
     threading.Timer(3.5, opened.set).start()
@@ -143,13 +143,13 @@ def test_what_is_away_is_in_the_hosts_memory_once_while_it_is_written(
     plan = one_stage(*SWAPPED)
     trainer = Trainer(task_named("adamw"), plan, numbers=False)
     trainer.step(batch_of(trainer.task, plan))
-    usual = saver.copied
+    usual = background_saver.copied
 
     def copied(tensors: dict[str, Tensor], *more: Any) -> dict[str, Tensor]:
         read.extend(weakref.ref(tensor) for key, tensor in tensors.items() if key.startswith("optimizer/"))
         return usual(tensors, *more)
 
-    monkeypatch.setattr(saver, "copied", copied)
+    monkeypatch.setattr(background_saver, "copied", copied)
     trainer.save(tmp_path)
     kept = [
         state
@@ -169,7 +169,7 @@ def test_a_tensor_is_gone_when_the_next_one_is_copied() -> None:
     """A tensor that was read only for the copy is freed before the next one is copied."""
     tensors = {str(number): torch.ones(4) for number in range(4)}
     read, there = [weakref.ref(tensor) for tensor in tensors.values()], list[int]()
-    found = saver.copied(tensors, lambda: there.append(sum(one() is not None for one in read)))
+    found = background_saver.copied(tensors, lambda: there.append(sum(one() is not None for one in read)))
     assert there == [4, 3, 2, 1] and tensors == {}
     assert all(torch.equal(tensor, torch.ones(4)) for tensor in found.values()) and len(found) == 4
 

@@ -14,7 +14,7 @@ from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
-from pipefit.runtime.engine.flight import move
+from pipefit.runtime.engine.in_flight import move
 from pipefit.schema.decisions import Decision, Run, What
 from pipefit.schema.plan import Plan
 from pipefit.simulator import simulate

@@ -16,7 +16,7 @@ from pipefit.errors import OutOfMemory, PipefitWarning
 from pipefit.lowering import whole_run
 from pipefit.memory.arenas import arenas_of, room_needed, snapshot_bytes
 from pipefit.runtime import Trainer, train
-from pipefit.runtime.checkpoint.saver import SaveReport
+from pipefit.runtime.checkpoint.background_saver import SaveReport
 from pipefit.runtime.checkpoint.saving import Saving
 from pipefit.schema.devices import Member
 from pipefit.schema.plan import Plan

@@ -11,21 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from pipefit.runtime.launch import processes
+from pipefit.runtime.launch import forks
 
 SECONDS = 300  # for a loaded machine
 SCRIPT = f"""
 import os, signal, sys
-sys.path.insert(0, {str(Path(processes.__file__).parent)!r})
-import processes
+sys.path.insert(0, {str(Path(forks.__file__).parent)!r})
+import forks
 from multiprocessing.util import get_temp_dir
 def mkdir(folder, mode):
     usual(folder, mode)
     os.kill(os.getpid(), signal.SIGKILL)
 if "at once" in sys.argv:
     usual, os.mkdir = os.mkdir, mkdir
-processes.make_sockets_folder()
-processes.make_sockets_folder()
+forks.make_sockets_folder()
+forks.make_sockets_folder()
 print(get_temp_dir(), flush=True)
 """
 ENDS = {
@@ -68,7 +68,7 @@ def test_what_the_program_made_before_stays_its_own(tmp_path: Path, monkeypatch:
     unchanged.
     """
     monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(processes, "get_temp_dir", (tmp_path / "theirs").mkdir)
-    processes.make_sockets_folder()
+    monkeypatch.setattr(forks, "get_temp_dir", (tmp_path / "theirs").mkdir)
+    forks.make_sockets_folder()
     assert tempfile.tempdir is None
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]

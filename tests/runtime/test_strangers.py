@@ -25,8 +25,8 @@ from network_workers import late, show
 from pipefit.errors import PeerLost, PipefitWarning
 from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.comm.transport import TOKEN
+from pipefit.runtime.launch.forks import forks, start
 from pipefit.runtime.launch.launch import _Supervisor
-from pipefit.runtime.launch.processes import forks, start
 from pipefit.runtime.launch.worker import Orders
 from process_tree import children, open_files
 from resuming import SEED, patient, plan_for, undisturbed

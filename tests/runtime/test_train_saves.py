@@ -17,10 +17,10 @@ from pipefit.checkpoints import find, folders
 from pipefit.errors import FileError, NotSaved, PipefitWarning, UsageError, WorkerFailed
 from pipefit.lowering import lower, lower_drain
 from pipefit.runtime import Trainer, train
-from pipefit.runtime.checkpoint.saver import SaveReport
+from pipefit.runtime.checkpoint.background_saver import SaveReport
 from pipefit.runtime.checkpoint.saving import Saving
 from pipefit.runtime.launch import launch
-from pipefit.runtime.launch.processes import forks, start
+from pipefit.runtime.launch.forks import forks, start
 from pipefit.runtime.launch.worker import SAVES_TOGETHER, SAVING, Heartbeat, Orders
 from resuming import (
     SEED,

@@ -17,7 +17,7 @@ from network_workers import talk, what_is_sent
 from pipefit.errors import PeerLost, UsageError
 from pipefit.lowering import lower
 from pipefit.runtime.comm.transport import InProcess, Network, connect
-from pipefit.runtime.launch.processes import forks
+from pipefit.runtime.launch.forks import forks
 from pipefit.schema.actions import Message, message_of, parse_action
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.program import Channel

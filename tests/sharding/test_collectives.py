@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipefit.runtime.launch.processes import forks
+from pipefit.runtime.launch.forks import forks
 from pipefit.tensor_parallel import Alone, LockstepCollectives, in_lockstep
 from sharding_workers import all_collectives, both, talk, through_seams
 

@@ -8,7 +8,7 @@ import pytest
 
 from huggingface_models import SMALL, TEXT, TINY
 from pipefit.capture import Task
-from pipefit.capture.flat import operator_name
+from pipefit.capture.flat_graph import operator_name
 from pipefit.models import build
 from pipefit.models.hugging_face import hf
 from pipefit.tensor_parallel import Prices

@@ -80,7 +80,7 @@ from pipefit.capture.copying import (  # noqa: E402
 )
 from pipefit.capture.cuda_autocast import CudaCasts, as_on_cuda, casting_for  # noqa: E402
 from pipefit.capture.exporting import export  # noqa: E402
-from pipefit.capture.flat import (  # noqa: E402
+from pipefit.capture.flat_graph import (  # noqa: E402
     Context,
     context,
     flatten,

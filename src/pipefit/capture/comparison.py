@@ -28,7 +28,7 @@ from pipefit.capture.chain import Chain, autocasting
 from pipefit.capture.copying import copied
 from pipefit.capture.cuda_autocast import casting_for
 from pipefit.capture.exporting import arguments
-from pipefit.capture.flat import plain
+from pipefit.capture.flat_graph import plain
 from pipefit.capture.random_state import put_back, seed_all
 from pipefit.capture.refusals import REMEDY
 from pipefit.capture.sample import Sample, samples_of

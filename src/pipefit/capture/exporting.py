@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipefit.capture.copying import copied
 from pipefit.capture.cuda_autocast import casting_for
-from pipefit.capture.flat import draws, mutated_arguments
+from pipefit.capture.flat_graph import draws, mutated_arguments
 from pipefit.capture.hugging_face import cache_class, configure
 from pipefit.capture.random_state import put_back, refuse_foreign_draws
 from pipefit.capture.refusals import (

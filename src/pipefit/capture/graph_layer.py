@@ -20,8 +20,8 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from pipefit.capture.chain import ChainLayer, own_module
-from pipefit.capture.flat import Context, Role, context, plain, role, value
-from pipefit.capture.flow import Flow
+from pipefit.capture.data_flow import Flow
+from pipefit.capture.flat_graph import Context, Role, context, plain, role, value
 from pipefit.capture.storages import dense_order
 from pipefit.capture.structure import Values
 from pipefit.capture.whole_modules import call_whole

@@ -18,9 +18,9 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from pipefit.capture.chain import Chain, ChainLayer
+from pipefit.capture.data_flow import Flow, sums
 from pipefit.capture.exporting import export
-from pipefit.capture.flat import flatten, nbytes, operator_name, plain, role, stack, value
-from pipefit.capture.flow import Flow, sums
+from pipefit.capture.flat_graph import flatten, nbytes, operator_name, plain, role, stack, value
 from pipefit.capture.graph_layer import Binding, GraphLayer, layer_class, write
 from pipefit.capture.parameter_groups import WHY
 from pipefit.capture.refusals import LooksAtValues

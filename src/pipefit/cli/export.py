@@ -97,11 +97,11 @@ def _written(file: Path, document: Document, to: Format) -> str | bytes:
 
             return deepspeed_config(_plan(file, document, "DeepSpeed's configurations are"))
         case "slurm":
-            from pipefit.export.launching import slurm_script
+            from pipefit.export.launch_script import slurm_script
 
             return slurm_script(_plan(file, document, "launch files are"), str(file))
         case "kubernetes":
-            from pipefit.export.launching import kubernetes_job
+            from pipefit.export.launch_script import kubernetes_job
 
             return kubernetes_job(_plan(file, document, "launch files are"), file.name)
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 if TYPE_CHECKING:
     from pipefit.runtime.callbacks import StepReport
-    from pipefit.runtime.checkpoint.saver import SaveReport
+    from pipefit.runtime.checkpoint.background_saver import SaveReport
     from pipefit.runtime.checkpoint.saving import Saving
     from pipefit.schema.plan import Plan
     from pipefit.schema.trace import Trace

@@ -19,7 +19,7 @@ answers are equal on every machine, no CUDA context is created, and no random ge
 The first `cuda` target registers the device type for the rest of the process. Then
 `torch.accelerator.is_available()` is false, `device_count()` is zero, and `current_accelerator()` is
 `fakecuda`. Autograd has streams for that accelerator alone: in such a process a backward on a real GPU fails.
-Hence `fake_cuda.apart`, and `runtime.hardware.check_backwards`.
+Hence `fake_cuda.isolation`, and `runtime.hardware.check_backwards`.
 
 Not imitated:
 

@@ -15,9 +15,9 @@ from typing import TypedDict
 
 from pipefit.capture import Task
 from pipefit.errors import UsageError
-from pipefit.fake_cuda.apart import apart
 from pipefit.fake_cuda.chain import Chains
 from pipefit.fake_cuda.fingerprint import precision_of
+from pipefit.fake_cuda.isolation import apart
 from pipefit.largest.attempts import attempt, soon_planned
 from pipefit.largest.growth import with_devices
 from pipefit.planner import (

@@ -246,7 +246,7 @@ def plan(
     if isinstance(model, ModelProfile):
         return answered(model, cluster, training, asked).complete()
     from pipefit.capture import Task
-    from pipefit.fake_cuda.apart import apart
+    from pipefit.fake_cuda.isolation import apart
 
     instance("model", model, Task, "or a ModelProfile; pipefit.Task says how a module is trained")
     kernels: Target = target or cluster.target
@@ -271,7 +271,7 @@ def _plan_for_torch(
         profile = model if isinstance(model, ModelProfile) else next(iter(profiles), None)
         if profile is not None:
             return answered(profile, within, training, options).complete()
-        from pipefit.fake_cuda.apart import apart
+        from pipefit.fake_cuda.isolation import apart
 
         task, kernels = instance("model", model, Task, "or a ModelProfile"), target or cluster.target
         made = apart(

@@ -28,9 +28,9 @@ from pipefit.memory.cuda_allocator import (
     Lifetimes,
     with_enough,
 )
+from pipefit.memory.forward_backward import Working
 from pipefit.memory.microbatch import Flights
 from pipefit.memory.model_state import Gathered, LayerState, ReplicaShare, StageRest, owners, share_of
-from pipefit.memory.passes import Working
 from pipefit.memory.stage import Costs, StageCost, WholeStage, most_receive_buffers, receive_buffers
 from pipefit.memory.states import (
     BytesAway,

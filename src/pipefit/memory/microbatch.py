@@ -10,7 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from pipefit.errors import UsageError
-from pipefit.memory.passes import Forward, Working, buffer_copies, copy_inputs, run_backward, run_forward
+from pipefit.memory.forward_backward import (
+    Forward,
+    Working,
+    buffer_copies,
+    copy_inputs,
+    run_backward,
+    run_forward,
+)
 from pipefit.memory.storages import (
     Done,
     Effect,

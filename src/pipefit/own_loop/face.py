@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipefit.errors import InfeasibleError, PipefitError, UsageError, in_one_line
-from pipefit.fake_cuda.apart import apart
+from pipefit.fake_cuda.isolation import apart
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.measure import Kernels, Meter
 from pipefit.own_loop.choice import Choices, Variable

@@ -9,7 +9,7 @@ one; then others follow, the best first, while a budget of work lasts.
 Stages may have several replicas. If all stages have the same number, one replica of the whole pipeline is an
 arrangement like any other (`planner.replicas`). If the numbers differ, `planner.hybrid` estimates the fastest
 plans that fit, whose stages may divide state and recompute in part, and these are simulated
-(`planner.mixed`).
+(`planner.mixed_degrees`).
 
 A large question whose state no device has room for begins with the common plans of the smallest size that gives
 every device a sample. If one fits, arrangements with a bound of at least 90 % of its seconds are not searched.
@@ -36,7 +36,7 @@ from pipefit.planner.driver import plan_of
 from pipefit.planner.exact import exact, leanest_of
 from pipefit.planner.hybrid import Least, budget_level, candidates
 from pipefit.planner.joint import JointSearch, Searched, exact_in_time
-from pipefit.planner.mixed import Mixed, commonly, mixed, otherwise
+from pipefit.planner.mixed_degrees import Mixed, commonly, mixed, otherwise
 from pipefit.planner.neighbours import is_small
 from pipefit.planner.open_choices import (
     Arrangement,

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from pipefit.errors import UsageError
 from pipefit.planner.bounds import MicrobatchSeconds, host_rates, host_route, in_flight, lines, position_of
-from pipefit.planner.choices import BlockPrices, DevicePrices, Floats, ranges
 from pipefit.planner.closed_forms.bands import Band, stage_peak
+from pipefit.planner.memory_choices import BlockPrices, DevicePrices, Floats, ranges
 from pipefit.planner.problem import Question, Split
 from pipefit.schema.devices import Member
 from pipefit.timing import layer_seconds

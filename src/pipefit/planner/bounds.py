@@ -54,7 +54,7 @@ from numpy.typing import NDArray
 
 from pipefit.errors import UsageError
 from pipefit.lowering import schedule_named
-from pipefit.planner.choices import BlockPrices, Floats, Within, ranges
+from pipefit.planner.memory_choices import BlockPrices, Floats, Within, ranges
 from pipefit.planner.problem import Question
 from pipefit.schema.actions import Kind
 from pipefit.schema.cluster import Cluster, Route

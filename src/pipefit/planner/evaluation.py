@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from pipefit.errors import UsageError
 from pipefit.lowering import Compute, schedule_named
 from pipefit.memory import Costs, missing_bytes
-from pipefit.planner.choices import DevicePrices, Floats, Menu, Menus, StageChoice, decisions_of
 from pipefit.planner.driver import plan_of
+from pipefit.planner.memory_choices import DevicePrices, Floats, Menu, Menus, StageChoice, decisions_of
 from pipefit.planner.options import Means
 from pipefit.planner.problem import Question, Split
 from pipefit.schema.actions import Kind

@@ -23,9 +23,9 @@ import numpy as np
 
 from pipefit.planner.balance import DOUBLE, differ, interchangeable
 from pipefit.planner.bounds import MicrobatchSeconds, highest_line, host_rates, in_flight, position_of
-from pipefit.planner.choices import KEPT, TO_HOST, TO_PEERS, DevicePrices, Menu, StageChoice
 from pipefit.planner.driver import range_peak
 from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
+from pipefit.planner.memory_choices import KEPT, TO_HOST, TO_PEERS, DevicePrices, Menu, StageChoice
 from pipefit.planner.options import Means
 from pipefit.planner.problem import Split
 from pipefit.schema.devices import Place

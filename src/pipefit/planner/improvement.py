@@ -23,10 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.planner.bounds import host_route, in_flight
-from pipefit.planner.choices import KEPT, TO_HOST, Floats, Menu, StageChoice
 from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
 from pipefit.planner.filling import Filled, Filler, FillingSetting
 from pipefit.planner.mapping import MOST, Orders, peer_rates
+from pipefit.planner.memory_choices import KEPT, TO_HOST, Floats, Menu, StageChoice
 from pipefit.planner.problem import Question, Split
 from pipefit.schema.cluster import Cluster
 from pipefit.timing import host_update_seconds

@@ -9,7 +9,7 @@ import torch
 
 from pipefit.capture import Task, recording
 from pipefit.errors import UsageError
-from pipefit.fake_cuda.apart import apart
+from pipefit.fake_cuda.isolation import apart
 from pipefit.profiler.fake import Progress, profile_sizes
 from pipefit.profiler.feedback import measured_coupling, statistics_written, with_coupling
 from pipefit.profiler.measured import add_seconds

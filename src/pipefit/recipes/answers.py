@@ -20,7 +20,7 @@ from torch import nn
 
 from pipefit.capture import Task
 from pipefit.errors import UsageError
-from pipefit.fake_cuda.apart import apart
+from pipefit.fake_cuda.isolation import apart
 from pipefit.memory import shortage
 from pipefit.models import build
 from pipefit.models.hugging_face import hf

@@ -1,8 +1,8 @@
 """Execution of programs: in dry runs over fake tensors, in one process, or in one worker per device."""
 
 from pipefit.runtime.callbacks import Callback
+from pipefit.runtime.checkpoint.background_saver import SaveReport
 from pipefit.runtime.checkpoint.checkpointing import Checkpointing
-from pipefit.runtime.checkpoint.saver import SaveReport
 from pipefit.runtime.checks.comparison import (
     SMALLEST,
     Comparisons,
@@ -19,7 +19,8 @@ from pipefit.runtime.comm.transport import joins_workers
 from pipefit.runtime.dry_run.certify import certify
 from pipefit.runtime.engine.assembly import assemble
 from pipefit.runtime.engine.batches import cut_batch
-from pipefit.runtime.engine.flight import (
+from pipefit.runtime.engine.forward_backward import seed_layer, seed_update
+from pipefit.runtime.engine.in_flight import (
     GraphEnds,
     apart,
     backward,
@@ -31,7 +32,6 @@ from pipefit.runtime.engine.flight import (
     working_copies,
 )
 from pipefit.runtime.engine.in_turn import NoPeers, run_in_turn
-from pipefit.runtime.engine.passes import seed_layer, seed_update
 from pipefit.runtime.engine.replicas import RankShards, Source, StageSources, Wanted, trained_sources
 from pipefit.runtime.engine.stage import Site
 from pipefit.runtime.engine.tensor_groups import Together

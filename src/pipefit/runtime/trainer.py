@@ -42,8 +42,8 @@ from pipefit.errors import OutOfMemory, UsageError
 from pipefit.lowering import Entered, loss_delay, step_programs
 from pipefit.measure import Kernels
 from pipefit.runtime.callbacks import Callback, StepReport
+from pipefit.runtime.checkpoint.background_saver import SaveReport
 from pipefit.runtime.checkpoint.checkpointing import Checkpointing
-from pipefit.runtime.checkpoint.saver import SaveReport
 from pipefit.runtime.checks.comparison import Comparisons, check_left_out
 from pipefit.runtime.checks.plan_check import (
     TRAINED,

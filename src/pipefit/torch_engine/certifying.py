@@ -13,8 +13,8 @@ import torch.distributed as dist
 from pipefit.capture import Task, left_as_found, recording
 from pipefit.capture.sample import sample
 from pipefit.errors import UsageError
-from pipefit.fake_cuda.apart import apart
 from pipefit.fake_cuda.chain import Chains
+from pipefit.fake_cuda.isolation import apart
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.lowering import check_for_torch
 from pipefit.measure import Kernels, Meter

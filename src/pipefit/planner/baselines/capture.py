@@ -23,12 +23,12 @@ from functools import cache
 import numpy as np
 
 from pipefit.planner.bounds import in_flight
-from pipefit.planner.choices import ranges
 from pipefit.planner.closed_forms.bands import stage_peak
 from pipefit.planner.closed_forms.ranges import ranges_of
 from pipefit.planner.closed_forms.surroundings import surroundings
 from pipefit.planner.hybrid import HybridSearch
 from pipefit.planner.hybrid.programme import Cost, Floats, StageRequest
+from pipefit.planner.memory_choices import ranges
 from pipefit.planner.problem import Degree, PlannerResult, Question
 from pipefit.schema.plan import Objective
 from pipefit.schema.profile import Measurement

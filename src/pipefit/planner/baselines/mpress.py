@@ -26,10 +26,10 @@ from statistics import median
 from typing import NamedTuple
 
 from pipefit.planner.baselines.simple import time
-from pipefit.planner.choices import KEPT, TO_HOST, TO_PEERS, BlockPrices, Menu, StageChoice
 from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
 from pipefit.planner.filling import Filler, FillingSetting
 from pipefit.planner.mapping import Mapping, mapped_stages, peer_rates, shared_out
+from pipefit.planner.memory_choices import KEPT, TO_HOST, TO_PEERS, BlockPrices, Menu, StageChoice
 from pipefit.planner.problem import PlannerResult, Question, Split, Technique, TensorCosts, mpress_choice
 from pipefit.schema.plan import Objective
 

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from pipefit.errors import UsageError
 from pipefit.lowering import Recompute
-from pipefit.planner.choices import ranges
 from pipefit.planner.closed_forms.bands import Band, Ints, stage_peak
 from pipefit.planner.closed_forms.ranges import Ranges, ranges_of
 from pipefit.planner.closed_forms.surroundings import Surroundings, surroundings
 from pipefit.planner.hybrid.divided_state import least
 from pipefit.planner.hybrid.programme import WHOLE, Allowed, Floats, Way, banded
+from pipefit.planner.memory_choices import ranges
 from pipefit.planner.problem import Degree, Question
 from pipefit.schema.devices import DeviceKind
 from pipefit.schema.grids import Sharding, dimensions

@@ -43,6 +43,7 @@ from pipefit.errors import (
 )
 from pipefit.lowering import whole_run
 from pipefit.memory import arenas_of, snapshot_shortage
+from pipefit.runtime.checkpoint.background_saver import Saver, SaveReport, Target
 from pipefit.runtime.checkpoint.restoring import (
     Snapshot,
     check_task,
@@ -53,7 +54,6 @@ from pipefit.runtime.checkpoint.restoring import (
     stage_state_of,
     whole_likes,
 )
-from pipefit.runtime.checkpoint.saver import Saver, SaveReport, Target
 from pipefit.runtime.hardware import free_bytes
 from pipefit.runtime.options import Supervision
 from pipefit.runtime.state import GatheredState, Names, Ranks, StageState, TrainedDevice, TrainedPart

@@ -17,8 +17,8 @@ import torch
 from pipefit.capture import READINGS, Chain, Sample, Task, left_as_found, recording
 from pipefit.capture.sample import sample
 from pipefit.errors import PipefitWarning, UsageError
-from pipefit.fake_cuda.apart import apart
 from pipefit.fake_cuda.chain import Chains, chain_again
+from pipefit.fake_cuda.isolation import apart
 from pipefit.fake_cuda.target import FakeTarget, run_a_backward
 from pipefit.lowering import distinct_steps, is_endless, step_programs, whole_run
 from pipefit.measure import Kernels

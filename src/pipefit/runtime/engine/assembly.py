@@ -12,7 +12,7 @@ from pipefit.fake_cuda.target import is_fake
 from pipefit.measure import MemoryMeter, Stopwatch
 from pipefit.memory import Layers, ReplicaShare, StageRest, StageStorages, StateMoves, state_moves
 from pipefit.runtime.comm.agreement import Agreement, LossScale
-from pipefit.runtime.engine.flight import move
+from pipefit.runtime.engine.in_flight import move
 from pipefit.runtime.engine.replicas import Source
 from pipefit.runtime.engine.runner import DeviceRunner
 from pipefit.runtime.engine.specializations import Specialized

@@ -20,7 +20,7 @@ from pipefit.capture.sample import sample
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.chain import fake_chain, layers_again
 from pipefit.fake_cuda.target import FakeTarget
-from pipefit.runtime.engine.flight import Loss
+from pipefit.runtime.engine.in_flight import Loss
 from pipefit.runtime.engine.replicas import RankShards
 from pipefit.schema.grids import Stage
 from pipefit.schema.layer_costs import Value

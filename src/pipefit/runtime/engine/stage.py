@@ -1,7 +1,7 @@
 """One stage on one device: its layers, its lasting state, and the updates of its weights.
 
 The lasting state is parameters, versions of them, buffers, optimizer state and losses.
-`runtime.engine.passes` runs microbatches through the layers.
+`runtime.engine.forward_backward` runs microbatches through the layers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pipefit.errors import UsageError
 from pipefit.memory import ReplicaShare, StageStorages, share_of
 from pipefit.runtime.comm.agreement import Agreement
 from pipefit.runtime.comm.transport import Transport
-from pipefit.runtime.engine.flight import Flight
-from pipefit.runtime.engine.passes import Passes, seed_update
+from pipefit.runtime.engine.forward_backward import Passes, seed_update
+from pipefit.runtime.engine.in_flight import Flight
 from pipefit.runtime.engine.replicas import StageSources
 from pipefit.runtime.engine.specializations import Specialized
 from pipefit.runtime.offload.lending import Lending

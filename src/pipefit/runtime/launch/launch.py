@@ -40,11 +40,11 @@ from pipefit.lowering import Entered, whole_run
 from pipefit.memory import arenas_of, members, tensor_groups
 from pipefit.processes import ENDING, addresses, files, processes
 from pipefit.runtime.callbacks import StepReport
-from pipefit.runtime.checkpoint.saver import SaveReport
+from pipefit.runtime.checkpoint.background_saver import SaveReport
 from pipefit.runtime.checks.plan_check import TRAINED, warn_elsewhere
 from pipefit.runtime.comm.transport import new_token
 from pipefit.runtime.engine.batches import Programs
-from pipefit.runtime.launch.processes import (
+from pipefit.runtime.launch.forks import (
     Inherited,
     Passed,
     Started,

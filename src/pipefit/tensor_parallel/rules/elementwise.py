@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from pipefit.capture import operator_name
-from pipefit.capture.flat import draws
+from pipefit.capture.flat_graph import draws
 from pipefit.tensor_parallel.forms import C, DimSplit
 from pipefit.tensor_parallel.operations import Operation, Strategy, Wishes, shape, wished
 from pipefit.torch_internals import OpOverload

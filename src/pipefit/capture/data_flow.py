@@ -18,7 +18,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, fx
 
-from pipefit.capture.flat import draws, groups, mutated_arguments, nbytes, role, sources, value
+from pipefit.capture.flat_graph import draws, groups, mutated_arguments, nbytes, role, sources, value
 from pipefit.capture.refusals import line_of, refuse_node
 from pipefit.capture.storages import is_dense
 from pipefit.capture.whole_modules import call_whole

@@ -22,7 +22,6 @@ import numpy as np
 
 from pipefit.errors import UsageError
 from pipefit.memory import lent_bytes
-from pipefit.planner.choices import KEPT, TO_HOST, TO_PEERS, Menu, Menus, StageChoice, decisions_of
 from pipefit.planner.common_plans import CommonSearch
 from pipefit.planner.evaluation import HOST
 from pipefit.planner.hybrid import candidates, fastest
@@ -30,6 +29,7 @@ from pipefit.planner.hybrid.divided_state import Reader
 from pipefit.planner.hybrid.programme import WHOLE
 from pipefit.planner.hybrid.search import Hybrid, recomputed_blocks
 from pipefit.planner.mapping import Floats, lending, peer_rates, shared_out
+from pipefit.planner.memory_choices import KEPT, TO_HOST, TO_PEERS, Menu, Menus, StageChoice, decisions_of
 from pipefit.planner.neighbours import Simulations, Timed, nearby
 from pipefit.planner.problem import Degree, PlannerResult, Question, Split
 from pipefit.planner.replicas import representative

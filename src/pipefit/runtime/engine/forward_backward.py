@@ -19,7 +19,7 @@ from pipefit.errors import UsageError
 from pipefit.measure import saving_nothing
 from pipefit.memory import StageStorages
 from pipefit.runtime.comm.agreement import Agreement
-from pipefit.runtime.engine.flight import (
+from pipefit.runtime.engine.in_flight import (
     Flight,
     FlightPiece,
     GraphEnds,

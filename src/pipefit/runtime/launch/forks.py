@@ -95,7 +95,7 @@ def _remove_when_we_end(folder: str) -> None:
 _ENDING_SECONDS, _PAUSE_SECONDS = 60, 0.05
 _TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"  # other C libraries do not read them
 # Modules that the fork server imports; making an optimizer imports the last
-_IMPORTED = ["pipefit.runtime.launch.launching", "torch._dynamo.config"]
+_IMPORTED = ["pipefit.runtime.launch.fork_server", "torch._dynamo.config"]
 _UNKNOWN = 255  # exit code that multiprocessing reports if the fork server is gone
 _LEAST = 4  # processes and threads of a worker: itself, its parent watcher, two of gloo
 _FILES, _FILES_EACH = 12, 4  # open files of this process for the first worker's start, and for each worker
