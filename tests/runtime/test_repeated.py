@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from torch.nn import functional as F
 from huggingface_models import TINY
 from pipefit.capture import Task
 from pipefit.capture.sample import sample
-from pipefit.fake_cuda import chain as sizes
 from pipefit.fake_cuda.chain import fake_chain
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.lowering import SCHEDULES, lower
@@ -26,6 +26,7 @@ from pipefit.models import build
 from pipefit.models.hugging_face import hf
 from pipefit.profiler import profile
 from pipefit.runtime import certify
+from pipefit.runtime.dry_run import certify as dry_run
 from pipefit.runtime.dry_run.layers import Shortened
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import Decision, Microbatches, Run, What
@@ -174,12 +175,11 @@ def folds(task: Task, plan: Plan, *, whole: bool = False) -> bool:
 
     It must not run all layers; with `whole`, it must fall back to running them all.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        chains: list[Any] = []
-        patch.setattr(sizes, "fake_chain", lambda *args: chains.append(fake_chain(*args)) or chains[-1])
+    everything = dry_run.Rehearsal._everything
+    with mock.patch.object(dry_run.Rehearsal, "_everything", autospec=True, side_effect=everything) as again:
         trace = certify(task, plan)
     assert executed(task, plan) < len(plan.profile.layers)
-    return trace == certify(task, plan, fold=False) and len(chains) == 1 + whole
+    return trace == certify(task, plan, fold=False) and again.called == whole
 
 
 def drawn(found: ModelProfile, rng: Random) -> Plan:

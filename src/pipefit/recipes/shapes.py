@@ -216,7 +216,7 @@ CONFIGURATIONS: dict[str, Callable[[str], tuple[str, dict[str, Any]]]] = {
 
 _NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
           "vocab_size")  # fmt: skip
-_COUNTS = (*_NAMES, "n_embd", "n_layer", "n_head", "head_dim", "num_local_experts")
+_WHOLE_NUMBERS = (*_NAMES, "n_embd", "n_layer", "n_head", "head_dim", "num_local_experts")
 _MOST, _MOST_LAYERS = 1 << 24, 10_000
 _TIED = {"tie_word_embeddings": True}
 _HEADS = {"head_dim": 128}
@@ -324,7 +324,7 @@ def _local(name: str) -> tuple[str, dict[str, Any]] | None:
         changed.pop(silent, None)
     for key, value in changed.items():
         most = _MOST_LAYERS if key in ("num_hidden_layers", "n_layer") else _MOST
-        if key in _COUNTS and (type(value) is not int or not 1 <= value <= most):
+        if key in _WHOLE_NUMBERS and (type(value) is not int or not 1 <= value <= most):
             raise UsageError(
                 f"config.json of {printable(name)}: {key} must be a whole number from 1 to {most:,}, not "
                 f"{shortened(repr(value))}"

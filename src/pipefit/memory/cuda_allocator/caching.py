@@ -604,7 +604,6 @@ def _could_become(block: SegmentPart) -> int:
 
 _SHOWN = 10  # differences that are reported; later ones mostly follow from them
 _ELSEWHERE = 1 << 60  # addresses of segments that the real allocator did not take
-_DEFAULT = AllocatorSettings()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
