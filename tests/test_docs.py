@@ -47,6 +47,7 @@ SLOW = (
     "docs/planners/joint.md",
     "docs/planners/additive.md",
     "docs/planners/mcap_bf.md",
+    "docs/models.md",
 )
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = ("sh", "console")

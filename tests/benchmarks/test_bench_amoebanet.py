@@ -101,6 +101,7 @@ def test_ours_is_the_emptiest_and_the_largest(recompute: Recompute) -> None:
     assert any(row.ours_to_this > 1 for row in largest)
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize("recompute", OFTEN)
 def test_the_edges_are_certified(recompute: Recompute) -> None:
     """Every largest F fits in its dry run and the next one does not, as their plans predict, to the byte."""

@@ -92,6 +92,7 @@ def test_ours_trains_the_largest(recompute: Recompute) -> None:
         assert row.ours_to_this == rows[0].parameters / row.parameters
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize("recompute", OFTEN)
 def test_a_plan_fits_if_and_only_if_it_trains(recompute: Recompute) -> None:
     """Every tried plan that was said to fit trained, with exactly the peaks of plan and dry run; the others

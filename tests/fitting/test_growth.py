@@ -268,6 +268,7 @@ def test_no_search_follows_fast_plans_whose_programs_are_long(monkeypatch: pytes
     check_certified(find(replace(growth, plan=None)), growth)  # type: ignore[arg-type]
 
 
+@pytest.mark.gallery
 def test_fast_plans_divide_layers_between_ranks_at_the_edge_of_those_that_do_not() -> None:
     """A layer that is too wide for a device fits two: a fast plan finds that, and searches start there."""
     demand = Demand(

@@ -273,7 +273,8 @@ def test_a_fork_server_that_is_killed_at_a_request_is_replaced() -> None:
     assert fork_servers() != [server]
 
 
-@pytest.mark.parametrize("dies", [True, pytest.param(False, marks=pytest.mark.gallery)])
+@pytest.mark.gallery
+@pytest.mark.parametrize("dies", [True, False])
 def test_without_the_fork_server_a_worker_ends_as_it_ends(dies: bool) -> None:
     """If the system kills the fork server too, a killed worker's signal is still reported, and a living
     worker trains on.
