@@ -10,9 +10,10 @@ from itertools import product
 import pytest
 
 from browser import Opener
+from pipefit.planner import axes_of, points
 from pipefit.planner import plan as planned
 from pipefit.report.page import page
-from pipefit.report.page.charts import _own, axes_of, lesson, points
+from pipefit.report.page.charts import _own, lesson
 from pipefit.schema.decisions import Decision, State, What
 from pipefit.schema.devices import parse_place
 from pipefit.schema.grids import Grid

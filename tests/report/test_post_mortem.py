@@ -16,8 +16,9 @@ from torch import nn
 from browser import Opener
 from pipefit.cli import main
 from pipefit.errors import OutOfMemory, UsageError
+from pipefit.planner import remedies
 from pipefit.report.page import page
-from pipefit.report.post_mortem import describe_post_mortem, remedies
+from pipefit.report.post_mortem import describe_post_mortem
 from pipefit.runtime import certify, train
 from pipefit.runtime.hardware import moment
 from pipefit.schema.cluster import Cluster

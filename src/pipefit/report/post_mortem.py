@@ -2,49 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
-
-from pipefit.errors import PipefitError
-from pipefit.memory import missing_bytes
-from pipefit.planner import plan as planned
-from pipefit.schema.cluster import Cluster
+from pipefit.planner import Remedy, remedies
 from pipefit.schema.plan import Plan, fullness, is_tight
 from pipefit.schema.post_mortem import PostMortem
-from pipefit.schema.trace import MemorySample
-from pipefit.simulator import Contents, LayerContents, Simulation, contents_at, simulate
+from pipefit.simulator import Contents, LayerContents, contents_at, simulate
 from pipefit.tables import Block, Table
 from pipefit.texts import counted
-from pipefit.units import MIB, format_bytes, format_seconds
+from pipefit.units import format_bytes, format_seconds
 
-# ---- Remedies: plans for the same training that would have fitted, with their costs
-#
-# Every remedy is planned and simulated, for budgets that leave room for the memory that the run took beyond
-# its plan's prediction: nothing on the CPU, and on a GPU the overhead of its allocator and libraries.
+# ---- Plans that would have fitted, with their costs
 
 _PRICES = (
     "Each plan has been simulated for the same batch. The price is the additional step time over the plan "
     "that ran out of memory."
 )
-_MOST_DEVICES = 8  # as a multiple of the plan's devices
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Remedy:
-    """A plan that fits, its difference in words, and the `pipefit plan` options that select it."""
-
-    what: str
-    plan: Plan
-    asked_by: str
-
-
-def remedies(found: PostMortem) -> list[Remedy]:
-    """Return the plans that would have fitted: those for the same devices, fastest first, then others."""
-    cluster = _leaving_room(found)
-    same = [one for one in _on_the_same(found.plan, cluster) if _fits(one.plan)]
-    same.sort(key=lambda one: _seconds(one.plan))
-    return [*same, *_on_others(found.plan, cluster)]
 
 
 def describe_remedies(found: PostMortem) -> list[Block]:
@@ -64,129 +35,13 @@ def describe_remedies(found: PostMortem) -> list[Block]:
     return [Table(columns, rows), f"{_PRICES} Add {each}, unless the row says otherwise."]
 
 
-def _row(one: Remedy, own: float) -> tuple[str, ...]:
-    made = one.plan
-    peaks, budgets, seconds = _peaks(made), made.cluster.budgets, _seconds(made)
+def _row(remedy: Remedy, own: float) -> tuple[str, ...]:
+    cluster, seconds = remedy.plan.cluster, remedy.prediction.step_seconds
+    peaks, budgets = remedy.prediction.peak_bytes, cluster.budgets
     share, peak, device = max((peak / budgets[number], peak, number) for number, peak in enumerate(peaks))
-    full = fullness(share, tight=is_tight(made.cluster, device, peak))
+    full = fullness(share, tight=is_tight(cluster, device, peak))
     price = f"{100 * (seconds / own - 1):+z.1f} %" if own else "-"
-    return one.what, format_bytes(peak), full, format_seconds(seconds), price, one.asked_by
-
-
-def _leaving_room(found: PostMortem) -> Cluster:
-    """Return the plan's cluster, with reserves for the memory that the run took beyond its prediction."""
-    samples = simulate(found.plan).devices[found.device].memory
-    predicted = next(
-        (sample.total_bytes for sample in samples if _alike(sample, found.moment)), found.moment.total_bytes
-    )
-    surplus = max(0, found.moment.total_bytes - predicted)
-    if found.traced.allocator is not None:
-        surplus = max(surplus, found.traced.allocator.process_bytes - found.traced.allocator.requested_bytes)
-    cluster = found.plan.cluster
-    reserves = (max(own, -(-surplus // MIB) * MIB if surplus else 0) for own in cluster.reserves)
-    sizes = (device.memory_bytes for device in cluster.devices)
-    return cluster.reserving([min(one, size - 1) for one, size in zip(reserves, sizes, strict=True)])
-
-
-def _alike(one: MemorySample, other: MemorySample) -> bool:
-    """Return whether two samples are of the same action, of the first step or of later ones."""
-    return one.action == other.action and min(one.step, 1) == min(other.step, 1)
-
-
-def _on_the_same(plan: Plan, cluster: Cluster) -> Iterator[Remedy]:
-    """Yield remedies for the same devices."""
-    kept = _planned(plan, cluster, planner="exact")
-    if kept is not None:
-        yield Remedy(what="another split", plan=kept, asked_by="--objective peak")
-    fastest = _planned(plan, cluster, planner="joint")
-    if fastest is not None:
-        yield Remedy(what=_done(fastest), plan=fastest, asked_by="--planner joint")
-    leanest = _planned(plan, cluster, planner="exact", recompute="always")
-    if leanest is not None:
-        yield Remedy(
-            what="every layer recomputed", plan=leanest, asked_by="--objective peak --recompute always"
-        )
-    yield from _smaller(plan, cluster)
-
-
-def _smaller(plan: Plan, cluster: Cluster) -> Iterator[Remedy]:
-    """Yield remedies with smaller microbatches of profiled sizes."""
-    training = plan.training
-    for size in sorted(
-        {measurement.microbatch_size for measurement in plan.profile.measurements}, reverse=True
-    ):
-        if size < training.microbatch_size and training.batch_size % size == 0:
-            count = training.batch_size // size
-            finer = replace(
-                plan, training=replace(training, microbatches=count), prediction=None, decisions=()
-            )
-            made = _planned(finer, cluster, planner="exact")
-            if made is not None:
-                options = f"--objective peak --microbatches {count}"
-                yield Remedy(what=counted(count, "microbatch"), plan=made, asked_by=options)
-
-
-def _on_others(plan: Plan, cluster: Cluster) -> Iterator[Remedy]:
-    """Yield remedies for more devices of the largest kind, by doubling, and for the same number with more
-    memory.
-    """
-    count = len(cluster.devices)
-    largest = max(cluster.devices, key=lambda device: device.memory_bytes)
-    for times in (2, 4, _MOST_DEVICES):
-        more = replace(cluster, devices=cluster.devices + (largest,) * (count * (times - 1)))
-        made = _planned(plan, more, planner="exact")
-        if made is not None and _fits(made):
-            yield Remedy(
-                what=f"{times * count} devices, all activations kept", plan=made, asked_by="--objective peak"
-            )
-            break
-    kept = _planned(plan, cluster, planner="exact")
-    if kept is None or _fits(kept):
-        return
-    need = max(peak - budget for peak, budget in zip(_peaks(kept), cluster.budgets, strict=True))
-    larger = (replace(one, memory_bytes=one.memory_bytes + need) for one in cluster.devices)
-    made = replace(kept, cluster=replace(cluster, devices=tuple(larger)))
-    size = format_bytes(max(device.memory_bytes for device in made.cluster.devices))
-    yield Remedy(
-        what=f"the same devices with {size}, all activations kept", plan=made, asked_by="--objective peak"
-    )
-
-
-def _planned(plan: Plan, cluster: Cluster, **options: Any) -> Plan | None:
-    """Plan the same training, whether or not it fits; None if the planner fails."""
-    try:
-        return planned(plan.profile, cluster, plan.training, allow_infeasible=True, **options)
-    except PipefitError:
-        return None
-
-
-def _fits(plan: Plan) -> bool:
-    """Return whether every device, host and disk has room."""
-    over = any(peak > budget for peak, budget in zip(_peaks(plan), plan.cluster.budgets, strict=True))
-    return not over and not missing_bytes(plan, Simulation(plan).arenas)
-
-
-def _peaks(plan: Plan) -> tuple[int, ...]:
-    return plan.prediction.peak_bytes if plan.prediction else simulate(plan).peak_bytes
-
-
-def _seconds(plan: Plan) -> float:
-    return plan.prediction.step_seconds if plan.prediction else simulate(plan).step_seconds[-1]
-
-
-def _done(plan: Plan) -> str:
-    """Describe a plan's memory techniques."""
-    kinds = {
-        "recompute": "layers recomputed",
-        "offload": "tensors offloaded",
-        "update": "updates on the host",
-    }
-    done = [
-        words
-        for kind, words in kinds.items()
-        if any(decision.what.value == kind for decision in plan.decisions)
-    ]
-    return f"the fastest plan: {', '.join(done)}" if done else "the fastest plan"
+    return remedy.what, format_bytes(peak), full, format_seconds(seconds), price, remedy.asked_by
 
 
 # ---- The report

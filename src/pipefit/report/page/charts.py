@@ -4,124 +4,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import replace
 from html import escape
-from itertools import product
 from json import dumps
 from math import log2
 from typing import NamedTuple
 
 from pipefit.errors import PipefitError
-from pipefit.lowering import Recompute, step_programs
+from pipefit.lowering import step_programs
 from pipefit.memory import Costs, StageStorages, message_sizes, moved_by_devices
-from pipefit.planner import PlanOptions, Question, exact, exact_in_time, solved
+from pipefit.planner import axes_of, points
 from pipefit.schema.actions import COLLECTIVE, COPIES, SENDS, Action, Kind, message_of
-from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import What
 from pipefit.schema.devices import Member, MemberKind
 from pipefit.schema.fit import Attempt, Fit, named_value
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program
-from pipefit.simulator import Collected, DeviceReader, exchange_of, simulate
+from pipefit.simulator import Collected, DeviceReader, exchange_of
 from pipefit.tables import kept_together
 from pipefit.texts import counted
 from pipefit.timing import Hop
 from pipefit.units import MIB, format_bytes, format_seconds
 
 # ---- What if: other numbers of microbatches and devices, recomputation and faster links
-#
-# For every point of a small grid, the split of lowest peak is planned and simulated, with one device a stage
-# and microbatches of a device's local batch: a slider shows the plan that `pipefit plan --objective peak
-# --data 1 --tensor 1` would make. The grid is empty for asynchronous schedules, and for models whose peaks
-# are computed one by one for ranges of blocks.
-
-_MICROBATCHES, _DEVICES, _LINKS = (1, 4, 16), (1, 2, 4), (0.25, 1.0, 4.0)
-_RECOMPUTE: tuple[Recompute, ...] = ("never", "always")
-_MOST_PASSES = 1_000  # stages times microbatches of a point
-
-
-class Axes(NamedTuple):
-    """The values of the four controls."""
-
-    microbatches: tuple[int, ...]
-    recompute: tuple[Recompute, ...]
-    devices: tuple[int, ...]
-    links: tuple[float, ...]
-
-
-class Point(NamedTuple):
-    """The result of one choice.
-
-    It has the highest peak and its budget in bytes, seconds, samples per second, and the share of idle time.
-    """
-
-    peak_bytes: int
-    budget_bytes: int
-    step_seconds: float
-    samples_per_second: float
-    waiting: float
-
-
-def axes_of(plan: Plan) -> Axes | None:
-    """Return the grid of a plan, including its own numbers of microbatches and stages; None if it has
-    none.
-    """
-    known = {
-        measurement.microbatch_size for measurement in plan.profile.measurements if measurement.tensor == 1
-    }
-    if plan.training.endless or _size(plan) not in known or not exact_in_time(_question(plan, 1, "never", 1)):
-        return None
-    most = min(len(plan.cluster.devices), len(plan.profile.edges) - 1)
-    devices = tuple(sorted({*(count for count in _DEVICES if count <= most), min(len(plan.stages), most)}))
-    return Axes(
-        microbatches=tuple(
-            count
-            for count in sorted({*_MICROBATCHES, plan.training.microbatches})
-            if count * devices[-1] <= _MOST_PASSES or count == 1
-        ),
-        recompute=_RECOMPUTE,
-        devices=devices,
-        links=_LINKS,
-    )
-
-
-def _size(plan: Plan) -> int:
-    """Return the samples that a device of the plan computes at once."""
-    return plan.training.microbatch_size // plan.stages[0].grid.data
-
-
-def _question(plan: Plan, microbatches: int, recompute: Recompute, devices: int) -> Question:
-    training = replace(plan.training, batch_size=microbatches * _size(plan), microbatches=microbatches)
-    options = PlanOptions(stages=devices, recompute=recompute, data=1, tensor=1, allow_infeasible=True)
-    return Question(profile=plan.profile, cluster=plan.cluster, training=training, options=options)
-
-
-def points(plan: Plan, axes: Axes) -> list[Point]:
-    """Return all points, with the links changing fastest, then devices, recomputation and microbatches."""
-    return [point for choice in product(*axes[:3]) for point in _points(plan, *choice)]
-
-
-def _points(plan: Plan, microbatches: int, recompute: Recompute, devices: int) -> Iterator[Point]:
-    """Yield one split with links of every speed."""
-    made = solved(_question(plan, microbatches, recompute, devices), exact, name="exact")
-    for factor in _LINKS:
-        trace = simulate(replace(made, cluster=_faster(plan.cluster, factor)))
-        budgets = plan.cluster.budgets
-        fullest = max(trace.devices, key=lambda device: device.peak_bytes / budgets[device.device])
-        seconds = trace.step_seconds[-1]
-        used = [share for share, peak in zip(trace.utilisation(), trace.peak_bytes, strict=True) if peak]
-        yield Point(
-            peak_bytes=fullest.peak_bytes,
-            budget_bytes=budgets[fullest.device],
-            step_seconds=seconds,
-            samples_per_second=made.training.batch_size / seconds if seconds else 0.0,
-            waiting=1 - sum(used) / len(used) if used else 0.0,
-        )
-
-
-def _faster(cluster: Cluster, factor: float) -> Cluster:
-    links = (replace(link, bytes_per_second=link.bytes_per_second * factor) for link in cluster.links)
-    return replace(cluster, links=tuple(links))
 
 
 def _own(plan: Plan) -> str:
@@ -161,7 +65,7 @@ def lesson(plan: Plan) -> str:
         sum(count <= plan.training.microbatches for count in axes.microbatches) - 1,
         int(any(decision.what is What.RECOMPUTE for decision in plan.decisions)),
         axes.devices.index(len(plan.stages)) if len(plan.stages) in axes.devices else 0,
-        _LINKS.index(1.0),
+        axes.links.index(1.0),
     )
     names = ("microbatches", "recomputation", "devices", "links")
     controls = "".join(
@@ -169,13 +73,14 @@ def lesson(plan: Plan) -> str:
         f'data-axis="{number}" aria-describedby="whatif"><output></output></label>'
         for number, (name, values, place) in enumerate(zip(names, axes, start, strict=True))
     )
-    told = [list(map(str, axes.microbatches)), list(axes.recompute), list(map(str, axes.devices))]
-    told.append([f"x {factor:g}" for factor in axes.links])
-    data = dumps({"axes": told, "rows": rows}, separators=(",", ":"))
+    labels = [list(map(str, axes.microbatches)), list(axes.recompute), list(map(str, axes.devices))]
+    labels.append([f"x {factor:g}" for factor in axes.links])
+    size = plan.training.microbatch_size // plan.stages[0].grid.data
+    data = dumps({"axes": labels, "rows": rows}, separators=(",", ":"))
     return (
         "<p>Each position is a plan for the lowest peak with one device per stage, computed when this page "
         "was made, with microbatches of "
-        f"{counted(_size(plan), 'sample')}.{kept_together(_own(plan))}</p><div "
+        f"{counted(size, 'sample')}.{kept_together(_own(plan))}</p><div "
         f'class="whatif">{controls}</div><div class="outcome"><span>fullest</span><span class="bar"><i '
         'class="c3" id="whatif-bar"></i><u id="whatif-cap"></u></span><span class="figure" '
         'id="whatif-peak"></span></div><p id="whatif" role="status" aria-live="polite"></p><script '
