@@ -45,7 +45,7 @@ mutants: $(VENV)/.installed
 	build/mutants/venv/bin/cr-report --surviving-only --show-diff build/mutants/session.sqlite
 
 fuzz: $(VENV)/.installed
-	PYTHONPATH=tests $(RUN)/python tests/fuzz.py 10000 2000
+	PYTHONPATH=tests $(RUN)/python tests/support/fuzz.py 10000 2000
 
 # Other tools read what `pipefit export` writes, in the versions that docs/export.md names. They stay out of .venv.
 TOOLS := megatron-core==0.16.1 torchtitan==0.3.0 deepspeed==0.19.8 kubernetes==37.0.2

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import gallery
 from gallery import CHAINS
 from measured_on import machine
-from random_cases import Account, Case, accounts, plan_for, random_case
+from support.random_trainings import Account, Case, accounts, plan_for, random_case
 
 OWN_SHARE = 0.2  # of the cases, with models that no zoo knows
 COLUMNS = (

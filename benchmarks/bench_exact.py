@@ -33,7 +33,6 @@ from scipy.sparse import csr_array
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from made_up import layer, measurement, profile, training, value
 from measured_on import machine
 from page_tables import markdown, put
 from pipefit.planner import Means, Planner, PlanOptions, Question, joint, mpress, solved
@@ -44,7 +43,8 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
-from tight import cluster, keeping_layer
+from support.synthetic_models import layer, measurement, profile, training, value
+from support.tight_questions import cluster, keeping_layer
 
 RESULTS = Path(__file__).parent / "results" / "exact.json"
 MEANS = Means(host=False, peers=False, ahead=False)

@@ -1,11 +1,12 @@
 """Claim: the bound of `joint` is never above the fastest plan, and the plan of `joint` is mostly that one.
 
-Small questions are answered by every plan that there is (`tests/tight.py`): all splits of three layers over one or two
-devices, each layer kept, recomputed alone or with the one before, or moved to the host or to the other device, just in
-time or early. For each schedule, of as many questions as are asked for that some plan answers: by how much the fastest
-plan is above the bound, and the plan of `joint` above the fastest, in per cent. Below zero it found a plan that the
-enumeration does not hold, such as one that brings some tensors back earlier than others. The last column is the largest
-part of the fastest plan's seconds that a bound was: it holds as long as that is not above one.
+Small questions are answered by every plan that there is (`tests/support/tight_questions.py`): all splits of three
+layers over one or two devices, each layer kept, recomputed alone or with the one before, or moved to the host or to
+the other device, just in time or early. For each schedule, of as many questions as are asked for that some plan
+answers: by how much the fastest plan is above the bound, and the plan of `joint` above the fastest, in per cent.
+Below zero it found a plan that the enumeration does not hold, such as one that brings some tensors back earlier than
+others. The last column is the largest part of the fastest plan's seconds that a bound was: it holds as long as that
+is not above one.
 
     PYTHONPATH=src OMP_NUM_THREADS=1 python benchmarks/bench_joint.py [--questions N] [--json FILE]
 
@@ -29,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from measured_on import machine
 from pipefit.planner import Question, joint, solved
 from pipefit.tables import Table, write
-from tight import Case, fastest, random_case
+from support.tight_questions import Case, fastest, random_case
 
 COLUMNS = (
     "schedule",

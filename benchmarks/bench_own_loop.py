@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import pipefit
 from measured_on import machine
-from own_loop_oracle import bytes_of, peaks_of
 from pipefit.errors import InfeasibleError
+from support.own_loop_oracle import bytes_of, peaks_of
 
 PARTS = (0.05, 0.15, 0.3, 0.5)
 BACKEND = "aot_eager_decomp_partition"  # torch's partitioner, and the same kernels as without a compiler

@@ -3,8 +3,8 @@
 Five searches of the same splits by the same peaks: `exact`; mCAP's brute force, where it has no more splits than it
 tries; CAPSlog's bisection; mCAP's Bayesian optimisation with the paper's settings; and `best_split`, dynamic
 programming over any predictor, here ours. The questions: VGG-11 and AmoebaNet-D(36, 544) with mCAP's batches and two
-models of 96 layers, under GPipe and 1F1B; and four kinds of made-up chain (`tests/made_up.py`) under 1F1B with four
-microbatches for each device.
+models of 96 layers, under GPipe and 1F1B; and four kinds of made-up chain (`tests/support/synthetic_models.py`) under
+1F1B with four microbatches for each device.
 
     PYTHONPATH=src OMP_NUM_THREADS=1 python benchmarks/bench_search.py [--skip SEARCH ...] [--bayesian N] [--json FILE]
 
@@ -34,7 +34,6 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import made_up
 from measured_on import machine
 from pipefit.models import build
 from pipefit.planner import PLANNERS, PlannerResult, Question, best_split, solved, true_peaks
@@ -46,6 +45,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Measurement, ModelProfile
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
+from support import synthetic_models
 
 SIZES = ((30, 4), (42, 4), (64, 8), (96, 16), (1000, 64))
 CHAINS = (*((kind, seed) for kind in ("random", "skewed") for seed in range(3)), ("alike", 0), ("heavy", 0))
@@ -174,9 +174,9 @@ def chain_case(chain: str, layers: int, devices: int, seed: int, *, schedule: st
     """A chain with four microbatches for each device."""
     return Case(
         name=f"{chain} {seed}",
-        profile=made_up.profile(drawn(chain, layers, Random(seed)), model=chain),
+        profile=synthetic_models.profile(drawn(chain, layers, Random(seed)), model=chain),
         devices=devices,
-        training=made_up.training(schedule, 4 * devices),
+        training=synthetic_models.training(schedule, 4 * devices),
     )
 
 
@@ -184,11 +184,11 @@ def drawn(chain: str, layers: int, rng: Random) -> Measurement:
     """A made-up chain by its name in the tables."""
     match chain:
         case "random":
-            return made_up.even(rng, layers)
+            return synthetic_models.even(rng, layers)
         case "skewed":
-            return made_up.skewed(rng, layers, heaviest=14, spread=1.5)
+            return synthetic_models.skewed(rng, layers, heaviest=14, spread=1.5)
         case _:
-            return made_up.heavy(layers, times=100 if chain == "heavy" else 1)
+            return synthetic_models.heavy(layers, times=100 if chain == "heavy" else 1)
 
 
 # -------------------------------------------------------------------- searches

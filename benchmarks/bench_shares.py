@@ -1,8 +1,8 @@
 """Claim: what is done for every second microbatch alone may be faster than what is done for all or none.
 
 `joint` decides for all microbatches. Small questions on two devices are answered by every plan that there is
-(`tests/tight.py`), once so, and once with every decision also for the even or the odd microbatches alone. By how much
-the fastest plan is then faster, in per cent.
+(`tests/support/tight_questions.py`), once so, and once with every decision also for the even or the odd
+microbatches alone. By how much the fastest plan is then faster, in per cent.
 
     PYTHONPATH=src OMP_NUM_THREADS=1 python benchmarks/bench_shares.py [--questions N]
 
@@ -26,7 +26,7 @@ from pipefit.memory.stage import Costs
 from pipefit.schema.decisions import Microbatches
 from pipefit.schema.plan import Plan
 from pipefit.simulator.assembled import Assembled, Parts
-from tight import EVERY, Case, plans, random_case
+from support.tight_questions import EVERY, Case, plans, random_case
 
 SCHEDULES = ("1f1b", "gpipe", "pipedream")
 ALL, HALVES = (Microbatches(),), (Microbatches(), Microbatches(1, 2, 0), Microbatches(1, 2, 1))

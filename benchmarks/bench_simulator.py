@@ -35,8 +35,8 @@ from pipefit.schema.grids import Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program
 from pipefit.simulator import Costs, Simulation, simulate
-from pipelines import equal_profile, make_cluster, make_plan, offload_all
 from simulator_beside import least_seconds
+from support.pipelines import equal_profile, make_cluster, make_plan, offload_all
 
 LAYERS, STAGES, MICROBATCHES = 100, 8, 64
 LARGE_LAYERS, FEWER_MICROBATCHES = 128, 32

@@ -31,9 +31,9 @@ from measured_on import machine
 from pipefit.capture import Task
 from pipefit.errors import PipefitError
 from pipefit.schema.plan import Plan
-from tiny import in_one_process
-from torch_engine_cases import engine_case, engine_task
-from torch_engine_workers import STEPS, Trained, Workers
+from support.small_tasks import in_one_process
+from support.torch_engine_cases import engine_case, engine_task
+from support.torch_engine_workers import STEPS, Trained, Workers
 
 SMALLEST = 1e-14  # batch norms of two samples amplify the rounding of float64
 

@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import pipefit
 from measured_on import machine
 from pipefit.schema.plan import Plan
-from tiny import plan_of, task_of
-from torch_engine_workers import Workers
+from support.small_tasks import plan_of, task_of
+from support.torch_engine_workers import Workers
 
 MICROBATCHES, WARM_UP = 8, 3
 

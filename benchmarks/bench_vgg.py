@@ -52,7 +52,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from measured_on import machine
-from oracle import measured_peaks
 from partitioners import (
     SCHEDULES,
     Edges,
@@ -77,6 +76,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import AdditiveCosts, Target
 from pipefit.schema.training import Training
 from pipefit.tables import Table, plain
+from support.allocator_events import measured_peaks
 
 MICROBATCHES, MICROBATCH = 12, 92
 REDUCED, REDUCED_MICROBATCH = {"width": 8, "image_size": 64, "num_classes": 100}, 8

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from compaction import compacted
 from pipefit.capture import Task
 from pipefit.lowering import SCHEDULES
 from pipefit.profiler import profile
@@ -31,6 +30,7 @@ from pipefit.schema.devices import Link, parse_place
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
+from support.random_decisions import compacted
 
 WIDTH, ROWS, PRODUCTS = 512, 64, 30  # so that the forward of a wide layer takes some 12 ms
 PAUSE = 0.012  # seconds that one sleeps instead, in its forward; twice that in its backward

@@ -25,7 +25,6 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from made_up import layer, measurement, profile, training, value, work
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import Decision, Run, What
 from pipefit.schema.devices import Device, DeviceKind, Host, Link, Member
@@ -35,6 +34,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
+from support.synthetic_models import layer, measurement, profile, training, value, work
 
 DEVICES = "equal", "kinds", "budgets", "kinds"
 HOSTS = "fast", "slow", "uplinks", "machines"

@@ -1,4 +1,4 @@
-"""Put the helpers next to this file, and the benchmarks, on the import path of all tests; keep kernel
+"""Put the package `support` of helpers, and the benchmarks, on the import path of all tests; keep kernel
 measurements out of the user's cache.
 
 Tests run in as many processes as there are cores, so each computes with one thread, as pipefit's workers do,

@@ -13,8 +13,8 @@ from torch import nn
 import pipefit
 from pipefit.errors import UsageError
 from pipefit.schema.cluster import Cluster
-from pipelines import make_plan, random_profile
-from tiny import SGD, plan_of, task_of
+from support.pipelines import make_plan, random_profile
+from support.small_tasks import SGD, plan_of, task_of
 
 PLAN = make_plan(random_profile(6), (2, 4))
 TASK = task_of(lambda: [nn.Linear(8, 4)])

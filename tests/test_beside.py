@@ -16,7 +16,7 @@ import pytest
 
 from pipefit.cli import main
 from pipefit.processes import beside, forking, forks_left
-from process_tree import is_running
+from support.process_tree import is_running
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has forks of this kind")
 

@@ -10,7 +10,7 @@ from pipefit.errors import UsageError
 from pipefit.schema.cluster import Cluster, parse_emulated
 from pipefit.schema.devices import Device, DeviceKind, Host, Link, Member, MemberKind, Overheads
 from pipefit.units import MIB
-from pipelines import KIND, make_cluster
+from support.pipelines import KIND, make_cluster
 
 
 def link(

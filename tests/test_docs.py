@@ -33,7 +33,7 @@ from pipefit.cli import (
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.presets import card_names, machine_names
 from record import recorded
-from sampled import sampled
+from support.gallery_samples import sampled
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

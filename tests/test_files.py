@@ -34,7 +34,7 @@ from pipefit.schema.post_mortem import PostMortem
 from pipefit.schema.profile import ModelProfile, Shares, Whole
 from pipefit.schema.program import Program, parse_program
 from pipefit.schema.trace import AllocatorPeaks, DeviceTrace, Event, MemorySample, Stream, Trace
-from pipelines import make_cluster, make_plan, random_profile
+from support.pipelines import make_cluster, make_plan, random_profile
 
 TRACE = Trace(
     source="simulated",
@@ -382,7 +382,7 @@ def hostile(folder: Path, *, size: float, every: int) -> list[dict[str, Any]]:
     """Return the cost of reading damaged documents, from a process with minimal imports."""
     for name, document in zip(IDS, DOCUMENTS, strict=True):
         save(document, folder / f"valid-{name}.json")
-    script = Path(__file__).parent / "hostile_files.py"
+    script = Path(__file__).parent / "support" / "hostile_files.py"
     command = [sys.executable, str(script), str(folder), str(size), str(every)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]

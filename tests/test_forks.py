@@ -15,7 +15,7 @@ import pytest
 
 from pipefit import processes
 from pipefit.processes import Fork
-from process_tree import is_running
+from support.process_tree import is_running
 from test_beside import is_gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has forks of this kind")

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from fuzz import documents, fuzz, fuzz_processes, wrong
 from pipefit.cli import main
 from pipefit.errors import UsageError
 from pipefit.schema.devices import DeviceKind
 from pipefit.schema.presets import preset_text
 from pipefit.schema.validation import DTYPES
+from support.fuzz import documents, fuzz, fuzz_processes, wrong
 
 
 def test_mutated_documents_and_lines_are_refused_or_done(

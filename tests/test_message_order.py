@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from message_oracle import by_direction, by_pair, by_tag, outcome
 from pipefit.errors import UsageError
 from pipefit.lowering import SCHEDULES, lower, lower_evaluation
 from pipefit.lowering.passes.recomputation import RECOMPUTE, Recompute, recompute_decisions
 from pipefit.schema.actions import Action, Placement, parse_action
 from pipefit.schema.program import Channel, Program, channel, channels, check_order, parse_program
-from pipelines import equal_profile, make_plan
+from support.message_oracle import by_direction, by_pair, by_tag, outcome
+from support.pipelines import equal_profile, make_plan
 
 
 def alone(placement: Placement) -> tuple[int, ...]:

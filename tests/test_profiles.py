@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from made_up import layer, measurement, value
 from pipefit.errors import UsageError
 from pipefit.schema.layer_costs import (
     Alike,
@@ -19,7 +18,8 @@ from pipefit.schema.layer_costs import (
     Work,
 )
 from pipefit.schema.profile import Block
-from pipelines import equal_profile, random_profile
+from support.pipelines import equal_profile, random_profile
+from support.synthetic_models import layer, measurement, value
 
 COST = layer((value(10),), (value(20),), saved=(Origin(kind="input"),))
 MODEL = measurement(

@@ -11,7 +11,7 @@ from pipefit.lowering import lower
 from pipefit.schema.actions import Action, Bundle, Kind, Subject, message_of, message_partner, parse_action
 from pipefit.schema.devices import Member, MemberKind, Place, Share, parse_place
 from pipefit.schema.program import Program, joined, parse_program
-from pipelines import equal_profile, make_plan, offload_all
+from support.pipelines import equal_profile, make_plan, offload_all
 
 NUMBERS = st.integers(0, 200)
 MEMBERS = st.one_of(

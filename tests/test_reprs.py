@@ -18,7 +18,7 @@ from pipefit.schema.post_mortem import PostMortem
 from pipefit.schema.program import Program
 from pipefit.simulator import simulate
 from pipefit.tables import Table, html, plain
-from pipelines import make_plan, random_profile
+from support.pipelines import make_plan, random_profile
 
 PLAN = make_plan(random_profile(40), (20, 20), microbatches=8)
 OTHER = make_plan(random_profile(40), (10, 30), microbatches=8)

@@ -18,7 +18,7 @@ from pipefit.schema.profile import ModelProfile
 from pipefit.schema.program import Program, parse_program
 from pipefit.schema.trace import Category
 from pipefit.simulator import Simulation, simulate
-from pipelines import chain_profile, equal_profile, lent, make_cluster, make_layer, make_plan
+from support.pipelines import chain_profile, equal_profile, lent, make_cluster, make_layer, make_plan
 
 PEERS = "device2*1+device3*1"
 

@@ -28,7 +28,7 @@ def test_plans_and_pages_are_made_and_workers_refused(system: str, tmp_path: Pat
         "doctor",
     )
     done = subprocess.run(
-        [sys.executable, str(HERE / "other_system.py"), system, *lines],
+        [sys.executable, str(HERE / "support" / "missing_linux.py"), system, *lines],
         cwd=tmp_path,
         env={**os.environ, "COLUMNS": "200"},
         capture_output=True,

@@ -19,7 +19,7 @@ from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
 from pipefit.schema.validation import check_types, number, whole
-from pipelines import KIND, equal_profile, make_cluster, make_plan
+from support.pipelines import KIND, equal_profile, make_cluster, make_plan
 
 TRAINING = {"batch_size": 8, "microbatches": 4}
 CLUSTER = {"name": "c", "backend": "emulated", "devices": (Device(kind=KIND, memory_bytes=9),), "hosts": ()}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipefit.errors import OutOfMemory, UsageError
 from pipefit.memory.cuda_allocator import AllocatorSettings, CachingAllocator, SegmentPart, describe
-from plain_allocator import Pages, Plain
+from support.plain_caching_allocator import Pages, Plain
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 CONFIGURATIONS = {

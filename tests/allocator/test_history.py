@@ -10,7 +10,7 @@ import pytest
 
 from pipefit.errors import UsageError
 from pipefit.memory.cuda_allocator import AllocatorSettings, replay
-from plain_allocator import Pages, Plain
+from support.plain_caching_allocator import Pages, Plain
 
 MIB = 1 << 20
 Entry = dict[str, Any]

@@ -46,7 +46,7 @@ from pipefit.models import build
 from pipefit.runtime import certify
 from pipefit.schema.actions import Kind
 from pipefit.schema.json_io import load_cluster
-from sampled import sampled
+from support.gallery_samples import sampled
 
 ROOM = 1 << 20
 OFTEN = sampled(SCHEDULES, often=["except_last"])  # kinds of recomputation in every run

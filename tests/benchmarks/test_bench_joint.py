@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 import bench_joint
-from tight import random_case
+from support.tight_questions import random_case
 
 
 def test_every_schedule_has_a_row(

@@ -26,14 +26,14 @@ from bench_largest import (
     table,
     totals,
 )
-from oracle import measured_peaks
 from partitioners import ADDITIVE, OURS, SCHEDULES, SOLVED, TORCHGPIPE, TorchgpipeSplits, plan_at, splitters
 from pipefit.capture import Task
 from pipefit.lowering.passes.recomputation import Recompute
 from pipefit.models import build
 from pipefit.runtime import certify
 from pipefit.schema.cluster import Cluster
-from sampled import sampled
+from support.allocator_events import measured_peaks
+from support.gallery_samples import sampled
 
 ROOM = 1 << 20
 OFTEN = sampled(SCHEDULES, often=["except_last"])  # kinds of recomputation in every run

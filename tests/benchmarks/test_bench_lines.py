@@ -6,8 +6,8 @@ from dataclasses import replace
 from random import Random
 
 from bench_lines import errors
-from made_up import plain
-from slice_sizes import sized
+from support.microbatch_size_profiles import sized
+from support.synthetic_models import plain
 
 
 def test_of_values_that_grow_with_the_samples_a_line_is_exact() -> None:

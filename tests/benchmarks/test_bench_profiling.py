@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench_profiling import rows, setting
-from sampled import sampled
+from support.gallery_samples import sampled
 
 SMALL = {"layers": 4, "hidden": 32, "heads": 2, "sequence": 16, "vocabulary": 100}
 

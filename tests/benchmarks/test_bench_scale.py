@@ -10,9 +10,9 @@ import pytest
 
 import bench_scale
 from bench_scale import Row, called, differing
-from made_up import plain, profile
 from pipefit import models
 from pipefit.profiler import profile as profiled
+from support.synthetic_models import plain, profile
 
 
 def test_a_row_has_what_the_plan_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

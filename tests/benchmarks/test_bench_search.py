@@ -23,7 +23,7 @@ from bench_search import (
     summarise,
 )
 from pipefit.planner import bayesian
-from sampled import sampled, seeds
+from support.gallery_samples import sampled, seeds
 
 KINDS = ("random", "skewed", "alike", "heavy")
 

@@ -20,7 +20,7 @@ from pipefit.capture import Task
 from pipefit.lowering.passes.recomputation import Recompute
 from pipefit.models import vgg11
 from pipefit.schema.cluster import Cluster
-from sampled import sampled
+from support.gallery_samples import sampled
 
 OFTEN = sampled(("never", "except_last", "except_one"), often=("except_last",))
 BY_TIME = (0, 3, 8, 13, 30)  # in place of measurements, at the paper's size

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from process_tree import is_running
-from sampled import sampled
+from support.gallery_samples import sampled
+from support.process_tree import is_running
 
 HERE = Path(__file__).parents[2] / "benchmarks" / "gpu"
 sys.path.insert(0, str(HERE))

@@ -22,8 +22,8 @@ from pipefit.errors import UsageError
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.schema.plan import Plan
-from pretrained_models import PRETRAINED, REFUSED, WORDS, Inputs, language, tokens, transcribed
-from random_cases import random_plan
+from support.pretrained_models import PRETRAINED, REFUSED, WORDS, Inputs, language, tokens, transcribed
+from support.random_trainings import random_plan
 
 STEPS, SIZE, COUNT = 3, 2, 2
 SAMPLE = ("gpt2",)  # the others take a minute

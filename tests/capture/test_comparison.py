@@ -13,11 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import forgetful
 import gallery
-from forgetful import Layered, task_of
 from gallery.oddities import Centring, Reversed
-from huggingface_models import TINY
 from pipefit.capture import Chain, Task, capture
 from pipefit.capture.comparison import NotComparable, Numbers, compare
 from pipefit.capture.model import built
@@ -25,7 +22,10 @@ from pipefit.capture.sample import sample
 from pipefit.errors import UsageError
 from pipefit.models import build
 from pipefit.models.hugging_face import hf
-from sampled import sampled
+from support import untraceable_models
+from support.gallery_samples import sampled
+from support.huggingface_models import TINY
+from support.untraceable_models import Layered, task_of
 
 DROPOUT = (
     "resid_pdrop",
@@ -188,7 +188,7 @@ def test_an_update_that_only_evaluation_reads_is_seen_in_the_buffer() -> None:
 
 def test_a_draw_too_many_is_seen() -> None:
     """An additional draw changes all later draws."""
-    found = numbers(task_of(forgetful.Dropping), breaking(0, DrawsMore))
+    found = numbers(task_of(untraceable_models.Dropping), breaking(0, DrawsMore))
     assert found.differences[0].what == "the loss of microbatch 1"
 
 
@@ -226,12 +226,12 @@ def test_a_module_that_fails_itself_cannot_be_compared() -> None:
 @pytest.mark.parametrize(
     ("model", "first", "cause"),
     [
-        (forgetful.Remembering, "the loss of microbatch 2", "keeps state between calls"),
-        (forgetful.SetAtFirst, "the loss of microbatch 2", "keeps state between calls"),
-        (forgetful.Growing, "the loss of microbatch 2", "keeps state between calls"),
-        (forgetful.CountingOutside, "the loss of microbatch 1", "The forward differs"),
-        (forgetful.Seeding, "the loss of microbatch 1", "The forward differs"),
-        (forgetful.Exporting, "the loss of microbatch 1", "The forward differs"),
+        (untraceable_models.Remembering, "the loss of microbatch 2", "keeps state between calls"),
+        (untraceable_models.SetAtFirst, "the loss of microbatch 2", "keeps state between calls"),
+        (untraceable_models.Growing, "the loss of microbatch 2", "keeps state between calls"),
+        (untraceable_models.CountingOutside, "the loss of microbatch 1", "The forward differs"),
+        (untraceable_models.Seeding, "the loss of microbatch 1", "The forward differs"),
+        (untraceable_models.Exporting, "the loss of microbatch 1", "The forward differs"),
     ],
 )
 def test_what_a_trace_forgets_is_seen(model: type[nn.Module], first: str, cause: str) -> None:
@@ -297,7 +297,7 @@ def test_hugging_face_models_pass_with_dropout(name: str) -> None:
 
 
 @pytest.mark.parametrize("precision", [None, "bfloat16", "mixed-bfloat16"])
-@pytest.mark.parametrize("model", [forgetful.Dropping, forgetful.DrawingInVain])
+@pytest.mark.parametrize("model", [untraceable_models.Dropping, untraceable_models.DrawingInVain])
 def test_a_chain_draws_the_dropout_of_its_module(model: type[nn.Module], precision: Any) -> None:
     """Draws are the same in every precision, and also after an unused dropout."""
     assert named(numbers(task_of(model, precision=precision))) == []
@@ -390,7 +390,7 @@ def test_the_caller_sees_nothing_of_it() -> None:
     module, loss = Everything(), Centred()
     loss(module(torch.randn(4, 6)), torch.tensor([0, 1, 2, 0])).backward()
     module.last.bias.grad = None
-    task = Task(module, batch=forgetful.batch, loss=loss)
+    task = Task(module, batch=untraceable_models.batch, loss=loss)
     before = surroundings(module, loss)
     found = numbers(task, size=3)
     assert surroundings(module, loss) == before
@@ -414,7 +414,7 @@ def test_a_function_that_reaches_the_module_leaves_no_trace_in_it() -> None:
             return super().forward(self.reach(x))
 
     module = nn.Sequential(Reaching())
-    task = Task(module, batch=forgetful.batch, loss=F.cross_entropy)
+    task = Task(module, batch=untraceable_models.batch, loss=F.cross_entropy)
     assert "the gradient of 0.scale" not in named(numbers(task))
     assert "the gradient of 0.scale" in named(numbers(task, breaking(0, WrongBackward)))
     assert module[0].scale.grad is None

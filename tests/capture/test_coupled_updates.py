@@ -23,7 +23,7 @@ from pipefit.schema.grids import Grid, Sharding, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
 from pipefit.simulator import simulate
-from tiny import batch_of, task_of
+from support.small_tasks import batch_of, task_of
 
 
 class Normed(torch.optim.SGD):

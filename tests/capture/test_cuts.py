@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from entangled import Entangled
 from pipefit.capture import Chain, Task, capture
 from pipefit.capture.sample import sample
 from pipefit.profiler import profile
-from pretrained_models import images, segmented
-from sampled import sampled
+from support.gallery_samples import sampled
+from support.pretrained_models import images, segmented
+from support.undivided_model import Entangled
 
 WIDTH = 8
 VISION: dict[str, tuple[str, dict[str, Any], list[str]]] = {
@@ -183,7 +183,7 @@ def test_a_block_tells_what_was_merged_into_it_and_why() -> None:
     assert names(found) == ["first", "third"]
     reason = found.blocks[0].undivided
     assert reason.startswith("first and second: ")
-    assert "entangled.py:" in reason and "is changed in place, and used on both sides" in reason
+    assert "undivided_model.py:" in reason and "is changed in place, and used on both sides" in reason
 
 
 class Attention(nn.Module):

@@ -12,7 +12,7 @@ from pipefit import profile
 from pipefit.capture import task
 from pipefit.cli import main
 from pipefit.errors import UsageError
-from tiny import task_of
+from support.small_tasks import task_of
 
 
 @pytest.mark.parametrize(

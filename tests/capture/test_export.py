@@ -20,7 +20,7 @@ from pipefit.capture.sample import sample
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.chain import fake_chain
 from pipefit.fake_cuda.target import FakeTarget
-from sampled import sampled
+from support.gallery_samples import sampled
 
 
 def captured(task: Task, size: int = 2) -> Chain:

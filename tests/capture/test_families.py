@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from families import ALL, PAGE, becomes, page_with, split
+from support.transformers_families import ALL, PAGE, becomes, page_with, split
 
 
 def test_the_table_is_in_order() -> None:

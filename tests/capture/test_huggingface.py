@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 import torch
 
-from huggingface_models import TINY
 from pipefit.capture import Task, capture
 from pipefit.capture.sample import sample
 from pipefit.errors import UsageError
 from pipefit.models.hugging_face import hf
-from sampled import sampled
+from support.gallery_samples import sampled
+from support.huggingface_models import TINY
 
 BLOCKS = {
     "gpt2": "transformer.h.2",

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from named import Named
 from pipefit.capture import Task
 from pipefit.capture.model import chain
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
-from random_cases import random_plan
+from support.clashing_names import Named
+from support.random_trainings import random_plan
 
 SIZE, COUNT, STEPS = 2, 2, 3
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)

@@ -16,8 +16,8 @@ from pipefit.errors import UsageError
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.schema.plan import Plan
-from random_cases import Case, accounts
-from tiny import alone, batch_of, plan_of
+from support.random_trainings import Case, accounts
+from support.small_tasks import alone, batch_of, plan_of
 
 WIDTH = 16
 

@@ -19,7 +19,7 @@ from pipefit.capture.structure import OpenedDataclass, closed, opened
 from pipefit.errors import UsageError
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
-from tiny import plan_of
+from support.small_tasks import plan_of
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 

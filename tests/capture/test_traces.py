@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-import forgetful
 import pipefit
-from forgetful import task_of
 from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.training import Training
-from sampled import sampled
-from tiny import alone, batch_of, plan_of
+from support import untraceable_models
+from support.gallery_samples import sampled
+from support.small_tasks import alone, batch_of, plan_of
+from support.untraceable_models import task_of
 
 
 def trained(task: Task, steps: int = 2) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -36,17 +36,29 @@ def trained(task: Task, steps: int = 2) -> tuple[list[float], dict[str, torch.Te
 @pytest.mark.parametrize(
     ("model", "reason", "way_out"),
     [
-        (forgetful.Counting, r"changes the attribute 'calls' in every call", "a buffer"),
-        (forgetful.Annealing, r"changes the attribute 'temperature' in every call", "a buffer"),
-        (forgetful.PythonDraws, r"draws random numbers from Python's or numpy's generator", "torch.rand"),
-        (forgetful.NumpyDraws, r"draws random numbers from Python's or numpy's generator", "torch.rand"),
+        (untraceable_models.Counting, r"changes the attribute 'calls' in every call", "a buffer"),
+        (untraceable_models.Annealing, r"changes the attribute 'temperature' in every call", "a buffer"),
         (
-            forgetful.Hiding,
-            r"forgetful.py:\d+.* a parameter that is not registered in its modules",
+            untraceable_models.PythonDraws,
+            r"draws random numbers from Python's or numpy's generator",
+            "torch.rand",
+        ),
+        (
+            untraceable_models.NumpyDraws,
+            r"draws random numbers from Python's or numpy's generator",
+            "torch.rand",
+        ),
+        (
+            untraceable_models.Hiding,
+            r"untraceable_models.py:\d+.* a parameter that is not registered in its modules",
             "freeze it",
         ),
-        (forgetful.PuttingData, r"forgetful.py:\d+.* replaces the data of a tensor", "copy_"),
-        (forgetful.OwnGenerator, r"not a tensor, such as its own torch.Generator", "pipefit.chain"),
+        (
+            untraceable_models.PuttingData,
+            r"untraceable_models.py:\d+.* replaces the data of a tensor",
+            "copy_",
+        ),
+        (untraceable_models.OwnGenerator, r"not a tensor, such as its own torch.Generator", "pipefit.chain"),
     ],
 )
 def test_what_a_trace_would_repeat_or_lose_is_refused(
@@ -66,7 +78,7 @@ def test_a_hidden_module_may_be_frozen() -> None:
     """Networks that only judge other networks never train, in plain training and here."""
 
     def frozen() -> nn.Module:
-        model = forgetful.Hiding()
+        model = untraceable_models.Hiding()
         model.hidden[0].requires_grad_(False)
         return model
 
@@ -77,7 +89,13 @@ def test_a_hidden_module_may_be_frozen() -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
-    "model", [forgetful.ReadingData, forgetful.Settling, forgetful.doubled, forgetful.hooked]
+    "model",
+    [
+        untraceable_models.ReadingData,
+        untraceable_models.Settling,
+        untraceable_models.doubled,
+        untraceable_models.hooked,
+    ],
 )
 def test_what_a_trace_keeps_trains_as_a_plain_loop_does(model: Callable[[], nn.Module]) -> None:
     """A traced model trains as in a plain loop with data read and changed through `.data`, a number set to
@@ -86,7 +104,9 @@ def test_what_a_trace_keeps_trains_as_a_plain_loop_does(model: Callable[[], nn.M
     assert same_as_plain(task_of(model))
 
 
-@pytest.mark.parametrize("model", [forgetful.OverItself, forgetful.Patched, forgetful.Collecting])
+@pytest.mark.parametrize(
+    "model", [untraceable_models.OverItself, untraceable_models.Patched, untraceable_models.Collecting]
+)
 @pytest.mark.parametrize("called", sampled([False, True], often=[True]))
 def test_functions_that_hold_the_module_reach_the_copy_that_is_traced(
     model: Callable[[], nn.Module], called: bool
@@ -97,7 +117,7 @@ def test_functions_that_hold_the_module_reach_the_copy_that_is_traced(
     torch.manual_seed(3)
     module = model()
     if called:
-        module(torch.randn(2, forgetful.WIDTH))
+        module(torch.randn(2, untraceable_models.WIDTH))
     assert same_as_plain(task_of(module))  # type: ignore[arg-type]
     assert not getattr(module, "kept", None) and not getattr(module, "seen", None)
 
@@ -125,12 +145,12 @@ def is_module(module: object) -> bool:
 @pytest.mark.parametrize("precision", [None, "mixed-bfloat16"])
 def test_a_model_that_asks_for_the_precision_is_answered_as_it_will_be(precision: str | None) -> None:
     """Types and products equal those of plain training under autocast, also if a part turns autocast off."""
-    task = task_of(forgetful.AskingForPrecision, precision=precision)
+    task = task_of(untraceable_models.AskingForPrecision, precision=precision)
     costs = profile(task, microbatch_size=2)
     training = Training(batch_size=4, microbatches=2, precision=task.precision or "float32")
     plan = pipefit.plan(costs, Cluster.emulated((1, 1 << 30)), training, recompute="never")
     torch.manual_seed(0)
-    module, inputs = forgetful.AskingForPrecision(), batch_of(task, plan)
+    module, inputs = untraceable_models.AskingForPrecision(), batch_of(task, plan)
     with torch.autocast("cpu", torch.bfloat16) if precision else nullcontext():
         wanted = [task.loss(module(x), y) for x, y in zip(*(part.split(2) for part in inputs), strict=True)]  # type: ignore[misc]
     torch.manual_seed(0)

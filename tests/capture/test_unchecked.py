@@ -13,8 +13,8 @@ from pipefit.capture import Task
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.torch_internals.patches import no_negative_variance
-from random_cases import Case, accounts
-from tiny import SGD, batch_of, plan_of
+from support.random_trainings import Case, accounts
+from support.small_tasks import SGD, batch_of, plan_of
 
 
 class Guess(nn.Module):

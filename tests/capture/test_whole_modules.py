@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from movable import movable
 from pipefit.capture import Task
 from pipefit.capture.model import built, capture
 from pipefit.capture.sample import sample
@@ -27,8 +26,9 @@ from pipefit.schema.decisions import Decision, SavedTensors, What
 from pipefit.schema.devices import parse_place
 from pipefit.schema.grids import Grid, Stage
 from pipefit.simulator import simulate
-from random_cases import random_plan
-from sampled import sampled
+from support.gallery_samples import sampled
+from support.offload_choices import movable
+from support.random_trainings import random_plan
 
 HERE = rf"{Path(__file__).name}:"
 SIZE, COUNT, STEPS, WIDTH = 4, 2, 3, 8

@@ -9,7 +9,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from huggingface_models import TINY
 from pipefit.lowering.passes.recomputation import recompute_decisions
 from pipefit.models.hugging_face import hf
 from pipefit.profiler import profile
@@ -18,6 +17,7 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
+from support.huggingface_models import TINY
 
 
 @pytest.mark.gallery

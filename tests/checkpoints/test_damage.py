@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from made_checkpoints import write
 from pipefit.checkpoints import Checkpoint, find, load_state_dict
 from pipefit.checkpoints.manifest import Shard
 from pipefit.checkpoints.shards import write_shard
 from pipefit.errors import FileError
+from support.synthetic_checkpoints import write
 
 SHARD = "worker-00001.safetensors"
 

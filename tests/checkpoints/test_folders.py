@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from made_checkpoints import OWNER, manifest_of, part_of, tensors_of, write
 from pipefit.checkpoints import Candidates, find, folders, load_state_dict, shards
 from pipefit.checkpoints.folders import MANIFEST, folder_of
 from pipefit.errors import FileError, PipefitWarning, UnreadableCheckpoint
+from support.synthetic_checkpoints import OWNER, manifest_of, part_of, tensors_of, write
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:

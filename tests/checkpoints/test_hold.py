@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 
-from made_checkpoints import OWNER
 from pipefit.checkpoints import hold as holds
 from pipefit.checkpoints.hold import LOCK, Hold, Owner, check_holder, new_owner, process_start
 from pipefit.errors import FileError
+from support.synthetic_checkpoints import OWNER
 
 OTHER = replace(OWNER, training="c" * 32, run="d" * 32, pid=8)
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from made_checkpoints import write
 from pipefit.cli import main
 from pipefit.lowering import lower
 from pipefit.schema.json_io import dumps, save
 from pipefit.simulator import simulate
-from pipelines import make_plan, random_profile
+from support.pipelines import make_plan, random_profile
+from support.synthetic_checkpoints import write
 
 FACTORIES = """
 import sys

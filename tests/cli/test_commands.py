@@ -36,7 +36,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import Trace
 from pipefit.simulator import simulate
-from pipelines import make_plan, random_profile
+from support.pipelines import make_plan, random_profile
 
 PLAN = make_plan(random_profile(6), (2, 4))
 

@@ -15,7 +15,7 @@ import pytest
 from pipefit.cli import main
 from pipefit.schema.json_io import save
 from pipefit.simulator import simulate
-from pipelines import make_plan, random_profile
+from support.pipelines import make_plan, random_profile
 
 RECOMPUTED = {"stage": 0, "what": "recompute", "subject": {"start": 0, "stop": 1}}
 UPDATED = {

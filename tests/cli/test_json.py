@@ -17,7 +17,7 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.json_io import ANSWERS, load, save
 from pipefit.schema.profile import ModelProfile
 from pipefit.simulator import simulate
-from pipelines import make_plan, random_profile
+from support.pipelines import make_plan, random_profile
 
 COMMANDS = [str(known.name) for known in app.registered_commands]
 PLAN = make_plan(random_profile(6), (2, 4))

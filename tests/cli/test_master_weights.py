@@ -11,7 +11,7 @@ from pipefit.cli import main
 from pipefit.schema.json_io import load
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
-from sampled import sampled
+from support.gallery_samples import sampled
 
 GPT = ["zoo:gpt", "--set", "layers=1", "--set", "hidden=16", "--set", "heads=2", "--set", "vocabulary=32"]
 GPT += ["--set", "sequence=8", "--set", "dropout=0.0"]

@@ -16,7 +16,7 @@ from pipefit.cli import progress as module
 from pipefit.cli.progress import progress
 from pipefit.errors import UsageError
 from pipefit.schema.json_io import save
-from pipelines import make_plan, random_profile
+from support.pipelines import make_plan, random_profile
 
 
 class Terminal(io.StringIO):

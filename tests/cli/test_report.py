@@ -12,7 +12,7 @@ from pipefit.planner import plan
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.json_io import save
 from pipefit.simulator import simulate
-from pipelines import random_profile
+from support.pipelines import random_profile
 
 
 @pytest.fixture(autouse=True)

@@ -21,10 +21,11 @@ import pytest
 from pipefit.cli import main
 from pipefit.cli.progress import Stopped, cleared_away, stoppable
 from pipefit.schema.json_io import load
-from sampled import sampled
+from support.gallery_samples import sampled
 
 ROOT = Path(__file__).parents[2]
-MODEL = "signalled:stubborn"
+SIGNALLED = str(ROOT / "tests" / "support" / "signalled_commands.py")
+MODEL = "support.signalled_commands:stubborn"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 COMMANDS = {
     "profile": f"profile {MODEL} -b 2 -o made.json",
@@ -142,7 +143,7 @@ def test_a_signal_that_is_swallowed_ends_the_command(
     """The signal arrives in a layer that swallows every exception, as code between Python and C++ may."""
     before = set(os.listdir(folder))
     words = shlex.split(COMMANDS[command].replace(MODEL, f"{MODEL} --set number={int(number)}"))
-    done = run(folder, str(ROOT / "tests" / "signalled.py"), number.name, "1000", *words)
+    done = run(folder, SIGNALLED, number.name, "1000", *words)
     assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", word(number))
     assert set(os.listdir(folder)) - {"__pycache__"} == before - {"__pycache__"}
 
@@ -185,7 +186,11 @@ def assert_ends(command: str, folder: Path) -> None:
     for number in SIGNALS * 2:
         words = shlex.split(command)
         done = run(
-            folder, str(ROOT / "tests" / "signalled.py"), number.name, str(random.uniform(0, 8)), *words
+            folder,
+            SIGNALLED,
+            number.name,
+            str(random.uniform(0, 8)),
+            *words,
         )
         if done.returncode == 0:
             assert "stopped" not in done.stderr

@@ -156,7 +156,10 @@ def test_a_chain_of_other_numbers_is_refused(tmp_path: Path, capsys: pytest.Capt
     """A model with state that a trace loses exits with 2, and one sentence names the number that differs;
     without --numbers its peaks are certified. With --no-numbers it trains all the same.
     """
-    model, paths = "forgetful:remembering", [str(tmp_path / name) for name in ("profile.json", "plan.json")]
+    model, paths = (
+        "support.untraceable_models:remembering",
+        [str(tmp_path / name) for name in ("profile.json", "plan.json")],
+    )
     assert main(["profile", model, "--microbatch-size", "2", "-o", paths[0]]) == 0
     assert main(["plan", paths[0], "--cluster", "emulated:1x1MiB", "--batch-size", "4", "-o", paths[1]]) == 0
     assert main(["certify", paths[1], model]) == 0
@@ -172,11 +175,11 @@ def test_a_chain_of_other_numbers_is_refused(tmp_path: Path, capsys: pytest.Capt
 def test_a_model_of_several_dtypes_is_certified_and_trained_as_it_is(tmp_path: Path) -> None:
     """A frozen bfloat16 model with float32 adapters is not cast to either."""
     paths = [str(tmp_path / name) for name in ("profile.json", "plan.json")]
-    assert main(["profile", "adapted:adapted", "--microbatch-size", "2", "-o", paths[0]]) == 0
+    assert main(["profile", "support.two_dtypes:adapted", "--microbatch-size", "2", "-o", paths[0]]) == 0
     assert main(["plan", paths[0], "--cluster", "emulated:1x1MiB", "--batch-size", "4", "-o", paths[1]]) == 0
     assert load(paths[1], Plan).training.precision == "bfloat16"
-    assert main(["certify", paths[1], "adapted:adapted"]) == 0
-    assert main(["train", paths[1], "adapted:adapted", "--steps", "1"]) == 0
+    assert main(["certify", paths[1], "support.two_dtypes:adapted"]) == 0
+    assert main(["train", paths[1], "support.two_dtypes:adapted", "--steps", "1"]) == 0
 
 
 def test_a_plan_for_another_model_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from pipefit.cli import main
 from pipefit.schema.json_io import save
-from resuming import SEED, plan_for, undisturbed
+from support.resumed_tasks import SEED, plan_for, undisturbed
 
 STEPS = 9
 
@@ -35,7 +35,7 @@ def test_a_killed_worker_costs_a_restart(
     """
     deaths, metrics = tmp_path / "deaths", tmp_path / "metrics.jsonl"
     deaths.mkdir()
-    model = ["resuming:mortal", "--set", f"folder='{deaths}'", "--json"]
+    model = ["support.resumed_tasks:mortal", "--set", f"folder='{deaths}'", "--json"]
     assert main(line(plan, *model)) == 0
     expected = json.loads(capsys.readouterr().out)["losses"]
     (deaths / "0-7-0F0").touch()
@@ -53,7 +53,7 @@ def test_a_loss_that_is_no_number_is_told_once(
     plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The message appears at its step, and the JSON stays JSON; the training continues."""
-    assert main(line(plan, "resuming:poisoned", "--set", "step=2", "--json", steps=5)) == 0
+    assert main(line(plan, "support.resumed_tasks:poisoned", "--set", "step=2", "--json", steps=5)) == 0
     out, err = capsys.readouterr()
     losses = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["losses"]
     assert losses[2:] == ["nan"] * 3 and all(isinstance(loss, float) for loss in losses[:2])
@@ -67,7 +67,7 @@ def test_a_loss_that_is_no_number_may_end_the_training(
     """`--on-nan stop` exits with 7 and saves nothing of that step; it does not trigger a restart."""
     runs = str(tmp_path / "runs")
     more = ["--save", runs, "--every", "1", "--on-nan", "stop", "--restarts", "3"]
-    assert main(line(plan, "resuming:poisoned", "--set", "step=2", *more)) == 7
+    assert main(line(plan, "support.resumed_tasks:poisoned", "--set", "step=2", *more)) == 7
     out, err = capsys.readouterr()
     assert out == ""
     assert "the loss of step 2 is nan: lower the learning rate" in err
@@ -91,7 +91,7 @@ def test_a_folder_with_checkpoints_of_another_training_is_refused(
     plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Checkpoints of earlier steps are refused too: two trainings in one folder would remove each other's."""
-    model, runs = ["resuming:named", "--set", "name=dropout"], str(tmp_path / "runs")
+    model, runs = ["support.resumed_tasks:named", "--set", "name=dropout"], str(tmp_path / "runs")
     assert main(line(plan, *model, "--save", runs, steps=1)) == 0
     assert main([*line(plan, *model, "--save", str(tmp_path / "other"), steps=2), "--seed", "5"]) == 0
     capsys.readouterr()
@@ -109,7 +109,7 @@ def test_a_damaged_checkpoint_costs_steps_and_no_line_of_metrics(
     every step.
     """
     model, runs, metrics = (
-        ["resuming:named", "--set", "name=dropout"],
+        ["support.resumed_tasks:named", "--set", "name=dropout"],
         tmp_path / "runs",
         tmp_path / "metrics.jsonl",
     )

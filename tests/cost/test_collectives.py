@@ -24,8 +24,8 @@ from pipefit.timing import (
     sum_for_owners,
     ways_of_sum,
 )
-from pipelines import make_cluster
-from profiles_in_slices import gridded
+from support.pipelines import make_cluster
+from support.replica_profiles import gridded
 
 REACHED = 0.92  # share of a ring's rate that NCCL's trees reach
 HEAD = """name = "made"

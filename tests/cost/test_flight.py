@@ -8,7 +8,6 @@ from random import Random
 
 import pytest
 
-from made_up import any_plan, any_runs, any_training, brief, hostile, layer, measurement, value
 from pipefit.errors import UsageError
 from pipefit.memory.microbatch import Flights
 from pipefit.memory.model_state import StageRest
@@ -17,6 +16,16 @@ from pipefit.schema.actions import parse_action
 from pipefit.schema.layer_costs import Origin, SharedParameter, Span
 from pipefit.schema.profile import Measurement
 from pipefit.simulator import Simulation
+from support.synthetic_models import (
+    any_plan,
+    any_runs,
+    any_training,
+    brief,
+    hostile,
+    layer,
+    measurement,
+    value,
+)
 
 OWN, INPUT = Origin(kind="own", index=0), Origin(kind="input", index=0)
 RECEIVED, SENT, ANSWERED = "0RECV_F0 0WAIT_RECV_F0", "0SEND_F0 0WAIT_SEND_F0", "0RECV_B0 0WAIT_RECV_B0"

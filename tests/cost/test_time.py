@@ -17,7 +17,7 @@ from pipefit.schema.devices import DeviceKind, Host
 from pipefit.schema.layer_costs import Alike, LayerCost, Work
 from pipefit.schema.training import Training
 from pipefit.timing import PassSeconds, host_update_seconds, layer_seconds, seconds
-from pipelines import equal_profile
+from support.pipelines import equal_profile
 
 # Products reach 1e12 FLOP/s in float16, 2e11 in float32; kernels 1e9 byte/s; an operation costs 1 ms
 KIND = DeviceKind(

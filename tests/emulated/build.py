@@ -19,7 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent))
 
-from cuda_wheels import fetched, run  # noqa: E402 - of tests/
+from support.cuda_wheels import fetched, run  # noqa: E402 - of tests/
 
 REAL = ("runtime.c", "streams.c", "driver.c", "blas.c")
 READERS = (

@@ -20,7 +20,6 @@ sys.path.append(str(Path(__file__).parents[1]))
 import torch
 from torch.cuda import _sanitizer as sanitizer
 
-from movable import movable
 from pipefit.capture import Task
 from pipefit.models import build
 from pipefit.profiler import profile
@@ -29,8 +28,9 @@ from pipefit.runtime.offload.cuda import CudaDriver, OnStreams
 from pipefit.schema.decisions import Decision, SavedTensors, What
 from pipefit.schema.devices import parse_place
 from pipefit.schema.plan import Plan
-from state_away import away
-from tiny import batch_of, plan_of
+from support.offload_choices import movable
+from support.offloaded_state import away
+from support.small_tasks import batch_of, plan_of
 
 REACHED = "device0*1+device1*1+device2*1+host0*1"
 

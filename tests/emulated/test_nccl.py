@@ -15,14 +15,14 @@ from random import Random
 import pytest
 import torch
 
-from divided import divided
-from grids_to_resume import plan_of_grids
-from message_oracle import LineOf, Start, by_direction, by_pair, outcome
 from pipefit.lowering import whole_run
 from pipefit.memory.arenas import communicators
 from pipefit.runtime import train
 from pipefit.schema.plan import Plan
-from played import Library, Lines, Operation, Player, Reads
+from support.emulated_nccl import Library, Lines, Operation, Player, Reads
+from support.message_oracle import LineOf, Start, by_direction, by_pair, outcome
+from support.resumable_grids import plan_of_grids
+from support.sharded_stages import divided
 from test_message_order import lowered, shuffled
 
 EMULATED = torch.cuda.is_available() and torch.cuda.get_device_name(0).startswith("Emulated")

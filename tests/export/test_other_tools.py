@@ -34,7 +34,7 @@ from pipefit.schema.json_io import save
 from pipefit.schema.layer_costs import SharedParameter
 from pipefit.schema.plan import Plan
 from pipefit.simulator import simulate
-from pipelines import make_plan, random_profile
+from support.pipelines import make_plan, random_profile
 
 LAYERS = 6
 

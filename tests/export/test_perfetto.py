@@ -10,7 +10,7 @@ from dataclasses import replace
 from pipefit.export.traces import perfetto
 from pipefit.schema.trace import Stream, Trace
 from pipefit.simulator import simulate
-from pipelines import equal_profile, make_cluster, make_plan, offload_all
+from support.pipelines import equal_profile, make_cluster, make_plan, offload_all
 
 
 def traced() -> Trace:

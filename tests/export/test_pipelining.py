@@ -20,7 +20,7 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import Decision, Run, What
 from pipefit.schema.grids import Grid
 from pipefit.schema.plan import Plan
-from pipelines import random_profile
+from support.pipelines import random_profile
 
 
 def planned(schedule: str, microbatches: int = 5, *, stages: int = 3) -> Plan:

@@ -28,7 +28,7 @@ from pipefit.export.launch_script import kubernetes_job, slurm_script
 from pipefit.planner import plan
 from pipefit.schema.json_io import load_cluster
 from pipefit.schema.plan import Plan
-from pipelines import random_profile
+from support.pipelines import random_profile
 
 
 def installed(name: str) -> Any:

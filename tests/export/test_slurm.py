@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from on_machines import MACHINES, SAVED, plain_training, plan_across
 from pipefit import save
 from pipefit.checkpoints import load_state_dict
 from pipefit.export.launch_script import slurm_script
-from slices import equal
+from support.local_batches import equal
+from support.several_machines import MACHINES, SAVED, plain_training, plan_across
 
 ROOT, DAEMONS = Path(__file__).parents[2], ("slurmctld", "slurmd", "sbatch", "srun")
 SECONDS = 100
@@ -105,7 +105,10 @@ def test_sbatch_trains_a_plan_across_two_machines(tmp_path: Path) -> None:
     save(plan, tmp_path / "a plan.json")
     (tmp_path / "train.sbatch").write_text(slurm_script(plan, "a plan.json"))
     with machines(tmp_path) as environment:
-        environment |= {"SCRIPT": str(ROOT / "tests" / "on_machines.py"), "OMP_NUM_THREADS": "1"}
+        environment |= {
+            "SCRIPT": str(ROOT / "tests" / "support" / "several_machines.py"),
+            "OMP_NUM_THREADS": "1",
+        }
         environment["PYTHONPATH"] = os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))
         environment["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), environment["PATH"]))
         number = told(["sbatch", "--parsable", "train.sbatch"], environment, tmp_path).strip()

@@ -29,7 +29,7 @@ from unittest import mock
 import torch
 import pipefit
 from pipefit.fake_cuda.target import follows_fake_streams
-from tiny import task_of
+from support.small_tasks import task_of
 task = task_of(lambda: [torch.nn.Linear(8, 8) for _ in range(2)], outputs=8)
 def answers():
     plan = pipefit.plan(task, "4x-a100-80gb", batch_size=2, stages=1, microbatches=1, planner="uniform", certify=False)

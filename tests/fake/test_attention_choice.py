@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.target import FakeTarget, choose_kernel
-from saving import ATTENDED, HALF, Saved
+from support.saved_tensor_models import ATTENDED, HALF, Saved
 
 B, H, T, D = ATTENDED
 QKV = 4 * [ATTENDED]  # and the output

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp import autocast_mode, custom_bwd, custom_fwd
 
-from autocast_operators import SAMPLES, Kernels, made, on_cuda, overload, raised, replayed
-from composed_operators import with_a_kernel_for_cuda
 from pipefit.capture.cuda_autocast import policies
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.target import FakeTarget, register_missing_shapes
-from sampled import sampled
+from support.autocast_operators import SAMPLES, Kernels, made, on_cuda, overload, raised, replayed
+from support.composed_operators import with_a_kernel_for_cuda
+from support.gallery_samples import sampled
 
 FLOAT, DOUBLE, HALF, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 Case = tuple[str, tuple[torch.dtype, ...]]

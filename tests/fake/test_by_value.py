@@ -28,7 +28,7 @@ from pipefit.report.show import text
 from pipefit.runtime import Trainer, certify
 from pipefit.schema.json_io import load_cluster
 from pipefit.simulator import simulate
-from random_cases import random_plan
+from support.random_trainings import random_plan
 
 aten = torch.ops.aten
 SIZE, COUNT, STEPS = 4, 2, 3

@@ -11,7 +11,7 @@ from pipefit.capture.sample import sample
 from pipefit.fake_cuda.chain import chain_again, fake_chain
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.schema.profile import Target
-from saving import TARGETS
+from support.saved_tensor_models import TARGETS
 
 
 class Tied(nn.Module):

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gallery
-from huggingface_models import TINY
 from pipefit.capture import Chain, Task, capture
 from pipefit.capture.sample import in_mode, sample
 from pipefit.errors import FileError, UsageError
@@ -34,8 +33,9 @@ from pipefit.runtime import Trainer, certify
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Fingerprint, ModelProfile, differences
 from pipefit.schema.training import Training
-from sampled import sampled
-from tiny import plan_of, profile_of
+from support.gallery_samples import sampled
+from support.huggingface_models import TINY
+from support.small_tasks import plan_of, profile_of
 
 
 class Color(Enum):

@@ -13,7 +13,7 @@ from pipefit.capture import Task
 from pipefit.fake_cuda.target import FakeTarget, Target
 from pipefit.profiler import profile
 from pipefit.schema.training import Precision
-from saving import TARGETS
+from support.saved_tensor_models import TARGETS
 
 
 class Gated(nn.Module):

@@ -18,7 +18,7 @@ from pipefit.fake_cuda.results import QuickFakeMode
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.measure.cpu import Meter
 from pipefit.schema.profile import Target
-from saving import MODELS, OPTIMIZERS, TARGETS, train
+from support.saved_tensor_models import MODELS, OPTIMIZERS, TARGETS, train
 
 aten = torch.ops.aten
 

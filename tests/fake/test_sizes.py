@@ -14,7 +14,6 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import gallery
-from entangled import Entangled
 from pipefit.capture import Chain, Task
 from pipefit.capture.copying import copied
 from pipefit.capture.graph_layer import GraphLayer
@@ -31,7 +30,8 @@ from pipefit.profiler.fake import profile_sizes
 from pipefit.profiler.on_demand import OnDemand
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.profile import Measurement, ModelProfile
-from tiny import task_of
+from support.small_tasks import task_of
+from support.undivided_model import Entangled
 
 SAMPLE = ("segments", "tagger")  # for every run of the tests: images, and a recurrent layer
 EVERY = (1, 2, 3, 5, 8)
@@ -189,7 +189,7 @@ def test_lines_of_code_are_traced_where_they_are_told() -> None:
         chains = Chains(replace(asking(lambda _: False), module=partial(Entangled, WIDTH)))
         found = [chains.of(samples, fake).blocks for samples in (3, 5)]
     assert emits == [always, True, True]
-    assert all("entangled.py:" in blocks[0].undivided for blocks in found)
+    assert all("undivided_model.py:" in blocks[0].undivided for blocks in found)
 
 
 def test_a_trace_serves_a_task_with_another_optimizer() -> None:

@@ -19,10 +19,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import optimizer
 from torch.utils import _foreach_utils, backend_registration
 
-from composed_operators import with_a_kernel_for_cuda
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.target import FAKE_CUDA, FakeTarget, Target, _fill_slot
-from saving import ATTENDED, HALF, MODELS, OPTIMIZERS, TARGETS, Block, Meter, Saved, cnn, train
+from support.composed_operators import with_a_kernel_for_cuda
+from support.saved_tensor_models import (
+    ATTENDED,
+    HALF,
+    MODELS,
+    OPTIMIZERS,
+    TARGETS,
+    Block,
+    Meter,
+    Saved,
+    cnn,
+    train,
+)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Accessing the data pointer of FakeTensor"

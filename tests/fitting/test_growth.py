@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from every_plan import every_plan, simulated
 from pipefit import planner
 from pipefit.capture import Task
 from pipefit.errors import InfeasibleError, UsageError
@@ -34,8 +33,9 @@ from pipefit.schema.devices import Member, MemberKind
 from pipefit.schema.fit import Attempt, Fit
 from pipefit.schema.trace import Trace
 from pipefit.schema.training import Training
-from sampled import sampled
-from tiny import task_of
+from support.every_plan import every_plan, simulated
+from support.gallery_samples import sampled
+from support.small_tasks import task_of
 
 KIB = 1 << 10
 ALONE: dict[str, int] = {"data": 1, "tensor": 1}  # one device for each stage

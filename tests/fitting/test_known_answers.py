@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-import low_rank
 import pipefit
 from pipefit.models.hugging_face import hf
 from pipefit.planner import plan as planned
@@ -16,10 +15,11 @@ from pipefit.schema.fit import Overview
 from pipefit.schema.json_io import load_cluster
 from pipefit.tables import plain
 from pipefit.units import GIB
+from support import low_rank_adapters
 
 pytestmark = pytest.mark.gallery
 
-LLAMA_8B = low_rank.LLAMA_8B
+LLAMA_8B = low_rank_adapters.LLAMA_8B
 LLAMA_70B = LLAMA_8B | {
     "hidden_size": 8192,
     "intermediate_size": 28672,
@@ -164,7 +164,7 @@ def test_lora_of_8b_fits_24_gib_recomputed() -> None:
     block recomputed there are also block inputs, 0.5 GiB, and logits, their log-softmax and its gradient, 2.9
     GiB.
     """
-    found = pipefit.fit(low_rank.lora(), "1x-rtx-3090")
+    found = pipefit.fit(low_rank_adapters.lora(), "1x-rtx-3090")
     state = 2 * NUMBERS["8B"] + 16 * ADAPTERS
     assert found.precisions[0].state_bytes == state
     assert every_block_recomputed(found) == pytest.approx(state + INPUTS + 3 * LOGITS, rel=0.005)
@@ -176,7 +176,7 @@ def test_qlora_of_8b_fits_16_gib() -> None:
     """Weights of blocks take half a byte and a float32 scale for every 64, 3.66 GiB; embeddings, the last
     layer and 65 norms 2 bytes, 1.96 GiB; adapters 16 bytes, 0.63 GiB. Inputs and logits are those of LoRA.
     """
-    found = pipefit.fit(low_rank.qlora(), "1x-rtx-4080")
+    found = pipefit.fit(low_rank_adapters.qlora(), "1x-rtx-4080")
     base = 32 * BLOCK_WEIGHTS // 2 + 32 * BLOCK_WEIGHTS // 64 * 4 + 2 * (2 * 128256 * 4096 + 65 * 4096)
     assert every_block_recomputed(found) == pytest.approx(
         base + 16 * ADAPTERS + INPUTS + 3 * LOGITS, rel=0.005

@@ -28,7 +28,7 @@ from pipefit.schema.devices import Device, DeviceKind, Host, Link, Overheads
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import Trace
-from tiny import task_of
+from support.small_tasks import task_of
 
 MIB = 1 << 20
 NOTHING = Overheads(context_bytes=0, communicator_bytes=0, cublas_workspace_bytes=0)

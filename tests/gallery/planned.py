@@ -25,7 +25,7 @@ from pipefit.schema.actions import Action
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import Trace
-from random_cases import random_plan
+from support.random_trainings import random_plan
 
 SEED, STEPS = 7, 3
 

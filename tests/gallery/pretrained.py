@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 
 from gallery.model import SHARED, TIED, Model
-from huggingface_models import TINY
 from pipefit.capture import Task
 from pipefit.models.hugging_face import hf
+from support.huggingface_models import TINY
 
 SPECIAL = {
     "gpt2": "one-dimensional convolutions as linear layers, the embedding as the head",

@@ -13,12 +13,10 @@ from random import Random
 import pytest
 import torch
 
-from compaction import compacted
 from gallery import MODELS
 from gallery.plain import Step
 from gallery.planned import SEED, STEPS, Prepared, Run, prepared, train
 from gallery.test_gallery import EXACT, describe, differences, plainly
-from oracle import measured_peaks
 from pipefit.lowering import ENDLESS, SCHEDULES, distinct_steps, lower
 from pipefit.memory.arenas import arenas_of, lent_bytes
 from pipefit.runtime import Trainer, certify
@@ -26,7 +24,9 @@ from pipefit.schema.devices import Member
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import Trace
 from pipefit.simulator import simulate
-from random_cases import random_plan
+from support.allocator_events import measured_peaks
+from support.random_decisions import compacted
+from support.random_trainings import random_plan
 
 SAMPLE = (("strided", "torchgpipe"),)  # for every run of the tests
 

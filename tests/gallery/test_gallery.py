@@ -16,8 +16,8 @@ from gallery.plain import Step
 from gallery.plain import train as train_plainly
 from gallery.planned import SEED, Prepared, prepared, trained
 from pipefit.schema.plan import Plan
-from random_cases import Case, accounts
-from sampled import sampled
+from support.gallery_samples import sampled
+from support.random_trainings import Case, accounts
 
 ROUNDED = {"rtol": 1e-3, "atol": 1e-5}
 EXACT = {"rtol": 0.0, "atol": 0.0}

@@ -16,11 +16,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from operations import OPERATIONS, Run, embedding_bag
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.measure.cpu import Meter
 from pipefit.measure.kernels import Kernels, threads_of
-from sampled import sampled
+from support.gallery_samples import sampled
+from support.operation_samples import OPERATIONS, Run, embedding_bag
 
 
 class Marks(TorchDispatchMode):

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import record_function
 
-from own_loop_models import Language, classes, tokens
-from own_loop_oracle import bytes_of, peaks_of
 from pipefit.own_loop import LoopPlan, apply
-from sampled import sampled
+from support.gallery_samples import sampled
+from support.own_loop_models import Language, classes, tokens
+from support.own_loop_oracle import bytes_of, peaks_of
 
 
 @contextmanager

@@ -17,9 +17,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
-from own_loop_models import MODELS, Model
-from own_loop_oracle import peaks_of
 from pipefit.own_loop import Handle, LoopPlan, apply
+from support.own_loop_models import MODELS, Model
+from support.own_loop_oracle import peaks_of
 
 NAMES = (
     "mlp",

@@ -12,11 +12,11 @@ from torch.utils import _pytree as pytree
 
 import gallery
 from gallery.model import Model as GalleryModel
-from own_loop_models import Model
-from own_loop_oracle import Trained, train
 from pipefit.errors import InfeasibleError
 from pipefit.own_loop import Handle, apply
-from sampled import sampled
+from support.gallery_samples import sampled
+from support.own_loop_models import Model
+from support.own_loop_oracle import Trained, train
 
 OFTEN = ("graph convolutions",)
 SUMMED = {name for name, model in gallery.MODELS.items() if model.metered} | {

@@ -13,7 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from own_loop_models import (
+from pipefit import load, save
+from pipefit.errors import InfeasibleError, UsageError
+from pipefit.own_loop import LoopDecision, LoopPlan, apply
+from pipefit.own_loop.offloading import HostPool, HostTensors
+from pipefit.runtime.offload import copying
+from support.own_loop_models import (
     Language,
     Model,
     Recurrent,
@@ -24,12 +29,7 @@ from own_loop_models import (
     tokens,
     vectors,
 )
-from own_loop_oracle import train
-from pipefit import load, save
-from pipefit.errors import InfeasibleError, UsageError
-from pipefit.own_loop import LoopDecision, LoopPlan, apply
-from pipefit.own_loop.offloading import HostPool, HostTensors
-from pipefit.runtime.offload import copying
+from support.own_loop_oracle import train
 
 LANGUAGE = Model(name="language", build=Language, batch=tokens, loss=classes)
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from own_loop_models import Language, classes, convolutional, images, mlp, tokens, vectors
-from own_loop_oracle import bytes_of, peaks_of
 from pipefit.own_loop import apply
+from support.own_loop_models import Language, classes, convolutional, images, mlp, tokens, vectors
+from support.own_loop_oracle import bytes_of, peaks_of
 
 Step = Callable[[Any], Any]
 Made = tuple[nn.Module, tuple[torch.optim.Optimizer, ...], Step, Callable[[], Any]]

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from own_loop_models import MODELS, Model
-from own_loop_oracle import Trained, train
 from pipefit.errors import InfeasibleError
 from pipefit.own_loop import Handle, apply
-from sampled import sampled
+from support.gallery_samples import sampled
+from support.own_loop_models import MODELS, Model
+from support.own_loop_oracle import Trained, train
 
 BY_NAME = {model.name: model for model in MODELS}
 PARTS = (1.0, 0.85, 0.7, 0.55)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from own_loop_oracle import bytes_of, peaks_of
 from pipefit.errors import UsageError
 from pipefit.own_loop import apply
+from support.own_loop_oracle import bytes_of, peaks_of
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from made_up import layer, measurement, profile, training, value
 from pipefit.planner.driver import accounts
 from pipefit.report.plan import table
 from pipefit.schema.decisions import Decision, Run, SavedTensors, What
@@ -12,7 +11,8 @@ from pipefit.schema.devices import parse_place
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Compaction, Plan
 from pipefit.simulator.assembled import assembled
-from tight import cluster, keeping_layer
+from support.synthetic_models import layer, measurement, profile, training, value
+from support.tight_questions import cluster, keeping_layer
 
 
 def compacted() -> Plan:

@@ -8,8 +8,6 @@ from random import Random
 
 import pytest
 
-from additive import GPIPE, with_runs
-from made_up import devices, plain, profile, training
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.planner import plan
 from pipefit.schema.json_io import dumps, load, save
@@ -17,6 +15,8 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import AdditiveCosts, ModelProfile
 from pipefit.schema.training import Training
 from pipefit.simulator import simulate
+from support.synthetic_models import devices, plain, profile, training
+from support.training_run_profiles import GPIPE, with_runs
 
 
 @pytest.mark.parametrize("seed", range(30))

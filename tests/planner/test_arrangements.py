@@ -12,7 +12,6 @@ from random import Random
 
 import pytest
 
-from made_up import AMPLE, Settings, alike, chain, devices, layer, measurement, profile, training, value
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.planner import PlanOptions, Question, plan
 from pipefit.planner.baselines.simple import time
@@ -24,7 +23,19 @@ from pipefit.report import show
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
-from tight import cluster, keeping_layer
+from support.synthetic_models import (
+    AMPLE,
+    Settings,
+    alike,
+    chain,
+    devices,
+    layer,
+    measurement,
+    profile,
+    training,
+    value,
+)
+from support.tight_questions import cluster, keeping_layer
 
 BATCH = 4
 NEVER_SLOWER = 1 + 2e-3  # an arrangement must gain a thousandth, and so must each search step

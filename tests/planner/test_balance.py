@@ -8,11 +8,11 @@ from random import Random
 
 import pytest
 
-from made_up import layer, measurement, profile, training, value, work
 from pipefit.planner import PlanOptions, Question, joint, solved
 from pipefit.planner.balance import Balance, differ, interchangeable
 from pipefit.schema.cluster import Cluster
-from tight import cluster, fastest, keeping_layer, uneven_case
+from support.synthetic_models import layer, measurement, profile, training, value, work
+from support.tight_questions import cluster, fastest, keeping_layer, uneven_case
 
 
 def unequal(rng: Random, speeds: list[float], schedule: str, *, blocks: int = 7) -> Question:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import pytest
 
-from made_up import AMPLE, devices, even, keeping, plain, skewed
 from pipefit.errors import UsageError
 from pipefit.memory.arenas import shortage
 from pipefit.planner import PLANNERS, PlanOptions, Question, plan
@@ -31,8 +30,9 @@ from pipefit.schema.profile import Measurement, ModelProfile
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
 from pipefit.timing import layer_seconds
-from sampled import sampled, seeds
-from slice_sizes import sized
+from support.gallery_samples import sampled, seeds
+from support.microbatch_size_profiles import sized
+from support.synthetic_models import AMPLE, devices, even, keeping, plain, skewed
 
 BATCH, SIZES = 16, (4, 2, 1)
 NEARLY = 1.01  # joint looks for state at hosts where it may gain more than a hundredth

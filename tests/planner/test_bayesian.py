@@ -10,13 +10,13 @@ from random import Random
 
 import pytest
 
-from asking import asked
-from made_up import devices, hostile, plain, profile, training, vgg_like
 from pipefit.errors import UsageError
 from pipefit.planner import PlanOptions, bayesian, exact, plan
 from pipefit.planner.baselines.mcap import scaled
 from pipefit.schema.plan import Plan
-from sampled import seeds
+from support.gallery_samples import seeds
+from support.planner_calls import asked
+from support.synthetic_models import devices, hostile, plain, profile, training, vgg_like
 
 AMPLE = 1 << 40
 OPTIONS = PlanOptions(allow_infeasible=True)

@@ -7,13 +7,23 @@ from random import Random
 
 import pytest
 
-from asking import asked
-from made_up import alike, devices, hostile, measurement, plain, profile, skewed, training, vgg_like
 from pipefit.planner import PlanOptions, bisection, exact, plan
 from pipefit.planner.driver import range_peak
 from pipefit.planner.problem import Question
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Measurement
+from support.planner_calls import asked
+from support.synthetic_models import (
+    alike,
+    devices,
+    hostile,
+    measurement,
+    plain,
+    profile,
+    skewed,
+    training,
+    vgg_like,
+)
 
 AMPLE = 1 << 40
 

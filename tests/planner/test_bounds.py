@@ -9,14 +9,14 @@ from random import Random
 import numpy as np
 import pytest
 
-import random_cases
-from compaction import compacted
-from made_up import layer, measurement, profile, training, value, work
 from pipefit.planner import Means, PlanOptions, Question, bounds
 from pipefit.planner.bounds import MicrobatchSeconds, highest_line, position_of, step_bound
 from pipefit.planner.memory_choices import Within
 from pipefit.simulator import simulate
-from tight import (
+from support import random_trainings
+from support.random_decisions import compacted
+from support.synthetic_models import layer, measurement, profile, training, value, work
+from support.tight_questions import (
     HOST,
     JOINED,
     KEEP,
@@ -189,7 +189,7 @@ def test_no_decisions_leave_a_device_with_less_than_its_largest_layer(seed: int)
     layer; some come close.
     """
     rng = Random(seed)
-    case = random_cases.random_case(rng)
+    case = random_trainings.random_case(rng)
     plan = compacted(case.plan, rng)
     for rank, stages in enumerate(plan.ranks):
         layers = [

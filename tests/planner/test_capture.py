@@ -10,13 +10,13 @@ from random import Random
 import numpy as np
 import pytest
 
-from made_up import AMPLE, devices, even, keeping, plain
 from pipefit.planner import Question, alpa, capture, plan
 from pipefit.planner.baselines.capture import BlockRuns, CaptureOptions
 from pipefit.planner.problem import Degree
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
-from slice_sizes import sized, written
+from support.microbatch_size_profiles import sized, written
+from support.synthetic_models import AMPLE, devices, even, keeping, plain
 
 
 def question(seed: int, schedule: str = "gpipe", layers: int = 4, count: int = 4) -> Question:

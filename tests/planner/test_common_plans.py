@@ -7,7 +7,6 @@ from random import Random
 
 import pytest
 
-from made_up import AMPLE, devices, keeping
 from pipefit.errors import UsageError
 from pipefit.lowering.passes.recomputation import recompute_decisions
 from pipefit.planner import Question, Simulations, arrangements, plan
@@ -21,7 +20,8 @@ from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
-from slice_sizes import sized
+from support.microbatch_size_profiles import sized
+from support.synthetic_models import AMPLE, devices, keeping
 
 
 @pytest.mark.sample(1)

@@ -8,8 +8,6 @@ from random import Random
 
 import pytest
 
-from every_plan import IN_BLOCKS, every_plan, simulated
-from made_up import AMPLE, WHOLE_STAGES, copied, devices, heavy, hostile, keeping, plain, skewed
 from pipefit.errors import UsageError
 from pipefit.lowering import ENDLESS, Recompute
 from pipefit.memory.model_state import share_among
@@ -22,7 +20,19 @@ from pipefit.schema.actions import Action, Kind
 from pipefit.schema.grids import SHARDINGS, Grid, Sharding, Stage
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
-from slice_sizes import sized
+from support.every_plan import IN_BLOCKS, every_plan, simulated
+from support.microbatch_size_profiles import sized
+from support.synthetic_models import (
+    AMPLE,
+    WHOLE_STAGES,
+    copied,
+    devices,
+    heavy,
+    hostile,
+    keeping,
+    plain,
+    skewed,
+)
 
 SCHEDULES = "gpipe", "torchgpipe", "1f1b", "eager-1f1b"
 

@@ -9,9 +9,21 @@ from random import Random
 
 import pytest
 
-from account import peaks
-from asking import asked
-from made_up import (
+from pipefit.errors import UsageError
+from pipefit.lowering import ENDLESS
+from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions
+from pipefit.planner import PlanOptions, exact, plan
+from pipefit.planner.baselines.exhaustive import exhaustive
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import Measurement
+from pipefit.schema.training import Training
+from pipefit.simulator import Simulation, simulate
+from support.gallery_samples import seeds
+from support.planner_calls import asked
+from support.storage_account import peaks
+from support.synthetic_models import (
     WHOLE_STAGES,
     alike,
     any_training,
@@ -25,18 +37,6 @@ from made_up import (
     training,
     vgg_like,
 )
-from pipefit.errors import UsageError
-from pipefit.lowering import ENDLESS
-from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions
-from pipefit.planner import PlanOptions, exact, plan
-from pipefit.planner.baselines.exhaustive import exhaustive
-from pipefit.schema.cluster import Cluster
-from pipefit.schema.grids import Grid, Stage
-from pipefit.schema.plan import Plan
-from pipefit.schema.profile import Measurement
-from pipefit.schema.training import Training
-from pipefit.simulator import Simulation, simulate
-from sampled import seeds
 
 AMPLE = 1 << 40
 

@@ -8,14 +8,14 @@ from random import Random
 import numpy as np
 import pytest
 
-from made_up import AMPLE, devices, plain
 from pipefit.planner import Question, plan
 from pipefit.planner.hybrid.programme import States, states_of
 from pipefit.planner.hybrid.search import Sizes, few_classes
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
-from sampled import sampled
-from slice_sizes import sized
+from support.gallery_samples import sampled
+from support.microbatch_size_profiles import sized
+from support.synthetic_models import AMPLE, devices, plain
 
 HOW = Training(batch_size=16, microbatches=4)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from made_up import alike, devices, profile
 from pipefit.planner import plan
+from support.synthetic_models import alike, devices, profile
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asking import asked
-from made_up import AMPLE, WHOLE_STAGES, devices, hostile, plain, skewed
 from pipefit.errors import UsageError
 from pipefit.planner import PlanOptions, exact, plan
 from pipefit.planner.closed_forms.surroundings import surroundings
@@ -26,7 +24,9 @@ from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
 from pipefit.timing import Group, Line
-from slice_sizes import sized, written
+from support.microbatch_size_profiles import sized, written
+from support.planner_calls import asked
+from support.synthetic_models import AMPLE, WHOLE_STAGES, devices, hostile, plain, skewed
 
 SCHEDULES = "gpipe", "torchgpipe", "1f1b", "eager-1f1b"
 

@@ -8,8 +8,6 @@ from random import Random
 
 import pytest
 
-from asking import asked
-from made_up import alike, devices, plain, profile, training, vgg_like
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.planner import PlanOptions, exact, uniform
 from pipefit.planner import plan as planned
@@ -20,9 +18,11 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
 from pipefit.units import format_bytes
-from sampled import seeds
-from slice_sizes import sized
-from tight import Case, cluster, random_case
+from support.gallery_samples import seeds
+from support.microbatch_size_profiles import sized
+from support.planner_calls import asked
+from support.synthetic_models import alike, devices, plain, profile, training, vgg_like
+from support.tight_questions import Case, cluster, random_case
 
 AMPLE = 1 << 40
 

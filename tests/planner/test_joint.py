@@ -8,7 +8,6 @@ from random import Random
 
 import pytest
 
-from made_up import AMPLE, any_training, devices, hostile, profile, small_first, training, vgg_like
 from pipefit.errors import InfeasibleError
 from pipefit.memory.arenas import check_room, room_needed
 from pipefit.planner import PlanOptions, Question, exact, plan, solved, time
@@ -19,8 +18,18 @@ from pipefit.schema.devices import Host, Member
 from pipefit.schema.plan import Plan
 from pipefit.simulator import Simulation
 from pipefit.simulator.assembled import assembled
-from sampled import seeds
-from tight import Case, fastest, random_case
+from support.gallery_samples import seeds
+from support.synthetic_models import (
+    AMPLE,
+    any_training,
+    devices,
+    hostile,
+    profile,
+    small_first,
+    training,
+    vgg_like,
+)
+from support.tight_questions import Case, fastest, random_case
 
 SCHEDULES = ("1f1b", "gpipe", "torchgpipe", "eager-1f1b")
 GAP = 0.10  # above the fastest of all plans, if all can be tried

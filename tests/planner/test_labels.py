@@ -8,7 +8,6 @@ from random import Random
 
 import pytest
 
-from made_up import AMPLE, devices, plain, skewed
 from pipefit.errors import UsageError
 from pipefit.planner import arrangements, plan
 from pipefit.planner.hybrid import Hybrid, Least, fastest
@@ -18,7 +17,8 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
 from pipefit.timing import layer_seconds
-from slice_sizes import sized, written
+from support.microbatch_size_profiles import sized, written
+from support.synthetic_models import AMPLE, devices, plain, skewed
 
 SCHEDULES = "1f1b", "eager-1f1b", "gpipe", "torchgpipe"
 SLICES = 4, 2, 1

@@ -10,8 +10,6 @@ from random import Random
 
 import pytest
 
-from made_up import AMPLE, keeping, plain
-from made_up import profile as profile_of
 from pipefit.errors import UsageError
 from pipefit.memory.arenas import shortage
 from pipefit.planner import plan
@@ -23,8 +21,10 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
-from slice_sizes import sized, written
-from tight import cluster
+from support.microbatch_size_profiles import sized, written
+from support.synthetic_models import AMPLE, keeping, plain
+from support.synthetic_models import profile as profile_of
+from support.tight_questions import cluster
 
 HOST = parse_place("host")
 HOW = Training(batch_size=12, microbatches=3)

@@ -8,12 +8,12 @@ from random import Random
 
 import pytest
 
-from additive import GPIPE, with_runs
-from made_up import devices, plain, profile
 from pipefit.errors import UsageError
 from pipefit.planner import bayesian, plan
 from pipefit.planner.baselines.mcap import estimates
-from sampled import seeds
+from support.gallery_samples import seeds
+from support.synthetic_models import devices, plain, profile
+from support.training_run_profiles import GPIPE, with_runs
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -9,7 +9,6 @@ from random import Random
 
 import pytest
 
-from made_up import AMPLE, alike, devices, layer, measurement, profile, training, value
 from pipefit.planner import PLANNERS, PlanOptions, Question, solved
 from pipefit.planner.filling import Filler
 from pipefit.planner.mapping import mapped_stages
@@ -18,7 +17,18 @@ from pipefit.schema.decisions import Run, What
 from pipefit.schema.devices import Link, MemberKind
 from pipefit.schema.plan import Plan
 from pipefit.simulator import Simulation
-from tight import HOST, JOINED, KEEP, RECOMPUTE, Case, cluster, fastest, keeping_layer, random_case
+from support.synthetic_models import AMPLE, alike, devices, layer, measurement, profile, training, value
+from support.tight_questions import (
+    HOST,
+    JOINED,
+    KEEP,
+    RECOMPUTE,
+    Case,
+    cluster,
+    fastest,
+    keeping_layer,
+    random_case,
+)
 
 SCHEDULES = ("1f1b", "gpipe")
 SPARE = Means(recompute="never", host=False, peers=False)

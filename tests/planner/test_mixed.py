@@ -9,7 +9,6 @@ from random import Random
 
 import pytest
 
-from made_up import AMPLE, devices, keeping, plain, skewed
 from pipefit.planner import Means, PlanOptions, Question, plan
 from pipefit.planner import mixed_degrees as searching
 from pipefit.planner.common_plans import CommonSearch
@@ -24,7 +23,8 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
-from slice_sizes import sized, written
+from support.microbatch_size_profiles import sized, written
+from support.synthetic_models import AMPLE, devices, keeping, plain, skewed
 
 HOW = Training(batch_size=12, microbatches=3)
 SCHEDULES = "1f1b", "eager-1f1b"

@@ -6,7 +6,6 @@ from random import Random
 
 import pytest
 
-from made_up import AMPLE, devices, layer, measurement, profile, training, value, vgg_like
 from pipefit.planner import PlanOptions, Question, mpress, plan, solved
 from pipefit.planner.baselines.mpress import MpressOptions
 from pipefit.planner.joint import joint
@@ -14,7 +13,8 @@ from pipefit.planner.problem import Means
 from pipefit.schema.decisions import State, What
 from pipefit.schema.plan import Plan
 from pipefit.simulator import Simulation
-from tight import Case, cluster, keeping_layer, random_case
+from support.synthetic_models import AMPLE, devices, layer, measurement, profile, training, value, vgg_like
+from support.tight_questions import Case, cluster, keeping_layer, random_case
 
 WIDTH, KEPT = 1, 100
 

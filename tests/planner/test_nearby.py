@@ -10,7 +10,6 @@ from typing import get_args
 
 import pytest
 
-from made_up import AMPLE, devices, plain, skewed
 from pipefit.planner import PlanOptions, Question
 from pipefit.planner.driver import plan_of
 from pipefit.planner.mixed_degrees import mixed
@@ -21,7 +20,8 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
 from pipefit.simulator.assembled import Assembled
-from slice_sizes import sized, written
+from support.microbatch_size_profiles import sized, written
+from support.synthetic_models import AMPLE, devices, plain, skewed
 
 
 def question(seed: int) -> Question:

@@ -12,14 +12,14 @@ from typing import get_type_hints
 
 import pytest
 
-from asking import asked
-from made_up import alike, devices, hostile, plain, profile, training, vgg_like
 from pipefit.errors import UsageError
 from pipefit.planner import PLANNERS, PlanArguments, PlanOptions, exact, plan
 from pipefit.planner.baselines.simple import lightest_parts
 from pipefit.schema.profile import AdditiveCosts, Measurement, ModelProfile
 from pipefit.schema.training import Training
-from sampled import sampled
+from support.gallery_samples import sampled
+from support.planner_calls import asked
+from support.synthetic_models import alike, devices, hostile, plain, profile, training, vgg_like
 
 AMPLE = 1 << 40
 CASES = {

@@ -7,11 +7,11 @@ from random import Random
 
 import pytest
 
-from asking import asked
-from made_up import WHOLE_STAGES, any_training, devices, hostile, plain, profile, training
 from pipefit.errors import UsageError
 from pipefit.planner import PlanOptions, best_split, exact, true_peaks
 from pipefit.schema.profile import AdditiveCosts
+from support.planner_calls import asked
+from support.synthetic_models import WHOLE_STAGES, any_training, devices, hostile, plain, profile, training
 
 GPIPE = training("gpipe", 4)
 

@@ -8,7 +8,6 @@ from itertools import accumulate, combinations, pairwise, product
 
 import pytest
 
-from made_up import AMPLE, devices
 from pipefit import models
 from pipefit.errors import UsageError
 from pipefit.planner import plan, plan_again
@@ -20,7 +19,8 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
-from sampled import sampled
+from support.gallery_samples import sampled
+from support.synthetic_models import AMPLE, devices
 
 HOW = Training(batch_size=8, microbatches=2)
 EVERY = sorted(

@@ -8,7 +8,6 @@ from random import Random
 
 import pytest
 
-from made_up import layer, measurement, profile, training, value
 from pipefit.planner import Means, PlanOptions, Question, joint, solved
 from pipefit.planner.balance import DOUBLE, Balance
 from pipefit.planner.improvement import spread
@@ -18,7 +17,8 @@ from pipefit.schema.devices import Device, Host, Link, Member, parse_place
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.simulator import Simulation
-from tight import KIND, cluster, keeping_layer
+from support.synthetic_models import layer, measurement, profile, training, value
+from support.tight_questions import KIND, cluster, keeping_layer
 
 
 def pairs(

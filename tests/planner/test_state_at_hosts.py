@@ -8,7 +8,6 @@ from random import Random
 
 import pytest
 
-from made_up import layer, measurement, profile, training, value
 from pipefit.errors import UsageError
 from pipefit.planner import Means, PlanOptions, Question, solved
 from pipefit.planner.bounds import step_bound
@@ -18,7 +17,8 @@ from pipefit.schema.devices import Host, parse_place
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.simulator import Simulation
-from tight import Case, cluster, keeping_layer
+from support.synthetic_models import layer, measurement, profile, training, value
+from support.tight_questions import Case, cluster, keeping_layer
 
 HOST = parse_place("host")
 

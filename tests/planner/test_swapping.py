@@ -7,7 +7,6 @@ from random import Random
 
 import pytest
 
-from made_up import AMPLE, devices, keeping
 from pipefit.memory.arenas import shortage
 from pipefit.planner import Means, PlanOptions, Question, plan
 from pipefit.planner.driver import plan_of
@@ -16,7 +15,8 @@ from pipefit.schema.decisions import Decision, SavedTensors, What
 from pipefit.schema.devices import Host, Link, Member, MemberKind, parse_place
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
-from slice_sizes import sized
+from support.microbatch_size_profiles import sized
+from support.synthetic_models import AMPLE, devices, keeping
 
 HOW = Training(batch_size=32, microbatches=8, schedule="gpipe")
 BARE, HOSTS, PEERS = Means(host=False, peers=False), Means(peers=False), Means(host=False)

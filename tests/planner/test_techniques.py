@@ -6,13 +6,13 @@ from random import Random
 
 import pytest
 
-from made_up import layer, measurement, profile, training, value, work
 from pipefit.errors import UsageError
 from pipefit.planner import Question, joint, solved
 from pipefit.planner.problem import Technique, TensorCosts, mpress_choice
 from pipefit.schema.decisions import What
 from pipefit.schema.layer_costs import Origin
-from tight import INPUT, cluster
+from support.synthetic_models import layer, measurement, profile, training, value, work
+from support.tight_questions import INPUT, cluster
 
 # MB; in ms: live interval, recomputation, round trips to the host and over four lanes of NVLink; the choice
 PAPER = {

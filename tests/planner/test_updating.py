@@ -8,12 +8,12 @@ from random import Random
 
 import pytest
 
-from made_up import layer, measurement, profile, training, value
 from pipefit.planner import Question
 from pipefit.planner.improvement import Update, _updates, busy_seconds, divided_updates
 from pipefit.planner.problem import Split
 from pipefit.schema.devices import Host
-from tight import cluster, keeping_layer, random_case
+from support.synthetic_models import layer, measurement, profile, training, value
+from support.tight_questions import cluster, keeping_layer, random_case
 
 
 def longest(updates: list[Update], away: frozenset[int]) -> float:

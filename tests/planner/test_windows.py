@@ -7,11 +7,11 @@ from random import Random
 
 import pytest
 
-from made_up import WHOLE_STAGES, block_sizes, devices, hostile, profile, skewed, training
 from pipefit.planner.driver import stage_peaks
 from pipefit.planner.exact import Bounds, solve
 from pipefit.planner.problem import PlanOptions, Question
-from sampled import seeds
+from support.gallery_samples import seeds
+from support.synthetic_models import WHOLE_STAGES, block_sizes, devices, hostile, profile, skewed, training
 
 
 def question(seed: int, schedule: str, blocks: int, stages: int) -> Question:

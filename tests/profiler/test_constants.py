@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from pipefit.capture import Task
 from pipefit.capture.model import chain
 from pipefit.errors import UsageError
-from random_cases import accounts, plan_for
+from support.random_trainings import accounts, plan_for
 
 
 class Table(nn.Module):

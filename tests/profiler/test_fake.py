@@ -21,7 +21,7 @@ from pipefit.profiler import profile
 from pipefit.schema.actions import parse_action
 from pipefit.schema.layer_costs import LayerCost, Origin, Work
 from pipefit.schema.profile import ModelProfile, Target
-from tiny import task_of
+from support.small_tasks import task_of
 
 OWN, INPUT, PARAMETER = Origin(kind="own"), Origin(kind="input"), Origin(kind="parameter")
 SIZE, WIDTH = 3, 8

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from feeding_back import FEEDING_BACK, WIDTH, Average, task_with
 from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.planner import plan
 from pipefit.profiler import profile
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.profile import ModelProfile
+from support.buffer_feedback import FEEDING_BACK, WIDTH, Average, task_with
 
 
 class Constant(nn.Module):

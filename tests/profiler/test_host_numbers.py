@@ -12,7 +12,7 @@ from torch import nn
 from pipefit.profiler import profile
 from pipefit.runtime import certify
 from pipefit.simulator import simulate
-from tiny import plan_of, task_of
+from support.small_tasks import plan_of, task_of
 
 NUMBERS, PARAMETERS = 8 * 8 + 8 + 8 * 4 + 4, 4
 

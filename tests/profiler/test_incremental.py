@@ -12,8 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from made_up import alike, skewed
-from made_up import profile as profile_of
 from pipefit.capture import Task
 from pipefit.errors import FileError, InfeasibleError, OutOfMemory, UsageError
 from pipefit.profiler import profile
@@ -26,8 +24,10 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import AdditiveCosts, Block
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
-from sampled import seeds
-from tiny import plan_of, task_of
+from support.gallery_samples import seeds
+from support.small_tasks import plan_of, task_of
+from support.synthetic_models import alike, skewed
+from support.synthetic_models import profile as profile_of
 
 GPIPE = Training(batch_size=4, microbatches=4, schedule="gpipe")
 TRUE = AdditiveCosts(mem_isolated=tuple(range(100, 112)), mem_added=(100, *range(21, 32)), training=GPIPE)

@@ -21,8 +21,8 @@ from pipefit.runtime.engine.runner import DeviceRunner
 from pipefit.runtime.engine.stage import Site
 from pipefit.schema.grids import Grid, Stage
 from pipefit.simulator import simulate
-from random_cases import Case, accounts
-from tiny import alone, batch_of, plan_of
+from support.random_trainings import Case, accounts
+from support.small_tasks import alone, batch_of, plan_of
 
 WIDTH, CLASSES = 6, 3
 WEIGHTS = torch.tensor([1.0, 2.0, 3.0])

@@ -7,11 +7,11 @@ from collections import Counter
 import pytest
 import torch
 
-from adapted import adapted
 from pipefit.profiler import profile
 from pipefit.profiler.pass_meter import PassMeter
 from pipefit.schema.layer_costs import Alike, Span, Work
 from pipefit.texts import dtype_name
+from support.two_dtypes import adapted
 
 KIB = 256  # floats in a KiB
 

@@ -11,7 +11,7 @@ from torch import nn
 from pipefit.capture import Task
 from pipefit.models import build
 from pipefit.profiler.on_demand import NotRepeated, OnDemand, Repeated, same_costs
-from tiny import task_of
+from support.small_tasks import task_of
 
 SMALL = {"hidden": 32, "heads": 2, "vocabulary": 64, "sequence": 8}
 

@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from made_up import alike
-from made_up import profile as profile_of
 from pipefit.capture import Task
 from pipefit.errors import FileError, InfeasibleError, OutOfMemory, UsageError
 from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions
@@ -24,8 +22,10 @@ from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import AdditiveCosts
 from pipefit.schema.training import Training
-from sampled import sampled
-from tiny import task_of
+from support.gallery_samples import sampled
+from support.small_tasks import task_of
+from support.synthetic_models import alike
+from support.synthetic_models import profile as profile_of
 
 TRUE = AdditiveCosts(
     mem_isolated=tuple(range(100, 112)), mem_added=(100, *range(21, 32)),

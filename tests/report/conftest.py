@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from browser import Opener, browsing
+from support.browser import Opener, browsing
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from pipefit.schema.trace import AllocatorPeaks, DeviceTrace, MemorySample, Trac
 from pipefit.simulator import simulate
 from pipefit.tables import plain
 from pipefit.units import format_bytes
-from pipelines import equal_profile, make_plan, random_profile
+from support.pipelines import equal_profile, make_plan, random_profile
 
 MIB = 1 << 20
 

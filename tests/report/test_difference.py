@@ -20,8 +20,8 @@ from pipefit.schema.plan import Plan
 from pipefit.simulator import simulate
 from pipefit.tables import plain
 from pipefit.units import format_bytes
-from pipelines import equal_profile, make_plan, random_profile
-from profiles_in_slices import gridded
+from support.pipelines import equal_profile, make_plan, random_profile
+from support.replica_profiles import gridded
 
 PROFILE = random_profile(6)
 NAMES = PROFILE.layers

@@ -12,7 +12,7 @@ from pipefit.report.page.charts import growth
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.fit import Attempt, Fit
 from pipefit.tables import plain
-from pipelines import random_profile
+from support.pipelines import random_profile
 
 BUDGET = 1 << 20
 

@@ -9,7 +9,6 @@ from itertools import product
 
 import pytest
 
-from browser import Opener
 from pipefit.planner import axes_of, points
 from pipefit.planner import plan as planned
 from pipefit.report.page import page
@@ -21,7 +20,8 @@ from pipefit.schema.plan import Plan, Prediction
 from pipefit.simulator import simulate
 from pipefit.tables import kept_together
 from pipefit.units import format_bytes, format_seconds
-from pipelines import equal_profile, make_cluster, make_plan, random_profile
+from support.browser import Opener
+from support.pipelines import equal_profile, make_cluster, make_plan, random_profile
 
 PLAN = make_plan(random_profile(6), (2, 2, 2), microbatches=4)
 

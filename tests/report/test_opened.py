@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from browser import Opener
 from pipefit.report.page import page
 from pipefit.schema.plan import Alternative, Plan
 from report.test_page import planned, with_copies
+from support.browser import Opener
 
 SECONDS = 1.0  # in which a page is open
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from browser import CONTRASTS, Opener
 from pipefit.errors import UsageError
 from pipefit.planner import plan
 from pipefit.report import page as pages
@@ -29,7 +28,8 @@ from pipefit.schema.plan import Alternative, Plan
 from pipefit.schema.trace import CATEGORIES, Trace
 from pipefit.simulator import simulate
 from pipefit.units import format_bytes, format_seconds, parse_bytes
-from pipelines import equal_profile, make_cluster, make_plan, random_profile
+from support.browser import CONTRASTS, Opener
+from support.pipelines import equal_profile, make_cluster, make_plan, random_profile
 
 LARGEST_PAGE = 2_000_000  # bytes
 

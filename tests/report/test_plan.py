@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from made_up import alike, devices, profile, training, vgg_like
 from pipefit.errors import UsageError
 from pipefit.planner import plan
 from pipefit.report.plan import describe_plan, stage_table, told_sharing
@@ -23,8 +22,9 @@ from pipefit.schema.trace import AllocatorPeaks, Stream, Trace
 from pipefit.simulator import simulate
 from pipefit.tables import plain
 from pipefit.units import format_bytes
-from pipelines import equal_profile, make_cluster, make_plan
-from profiles_in_slices import gridded
+from support.pipelines import equal_profile, make_cluster, make_plan
+from support.replica_profiles import gridded
+from support.synthetic_models import alike, devices, profile, training, vgg_like
 
 AMPLE = 1 << 40
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from browser import Opener
 from pipefit.cli import main
 from pipefit.errors import OutOfMemory, UsageError
 from pipefit.planner import remedies
@@ -29,7 +28,8 @@ from pipefit.schema.trace import MemorySample
 from pipefit.simulator import simulate
 from pipefit.simulator.simulation import contents_at
 from pipefit.tables import Table, plain
-from tiny import batch_of, plan_of, task_of, trainer_of
+from support.browser import Opener
+from support.small_tasks import batch_of, plan_of, task_of, trainer_of
 
 TASK = task_of(lambda: [nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)])
 

@@ -25,7 +25,7 @@ from pipefit.schema.layer_costs import KernelMemory, Value
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
 from pipefit.simulator import simulate
-from slices import sliced_plan
+from support.local_batches import sliced_plan
 
 WIDTH, SIZE, COUNT = 8, 2, 2
 CPU = torch.device("cpu")

@@ -11,12 +11,12 @@ from torch import nn
 
 import gallery
 from gallery import CHAINS
-from oracle import measured_peaks
 from pipefit.runtime import certify
 from pipefit.simulator import simulate
-from random_cases import MODELS, SCHEDULES, Case, accounts, plan_for, random_case
-from sampled import sampled
-from tiny import plan_of, task_of
+from support.allocator_events import measured_peaks
+from support.gallery_samples import sampled
+from support.random_trainings import MODELS, SCHEDULES, Case, accounts, plan_for, random_case
+from support.small_tasks import plan_of, task_of
 
 NAMES = [f"{model}-{seed}" for model in (*MODELS, *CHAINS) for seed in range(4 if model in MODELS else 2)]
 

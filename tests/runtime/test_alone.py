@@ -17,9 +17,9 @@ from pipefit.profiler.training_runs.trimmed import LoneStages
 from pipefit.runtime import Trainer
 from pipefit.runtime.hardware import Hardware
 from pipefit.schema.plan import Plan
-from random_cases import plan_for, random_case
-from sampled import sampled, seeds
-from tiny import plan_of, task_of
+from support.gallery_samples import sampled, seeds
+from support.random_trainings import plan_for, random_case
+from support.small_tasks import plan_of, task_of
 
 
 def in_company(task: Task, plan: Plan) -> list[int]:

@@ -14,9 +14,6 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity
 
-from entwined import MIXES, OPTIMIZERS, entwined, plain
-from moving_states import moving_states
-from oracle import measured_peaks
 from pipefit.capture import Task
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
@@ -26,13 +23,16 @@ from pipefit.schema.actions import Kind
 from pipefit.schema.grids import SHARDINGS
 from pipefit.schema.profile import ModelProfile
 from pipefit.simulator import simulate
-from random_cases import random_plan
-from replicated import Table
-from sampled import sampled, seeds
-from samples import samples, step_peaks_of
-from slices import batches, equal, sliced_plan
-from step_peaks import step_peaks
-from tiny import plan_of
+from support.allocator_events import measured_peaks
+from support.gallery_samples import sampled, seeds
+from support.local_batches import batches, equal, sliced_plan
+from support.memory_samples import samples, step_peaks_of
+from support.random_state_offloads import moving_states
+from support.random_trainings import random_plan
+from support.replicated_models import Table
+from support.shared_gradients import MIXES, OPTIMIZERS, entwined, plain
+from support.small_tasks import plan_of
+from support.step_peaks import step_peaks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

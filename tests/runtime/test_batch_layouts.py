@@ -13,7 +13,7 @@ from pipefit.capture import Task
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.schema.trace import Trace
-from tiny import plan_of, profile_of
+from support.small_tasks import plan_of, profile_of
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "one behind the other": lambda x: x,

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from moving_plans import movable, with_disk
 from pipefit.capture import Task
 from pipefit.memory.storages import StageStorages, Whereabouts
 from pipefit.profiler import profile
@@ -27,7 +26,8 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import Stream
 from pipefit.simulator import simulate
-from tiny import alone, batch_of, plan_of, task_of
+from support.random_offloads import movable, with_disk
+from support.small_tasks import alone, batch_of, plan_of, task_of
 
 OFFLOAD = parse_action("0OFFLOAD3#1@device1*2+host*1")
 

@@ -25,7 +25,7 @@ from pipefit.profiler.training_runs.incremental import train as train_once
 from pipefit.profiler.training_runs.trimmed import LoneStages
 from pipefit.runtime import Trainer, certify, train
 from pipefit.simulator import simulate
-from tiny import alone, batch_of, plan_of, task_of
+from support.small_tasks import alone, batch_of, plan_of, task_of
 
 
 class Block(nn.Module):

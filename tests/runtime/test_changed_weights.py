@@ -26,8 +26,8 @@ from pipefit.schema.devices import parse_place
 from pipefit.schema.grids import Grid
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
-from sampled import sampled
-from tiny import alone, batch_of, plan_of
+from support.gallery_samples import sampled
+from support.small_tasks import alone, batch_of, plan_of
 
 SIZE = 4
 

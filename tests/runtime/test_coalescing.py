@@ -14,7 +14,7 @@ from pipefit.lowering import lower
 from pipefit.runtime.comm import transport
 from pipefit.runtime.comm.transport import Network, begin_together
 from pipefit.schema.program import channels
-from pipelines import equal_profile, make_plan
+from support.pipelines import equal_profile, make_plan
 
 
 class OnGpu:

@@ -16,8 +16,8 @@ from pipefit.profiler import profile
 from pipefit.runtime.comm import transport
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
-from tiny import plan_of
-from wide import wide, wide_profile
+from support.small_tasks import plan_of
+from support.two_pool_model import wide, wide_profile
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import forgetful
 import pipefit
-from forgetful import task_of
-from huggingface_models import TINY
 from pipefit.capture import Task, capture, traced
 from pipefit.capture.model import built
 from pipefit.capture.sample import sample
@@ -31,9 +28,12 @@ from pipefit.runtime.checks.comparison import comparable, compare_at_start, host
 from pipefit.runtime.hardware import free_bytes
 from pipefit.runtime.launch import launch
 from pipefit.schema.plan import Plan
-from sampled import sampled
-from slices import sliced_plan
-from tiny import batch_of, plan_of
+from support import untraceable_models
+from support.gallery_samples import sampled
+from support.huggingface_models import TINY
+from support.local_batches import sliced_plan
+from support.small_tasks import batch_of, plan_of
+from support.untraceable_models import task_of
 
 SMALL: dict[str, dict[str, Any]] = {
     "mlp": {"widths": (16, 8), "inputs": 6},
@@ -74,7 +74,7 @@ def test_a_certificate_tells_what_was_compared() -> None:
     """A certificate reports the plan's microbatches, their losses, and the number of equal gradients and
     buffers.
     """
-    task = task_of(forgetful.Dropping)
+    task = task_of(untraceable_models.Dropping)
     found = certify_numbers(task, planned(task))
     assert (found.microbatch_size, found.gradients, found.buffers, found.differences) == (2, 6, 0, ())
     assert f"2 microbatches of 2, losses {found.losses[0]:.6g} and {found.losses[1]:.6g}, 6 gradients" in str(
@@ -86,7 +86,7 @@ def test_a_certificate_tells_what_was_compared() -> None:
 @pytest.mark.parametrize("precision", [None, "bfloat16"])
 def test_a_certificate_leaves_an_existing_module_as_it_was(precision: Any) -> None:
     """A certificate leaves an existing module's weights, dtypes, gradients and random generators unchanged."""
-    module = forgetful.Dropping()
+    module = untraceable_models.Dropping()
     task = task_of(module, precision=precision)  # type: ignore[arg-type]
     plan = in_precision(task)
     module.last.bias.grad = torch.ones(3)
@@ -108,12 +108,12 @@ def test_a_chain_by_hand_can_be_certified_too(name: str) -> None:
 def test_a_plan_of_another_task_is_not_certified() -> None:
     """A certificate for a plan of another task says so instead of reporting a difference."""
     with pytest.raises(FileError, match="does not belong to this task"):
-        certify_numbers(task_of(forgetful.Layered), planned(task_of(forgetful.Dropping)))
+        certify_numbers(task_of(untraceable_models.Layered), planned(task_of(untraceable_models.Dropping)))
 
 
 def test_a_model_too_large_for_the_host_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model too large for the host is not built; the message says its size and the remedy."""
-    task = task_of(forgetful.Layered)
+    task = task_of(untraceable_models.Layered)
     plan, (asked, sizes) = planned(task), counted(task)
     monkeypatch.setattr(comparison, "free_bytes", lambda: 100)
     with pytest.raises(
@@ -131,7 +131,7 @@ def test_a_trainer_refuses_a_chain_that_forgets_before_it_trains(devices: int) -
     """A trainer refuses a chain that loses state before it trains; an existing module keeps its weights.
     Without the comparison a wrong model is trained.
     """
-    module = forgetful.Remembering()
+    module = untraceable_models.Remembering()
     task = task_of(module)  # type: ignore[arg-type]
     plan = planned(task, devices)
     before = {name: parameter.tolist() for name, parameter in module.named_parameters()}
@@ -142,7 +142,7 @@ def test_a_trainer_refuses_a_chain_that_forgets_before_it_trains(devices: int) -
     Trainer(task, plan, numbers=False).step(batch_of(task, plan))
 
 
-class GrowingForFew(forgetful.Layered):
+class GrowingForFew(untraceable_models.Layered):
     """A layer that multiplies by the length of a list, which grows only with a replica's local batch of two
     samples.
     """
@@ -170,7 +170,7 @@ def test_a_trainer_compares_the_chain_of_slices_too() -> None:
 
 def test_a_comparison_changes_nothing_of_the_training() -> None:
     """Losses, parameters, random draws, traces and peaks are those of a trainer without the comparison."""
-    task = task_of(forgetful.Dropping)
+    task = task_of(untraceable_models.Dropping)
     plan, runs = planned(task, 2), []
     for numbers in (True, False):
         torch.manual_seed(1)
@@ -199,7 +199,7 @@ def test_what_is_not_compared_is_said(
     remedies. The batch function is called equally often, so that all workers of a training draw the same.
     Turned off, there is no warning.
     """
-    task = task_of(forgetful.Remembering)
+    task = task_of(untraceable_models.Remembering)
     plan = planned(task)
     monkeypatch.setattr(comparison, name, value)
     asked, sizes = counted(task)
@@ -341,7 +341,7 @@ def test_models_of_transformers_are_compared_by_fewer_layers(
 
 def test_a_module_that_the_host_cannot_run_is_trained_uncompared() -> None:
     """A module with GPU-only kernels is trained without the comparison: the warning has the error."""
-    task = task_of(forgetful.Elsewhere)
+    task = task_of(untraceable_models.Elsewhere)
     with pytest.warns(PipefitWarning, match=r"not compared .*no kernel for the CPU"):
         Trainer(task, planned(task))
 
@@ -350,7 +350,7 @@ def test_a_module_that_the_host_cannot_run_is_trained_uncompared() -> None:
 def test_workers_refuse_a_chain_that_forgets(numbers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Worker 0 compares while the others wait; the parent raises the difference. Turned off, all train."""
     monkeypatch.setattr(launch, "_GRACE_SECONDS", 0.1)  # for other failures, which must not occur
-    factory = partial(task_of, forgetful.Remembering)
+    factory = partial(task_of, untraceable_models.Remembering)
     run = partial(train, factory, planned(factory(), 2), steps=1, numbers=numbers)
     if not numbers:
         assert len(run()[0]) == 1
@@ -361,7 +361,7 @@ def test_workers_refuse_a_chain_that_forgets(numbers: bool, monkeypatch: pytest.
 
 def test_a_worker_that_does_not_compare_tells_its_parent() -> None:
     """A worker that skips the comparison reports it to its parent, which warns."""
-    factory = partial(task_of, forgetful.Elsewhere)
+    factory = partial(task_of, untraceable_models.Elsewhere)
     with pytest.warns(PipefitWarning, match=r"not compared .*no kernel for the CPU"):
         train(factory, planned(factory(), 2), steps=1)
 

@@ -12,8 +12,6 @@ from random import Random
 
 import pytest
 
-from moving_plans import make_chain, moving
-from moving_states import moving_states
 from pipefit.lowering import lower
 from pipefit.memory.arenas import Arena, arenas_of
 from pipefit.runtime import Trainer
@@ -29,7 +27,9 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program
 from pipefit.schema.trace import Stream
 from pipefit.simulator import simulate
-from tiny import batch_of, plan_of
+from support.random_offloads import make_chain, moving
+from support.random_state_offloads import moving_states
+from support.small_tasks import batch_of, plan_of
 
 Span = tuple[float, float]  # begin and end
 

@@ -27,7 +27,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moving_plans import make_chain, with_disk
 from pipefit.errors import OutOfMemory, UsageError, WorkerFailed
 from pipefit.lowering import lower
 from pipefit.memory.arenas import Arena, arenas_of, pinned_sizes, room_needed
@@ -42,8 +41,9 @@ from pipefit.schema.decisions import Decision, SavedTensors, What
 from pipefit.schema.devices import Host, Member, MemberKind, parse_place
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program
-from pipelines import make_cluster
-from tiny import alone, batch_of, plan_of
+from support.pipelines import make_cluster
+from support.random_offloads import make_chain, with_disk
+from support.small_tasks import alone, batch_of, plan_of
 
 BYTES = 64
 HOST = Member.host(0)

@@ -18,7 +18,7 @@ from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
 from pipefit.simulator import simulate
-from tiny import task_of
+from support.small_tasks import task_of
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 

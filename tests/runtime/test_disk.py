@@ -18,7 +18,6 @@ import pytest
 import torch
 
 import pipefit
-from moving_plans import make_chain, make_wide, with_disk
 from pipefit.errors import OutOfMemory, UsageError, WorkerFailed
 from pipefit.memory.arenas import Arena
 from pipefit.runtime import Trainer, certify
@@ -29,9 +28,10 @@ from pipefit.schema.decisions import Decision, SavedTensors, What
 from pipefit.schema.devices import Link, parse_place
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import Stream
-from process_tree import descendants, open_files
-from samples import samples
-from tiny import batch_of, plan_of
+from support.memory_samples import samples
+from support.process_tree import descendants, open_files
+from support.random_offloads import make_chain, make_wide, with_disk
+from support.small_tasks import batch_of, plan_of
 
 SLOT = 512  # bytes moved per microbatch: the sigmoid's result, 2 samples of 64 numbers
 DISK = parse_place("disk0").members[0]

@@ -14,8 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-from divided import divided, grid_plan
-from fully_sharded import fully_sharded
 from pipefit.capture.storages import without_memory
 from pipefit.errors import UsageError
 from pipefit.planner import plan as make_plan
@@ -33,12 +31,14 @@ from pipefit.schema.json_io import load_cluster
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.simulator import simulate
-from reading_parts import READINGS, WORKERS, reading
-from replicated import MODELS, plain_task, precise, replicated, tied
-from sampled import sampled
-from slices import Plain, batches, equal, parameters, random_grids, sliced_plan
-from step_peaks import step_peaks, too_low
-from tiny import goes_on, in_one_process
+from support.fully_sharded import fully_sharded
+from support.gallery_samples import sampled
+from support.local_batches import Plain, batches, equal, parameters, random_grids, sliced_plan
+from support.replicated_models import MODELS, plain_task, precise, replicated, tied
+from support.sharded_stages import divided, grid_plan
+from support.small_tasks import goes_on, in_one_process
+from support.stage_reader import READINGS, WORKERS, reading
+from support.step_peaks import step_peaks, too_low
 
 SIZES = (12, 6, 4, 3)
 DIVIDED: tuple[Sharding, ...] = ("optimizer", "gradients", "parameters")

@@ -13,8 +13,8 @@ from pipefit.capture import Task
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.schema.profile import ModelProfile
-from replicated import replicated
-from slices import batches, sliced_plan
+from support.local_batches import batches, sliced_plan
+from support.replicated_models import replicated
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

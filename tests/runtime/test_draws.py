@@ -11,7 +11,7 @@ from torch import nn
 
 from pipefit.runtime import certify
 from pipefit.runtime.engine.forward_backward import draw_seed, seed_layer
-from tiny import batch_of, plan_of, task_of, trainer_of
+from support.small_tasks import batch_of, plan_of, task_of, trainer_of
 
 CPU = torch.device("cpu")
 numbers = st.integers(0, 2**63 - 1)

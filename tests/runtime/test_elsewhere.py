@@ -28,7 +28,7 @@ from pipefit.schema.json_io import save
 from pipefit.schema.layer_costs import Kernel, KernelMemory
 from pipefit.schema.plan import Plan
 from pipefit.simulator import simulate
-from random_cases import accounts, random_case
+from support.random_trainings import accounts, random_case
 
 SETTINGS = {"widths": (8, 16, 16, 4)}
 MODEL = ["zoo:mlp", "--set", "widths=(8, 16, 16, 4)"]
@@ -177,7 +177,7 @@ import sys
 from random import Random
 sys.path[:0] = [{tests!r}]
 import gallery
-from random_cases import accounts, plan_for
+from support.random_trainings import accounts, plan_for
 for account in accounts(plan_for(gallery.task("strided"), Random(7))):
     print(account.dry_run_bytes, account.oracle_bytes, account.simulated_bytes)
 """

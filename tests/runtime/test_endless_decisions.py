@@ -16,11 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from compaction import compacted
-from endless_mixed import mixed, moved
-from endless_training import MOMENTUM, SEED, TASKS, batches_of, differences, skipping, trained
-from moving_plans import make_chain, movable
-from oracle import measured_peaks
 from pipefit.capture import Task
 from pipefit.errors import OutOfMemory, UsageError
 from pipefit.lowering import ENDLESS, distinct_steps, step_programs, whole_run
@@ -35,10 +30,15 @@ from pipefit.schema.devices import Host, Member
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.simulator import Simulation, simulate
-from replay import replayed
-from sampled import sampled
-from samples import samples, step_peaks_of
-from tiny import batch_of, plan_of, task_of
+from support.allocator_events import measured_peaks
+from support.asynchronous_decisions import mixed, moved
+from support.asynchronous_replay import replayed
+from support.asynchronous_training import MOMENTUM, SEED, TASKS, batches_of, differences, skipping, trained
+from support.gallery_samples import sampled
+from support.memory_samples import samples, step_peaks_of
+from support.random_decisions import compacted
+from support.random_offloads import make_chain, movable
+from support.small_tasks import batch_of, plan_of, task_of
 
 
 @pytest.fixture(autouse=True)

@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 import torch
 
-from compaction import compacted
-from divided import GRIDS, MODELS, divided, grid_plan, profiled
-from endless_training import batches_of
 from pipefit.lowering import ENDLESS, distinct_steps
 from pipefit.lowering.asynchronous import period
 from pipefit.runtime import Trainer, certify, train
 from pipefit.runtime.dry_run import certify as dry_run
 from pipefit.schema.grids import SHARDINGS
 from pipefit.schema.plan import Plan
-from replay import replayed
-from sampled import sampled
-from samples import samples
-from slices import equal, parameters
-from step_peaks import step_peaks
-from tiny import in_one_process
+from support.asynchronous_replay import replayed
+from support.asynchronous_training import batches_of
+from support.gallery_samples import sampled
+from support.local_batches import equal, parameters
+from support.memory_samples import samples
+from support.random_decisions import compacted
+from support.sharded_stages import GRIDS, MODELS, divided, grid_plan, profiled
+from support.small_tasks import in_one_process
+from support.step_peaks import step_peaks
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 

@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 
-from compaction import compacted
 from pipefit.errors import UsageError
 from pipefit.lowering import ENDLESS, step_programs
 from pipefit.memory.cuda_allocator import AllocatorSettings
@@ -21,8 +20,9 @@ from pipefit.schema.actions import Action, Kind
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import Trace
-from tiny import plan_of
-from wide import on_gpus, wide, wide_profile
+from support.random_decisions import compacted
+from support.small_tasks import plan_of
+from support.two_pool_model import on_gpus, wide, wide_profile
 
 DEFAULT = AllocatorSettings()
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from endless_mixed import mixed
-from moving_plans import make_chain
 from pipefit.lowering import ENDLESS
 from pipefit.runtime import Trainer
 from pipefit.runtime.engine.runner import DeviceRunner
 from pipefit.schema.actions import Action, Kind
-from sampled import sampled
-from tiny import batch_of
+from support.asynchronous_decisions import mixed
+from support.gallery_samples import sampled
+from support.random_offloads import make_chain
+from support.small_tasks import batch_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,8 +12,18 @@ from typing import Any
 
 import pytest
 
-from asleep import counted
-from faults import (
+from pipefit.checkpoints.manifest import Manifest, dumps, loads
+from pipefit.cli import main
+from pipefit.errors import FileError, PipefitWarning, WorkerFailed
+from pipefit.runtime import Trainer, train
+from pipefit.runtime.checkpoint.saving import Saving
+from pipefit.runtime.launch import launch
+from pipefit.runtime.launch.launch import Sighting
+from pipefit.schema.json_io import save
+from support.counted_sleep import counted
+from support.gallery_samples import sampled
+from support.resumed_tasks import SEED, named, plan_for, slow_link, undisturbed
+from support.worker_faults import (
     EVERY,
     EXCHANGES,
     FAULTS,
@@ -29,16 +39,6 @@ from faults import (
     assert_survived,
     plan_on,
 )
-from pipefit.checkpoints.manifest import Manifest, dumps, loads
-from pipefit.cli import main
-from pipefit.errors import FileError, PipefitWarning, WorkerFailed
-from pipefit.runtime import Trainer, train
-from pipefit.runtime.checkpoint.saving import Saving
-from pipefit.runtime.launch import launch
-from pipefit.runtime.launch.launch import Sighting
-from pipefit.schema.json_io import save
-from resuming import SEED, named, plan_for, slow_link, undisturbed
-from sampled import sampled
 
 
 @pytest.fixture(autouse=True)
@@ -157,7 +157,7 @@ def test_a_link_that_loses_a_message_is_named(tmp_path: Path) -> None:
 def line(folder: Path, *more: str) -> list[str]:
     """Return a command line that trains with a plan in the folder."""
     save(plan_for("dropout", "1f1b", SPLIT), folder / "plan.json")
-    model = ["resuming:named", "--set", "name=dropout"]
+    model = ["support.resumed_tasks:named", "--set", "name=dropout"]
     return [
         "train",
         str(folder / "plan.json"),
@@ -212,7 +212,7 @@ def test_a_full_disk_under_the_last_checkpoint_loses_nothing(
     failure.
     """
     command = line(tmp_path, "--save", str(tmp_path / "runs"), "--on-failed-save", "stop", "--steps", "2")
-    command[2:5] = ["resuming:limited", "--set", "worker=1", "--set", "nbytes=2000"]
+    command[2:5] = ["support.resumed_tasks:limited", "--set", "worker=1", "--set", "nbytes=2000"]
     assert main([*command, *(["--json"] if as_json else [])]) == 6
     out, err = capsys.readouterr()
     said = r"checkpoint 2 cannot be saved to .*: File too large; .*; steps done: 2, last saved: none$"

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from feeding_back import FEEDING_BACK, WIDTH, Average, Saved, spectral, task_with
 from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.lowering.passes.recomputation import recompute_decisions
@@ -21,9 +20,10 @@ from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
 from pipefit.simulator import simulate
-from random_cases import Case, accounts
-from sampled import sampled
-from tiny import batch_of, plan_of, task_of
+from support.buffer_feedback import FEEDING_BACK, WIDTH, Average, Saved, spectral, task_with
+from support.gallery_samples import sampled
+from support.random_trainings import Case, accounts
+from support.small_tasks import batch_of, plan_of, task_of
 
 STEPS = 3
 CASES = [(name, by_hand) for name, (_, _, ways) in FEEDING_BACK.items() for by_hand in ways]

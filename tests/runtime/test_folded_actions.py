@@ -35,7 +35,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import Trace
 from pipefit.schema.training import Precision, Training
-from sampled import sampled
+from support.gallery_samples import sampled
 
 
 def gpt(layers: int) -> Task:

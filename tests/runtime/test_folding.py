@@ -20,8 +20,8 @@ from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
-from sampled import seeds
-from tiny import task_of
+from support.gallery_samples import seeds
+from support.small_tasks import task_of
 
 
 @pytest.fixture(scope="module")

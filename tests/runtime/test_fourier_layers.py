@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from odd_chains import Whole
 from pipefit.capture import Task
 from pipefit.profiler import profile
-from sampled import sampled
-from step_peaks import step_peaks
-from tiny import plan_of
+from support.gallery_samples import sampled
+from support.random_layer_chains import Whole
+from support.small_tasks import plan_of
+from support.step_peaks import step_peaks
 
 WIDTH, MODES, SIDE = 6, 4, 16
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oracle import measured_peaks
 from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.lowering import lower
@@ -20,9 +19,10 @@ from pipefit.runtime import Trainer, certify
 from pipefit.schema.actions import Kind
 from pipefit.schema.plan import Plan
 from pipefit.simulator import simulate
-from sampled import sampled
-from step_peaks import step_peaks
-from tiny import alone, batch_of, plan_of, task_of
+from support.allocator_events import measured_peaks
+from support.gallery_samples import sampled
+from support.small_tasks import alone, batch_of, plan_of, task_of
+from support.step_peaks import step_peaks
 
 STEPS = 2
 

@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 import torch
 
-from elsewhere import elsewhere
 from pipefit.capture import Task
 from pipefit.errors import OutOfMemory
 from pipefit.measure.cuda import CudaMeter, memory_figures
@@ -29,7 +28,8 @@ from pipefit.profiler.training_runs.trimmed import LoneStages
 from pipefit.runtime import Trainer, certify, train
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import Category
-from tiny import batch_of, plan_of
+from support.separate_process import elsewhere
+from support.small_tasks import batch_of, plan_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elsewhere import elsewhere
 from pipefit.capture import Task
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
-from tiny import batch_of, plan_of, task_of
+from support.separate_process import elsewhere
+from support.small_tasks import batch_of, plan_of, task_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,9 +12,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from elsewhere import elsewhere
-from gpu_lender import lend
-from moving_plans import movable, with_disk
 from pipefit.capture import Task
 from pipefit.lowering import lower
 from pipefit.memory.arenas import Arena, arenas_of
@@ -27,7 +24,10 @@ from pipefit.runtime.offload.lending import CudaMemory, Lending
 from pipefit.schema.decisions import Decision, SavedTensors, What
 from pipefit.schema.devices import Member, MemberKind, parse_place
 from pipefit.schema.plan import Plan
-from tiny import batch_of, plan_of
+from support.gpu_lender import lend
+from support.random_offloads import movable, with_disk
+from support.separate_process import elsewhere
+from support.small_tasks import batch_of, plan_of
 
 pytestmark = [
     pytest.mark.gpu,

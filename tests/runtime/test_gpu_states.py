@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from elsewhere import elsewhere
 from pipefit.capture import Task
 from pipefit.models import build
 from pipefit.profiler import profile
@@ -20,8 +19,9 @@ from pipefit.runtime import Trainer, certify, train
 from pipefit.schema.decisions import Decision, What
 from pipefit.schema.devices import parse_place
 from pipefit.schema.plan import Plan
-from state_away import away
-from tiny import batch_of, plan_of
+from support.offloaded_state import away
+from support.separate_process import elsewhere
+from support.small_tasks import batch_of, plan_of
 
 pytestmark = [
     pytest.mark.gpu,

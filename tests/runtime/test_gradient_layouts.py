@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from pipefit.capture import Task
 from pipefit.profiler import profile
-from step_peaks import step_peaks, too_low
-from tiny import plan_of, task_of
+from support.small_tasks import plan_of, task_of
+from support.step_peaks import step_peaks, too_low
 
 WIDTH, SIZE = 64, 32
 Parts = tuple[Tensor, ...]

@@ -23,7 +23,7 @@ from pipefit.runtime.comm.transport import HostBuffers, Network
 from pipefit.runtime.hardware import Hardware, check_backwards, check_hosts
 from pipefit.schema.grids import Grid
 from pipefit.schema.plan import Plan
-from tiny import batch_of, plan_of, task_of, trainer_of
+from support.small_tasks import batch_of, plan_of, task_of, trainer_of
 
 GPU = torch.device("cuda", 0)
 

@@ -19,7 +19,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.trace import Trace
 from pipefit.simulator import simulate
 from pipefit.timing import HOST_BANDWIDTH_REACHED
-from tiny import batch_of, plan_of, task_of
+from support.small_tasks import batch_of, plan_of, task_of
 
 
 def task() -> Task:

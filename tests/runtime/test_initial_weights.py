@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import divided
-import first_weights
 import pipefit
 from pipefit.capture import Task
 from pipefit.checkpoints import load_state_dict
@@ -24,7 +22,8 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
-from sampled import sampled
+from support import sharded_stages, worker_memory
+from support.gallery_samples import sampled
 
 SEED = 5
 
@@ -44,23 +43,23 @@ def plan_of(task: Task, workers: int) -> Plan:
 
 
 @pytest.mark.parametrize(
-    "build", sampled([first_weights.by_hand, first_weights.Stack], often=[first_weights.Stack])
+    "build", sampled([worker_memory.by_hand, worker_memory.Stack], often=[worker_memory.Stack])
 )
 def test_only_the_first_worker_holds_the_whole_model(build: type, tmp_path: Path) -> None:
     """Only the first worker holds the whole model: of 128 MiB in eight layers, the other three never exceed
     half at their start.
     """
-    task = partial(first_weights.watched, build, str(tmp_path))
+    task = partial(worker_memory.watched, build, str(tmp_path))
     pipefit.train(task, plan_of(task(), 4), steps=1, numbers=False)
     grown = [int((tmp_path / str(rank)).read_text()) for rank in range(4)]
-    whole = 8 * first_weights.WIDE**2 * 4
+    whole = 8 * worker_memory.WIDE**2 * 4
     assert grown[0] > whole
     assert max(grown[1:]) < grown[0] - whole / 2  # tracing costs the same in all
 
 
 def test_replicas_that_divide_parameters_hold_their_own(tmp_path: Path) -> None:
     """Each of four replicas that shard all eight layers only holds its two layers at the start."""
-    task = partial(first_weights.watched, first_weights.by_hand, str(tmp_path))
+    task = partial(worker_memory.watched, worker_memory.by_hand, str(tmp_path))
     profile = pipefit.profile(task(), microbatch_size=(4, 1))
     grid = Grid(devices=tuple(range(4)), data=4, shard="parameters", buckets=4)
     plan = Plan(
@@ -71,26 +70,26 @@ def test_replicas_that_divide_parameters_hold_their_own(tmp_path: Path) -> None:
     )
     pipefit.train(task, plan, steps=1, numbers=False)
     grown = [int((tmp_path / str(rank)).read_text()) for rank in range(4)]
-    whole = 8 * first_weights.WIDE**2 * 4
+    whole = 8 * worker_memory.WIDE**2 * 4
     assert grown[0] > whole
     assert max(grown[1:]) < grown[0] - whole / 2
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("name", first_weights.BUILDERS)
+@pytest.mark.parametrize("name", worker_memory.BUILDERS)
 def test_the_first_weights_are_those_of_plain_training(name: str, tmp_path: Path) -> None:
     """Initial parameters and buffers are plain training's after a step that changes none, and so is the loss,
     which depends on all other tensors.
     """
-    task = partial(first_weights.odd, name)
+    task = partial(worker_memory.odd, name)
     losses, _ = pipefit.train(
         task, plan_of(task(), 3), steps=1, seed=SEED, numbers=False, saving=Saving(directory=str(tmp_path))
     )
     torch.manual_seed(SEED)
-    module = first_weights.BUILDERS[name]()
+    module = worker_memory.BUILDERS[name]()
     initial = {key: tensor.clone() for key, tensor in module.state_dict().items()}
     torch.manual_seed(SEED)
-    inputs, targets = first_weights.batch(first_weights.WIDTH, 4)
+    inputs, targets = worker_memory.batch(worker_memory.WIDTH, 4)
     plain = [F.mse_loss(module(x), y) for x, y in zip(inputs.split(2), targets.split(2), strict=True)]
     assert losses == [torch.stack(plain).mean().item()]
     found = load_state_dict(tmp_path)
@@ -103,14 +102,14 @@ def test_the_first_weights_are_those_of_plain_training(name: str, tmp_path: Path
 def test_a_buffer_in_a_weight_follows_it() -> None:
     """A buffer that shares memory with a parameter does so in every worker, as two updates show."""
     losses, _ = pipefit.train(
-        first_weights.aliased, plan_of(first_weights.aliased(), 2), steps=2, numbers=False
+        worker_memory.aliased, plan_of(worker_memory.aliased(), 2), steps=2, numbers=False
     )
     torch.manual_seed(0)
-    module = first_weights.sequence_of(first_weights.Aliased)
-    optimizer, plain = first_weights.sgd(module.parameters()), []
+    module = worker_memory.sequence_of(worker_memory.Aliased)
+    optimizer, plain = worker_memory.sgd(module.parameters()), []
     for step in range(2):
         torch.manual_seed(step)
-        inputs, targets = first_weights.batch(first_weights.WIDTH, 4)
+        inputs, targets = worker_memory.batch(worker_memory.WIDTH, 4)
         parts = [F.mse_loss(module(x), y) / 2 for x, y in zip(inputs.split(2), targets.split(2), strict=True)]
         optimizer.zero_grad()
         torch.autograd.backward(parts)
@@ -120,10 +119,13 @@ def test_a_buffer_in_a_weight_follows_it() -> None:
 
 
 GRIDS: dict[str, tuple[Callable[[], list[nn.Module]], tuple[Grid, ...]]] = {
-    "replicas": (divided.still, (Grid(devices=(0, 1), data=2),)),
-    "replicas that divide parameters": (divided.still, (Grid(devices=(0, 1), data=2, shard="parameters"),)),
-    "tensor shards": (divided.still, (Grid(devices=(0, 1), tensor=2),)),
-    "stages that share weights": (first_weights.tied, (Grid.of(0), Grid.of(1))),
+    "replicas": (sharded_stages.still, (Grid(devices=(0, 1), data=2),)),
+    "replicas that divide parameters": (
+        sharded_stages.still,
+        (Grid(devices=(0, 1), data=2, shard="parameters"),),
+    ),
+    "tensor shards": (sharded_stages.still, (Grid(devices=(0, 1), tensor=2),)),
+    "stages that share weights": (worker_memory.tied, (Grid.of(0), Grid.of(1))),
 }
 
 
@@ -138,7 +140,7 @@ def test_a_module_that_exists_is_that_of_the_first_worker(grid: str, seeded: boo
     layers, grids = GRIDS[grid]
     torch.manual_seed(0 if seeded else SEED)
     module = nn.Sequential(*layers()).double()
-    task = partial(first_weights.existing, layers, seeded=seeded)
+    task = partial(worker_memory.existing, layers, seeded=seeded)
     profile = pipefit.profile(task(), microbatch_size=(2, 1), tensor=(1, 2))
     cuts = [0, len(module)] if len(grids) == 1 else [0, 2, len(module)]
     plan = Plan(
@@ -150,10 +152,10 @@ def test_a_module_that_exists_is_that_of_the_first_worker(grid: str, seeded: boo
         ),
     )
     losses, _ = pipefit.train(task, plan, steps=3, seed=SEED, numbers=False)
-    optimizer, plain = first_weights.slow(module.parameters()), []
+    optimizer, plain = worker_memory.slow(module.parameters()), []
     for step in range(3):
         torch.manual_seed(SEED + step)
-        inputs, targets = divided.batch(4)
+        inputs, targets = sharded_stages.batch(4)
         optimizer.zero_grad()
         loss = F.mse_loss(module(inputs), targets)
         loss.backward()

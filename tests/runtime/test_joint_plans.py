@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from oracle import measured_peaks
 from pipefit.errors import InfeasibleError
 from pipefit.models import build
 from pipefit.planner import plan
 from pipefit.profiler import profile
 from pipefit.runtime import certify
 from pipefit.schema.cluster import Cluster
-from sampled import sampled
+from support.allocator_events import measured_peaks
+from support.gallery_samples import sampled
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"layers": 4, "hidden": 64, "heads": 4, "vocabulary": 64, "sequence": 64, "attention": "eager"},

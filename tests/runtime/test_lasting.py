@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from pipefit.capture import Task
 from pipefit.capture.model import chain
 from pipefit.profiler import profile
-from random_cases import Case, accounts, plan_for
-from sampled import seeds
-from tiny import plan_of
+from support.gallery_samples import seeds
+from support.random_trainings import Case, accounts, plan_for
+from support.small_tasks import plan_of
 
 WIDTH = 32
 

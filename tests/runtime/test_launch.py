@@ -27,11 +27,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-import accidents
-import asleep
-import network_workers
 import pipefit
-import raising
 from pipefit import processes
 from pipefit.capture import Task
 from pipefit.errors import FileError, LimitMet, OutOfMemory, PipefitError, UsageError, WorkerFailed
@@ -42,7 +38,8 @@ from pipefit.runtime.launch import launch
 from pipefit.runtime.launch.forks import forks, start, tunables
 from pipefit.runtime.launch.launch import Watch
 from pipefit.schema.plan import Plan
-from process_tree import children, command
+from support import counted_sleep, failing_tasks, network_workers, raising_tasks
+from support.process_tree import children, command
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 300  # for a loaded machine; a worker needs about four
@@ -51,7 +48,7 @@ START_SECONDS = 300  # for a loaded machine; a worker needs about four
 @cache
 def plan_of(layers: int = 3, memory: str = "1MiB", microbatches: int = 4) -> Plan:
     """Return a plan of two stages; the last layer, which fails, is in stage 1."""
-    profile = pipefit.profile(accidents.make(layers=layers), microbatch_size=2)
+    profile = pipefit.profile(failing_tasks.make(layers=layers), microbatch_size=2)
     cluster = pipefit.load_cluster(f"emulated:2x{memory}")
     return pipefit.plan(
         profile, cluster, batch_size=2 * microbatches, planner="uniform", allow_infeasible=True
@@ -61,7 +58,7 @@ def plan_of(layers: int = 3, memory: str = "1MiB", microbatches: int = 4) -> Pla
 @pytest.fixture(autouse=True)
 def _sleep_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Count only the time in which workers sleep: slow workers on a loaded machine have not failed."""
-    asleep.counted(monkeypatch, tmp_path / "asleep")
+    counted_sleep.counted(monkeypatch, tmp_path / "asleep")
 
 
 @pytest.fixture(autouse=True)
@@ -112,46 +109,46 @@ def test_the_worker_that_failed_first_is_named_and_never_its_neighbour(
     """
     plan, began = plan_of(), time.monotonic()
     with pytest.raises(WorkerFailed) as caught:
-        pipefit.train(partial(accidents.make, accident), plan, steps=2, timeout_seconds=3)
+        pipefit.train(partial(failing_tasks.make, accident), plan, steps=2, timeout_seconds=3)
     assert str(caught.value).startswith(sentence)
     assert time.monotonic() - began < START_SECONDS + 3
     out, err = capfd.readouterr()
     assert out == ""
     assert "Traceback" not in err
-    assert ("accidents.py" in "".join(getattr(caught.value, "__notes__", ()))) == (accident == "raises")
+    assert ("failing_tasks.py" in "".join(getattr(caught.value, "__notes__", ()))) == (accident == "raises")
 
 
 def test_a_fork_that_goes_on_training_is_ended_by_name() -> None:
     """A module that forks its worker and lets both train on is reported before they interfere."""
     with pytest.raises(UsageError, match=r"^device 1 was forked by a module .* continues training"):
-        pipefit.train(partial(accidents.make, "forks"), plan_of(), steps=20)
+        pipefit.train(partial(failing_tasks.make, "forks"), plan_of(), steps=20)
 
 
 REPORTS: list[tuple[str, Callable[[], Task], dict[str, Any], type[PipefitError], str]] = [
     (
         "parameters over the cap",
-        accidents.make,
+        failing_tasks.make,
         {"memory": "400B"},
         OutOfMemory,
         "device 0 ran out of memory at sett",
     ),
     (
         "peak over the cap",
-        accidents.make,
+        failing_tasks.make,
         {"memory": "1500B"},
         OutOfMemory,
         "device 0 ran out of memory at 0",
     ),
     (
         "another model",
-        accidents.make,
+        failing_tasks.make,
         {"layers": 4},
         FileError,
         "does not belong to this task: it was made for 4 layers, not 3",
     ),
     (
         "factory raises",
-        accidents.make_nothing,
+        failing_tasks.make_nothing,
         {},
         WorkerFailed,
         "failed while it started: ValueError: no task today; ",
@@ -177,13 +174,13 @@ def test_a_worker_that_never_starts_is_named() -> None:
     rendezvous.
     """
     with pytest.raises(WorkerFailed, match=r"worker 1 .* hangs while it started: no sign of life for 3 s"):
-        pipefit.train(accidents.make_slowly, plan_of(), steps=1, start_seconds=3)
+        pipefit.train(failing_tasks.make_slowly, plan_of(), steps=1, start_seconds=3)
 
 
 def test_waiting_for_a_slow_worker_is_no_failure() -> None:
     """A worker may wait for others longer than `timeout_seconds` if each of their actions takes less."""
     losses, _ = pipefit.train(
-        partial(accidents.make_late, "slow"), plan_of(microbatches=1), steps=1, timeout_seconds=2
+        partial(failing_tasks.make_late, "slow"), plan_of(microbatches=1), steps=1, timeout_seconds=2
     )
     assert len(losses) == 1
 
@@ -193,7 +190,7 @@ def test_a_worker_that_waits_is_not_the_one_that_hangs() -> None:
     began, for a worker that hangs since later.
     """
     with pytest.raises(WorkerFailed, match=r"^worker 0 \(device 0, .* hangs at 0F0: no sign of life for 2 s"):
-        pipefit.train(partial(accidents.make_late, "hangs"), plan_of(), steps=1, timeout_seconds=2)
+        pipefit.train(partial(failing_tasks.make_late, "hangs"), plan_of(), steps=1, timeout_seconds=2)
 
 
 def test_a_program_that_was_stopped_blames_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +199,7 @@ def test_a_program_that_was_stopped_blames_no_worker(monkeypatch: pytest.MonkeyP
     """
     away = itertools.count(0, 1000)
     monkeypatch.setattr(launch, "Watch", partial(Watch, clock=lambda: time.monotonic() + next(away)))
-    losses, _ = pipefit.train(partial(accidents.make_late, "slow"), plan_of(microbatches=1), steps=1)
+    losses, _ = pipefit.train(partial(failing_tasks.make_late, "slow"), plan_of(microbatches=1), steps=1)
     assert len(losses) == 1
 
 
@@ -219,7 +216,7 @@ def test_a_second_interrupt_waits_until_all_is_cleared_away(monkeypatch: pytest.
 
     monkeypatch.setattr(BaseProcess, "join", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        pipefit.train(accidents.make, plan_of(), steps=1000, on_step=stop)
+        pipefit.train(failing_tasks.make, plan_of(), steps=1000, on_step=stop)
 
 
 @pytest.mark.parametrize("more", [1, 14])
@@ -239,11 +236,11 @@ def test_workers_that_cannot_be_started_are_a_failure_by_name(
             WorkerFailed,
             match=rf"^2 workers cannot be started: Too many open files; .*{files} files here \(ulimit -n\)",
         ):
-            pipefit.train(accidents.make, plan, steps=1)
+            pipefit.train(failing_tasks.make, plan, steps=1)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, processes)
     assert "Traceback" not in capfd.readouterr().err
-    losses, _ = pipefit.train(accidents.make, plan, steps=1)
+    losses, _ = pipefit.train(failing_tasks.make, plan, steps=1)
     assert len(losses) == 1
 
 
@@ -257,18 +254,18 @@ def test_where_processes_may_share_nothing_the_places_are_named(number: int) -> 
         failing,
         pytest.raises(WorkerFailed, match=rf"{os.strerror(number)}; processes share semaphores in /dev/shm"),
     ):
-        pipefit.train(accidents.make, plan_of(), steps=1)
+        pipefit.train(failing_tasks.make, plan_of(), steps=1)
 
 
 @pytest.mark.gallery
 def test_a_fork_server_that_is_killed_at_a_request_is_replaced() -> None:
     """A fork server that the system kills during a request is replaced, and the training continues."""
     plan = plan_of()
-    pipefit.train(accidents.make, plan, steps=1)
+    pipefit.train(failing_tasks.make, plan, steps=1)
     (server,) = fork_servers()
     os.kill(server, signal.SIGSTOP)  # the request gets no answer
     threading.Timer(1, os.kill, (server, signal.SIGKILL)).start()
-    losses, _ = pipefit.train(accidents.make, plan, steps=1)
+    losses, _ = pipefit.train(failing_tasks.make, plan, steps=1)
     assert len(losses) == 1
     assert fork_servers() != [server]
 
@@ -289,7 +286,7 @@ def test_without_the_fork_server_a_worker_ends_as_it_ends(dies: bool) -> None:
                 os.kill(last, signal.SIGKILL)
 
     plan = plan_of()
-    run = partial(pipefit.train, accidents.make, plan, steps=9, on_step=kill)
+    run = partial(pipefit.train, failing_tasks.make, plan, steps=9, on_step=kill)
     if dies:
         with pytest.raises(
             WorkerFailed, match=r"^worker 1 .* killed by signal 9 \(SIGKILL\), usually by the system because"
@@ -297,7 +294,7 @@ def test_without_the_fork_server_a_worker_ends_as_it_ends(dies: bool) -> None:
             run()
     else:
         assert len(run()[0]) == 9
-    pipefit.train(accidents.make, plan, steps=1)  # by another one
+    pipefit.train(failing_tasks.make, plan, steps=1)  # by another one
 
 
 def test_orphans_stay_with_this_process_only_while_it_trains() -> None:
@@ -306,7 +303,9 @@ def test_orphans_stay_with_this_process_only_while_it_trains() -> None:
     """
     before = adopt_orphans(False)
     inside = []
-    pipefit.train(accidents.make, plan_of(), steps=1, on_step=lambda _: inside.append(adopt_orphans(True)))
+    pipefit.train(
+        failing_tasks.make, plan_of(), steps=1, on_step=lambda _: inside.append(adopt_orphans(True))
+    )
     assert (before, inside, adopt_orphans(before)) == (False, [True], False)
 
 
@@ -330,7 +329,7 @@ def test_too_few_processes_and_threads_are_told_before_a_worker_starts(
     with pytest.raises(
         WorkerFailed, match=r"^2 workers cannot be started: .*this user may have 77 processes and"
     ):
-        pipefit.train(accidents.make, plan_of(), steps=1)
+        pipefit.train(failing_tasks.make, plan_of(), steps=1)
     assert len(started) == 5
 
 
@@ -341,8 +340,8 @@ def test_a_limit_that_workers_meet_as_they_start_is_named_once(
     fail again.
     """
     monkeypatch.setattr(processes, "_soft", {"RLIMIT_NOFILE": 7}.get)
-    number = next(n for n, what in enumerate(raising.HAPPENS) if "Too many open files" in what)
-    task = partial(raising.make, "factory", number)
+    number = next(n for n, what in enumerate(raising_tasks.HAPPENS) if "Too many open files" in what)
+    task = partial(raising_tasks.make, "factory", number)
     saving = Saving(directory=str(tmp_path))
     with pytest.raises(LimitMet, match=r"^worker 1 \(.*a process may open \d+ files here .*last saved: none"):
         pipefit.train(task, plan_of(), steps=1, saving=saving, restarts=2)
@@ -350,7 +349,7 @@ def test_a_limit_that_workers_meet_as_they_start_is_named_once(
     with pytest.raises(
         LimitMet, match=r"^worker 0 of 2 cannot be started: .*a process may open 7 files here .*none"
     ):
-        pipefit.train(accidents.make, plan_of(), steps=1, saving=saving, restarts=2)
+        pipefit.train(failing_tasks.make, plan_of(), steps=1, saving=saving, restarts=2)
     assert not [warning for warning in recwarn if "restart" in str(warning.message)]
 
 
@@ -399,7 +398,7 @@ def test_a_working_directory_that_is_gone_is_named(tmp_path: Path, monkeypatch: 
     with pytest.raises(
         WorkerFailed, match="the working directory has been removed; change to an existing one"
     ):
-        pipefit.train(accidents.make, plan, steps=1)
+        pipefit.train(failing_tasks.make, plan, steps=1)
 
 
 @pytest.mark.gallery
@@ -429,7 +428,7 @@ def test_workers_have_the_surroundings_of_the_moment(
     plan = plan_of()
     for word in ("first", "second"):
         monkeypatch.setenv("PIPEFIT_TEST_WORD", word)
-        pipefit.train(accidents.make_talking, plan, steps=1)
+        pipefit.train(failing_tasks.make_talking, plan, steps=1)
         out, err = capfd.readouterr()
         assert (out, err.replace("\n", "")) == ("", f"the word is {word}" * 2)  # two write at once
 
@@ -441,7 +440,7 @@ def test_stopping_leaves_nothing_behind() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pipefit.train(accidents.make, plan_of(), steps=1000, on_step=stop)
+        pipefit.train(failing_tasks.make, plan_of(), steps=1000, on_step=stop)
 
 
 def test_what_cannot_start_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,16 +454,16 @@ def test_what_cannot_start_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(launch, "start", never)
     with pytest.raises(UsageError, match="cannot be sent to the workers"):
-        pipefit.train(lambda: accidents.make("none"), plan, steps=1)
+        pipefit.train(lambda: failing_tasks.make("none"), plan, steps=1)
     with pytest.raises(UsageError, match="not a Task"):
-        pipefit.train(accidents.make(), plan, steps=1)  # type: ignore[arg-type]
+        pipefit.train(failing_tasks.make(), plan, steps=1)  # type: ignore[arg-type]
     for numbers in (
         {"steps": 0},
         {"steps": 1, "timeout_seconds": 0},
         {"steps": 1, "timeout_seconds": float("nan")},
     ):
         with pytest.raises(UsageError, match="must be a "):
-            pipefit.train(accidents.make, plan, **numbers)  # type: ignore[arg-type]
+            pipefit.train(failing_tasks.make, plan, **numbers)  # type: ignore[arg-type]
 
 
 def test_what_is_in_no_file_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,11 +475,11 @@ def test_what_is_in_no_file_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(main, "__spec__", None)
     monkeypatch.setattr(main, "__file__", "<stdin>", raising=False)
     with pytest.raises(UsageError, match=r"not in a file \(<stdin>\)"):
-        pipefit.train(accidents.make, plan_of(), steps=1)
+        pipefit.train(failing_tasks.make, plan_of(), steps=1)
     monkeypatch.delattr(main, "__file__")
 
     def typed(name: str) -> Task:
-        return accidents.make(name)
+        return failing_tasks.make(name)
 
     typed.__module__, typed.__qualname__ = "__main__", "typed"
     monkeypatch.setattr(main, "typed", typed, raising=False)
@@ -496,7 +495,7 @@ def test_a_process_that_may_start_none_says_so(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("a worker was started"))
     monkeypatch.setitem(mp.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match=r"daemonic process.*ProcessPoolExecutor"):
-        pipefit.train(accidents.make, plan_of(), steps=1)
+        pipefit.train(failing_tasks.make, plan_of(), steps=1)
 
 
 def test_as_many_workers_as_stages() -> None:
@@ -504,7 +503,7 @@ def test_as_many_workers_as_stages() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(UsageError, match="2 devices, but the launcher started 1 worker:"):
-            pipefit.Trainer(accidents.make(), plan_of())
+            pipefit.Trainer(failing_tasks.make(), plan_of())
     finally:
         dist.destroy_process_group()
 
@@ -512,14 +511,14 @@ def test_as_many_workers_as_stages() -> None:
 SCRIPT = """
 import pipefit, sys
 sys.path.insert(0, "{tests}")
-import accidents
+from support import failing_tasks
 plan = pipefit.plan(
-    pipefit.profile(accidents.make(), microbatch_size=2), pipefit.load_cluster("emulated:1x1MiB"), batch_size=4
+    pipefit.profile(failing_tasks.make(), microbatch_size=2), pipefit.load_cluster("emulated:1x1MiB"), batch_size=4
 )
 {call}
 """
 WORK = (
-    "pipefit.train(accidents.make, plan, steps=100000, "
+    "pipefit.train(failing_tasks.make, plan, steps=100000, "
     'on_step=lambda report: report.step or print("going", flush=True))'
 )
 

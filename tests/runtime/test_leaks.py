@@ -17,16 +17,16 @@ from pathlib import Path
 import pytest
 
 import pipefit
-from ends import HOW, make_ending
-from moving_plans import make_chain
 from pipefit.errors import WorkerFailed
 from pipefit.lowering import lower
 from pipefit.schema.actions import Action, Kind
 from pipefit.schema.decisions import Decision, Run, SavedTensors, What
 from pipefit.schema.devices import Link, parse_place
 from pipefit.schema.plan import Plan
-from process_tree import command, descendants, is_running, mappings, open_files
-from tiny import plan_of
+from support.ending_tasks import HOW, make_ending
+from support.process_tree import command, descendants, is_running, mappings, open_files
+from support.random_offloads import make_chain
+from support.small_tasks import plan_of
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 300  # for a loaded machine
@@ -156,7 +156,7 @@ SCRIPT = f"""
 import sys
 sys.path[:0] = [{str(ROOT / "tests")!r}, {str(Path(__file__).parent)!r}]
 import pipefit, test_leaks
-from moving_plans import make_chain
+from support.random_offloads import make_chain
 if __name__ == "__main__":
     plan = test_leaks.plan()
     print("ready", flush=True)

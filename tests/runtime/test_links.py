@@ -10,7 +10,7 @@ import pytest
 from pipefit.lowering import lower
 from pipefit.runtime.launch.launch import WorkerPosition, waited_for
 from pipefit.schema.plan import Plan
-from pipelines import equal_profile, make_plan
+from support.pipelines import equal_profile, make_plan
 
 NEVER = 1 << 20  # after all actions of a step
 

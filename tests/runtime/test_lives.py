@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
-from moving_plans import moving
 from pipefit.lowering import lower
 from pipefit.memory.cuda_allocator import AllocatorSettings
 from pipefit.profiler import profile
@@ -29,9 +28,10 @@ from pipefit.runtime.dry_run.reserved import LivesOf
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.program import Program
 from pipefit.schema.trace import AllocatorPeaks
-from random_cases import random_plan
-from tiny import plan_of, task_of
-from wide import on_gpus, wide, wide_profile
+from support.random_offloads import moving
+from support.random_trainings import random_plan
+from support.small_tasks import plan_of, task_of
+from support.two_pool_model import on_gpus, wide, wide_profile
 
 DEFAULT = AllocatorSettings()
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pipefit.capture import Task
-from step_peaks import step_peaks, too_low
-from tiny import plan_of, task_of
+from support.small_tasks import plan_of, task_of
+from support.step_peaks import step_peaks, too_low
 
 
 class Orthogonal(Optimizer):

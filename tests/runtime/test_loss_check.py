@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from pipefit.capture import Task
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify_numbers
-from tiny import plan_of
+from support.small_tasks import plan_of
 
 ROWS = torch.arange(1.0, 7.0)[:, None] / 10
 

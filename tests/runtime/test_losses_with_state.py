@@ -21,7 +21,7 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
-from tiny import batch_of, plan_of, task_of
+from support.small_tasks import batch_of, plan_of, task_of
 
 
 class Centred(nn.Module):

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from on_machines import EACH, MACHINES, SAVED, plain_training, plan_across
 from pipefit import save
 from pipefit.checkpoints import load_state_dict
 from pipefit.errors import UsageError
@@ -23,7 +22,8 @@ from pipefit.runtime.offload import lending
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import Member
 from pipefit.schema.grids import Grid
-from slices import equal
+from support.local_batches import equal
+from support.several_machines import EACH, MACHINES, SAVED, plain_training, plan_across
 
 ROOT, SAME, PLAN = Path(__file__).parents[2], 1e-12, "plan.json"
 
@@ -57,7 +57,7 @@ def started(folder: Path, kind: str, *, restarts: int = 0) -> list[tuple[int, st
                     f"--nproc-per-node={EACH}",
                 ),
                 *(f"--max-restarts={restarts}", *words(number)),
-                *(str(ROOT / "tests" / "on_machines.py"), str(folder / PLAN)),
+                *(str(ROOT / "tests" / "support" / "several_machines.py"), str(folder / PLAN)),
             ],
             env=environment,
             stdout=subprocess.PIPE,

@@ -16,7 +16,7 @@ from pipefit.errors import PipefitWarning
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.simulator import simulate
-from tiny import batch_of, plan_of, task_of
+from support.small_tasks import batch_of, plan_of, task_of
 
 
 class Lookahead(torch.optim.SGD):

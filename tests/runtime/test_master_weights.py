@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from copies_by_hand import FIRST_SCALE, ByHand
 from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.profiler import profile
@@ -23,7 +22,8 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
-from tiny import profile_of
+from support.copies_by_hand import FIRST_SCALE, ByHand
+from support.small_tasks import profile_of
 
 Batch = tuple[Tensor, Tensor]
 SAMPLES, MICROBATCH = 8, 4

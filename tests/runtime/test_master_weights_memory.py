@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from oracle import measured_peaks
 from pipefit.capture import Task
 from pipefit.models import build
 from pipefit.profiler import profile
@@ -24,7 +23,8 @@ from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import CATEGORIES, Category, MemorySample
 from pipefit.schema.training import Training
 from pipefit.simulator import simulate
-from sampled import sampled
+from support.allocator_events import measured_peaks
+from support.gallery_samples import sampled
 
 PRECISIONS = ("master-bfloat16", "master-float16")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -17,8 +17,8 @@ from pipefit.runtime import Trainer
 from pipefit.runtime.hardware import Hardware
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import Category, Trace
-from state_away import away
-from tiny import batch_of, plan_of, task_of
+from support.offloaded_state import away
+from support.small_tasks import batch_of, plan_of, task_of
 
 PEAK = 1 << 30
 FIGURES: Mapping[str, Any] = {

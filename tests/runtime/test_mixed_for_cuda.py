@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from huggingface_models import TINY
 from pipefit.capture import Task
 from pipefit.models import build
 from pipefit.models.hugging_face import hf
@@ -32,7 +31,8 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.trace import Trace
 from pipefit.schema.training import Precision
 from pipefit.simulator import simulate
-from sampled import sampled
+from support.gallery_samples import sampled
+from support.huggingface_models import TINY
 
 PRECISIONS: tuple[Precision, ...] = ("mixed-bfloat16", "mixed-float16")
 

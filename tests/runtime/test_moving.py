@@ -15,9 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from movable import movable
-from moving_plans import Attention, make_batch, make_chain, moving, with_disk
-from oracle import measured_peaks
 from pipefit.capture import Task
 from pipefit.capture.model import build_chain
 from pipefit.errors import OutOfMemory, UsageError
@@ -36,9 +33,12 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import Category, Trace
 from pipefit.simulator import simulate
-from random_cases import random_plan
-from samples import samples, step_peaks_of
-from tiny import alone, batch_of, plan_of, task_of
+from support.allocator_events import measured_peaks
+from support.memory_samples import samples, step_peaks_of
+from support.offload_choices import movable
+from support.random_offloads import Attention, make_batch, make_chain, moving, with_disk
+from support.random_trainings import random_plan
+from support.small_tasks import alone, batch_of, plan_of, task_of
 
 STEPS = 3
 

@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-import asleep
 import pipefit
-from moving_plans import make_chain, make_wide
 from pipefit.errors import OutOfMemory, WorkerFailed
 from pipefit.runtime import Trainer, certify
 from pipefit.schema.cluster import Cluster
@@ -25,9 +23,11 @@ from pipefit.schema.devices import Host, Link, parse_place
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import Stream, Trace
 from pipefit.simulator import simulate
-from process_tree import descendants, mappings
-from samples import samples
-from tiny import plan_of
+from support import counted_sleep
+from support.memory_samples import samples
+from support.process_tree import descendants, mappings
+from support.random_offloads import make_chain, make_wide
+from support.small_tasks import plan_of
 
 SLOW = 0.05  # seconds of a copy
 SIGMOID = ((1, 0),)  # layer 1's output, which it saves
@@ -96,7 +96,7 @@ def test_a_worker_that_copies_for_too_long_is_the_one_that_hangs(
     plan = moved(plan_of(make_chain(), [3, 3], microbatches=2, schedule="gpipe"), "host", "host", behind=0)
     link = Link.between("device0", "device1", "host0", bytes_per_second=1.0)
     plan = replace(plan, cluster=replace(plan.cluster, links=(link,)), decisions=plan.decisions[1:])
-    asleep.counted(monkeypatch, tmp_path / "asleep")
+    counted_sleep.counted(monkeypatch, tmp_path / "asleep")
     with pytest.raises(WorkerFailed, match=r"worker 1 .* hangs at 1WAIT_OFFLOAD0\[4.0\]@host"):
         pipefit.train(partial(make_chain, "falls asleep later"), plan, steps=1, timeout_seconds=2)
     assert mp.active_children() == []

@@ -25,7 +25,7 @@ from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import Trace
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
-from tiny import batch_of
+from support.small_tasks import batch_of
 
 DEVICES, SIZE, MICROBATCHES, STEPS = 2, 8, 6, 3
 LEAST_SAVED = 0.1  # of the lowest peak of all splits

@@ -8,14 +8,14 @@ from random import Random
 import pytest
 import torch
 
-from odd_chains import odd_chain
 from pipefit.errors import UsageError
 from pipefit.profiler import profile
 from pipefit.schema.plan import Plan
-from random_cases import random_plan
-from sampled import seeds
-from step_peaks import too_low
-from tiny import plan_of
+from support.gallery_samples import seeds
+from support.random_layer_chains import odd_chain
+from support.random_trainings import random_plan
+from support.small_tasks import plan_of
+from support.step_peaks import too_low
 
 SIZE, PLANS = 2, 3
 REFUSED = ("in place", "does not require a gradient")  # what no plan can train

@@ -24,7 +24,7 @@ from pipefit.runtime.launch.launch import died
 from pipefit.runtime.launch.worker import BUILDING, _report
 from pipefit.schema.actions import message_of
 from pipefit.tensor_parallel import ProcessGroupCollectives
-from tiny import batch_of, plan_of, task_of, trainer_of
+from support.small_tasks import batch_of, plan_of, task_of, trainer_of
 
 # Messages as torch passes them on
 CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"

@@ -27,9 +27,18 @@ from pipefit.errors import DamagedCheckpoint, FileError, NotSaved, PipefitWarnin
 from pipefit.runtime import train
 from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.checkpoint.saving import Saving
-from resuming import SEED, batches_of, elsewhere, mortal, named, plan_for, trainer_for, undisturbed
-from sampled import sampled
-from trainings import EVERY, ROOT, SECONDS, STEPS, Training
+from support.gallery_samples import sampled
+from support.resumed_tasks import (
+    SEED,
+    batches_of,
+    elsewhere,
+    mortal,
+    named,
+    plan_for,
+    trainer_for,
+    undisturbed,
+)
+from support.separate_trainings import EVERY, ROOT, SECONDS, STEPS, Training
 
 NEXT = SEED + 50  # the seed of another training
 Begin = Callable[..., Training]
@@ -88,7 +97,7 @@ def test_a_second_training_is_refused_while_the_first_one_lives(
 @pytest.fixture
 def leaving(begin: Begin, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Training]:
     """Return a training whose workers each leave a process; it ends with the test."""
-    yield begin("first", SEED, task=("resuming:leaving", "--set", f"left='{request.param}'"))
+    yield begin("first", SEED, task=("support.resumed_tasks:leaving", "--set", f"left='{request.param}'"))
     for left in (tmp_path / "first").glob("left-*"):
         os.kill(int(left.name.partition("-")[2]), signal.SIGKILL)
 

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from huggingface_models import TINY
-from oracle import measured_peaks
 from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.largest.task_plans import plan as planned
@@ -26,8 +24,10 @@ from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
 from pipefit.simulator import simulate
-from sampled import sampled
-from tiny import SGD
+from support.allocator_events import measured_peaks
+from support.gallery_samples import sampled
+from support.huggingface_models import TINY
+from support.small_tasks import SGD
 
 STEPS = 2
 

@@ -19,8 +19,8 @@ from pipefit.lowering.passes.recomputation import recompute_decisions
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.simulator import simulate
-from sampled import sampled
-from tiny import SGD, plan_of
+from support.gallery_samples import sampled
+from support.small_tasks import SGD, plan_of
 
 
 class Strict(nn.Module):

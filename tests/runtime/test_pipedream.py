@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from endless_training import SEED, TASKS, Skipping, batches_of, differences, skipping, trained
-from oracle import measured_peaks
 from pipefit.capture import Task
 from pipefit.errors import OutOfMemory
 from pipefit.lowering import ENDLESS, distinct_steps, step_programs
@@ -31,9 +29,11 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.trace import CATEGORIES, Category
 from pipefit.schema.training import Versions
 from pipefit.simulator import simulate
-from replay import Numbers, replayed
-from sampled import sampled
-from tiny import plan_of, task_of
+from support.allocator_events import measured_peaks
+from support.asynchronous_replay import Numbers, replayed
+from support.asynchronous_training import SEED, TASKS, Skipping, batches_of, differences, skipping, trained
+from support.gallery_samples import sampled
+from support.small_tasks import plan_of, task_of
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from full_disk import full_disk
 from pipefit.capture import Task
 from pipefit.checkpoints import export, find, load_state_dict, plain
 from pipefit.checkpoints.plain import load_weights
@@ -29,9 +28,10 @@ from pipefit.runtime.launch import restarts
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.tensor_parallel.forms import DimSplit, TensorShard
-from pretrained_models import PRETRAINED
-from resuming import ADAMW
-from tiny import batch_of, plan_of
+from support.full_disk import full_disk
+from support.pretrained_models import PRETRAINED
+from support.resumed_tasks import ADAMW
+from support.small_tasks import batch_of, plan_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

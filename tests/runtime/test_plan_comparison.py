@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from movable import movable
 from pipefit.capture import Task, capture
 from pipefit.capture.comparison import NotComparable
 from pipefit.capture.model import built
@@ -40,6 +39,7 @@ from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
 from pipefit.tensor_parallel import comparison as lockstep
 from pipefit.tensor_parallel import forms
+from support.offload_choices import movable
 
 WIDTH, MICROBATCHES = 8, 3
 Break = Callable[[pytest.MonkeyPatch], None]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipefit.capture import Task
-from random_cases import accounts, plan_for
+from support.random_trainings import accounts, plan_for
 
 WIDTH = 8
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import pipefit
-import raising
 from pipefit.cli import main
 from pipefit.schema.plan import Plan
+from support import raising_tasks
 
 PLACES = {
     "factory": "while it started",
@@ -25,13 +25,13 @@ PLACES = {
 CHECKED = ("batch", "loss", "optimizer")  # before the first step, where exceptions are mistakes of the model
 MISTAKES = re.compile(r"\w*Error|Wordless|ExceptionGroup")
 SAMPLE = [("factory", 0), ("factory", 15), ("loss", 15), ("forward", 3), ("step", 15)]
-ALL = [(phase, number) for phase, number in product(raising.PHASES, range(len(raising.HAPPENS)))]
+ALL = [(phase, number) for phase, number in product(raising_tasks.PHASES, range(len(raising_tasks.HAPPENS)))]
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     """Return a plan of two stages of two layers."""
-    profile = pipefit.profile(raising.make(), microbatch_size=2)
+    profile = pipefit.profile(raising_tasks.make(), microbatch_size=2)
     return pipefit.plan(profile, pipefit.load_cluster("emulated:2x1MiB"), batch_size=4, planner="uniform")
 
 
@@ -48,7 +48,7 @@ def test_what_a_models_own_code_raises_in_a_worker_is_told(
     Any exception: the worker with its device, layers and phase, code 5; out of memory: device and phase, code
     4; a failed check before the first step: the fault of the model, code 2.
     """
-    path, what = tmp_path / "plan.json", list(raising.HAPPENS)[number]
+    path, what = tmp_path / "plan.json", list(raising_tasks.HAPPENS)[number]
     pipefit.save(plan, path)
     line = f"train {path} raising:make --set phase={phase} --set number={number} --steps 1 --no-numbers --timeout 100"
     code, where = main(line.split()), PLACES[phase]

@@ -24,9 +24,9 @@ from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
 from pipefit.simulator import simulate
-from random_cases import accounts, plan_for, random_case
-from sampled import sampled, seeds
-from tiny import plan_of, profile_of
+from support.gallery_samples import sampled, seeds
+from support.random_trainings import accounts, plan_for, random_case
+from support.small_tasks import plan_of, profile_of
 
 
 def recomputed(plan: Plan, mode: Recompute) -> Plan:

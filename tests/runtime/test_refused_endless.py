@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from endless_training import TASKS
 from pipefit.errors import UsageError
 from pipefit.lowering import lower
 from pipefit.runtime import Trainer, certify
 from pipefit.schema.actions import Kind
-from tiny import plan_of, task_of
+from support.asynchronous_training import TASKS
+from support.small_tasks import plan_of, task_of
 
 
 class Aside(nn.Module):

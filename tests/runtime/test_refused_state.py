@@ -17,8 +17,8 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import State, What
 from pipefit.schema.training import Training
 from pipefit.simulator import simulate
-from state_away import away, one_stage, task_named
-from tiny import batch_of, plan_of, profile_of, task_of
+from support.offloaded_state import away, one_stage, task_named
+from support.small_tasks import batch_of, plan_of, profile_of, task_of
 
 
 class Counting(torch.optim.SGD):

@@ -24,8 +24,8 @@ from pipefit.profiler import profile
 from pipefit.runtime import certify
 from pipefit.runtime.dry_run import certify as dry_run
 from pipefit.runtime.dry_run import reserved
-from tiny import plan_of
-from wide import on_gpus, wide
+from support.small_tasks import plan_of
+from support.two_pool_model import on_gpus, wide
 
 with forking(), mock.patch("os.sched_getaffinity", lambda _: {0, 1}):
     (profiled,) = beside(lambda: profile(wide(), microbatch_size=700, target="cuda"))

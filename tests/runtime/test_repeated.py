@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from huggingface_models import TINY
 from pipefit.capture import Task
 from pipefit.capture.sample import sample
 from pipefit.fake_cuda.chain import fake_chain
@@ -34,7 +33,8 @@ from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
-from sampled import sampled
+from support.gallery_samples import sampled
+from support.huggingface_models import TINY
 
 
 class Residual(nn.Module):

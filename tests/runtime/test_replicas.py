@@ -24,11 +24,11 @@ from pipefit.schema.decisions import Decision, Microbatches, Run, What
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.simulator import simulate
-from replicated import MODELS, Table, replicated
-from sampled import sampled, seeds
-from slices import Plain, batches, equal, parameters, random_grids, sliced_plan
-from step_peaks import step_peaks
-from tiny import batch_of, in_one_process, task_of
+from support.gallery_samples import sampled, seeds
+from support.local_batches import Plain, batches, equal, parameters, random_grids, sliced_plan
+from support.replicated_models import MODELS, Table, replicated
+from support.small_tasks import batch_of, in_one_process, task_of
+from support.step_peaks import step_peaks
 
 SIZES = (12, 6, 4, 3)
 

@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 
-from entwined import MIXES, entwined
 from pipefit.lowering import step_programs
 from pipefit.memory.cuda_allocator import AllocatorSettings
 from pipefit.profiler import profile
@@ -28,11 +27,12 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import Trace
 from pipefit.schema.training import Training
-from replicated import precise, replicated
-from sampled import sampled, seeds
-from slices import random_grids, sliced_plan
-from state_away import away
-from wide import on_gpus, wide
+from support.gallery_samples import sampled, seeds
+from support.local_batches import random_grids, sliced_plan
+from support.offloaded_state import away
+from support.replicated_models import precise, replicated
+from support.shared_gradients import MIXES, entwined
+from support.two_pool_model import on_gpus, wide
 
 SIZES = (12, 6, 4, 3)
 

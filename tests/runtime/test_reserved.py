@@ -27,9 +27,9 @@ from pipefit.schema.devices import Overheads
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import AllocatorPeaks, Trace
-from plain_allocator import Pages, Plain
-from tiny import plan_of, task_of
-from wide import on_gpus, wide, wide_profile
+from support.plain_caching_allocator import Pages, Plain
+from support.small_tasks import plan_of, task_of
+from support.two_pool_model import on_gpus, wide, wide_profile
 
 MIB = 1 << 20
 DEFAULT, EXPANDABLE = AllocatorSettings(), AllocatorSettings(expandable=True)

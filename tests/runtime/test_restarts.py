@@ -28,8 +28,8 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.texts import counted
-from process_tree import children, environment
-from resuming import SEED, mortal, named, plan_for, undisturbed
+from support.process_tree import children, environment
+from support.resumed_tasks import SEED, mortal, named, plan_for, undisturbed
 
 SPLIT = (3, 3)
 ROOT = Path(__file__).parents[2]

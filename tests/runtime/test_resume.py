@@ -13,7 +13,7 @@ from torch import Tensor
 from pipefit.runtime import Trainer
 from pipefit.runtime.checkpoint import checkpointing
 from pipefit.schema.plan import Plan
-from resuming import ENDLESS, FEATURES, SYNCHRONOUS, broken, plan_for, unbroken
+from support.resumed_tasks import ENDLESS, FEATURES, SYNCHRONOUS, broken, plan_for, unbroken
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from divided import divided
-from grids_to_resume import ENDLESS, GRIDS, plan_of_grids
 from pipefit.runtime import Trainer
-from sampled import sampled
-from slices import batches, equal
+from support.gallery_samples import sampled
+from support.local_batches import batches, equal
+from support.resumable_grids import ENDLESS, GRIDS, plan_of_grids
+from support.sharded_stages import divided
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

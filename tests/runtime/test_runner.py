@@ -22,7 +22,7 @@ from pipefit.runtime.options import Supervision
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program, parse_program
-from tiny import batch_of, plan_of, task_of, trainer_of
+from support.small_tasks import batch_of, plan_of, task_of, trainer_of
 
 
 class Fuse(nn.Module):

@@ -22,9 +22,9 @@ from pipefit.runtime.engine.forward_backward import seed_layer
 from pipefit.runtime.engine.stage import StageRunner
 from pipefit.schema.actions import Action
 from pipefit.schema.plan import Plan
-from random_cases import random_plan
-from sampled import seeds
-from tiny import plan_of, profile_of
+from support.gallery_samples import seeds
+from support.random_trainings import random_plan
+from support.small_tasks import plan_of, profile_of
 
 STEPS, SEED, CPU = 3, 7, torch.device("cpu")
 SMALL: Mapping[str, Mapping[str, Any]] = {

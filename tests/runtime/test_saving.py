@@ -17,7 +17,6 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from full_disk import full_disk
 from pipefit.checkpoints import find, folders, load_state_dict
 from pipefit.checkpoints.manifest import dumps
 from pipefit.checkpoints.shards import write_shard
@@ -26,9 +25,10 @@ from pipefit.runtime import Trainer
 from pipefit.runtime.checkpoint import background_saver, checkpointing
 from pipefit.runtime.options import Supervision
 from pipefit.texts import dtype_name
-from resuming import ADAMW, Remembered, plan_for, tied, trainer_for
-from state_away import SWAPPED, one_stage, task_named
-from tiny import batch_of, plan_of, task_of
+from support.full_disk import full_disk
+from support.offloaded_state import SWAPPED, one_stage, task_named
+from support.resumed_tasks import ADAMW, Remembered, plan_for, tied, trainer_for
+from support.small_tasks import batch_of, plan_of, task_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

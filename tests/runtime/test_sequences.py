@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from divided import WIDTH, Degrees, divided, grid_plan
-from movable import movable
 from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.profiler import profile
@@ -25,10 +23,12 @@ from pipefit.schema.grids import Grid
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.simulator import simulate
-from sampled import sampled
-from slices import Plain, batches, equal
-from step_peaks import step_peaks
-from tiny import batch_of, in_one_process
+from support.gallery_samples import sampled
+from support.local_batches import Plain, batches, equal
+from support.offload_choices import movable
+from support.sharded_stages import WIDTH, Degrees, divided, grid_plan
+from support.small_tasks import batch_of, in_one_process
+from support.step_peaks import step_peaks
 
 POSITIONS = 6
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)

@@ -27,8 +27,8 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
 from pipefit.units import format_bytes
-from several_names import MODELS, Plain, task_of
-from tiny import batch_of
+from support.shared_parameters import MODELS, Plain, task_of
+from support.small_tasks import batch_of
 
 CLIP, STEPS = 0.5, 4
 

@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from divided import MODELS, divided, grid_plan
-from movable import movable
 from pipefit.errors import UsageError
 from pipefit.models import build
 from pipefit.profiler import profile
@@ -24,8 +22,10 @@ from pipefit.schema.devices import parse_place
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.simulator import simulate
-from sampled import sampled
-from step_peaks import step_peaks
+from support.gallery_samples import sampled
+from support.offload_choices import movable
+from support.sharded_stages import MODELS, divided, grid_plan
+from support.step_peaks import step_peaks
 
 FEW = [(1, 1), (2, 1), (1, 2), (2, 2)]  # of two samples' sizes, and two ranks
 MANY = [*FEW, (3, 1), (1, 4)]

@@ -15,8 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from divided import GRIDS, MODELS, divided, grid_plan, profiled
-from movable import movable
 from pipefit.capture import Task
 from pipefit.checkpoints import load_state_dict
 from pipefit.errors import OutOfMemory, UsageError
@@ -31,9 +29,11 @@ from pipefit.schema.devices import parse_place
 from pipefit.schema.grids import Grid
 from pipefit.schema.plan import Plan
 from pipefit.tensor_parallel import collectives
-from sampled import sampled
-from slices import Plain, batches, equal
-from tiny import batch_of, in_one_process
+from support.gallery_samples import sampled
+from support.local_batches import Plain, batches, equal
+from support.offload_choices import movable
+from support.sharded_stages import GRIDS, MODELS, divided, grid_plan, profiled
+from support.small_tasks import batch_of, in_one_process
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 

@@ -19,10 +19,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from divided import grid_plan
-from huggingface_models import SMALL as WIDTHS
-from huggingface_models import TEXT, TINY
-from movable import movable, random_place
 from pipefit.capture import Task, capture
 from pipefit.capture.chain import Chain
 from pipefit.capture.exporting import arguments, the_loss
@@ -37,9 +33,13 @@ from pipefit.schema.grids import SHARDINGS
 from pipefit.schema.plan import Plan
 from pipefit.simulator import simulate
 from pipefit.tensor_parallel.tracing import blocks_begin
-from sampled import sampled
-from sharded import InDouble
-from unseen_models import UNSEEN
+from support.gallery_samples import sampled
+from support.huggingface_models import SMALL as WIDTHS
+from support.huggingface_models import TEXT, TINY
+from support.offload_choices import movable, random_place
+from support.ranks_and_whole import InDouble
+from support.sharded_stages import grid_plan
+from support.unseen_models import UNSEEN
 
 SIZE, BATCH, STEPS = 4, 8, 3
 TOLERANCE, SMALL = 1e-9, 1e-3  # the bias of keys has no gradient but rounding

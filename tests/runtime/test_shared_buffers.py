@@ -18,8 +18,8 @@ from pipefit.runtime.engine.in_flight import move
 from pipefit.schema.decisions import Decision, Run, What
 from pipefit.schema.plan import Plan
 from pipefit.simulator import simulate
-from step_peaks import step_peaks
-from tiny import SGD, alone, batch_of, plan_of, task_of
+from support.small_tasks import SGD, alone, batch_of, plan_of, task_of
+from support.step_peaks import step_peaks
 
 STEPS = 2
 

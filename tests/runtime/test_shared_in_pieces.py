@@ -27,9 +27,9 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
 from pipefit.simulator import simulate
-from sampled import sampled
-from step_peaks import step_peaks, too_low
-from tiny import task_of
+from support.gallery_samples import sampled
+from support.small_tasks import task_of
+from support.step_peaks import step_peaks, too_low
 
 SIZE, MICROBATCHES, STEPS, WIDTH = 2, 3, 2, 16
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from pipefit.lowering.passes.recomputation import Recompute
 from pipefit.profiler import profile
-from sampled import sampled
-from step_peaks import step_peaks
-from tiny import plan_of, task_of
+from support.gallery_samples import sampled
+from support.small_tasks import plan_of, task_of
+from support.step_peaks import step_peaks
 
 WIDTH = 64
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from pipefit.runtime.optim.updates import Updates, kept_beside
 from pipefit.runtime.trainer import Trainer
-from tiny import plan_of, task_of
+from support.small_tasks import plan_of, task_of
 
 SHAPES = [(3, 4), (5,), ()]
 

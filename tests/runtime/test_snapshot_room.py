@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from divided import divided
-from grids_to_resume import ENDLESS, GRIDS, plan_of_grids
 from pipefit.errors import OutOfMemory, PipefitWarning
 from pipefit.lowering import whole_run
 from pipefit.memory.arenas import arenas_of, room_needed, snapshot_bytes
@@ -20,7 +18,10 @@ from pipefit.runtime.checkpoint.background_saver import SaveReport
 from pipefit.runtime.checkpoint.saving import Saving
 from pipefit.schema.devices import Member
 from pipefit.schema.plan import Plan
-from resuming import (
+from support.local_batches import batches
+from support.offloaded_state import SWAPPED, one_stage
+from support.resumable_grids import ENDLESS, GRIDS, plan_of_grids
+from support.resumed_tasks import (
     ADAMW,
     FEATURES,
     SEED,
@@ -32,9 +33,8 @@ from resuming import (
     trainer_for,
     undisturbed,
 )
-from slices import batches
-from state_away import SWAPPED, one_stage
-from tiny import batch_of, plan_of, task_of
+from support.sharded_stages import divided
+from support.small_tasks import batch_of, plan_of, task_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,8 +15,8 @@ from pipefit.errors import UsageError
 from pipefit.profiler import profile
 from pipefit.runtime import certify
 from pipefit.schema.trace import Category, MemorySample
-from sampled import sampled
-from tiny import alone, batch_of, plan_of, task_of, trainer_of
+from support.gallery_samples import sampled
+from support.small_tasks import alone, batch_of, plan_of, task_of, trainer_of
 
 STEPS = 3
 

@@ -14,8 +14,8 @@ from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.runtime import Trainer
 from pipefit.schema.plan import Plan
-from sampled import sampled
-from tiny import batch_of, plan_of, task_of
+from support.gallery_samples import sampled
+from support.small_tasks import batch_of, plan_of, task_of
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 

@@ -15,9 +15,9 @@ from pipefit.runtime import Trainer
 from pipefit.runtime.state import StageState
 from pipefit.schema.actions import Action
 from pipefit.schema.decisions import Decision
-from samples import step_peaks_of
-from state_away import EACH, assert_same, one_stage, task_named
-from tiny import batch_of
+from support.memory_samples import step_peaks_of
+from support.offloaded_state import EACH, assert_same, one_stage, task_named
+from support.small_tasks import batch_of
 
 
 @pytest.mark.sample(3)

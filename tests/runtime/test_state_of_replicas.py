@@ -11,7 +11,6 @@ from random import Random
 import pytest
 import torch
 
-from moving_states import runs
 from pipefit.errors import UsageError
 from pipefit.lowering import lower
 from pipefit.memory.arenas import arenas_of, lent_bytes
@@ -24,11 +23,12 @@ from pipefit.schema.grids import Sharding
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.simulator import simulate
-from replicated import precise, replicated
-from slices import batches, equal, sliced_plan
-from state_away import away
-from step_peaks import step_peaks
-from tiny import goes_on, in_one_process
+from support.local_batches import batches, equal, sliced_plan
+from support.offloaded_state import away
+from support.random_state_offloads import runs
+from support.replicated_models import precise, replicated
+from support.small_tasks import goes_on, in_one_process
+from support.step_peaks import step_peaks
 
 ALL: tuple[Sharding, ...] = ("none", "optimizer", "gradients", "parameters")
 MOVED: dict[Sharding, tuple[StateKind, ...]] = {  # what may move of replicas that divide that much

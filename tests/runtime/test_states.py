@@ -9,9 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from moving_plans import make_chain, moving
-from moving_states import moving_states
-from oracle import measured_peaks
 from pipefit.errors import OutOfMemory
 from pipefit.lowering import lower
 from pipefit.memory.arenas import arenas_of, lent_bytes
@@ -20,10 +17,24 @@ from pipefit.schema.decisions import Decision, What
 from pipefit.schema.devices import Host, Member
 from pipefit.schema.trace import Trace
 from pipefit.simulator import simulate
-from random_cases import random_plan
-from samples import samples, step_peaks_of
-from state_away import EACH, KINDS, STEPS, assert_same, away, clipping, found, one_stage, task_named, trained
-from tiny import plan_of, task_of
+from support.allocator_events import measured_peaks
+from support.memory_samples import samples, step_peaks_of
+from support.offloaded_state import (
+    EACH,
+    KINDS,
+    STEPS,
+    assert_same,
+    away,
+    clipping,
+    found,
+    one_stage,
+    task_named,
+    trained,
+)
+from support.random_offloads import make_chain, moving
+from support.random_state_offloads import moving_states
+from support.random_trainings import random_plan
+from support.small_tasks import plan_of, task_of
 
 
 def without_agreements(trace: Trace) -> Trace:

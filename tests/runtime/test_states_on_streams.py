@@ -17,10 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from endless_mixed import mixed
-from lagging_gpu import LaggingGpu, Machine
-from moving_plans import make_chain, moving
-from moving_states import moving_states
 from pipefit.errors import UsageError
 from pipefit.lowering import lower
 from pipefit.profiler import profile
@@ -34,9 +30,24 @@ from pipefit.schema.actions import Action, Kind
 from pipefit.schema.decisions import Decision, State, What
 from pipefit.schema.devices import parse_place
 from pipefit.schema.program import Program
-from random_cases import random_plan
-from state_away import EACH, KINDS, STEPS, UPDATED, assert_same, away, clipping, found, one_stage, task_named
-from tiny import batch_of, plan_of, task_of
+from support.asynchronous_decisions import mixed
+from support.lagging_gpu import LaggingGpu, Machine
+from support.offloaded_state import (
+    EACH,
+    KINDS,
+    STEPS,
+    UPDATED,
+    assert_same,
+    away,
+    clipping,
+    found,
+    one_stage,
+    task_named,
+)
+from support.random_offloads import make_chain, moving
+from support.random_state_offloads import moving_states
+from support.random_trainings import random_plan
+from support.small_tasks import batch_of, plan_of, task_of
 
 
 @pytest.fixture

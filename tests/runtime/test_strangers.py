@@ -19,17 +19,17 @@ from pathlib import Path
 
 import pytest
 
-import network_workers
 import pipefit
-from network_workers import late, show
 from pipefit.errors import PeerLost, PipefitWarning
 from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.comm.transport import TOKEN
 from pipefit.runtime.launch.forks import forks, start
 from pipefit.runtime.launch.launch import _Supervisor
 from pipefit.runtime.launch.worker import Orders
-from process_tree import children, open_files
-from resuming import SEED, patient, plan_for, undisturbed
+from support import network_workers
+from support.network_workers import late, show
+from support.process_tree import children, open_files
+from support.resumed_tasks import SEED, patient, plan_for, undisturbed
 
 ROOT = Path(__file__).parents[2]
 LISTENING = "0A"
@@ -182,7 +182,7 @@ def test_under_torchrun_a_stranger_costs_one_of_its_restarts(restarts: int, tmp_
         (tmp_path / "flags" / f"0-torchrun-worker-{worker}").touch()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     late = [
-        str(ROOT / "tests" / "network_workers.py"),
+        str(ROOT / "tests" / "support" / "network_workers.py"),
         str(tmp_path / "flags"),
         *script,
         str(tmp_path / "together"),

@@ -22,7 +22,7 @@ from pipefit.runtime.checkpoint.saving import Saving
 from pipefit.runtime.launch import launch
 from pipefit.runtime.launch.forks import forks, start
 from pipefit.runtime.launch.worker import SAVES_TOGETHER, SAVING, Heartbeat, Orders
-from resuming import (
+from support.resumed_tasks import (
     SEED,
     crowded,
     full_for_a_while,

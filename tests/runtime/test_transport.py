@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from network_workers import talk, what_is_sent
 from pipefit.errors import PeerLost, UsageError
 from pipefit.lowering import lower
 from pipefit.runtime.comm.transport import InProcess, Network, connect
@@ -22,7 +21,8 @@ from pipefit.schema.actions import Message, message_of, parse_action
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.program import Channel
 from pipefit.schema.training import Training
-from pipelines import equal_profile, make_plan
+from support.network_workers import talk, what_is_sent
+from support.pipelines import equal_profile, make_plan
 
 SEND, RECEIVE = parse_action("0SEND_F3"), parse_action("1RECV_F3")
 MESSAGE = Message(forward=True, receiver=1, microbatch=3, part=None, source=0, target=1)

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from feeding_back import WIDTH, Average, task_with
 from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
-from tiny import batch_of, plan_of
+from support.buffer_feedback import WIDTH, Average, task_with
+from support.small_tasks import batch_of, plan_of
 
 MICROBATCHES, STEPS = 3, 2
 

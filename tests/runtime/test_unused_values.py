@@ -19,8 +19,8 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
-from step_peaks import step_peaks
-from tiny import alone, batch_of, plan_of, task_of, trainer_of
+from support.small_tasks import alone, batch_of, plan_of, task_of, trainer_of
+from support.step_peaks import step_peaks
 
 WIDTH, SIZE = 16, 4
 DECAYING = partial(torch.optim.SGD, lr=0.1, weight_decay=0.5)

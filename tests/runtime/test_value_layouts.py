@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from pipefit.capture import Task
 from pipefit.profiler import profile
-from step_peaks import step_peaks, too_low
-from tiny import alone, batch_of, plan_of, task_of, trainer_of
+from support.small_tasks import alone, batch_of, plan_of, task_of, trainer_of
+from support.step_peaks import step_peaks, too_low
 
 ROWS, WIDTH, SIZE = 6, 16, 4
 

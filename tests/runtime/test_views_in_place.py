@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.profiler import profile
-from step_peaks import step_peaks
-from tiny import alone, batch_of, plan_of, task_of, trainer_of
+from support.small_tasks import alone, batch_of, plan_of, task_of, trainer_of
+from support.step_peaks import step_peaks
 
 WIDTH, ROWS, SIZE = 16, 12, 2
 

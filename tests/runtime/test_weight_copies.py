@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from endless_mixed import moved
 from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.memory.stage import Costs
@@ -34,10 +33,11 @@ from pipefit.schema.training import Training
 from pipefit.simulator import simulate
 from pipefit.simulator.simulation import contents
 from pipefit.tensor_parallel.comparison import Turn, pause
-from sampled import sampled
-from slices import sliced_plan
-from step_peaks import step_peaks
-from tiny import batch_of, plan_of, task_of
+from support.asynchronous_decisions import moved
+from support.gallery_samples import sampled
+from support.local_batches import sliced_plan
+from support.small_tasks import batch_of, plan_of, task_of
+from support.step_peaks import step_peaks
 
 WIDTH, SEPARATE = 8, "pipefit.profiler.layer.cast_by"
 

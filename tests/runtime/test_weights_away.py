@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moving_plans import make_batch, make_chain
 from pipefit.errors import UsageError
 from pipefit.lowering import lower
 from pipefit.memory.stage import Costs
@@ -20,7 +19,8 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program
 from pipefit.simulator import Simulation
 from pipefit.simulator.ledger import Ledger
-from tiny import plan_of
+from support.random_offloads import make_batch, make_chain
+from support.small_tasks import plan_of
 
 Rearrange = Callable[[list[Action]], list[Action]]
 

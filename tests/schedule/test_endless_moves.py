@@ -10,8 +10,6 @@ from random import Random
 
 import pytest
 
-from compaction import compacted
-from endless import one_program
 from pipefit.errors import UsageError
 from pipefit.lowering import ENDLESS, lower, lower_drain, step_programs
 from pipefit.lowering.asynchronous import period
@@ -23,7 +21,9 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.program import Program, parse_program
 from pipefit.simulator import Simulation
-from pipelines import chain_profile, equal_profile, make_layer, make_plan
+from support.asynchronous_programs import one_program
+from support.pipelines import chain_profile, equal_profile, make_layer, make_plan
+from support.random_decisions import compacted
 
 HOST = parse_place("host")
 TENSOR = Decision(stage=0, subject=SavedTensors(tensors=((0, 0),)), what=What.OFFLOAD, place=HOST, behind=2)

@@ -14,7 +14,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.program import parse_program
 from pipefit.schema.trace import Category
 from pipefit.simulator import Simulation, simulate
-from profiles_in_slices import gridded
+from support.replica_profiles import gridded
 
 
 def one_stage(*, buckets: int, microbatches: int = 1, bytes_per_second: float = 1e30, data: int = 2) -> Plan:

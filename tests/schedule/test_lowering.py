@@ -8,13 +8,13 @@ from random import Random
 
 import pytest
 
-from made_up import parameter, plain, plan_of, training
 from pipefit.lowering import lower
 from pipefit.lowering.passes.recomputation import Recompute
 from pipefit.schema.actions import COMPUTE, Kind
 from pipefit.schema.decisions import Decision, Run, What
 from pipefit.schema.layer_costs import SharedParameter
 from pipefit.schema.plan import Plan
+from support.synthetic_models import parameter, plain, plan_of, training
 
 DRAWN = {
     ("gpipe", "except_last"): ("N0 N1 F2 R0 B0 R1 B1 B2", "N0 N1 F2 R0 B0 R1 B1 B2"),

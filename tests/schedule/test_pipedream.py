@@ -8,7 +8,6 @@ from itertools import product
 
 import pytest
 
-from endless import one_program
 from pipefit.errors import UsageError
 from pipefit.lowering import ENDLESS, SCHEDULES, lower, lower_drain, step_programs
 from pipefit.schema.actions import Action, Kind
@@ -16,8 +15,9 @@ from pipefit.schema.layer_costs import SharedParameter
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program, parse_program
 from pipefit.simulator import Simulation
-from pipelines import equal_profile, make_plan
-from sampled import sampled
+from support.asynchronous_programs import one_program
+from support.gallery_samples import sampled
+from support.pipelines import equal_profile, make_plan
 
 # Stage by stage: the first step of four microbatches, one in the middle, and the drain. A bar is an update of
 # a copy, a dot one in place.

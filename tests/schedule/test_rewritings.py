@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from made_up import layer, measurement, profile, value
 from pipefit.errors import UsageError
 from pipefit.lowering import lower, schedule_named
 from pipefit.lowering.passes.communication import communicated
@@ -24,7 +23,8 @@ from pipefit.schema.devices import parse_place
 from pipefit.schema.layer_costs import SharedParameter
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
-from pipelines import equal_profile, make_plan
+from support.pipelines import equal_profile, make_plan
+from support.synthetic_models import layer, measurement, profile, value
 
 
 def order(text: str) -> Order:

@@ -13,7 +13,7 @@ from pipefit.errors import OutOfMemory
 from pipefit.memory.arenas import Arena, check_room, pinned_sizes, room_needed
 from pipefit.schema.devices import Host, Member, MemberKind
 from pipefit.schema.plan import Plan
-from pipelines import equal_profile, make_cluster, make_plan
+from support.pipelines import equal_profile, make_cluster, make_plan
 
 HOST, DISK = Member.host(0), Member(MemberKind.DISK, 0)
 

@@ -13,8 +13,8 @@ from pipefit.schema.actions import Kind
 from pipefit.schema.grids import Grid
 from pipefit.schema.program import parse_program
 from pipefit.simulator import Simulation
-from pipelines import equal_profile, make_cluster, make_plan
-from sampled import sampled
+from support.gallery_samples import sampled
+from support.pipelines import equal_profile, make_cluster, make_plan
 
 GPIPE_3_4 = """
 F0 F1 F2 F3 B0 B1 B2 B3

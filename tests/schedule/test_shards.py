@@ -15,7 +15,7 @@ from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.layer_costs import SharedParameter
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import parse_program
-from shards import sharded
+from support.synthetic_grids import sharded
 
 
 def lines(plan: Plan) -> list[str]:

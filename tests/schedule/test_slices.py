@@ -18,8 +18,8 @@ from pipefit.schema.layer_costs import SharedParameter
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program, joined, parse_program
 from pipefit.schema.training import Training, Versions
-from pipelines import equal_profile, make_cluster, make_plan
-from profiles_in_slices import gridded, resized
+from support.pipelines import equal_profile, make_cluster, make_plan
+from support.replica_profiles import gridded, resized
 
 
 def divided(schedule: str, shard: Sharding, versions: Versions = "weights") -> Plan:

@@ -13,7 +13,7 @@ from pipefit.schema.devices import parse_place
 from pipefit.schema.layer_costs import SharedParameter
 from pipefit.schema.plan import Plan
 from pipefit.simulator import Simulation
-from pipelines import chain_profile, equal_profile, make_layer, make_plan
+from support.pipelines import chain_profile, equal_profile, make_layer, make_plan
 
 HOST = parse_place("host")
 

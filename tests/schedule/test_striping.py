@@ -13,7 +13,7 @@ from pipefit.errors import UsageError
 from pipefit.lowering.passes.offload import neighbours, striped
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import ALIGNMENT, Link, Member, parse_place
-from pipelines import make_cluster
+from support.pipelines import make_cluster
 
 LATENCY = 1e-5
 

@@ -20,7 +20,7 @@ from pipefit.schema.layer_costs import SharedParameter
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import Category
 from pipefit.simulator import simulate
-from profiles_in_slices import gridded
+from support.replica_profiles import gridded
 
 
 def one_stage(

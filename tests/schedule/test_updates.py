@@ -12,7 +12,7 @@ from pipefit.schema.decisions import Decision, State, StateKind, What
 from pipefit.schema.devices import parse_place
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import parse_program
-from pipelines import equal_profile, make_plan
+from support.pipelines import equal_profile, make_plan
 
 
 def about(

@@ -21,8 +21,8 @@ from pipefit.capture.storages import contiguous, orders_of
 from pipefit.models import build
 from pipefit.tensor_parallel import LockstepCollectives, ShardedChain, assembled, in_lockstep, shard_chain
 from pipefit.tensor_parallel.tracing import blocks_begin
-from sampled import sampled
-from sharded import CHEAP, DEAR, Case, InDouble, Listening
+from support.gallery_samples import sampled
+from support.ranks_and_whole import CHEAP, DEAR, Case, InDouble, Listening
 
 Values = tuple[Tensor, ...]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipefit.runtime.launch.forks import forks
 from pipefit.tensor_parallel import Alone, LockstepCollectives, in_lockstep
-from sharding_workers import all_collectives, both, talk, through_seams
+from support.sharding_workers import all_collectives, both, talk, through_seams
 
 
 def test_ranks_in_lockstep_sum_gather_exchange_and_broadcast() -> None:

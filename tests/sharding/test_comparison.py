@@ -20,7 +20,7 @@ from pipefit.tensor_parallel.comparison import Compared, compare_blocks
 from pipefit.tensor_parallel.forms import join, take
 from pipefit.tensor_parallel.rules import products
 from pipefit.tensor_parallel.rules.products import with_bias
-from sharded import CHEAP
+from support.ranks_and_whole import CHEAP
 
 Broken = Callable[[pytest.MonkeyPatch], None]
 GPT = {"layers": 3, "hidden": 16, "heads": 2, "vocabulary": 11, "sequence": 12, "dropout": 0.1}

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pipefit.capture import Task, capture
 from pipefit.models import build
 from pipefit.tensor_parallel import Alone, Prices, RankStage, shard_stage
-from sharded import CHEAP
+from support.ranks_and_whole import CHEAP
 
 BATCH, SEQUENCE, HIDDEN, HEADS, FLOAT = 2, 16, 64, 8, 4
 

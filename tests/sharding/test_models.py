@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from huggingface_models import SMALL, TEXT, TINY
 from pipefit.capture import Task
 from pipefit.capture.flat_graph import operator_name
 from pipefit.models import build
 from pipefit.models.hugging_face import hf
 from pipefit.tensor_parallel import Prices
-from sharded import Case, differences
+from support.huggingface_models import SMALL, TEXT, TINY
+from support.ranks_and_whole import Case, differences
 
 GPT = {"layers": 2, "hidden": 16, "heads": 4, "sequence": 8}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

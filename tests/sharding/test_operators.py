@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from pipefit.capture import Task
 from pipefit.tensor_parallel import Prices, ShardedStage
 from pipefit.tensor_parallel.forms import DimSplit
-from sharded import CHEAP, Case, differences
+from support.ranks_and_whole import CHEAP, Case, differences
 
 WIDTH, LENGTH = 8, 6
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from named import Named
 from pipefit.capture import Task, capture
 from pipefit.capture.graph_layer import GraphLayer
 from pipefit.capture.random_state import seed_torch
@@ -29,7 +28,8 @@ from pipefit.tensor_parallel import (
     in_lockstep,
     shard_stage,
 )
-from sharded import CHEAP, Listening
+from support.clashing_names import Named
+from support.ranks_and_whole import CHEAP, Listening
 
 TOKENS = torch.arange(32).reshape(4, 8) % 11
 

@@ -9,9 +9,27 @@ from random import Random
 
 import pytest
 
-from account import Account, Sample, peaks
-from endless import one_program
-from made_up import (
+from pipefit.errors import UsageError
+from pipefit.lowering import ENDLESS, distinct_steps, lower
+from pipefit.schema.actions import Action, Kind, Subject
+from pipefit.schema.decisions import Decision, Microbatches, Run, SavedTensors, State, StateKind, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.layer_costs import Origin
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import Measurement
+from pipefit.schema.program import Program, parse_program, shifted
+from pipefit.schema.trace import Category, MemorySample
+from pipefit.schema.training import Training
+from pipefit.simulator import Simulation
+from support.asynchronous_programs import one_program
+from support.gallery_samples import seeds
+from support.microbatch_size_profiles import sized
+from support.offload_choices import movable
+from support.pipelines import chain_profile, equal_profile, make_layer, make_plan
+from support.random_state_offloads import inside_recomputed
+from support.storage_account import Account, Sample, peaks
+from support.synthetic_models import (
     AMPLE,
     any_plan,
     any_round,
@@ -26,24 +44,6 @@ from made_up import (
     training,
     value,
 )
-from movable import movable
-from moving_states import inside_recomputed
-from pipefit.errors import UsageError
-from pipefit.lowering import ENDLESS, distinct_steps, lower
-from pipefit.schema.actions import Action, Kind, Subject
-from pipefit.schema.decisions import Decision, Microbatches, Run, SavedTensors, State, StateKind, What
-from pipefit.schema.devices import parse_place
-from pipefit.schema.grids import Grid, Stage
-from pipefit.schema.layer_costs import Origin
-from pipefit.schema.plan import Plan
-from pipefit.schema.profile import Measurement
-from pipefit.schema.program import Program, parse_program, shifted
-from pipefit.schema.trace import Category, MemorySample
-from pipefit.schema.training import Training
-from pipefit.simulator import Simulation
-from pipelines import chain_profile, equal_profile, make_layer, make_plan
-from sampled import seeds
-from slice_sizes import sized
 
 KEPT_BY_CATEGORY = tuple(
     Category(name)

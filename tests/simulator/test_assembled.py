@@ -10,8 +10,6 @@ from typing import get_args
 
 import pytest
 
-from moving_plans import moving
-from moving_states import moving_states
 from pipefit.errors import UsageError
 from pipefit.lowering import ENDLESS, SCHEDULES
 from pipefit.memory.stage import Costs
@@ -23,7 +21,9 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.simulator import Simulation
 from pipefit.simulator.assembled import Assembled, Parts
-from random_cases import random_plan
+from support.random_offloads import moving
+from support.random_state_offloads import moving_states
+from support.random_trainings import random_plan
 
 Answer = tuple[object, ...]
 

@@ -20,7 +20,15 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program, parse_program
 from pipefit.schema.trace import Stream
 from pipefit.simulator import Simulation, simulate
-from pipelines import chain_profile, equal_profile, make_cluster, make_layer, make_plan, offload_all, value
+from support.pipelines import (
+    chain_profile,
+    equal_profile,
+    make_cluster,
+    make_layer,
+    make_plan,
+    offload_all,
+    value,
+)
 
 COMPUTE_SECONDS = {Kind.FORWARD: 2, Kind.BACKWARD: 3, Kind.STEP: 1}  # for each layer
 

@@ -6,12 +6,12 @@ from random import Random
 
 import pytest
 
-from compaction import compacted
 from pipefit.schema.decisions import Decision, State, StateKind, What
 from pipefit.schema.devices import parse_place
 from pipefit.simulator import Simulation, simulate
 from pipefit.simulator.simulation import all_contents, contents
-from pipelines import equal_profile, make_cluster, make_plan, random_profile
+from support.pipelines import equal_profile, make_cluster, make_plan, random_profile
+from support.random_decisions import compacted
 
 
 def level_before(simulation: Simulation, device: int, step: int, action: str) -> tuple[int, int, int, int]:

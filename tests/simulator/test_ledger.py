@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from made_up import brief, hostile, profile
 from pipefit.errors import UsageError
 from pipefit.lowering import SCHEDULES, lower
 from pipefit.lowering.passes.recomputation import RECOMPUTE, Recompute
@@ -23,7 +22,8 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program, parse_program
 from pipefit.schema.trace import Category, MemorySample
 from pipefit.simulator import Costs, Simulation, simulate
-from pipelines import equal_profile, make_cluster, make_plan, random_profile
+from support.pipelines import equal_profile, make_cluster, make_plan, random_profile
+from support.synthetic_models import brief, hostile, profile
 
 # Device 0 of two, under GPipe with two microbatches. One layer: parameters 32, input 8 (saved), output 8 (not
 # saved), saved tensors 16, scratch 4. A forward peaks at 8 + 16 + 4 = 28 and leaves 24 saved. A backward

@@ -9,8 +9,6 @@ from random import Random
 import numpy as np
 import pytest
 
-from moving_plans import moving
-from moving_states import moving_states
 from pipefit.errors import UsageError
 from pipefit.models import build
 from pipefit.profiler import profile
@@ -19,7 +17,9 @@ from pipefit.schema.profile import ModelProfile
 from pipefit.simulator import Simulation
 from pipefit.simulator.assembled import assembled
 from pipefit.simulator.clock import mean_cycle, repeating
-from random_cases import random_plan
+from support.random_offloads import moving
+from support.random_state_offloads import moving_states
+from support.random_trainings import random_plan
 
 MANY = 40
 CASES = {"1f1b": 5, "gpipe": 5, "eager-1f1b": 5, "pipedream": 6, "pipedream-2bw": 8}

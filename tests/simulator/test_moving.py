@@ -18,7 +18,15 @@ from pipefit.schema.profile import ModelProfile
 from pipefit.schema.program import parse_program
 from pipefit.schema.trace import Category, Stream, Trace
 from pipefit.simulator import Simulation, simulate
-from pipelines import chain_profile, equal_profile, lent, make_cluster, make_layer, make_plan, offload_all
+from support.pipelines import (
+    chain_profile,
+    equal_profile,
+    lent,
+    make_cluster,
+    make_layer,
+    make_plan,
+    offload_all,
+)
 
 # One stage of two layers: tensor 0 of each has 16 bytes, tensor 1 is its input of 8.
 AWAY = "0LOAD0 0F0[0:1] 0OFFLOAD0[0.0]@{place} 0F0[1:2] 0WAIT_OFFLOAD0[0.0]@{place} "

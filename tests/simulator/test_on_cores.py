@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from made_up import parameter
 from pipefit.schema.actions import Kind, parse_action
 from pipefit.schema.devices import Backend
 from pipefit.schema.plan import Plan
 from pipefit.simulator import simulate
-from pipelines import equal_profile, make_cluster, make_plan
-from profiles_in_slices import gridded
+from support.pipelines import equal_profile, make_cluster, make_plan
+from support.replica_profiles import gridded
+from support.synthetic_models import parameter
 
 DELAY, RATE = 0.25, 32.0
 

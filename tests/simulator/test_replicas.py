@@ -6,7 +6,7 @@ from pipefit.report.page.charts import traffic
 from pipefit.report.show import text
 from pipefit.simulator import Simulation, simulate
 from pipefit.simulator.simulation import contents
-from profiles_in_slices import gridded
+from support.replica_profiles import gridded
 
 
 def test_a_stage_is_printed_with_all_its_devices() -> None:

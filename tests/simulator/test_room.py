@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from moving_plans import make_chain
 from pipefit.errors import PipefitWarning
 from pipefit.schema.decisions import Decision, SavedTensors, What
 from pipefit.schema.devices import parse_place
 from pipefit.simulator import simulate
-from tiny import plan_of
+from support.random_offloads import make_chain
+from support.small_tasks import plan_of
 
 
 def test_a_host_that_is_too_small_is_told() -> None:

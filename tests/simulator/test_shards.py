@@ -15,8 +15,8 @@ from pipefit.schema.trace import Trace
 from pipefit.simulator import Simulation, simulate
 from pipefit.simulator.simulation import contents
 from pipefit.timing import Group, sum_for_all
-from pipelines import make_cluster
-from shards import sharded
+from support.pipelines import make_cluster
+from support.synthetic_grids import sharded
 
 SUM, GATHER = Collective("all_reduce", 960), Collective("all_gather", 480)
 RATE, LATENCY = 16.0, 0.25

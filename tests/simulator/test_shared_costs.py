@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import permutations
 from random import Random
 
-from made_up import AMPLE, devices, layer, measurement, plain, profile, training, value
 from pipefit.memory.stage import Costs
 from pipefit.schema.decisions import Decision, SavedTensors, What
 from pipefit.schema.devices import parse_place
@@ -15,7 +14,8 @@ from pipefit.schema.layer_costs import Origin
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
-from slice_sizes import sized
+from support.microbatch_size_profiles import sized
+from support.synthetic_models import AMPLE, devices, layer, measurement, plain, profile, training, value
 
 OWN = (Origin(kind="input", index=0), Origin(kind="own", index=1))
 

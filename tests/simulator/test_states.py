@@ -11,7 +11,7 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.program import parse_program
 from pipefit.schema.trace import Category, Trace
 from pipefit.simulator import Simulation, simulate
-from pipelines import equal_profile, make_cluster, make_plan
+from support.pipelines import equal_profile, make_cluster, make_plan
 
 # One stage of two layers, each with 8 bytes of parameters, 8 of gradients and 16 of optimizer state.
 PASS = "0LOAD0 0F0 0B0 "

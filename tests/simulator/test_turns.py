@@ -12,8 +12,6 @@ from typing import get_args
 
 import pytest
 
-from moving_plans import moving
-from moving_states import moving_states
 from pipefit.errors import UsageError
 from pipefit.lowering import rank_programs
 from pipefit.memory.stage import Costs
@@ -30,8 +28,10 @@ from pipefit.simulator import Simulation
 from pipefit.simulator import assembled as lowering
 from pipefit.simulator.assembled import Assembled, Parts, Turns
 from pipefit.simulator.timed_program import COMPUTE, JOIN, POST, Collected, Own, TimedDevice
-from random_cases import ROOM, random_plan
-from sampled import sampled
+from support.gallery_samples import sampled
+from support.random_offloads import moving
+from support.random_state_offloads import moving_states
+from support.random_trainings import ROOM, random_plan
 
 MICROBATCHES = 24
 SCHEDULES = "1f1b", "eager-1f1b", "pipedream"

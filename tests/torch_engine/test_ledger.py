@@ -16,8 +16,8 @@ from pipefit.errors import UsageError
 from pipefit.memory import StageStorages, receive_buffers
 from pipefit.schema.json_io import save
 from pipefit.schema.plan import Plan
-from tiny import plan_of, task_of
-from torch_engine_cases import engine_case
+from support.small_tasks import plan_of, task_of
+from support.torch_engine_cases import engine_case
 
 
 def some_layers() -> pipefit.Task:

@@ -25,9 +25,9 @@ from pipefit.schema.decisions import Decision, SavedTensors, State, What
 from pipefit.schema.devices import parse_place
 from pipefit.schema.json_io import save
 from pipefit.schema.plan import Plan
-from tiny import alone, batch_of, plan_of, task_of
-from torch_engine_cases import engine_case, engine_task
-from torch_engine_workers import STEPS, Workers
+from support.small_tasks import alone, batch_of, plan_of, task_of
+from support.torch_engine_cases import engine_case, engine_task
+from support.torch_engine_workers import STEPS, Workers
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -11,7 +11,7 @@ import pipefit
 from pipefit.cli import main
 from pipefit.errors import InfeasibleError
 from pipefit.schema.json_io import save
-from tiny import profile_of, task_of
+from support.small_tasks import profile_of, task_of
 
 MICROBATCHES = {"batch_size": 256, "microbatches": 32}
 

@@ -14,7 +14,7 @@ from pipefit.schema.json_io import load, save
 from pipefit.schema.plan import Plan
 from pipefit.schema.post_mortem import PostMortem
 from pipefit.schema.trace import Trace
-from tiny import plan_of
+from support.small_tasks import plan_of
 
 MODEL = ["zoo:mlp", "--set", "widths=(16,8)"]
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipefit.models import build
-from sampled import sampled
+from support.gallery_samples import sampled
 
 SMALL: dict[str, Any] = {"layers": 3, "filters": 16, "num_classes": 4, "image_size": 64}
 

@@ -19,8 +19,8 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
 from pipefit.simulator import simulate
-from random_cases import Account, Case, accounts
-from sampled import sampled
+from support.gallery_samples import sampled
+from support.random_trainings import Account, Case, accounts
 
 AMOEBANET: dict[str, Any] = {"layers": 3, "filters": 16, "num_classes": 5, "image_size": 64}
 UNET: dict[str, Any] = {"depth": 2, "width": 4, "convolutions": 2, "num_classes": 3, "image_size": 16}

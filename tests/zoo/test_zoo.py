@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipefit import models
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
-from sampled import sampled
+from support.gallery_samples import sampled
 
 TRANSFORMER: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "vocabulary": 23, "sequence": 12}
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {

@@ -16,7 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parents[1]))
 
-from cuda_wheels import fetched, run  # noqa: E402 - of tests/
+from support.cuda_wheels import fetched, run  # noqa: E402 - of tests/
 
 # No more than this: NVIDIA's libcudart would be found before ours.
 WANTED = (

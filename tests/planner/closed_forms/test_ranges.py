@@ -9,12 +9,12 @@ from random import Random
 import numpy as np
 import pytest
 
-from made_up import block_sizes, hostile, layer, measurement, plain, small_first, value
 from pipefit.planner.closed_forms.ranges import Ranges, ranges_of
 from pipefit.schema.layer_costs import GradientOrigin, Origin, Span
 from pipefit.schema.profile import Measurement
-from range_account import range_account
-from sampled import seeds
+from support.gallery_samples import seeds
+from support.range_costs import range_account
+from support.synthetic_models import block_sizes, hostile, layer, measurement, plain, small_first, value
 
 
 def assert_band_is_the_account(

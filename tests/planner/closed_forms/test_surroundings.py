@@ -8,18 +8,6 @@ from random import Random
 
 import pytest
 
-from made_up import (
-    WHOLE_STAGES,
-    any_plan,
-    any_training,
-    hostile,
-    layer,
-    measurement,
-    plain,
-    small_first,
-    training,
-    value,
-)
 from pipefit.errors import UsageError
 from pipefit.lowering import ENDLESS, SCHEDULES
 from pipefit.lowering.passes.recomputation import Recompute
@@ -31,7 +19,19 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Measurement
 from pipefit.schema.trace import Category
 from pipefit.simulator import Simulation
-from sampled import seeds
+from support.gallery_samples import seeds
+from support.synthetic_models import (
+    WHOLE_STAGES,
+    any_plan,
+    any_training,
+    hostile,
+    layer,
+    measurement,
+    plain,
+    small_first,
+    training,
+    value,
+)
 
 
 def predicted(plan: Plan, recompute: Recompute) -> dict[int, int]:

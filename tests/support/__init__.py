@@ -1,0 +1,1 @@
+"""Helpers of tests: oracles, models, plans, workers and scripts."""
