@@ -15,10 +15,11 @@ the updates of the slowest stage, less the updates that a host can do in a step.
 The bytes of a stage at its first backward, and after every n further ones, imply how much it must recompute:
 the bytes that n microbatches keep, less the bytes that the host's link carries in a whole step. Under
 PipeDream they include n - 1 versions of the weights. Devices hold the rest: the stage's own device, or others
-that lend memory for the whole run, as far as the device's links carry the bytes to them. So all stages
-together hold at most the memory of all devices, and a number of seconds is feasible if some split, whose
-stages recompute for as long as their lines allow, holds no more than that. Offloaded gradients and parameters
-must return for the backward, so they use the link as tensors do. Optimizer state elsewhere, or the gradients
+that lend memory for the whole run, as far as the device's links carry the bytes to them. But tensors leave
+after a forward, so at its end the stage's own device holds those of one microbatch that are not recomputed.
+All stages together hold at most the memory of all devices, and a number of seconds is feasible if some split,
+whose stages recompute for as long as their lines allow, holds no more than that. Offloaded gradients and
+parameters must return for the backward, so they use the link as tensors do. Optimizer state elsewhere, or the gradients
 for its update there, pass the link in every update while the stage waits. The device that runs the largest
 layer holds at least its bytes (`LayerCost.least_bytes`), whatever is offloaded. Devices, hosts and disks
 together hold all bytes of all stages.
@@ -399,7 +400,7 @@ class _Bound:
         question, cluster = self.question, self.question.cluster
         hosts = cluster.hosts if question.means.host else ()
         room = sum(cluster.budgets) + sum(host.memory_bytes + (host.disk_bytes or 0) for host in hosts)
-        if question.means.recompute != "never" or question.options.recompute != "never":
+        if self._recomputes:
             return bool(self.with_state[-1] <= room)
         every = Within(slice(None), slice(None))
         possible = self._valid(every)
@@ -507,9 +508,30 @@ class _Bound:
             possible &= held <= (kind.budget + self._lent(step / windows, updating)) * rounding
             result = np.maximum(result, held)
         possible &= (every <= step * rounding) & (late <= step * rounding)
+        at_once = self._at_once(step, (step - every) / self.microbatches, within, kind)
+        possible &= at_once <= kind.budget * rounding
         if not self._spills:  # parameters stay on the device all the time
             possible &= ranges(self.owned, within) <= kind.budget * rounding
         return np.where(possible, result, _INFINITE)
+
+    def _at_once(self, step: float, spare: Floats, within: Within, kind: _Kind) -> Floats:
+        """Return the bytes on the device of ranges at the end of each forward.
+
+        All tensors of the microbatch are there that it does not recompute, in `spare` seconds, since they leave
+        after the forward. Parameters that are elsewhere must come back for the next one.
+        """
+        tensors = kind.prices.kept(within)
+        if self._recomputes:
+            tensors = tensors - kind.prices.freed(np.maximum(spare, 0.0), 1, within)
+        if not self._spills:
+            return tensors + ranges(self.owned, within)
+        away = (self._host_rate + self._peer_rate) * step / self.microbatches
+        return tensors + np.maximum(ranges(self._weights, within) - away, 0.0)
+
+    @property
+    def _recomputes(self) -> bool:
+        """True if the question allows or requests recomputation."""
+        return self.question.means.recompute != "never" or self.question.options.recompute != "never"
 
     def _windows_of(
         self, stage: int, every: Floats, late: Floats
@@ -561,7 +583,7 @@ class _Bound:
         own = own + ranges(self.gradients, within) * (1 - without_gradients / windows)
         if self.question.training.schedule == "pipedream":
             tensors = tensors + (number - 1) * np.maximum(ranges(self._weights, within), 0.0)
-        if self.question.means.recompute != "never":
+        if self._recomputes:
             tensors = tensors - kind.prices.freed(np.maximum(spare, 0.0) / windows, number, within)
         away = self._host_rate * step / windows if self._host_rate else 0.0
         return np.maximum(tensors + own - away, 0.0 if self._spills else own)
