@@ -71,8 +71,12 @@ def differences(
     ]
     if not max(apart, default=0.0) <= (1e4 if replicas else 0.0):
         result.append(f"weights differ by {max(apart)} eps")
+    rounding = max(torch.finfo(tensor.dtype).eps for tensor in state.values() if tensor.is_floating_point())
+    tolerance = rounding if replicas else 1e-6
     if any(
-        abs(a - b) > 1e-6 * abs(b) for one in ran.values() for a, b in zip(one.losses, losses, strict=True)
+        abs(a - b) > tolerance * abs(b)
+        for one in ran.values()
+        for a, b in zip(one.losses, losses, strict=True)
     ):
         result.append(f"losses {next(iter(ran.values())).losses}, not {losses}")
     return result

@@ -158,9 +158,9 @@ class Group(NamedTuple):
         """Return the seconds of consecutive collectives."""
         return sum(map(self._seconds, collectives))
 
-    def _seconds(self, one: Collective) -> float:
-        ways = self.sums if one.kind == "all_reduce" else (self.half,)
-        return min(way.seconds(one.nbytes) for way in ways)
+    def _seconds(self, collective: Collective) -> float:
+        ways = self.sums if collective.kind == "all_reduce" else (self.half,)
+        return min(way.seconds(collective.nbytes) for way in ways)
 
 
 def _exchange(

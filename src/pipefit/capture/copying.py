@@ -381,22 +381,22 @@ def _function(original: FunctionType, memo: dict[int, Any], own: set[int]) -> Fu
         memo.setdefault(
             id(cell), cell if is_empty(cell) else CellType()
         )  # several functions may share one cell
-    made = FunctionType(
+    function = FunctionType(
         original.__code__,
         original.__globals__,
         original.__name__,
         None,
         tuple(memo[id(cell)] for cell in cells),
     )
-    memo[id(original)] = made  # first: its contents may hold it
+    memo[id(original)] = function  # first: its contents may hold it
     for cell in cells:
         if is_empty(memo[id(cell)]) and not is_empty(cell):
             memo[id(cell)].cell_contents = value(cell.cell_contents)
-    made.__defaults__ = tuple(map(value, original.__defaults__)) if original.__defaults__ else None
-    made.__kwdefaults__ = {name: value(held) for name, held in (original.__kwdefaults__ or {}).items()}
-    made.__dict__.update(original.__dict__)
-    made.__qualname__, made.__module__ = original.__qualname__, original.__module__
-    return made
+    function.__defaults__ = tuple(map(value, original.__defaults__)) if original.__defaults__ else None
+    function.__kwdefaults__ = {name: value(held) for name, held in (original.__kwdefaults__ or {}).items()}
+    function.__dict__.update(original.__dict__)
+    function.__qualname__, function.__module__ = original.__qualname__, original.__module__
+    return function
 
 
 def is_empty(cell: CellType) -> bool:

@@ -363,13 +363,17 @@ def _update_replaced_buffers(module: nn.Module) -> None:
 
     def end(*_: Any) -> None:
         for part, name, buffer in before:
-            made = part._buffers.get(name)
-            if made is buffer:
+            tensor = part._buffers.get(name)
+            if tensor is buffer:
                 continue
-            if buffer is None or made is None or (made.shape, made.dtype) != (buffer.shape, buffer.dtype):
+            if (
+                buffer is None
+                or tensor is None
+                or (tensor.shape, tensor.dtype) != (buffer.shape, buffer.dtype)
+            ):
                 raise Refusal(f"it changes the shape or dtype of buffer {name} of a {type(part).__name__}")
             with torch.no_grad():
-                buffer.copy_(made)
+                buffer.copy_(tensor)
             part._buffers[name] = buffer
         known = {(part, name) for part, name, _ in before}
         for part in module.modules():

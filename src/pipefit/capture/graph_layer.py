@@ -129,14 +129,14 @@ class Binding:
             self._of_constants[id(result)] = self._constant(result)
         return self._of_constants[id(result)]
 
-    def _constant(self, found: Tensor) -> Tensor:
+    def _constant(self, tensor: Tensor) -> Tensor:
         """Return a constant of the program on the device of the model's tensors, fake if they are."""
         place = next(iter(self.tensors.values()), torch.empty(0))
         if isinstance(place, FakeTensor) and not (
-            isinstance(found, FakeTensor) and found.fake_mode is place.fake_mode
+            isinstance(tensor, FakeTensor) and tensor.fake_mode is place.fake_mode
         ):
-            return torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device=place.device)
-        return found if isinstance(found, FakeTensor) else found.detach().to(place.device)
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place.device)
+        return tensor if isinstance(tensor, FakeTensor) else tensor.detach().to(place.device)
 
     def _part(self, path: str) -> nn.Module | None:
         return dict(self.module.named_modules()).get(path)

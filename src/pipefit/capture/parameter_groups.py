@@ -177,6 +177,6 @@ def _updated(task: Task, kinds: Sequence[_ParameterKind], *, at_once: bool, seed
 
 def _alike(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(
-        torch.allclose(one, other, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
-        for one, other in zip(some, others, strict=True)
+        torch.allclose(tensor, other, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
+        for tensor, other in zip(some, others, strict=True)
     )

@@ -273,7 +273,11 @@ class _Loop:
     def _update(self) -> None:
         if self._clip_norm is not None:
             nn.utils.clip_grad_norm_(self._worked_on.values(), self._clip_norm)
-        given = ((name, one.grad) for name, one in self._worked_on.items() if one.grad is not None)
+        given = (
+            (name, parameter.grad)
+            for name, parameter in self._worked_on.items()
+            if parameter.grad is not None
+        )
         self._gradients.append({name: gradient.detach().clone() for name, gradient in given})
         state = torch.get_rng_state()
         self._optimizer.step()

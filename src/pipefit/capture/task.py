@@ -157,7 +157,7 @@ class Task:
         assert not isinstance(self.module, nn.Module)
         try:
             with limited_modules(self.name):
-                made = self.module()
+                module = self.module()
         except (
             PipefitError,
             DataDependentOutputException,
@@ -172,11 +172,11 @@ class Task:
             raise UsageError(
                 f"the function that builds {self.name} fails ({in_one_line(error)}): {remedy}"
             ) from error
-        if not isinstance(made, nn.Module):
+        if not isinstance(module, nn.Module):
             raise UsageError(
-                f"the function that builds {self.name} returned {kind_of(made)}: it must return an nn.Module"
+                f"the function that builds {self.name} returned {kind_of(module)}: it must return an nn.Module"
             )
-        return made
+        return module
 
     def cast(self, tensor: Tensor) -> Tensor:
         """Return `tensor` in the task's precision if it is floating point, otherwise unchanged."""

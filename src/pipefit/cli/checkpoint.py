@@ -70,11 +70,11 @@ def command(
         on_stderr(f"saved to {output}")
 
 
-def _figures(found: Checkpoint) -> dict[str, object]:
+def _figures(checkpoint: Checkpoint) -> dict[str, object]:
     """Return the contents of a checkpoint as JSON."""
-    manifest = found.manifest
+    manifest = checkpoint.manifest
     return {
-        "folder": str(found.folder),
+        "folder": str(checkpoint.folder),
         "step": manifest.step,
         "seed": manifest.seed,
         "schedule": manifest.schedule,
@@ -85,18 +85,20 @@ def _figures(found: Checkpoint) -> dict[str, object]:
     }
 
 
-def _described(found: Checkpoint) -> list[Block]:
+def _described(checkpoint: Checkpoint) -> list[Block]:
     from pipefit.texts import counted, printable
     from pipefit.units import format_bytes
 
-    manifest = found.manifest
+    manifest = checkpoint.manifest
     shards = counted(len(manifest.shards), "shard")
     stages = counted(len(manifest.stages), "stage")
     made_by = f"pipefit {printable(manifest.pipefit_version)} and torch {printable(manifest.torch_version)}"
     sizes = {what: manifest.bytes_of(kind) for kind, what in _WORDS.items()}
     held = ", ".join(f"{format_bytes(nbytes)} of {what}" for what, nbytes in sizes.items() if nbytes)
     return [
-        (f"{printable(str(found.folder))}: step {manifest.step}, seed {manifest.seed}, {shards}, all intact"),
+        (
+            f"{printable(str(checkpoint.folder))}: step {manifest.step}, seed {manifest.seed}, {shards}, all intact"
+        ),
         f"trained in {stages} under {printable(manifest.schedule)}, by {made_by}",
         f"{counted(len(manifest.tensors), 'tensor')}: {held}",
     ]

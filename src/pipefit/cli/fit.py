@@ -326,12 +326,12 @@ def _size(grow: str, option: str, text: str | None, default: int) -> int:
     return int(text)
 
 
-def _print(found: Fit, built: str, *, as_json: bool) -> None:
+def _print(fit: Fit, built: str, *, as_json: bool) -> None:
     from pipefit.cli.output import told
     from pipefit.report.fit import describe_fit
     from pipefit.tables import write
 
     if as_json:
-        print(json.dumps(found.as_json()))
+        print(json.dumps(fit.as_json()))
     else:
-        write(told(describe_fit(found), built))
+        write(told(describe_fit(fit), built))

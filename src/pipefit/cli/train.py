@@ -185,19 +185,19 @@ def command(
         resolve(model, settings, precision)  # reports mistakes in MODEL before any worker starts
         train = _trains(engine)
 
-    told = _CheckpointMessages(saving, resume)
+    messages = _CheckpointMessages(saving, resume)
     log = StepLog(document, steps)
     with (
         progress("training", lines=False) as bar,
-        lines_of_metrics(metrics, told.steps_done) as note,
+        lines_of_metrics(metrics, messages.steps_done) as note,
         cleared_away(),
         leaving_post_mortem(plan, post_mortem),
-        told.stopping(),
+        messages.stopping(),
     ):
 
         def on_step(report: StepReport) -> None:
             note(report, log.figures(report))
-            told.steps_done = report.step + 1
+            messages.steps_done = report.step + 1
             bar(report.step + 1, steps, f"loss {report.loss:.4f}")
             if not as_json:
                 log.tell(report, every=log_every)
@@ -215,9 +215,9 @@ def command(
                 on_step=on_step,
                 on_nan=on_nan,
                 saving=saving,
-                resume=told.resumed,
+                resume=messages.resumed,
                 weights=weights,
-                on_saved=told.saved,
+                on_saved=messages.saved,
                 restarts=restarts,
                 replan=None if cluster is None else partial(_planned_for, cluster),
                 **({} if timeout is None else {"timeout_seconds": timeout, "start_seconds": timeout}),
@@ -235,7 +235,7 @@ def command(
             raise unsaved
 
     print_and_save(
-        partial(_print, losses, trace, told, as_json=as_json),
+        partial(_print, losses, trace, messages, as_json=as_json),
         save_it,
         found=(lambda: data | plain_data(trace)) if as_json else None,
     )
@@ -333,7 +333,7 @@ class _CheckpointMessages:
         return [f"{what} {where}; training paused for at most {longest} for each"]
 
 
-def _print(losses: list[float], trace: Trace, told: _CheckpointMessages, *, as_json: bool) -> None:
+def _print(losses: list[float], trace: Trace, messages: _CheckpointMessages, *, as_json: bool) -> None:
     """Print the losses and the trace."""
     from pipefit.cli.train import in_json
     from pipefit.report.traces import describe_trace
@@ -346,7 +346,7 @@ def _print(losses: list[float], trace: Trace, told: _CheckpointMessages, *, as_j
         write(
             [
                 f"loss {losses[0]:.4f} in the first step, {losses[-1]:.4f} in the last",
-                *told.lines,
+                *messages.lines,
                 *describe_trace(trace),
             ]
         )

@@ -219,16 +219,16 @@ def megatron_arguments(plan: Plan) -> str:
     return "".join(f"{shlex.join(words)}\n" for words in (*lines, *_megatron_recomputation(result)))
 
 
-def layout(found: Decoder) -> str:
+def layout(decoder: Decoder) -> str:
     """Return the pipeline's layout, such as `Ettt|tttt|tttt|tL`."""
-    return f"E{'|'.join('t' * count for count in found.blocks)}L"
+    return f"E{'|'.join('t' * count for count in decoder.blocks)}L"
 
 
-def _megatron_recomputation(found: Decoder) -> list[tuple[str, ...]]:
-    most = max(found.recomputed)
+def _megatron_recomputation(decoder: Decoder) -> list[tuple[str, ...]]:
+    most = max(decoder.recomputed)
     if not most:
         return []
-    method, number = ("uniform", 1) if found.recomputed == found.blocks else ("block", most)
+    method, number = ("uniform", 1) if decoder.recomputed == decoder.blocks else ("block", most)
     return [
         ("--recompute-granularity", "full"),
         ("--recompute-method", method),
@@ -304,15 +304,15 @@ def _held(plan: Plan) -> str:
     return f"\n\n{sentence[0].upper()}{sentence[1:]}.\n" if sentence else ""
 
 
-def _torchtitan_replicas(found: Decoder) -> str:
+def _torchtitan_replicas(decoder: Decoder) -> str:
     """Return lines for replicas that hold a whole stage, or divide its parameters, which is torchtitan's
     default.
     """
-    if found.grid.shard == "parameters":
+    if decoder.grid.shard == "parameters":
         return (
-            f"    data_parallel_shard_degree={found.grid.data},\n    fsdp_reshard_after_forward='always',\n"
+            f"    data_parallel_shard_degree={decoder.grid.data},\n    fsdp_reshard_after_forward='always',\n"
         )
-    return f"    data_parallel_replicate_degree={found.grid.data},\n    data_parallel_shard_degree=1,\n"
+    return f"    data_parallel_replicate_degree={decoder.grid.data},\n    data_parallel_shard_degree=1,\n"
 
 
 # ---- A configuration of DeepSpeed's pipeline engine: batch, precision, clipping and stages

@@ -150,9 +150,9 @@ class Chains:
         family = self._family
         if family is None or not family.few < samples <= family.many:
             return self._trace(samples, fake, like)
-        made = chain_again(family.chain, fake)
-        family.write(made, samples)
-        return made
+        chain = chain_again(family.chain, fake)
+        family.write(chain, samples)
+        return chain
 
     @property
     def _by_hand(self) -> Chain | None:
@@ -226,10 +226,10 @@ class Chains:
     def _trace(self, samples: int, fake: FakeTarget, like: Sample | None = None) -> Chain:
         """Return the chain of a trace, which is kept if sizes are given."""
         like = like or sample(self.task, samples)
-        made = self._quickly(fake, like) or fake_chain(self.task, fake, like)
+        chain = self._quickly(fake, like) or fake_chain(self.task, fake, like)
         if self._sizes:
-            self._traced[samples] = made
-        return made
+            self._traced[samples] = chain
+        return chain
 
     def _quickly(self, fake: FakeTarget, like: Sample) -> Chain | None:
         """Return the chain, traced without lines of code; None if lines are needed.
@@ -240,8 +240,8 @@ class Chains:
             return None
         try:
             with without_code_lines():
-                made = fake_chain(self.task, fake, like)
+                chain = fake_chain(self.task, fake, like)
         except UsageError:
-            made = None
-        self._tells = made is None or any(block.undivided for block in made.blocks)
-        return None if self._tells else made
+            chain = None
+        self._tells = chain is None or any(block.undivided for block in chain.blocks)
+        return None if self._tells else chain

@@ -75,15 +75,16 @@ def fingerprint(task: Task, chain: Chain) -> Fingerprinted:
     return Fingerprinted(result, digest(repr([sizes for _, sizes in layers])))
 
 
-def with_loss(made: Fingerprinted, chain: Chain, measurement: Measurement) -> Fingerprinted:
-    """Return `made` with the loss, which runs once over fake tensors like its inputs in `measurement`.
+def with_loss(fingerprinted: Fingerprinted, chain: Chain, measurement: Measurement) -> Fingerprinted:
+    """Return `fingerprinted` with the loss, which runs once over fake tensors like its inputs in `measurement`.
 
     Raises:
         UsageError: the loss fails on them.
     """
     loss, sizes = _loss(chain, measurement)
     return Fingerprinted(
-        replace(made.fingerprint, loss=digest(loss, _DIGITS)), digest(repr((made.sizes, sizes)))
+        replace(fingerprinted.fingerprint, loss=digest(loss, _DIGITS)),
+        digest(repr((fingerprinted.sizes, sizes))),
     )
 
 
@@ -270,19 +271,19 @@ def _optimizer(task: Task) -> torch.optim.Optimizer:
     """
     with FakeTarget("cpu"):
         try:
-            made = task.optimizer([{"params": [nn.Parameter(torch.empty(0, 0))]}])
+            optimizer = task.optimizer([{"params": [nn.Parameter(torch.empty(0, 0))]}])
         except Exception as error:
             raise UsageError(
                 f"the optimizer of {task.name} cannot be created for a group with one parameter "
                 f"({in_one_line(error)}): give a function that accepts any parameter groups, such as its "
                 "class"
             ) from error
-    if not isinstance(made, torch.optim.Optimizer):
+    if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
-            f"the optimizer of {task.name} is a function that returns {kind_of(made)}: it must return a "
+            f"the optimizer of {task.name} is a function that returns {kind_of(optimizer)}: it must return a "
             "torch.optim optimizer of the given parameter groups"
         )
-    return made
+    return optimizer
 
 
 def _option(value: object) -> str:

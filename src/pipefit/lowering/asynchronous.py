@@ -122,7 +122,7 @@ def _gaps(timeline: Timeline, state: State, version: _Version) -> Iterator[tuple
     free = max(copied)
     uses = sorted(use for m in version.microbatches for use in _uses(timeline, state, m, free))
     for number, use in enumerate(uses):
-        later = (one.microbatch for one in uses[number:] if not one.is_forward)
+        later = (pass_use.microbatch for pass_use in uses[number:] if not pass_use.is_forward)
         name = next((m for m in later if _computes(timeline, m)[0] < free), None)
         if use.positions[0] > free and name is not None:
             yield name, free, use.positions

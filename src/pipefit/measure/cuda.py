@@ -88,9 +88,9 @@ class Stopwatch:
         return bool(mark.query())  # type: ignore[no-untyped-call]
 
     def _recorded(self) -> Mark:
-        made = self._event()
-        made.record(torch.cuda.current_stream(self.device))
-        return made
+        event = self._event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
 
 # ---- The meter

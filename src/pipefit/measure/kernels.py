@@ -290,12 +290,12 @@ class _Description:
         self.conjugated, self.negated = tensor.is_conj(), tensor.is_neg()
 
     def make(self, mask: bool) -> Tensor:
-        made = torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
-        everything = made.as_strided((made.untyped_storage().nbytes() // made.element_size(),), (1,))
+        tensor = torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
+        everything = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,))
         floating = self.dtype.is_floating_point or self.dtype.is_complex
         everything.fill_(0.5 if floating else mask if self.dtype in _MASKS else 0)
-        made = negative_view(made) if self.negated else made
-        return (made.conj() if self.conjugated else made).requires_grad_(self.differentiable)
+        tensor = negative_view(tensor) if self.negated else tensor
+        return (tensor.conj() if self.conjugated else tensor).requires_grad_(self.differentiable)
 
 
 def _made(mask: bool, arg: Any) -> Any:

@@ -134,6 +134,8 @@ def _written(func: Any) -> tuple[int | str, ...]:
         return ()
     arguments = enumerate(func._schema.arguments)
     written = [
-        (i, one.name) for i, one in arguments if one.alias_info is not None and one.alias_info.is_write
+        (i, argument.name)
+        for i, argument in arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
     ]
     return tuple(key for keys in written for key in keys)

@@ -76,29 +76,29 @@ class FakeCopies:
         """
         if id(real) not in self._tensors:
             if self._sharded and is_sharded(real):
-                made = with_local_part(real, self.tensor)
+                tensor = with_local_part(real, self.tensor)
             elif type(real) in _PLAIN:
-                made = self._made(real)
+                tensor = self._made(real)
             else:
                 raise UsageError(
                     f"a tensor of the model is a {type(real).__name__}, which has no dry run yet: apply the plan "
                     "before the model is quantized"
                 )
             if isinstance(real, nn.Parameter):
-                made = nn.Parameter(made, requires_grad=real.requires_grad)
+                tensor = nn.Parameter(tensor, requires_grad=real.requires_grad)
             else:
-                made.requires_grad_(real.requires_grad and real.is_leaf)
-                self._values.know(made, real)
-            self._tensors[id(real)] = real, made
+                tensor.requires_grad_(real.requires_grad and real.is_leaf)
+                self._values.know(tensor, real)
+            self._tensors[id(real)] = real, tensor
             if real.is_leaf and real.grad is not None:
-                made.grad = self.tensor(real.grad)
+                tensor.grad = self.tensor(real.grad)
         return self._tensors[id(real)][1]
 
     def again(self, real: Tensor) -> Tensor:
         """Return a new fake tensor for a tensor of a batch."""
-        made = self._fake.fake(real).requires_grad_(real.requires_grad)
-        self._values.know(made, real)
-        return made
+        tensor = self._fake.fake(real).requires_grad_(real.requires_grad)
+        self._values.know(tensor, real)
+        return tensor
 
     def _made(self, real: Tensor) -> Tensor:
         storage = real.untyped_storage()
@@ -256,8 +256,8 @@ class Loop:
                     optimizers = (self.make_optimizer(self.module.parameters()),)
                 if self.state_on_host:
                     before = _state_of(optimizers)
-                    for one in optimizers:
-                        stack.callback(on_no_host(one).remove)
+                    for optimizer in optimizers:
+                        stack.callback(on_no_host(optimizer).remove)
                     stand.forget(before.keys() - _state_of(optimizers).keys())
                     before.clear()
                 meter.tag(self._resident(stand), Category.PARAMETERS)
@@ -267,9 +267,9 @@ class Loop:
                     yield from self._steps(batches) if self.step else self._plain(batches, optimizers)
 
                 with meter, local_parts() if sharded else nullcontext():
-                    for one in objects:
-                        if isinstance(one, DistributedDataParallel):
-                            reduce_alone(one)
+                    for optimizer in objects:
+                        if isinstance(optimizer, DistributedDataParallel):
+                            reduce_alone(optimizer)
                     yield run
         finally:
             gc.enable()
@@ -279,7 +279,10 @@ class Loop:
 
     def _resident(self, stand: FakeCopies) -> list[Tensor]:
         return [
-            t for made in stand.tensors for t in (made, made.grad if made.is_leaf else None) if t is not None
+            t
+            for tensor in stand.tensors
+            for t in (tensor, tensor.grad if tensor.is_leaf else None)
+            if t is not None
         ]
 
     def _made_batch(self, stand: FakeCopies, meter: Any) -> Any:
@@ -315,7 +318,9 @@ class Loop:
 
 def _state_of(optimizers: Sequence[Optimizer]) -> dict[int, Tensor]:
     """Return the tensors in the states of optimizers, by id."""
-    values = (value for one in optimizers for state in one.state.values() for value in state.values())
+    values = (
+        value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()
+    )
     return {id(value): value for value in values if isinstance(value, Tensor)}
 
 

@@ -333,7 +333,7 @@ class Survey:
             dense_one if way == metered.arriving else metered.meter.measure_again(way, cost.input_gradients)
             for way in ways
         ]
-        gradients = result[0].gradients.also_as([one.gradients for one in (dense_one, *result)])
+        gradients = result[0].gradients.also_as([backward.gradients for backward in (dense_one, *result)])
         self.kinds.append(
             replace(
                 cost,
@@ -514,7 +514,14 @@ def sharded_chains(
                 f"{sharded.ranks} tensor-parallel ranks cannot shard {chain.name}: 0 % of its parameters "
                 f"and operations, because {_why(sharded)}; choose another number, or replicas"
             )
-    return [*result, *(_along_positions(traced, one) for one in result if sequences and traced is not None)]
+    return [
+        *result,
+        *(
+            _along_positions(traced, sharded_chain)
+            for sharded_chain in result
+            if sequences and traced is not None
+        ),
+    ]
 
 
 def _along_positions(traced: TracedStage, plain: ShardedChain) -> ShardedChain:
@@ -553,7 +560,8 @@ def of_rank(measured: Measurement, whole: Measurement, sharded: ShardedChain) ->
     """
     _check_alike(measured, whole, sharded)
     forms = {
-        (shared_name(sharded.chain, one), one.users): _form(sharded, one) for one in sharded.chain.shared
+        (shared_name(sharded.chain, shared), shared.users): _form(sharded, shared)
+        for shared in sharded.chain.shared
     }
     numbers: dict[tuple[int, _Collectives], int] = {}
     together = list(_by_layer(sharded, len(measured.layers)))
@@ -615,7 +623,7 @@ def _check_alike(measured: Measurement, whole: Measurement, sharded: ShardedChai
                 f"unsharded ({other}, not {one}), so stages could not end there: do not use tensor "
                 "parallelism"
             )
-    uses = [{(each.name, each.users) for each in one.shared} for one in (whole, measured)]
+    uses = [{(each.name, each.users) for each in measurement.shared} for measurement in (whole, measured)]
     if uses[0] != uses[1]:
         names = ", ".join(sorted({name for name, _ in uses[0] ^ uses[1]}))
         raise UsageError(
@@ -700,7 +708,7 @@ def profile_fake(
     with FakeTarget(target) as fake:
         divides = any(degree > 1 for degree in tensor)  # runs layers, to trace them
         chain = (chains.of if divides else chains.unrun)(microbatch_size, fake, like)
-        made = fingerprint(task, chain)
+        fingerprinted = fingerprint(task, chain)
         values = tuple(map(fake.fake, chain.flatten(like[0])))
         targets = tuple(map(fake.fake, chain.flatten_targets(like[1])))
         divided = sharded_chains(chain, tensor, values, targets, sequences=sequences)  # before any layer runs
@@ -713,8 +721,8 @@ def profile_fake(
             check_elementwise(task, rank.layers, sharded.shards(0), torch.device("cpu"))
             result = survey(task, kernels, rank, values, targets, progress, lambda layer: layer)
             measurements.append(of_rank(result, whole, sharded))
-    made = with_loss(made, chain, whole)
-    profile = _profile(task, chain, made, measurements, target=target, threads=threads)
+    fingerprinted = with_loss(fingerprinted, chain, whole)
+    profile = _profile(task, chain, fingerprinted, measurements, target=target, threads=threads)
     profile = profile if kernels is None else _with_kernels(profile, kernels)
     return replace(profile, kernels=KernelMemory(kernels=(*fake.unknown.kernels, *profile.kernels.kernels)))
 
@@ -734,7 +742,7 @@ def _with_kernels(profile: ModelProfile, kernels: Kernels) -> ModelProfile:
 def _profile(
     task: Task,
     chain: Chain,
-    made: Fingerprinted,
+    fingerprinted: Fingerprinted,
     measurements: Sequence[Measurement],
     *,
     target: Target,
@@ -743,15 +751,15 @@ def _profile(
     """Return the profile of the measurements, with names, fingerprint and assumptions."""
     return ModelProfile(
         model=chain.name,
-        fingerprint=made.fingerprint,
+        fingerprint=fingerprinted.fingerprint,
         layers=tuple(layer.name for layer in chain.layers),
         blocks=chain.blocks,
-        measurements=tuple(replace(measurement, sizes=made.sizes) for measurement in measurements),
+        measurements=tuple(replace(measurement, sizes=fingerprinted.sizes) for measurement in measurements),
         assumptions=Assumptions(
             target=target,
             device="fake",
             precision=precision_of(task, chain),
-            optimizer=made.fingerprint.optimizer,
+            optimizer=fingerprinted.fingerprint.optimizer,
             torch=torch.__version__,
             threads=threads,
         ),

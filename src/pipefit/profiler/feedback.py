@@ -111,7 +111,7 @@ def measured_coupling(task: Task, profile: ModelProfile) -> str:
     Also returns "" if layers are already known to be coupled, or if the comparison is impossible: batches or
     kernels fail, or it would take too long.
     """
-    largest = max(profile.measurements, key=lambda one: one.microbatch_size)
+    largest = max(profile.measurements, key=lambda measurement: measurement.microbatch_size)
     if profile.coupled:
         return ""
     every = (*largest.costs, largest.loss)

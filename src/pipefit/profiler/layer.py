@@ -342,7 +342,7 @@ class LayerMeter:
             parameters=tuple(
                 self._parameter(*named, second, read) for named in self.module.named_parameters()
             ),
-            buffer_bytes=sum(one.nbytes for one in held if one.is_buffer),
+            buffer_bytes=sum(held_storage.nbytes for held_storage in held if held_storage.is_buffer),
             constant_bytes=sum(one.nbytes for one in held if not one.is_buffer),
             inputs=tuple(
                 map(_value, self.like, (origin.kind != "none" for origin in later.gradients.origins))
@@ -506,7 +506,7 @@ class LayerMeter:
             saved.append(SavedTensor(index=index, nbytes=hidden, dtype="uint8", origin=origin, hidden=True))
         self._by_value = assumptions() > known
         if self._by_value:  # other values may change which tensors are saved
-            saved = [replace(one, hidden=True) for one in saved]
+            saved = [replace(saved_tensor, hidden=True) for saved_tensor in saved]
         kept = _Kept(tuple(storages.own), tuple(saved), origins, tuple(map(_like, values)))
         leave(graph, values)
         graph.root = None

@@ -74,10 +74,10 @@ class OnDemand:
             with _profiling():
                 self._begin(wanted)
                 begun = self._begun.pop(wanted, None) or self._first(wanted)
-                made = begun()
+                profile = begun()
                 if microbatch_size > 1 and self._coupling is None:
-                    self._coupling = measured_coupling(self._task, made)
-                self._known[wanted] = with_coupling(made, self._coupling or "")
+                    self._coupling = measured_coupling(self._task, profile)
+                self._known[wanted] = with_coupling(profile, self._coupling or "")
         self.say_searched(*wanted)
         return self._known[wanted]
 
@@ -210,20 +210,22 @@ class Repeated:
         """The profile that `OnDemand` would make, but for its fingerprint."""
         wanted = microbatch_size, tuple(sorted({degree for degree in tensor if degree > 1})), sequences
         if wanted not in self._known:
-            first, second, third = (one(microbatch_size, tensor, sequences=sequences) for one in self._traced)
+            first, second, third = (
+                on_demand(microbatch_size, tensor, sequences=sequences) for on_demand in self._traced
+            )
             self._known[wanted] = _growing(first, second, third).repeated(self._times)
         self._traced[0].say_searched(*wanted)
         return self._known[wanted]
 
     def report_to(self, progress: Progress | None) -> None:
         """Tell `progress` from now on what is done."""
-        for one in self._traced:
-            one.report_to(progress)
+        for on_demand in self._traced:
+            on_demand.report_to(progress)
 
     def checked(self, sizes: Iterable[int] | None = None) -> Callable[[], bool]:
         """As `OnDemand.checked`, of the models that were traced."""
         wanted = None if sizes is None else tuple(sizes)
-        every = [one.checked(wanted) for one in self._traced]
+        every = [on_demand.checked(wanted) for on_demand in self._traced]
 
         def found() -> bool:
             as_traced = [one() for one in every]  # all of them are asked: each forgets what it is wrong about
@@ -234,9 +236,9 @@ class Repeated:
         return found
 
 
-def same_costs(one: ModelProfile, other: ModelProfile) -> bool:
+def same_costs(profile: ModelProfile, other: ModelProfile) -> bool:
     """Whether two profiles say the same of every layer, whatever their fingerprints."""
-    return _costs(one) == _costs(other)
+    return _costs(profile) == _costs(other)
 
 
 def _costs(profile: ModelProfile) -> object:
@@ -272,7 +274,7 @@ class _Insertion:
     def between(cls, first: ModelProfile, second: ModelProfile) -> list[_Insertion]:
         """The insertions that may make the second of the first, those farthest from both ends first."""
         count = len(second.layers) - len(first.layers)
-        kinds = [[(m.way, m.kinds, m.loss) for m in one.measurements] for one in (first, second)]
+        kinds = [[(m.way, m.kinds, m.loss) for m in profile.measurements] for profile in (first, second)]
         if (
             count <= 0
             or kinds[0] != kinds[1]
@@ -309,14 +311,16 @@ class _Insertion:
             if first.blocks
             else ()
         )
-        made = replace(
+        fingerprint = replace(
             second.fingerprint,
             layers=self._digests(first.fingerprint.layers, second.fingerprint.layers, times),
             parameters=self._digests(first.fingerprint.parameters, second.fingerprint.parameters, times),
         )
         pairs = zip(first.measurements, second.measurements, strict=True)
         measurements = tuple(self._measurement(few, many, times) for few, many in pairs)
-        return replace(second, layers=names, blocks=blocks, fingerprint=made, measurements=measurements)
+        return replace(
+            second, layers=names, blocks=blocks, fingerprint=fingerprint, measurements=measurements
+        )
 
     def _inserted(
         self,
@@ -378,7 +382,9 @@ class _Insertion:
                     raise NotRepeated(f"shared {one.what} {one.name} is not in the previous block")
                 shifted = self._shifted(one, repeat * self.count)
                 grown.append(replace(shifted, name=_counted(previous.name, one.name, 1 + repeat)))
-        return tuple(sorted(grown, key=lambda one: one.users[0]))  # the order in which layers first hold them
+        return tuple(
+            sorted(grown, key=lambda none: none.users[0])
+        )  # the order in which layers first hold them
 
     def _before(self, layer: int) -> int:
         """The number in the first profile of a layer of the second."""

@@ -78,14 +78,14 @@ class RecipeAnswer:
     def fitting(self) -> list[Variant]:
         """The changes that fit, without those that another one beats in both seconds and bytes."""
         result = list[Variant]()
-        for one in self.changed:
-            if one.fits and all(one.need_bytes < faster.need_bytes for faster in result):
-                result.append(one)
+        for variant in self.changed:
+            if variant.fits and all(variant.need_bytes < faster.need_bytes for faster in result):
+                result.append(variant)
         return result
 
     def as_json(self) -> dict[str, Any]:
         """Return the answer as plain data."""
-        changed = [one.as_json() for one in self.changed]
+        changed = [variant.as_json() for variant in self.changed]
         return {"cluster": self.cluster.name, "written": self.written.as_json(), "changed": changed}
 
 
@@ -152,7 +152,9 @@ def _answered(
                 progress(len(changed), 0, f"trying {', '.join(changes)}")
             with suppress(UsageError):  # state that cannot be divided or moved
                 changed.append(_variant(other, cluster, profiles(other.precision), changes))
-    changed.sort(key=lambda one: (not one.fits, one.step_seconds if one.fits else one.need_bytes))
+    changed.sort(
+        key=lambda variant: (not variant.fits, variant.step_seconds if variant.fits else variant.need_bytes)
+    )
     return RecipeAnswer(cluster=cluster, written=written, changed=tuple(changed))
 
 
@@ -209,7 +211,7 @@ def _variant(recipe: Recipe, cluster: Cluster, profiles: OnDemand, changes: tupl
     size = recipe.samples * replicas
     count = recipe.accumulation or -(-(recipe.global_batch or size) // size)
     ranks = (recipe.tensor,) if recipe.tensor > 1 else ()
-    found = with_slices(
+    profile = with_slices(
         lambda samples: profiles(samples, ranks, sequences=recipe.sequences),
         replicas,
         PlanOptions(data=replicas),
@@ -228,7 +230,7 @@ def _variant(recipe: Recipe, cluster: Cluster, profiles: OnDemand, changes: tupl
         recompute="always" if recipe.recompute else "never",
         allow_infeasible=True,
     )
-    made = answered(found, cluster, options=options).plan
+    made = answered(profile, cluster, options=options).plan
     plan = _with_state(made, recipe)
     result = assembled(plan)
     device = max(plan.workers, key=lambda one: result.peak_bytes[one] / cluster.budgets[one])
@@ -276,7 +278,7 @@ def describe(found: RecipeAnswer, file: str) -> list[Block]:
         blocks += ["Changes that fit, the fastest first:", *map(_lines, found.fitting[:_SHOWN])]
     elif not written.fits:
         tried = f"; of {counted(len(found.changed), 'change')} tried, none fits" if found.changed else ""
-        least = min((*found.changed, written), key=lambda one: one.need_bytes)
+        least = min((*found.changed, written), key=lambda variant: variant.need_bytes)
         blocks.append(
             f"No change of this file makes it fit{tried}: the least is {format_bytes(least.need_bytes)}"
             f"{f' with {_joined(least)}' if least.changes else ''}. pipefit plan searches all techniques."
@@ -284,18 +286,18 @@ def describe(found: RecipeAnswer, file: str) -> list[Block]:
     return [*blocks, *(f"Note: {note}." for note in recipe.notes)]
 
 
-def _lines(one: Variant) -> str:
+def _lines(variant: Variant) -> str:
     """Return what a change brings, and its lines."""
-    needed = f"{_rate(one)} samples/s, a device needs {format_bytes(one.need_bytes)}:"
-    return "\n".join([needed, *(f"  {change}" for change in one.changes)])
+    needed = f"{_rate(variant)} samples/s, a device needs {format_bytes(variant.need_bytes)}:"
+    return "\n".join([needed, *(f"  {change}" for change in variant.changes)])
 
 
-def _joined(one: Variant) -> str:
-    return ", ".join(one.changes)
+def _joined(variant: Variant) -> str:
+    return ", ".join(variant.changes)
 
 
-def _rate(one: Variant) -> str:
-    return format_number(one.plan.training.batch_size / one.step_seconds)
+def _rate(variant: Variant) -> str:
+    return format_number(variant.plan.training.batch_size / variant.step_seconds)
 
 
 def _read(recipe: Recipe, plan: Plan) -> str:

@@ -116,12 +116,12 @@ class PlanDifference:
             "changes": [change.as_json() for change in self.changes],
             "devices": [
                 {
-                    "device": one.device,
-                    "before_bytes": one.before_bytes,
-                    "after_bytes": one.after_bytes,
-                    "by_category": one.by_category,
+                    "device": difference.device,
+                    "before_bytes": difference.before_bytes,
+                    "after_bytes": difference.after_bytes,
+                    "by_category": difference.by_category,
                 }
-                for one in self.devices
+                for difference in self.devices
             ],
             "step_seconds": [self.before_seconds, self.after_seconds],
             "samples_per_second": [self.before_rate, self.after_rate],
@@ -168,7 +168,7 @@ def _busiest(trace: Trace) -> float | None:
 
 
 def _device(number: int, before: DeviceTrace | None, after: DeviceTrace | None) -> DeviceDifference:
-    held, holds = (one.peak.by_category if one and one.peak else {} for one in (before, after))
+    held, holds = (trace.peak.by_category if trace and trace.peak else {} for trace in (before, after))
     apart = {category.value: holds.get(category, 0) - held.get(category, 0) for category in CATEGORIES}
     return DeviceDifference(
         device=number,
@@ -243,17 +243,17 @@ def _treated(before: Plan, after: Plan) -> Iterator[LayerChange]:
         had, has = ours.get(kind, {}), theirs.get(kind, {})
         result: dict[tuple[str, str], dict[str, list[_Treated]]] = {}
         for subject in dict.fromkeys([*had, *has]):
-            one, two = had.get(subject, _Treated()), has.get(subject, _Treated())
-            if one.how != two.how:
-                layers = result.setdefault((one.how, two.how), {})
-                layers.setdefault(subject[0], []).append(two if two.how else one)
+            treated, two = had.get(subject, _Treated()), has.get(subject, _Treated())
+            if treated.how != two.how:
+                layers = result.setdefault((treated.how, two.how), {})
+                layers.setdefault(subject[0], []).append(two if two.how else treated)
         for (one_how, two_how), layers in result.items():
             for run in _runs(after if two_how else before, list(layers)):
                 yield _change(run, one_how, two_how, [told for name in run for told in layers[name]])
 
 
 def _change(run: list[str], before: str, after: str, told: Sequence[_Treated]) -> LayerChange:
-    reasons = [one.why for one in told if one.why] if after else []
+    reasons = [treated.why for treated in told if treated.why] if after else []
     kinds = Counter(one.tensor for one in told if one.tensor)
     return LayerChange(
         first=run[0],
@@ -281,7 +281,11 @@ def _treatments(plan: Plan) -> _Treatments:
 
 def _tensor(plan: Plan, stage: int, layer: int, number: int) -> str:
     """Describe a saved tensor: the operation that saved it, or its dtype, and its bytes."""
-    saved = next(one for one in plan.measured(stage).costs[layer].saved if one.index == number)
+    saved = next(
+        saved_tensor
+        for saved_tensor in plan.measured(stage).costs[layer].saved
+        if saved_tensor.index == number
+    )
     return f"{saved.operation or saved.dtype} {format_bytes(saved.nbytes)}"
 
 
@@ -329,28 +333,28 @@ def _runs(plan: Plan, names: Sequence[str]) -> Iterator[list[str]]:
 # ---- Text
 
 
-def describe_difference(found: PlanDifference) -> list[Block]:
+def describe_difference(difference: PlanDifference) -> list[Block]:
     """Describe a difference: the costs, the request, a row for each device, and the changes."""
-    blocks: list[Block] = ["\n".join([_price(found), *_time(found)])]
-    if found.asked:
-        blocks.append("Request:\n" + "\n".join(f"  {phrase}" for phrase in found.asked))
-    blocks.append(_devices(found))
-    if found.changes:
-        blocks.append("Changes:\n" + "\n".join(f"  {change}" for change in found.changes))
+    blocks: list[Block] = ["\n".join([_price(difference), *_time(difference)])]
+    if difference.asked:
+        blocks.append("Request:\n" + "\n".join(f"  {phrase}" for phrase in difference.asked))
+    blocks.append(_devices(difference))
+    if difference.changes:
+        blocks.append("Changes:\n" + "\n".join(f"  {change}" for change in difference.changes))
     return blocks
 
 
-def _price(found: PlanDifference) -> str:
+def _price(difference: PlanDifference) -> str:
     """Describe the second document's costs relative to the first: memory of the fullest device, and time."""
-    before, after = found.highest_bytes
+    before, after = difference.highest_bytes
     told = [
         f"{format_bytes(abs(after - before))} {'more' if after > before else 'less'} on the fullest device"
     ]
     told = told if after != before else ["the same memory on the fullest device"]
-    one, two = found.before_seconds, found.after_seconds
+    one, two = difference.before_seconds, difference.after_seconds
     if one and two:
         told.append(f"a step that is {_beside(two / one)}")
-    nothing = not found.changes and not found.asked and before == after and one == two
+    nothing = not difference.changes and not difference.asked and before == after and one == two
     return "The two are the same." if nothing else f"The second takes {' and '.join(told)}."
 
 
@@ -361,24 +365,23 @@ def _beside(ratio: float) -> str:
     return f"{abs(100 * (ratio - 1)):.1f} % {'longer' if ratio > 1 else 'shorter'}"
 
 
-def _time(found: PlanDifference) -> Iterator[str]:
-    one, two = found.before_seconds, found.after_seconds
+def _time(difference: PlanDifference) -> Iterator[str]:
+    one, two = difference.before_seconds, difference.after_seconds
     if one is None or two is None:
         return
     rates = ""
-    if found.before_rate and found.after_rate:
-        rates = (
-            f", {format_number(found.before_rate)} and {format_number(found.after_rate)} samples per second"
-        )
+    if difference.before_rate and difference.after_rate:
+        before, after = map(format_number, (difference.before_rate, difference.after_rate))
+        rates = f", {before} and {after} samples per second"
     yield f"A step takes {format_seconds(one)}, then {format_seconds(two)}{rates}."
-    if found.before_busy and found.after_busy:
+    if difference.before_busy and difference.after_busy:
         yield (
-            f"The busiest device computes {100 * found.before_busy:.0f} % of the step, then "
-            f"{100 * found.after_busy:.0f} %."
+            f"The busiest device computes {100 * difference.before_busy:.0f} % of the step, then "
+            f"{100 * difference.after_busy:.0f} %."
         )
 
 
-def _devices(found: PlanDifference) -> Table:
+def _devices(difference: PlanDifference) -> Table:
     """Return a row for each device, with the category that changed most."""
     rows = tuple(
         (
@@ -388,7 +391,7 @@ def _devices(found: PlanDifference) -> Table:
             _signed(one.changed_bytes),
             _most(one.by_category),
         )
-        for one in found.devices
+        for one in difference.devices
     )
     title = f"peaks of {counted(len(rows), 'device')}"
     return Table(("device", "first", "second", "change", "most of it"), rows, title=title)

@@ -76,7 +76,7 @@ def _devices(overview: Overview) -> Table:
             format_bytes(row.one.need_bytes),
             format_bytes(row.one.budget_bytes),
             fullness(row.one.need_bytes / row.one.budget_bytes, tight=_is_tight(row.one)),
-            *(_size(one, largest) for one in row.largest),
+            *(_size(attempt, largest) for attempt in row.largest),
             "-" if row.fastest is None else format_number(samples_per_second(row.fastest)),
         )
         for row in overview.reaches
@@ -117,23 +117,23 @@ def _replicas_take_the_others(overview: Overview) -> str:
     )
 
 
-def _size(one: Attempt | None, largest: int) -> str:
+def _size(attempt: Attempt | None, largest: int) -> str:
     """Format the size of a microbatch; the largest that was tried may not be the limit."""
-    if one is None:
+    if attempt is None:
         return "-"
-    return f"{one.value} or more" if one.value == largest else str(one.value)
+    return f"{attempt.value} or more" if attempt.value == largest else str(attempt.value)
 
 
-def _is_tight(one: Attempt) -> bool:
-    return is_tight(one.plan.cluster, one.device, one.need_bytes)
+def _is_tight(attempt: Attempt) -> bool:
+    return is_tight(attempt.plan.cluster, attempt.device, attempt.need_bytes)
 
 
 def _precisions(overview: Overview) -> Table:
     """Return a row for each precision."""
 
-    def row(one: InPrecision) -> tuple[str, ...]:
-        fewest = "-" if one.fewest is None else str(one.fewest)
-        return one.precision, format_bytes(one.state_bytes), format_bytes(one.need_bytes), fewest
+    def row(verdict: InPrecision) -> tuple[str, ...]:
+        fewest = "-" if verdict.fewest is None else str(verdict.fewest)
+        return verdict.precision, format_bytes(verdict.state_bytes), format_bytes(verdict.need_bytes), fewest
 
     columns = ("precision", "state", "1 sample", "fewest devices")
     title = "on one device: state is parameters, gradients and optimizer state"
@@ -169,15 +169,15 @@ def _rate(own: dict[bool, Replicated]) -> str:
 
 def _limits(overview: Overview) -> str:
     """Describe the limiting device, and the contents of its memory."""
-    one = overview.limiting
+    attempt = overview.limiting
     held = sorted(overview.filled.items(), key=lambda item: -item[1])[:3]
     what = ", ".join(f"{format_bytes(nbytes)} of {category.value}" for category, nbytes in held)
-    device = overview.cluster.largest(overview.here.devices)[one.device]
+    device = overview.cluster.largest(overview.here.devices)[attempt.device]
     size = (
-        f"With microbatches of {counted(one.value, 'sample')} and all activations kept, device {device} "
+        f"With microbatches of {counted(attempt.value, 'sample')} and all activations kept, device {device} "
         "limits"
     )
-    holds = f"stage {one.stage} ({first_to_last(one.blocks)}) needs {format_bytes(one.need_bytes)}: {what}."
+    holds = f"stage {attempt.stage} ({first_to_last(attempt.blocks)}) needs {format_bytes(attempt.need_bytes)}: {what}."
     return f"{size}: {holds}"
 
 
@@ -238,10 +238,14 @@ def _ways_out(overview: Overview, here: Reach, asked: str) -> Iterator[str]:
     more = next((row for row in overview.reaches if row.fastest is not None), None)
     if more is not None:
         yield f"{counted(more.devices, 'device')} of this kind would suffice{_growing(asked, 'devices')}"
-    for one in overview.precisions[1:]:
-        if one.fewest is not None and one.fewest <= here.devices:
-            option = f"--precision {one.precision}" if asked else f'precision="{one.precision}" in the task'
-            yield f"In {one.precision} it fits on {counted(one.fewest, 'device')}: {option}"
+    for verdict in overview.precisions[1:]:
+        if verdict.fewest is not None and verdict.fewest <= here.devices:
+            option = (
+                f"--precision {verdict.precision}"
+                if asked
+                else f'precision="{verdict.precision}" in the task'
+            )
+            yield f"In {verdict.precision} it fits on {counted(verdict.fewest, 'device')}: {option}"
     if more is None:
         yield f"To find the memory that each device needs{_growing(asked, 'memory')}"
 

@@ -47,29 +47,29 @@ def priced(alternatives: Sequence[Alternative], step_seconds: float) -> Iterator
         yield Table(columns, tuple(_row(alternative, step_seconds) for alternative in alternatives))
 
 
-def _row(one: Alternative, step_seconds: float) -> tuple[str, ...]:
-    counts = (str(number) for number in (one.stages, one.devices, one.microbatches))
+def _row(alternative: Alternative, step_seconds: float) -> tuple[str, ...]:
+    counts = (str(number) for number in (alternative.stages, alternative.devices, alternative.microbatches))
     prices = (
-        format_bytes(one.peak_bytes),
-        format_seconds(one.step_seconds),
-        _longer(one, step_seconds) or "-",
+        format_bytes(alternative.peak_bytes),
+        format_seconds(alternative.step_seconds),
+        _longer(alternative, step_seconds) or "-",
     )
-    return one.what, *counts, one.schedule, *prices, one.asked_by
+    return alternative.what, *counts, alternative.schedule, *prices, alternative.asked_by
 
 
-def _longer(one: Alternative, step_seconds: float) -> str:
+def _longer(alternative: Alternative, step_seconds: float) -> str:
     """Format the relative difference of an alternative's step time; empty if unknown."""
-    return f"{100 * (one.step_seconds / step_seconds - 1):+z.0f} %" if step_seconds else ""
+    return f"{100 * (alternative.step_seconds / step_seconds - 1):+z.0f} %" if step_seconds else ""
 
 
-def _line(one: Alternative, step_seconds: float) -> str:
+def _line(alternative: Alternative, step_seconds: float) -> str:
     """Describe an alternative: its memory, its step time, and the options that select it."""
-    longer = _longer(one, step_seconds)
+    longer = _longer(alternative, step_seconds)
     by = f" ({longer})" if longer else ""
     return (
-        f"{one.what.capitalize()}: {counted(one.devices, 'device')}, at most {format_bytes(one.peak_bytes)} "
-        "on one, "
-        f"{format_seconds(one.step_seconds)} a step{by}: {one.asked_by}"
+        f"{alternative.what.capitalize()}: {counted(alternative.devices, 'device')}, at most "
+        f"{format_bytes(alternative.peak_bytes)} on one, "
+        f"{format_seconds(alternative.step_seconds)} a step{by}: {alternative.asked_by}"
     )
 
 
@@ -85,30 +85,38 @@ def table(compactions: Sequence[Compaction], step_seconds: float) -> Iterator[Ta
         yield Table(columns, tuple(_compactions_row(compaction, step_seconds) for compaction in compactions))
 
 
-def _compactions_row(one: Compaction, step_seconds: float) -> tuple[str, ...]:
+def _compactions_row(compaction: Compaction, step_seconds: float) -> tuple[str, ...]:
     freed = (
-        f"{'-' if one.freed_bytes > 0 else '+'}{format_bytes(abs(one.freed_bytes))}"
-        if one.freed_bytes
+        f"{'-' if compaction.freed_bytes > 0 else '+'}{format_bytes(abs(compaction.freed_bytes))}"
+        if compaction.freed_bytes
         else "none"
     )
-    what = one.what if len(one.what) <= 31 else f"{one.what[:30]}\N{HORIZONTAL ELLIPSIS}"
-    head = str(one.stage), what, str(one.layers), freed
-    if abs(one.added_seconds) <= _HIDDEN * step_seconds:
-        return (*head, "hidden", "nothing" if one.freed_bytes > 0 else "-")
-    added = format_seconds(abs(one.added_seconds))
-    price = f"{format_seconds(one.added_seconds / one.freed_bytes * 2**30)}" if one.freed_bytes > 0 else "-"
-    return (*head, f"{'+' if one.added_seconds > 0 else '-'}{added}", price if one.added_seconds > 0 else "-")
+    what = compaction.what if len(compaction.what) <= 31 else f"{compaction.what[:30]}\N{HORIZONTAL ELLIPSIS}"
+    head = str(compaction.stage), what, str(compaction.layers), freed
+    if abs(compaction.added_seconds) <= _HIDDEN * step_seconds:
+        return (*head, "hidden", "nothing" if compaction.freed_bytes > 0 else "-")
+    added = format_seconds(abs(compaction.added_seconds))
+    price = (
+        f"{format_seconds(compaction.added_seconds / compaction.freed_bytes * 2**30)}"
+        if compaction.freed_bytes > 0
+        else "-"
+    )
+    return (
+        *head,
+        f"{'+' if compaction.added_seconds > 0 else '-'}{added}",
+        price if compaction.added_seconds > 0 else "-",
+    )
 
 
-def effect(one: Compaction, step_seconds: float) -> str:
+def effect(compaction: Compaction, step_seconds: float) -> str:
     """Describe a compaction's technique, the bytes that it frees, and the seconds that it adds."""
-    frees = f"frees {format_bytes(one.freed_bytes)}" if one.freed_bytes > 0 else "frees nothing"
-    if abs(one.added_seconds) <= _HIDDEN * step_seconds:
+    frees = f"frees {format_bytes(compaction.freed_bytes)}" if compaction.freed_bytes > 0 else "frees nothing"
+    if abs(compaction.added_seconds) <= _HIDDEN * step_seconds:
         cost = "adds no time"
     else:
-        change = "adds" if one.added_seconds > 0 else "saves"
-        cost = f"{change} {format_seconds(abs(one.added_seconds))} a step"
-    return f"{one.what} ({counted(one.layers, 'layer')}) {frees} and {cost}"
+        change = "adds" if compaction.added_seconds > 0 else "saves"
+        cost = f"{change} {format_seconds(abs(compaction.added_seconds))} a step"
+    return f"{compaction.what} ({counted(compaction.layers, 'layer')}) {frees} and {cost}"
 
 
 # ---- The plan
@@ -172,13 +180,13 @@ def predicted_seconds(plan: Plan) -> float:
 
 def holds_for(plan: Plan) -> str:
     """Name the machine on which kernels were measured, in a sentence; empty if no CPU kernels were."""
-    made = plan.profile.assumptions
-    if not made.cpu:
+    assumptions = plan.profile.assumptions
+    if not assumptions.cpu:
         return ""
-    threads = counted(made.threads, "thread")
+    threads = counted(assumptions.threads, "thread")
     return (
-        f"Peaks are for {made.cpu} with {made.capability}, torch {made.torch} and {threads}: kernels may "
-        "need other memory elsewhere."
+        f"Peaks are for {assumptions.cpu} with {assumptions.capability}, torch {assumptions.torch} and {threads}: "
+        "kernels may need other memory elsewhere."
     )
 
 
@@ -216,8 +224,8 @@ def _plan_row(plan: Plan, number: int, stage: Stage, *, whole: bool) -> tuple[st
     measured = plan.measured(number)
     parameters = sum(cost.parameter_bytes for cost in measured.costs[stage.start : stage.stop])
     parameters -= sum(
-        one.nbytes * max(0, sum(stage.start <= user < stage.stop for user in one.users) - 1)
-        for one in measured.shared
+        shared.nbytes * max(0, sum(stage.start <= user < stage.stop for user in shared.users) - 1)
+        for shared in measured.shared
     )
     fullest, full = _fullest(plan, stage), _fullness(plan, stage)
     budget = plan.cluster.budgets[fullest]
@@ -241,8 +249,8 @@ def _fullness(plan: Plan, stage: Stage) -> float | None:
     """Return the predicted peak as a share of the budget of the stage's fullest device; None without a
     prediction.
     """
-    made, device = plan.prediction, _fullest(plan, stage)
-    return None if made is None else made.peak_bytes[device] / plan.cluster.budgets[device]
+    prediction, device = plan.prediction, _fullest(plan, stage)
+    return None if prediction is None else prediction.peak_bytes[device] / plan.cluster.budgets[device]
 
 
 def _bar(full: float) -> str:
@@ -267,18 +275,18 @@ def _limit(plan: Plan) -> str:
 
 def _planner(plan: Plan) -> Iterator[str]:
     """Yield the planner, and the proven quality of the plan."""
-    made = plan.provenance
-    if made is None:
+    provenance = plan.provenance
+    if provenance is None:
         yield "This plan does not name its planner."
         return
-    yield str(made)
-    if made.proves_lowest_peak and plan.is_sliced:
-        divided = "" if "shard" in made.options else ", sharded or not"
+    yield str(provenance)
+    if provenance.proves_lowest_peak and plan.is_sliced:
+        divided = "" if "shard" in provenance.options else ", sharded or not"
         yield (
             f"This holds for every split of {plan.profile.parts}, with any number of replicas of each "
             f"stage{divided}."
         )
-    elif made.proves_lowest_peak:
+    elif provenance.proves_lowest_peak:
         parts = len(plan.profile.block_names)
         splits = comb(parts - 1, len(plan.stages) - 1)
         into = f"{counted(parts, plan.profile.part)} in {counted(len(plan.stages), 'stage')}"

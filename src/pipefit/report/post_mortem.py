@@ -18,16 +18,16 @@ _PRICES = (
 )
 
 
-def describe_remedies(found: PostMortem) -> list[Block]:
+def describe_remedies(post_mortem: PostMortem) -> list[Block]:
     """Return a row for each remedy with its price: the additional seconds of a step."""
-    own = simulate(found.plan).step_seconds[-1]
-    rows = tuple(_row(remedy, own) for remedy in remedies(found))
+    own = simulate(post_mortem.plan).step_seconds[-1]
+    rows = tuple(_row(remedy, own) for remedy in remedies(post_mortem))
     if not rows:
         return [
             "No plan that was tried would have fitted: with recomputation, offloading or 8 times the devices."
         ]
     columns = ("what would fit", "fullest device", "full", "step", "price", "options of pipefit plan")
-    training = found.plan.training
+    training = post_mortem.plan.training
     each = (
         f"--batch-size {training.batch_size} --microbatches {training.microbatches} --schedule "
         f"{training.schedule}"
@@ -49,37 +49,40 @@ def _row(remedy: Remedy, own: float) -> tuple[str, ...]:
 _MOST_LAYERS = 12  # layers that are listed individually
 
 
-def describe_post_mortem(found: PostMortem) -> list[Block]:
+def describe_post_mortem(post_mortem: PostMortem) -> list[Block]:
     """Describe a post-mortem: the failed request, the contents of the memory, layer by layer, and
     remedies.
     """
-    return [found.head, categories(found), *layers(found), *describe_remedies(found)]
+    return [post_mortem.head, categories(post_mortem), *layers(post_mortem), *describe_remedies(post_mortem)]
 
 
-def categories(found: PostMortem) -> Table:
+def categories(post_mortem: PostMortem) -> Table:
     """Return the memory by category, including the failed request."""
-    total = found.moment.total_bytes or 1
-    held = sorted(found.moment.by_category.items(), key=lambda item: -item[1])
+    total = post_mortem.moment.total_bytes or 1
+    held = sorted(post_mortem.moment.by_category.items(), key=lambda item: -item[1])
     rows = tuple((name.value, format_bytes(nbytes), f"{100 * nbytes / total:.1f} %") for name, nbytes in held)
-    title = "with the failed request" if found.asked_bytes else "at the peak of the action"
+    title = "with the failed request" if post_mortem.asked_bytes else "at the peak of the action"
     return Table(("used for", "bytes", "share"), rows, title=title)
 
 
-def layers(found: PostMortem) -> list[Block]:
+def layers(post_mortem: PostMortem) -> list[Block]:
     """Return the layers with the most bytes at the start of the action.
 
     Returns an empty list if the action is not of a training step.
     """
-    told = contents_at(found.plan, found.device, found.moment)
-    if told is None:
+    contents = contents_at(post_mortem.plan, post_mortem.device, post_mortem.moment)
+    if contents is None:
         return []
-    title = f"layers, by the plan's prediction, as {found.moment.action} began"
-    return [filled(found.plan, told, title), *([largest(found.plan, told)] if told.tensors else [])]
+    title = f"layers, by the plan's prediction, as {post_mortem.moment.action} began"
+    return [
+        filled(post_mortem.plan, contents, title),
+        *([largest(post_mortem.plan, contents)] if contents.tensors else []),
+    ]
 
 
-def filled(plan: Plan, found: Contents, title: str = "") -> Table:
+def filled(plan: Plan, contents: Contents, title: str = "") -> Table:
     """Return a row for each of the fullest layers, one for all others, and one for the rest of the peak."""
-    ordered = sorted(found.layers, key=lambda row: -row.total_bytes)
+    ordered = sorted(contents.layers, key=lambda row: -row.total_bytes)
     rows = [_layer(plan, row) for row in ordered[:_MOST_LAYERS]]
     rest = ordered[_MOST_LAYERS:]
     if rest:
@@ -90,20 +93,20 @@ def filled(plan: Plan, found: Contents, title: str = "") -> Table:
                 "",
             )
         )
-    left = found.peak.total_bytes - sum(row.total_bytes for row in found.layers)
+    left = contents.peak.total_bytes - sum(row.total_bytes for row in contents.layers)
     rows.append(
-        (f"added by {found.peak.action}, and buffers", format_bytes(max(0, left)), "", "", "", "", "", "")
+        (f"added by {contents.peak.action}, and buffers", format_bytes(max(0, left)), "", "", "", "", "", "")
     )
     state = "parameters", "half-precision copies", "gradients", "optimizer state"
     columns = ("layer", "in all", *state, "activations", "microbatches")
     table = Table(columns, tuple(rows), title=title)
-    copies = any(row.copy_bytes for row in found.layers)
+    copies = any(row.copy_bytes for row in contents.layers)
     return table if copies else table.part([place for place, name in enumerate(columns) if name != state[1]])
 
 
-def largest(plan: Plan, found: Contents) -> Table:
+def largest(plan: Plan, contents: Contents) -> Table:
     """Return a row for each of the largest activations, and one for all others."""
-    ordered = sorted(found.tensors, key=lambda one: -one.nbytes * one.microbatches)
+    ordered = sorted(contents.tensors, key=lambda tensor: -tensor.nbytes * tensor.microbatches)
     rows = [
         (_named(plan, one.layer), one.operation or "passed on", " x ".join(map(str, one.shape)) or "-",
          format_bytes(one.nbytes), str(one.microbatches), format_bytes(one.nbytes * one.microbatches))

@@ -119,7 +119,9 @@ class WholeModule:
 
     def __init__(self, module: nn.Module, stages: Sequence[StageRunner], checkpoints: Checkpointing) -> None:
         self._module, self._stages, self._checkpoints = module, stages, checkpoints
-        self._frozen = [(name, one) for name, one in module.named_parameters() if not one.requires_grad]
+        self._frozen = [
+            (name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad
+        ]
         self.is_behind = False  # since a step has begun
         checkpoints.told()
 
@@ -145,9 +147,9 @@ class WholeModule:
 
     def follow(self) -> None:
         """Copy the numbers of the trained copy into the module."""
-        told, own = self._checkpoints.told(), self._own
+        state, own = self._checkpoints.told(), self._own
         with torch.no_grad():
-            for name, tensor in (*told.state.tensors.items(), *told.held.items()):
+            for name, tensor in (*state.state.tensors.items(), *state.held.items()):
                 if name in own:
                     own[name].copy_(tensor)
         self.is_behind = False
@@ -167,8 +169,8 @@ class WholeModule:
                         yield layer.originals[local], parameter
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one, other.to(one.device))
+def _same(tensor: Tensor, other: Tensor) -> bool:
+    return torch.equal(tensor, other.to(tensor.device))
 
 
 # ---- Reports for callbacks
@@ -235,7 +237,9 @@ def add_post_mortem(
             trace=Trace(
                 source="measured",
                 steps=len(step_seconds),
-                devices=tuple(one.trace(sizes[one.number].memory_bytes) for one in runners),
+                devices=tuple(
+                    device_runner.trace(sizes[device_runner.number].memory_bytes) for device_runner in runners
+                ),
                 step_seconds=tuple(step_seconds),
             ),
             device=runner.number,

@@ -108,9 +108,9 @@ class Cluster:
         Raises:
             UsageError: no preset has this name, or a box cannot have this many cards.
         """
-        one = Cluster.parse(preset_text(instance("name", name, str)), f"preset {name}")
+        cluster = Cluster.parse(preset_text(instance("name", name, str)), f"preset {name}")
         cards = cards_asked(name)
-        return one if cards == 1 else one._with_cards(cards)
+        return cluster if cards == 1 else cluster._with_cards(cards)
 
     @staticmethod
     def parse(text: str, source: str = "the text") -> Cluster:
@@ -233,9 +233,9 @@ class Cluster:
             name=f"{count}x{self.name}@{_short(round(bytes_per_second))}/s",
             backend=self.backend,
             devices=tuple(
-                replace(one, host=one.host + n * len(self.hosts))
+                replace(device, host=device.host + n * len(self.hosts))
                 for n in range(count)
-                for one in self.devices
+                for device in self.devices
             ),
             hosts=self.hosts * count,
             links=(*(self._moved(link, n) for n in range(count) for link in self.links), network),

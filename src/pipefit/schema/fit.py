@@ -196,7 +196,8 @@ class Reach:
             "devices": self.devices,
             "one_sample": self.one.as_json(),
             "largest_microbatch": {
-                how: 0 if one is None else one.value for how, one in zip(HOWS, self.largest, strict=True)
+                how: 0 if attempt is None else attempt.value
+                for how, attempt in zip(HOWS, self.largest, strict=True)
             },
             "fastest": None
             if self.fastest is None
@@ -305,14 +306,14 @@ class Overview:
 
     def as_json(self) -> FitAnswer:
         """Return plain data, the shape of `pipefit fit --json` without `--grow`."""
-        one = self.here.one
+        attempt = self.here.one
         return {
-            "model": one.plan.profile.model,
-            "parameters": one.parameters,
+            "model": attempt.plan.profile.model,
+            "parameters": attempt.parameters,
             "cluster": self.cluster.name,
             "fits": self.fits,
-            "schedule": one.plan.training.schedule,
-            "microbatches_for_each_device": one.plan.training.microbatches / self.here.devices,
+            "schedule": attempt.plan.training.schedule,
+            "microbatches_for_each_device": attempt.plan.training.microbatches / self.here.devices,
             "microbatch_sizes": list(self.sizes),
             "devices": [row.as_json() for row in self.reaches],
             "precisions": [row.as_json() for row in self.precisions],

@@ -306,14 +306,14 @@ class Plan:
     def _check_slices(self) -> None:
         """Check that replicas can divide a microbatch, and that their local batch was profiled."""
         size, known = self.training.microbatch_size, {m.microbatch_size for m in self.profile.measurements}
-        every, asked = lcm(*(stage.grid.data for stage in self.stages)), self.training
+        every, training = lcm(*(stage.grid.data for stage in self.stages)), self.training
         for number, stage in enumerate(self.stages):
             data = stage.grid.data
             if size % data:
                 raise UsageError(
                     f"the {data} replicas of stage {number} cannot split a microbatch of "
                     f"{counted(size, 'sample')} evenly: use "
-                    f"{dividing(size, every, asked.batch_size, asked.microbatches)}, or another number of "
+                    f"{dividing(size, every, training.batch_size, training.microbatches)}, or another number of "
                     "replicas"
                 )
             if size // data not in known:

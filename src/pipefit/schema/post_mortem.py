@@ -37,7 +37,7 @@ class PostMortem:
     sentence: str
 
     def __post_init__(self) -> None:
-        if self.device not in [one.device for one in self.trace.devices] or not self.plan.stages_of(
+        if self.device not in [trace.device for trace in self.trace.devices] or not self.plan.stages_of(
             self.device
         ):
             raise UsageError(
@@ -56,7 +56,7 @@ class PostMortem:
     @property
     def traced(self) -> DeviceTrace:
         """The trace of the device that ran out of memory."""
-        return next(one for one in self.trace.devices if one.device == self.device)
+        return next(trace for trace in self.trace.devices if trace.device == self.device)
 
     @property
     def budget_bytes(self) -> int:

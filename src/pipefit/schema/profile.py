@@ -75,55 +75,55 @@ def digest(text: str, digits: int = 16) -> str:
     return sha256(text.encode()).hexdigest()[:digits]
 
 
-def differences(made: Fingerprint, now: Fingerprint, names: Sequence[str]) -> list[str]:
+def differences(before: Fingerprint, now: Fingerprint, names: Sequence[str]) -> list[str]:
     """Describe how two tasks differ, as phrases that continue "it was made for ..."; empty if they do not.
 
     Losses are compared only if everything else is equal, because a loss runs on the shapes that the model
     returns.
 
     Args:
-        made: fingerprint of the task that the profile, plan or run was made for.
+        before: fingerprint of the task that the profile, plan or run was made for.
         now: fingerprint of the task to use it for.
-        names: of the layers of `made`.
+        names: of the layers of `before`.
     """
-    result = [*_layers(made, now, names), *_data(made, now), *_optimizer(made, now)]
-    return result or (["another loss"] if made.loss != now.loss else [])
+    result = [*_layers(before, now, names), *_data(before, now), *_optimizer(before, now)]
+    return result or (["another loss"] if before.loss != now.loss else [])
 
 
-def _layers(made: Fingerprint, now: Fingerprint, names: Sequence[str]) -> Iterator[str]:
-    if len(made.layers) != len(now.layers):
-        yield f"{counted(len(made.layers), 'layer')}, not {len(now.layers)}"
+def _layers(fingerprint: Fingerprint, now: Fingerprint, names: Sequence[str]) -> Iterator[str]:
+    if len(fingerprint.layers) != len(now.layers):
+        yield f"{counted(len(fingerprint.layers), 'layer')}, not {len(now.layers)}"
         return
-    tensors = _unlike(names, made.parameters, now.parameters)
-    settings = [name for name in _unlike(names, made.layers, now.layers) if name not in tensors]
+    tensors = _unlike(names, fingerprint.parameters, now.parameters)
+    settings = [name for name in _unlike(names, fingerprint.layers, now.layers) if name not in tensors]
     if tensors:
         yield f"other parameters or buffers in {_listed(tensors)}"
     if settings:
         yield f"another class, other settings or other operations in {_listed(settings)}"
-    if made.shared != now.shared:
-        yield f"{_texts('shared parameters', made.shared)}, not {_texts('', now.shared)}"
+    if fingerprint.shared != now.shared:
+        yield f"{_texts('shared parameters', fingerprint.shared)}, not {_texts('', now.shared)}"
 
 
-def _data(made: Fingerprint, now: Fingerprint) -> Iterator[str]:
-    if made.lengths != now.lengths:  # the shapes of inputs and targets follow
-        yield f"samples of {_length(made.lengths)}, not {_length(now.lengths)}"
+def _data(fingerprint: Fingerprint, now: Fingerprint) -> Iterator[str]:
+    if fingerprint.lengths != now.lengths:  # the shapes of inputs and targets follow
+        yield f"samples of {_length(fingerprint.lengths)}, not {_length(now.lengths)}"
     else:
-        if made.inputs != now.inputs:
-            yield f"{_texts('inputs of', made.inputs)}, not {_texts('', now.inputs)}"
-        if made.targets != now.targets:
-            yield f"{_texts('targets of', made.targets)}, not {_texts('', now.targets)}"
-    if made.precision != now.precision:
-        yield f"{made.precision}, not {now.precision}"
+        if fingerprint.inputs != now.inputs:
+            yield f"{_texts('inputs of', fingerprint.inputs)}, not {_texts('', now.inputs)}"
+        if fingerprint.targets != now.targets:
+            yield f"{_texts('targets of', fingerprint.targets)}, not {_texts('', now.targets)}"
+    if fingerprint.precision != now.precision:
+        yield f"{fingerprint.precision}, not {now.precision}"
 
 
-def _optimizer(made: Fingerprint, now: Fingerprint) -> Iterator[str]:
-    if made.optimizer != now.optimizer:
-        yield f"{made.optimizer}, not {now.optimizer}"
-    elif made.options != now.options:
-        had = [option for option in made.options if option not in now.options]
-        has = [option for option in now.options if option not in made.options]
-        yield f"{_texts(f'{made.optimizer} with', had)}, not {_texts('', has)}"
-    if made.groups != now.groups:
+def _optimizer(fingerprint: Fingerprint, now: Fingerprint) -> Iterator[str]:
+    if fingerprint.optimizer != now.optimizer:
+        yield f"{fingerprint.optimizer}, not {now.optimizer}"
+    elif fingerprint.options != now.options:
+        had = [option for option in fingerprint.options if option not in now.options]
+        has = [option for option in now.options if option not in fingerprint.options]
+        yield f"{_texts(f'{fingerprint.optimizer} with', had)}, not {_texts('', has)}"
+    if fingerprint.groups != now.groups:
         yield "other parameter groups"
 
 
@@ -401,7 +401,7 @@ class Measurement:
 
     def copy_bytes(self, start: int, stop: int) -> int:
         """Return the bytes of half-precision weight copies of layers `start` to `stop - 1` on one device."""
-        again = sum(one.copy_bytes * len(one.copies_again(start, stop)) for one in self.shared)
+        again = sum(shared.copy_bytes * len(shared.copies_again(start, stop)) for shared in self.shared)
         return sum(cost.copy_bytes for cost in self.costs[start:stop]) - again
 
     @property
@@ -520,11 +520,11 @@ class ModelProfile:
     def __repr__(self) -> str:
         """Return one line, without the costs."""
         sizes = ", ".join(str(measurement.microbatch_size) for measurement in self.measurements)
-        made = self.assumptions
+        assumptions = self.assumptions
         return (
-            f"<ModelProfile: {self.model}, {self.parts}, at microbatches of {sizes}, {made.precision}, "
+            f"<ModelProfile: {self.model}, {self.parts}, at microbatches of {sizes}, {assumptions.precision}, "
             "kernels of "
-            f"{made.target}>"
+            f"{assumptions.target}>"
         )
 
     @property

@@ -183,8 +183,8 @@ def copied(whole: Tensor, group: Collectives) -> Tensor:
 
 def reduced(partial: Tensor, group: Collectives) -> Tensor:
     """Return the sum of all ranks' partial results, in the memory of `partial`, which must not be shared."""
-    made: Tensor = _Reduce.apply(partial, group)  # type: ignore[no-untyped-call]
-    return made
+    tensor: Tensor = _Reduce.apply(partial, group)  # type: ignore[no-untyped-call]
+    return tensor
 
 
 def gathered(part: Tensor, form: DimSplit, size: int, group: Collectives) -> Tensor:

@@ -116,9 +116,9 @@ class Shortening:
         """Return a layer for the short batch with the same tensors; `module` itself if it was not traced."""
         if not self.length or not isinstance(module, GraphLayer):
             return module
-        made = copy.copy(module)
-        made.pipefit_code = module.pipefit_code.with_numbers(self._number)
-        return made
+        graph_layer = copy.copy(module)
+        graph_layer.pipefit_code = module.pipefit_code.with_numbers(self._number)
+        return graph_layer
 
     def _number(self, number: int) -> int:
         """Return what replaces an integer argument of an operation.
@@ -321,11 +321,11 @@ class ComparedBlock:
         gradients = [g for g in (*whole.gradients.values(), *whole.incoming) if g is not None]
         floor = _SMALLEST * (max(map(largest, gradients), default=0.0) or 1.0)
         what = ["the loss"] if self.is_last else [f"output value {n}" for n in range(len(whole.values))]
-        for rank, one in enumerate(ranks):
+        for rank, made in enumerate(ranks):
             of_rank = f"on rank {rank}"
-            for name, ours, theirs in zip(what, one.values, whole.values, strict=True):
+            for name, ours, theirs in zip(what, made.values, whole.values, strict=True):
                 yield from difference(f"{name} {of_rank}", theirs, ours, _SMALLEST)
-            for n, (own, expected) in enumerate(zip(one.incoming, whole.incoming, strict=True)):
+            for n, (own, expected) in enumerate(zip(made.incoming, whole.incoming, strict=True)):
                 yield from difference(f"the gradient of input {n} {of_rank}", expected, own, floor)
         for layer in self.originals:
             for local, tensor in tensors_of(layer.module):
@@ -337,7 +337,7 @@ class ComparedBlock:
         """Yield the differences of a parameter's gradient, or of a buffer, whole or divided."""
         is_parameter = name in whole.gradients
         expected = whole.gradients[name] if is_parameter else whole.buffers[name]
-        parts = [(one.gradients if is_parameter else one.buffers)[name] for one in ranks]
+        parts = [(made.gradients if is_parameter else made.buffers)[name] for made in ranks]
         shards = [self.divided.stage.tensors(rank).shard(tensor, name) for rank in range(len(ranks))]
         what = f"the gradient of {name}" if is_parameter else f"the buffer {name}"
         there = [part for part in parts if part is not None]
@@ -504,7 +504,7 @@ class _ChainBlocks:
             ) from error
         return whole, self._apart(one, whole, ranks)
 
-    def _apart(self, one: ComparedBlock, whole: Made, ranks: Sequence[Made]) -> float:
+    def _apart(self, block: ComparedBlock, whole: Made, ranks: Sequence[Made]) -> float:
         """Return the largest difference of the ranks, as a share of the largest value.
 
         Raises:
@@ -512,14 +512,14 @@ class _ChainBlocks:
             NotComparable: the whole block returns no finite numbers.
         """
         if not any(bool(v.isfinite().all()) for v in whole.values if v.is_floating_point()):
-            raise BlockNotComparable(f"{self._name(one.block)} has infinite or nan outputs for such inputs")
-        result = list(one.differences(whole, ranks))
-        if far := [each for each in result if each.apart is None or not each.apart <= one.allowed]:
+            raise BlockNotComparable(f"{self._name(block.block)} has infinite or nan outputs for such inputs")
+        result = list(block.differences(whole, ranks))
+        if far := [each for each in result if each.apart is None or not each.apart <= block.allowed]:
             raise UsageError(
-                f"{self._name(one.block)} of {self.chain.name}, sharded over {self.divided.ranks} "
+                f"{self._name(block.block)} of {self.chain.name}, sharded over {self.divided.ranks} "
                 "tensor-parallel ranks, computes other numbers than unsharded: "
-                f"{first_of(far)} ({one.allowed:.0e} of the largest value is "
-                f"allowed{one.size.said}). Training was not started. This is a defect of pipefit; please "
+                f"{first_of(far)} ({block.allowed:.0e} of the largest value is "
+                f"allowed{block.size.said}). Training was not started. This is a defect of pipefit; please "
                 "report it with the layer. Give its stage one shard (Grid(tensor=1), or --tensor 1 for all "
                 "stages), or skip the comparison with numbers=False (train --no-numbers)"
             )

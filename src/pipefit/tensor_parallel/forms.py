@@ -93,17 +93,17 @@ def take(whole: Tensor, form: DimSplit, rank: int, ranks: int) -> Tensor:
         )
         return torch.cat([whole.narrow(dim, start, stop - start), zeros], dim).contiguous()
     row = size // form.repeats
-    rows, one = _rows(whole, dim, form.repeats), form._replace(repeats=1)
-    parts = [rows.narrow(dim + 1, start, stop - start) for start, stop in ranges(row, one, rank, ranks)]
+    rows, dim_split = _rows(whole, dim, form.repeats), form._replace(repeats=1)
+    parts = [rows.narrow(dim + 1, start, stop - start) for start, stop in ranges(row, dim_split, rank, ranks)]
     return torch.cat(parts, dim + 1).contiguous().flatten(dim, dim + 1)
 
 
 def dealt(whole: Tensor, form: DimSplit, ranks: int) -> Tensor:
     """Return the parts of all ranks along a new first dimension."""
-    made = whole.new_empty([ranks, *local_shape(whole.shape, form, ranks)])
-    for rank, part in enumerate(made):
+    tensor = whole.new_empty([ranks, *local_shape(whole.shape, form, ranks)])
+    for rank, part in enumerate(tensor):
         part.copy_(take(whole, form, rank, ranks))
-    return made
+    return tensor
 
 
 def join(parts: Sequence[Tensor], form: DimSplit, size: int) -> Tensor:

@@ -339,14 +339,14 @@ class ShardedChain:
         """Return the chain of the rank that `group` belongs to: layers of equal names, and the rank's
         loss.
         """
-        made, chain = self.stage.rank(group), self.chain
-        if made.criterion is None:
-            return replace(chain, layers=made.layers, packing="bare")
+        rank_stage, chain = self.stage.rank(group), self.chain
+        if rank_stage.criterion is None:
+            return replace(chain, layers=rank_stage.layers, packing="bare")
         return replace(
             chain,
-            layers=made.layers,
+            layers=rank_stage.layers,
             outputs=_tree(self.stage.into_loss),
-            criterion=RankLoss(module=made.criterion, targets=chain.targets),
+            criterion=RankLoss(module=rank_stage.criterion, targets=chain.targets),
             packing="bare",
         )
 

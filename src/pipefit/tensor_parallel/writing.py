@@ -103,9 +103,9 @@ class Steps:
     def _operation(self, node: fx.Node) -> None:
         way, layer = self.choice.ways[node], self.stage.layer_of[node]
         operands = {source: self._in_form(source, form, layer) for source, form in way.operands.items()}
-        made = self._key(node, way.result, layer)
-        self._known.add(made)
-        self.all.append(Step(layer=layer, made=made, call=way.call, operands=operands, context=context(node)))
+        key = self._key(node, way.result, layer)
+        self._known.add(key)
+        self.all.append(Step(layer=layer, made=key, call=way.call, operands=operands, context=context(node)))
         if way.summed:
             self._note("reduce_scatter" if way.scattered else "all_reduce", "forward", layer, way.summed)
         if way.scattered and node in self.choice.trained:

@@ -58,8 +58,8 @@ def certify_pipeline(task: Task, plan: Plan, *, target: Target | None = None) ->
         kernels.keep()
         kernels.tell_unknown()
     devices = tuple(
-        DeviceTrace(device=n, budget_bytes=one.memory_bytes, events=(), memory=samples.get(n, ()))
-        for n, one in enumerate(plan.cluster.devices)
+        DeviceTrace(device=n, budget_bytes=device.memory_bytes, events=(), memory=samples.get(n, ()))
+        for n, device in enumerate(plan.cluster.devices)
     )
     return Trace(source="dry run", steps=STEPS, devices=devices, step_seconds=(0.0,) * STEPS)
 

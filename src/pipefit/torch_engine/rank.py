@@ -62,8 +62,10 @@ class Groups:
         """Create the groups. All workers must call it."""
 
         def group(devices: Sequence[int]) -> dist.ProcessGroup:
-            made: dist.ProcessGroup = dist.new_group([plan.workers.index(device) for device in devices])
-            return made
+            process_group: dist.ProcessGroup = dist.new_group(
+                [plan.workers.index(device) for device in devices]
+            )
+            return process_group
 
         grids = tuple(dict.fromkeys(stage.devices for stage in plan.stages))
         data = range(plan.stages[0].grid.data)

@@ -320,13 +320,13 @@ class Runs:
     def _load(self) -> dict[Stages, Outcome]:
         try:
             result = json.loads(content(self.path, "it", _LARGEST_BYTES, "records have"))
-            made = checked(RunConditions, result["conditions"], f"the conditions in {self.path}")
+            run_conditions = checked(RunConditions, result["conditions"], f"the conditions in {self.path}")
             outcomes = dict(map(_outcome, result["runs"]))
         except (OSError, ValueError, KeyError, TypeError, RecursionError, FileError) as error:
             raise FileError(
                 f"{self.path} is not a record of profiling runs ({error}): delete it to start again"
             ) from None
-        unlike = made.differences(self.conditions, self.profile.layers)
+        unlike = run_conditions.differences(self.conditions, self.profile.layers)
         if unlike:
             raise FileError(
                 f"{self.path} holds runs made for {'; '.join(unlike)}: name another file, or delete it to "

@@ -76,50 +76,59 @@ def fit_page(fit: Fit) -> str:
     )
 
 
-def _post_mortem_page(found: PostMortem) -> str:
+def _post_mortem_page(post_mortem: PostMortem) -> str:
     """Return the page of a post-mortem: the memory's contents, remedies, and the plan."""
-    plan, planned = found.plan, _simulated(found.plan)
-    moment = replace(found.traced, memory=(found.moment,), events=())
-    bar = f'<div class="devices">{markup.peaks(replace(found.trace, devices=(moment,)))}</div>'
-    used = [(f"c{n}", name.value) for n, name in enumerate(CATEGORIES) if found.moment.bytes[n]]
-    told = f"<p>{markup.text(found.head)}</p>"
-    last = () if found.moment in found.traced.memory else (found.moment,)
-    ended = replace(found.traced, memory=(*found.traced.memory, *last))
+    plan, planned = post_mortem.plan, _simulated(post_mortem.plan)
+    moment = replace(post_mortem.traced, memory=(post_mortem.moment,), events=())
+    bar = f'<div class="devices">{markup.peaks(replace(post_mortem.trace, devices=(moment,)))}</div>'
+    used = [(f"c{n}", name.value) for n, name in enumerate(CATEGORIES) if post_mortem.moment.bytes[n]]
+    told = f"<p>{markup.text(post_mortem.head)}</p>"
+    last = () if post_mortem.moment in post_mortem.traced.memory else (post_mortem.moment,)
+    ended = replace(post_mortem.traced, memory=(*post_mortem.traced.memory, *last))
     run = replace(
-        found.trace, devices=tuple(ended if one is found.traced else one for one in found.trace.devices)
+        post_mortem.trace,
+        devices=tuple(ended if trace is post_mortem.traced else trace for trace in post_mortem.trace.devices),
     )
     sections = [
-        markup.head(f"Device {found.device} ran out of memory", told, _lacked(found), fits=False),
+        markup.head(f"Device {post_mortem.device} ran out of memory", told, _lacked(post_mortem), fits=False),
         _section(
             "Memory by category",
             f'<div class="legend">{markup.legend(used)}</div>',
             bar,
-            html([categories(found)]),
+            html([categories(post_mortem)]),
         ),
-        _section("Plans that would have fitted", html(describe_remedies(found))),
+        _section("Plans that would have fitted", html(describe_remedies(post_mortem))),
         _section("Timeline and memory", _drawing()),
-        _section("Largest layers", *map(markup.folded, layers(found))),
+        _section("Largest layers", *map(markup.folded, layers(post_mortem))),
         _section("Explore other plans", lesson(plan)),
         _section("Summary", html(describe_plan(plan))),
     ]
-    title = f"{plan.profile.model}: out of memory on device {found.device}"
+    title = f"{plan.profile.model}: out of memory on device {post_mortem.device}"
     return _assembled(title, "".join(sections), [_scene(plan, run), _scene(plan, planned)])
 
 
-def _lacked(found: PostMortem) -> list[tuple[str, str, str]]:
+def _lacked(post_mortem: PostMortem) -> list[tuple[str, str, str]]:
     """Return the main figures of a post-mortem."""
-    moment = found.moment
+    moment = post_mortem.moment
     facts = [
-        ("ran out at", moment.action, f"step {moment.step}, device {found.device}"),
-        ("would have needed", format_bytes(moment.total_bytes), f"of {format_bytes(found.budget_bytes)}"),
+        ("ran out at", moment.action, f"step {moment.step}, device {post_mortem.device}"),
+        (
+            "would have needed",
+            format_bytes(moment.total_bytes),
+            f"of {format_bytes(post_mortem.budget_bytes)}",
+        ),
         (
             "short by",
-            format_bytes(found.lack_bytes),
-            "of tensors" if found.lack_bytes else "tensors alone fit",
+            format_bytes(post_mortem.lack_bytes),
+            "of tensors" if post_mortem.lack_bytes else "tensors alone fit",
         ),
     ]
-    if found.asked_bytes:
-        asked = ("requested", format_bytes(found.asked_bytes), f"with {format_bytes(found.left_bytes)} free")
+    if post_mortem.asked_bytes:
+        asked = (
+            "requested",
+            format_bytes(post_mortem.asked_bytes),
+            f"with {format_bytes(post_mortem.left_bytes)} free",
+        )
         facts.insert(1, asked)
     return facts
 
@@ -222,9 +231,9 @@ def _facts(plan: Plan | None, trace: Trace) -> Iterator[tuple[str, str, str]]:
     ]
     if idle:
         yield "idle", f"{100 * max(0.0, sum(idle) / len(idle)):.0f} %", "of the step, mean of the devices"
-    made = plan.provenance if plan else None
-    if made and made.bound and made.objective.unit == "seconds":
-        gap = f"{100 * (made.value / made.bound - 1):.1f} %"
+    provenance = plan.provenance if plan else None
+    if provenance and provenance.bound and provenance.objective.unit == "seconds":
+        gap = f"{100 * (provenance.value / provenance.bound - 1):.1f} %"
         yield "gap to the lower bound", gap, "no plan is faster by more"
 
 
@@ -281,7 +290,7 @@ def _savings(plan: Plan) -> Iterator[str]:
     compactions = plan.prediction.compactions if plan.prediction else ()
     step = predicted_seconds(plan)
     for stage in range(len(plan.stages)):
-        own = [one for one in compactions if one.stage == stage]
+        own = [compaction for compaction in compactions if compaction.stage == stage]
         if own:
             yield f"Stage {stage}: {'; '.join(effect(one, step) for one in own)}."
 

@@ -198,8 +198,10 @@ def _between_hosts(plan: Plan, flows: dict[Stretch, int]) -> dict[Stretch, int]:
     result = Counter[Stretch]()
     for (source, target, what), nbytes in flows.items():
         ends = [
-            Member.host(plan.cluster.devices[one.number or 0].host) if one.kind is MemberKind.DEVICE else one
-            for one in (source, target)
+            Member.host(plan.cluster.devices[member.number or 0].host)
+            if member.kind is MemberKind.DEVICE
+            else member
+            for member in (source, target)
         ]
         if ends[0] != ends[1] and what != "copies":
             result[Stretch(ends[0], ends[1], what)] += nbytes

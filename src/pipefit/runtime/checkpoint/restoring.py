@@ -486,7 +486,7 @@ def stage_state_of(
     )
 
 
-def check_weight(path: str | os.PathLike[str], name: str, found: Tensor | None, into: Tensor) -> None:
+def check_weight(path: str | os.PathLike[str], name: str, tensor: Tensor | None, into: Tensor) -> None:
     """Check that a tensor of a file fits the model's tensor `into`.
 
     Floating-point dtypes may differ and are cast.
@@ -495,17 +495,17 @@ def check_weight(path: str | os.PathLike[str], name: str, found: Tensor | None, 
         FileError: it is missing, or has another shape or kind of numbers.
     """
     source = printable(os.fspath(path))
-    if found is None:
+    if tensor is None:
         raise FileError(f"{source} does not fit the model: it lacks {name} of shape {tuple(into.shape)}")
-    if found.shape != into.shape or (found.dtype != into.dtype and not _both_floating(found, into)):
+    if tensor.shape != into.shape or (tensor.dtype != into.dtype and not _both_floating(tensor, into)):
         raise FileError(
-            f"{source} does not fit the model: {name} has dtype {found.dtype} and shape "
-            f"{tuple(found.shape)}, but the model needs {into.dtype} and {tuple(into.shape)}"
+            f"{source} does not fit the model: {name} has dtype {tensor.dtype} and shape "
+            f"{tuple(tensor.shape)}, but the model needs {into.dtype} and {tuple(into.shape)}"
         )
 
 
-def _both_floating(one: Tensor, other: Tensor) -> bool:
-    return one.is_floating_point() and other.is_floating_point()
+def _both_floating(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.is_floating_point() and other.is_floating_point()
 
 
 def whole_likes(stage: TrainedPart) -> StageState:
@@ -548,13 +548,13 @@ def _check_tensors(checkpoint: Checkpoint, stage: TrainedPart, state: StageState
             _check_like(checkpoint, f"{kind}{name}", have.get(name), into)
 
 
-def _check_like(checkpoint: Checkpoint, what: str, found: Tensor | None, into: Tensor) -> None:
-    if found is None:
+def _check_like(checkpoint: Checkpoint, what: str, tensor: Tensor | None, into: Tensor) -> None:
+    if tensor is None:
         raise FileError(f"{_named(checkpoint)} does not fit the model: {what} is missing")
-    if found.shape != into.shape or found.dtype != into.dtype:
+    if tensor.shape != into.shape or tensor.dtype != into.dtype:
         raise FileError(
-            f"{_named(checkpoint)} does not fit the model: {what} has dtype {found.dtype} and shape "
-            f"{tuple(found.shape)}, but the model needs {into.dtype} and {tuple(into.shape)}"
+            f"{_named(checkpoint)} does not fit the model: {what} has dtype {tensor.dtype} and shape "
+            f"{tuple(tensor.shape)}, but the model needs {into.dtype} and {tuple(into.shape)}"
         )
 
 

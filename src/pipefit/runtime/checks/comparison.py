@@ -252,7 +252,9 @@ def _certified(whole: Task, plan: Plan) -> Iterator[str]:
         UsageError: ranks compute other numbers; names the block.
     """
     measured = map(plan.measured, range(len(plan.stages)))
-    for samples, ranks, sequences in dict.fromkeys(one.way for one in measured if one.tensor > 1):
+    for samples, ranks, sequences in dict.fromkeys(
+        measurement.way for measurement in measured if measurement.tensor > 1
+    ):
         batch = sample(whole, samples)
         chain = capture(whole, *batch, target=plan.profile.assumptions.target)
         given, wanted = chain.flatten(batch[0]), chain.flatten_targets(batch[1])
@@ -549,10 +551,12 @@ def _compare_rows(whole: Task, plan: Plan, chain: Chain, batch: Sample, data: in
                 )
 
 
-def _close(one: Tensor, other: Tensor, plan: Plan) -> bool:
+def _close(tensor: Tensor, other: Tensor, plan: Plan) -> bool:
     """Return whether two values are equal up to rounding."""
-    one, other = one.double(), other.double()
-    return torch.allclose(one, other, rtol=0, atol=tolerance(plan) * float(one.abs().max()), equal_nan=True)
+    tensor, other = tensor.double(), other.double()
+    return torch.allclose(
+        tensor, other, rtol=0, atol=tolerance(plan) * float(tensor.abs().max()), equal_nan=True
+    )
 
 
 def _too_much(costs: Sequence[LayerCost], loss: LayerCost) -> str:

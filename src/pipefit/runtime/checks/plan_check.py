@@ -25,13 +25,15 @@ CERTIFIED = "certified peaks are those of the profile"
 TRAINED = "this run may need more or less memory than planned"
 
 
-def warn_elsewhere(made: Assumptions, meaning: str, *, threads: int | None = None, callers: int = 1) -> None:
+def warn_elsewhere(
+    assumptions: Assumptions, meaning: str, *, threads: int | None = None, callers: int = 1
+) -> None:
     """Warn once if the profile was made for another torch, processor or number of `threads`.
 
     Processor and threads matter only for kernels of the CPU; None means the profile's number of threads. The
     warning points to the caller of the last of `callers` internal frames.
     """
-    if differences := list(_differences(made, threads)):
+    if differences := list(_differences(assumptions, threads)):
         warnings.warn(
             f"the profile was made {', '.join(differences)}: {meaning}. Profile the model again on this "
             "machine for exact figures",
@@ -40,20 +42,20 @@ def warn_elsewhere(made: Assumptions, meaning: str, *, threads: int | None = Non
         )
 
 
-def _differences(made: Assumptions, threads: int | None) -> Iterator[str]:
-    here = this_machine(threads or made.threads)
-    if made.torch != torch.__version__:
-        yield f"with torch {made.torch}, not {torch.__version__}"
-    if made.target != "cpu":
+def _differences(assumptions: Assumptions, threads: int | None) -> Iterator[str]:
+    here = this_machine(threads or assumptions.threads)
+    if assumptions.torch != torch.__version__:
+        yield f"with torch {assumptions.torch}, not {torch.__version__}"
+    if assumptions.target != "cpu":
         return
-    if made.cpu and (made.cpu, made.capability) != (here.cpu, here.capability):
-        yield f"on {made.cpu} with {made.capability}, not {here.cpu} with {here.capability}"
-    elif made.processor not in ("", here.details):
-        yield f"on another {made.cpu} with different features"
-    if made.threads != here.threads:
+    if assumptions.cpu and (assumptions.cpu, assumptions.capability) != (here.cpu, here.capability):
+        yield f"on {assumptions.cpu} with {assumptions.capability}, not {here.cpu} with {here.capability}"
+    elif assumptions.processor not in ("", here.details):
+        yield f"on another {assumptions.cpu} with different features"
+    if assumptions.threads != here.threads:
         yield (
-            f"for {counted(made.threads, 'thread')}, not {here.threads} (call "
-            f"torch.set_num_threads({made.threads}))"
+            f"for {counted(assumptions.threads, 'thread')}, not {here.threads} (call "
+            f"torch.set_num_threads({assumptions.threads}))"
         )
 
 

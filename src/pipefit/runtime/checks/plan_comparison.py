@@ -339,7 +339,8 @@ class _PlanComparison:
         )
         task = replace(self.whole, module=own[0], loss=loss_of)
         layers = tuple(
-            replace(one, module=copy) for one, copy in zip(self.chain.layers, own[1:], strict=True)
+            replace(chain_layer, module=copy)
+            for chain_layer, copy in zip(self.chain.layers, own[1:], strict=True)
         )
         chain = replace(
             self.chain, layers=layers, criterion=loss_of if self.chain.criterion is not None else None

@@ -113,8 +113,8 @@ class Agreement:
         """
         norm = torch.linalg.vector_norm(total[:-1])
         factor = torch.ones_like(norm) if self.clip_norm is None else self._factor(norm, self.clip_norm)
-        told = torch.stack((total[-1], norm, factor))
-        overflow, self.norm, on_host = (0.0, 0.0, 1.0) if is_fake(told) else told.tolist()
+        tensor = torch.stack((total[-1], norm, factor))
+        overflow, self.norm, on_host = (0.0, 0.0, 1.0) if is_fake(tensor) else tensor.tolist()
         self.overflow = self.scale is not None and overflow > 0
         if self.clip_norm is not None and not self.overflow:
             self._clip(factor, on_host)

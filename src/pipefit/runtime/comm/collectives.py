@@ -164,10 +164,10 @@ def _absent(value: Value, profile: ModelProfile, device: torch.device) -> Tensor
             "profiled, so plain training may leave earlier parameters without a gradient: multiply the "
             "value by zero instead of omitting it"
         )
-    made = torch.empty(value.shape, dtype=getattr(torch, value.dtype), device=device)
-    bits, mark = _bits(made)
+    tensor = torch.empty(value.shape, dtype=getattr(torch, value.dtype), device=device)
+    bits, mark = _bits(tensor)
     bits.fill_(mark)
-    return made
+    return tensor
 
 
 def may_be_absent(profile: ModelProfile) -> bool:

@@ -413,9 +413,11 @@ def connect(plan: Plan, program: Program, device: torch.device, timeout: timedel
     numbers = count()
 
     def group(devices: Iterable[int]) -> dist.ProcessGroup:
-        made: dist.ProcessGroup = dist.new_group([workers[device] for device in devices], timeout=patience)
-        check_members(made, f"group {next(numbers)}")
-        return made
+        process_group: dist.ProcessGroup = dist.new_group(
+            [workers[device] for device in devices], timeout=patience
+        )
+        check_members(process_group, f"group {next(numbers)}")
+        return process_group
 
     try:
         network = Network(

@@ -136,7 +136,11 @@ def assemble(site: Site, number: int, *, device: torch.device, meter: MemoryMete
         copier=site.lending.copier(device),
         resized=meter.resized if meter is not None else lambda storage: None,
     )
-    moves = state_moves(site.program, number, {n: (one.start, one.stop) for n, one in described.items()})
+    moves = state_moves(
+        site.program,
+        number,
+        {n: (stage_storages.start, stage_storages.stop) for n, stage_storages in described.items()},
+    )
     graph_dropped = meter.drop_graph if meter is not None else lambda: None
     runners = {}
     for stage, storages in described.items():

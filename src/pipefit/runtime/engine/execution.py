@@ -79,21 +79,21 @@ def tell(
     workers, exchanged = plan.workers, distributed and len(plan.workers) > 1
     direct = exchanged and dist.get_backend() == "nccl"  # gloo takes tensors on the host
     device = next(iter(runners[0].stages.values())).device if direct else torch.device("cpu")
-    told = torch.zeros(1 + len(workers), dtype=torch.float64, device=device)
+    tensor = torch.zeros(1 + len(workers), dtype=torch.float64, device=device)
     for runner in runners:
-        told[1 + workers.index(runner.number)] = runner.record.step_peak_bytes
+        tensor[1 + workers.index(runner.number)] = runner.record.step_peak_bytes
         for number, stage in runner.stages.items():
             grid = plan.stages[number].grid
             if stage.losses is not None and not grid.shard_of(runner.number):
                 losses = stage.losses[: len(weights)]
-                told[0] += (
+                tensor[0] += (
                     losses @ torch.tensor(weights, dtype=losses.dtype, device=losses.device) / grid.data
                 )
     try:
-        work = dist.all_reduce(told, async_op=True) if exchanged else None
+        work = dist.all_reduce(tensor, async_op=True) if exchanged else None
     except RuntimeError as error:
         raise _lost(error, workers) from error
-    return Result(devices=workers, told=told, work=work)
+    return Result(devices=workers, told=tensor, work=work)
 
 
 def _lost(error: RuntimeError, workers: tuple[int, ...]) -> WorkerFailed | OutOfMemory:

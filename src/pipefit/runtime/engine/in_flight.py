@@ -270,7 +270,7 @@ def backward(graph: GraphEnds, waiting: Sequence[Waiting] = ()) -> None:
         roots.append(root)
     del root
     if roots:
-        torch.autograd.backward(roots, [one.detach() for one in roots])
+        torch.autograd.backward(roots, [tensor.detach() for tensor in roots])
     graph.incoming = None
 
 

@@ -221,13 +221,13 @@ class RunRecord:
         if not wait and not self.stopwatch.has_come_to(self._marked[-1].ended):
             return
         times = self.stopwatch.read([mark for one in self._marked for mark in (one.began, one.ended)])
-        for one, began, ended in zip(self._marked, times[::2], times[1::2], strict=True):
-            if one.event is not None:
-                self.events[one.event] = replace(
-                    self.events[one.event], start_seconds=began, end_seconds=ended
+        for marked, began, ended in zip(self._marked, times[::2], times[1::2], strict=True):
+            if marked.event is not None:
+                self.events[marked.event] = replace(
+                    self.events[marked.event], start_seconds=began, end_seconds=ended
                 )
-            if one.sample is not None:
-                self.samples[one.sample] = replace(self.samples[one.sample], seconds=began)
+            if marked.sample is not None:
+                self.samples[marked.sample] = replace(self.samples[marked.sample], seconds=began)
         self._marked.clear()
 
     def forget(self) -> None:
@@ -372,7 +372,9 @@ class DeviceRunner:
         if program.endless:
             self._before += count
             oldest = self._before - len(self.plan.stages)  # at most that number are in flight
-            self._specializations = {m: one for m, one in self._specializations.items() if m >= oldest}
+            self._specializations = {
+                m: specialization for m, specialization in self._specializations.items() if m >= oldest
+            }
 
     def _instructions(self, program: UncheckedProgram) -> Instructions:
         """Return the actions of this device in `program`, with text and stream; cached for each program."""

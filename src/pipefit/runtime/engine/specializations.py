@@ -59,7 +59,7 @@ class Specialization:
     def usual(plan: Plan, stages: Mapping[int, Specialized]) -> Specialization:
         """Return the specialization to the plan's microbatches."""
         measured = {number: plan.measured(number) for number in stages}
-        samples = {number: one.microbatch_size for number, one in measured.items()}
+        samples = {number: measurement.microbatch_size for number, measurement in measured.items()}
         return Specialization(stages, {number: boundaries(one) for number, one in measured.items()}, samples)
 
 
@@ -154,7 +154,9 @@ class Specializations:
 
     def __init__(self, retracing: Retracing, usual: Specialization, *, traced: bool) -> None:
         self.plan, self._retracing, self._usual = retracing.plan, retracing, usual
-        self._fixed = {number: traced or one.shards is not None for number, one in usual.stages.items()}
+        self._fixed = {
+            number: traced or specialized.shards is not None for number, specialized in usual.stages.items()
+        }
         self._known = {(self.plan.training.microbatch_size, True): usual}
         self._made: dict[tuple[int, bool], _Made] = {}
 

@@ -446,8 +446,8 @@ class _Supervisor:
                 self._raise_cause()
             if hangs is not None:
                 raise self._hang(hangs)
-            for one in seen:
-                self._look_at_link(one)
+            for sighting in seen:
+                self._look_at_link(sighting)
 
     def stop(self) -> None:
         """Stop all workers and close their file. Workers do not outlive the call."""

@@ -90,11 +90,11 @@ def train(
             other numbers as a chain than as a module.
     """
     instance("plan", plan, Plan, "pipefit.load reads one")
-    asked = TrainOptions.named(options)
+    train_options = TrainOptions.named(options)
     plan = plan if replan is None else replan(plan)
-    resume, saving = asked.resume, asked.saving
+    resume, saving = train_options.resume, train_options.saving
     source = resume if resume is None or isinstance(resume, Candidates) else Candidates(resume)
-    ordered = partial(orders, plan, asked, steps=steps, resume=source, owner=new_owner(plan.headline))
+    ordered = partial(orders, plan, train_options, steps=steps, resume=source, owner=new_owner(plan.headline))
     begun = ordered()
     if saving is not None:
         saving.check(plan)
@@ -103,8 +103,8 @@ def train(
     with _held(begun) as hold:
         run = partial(launch, pickled, on_saved=on_saved, trainer=trainer, hold=hold)
         starts = _Starts(begun, ordered, source)
-        told = _Losses(starts.first().first, on_step, asked.on_nan)
-        return told.losses, _restarted(run, plan, starts, told, asked.restarts, replan)
+        told = _Losses(starts.first().first, on_step, train_options.on_nan)
+        return told.losses, _restarted(run, plan, starts, told, train_options.restarts, replan)
 
 
 def _restarted(

@@ -327,18 +327,18 @@ def _train(
     heartbeat.at(RENDEZVOUS)
     rendezvous = _Rendezvous(assignment) if len(workers) > 1 else None
     heartbeat.at(BUILDING)
-    told = _WorkerReports(assignment, pipe)
+    reports = _WorkerReports(assignment, pipe)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PipefitWarning)  # the parent warns
         trainer = assignment.trainer(
             task,
             assignment.plan,
-            callbacks=[told.hear],
+            callbacks=[reports.hear],
             supervision=Supervision(
                 on_action=heartbeat.at,
                 on_save=lambda waits: heartbeat.at(SAVES_TOGETHER if waits else SAVING),
                 on_weights=lambda waits: heartbeat.at(RENDEZVOUS if waits else BUILDING),
-                on_failed_save=told.failed_save,
+                on_failed_save=reports.failed_save,
                 owner=orders.owner,
                 held=None if saving is None else saving.directory,
             ),
@@ -357,7 +357,7 @@ def _train(
     if rendezvous is not None:
         heartbeat.at(RENDEZVOUS)
         rendezvous.wait("ready")
-    _steps(assignment, task, trainer, told, heartbeat)
+    _steps(assignment, task, trainer, reports, heartbeat)
     if rendezvous is not None:
         dist.destroy_process_group()
     trace = trainer.trace
@@ -381,7 +381,7 @@ def _load(trainer: WorkerTrainer, folder: str, orders: Orders) -> None:
 
 
 def _steps(
-    assignment: Assignment, task: Task, trainer: WorkerTrainer, told: _WorkerReports, heartbeat: Heartbeat
+    assignment: Assignment, task: Task, trainer: WorkerTrainer, reports: _WorkerReports, heartbeat: Heartbeat
 ) -> None:
     """Run all steps and saves of this worker."""
     orders, since = assignment.orders, 0
@@ -393,17 +393,17 @@ def _steps(
         torch.manual_seed(orders.seed + step)
         loss = trainer.step(task.batch(assignment.plan.training.batch_size))
         if step >= orders.first + trainer.late:
-            told.step(step - trainer.late, loss)
+            reports.step(step - trainer.late, loss)
         since += 1
-        told.over = step + 1 == steps
+        reports.over = step + 1 == steps
         if saving is not None and saving.after(step + 1, steps):
             heartbeat.enter(since, empties=True)
-            told.save(trainer, saving)
+            reports.save(trainer, saving)
             since = 0
     heartbeat.enter(since, empties=True)
     rest = trainer.finish()
     for step, loss in enumerate(rest, start=steps - len(rest)):
-        told.step(step, loss)
+        reports.step(step, loss)
 
 
 class _WorkerReports:

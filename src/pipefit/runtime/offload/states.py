@@ -458,7 +458,7 @@ class GatheredParameters:
         if not self._absent or layer.module in watched:
             return nullcontext()
         watched.add(layer.module)
-        own = {storage_key(one): name for name, one in layer.module.named_parameters()}
+        own = {storage_key(parameter): name for name, parameter in layer.module.named_parameters()}
         return _Refusing(layer.name, {storage: own[storage] for storage in own.keys() & self._absent})
 
     def check(self, action: Action, layers: Layers) -> None:

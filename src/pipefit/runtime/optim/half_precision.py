@@ -336,14 +336,14 @@ def _made(task: Task, groups: list[Group]) -> Optimizer:
         UsageError: it has other parameters, or differs from optimizers for each group separately.
     """
     given = [{**group} for group in groups]  # before the optimizer changes a group
-    made = task.optimizer(groups)
-    held, whole = _held(made), {id(parameter) for group in given for parameter in group["params"]}
+    optimizer = task.optimizer(groups)
+    held, whole = _held(optimizer), {id(parameter) for group in given for parameter in group["params"]}
     if not held <= whole or (held < whole and held != _held_of_each(task, given)):
         raise UsageError(
             f"the optimizer of {task.name} works on other parameters than the groups of its stage: pass all "
             "groups to it, and set requires_grad=False for frozen parameters"
         )
-    return made
+    return optimizer
 
 
 def _held_of_each(task: Task, groups: Sequence[Group]) -> set[int]:

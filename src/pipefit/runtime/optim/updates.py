@@ -182,11 +182,11 @@ def kept_beside(
             torch.zeros([1] * parameter.ndim, dtype=parameter.dtype, device=parameter.device)
         )
         small.grad = torch.zeros_like(small)
-        made = make([{**options, "params": [small]}])
-        made.step()
+        optimizer = make([{**options, "params": [small]}])
+        optimizer.step()
         return frozenset(
             name
-            for name, item in made.state[small].items()
+            for name, item in optimizer.state[small].items()
             if isinstance(item, Tensor) and item.ndim == 0 and item.device == parameter.device
         )
     return frozenset()
@@ -263,7 +263,7 @@ def _coupled(task: Task, groups: Sequence[tuple[Group, list[_Tried]]], draws: to
 
     The text is empty if it does not.
     """
-    every = [one for _, of_group in groups for one in of_group]
+    every = [trial for _, of_group in groups for trial in of_group]
     whole = task.optimizer([{**given, "params": [one.whole for one in own]} for given, own in groups])
     part = task.optimizer([{**given, "params": [one.part for one in own]} for given, own in groups])
     for _ in range(_STEPS):
@@ -291,23 +291,23 @@ def _part(whole: Tensor, kind: _GroupKind) -> Tensor:
 
 def _step(whole: Optimizer, part: Optimizer, tried: Sequence[_Tried], draws: torch.Generator) -> None:
     """Step both optimizers with the same gradients."""
-    for one in tried:
-        one.whole.grad = torch.randn(one.whole.shape, generator=draws).to(one.whole.device)
-        one.part.grad = _part(one.whole.grad, one.kind)
+    for trial in tried:
+        trial.whole.grad = torch.randn(trial.whole.shape, generator=draws).to(trial.whole.device)
+        trial.part.grad = _part(trial.whole.grad, trial.kind)
     whole.step()
     part.step()
 
 
-def _alike(one: _Tried, part: Optimizer) -> bool:
+def _alike(trial: _Tried, part: Optimizer) -> bool:
     """Return whether a part was updated as within the whole, and its state is divided like it."""
     kept = [
         item
-        for item in part.state.get(one.part, {}).values()
+        for item in part.state.get(trial.part, {}).values()
         if isinstance(item, Tensor) and item.numel() > 1
     ]
-    expected = _part(one.whole.detach(), one.kind)
-    return all(item.shape == one.part.shape for item in kept) and torch.allclose(
-        one.part, expected, rtol=_TOLERANCE, atol=_TOLERANCE
+    expected = _part(trial.whole.detach(), trial.kind)
+    return all(item.shape == trial.part.shape for item in kept) and torch.allclose(
+        trial.part, expected, rtol=_TOLERANCE, atol=_TOLERANCE
     )
 
 
