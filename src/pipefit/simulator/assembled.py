@@ -210,16 +210,23 @@ class Lowered:
     """Actions of a device of a rank in `steps` steps; its layers are those of `stages`.
 
     Of a step with many microbatches, only the number that determines the others is lowered and read
-    (`Turns`).
+    (`Turns`). `known` has its programs by their number of microbatches, if they have been lowered.
 
     Raises:
         UsageError: a decision cannot be carried out.
     """
 
     def __init__(
-        self, plan: Plan, rank: int, device: int, steps: int, stages: Mapping[int, StageCost]
+        self,
+        plan: Plan,
+        rank: int,
+        device: int,
+        steps: int,
+        stages: Mapping[int, StageCost],
+        known: dict[int, tuple[UncheckedProgram, ...]] | None = None,
     ) -> None:
         self._plan, self._rank, self._device, self._steps, self._stages = plan, rank, device, steps, stages
+        self._lowered = {} if known is None else known
         short = shortened(plan, rank, steps)
         if short is not None:
             self.programs = self._programs(short)
@@ -233,7 +240,10 @@ class Lowered:
         self.programs, self._turns = self._programs(self._plan), None
 
     def _programs(self, plan: Plan) -> tuple[UncheckedProgram, ...]:
-        return rank_programs(plan, self._rank, self._steps, [self._device])
+        count = plan.training.microbatches
+        if count not in self._lowered:
+            self._lowered[count] = rank_programs(plan, self._rank, self._steps, [self._device])
+        return self._lowered[count]
 
     @property
     def counts(self) -> list[int]:
@@ -359,6 +369,9 @@ class Parts:
         self._costs, self._steps = costs, steps
         self._read_by_all: dict[Hashable, _Read] = {} if shared is None else shared._read_by_all
         self._lowered: dict[Hashable, Lowered] = {} if shared is None else shared._lowered
+        self._programs: dict[Hashable, dict[int, tuple[UncheckedProgram, ...]]] = (
+            {} if shared is None else shared._programs
+        )
         self._known: dict[Hashable, dict[int, DevicePart]] = {}
         self._alike: dict[Hashable, EqualDevices | None] = {} if shared is None else shared._alike
         self._longer: dict[int, Parts] = {}
@@ -377,7 +390,7 @@ class Parts:
         """Return a cache of parts for more steps, whose actions do not count."""
         if steps not in self._longer:
             result = self._longer[steps] = Parts(self._costs, steps)
-            result._alike = self._alike
+            result._alike, result._programs = self._alike, self._programs
         return self._longer[steps]
 
     def steps(self, plan: Plan) -> int:
@@ -434,9 +447,11 @@ class Parts:
         place, device = plan.stages[rank], plan.stages[rank].devices[0]
         stages = {rank: self._costs_of(plan, rank, device)}
         summed = tuple((number, members) for number, members in plan.summed.items() if rank in members)
-        key = rank, len(plan.stages), place.start, place.stop, plan.decisions, summed, steps
+        own = rank, len(plan.stages), place.start, place.stop, plan.decisions, summed
+        key = *own, steps
         if key not in self._lowered:
-            self._lowered[key] = Lowered(as_alone(plan), rank, rank, steps, stages)
+            known = self._programs.setdefault((*own, min(steps, distinct_steps(plan))), {})
+            self._lowered[key] = Lowered(as_alone(plan), rank, rank, steps, stages, known)
         lowered = self._lowered[key]
 
         def held() -> DeviceMemory:
