@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -212,10 +213,10 @@ def test_planners_leave_it_on_its_device() -> None:
     """If the host updates blocks, only this layer's optimizer state is offloaded; its parameters stay on the
     device.
     """
-    usual, other = Menu(0, 1, (Recipe(),), ()), Menu(1, 2, (Recipe(),), ())
-    choice = StageChoice.keep(2)._replace(states=2, updates=1)
+    usual, other = (Menu(n, n + 1, (Recipe(),), (), ((n, n + 1),)) for n in (0, 1))
+    choice = StageChoice.keep(2)._replace(states=frozenset({0, 1}), updates=frozenset({0}))
 
-    def chosen(menu: Menu, **changed: int) -> list[str]:
+    def chosen(menu: Menu, **changed: Any) -> list[str]:
         return [
             str(one)
             for one in decisions_of(0, choice._replace(**changed), [menu, other], parse_place("host"))
@@ -225,7 +226,7 @@ def test_planners_leave_it_on_its_device() -> None:
     assert chosen(usual) == ["stage 0: update optimizer of layer 0 on host", moved]
     stays = usual._replace(stays=True)
     assert chosen(stays) == ["stage 0: offload optimizer of layer 0 to host", moved]
-    away = {"updates": 0, "states": 0, "parameters": 2}
+    away = {"updates": frozenset[int](), "states": frozenset[int](), "parameters": 2}
     assert len(chosen(usual, **away)) == 2
     assert chosen(stays, **away) == ["stage 0: offload parameters of layer 1 to host"]
     plan = planned()

@@ -4,7 +4,8 @@ Every combination, an *arrangement*, is a separate question, which the joint pla
 first: an arrangement that cannot beat a known plan is not searched. Sizes are tried from the one with four
 microbatches for each stage, to smaller ones and to larger ones, while a size may be useful; a size that
 cannot be profiled is left out. The remaining arrangements get a short search, and the best of them a whole
-one; then others follow, the best first, while a budget of work lasts.
+one; then others follow, the best first, while a budget of work lasts. Those whose short search ended more than
+a fifth slower than the best plan are left out.
 
 Stages may have several replicas. If all stages have the same number, one replica of the whole pipeline is an
 arrangement like any other (`planner.replicas`). If the numbers differ, `planner.hybrid` estimates the fastest
@@ -15,7 +16,7 @@ A large question whose state no device has room for begins with the common plans
 every device a sample. If one fits, arrangements with a bound of at least 90 % of its seconds are not searched.
 
 Otherwise the result is never slower than that of any arrangement whose search was within the budget; in small
-questions, that is every arrangement. GPipe is not a choice, because 1F1B needs no more seconds and less
+questions, that is nearly every arrangement. GPipe is not a choice, because 1F1B needs no more seconds and less
 memory. Schedules that change the numbers, such as asynchronous ones, are used only if requested.
 
 Cost: a bound for each arrangement, some milliseconds, and short searches of a tenth of `joint`'s budget.
@@ -58,6 +59,7 @@ from pipefit.simulator.assembled import assembled
 
 _SHORT = 0.1  # part of its budget with which joint tries an arrangement
 _TRYING, _SEARCHING = 150_000, 500_000  # new actions of all short searches, and of all searches
+_HOPELESS = 1.2  # multiple of the best plan's seconds that a short search's plan takes if no long one follows
 _GAIN = 1e-3  # part of a step that an arrangement has to gain
 _GAIN_OF_LARGE = 0.1  # the same, by its bound, if the question is large and a plan of replicas is known
 _REPLICATED = (
@@ -459,10 +461,12 @@ class Trials:
             ):
                 self._tried_shortly, best = self._tried_shortly + 1, trial
                 continue
+            if best is not None and best.fits and trial.seconds > best.seconds * _HOPELESS:
+                continue
             if best is not None and self._spent > _SEARCHING * self.space.question.options.effort:
                 self._tried_shortly += 1
                 continue
-            longer = trial.longer()
+            longer = trial.longer(best.seconds if best is not None and best.fits else math.inf)
             self._known[trial.arrangement] = longer
             self._spent += longer.work - trial.work
             best = longer if best is None else min(best, longer, key=lambda one: one.order)

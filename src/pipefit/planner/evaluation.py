@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import cache, cached_property
 from heapq import nsmallest
 from itertools import pairwise
+from math import inf
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -196,6 +197,7 @@ HOST = Place([Share(Member.host(), 1)])
 _EACH = 100  # actions that take as long as the fixed cost of a program
 _KNOWN = 16  # number of known actions that take as long as a new one
 _FEW = 50  # forwards of all stages in a step up to which candidates are simulated by long runs
+_STEADY = 1.1  # multiple of a steady step's seconds that the last simulated step hardly takes
 _SHORT = 200  # forwards of all stages in a step up to which all microbatches are simulated
 
 
@@ -254,8 +256,19 @@ class Evaluation:
     @cached_property
     def seconds(self) -> float:
         """Seconds of a steady step."""
+        return self._whole(self.simulation.step_seconds[-1] if self._quick else self.simulation.seconds)
+
+    def takes(self, seconds: float) -> bool:
+        """Return whether a steady step takes at least so many seconds.
+
+        A last simulated step that is far longer decides without a long run.
+        """
+        last = self._whole(self.simulation.step_seconds[-1])
+        return last >= _STEADY * seconds or self.seconds >= seconds
+
+    def _whole(self, simulated: float) -> float:
+        """Return the seconds of a step with all microbatches, from those of the simulated step."""
         training = self.simulation.plan.training
-        simulated = self.simulation.step_seconds[-1] if self._quick else self.simulation.seconds
         if training.endless:
             return simulated * self._microbatches / training.microbatches
         return simulated + self._left_out * self._period if self._left_out else simulated
@@ -289,6 +302,7 @@ class Evaluator:
         self._parts = Parts(Costs(question.measurement, self._short.training), steps)
         self._simulated: dict[Candidate, Evaluation] = {}  # shared by all evaluators restricted from one
         self.known: dict[Candidate, Evaluation | None] = {}
+        self._too_slow: dict[Candidate, float] = {}  # seconds of candidates whose memory is unknown
         self.work = 0  # new actions requested, and equivalent work
         self.effort = 1.0  # scale of every budget
         self.ended = False  # whether a budget has ended a search
@@ -302,7 +316,7 @@ class Evaluator:
         """
         result = copy(self)
         result.question, result.menus = self.question.using(means), self.menus.restricted(means)
-        result._parts, result.known, result.work = self._parts.apart(), {}, 0
+        result._parts, result.known, result._too_slow, result.work = self._parts.apart(), {}, {}, 0
         return result
 
     def begin(self, effort: float) -> None:
@@ -365,11 +379,20 @@ class Evaluator:
             split, tuple(StageChoice.keep(stop - start) for start, stop in pairwise(split.edges))
         )
 
-    def evaluate(self, candidate: Candidate) -> Evaluation | None:
-        """Return the evaluation of a candidate; None if its decisions cannot be carried out."""
-        if candidate not in self.known:
-            self.known[candidate] = self._evaluated(candidate)
-        return self.known[candidate]
+    def evaluate(
+        self, candidate: Candidate, *, below: float = inf, at_least: float = 0.0
+    ) -> Evaluation | None:
+        """Return the evaluation of a candidate; None if its decisions cannot be carried out.
+
+        None also if its step is not `below` so many seconds; the memory of such a candidate is not computed. A
+        step that takes `at_least` so many seconds, by a lower bound, is not simulated.
+        """
+        if at_least >= below:
+            self.work += _EACH
+            return None
+        if candidate not in self.known and self._too_slow.get(candidate, -inf) < below:
+            self._simulate(candidate, below)
+        return self.known.get(candidate)
 
     def kept_at(self, split: Split) -> Evaluation:
         """Return the evaluation of a split with only the recomputation that the question requests.
@@ -426,26 +449,26 @@ class Evaluator:
         how, few = self.question.training, self.question.stages * self.question.training.microbatches <= _FEW
         return how.endless and not self._is_short and not few
 
-    def _evaluated(self, candidate: Candidate) -> Evaluation | None:
+    def _simulate(self, candidate: Candidate, below: float) -> None:
+        """Record the evaluation of a candidate, or that its step is not `below` so many seconds."""
         before = self._parts.actions
         try:
             simulation = Assembled(self._plan(self._short, candidate), self._parts)
-            _ = simulation.peak_bytes  # raises UsageError if the decisions cannot be carried out
             self.work += _EACH + simulation.actions // _KNOWN
             result = self._simulated.get(candidate) or Evaluation(
                 candidate, simulation, self.question.training.microbatches, quick=self._is_quick
             )
-            _ = (
-                result.over_bytes,
-                result.seconds,
-            )  # both raise UsageError if the decisions cannot be carried out
-            self._simulated[candidate] = result
+            # each of these raises UsageError if the decisions cannot be carried out
+            if below < inf and result.takes(below):
+                self._too_slow[candidate] = below
+                return
+            _ = result.over_bytes, result.seconds
+            self.known[candidate] = self._simulated[candidate] = result
         except UsageError as error:
             self._refusal = error
-            return None
+            self.known[candidate] = None
         finally:
             self.work += self._parts.actions - before
-        return result
 
     def _plan(self, question: Question, candidate: Candidate) -> Plan:
         decisions = None if self.pinned else self.decisions(candidate)

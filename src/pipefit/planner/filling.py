@@ -22,10 +22,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from pipefit.planner.balance import DOUBLE, differ, interchangeable
-from pipefit.planner.bounds import MicrobatchSeconds, highest_line, host_rates, in_flight, position_of
+from pipefit.planner.bounds import MicrobatchSeconds, host_rates, in_flight, lines, position_of
 from pipefit.planner.driver import range_peak
 from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
-from pipefit.planner.memory_choices import KEPT, TO_HOST, TO_PEERS, DevicePrices, Menu, StageChoice
+from pipefit.planner.memory_choices import KEPT, TO_HOST, TO_PEERS, DevicePrices, Menu, StageChoice, parts_of
 from pipefit.planner.options import Means
 from pipefit.planner.problem import Split
 from pipefit.schema.devices import Place
@@ -163,30 +163,57 @@ class Filler:
 
     # ---- Properties of a split
 
-    def fewest_seconds(self, split: Split) -> float:
-        """Return a lower bound of the seconds of a split's step, whatever its memory choices."""
+    def fewest_seconds(self, split: Split, choices: Sequence[StageChoice] = ()) -> float:
+        """Return a lower bound of the seconds of a split's step, with these or any memory choices."""
         how = self.question.training
         forward = self._prices.seconds("forward", split.edges, split.devices)
         backward = self._prices.seconds("backward", split.edges, split.devices)
+        again = [0.0] * len(forward)
+        if choices:
+            stages = zip(choices, self.evaluator.stage_menus(split), strict=True)
+            again = [
+                sum(choice.recipe(menus, block).seconds for block in range(len(menus)))
+                for choice, menus in stages
+            ]
         each = forward + backward
         if how.endless:
-            return how.microbatches * float(each.max())
+            return how.microbatches * float((each + again).max())
         before, whole = np.concatenate([[0.0], np.cumsum(each)]), float(each.sum())
-        return max(
-            float(
-                highest_line(
-                    position_of(how.schedule, stage, len(each), how.microbatches),
-                    MicrobatchSeconds(forward[stage], backward[stage], before[stage], whole),
-                )
+        result = 0.0
+        for stage, more in enumerate(again):
+            at = position_of(how.schedule, stage, len(each), how.microbatches)
+            work = MicrobatchSeconds(forward[stage], backward[stage], before[stage], whole)
+            every, late = lines(at, work)
+            lowest = float(
+                max(every + how.microbatches * more, late + (how.microbatches - at.in_flight) * more)
             )
-            for stage in range(len(each))
-        )
+            result = max(result, lowest)
+        return result
 
     def keeps(self, split: Split) -> bool:
         """Return whether every stage of a split fits its device without freeing memory."""
         return all(
             peak <= budget for peak, budget in zip(self._whole(split), self._budgets(split), strict=True)
         )
+
+    def lack(self, split: Split, stage: int) -> int:
+        """Return the bytes that the device of a stage lacks if the stage keeps everything."""
+        return self._whole(split)[stage] - self._budgets(split)[stage]
+
+    def freed(self, split: Split, stage: int, choice: StageChoice) -> float:
+        """Return the bytes that a choice frees by estimate."""
+        menus, held = self.evaluator.stage_menus(split)[stage], self.in_flight(split, stage)
+        result = held * sum(choice.recipe(menus, block).nbytes for block in range(len(menus)))
+        near = choice.blocks_to(TO_HOST)[: choice.near]
+        for block in range(len(menus)):
+            nbytes = sum(tensor.nbytes for tensor in choice.moved(menus, block))
+            away = _FILLING_AWAY + (choice.places[block] == TO_HOST and block not in near)
+            result += max(0, held - away) * nbytes
+        costs, parts = self.question.measurement.costs, [part for menu in menus for part in menu.parts]
+        nbytes_of = {start: sum(cost.state_bytes for cost in costs[start:stop]) for start, stop in parts}
+        moved = [nbytes_of[part] for part in (choice.states - choice.updates) | choice.lent]
+        updated = sum(nbytes_of[part] for part in choice.updates)
+        return result + updated + max(0, sum(moved) - DOUBLE * max(moved, default=0))
 
     def _whole(self, split: Split) -> tuple[int, ...]:
         stages = enumerate(pairwise(split.edges))
@@ -267,8 +294,8 @@ class Filler:
             places=tuple(moving.places),
             near=moving.fitting(near),
             early=setting.early[stage],
-            states=count,
-            updates=updates,
+            states=parts_of(menus[:count]),
+            updates=parts_of(menus[:updates]),
             gradients=gradients,
             parameters=parameters,
             peers=peers if lent else None,
@@ -315,7 +342,7 @@ class _StageBlocks:
     def __init__(self, menus: Sequence[Menu]) -> None:
         self.bytes = [menu.movable_bytes for menu in menus]
         self.order = sorted(range(len(menus)), key=lambda block: (-_dearest(menus[block]), block))
-        self.steps = [*_steps(menus)]
+        self.steps = [*priced_steps(menus)]
 
 
 class _Moving:
@@ -363,7 +390,7 @@ def _dearest(menu: Menu) -> float:
     return last.seconds / last.nbytes if last.nbytes else float("inf")
 
 
-def _steps(menus: Sequence[Menu]) -> Iterator[tuple[int, int, int]]:
+def priced_steps(menus: Sequence[Menu]) -> Iterator[tuple[int, int, int]]:
     """Yield the steps from recipe to recipe, the cheapest bytes first: block, recipe number, added bytes."""
     result = []
     for block, menu in enumerate(menus):

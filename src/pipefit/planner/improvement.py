@@ -16,33 +16,52 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import cached_property, lru_cache
-from itertools import accumulate, combinations, pairwise, permutations, product
-from typing import NamedTuple
+from itertools import (
+    accumulate,
+    chain,
+    combinations,
+    combinations_with_replacement,
+    pairwise,
+    permutations,
+    product,
+)
+from math import inf
+from random import Random
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.planner.bounds import host_route, in_flight
 from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
-from pipefit.planner.filling import Filled, Filler, FillingSetting
+from pipefit.planner.filling import Filled, Filler, FillingSetting, priced_steps
 from pipefit.planner.mapping import MOST, Orders, peer_rates
-from pipefit.planner.memory_choices import KEPT, TO_HOST, Floats, Menu, StageChoice
+from pipefit.planner.memory_choices import KEPT, TO_HOST, TO_PEERS, Floats, Menu, StageChoice, parts_of
 from pipefit.planner.problem import Question, Split
 from pipefit.schema.cluster import Cluster
+from pipefit.schema.devices import Member, Place, Share
 from pipefit.timing import host_update_seconds
 
 # ---- Polishing
 #
-# Filling orders blocks by price. Polishing changes single blocks: they recompute more or less, move or stay,
-# come ahead or not, and adjacent runs may be joined. Each change is simulated, until a budget ends the
-# search.
+# Filling orders blocks by price. Polishing changes single blocks and layers: they recompute more or less, move
+# or stay, come ahead or not, their optimizer state moves or is updated on the host, and adjacent runs may be
+# joined. Blocks go to neighbours and devices change their stages, with their choices. A change that frees or
+# needs memory also changes the recomputation: the dearest bytes that fit are kept, or the cheapest ones that
+# lack are recomputed. Each change is simulated, until a budget ends the search.
 
+_T = TypeVar("_T")
 _ENOUGH = 1e-4  # smaller gains, as parts of a step, do not continue the search
 _ROUNDING = 1e-9
+_WARM = 0.02  # part of a step by which an accepted plan may be slower in the beginning
+_HOST_UPDATES = 3  # besides the places of tensors: optimizer state at the host, which updates
+_LENDERS = 2  # devices from which a stage may borrow, besides those that it borrows from
+_DRAWN = 3  # candidates of a group that it tries, before it changes to another group
+_LOST, _STALE = 100, 200  # candidates without a better one after which it returns to the best, or ends
 
 
-def polished(evaluator: Evaluator, start: Evaluation, *, budget: Budget, at_least: float) -> Evaluation:
-    """Return the best plan that single changes make of `start`, until the budget ends.
+def polished(filler: Filler, start: Evaluation, *, budget: Budget, at_least: float) -> Evaluation:
+    """Return the best plan that small changes make of `start`, until the budget ends.
 
     No plan takes less than `at_least` seconds, so the search ends at a plan that is as fast.
     """
@@ -50,8 +69,58 @@ def polished(evaluator: Evaluator, start: Evaluation, *, budget: Budget, at_leas
     result: Evaluation | None = start
     while result is not None and not (result.fits and result.seconds <= at_least * (1 + _ROUNDING)):
         best = result
-        result = _first_better(evaluator, best, budget)
+        result = _first_better(filler, best, budget)
     return best if result is None else result
+
+
+def wandered(filler: Filler, start: Evaluation, *, budget: Budget, at_least: float) -> Evaluation:
+    """Return the best plan that random changes make of `start`, until the budget ends or a plan is that fast.
+
+    Plans that are a little slower are accepted in the beginning, and always plans that are as fast: under many
+    schedules the slowest stage decides, so several stages have to change. (Simulated annealing: Kirkpatrick et
+    al., Science 1983.)
+    """
+    rng, best, now = Random(0), start, start  # noqa: S311 - no secret
+    number = since = 0
+    while since < _STALE and not (best.fits and best.seconds <= at_least):
+        for candidate in _drawn(rng, (*_neighbours(filler, now), *_Mended(filler, now))):
+            number, since = number + 1, since + 1
+            if budget.ends():
+                return best
+            slower = _WARM / (1 + number / _LOST) * rng.random() ** 4
+            result = _evaluated(filler, candidate, _below(now))
+            if result is not None and _is_as_good(result, now, slower):
+                now = result
+                if now.order < best.order:
+                    best, since = now, 0
+                break
+            if since % _LOST == 0:
+                now = best
+                break
+    return best
+
+
+def _drawn(rng: Random, groups: Sequence[Iterator[Candidate]]) -> Iterator[Candidate]:
+    """Yield a few candidates of every group, in random order."""
+    for group in rng.sample(groups, len(groups)):
+        some = [*group]
+        yield from rng.sample(some, min(_DRAWN, len(some)))
+
+
+def _is_as_good(one: Evaluation, other: Evaluation, slower: float) -> bool:
+    """Return whether a plan lacks less memory than another, or as much and is at most that part slower."""
+    return (one.over_bytes, one.seconds) <= (other.over_bytes, other.seconds * (1 + slower))
+
+
+def _evaluated(filler: Filler, candidate: Candidate, below: float) -> Evaluation | None:
+    """Return the evaluation of a candidate; None if it cannot be carried out, or is not `below` some seconds."""
+    fewest = filler.fewest_seconds(*candidate) if below < inf else 0.0
+    return filler.evaluator.evaluate(candidate, below=below, at_least=fewest)
+
+
+def _below(best: Evaluation) -> float:
+    """Return the seconds of a step from which on a plan is not worth reading its memory."""
+    return best.seconds * (1 + _WARM) if best.fits else inf
 
 
 def spared(evaluator: Evaluator, start: Evaluation, *, budget: Budget) -> Evaluation:
@@ -80,35 +149,42 @@ def _leaner(
     leaner = way(choices[stage])
     if leaner == choices[stage] or budget.ends():
         return best
-    result = evaluator.evaluate(Candidate(split, (*choices[:stage], leaner, *choices[stage + 1 :])))
+    result = evaluator.evaluate(Candidate(split, _with(choices, stage, leaner)))
     as_good = result is not None and (result.over_bytes, result.seconds) <= (best.over_bytes, best.seconds)
     return result if result is not None and as_good else best
 
 
-def _first_better(evaluator: Evaluator, best: Evaluation, budget: Budget) -> Evaluation | None:
+def _first_better(filler: Filler, best: Evaluation, budget: Budget) -> Evaluation | None:
     missing, seconds = best.order[:2]
-    for candidate in _neighbours(evaluator, best):
+    for candidate in chain.from_iterable(_neighbours(filler, best)):
         if budget.ends():
             return None
-        result = evaluator.evaluate(candidate)
+        result = _evaluated(filler, candidate, _below(best))
         if result is not None and result.order < (missing, seconds * (1 - _ENOUGH)):
             return result
     return None
 
 
-def _neighbours(evaluator: Evaluator, best: Evaluation) -> Iterator[Candidate]:
-    """Yield candidates with one change on all stages, then with one change on one stage.
+def _neighbours(filler: Filler, best: Evaluation) -> Iterator[Iterator[Candidate]]:
+    """Yield groups of candidates: with one change on all stages, then with one change on one stage.
 
     The stage that lacks the most bytes comes first, then the one that computes the most.
     """
     split, choices = best.candidate
-    for way in _EVERYWHERE:
-        if (everywhere := tuple(way(choice) for choice in choices)) != choices:
-            yield Candidate(split, everywhere)
-    menus, busy = evaluator.stage_menus(split), best.simulation.utilisation
-    for stage in sorted(range(len(choices)), key=lambda s: (-max(0, best.over[s]), -busy[split.devices[s]])):
-        for choice in _changes(choices[stage], menus[stage], host=evaluator.question.means.host):
-            yield Candidate(split, (*choices[:stage], choice, *choices[stage + 1 :]))
+    everywhere = (tuple(map(way, choices)) for way in _EVERYWHERE)
+    yield (Candidate(split, changed) for changed in everywhere if changed != choices)
+    busy = best.simulation.utilisation
+    stages = sorted(range(len(choices)), key=lambda s: (-max(0, best.over[s]), -busy[split.devices[s]]))
+    for stage in stages:
+        yield _changed(filler, best, stage)
+
+
+def _changed(filler: Filler, best: Evaluation, stage: int) -> Iterator[Candidate]:
+    """Yield candidates with the choice of one stage changed."""
+    split, choices = best.candidate
+    menus = filler.evaluator.stage_menus(split)[stage]
+    for choice in _changes(choices[stage], menus, host=filler.question.means.host):
+        yield Candidate(split, _with(choices, stage, choice))
 
 
 def _changes(choice: StageChoice, menus: Sequence[Menu], *, host: bool) -> Iterator[StageChoice]:
@@ -126,7 +202,7 @@ def _changes(choice: StageChoice, menus: Sequence[Menu], *, host: bool) -> Itera
     for early in (choice.early - 1, choice.early + 1):
         if 0 <= early <= sum(map(bool, choice.recipes)):
             yield choice._replace(early=early)
-    yield from _state(choice)
+    yield from _state(choice, menus)
     yield from _lapped(choice)
     yield from _exchanged(choice, menus)
 
@@ -145,7 +221,7 @@ def _exchanged(choice: StageChoice, menus: Sequence[Menu]) -> Iterator[StageChoi
 def _moved(choice: StageChoice, block: int) -> Iterator[StageChoice]:
     """Yield choices in which the block stays instead of moving, or moves to the host."""
     if choice.places[block]:
-        yield choice._replace(places=_with(choice.places, block, KEPT))
+        yield _lending(choice._replace(places=_with(choice.places, block, KEPT)))
         return
     places, near = _with(choice.places, block, TO_HOST), choice.near
     ways = dict.fromkeys(((near + 1, choice.lead), (near, choice.lead), (near + 1, 0)))
@@ -154,13 +230,30 @@ def _moved(choice: StageChoice, block: int) -> Iterator[StageChoice]:
             yield choice._replace(places=places, recipes=recipes, near=some, lead=lead)
 
 
-def _state(choice: StageChoice) -> Iterator[StageChoice]:
-    """Yield choices with one block's state less at the host, or with one block more or less updated there."""
-    if choice.states:
-        yield choice._replace(states=choice.states - 1, updates=min(choice.updates, choice.states - 1))
-    for updates in (choice.updates - 1, choice.updates + 1):
-        if 0 <= updates <= choice.states:
-            yield choice._replace(updates=updates)
+def _parted(choice: StageChoice, menus: Sequence[Menu]) -> Iterator[StageChoice]:
+    """Yield choices in which tensors of one more layer move, or of one less, in blocks that move others."""
+    for block, menu in enumerate(menus):
+        if choice.places[block] == TO_HOST:
+            layers = {tensor.layer for tensor in menu.moved(choice.recipe(menus, block))}
+            for layer in sorted(layers) if len(layers) > 1 else ():
+                yield choice._replace(staying=choice.staying ^ {layer})
+
+
+def _state(choice: StageChoice, menus: Sequence[Menu]) -> Iterator[StageChoice]:
+    """Yield choices with one block's state less at the host, or with one block more or less updated there.
+
+    It is the last such block, or the next one.
+    """
+    parts = [parts_of([menu]) for menu in menus]
+    away = [own for own in parts if own & choice.states]
+    updated = [own for own in parts if own & choice.updates]
+    if away:
+        yield choice._replace(states=choice.states - away[-1], updates=choice.updates - away[-1])
+    if updated:
+        yield choice._replace(updates=choice.updates - updated[-1])
+    if len(updated) < len(away):
+        more = next(own for own in away if not own & choice.updates) & choice.states
+        yield choice._replace(updates=choice.updates | more)
     if choice.gradients:
         yield choice._replace(gradients=choice.gradients - 1)
     if choice.parameters:
@@ -176,13 +269,175 @@ def _lapped(choice: StageChoice) -> Iterator[StageChoice]:
             yield choice._replace(near=near)
 
 
+class _Mended:
+    """Changes of a plan after which every changed stage recomputes as much as its device lacks.
+
+    The bytes that a stage lacks are estimated as in filling, corrected by the plan's own peaks.
+    """
+
+    def __init__(self, filler: Filler, best: Evaluation) -> None:
+        self._filler, self._best, self._means = filler, best, filler.question.means
+        self._split, self._choices = best.candidate
+        needs = zip(best.over, self._all(self._split, self._choices), strict=True)
+        self._off = [over - need for over, need in needs]
+        self._rates = peer_rates(filler.question.cluster)
+
+    def __iter__(self) -> Iterator[Iterator[Candidate]]:
+        """Yield groups of candidates: one for each stage, and cuts and devices, with all state at a place."""
+        yield from map(self._changed, range(len(self._choices)))
+        for place in (None, *self._state_places):
+            yield self._cut(place)
+            yield self._placed(place)
+
+    @property
+    def _state_places(self) -> list[int]:
+        """Places other than its device at which optimizer state may be."""
+        means, result = self._means, list[int]()
+        if means.state and means.host:
+            result += [TO_HOST, _HOST_UPDATES]
+        if means.state and means.peers:
+            result += [TO_PEERS]
+        return result
+
+    def _changed(self, stage: int) -> Iterator[Candidate]:
+        """Yield candidates with one choice of a stage changed."""
+        choice, menus = self._choices[stage], self._filler.evaluator.stage_menus(self._split)[stage]
+        ways = [_parted(choice, menus), self._borrowed(stage, choice, menus)]
+        ways += [_moved(choice, n) for n, menu in enumerate(menus) if menu.tensors and self._means.host]
+        for own in (parts_of(menus), *(frozenset({part}) for part in parts_of(menus))):
+            ways += [(self._with_state(stage, choice, own, place) for place in (KEPT, *self._state_places))]
+        for other in dict.fromkeys(chain.from_iterable(ways)):
+            if (mended := self._mended(self._split, stage, other)) != choice:
+                yield Candidate(self._split, _with(self._choices, stage, mended))
+
+    def _with_state(
+        self, stage: int, choice: StageChoice, parts: frozenset[int], place: int, device: int | None = None
+    ) -> StageChoice:
+        """Return a choice with the optimizer state of some parts at a place, if that is possible."""
+        if place == TO_PEERS and choice.peers is None:
+            lenders = self._lenders(self._split.devices[stage] if device is None else device)
+            if not lenders:
+                return choice
+            choice = choice._replace(peers=lenders[0])
+        return _lending(
+            choice._replace(
+                states=choice.states | parts if place in (TO_HOST, _HOST_UPDATES) else choice.states - parts,
+                updates=choice.updates | parts if place == _HOST_UPDATES else choice.updates - parts,
+                lent=choice.lent | parts if place == TO_PEERS else choice.lent - parts,
+            )
+        )
+
+    def _borrowed(self, stage: int, choice: StageChoice, menus: Sequence[Menu]) -> Iterator[StageChoice]:
+        """Yield choices with the tensors of one block, or of all, at peers, or with another lender."""
+        lenders = self._lenders(self._split.devices[stage]) if self._means.peers else []
+        for place in lenders:
+            if choice.peers is not None:
+                yield choice._replace(peers=place)
+            for blocks in (range(len(menus)), *([n] for n in range(len(menus)))):
+                places = tuple(
+                    TO_PEERS if n in blocks and menu.tensors else there
+                    for n, (menu, there) in enumerate(zip(menus, choice.places, strict=True))
+                )
+                recipes = tuple(0 if n in blocks else again for n, again in enumerate(choice.recipes))
+                for again in dict.fromkeys((recipes, choice.recipes)):
+                    yield _lending(choice._replace(places=places, peers=place, recipes=again))
+
+    def _lenders(self, device: int) -> list[Place]:
+        """Return devices with room that a link of their own joins to a device, the roomiest first."""
+        cluster = self._filler.question.cluster
+        rooms = [budget - peak for budget, peak in zip(cluster.budgets, self._best.peaks, strict=True)]
+        there = [n for n, room in enumerate(rooms) if room > 0 and self._rates[device, n] > 0]
+        there.sort(key=lambda n: -rooms[n])
+        return [Place([Share(Member.device(n), 1)]) for n in there[:_LENDERS]]
+
+    def _cut(self, place: int | None) -> Iterator[Candidate]:
+        """Yield candidates in which a block goes over a cut, or one block over each of some adjacent cuts."""
+        edges = self._split.edges
+        for first, last in combinations_with_replacement(range(1, len(edges) - 1), 2):
+            for by in (-1, 1):
+                moved = [edge + by * (first <= n <= last) for n, edge in enumerate(edges)]
+                if all(start < stop for start, stop in pairwise(moved)):
+                    yield self._on(Split(tuple(moved), self._split.devices), place)
+
+    def _placed(self, place: int | None) -> Iterator[Candidate]:
+        """Yield candidates in which two stages swap devices, or one takes an unused device."""
+        for setting in _placed(self._filler, FillingSetting.of(self._split)):
+            yield self._on(setting.split, place)
+
+    def _on(self, split: Split, place: int | None) -> Candidate:
+        """Return the candidate with another split, in which blocks have the same treatment as far as possible.
+
+        The optimizer state of changed stages is at `place`, or stays where it is.
+        """
+        flat = [*chain.from_iterable(zip(c.recipes, c.places, strict=True) for c in self._choices)]
+        states, updates = (
+            frozenset[int]().union(*(getattr(choice, name) for choice in self._choices))
+            for name in ("states", "updates")
+        )
+        choices = list[StageChoice]()
+        for stage, ((start, stop), own) in enumerate(zip(pairwise(split.edges), self._choices, strict=True)):
+            device, same = (
+                split.devices[stage],
+                split.edges[stage : stage + 2] == self._split.edges[stage : stage + 2],
+            )
+            if same and device == self._split.devices[stage]:
+                choices.append(own)
+                continue
+            recipes, places = zip(*flat[start:stop], strict=True)
+            parts = parts_of(self._filler.evaluator.menus.of_stage(start, stop))
+            away, before = places.count(TO_HOST), own.places.count(TO_HOST)
+            choice = own._replace(
+                recipes=recipes,
+                places=places,
+                near=away if own.near == before else min(own.near, away),
+                states=states & parts,
+                updates=updates & parts,
+                lent=own.lent & parts,
+                gradients=min(own.gradients, stop - start),
+                parameters=min(own.parameters, stop - start),
+            )
+            if choice.peers is None or Member.device(device) in choice.peers.members:
+                places = tuple(KEPT if there == TO_PEERS else there for there in places)
+                choice = choice._replace(places=places, lent=frozenset(), peers=None)
+            if place is not None:
+                choice = self._with_state(stage, choice, parts, place, device)
+            choices.append(self._mended(split, stage, _lending(choice)))
+        return Candidate(split, tuple(choices))
+
+    def _mended(self, split: Split, stage: int, choice: StageChoice) -> StageChoice:
+        """Return a choice of a stage that recomputes as much as the stage needs by estimate."""
+        need = self._need(split, stage, choice) + self._off[stage]
+        menus, held = self._filler.evaluator.stage_menus(split)[stage], self._filler.in_flight(split, stage)
+        recipes = [*choice.recipes]
+        steps = [*priced_steps(menus)]
+        for block, number, nbytes in steps if need > 0 else ():
+            if need > 0 and recipes[block] == number - 1:
+                recipes[block], need = number, need - held * nbytes
+        for block, number, nbytes in reversed(steps) if need < 0 else ():
+            if recipes[block] == number and need + held * nbytes <= 0:
+                recipes[block], need = number - 1, need + held * nbytes
+        return choice._replace(recipes=tuple(recipes), early=min(choice.early, sum(map(bool, recipes))))
+
+    def _all(self, split: Split, choices: Sequence[StageChoice]) -> list[float]:
+        return [self._need(split, stage, choice) for stage, choice in enumerate(choices)]
+
+    def _need(self, split: Split, stage: int, choice: StageChoice) -> float:
+        """Return the bytes that a stage's device lacks by estimate; negative if it has room."""
+        return self._filler.lack(split, stage) - self._filler.freed(split, stage, choice)
+
+
+def _lending(choice: StageChoice) -> StageChoice:
+    """Return a choice without lenders if nothing is lent to it."""
+    return choice if choice.lent or TO_PEERS in choice.places else choice._replace(peers=None)
+
+
 def _without_states(choice: StageChoice) -> StageChoice:
     """Keep all optimizer state on the device."""
-    return choice._replace(states=0, updates=0)
+    return choice._replace(states=frozenset(), updates=frozenset())
 
 
 def _all_updates(choice: StageChoice) -> StageChoice:
-    """Update all blocks on the host whose optimizer state is there."""
+    """Update all layers on the host whose optimizer state is there."""
     return choice._replace(updates=choice.states)
 
 
@@ -193,7 +448,7 @@ def _unhurried(choice: StageChoice) -> StageChoice:
 
 def _without_updates(choice: StageChoice) -> StageChoice:
     """Update all blocks on the device."""
-    return choice._replace(updates=0)
+    return choice._replace(updates=frozenset())
 
 
 def _without_spills(choice: StageChoice) -> StageChoice:
@@ -203,7 +458,9 @@ def _without_spills(choice: StageChoice) -> StageChoice:
 
 def _without_moves(choice: StageChoice) -> StageChoice:
     """Move no tensors."""
-    return choice._replace(places=(KEPT,) * len(choice.places), near=0, peers=None)
+    return choice._replace(
+        places=(KEPT,) * len(choice.places), near=0, peers=None, lent=frozenset(), staying=frozenset()
+    )
 
 
 def _without_recomputation(choice: StageChoice) -> StageChoice:
@@ -215,8 +472,8 @@ _LEANER = _without_states, _without_updates, _without_spills, _without_moves, _w
 _EVERYWHERE = _unhurried, _all_updates, _without_updates
 
 
-def _with(numbers: tuple[int, ...], place: int, number: int) -> tuple[int, ...]:
-    return (*numbers[:place], number, *numbers[place + 1 :])
+def _with(of: tuple[_T, ...], place: int, one: _T) -> tuple[_T, ...]:
+    return (*of[:place], one, *of[place + 1 :])
 
 
 # ---- Order of devices: stages spread over shared wires to hosts

@@ -10,7 +10,8 @@ every device and every host at every instant by the exact ledger.
     2. Improve the best of them, and those of two other orders of unequal devices, by small changes
        (`planner.improvement`).
     3. Lend the memory that devices have left, if that is faster (`planner.mapping`).
-    4. Polish the choices of single blocks, and leave out unneeded techniques (`planner.improvement`).
+    4. Polish the choices of single blocks. If the plan is still far from its bound, change several stages at
+       once, at random. Leave out unneeded techniques (`planner.improvement`).
     5. Compare with the plans of `mpress` and of the time split; of long steps, simulate all microbatches.
 
 So the plan is never slower than `mpress`, nor than the time split if that fits, and never over a device's
@@ -43,7 +44,7 @@ from pipefit.planner.bounds import step_bound
 from pipefit.planner.evaluation import Budget, Evaluation, Evaluator
 from pipefit.planner.exact import exact
 from pipefit.planner.filling import Filled, Filler, FillingSetting, States
-from pipefit.planner.improvement import improved, polished, spared, spread
+from pipefit.planner.improvement import improved, polished, spared, spread, wandered
 from pipefit.planner.mapping import with_peers
 from pipefit.planner.options import Means
 from pipefit.planner.problem import Planner, PlannerResult, Question, Split
@@ -83,6 +84,9 @@ _STATES: tuple[
 )
 _FILLING, _IMPROVING, _LENDING, _POLISHING = 160_000, 80_000, 20_000, 40_000  # simulated actions of each part
 _SPARING = 20_000
+_WANDERING = 40_000
+_HOPED = 1.05  # multiple of a known plan's seconds, from which random changes hardly lead to a faster one
+_FAR = 0.05  # part of the bound by which a plan is slower before random changes are tried
 _LITTLE = 0.5  # scale of these without recomputation
 _NEAR = 1 / 32  # part of all budgets: missing memory up to which small changes are tried
 _ONE_BY_ONE = 30_000  # layers of ranges computed one by one, for splits that need all peaks: some two seconds
@@ -119,18 +123,23 @@ class JointSearch:
         self._question, self._filler = question, Filler(Evaluator(question))
         self._fillers: dict[Means, Filler] = {}
         self._bounds = {question.means: self.bound}
+        self._wanders_below = 0.0  # seconds of plans for which random changes are tried
 
     @property
     def work(self) -> int:
         """Work done, in the unit of budgets."""
         return self._filler.evaluator.work_of_all
 
-    def best(self, effort: float) -> Searched:
+    def best(self, effort: float, than: float = float("inf")) -> Searched:
         """Return the fastest plan found with budgets scaled by `effort`.
+
+        Random changes are only tried if a plan may become faster than `than` seconds, and with full effort.
 
         Raises:
             UsageError: no split can be carried out.
         """
+        full = effort >= self._question.options.effort
+        self._wanders_below = than * _HOPED if full else 0.0
         result, _, others, remarks = self._answer(self._question.means, effort, {})
         evaluator = self._filler.evaluator
         whole = min(
@@ -158,10 +167,14 @@ class JointSearch:
             simulation=result.simulation,
         )
 
+    def _has_ended(self, means: Means) -> bool:
+        """Return whether the limit of work has ended the search with these techniques."""
+        return self._fillers[means].evaluator.ended
+
     @property
     def _ended(self) -> tuple[str, ...]:
         """A sentence about the limit of work, if it has ended a search."""
-        if not any(filler.evaluator.ended for filler in self._fillers.values()):
+        if not any(map(self._has_ended, self._fillers)):
             return ()
         count = counted(self._filler.evaluator.count, "simulated candidate")
         return (f"The search stopped at its work limit, after {count}.",)
@@ -217,10 +230,20 @@ class JointSearch:
             *others,
         ]
         tried = sorted(dict.fromkeys(tried), key=lambda one: one.order)
+        means = filler.question.means
         if self._is_near(tried[0]):
-            each = (_polished(evaluator, one, self.bound) for one in tried[: 1 + _OTHER_SPLITS])
+            starts = tried[: 1 + _OTHER_SPLITS]
+            if base is not None and not tried[0].lends and not self._has_ended(replace(means, peers=False)):
+                starts = []  # the search that lacks only peers has polished these
+            each = (tried[0], *(_polished(filler, one, self.bound) for one in starts))
             best = min(each, key=lambda one: one.order)
+            some = means.host and means.recompute != "never" and not _is_idle(best)
+            if some and best.seconds < self._wanders_below:
+                far = self._bound(means) * (1 + _FAR)
+                best = wandered(filler, best, budget=Budget(evaluator, _WANDERING), at_least=far)
             tried = [spared(evaluator, best, budget=Budget(evaluator, _SPARING))]
+        if tried[0].lends and base is not None:
+            remarks = _gained(tried[0], base.found)
         return _Answer(tried[0], filled, (*kept, *others), _told(tried[0], filled.found, remarks))
 
     def _filled(self, filler: Filler, fewer: Sequence[_Answer]) -> Filled:
@@ -261,6 +284,14 @@ def _is_base(less: Means, means: Means) -> bool:
     return means.peers and less == replace(means, peers=False)
 
 
+def _gained(lending: Evaluation, other: Evaluation) -> tuple[str, ...]:
+    """Return a remark about a plan in which devices lend memory, beside the best plan without that."""
+    if not other.fits:
+        return ("Without memory of other devices, no plan was found to fit.",)
+    share = 100 * (1 - lending.seconds / other.seconds)
+    return (f"Lending memory between devices makes steps {share:.1f} % shorter.",)
+
+
 def _told(best: Evaluation, other: Evaluation, remarks: tuple[str, ...]) -> tuple[str, ...]:
     """Return the remarks about lending, or that lending is declined if the best plan does not lend."""
     if other.lends and not best.lends:
@@ -285,12 +316,12 @@ def _close(best: Evaluation, others: Sequence[Evaluation]) -> list[Evaluation]:
     ]
 
 
-def _polished(evaluator: Evaluator, found: Evaluation, bound: float) -> Evaluation:
+def _polished(filler: Filler, found: Evaluation, bound: float) -> Evaluation:
     """Polish a plan, unless it keeps everything."""
-    if all(choice.idle for choice in found.candidate.choices):
+    if _is_idle(found):
         return found
-    budget = Budget(evaluator, _POLISHING // (1 + _OTHER_SPLITS))
-    return polished(evaluator, found, budget=budget, at_least=bound)
+    budget = Budget(filler.evaluator, _POLISHING // (1 + _OTHER_SPLITS))
+    return polished(filler, found, budget=budget, at_least=bound)
 
 
 def _in_other_orders(filler: Filler, start: Filled) -> list[Filled]:
@@ -405,7 +436,12 @@ def _best_of(
 
 def _keeps(filled: Filled) -> bool:
     """Return whether nothing is recomputed or moved."""
-    return all(choice.idle for choice in filled.found.candidate.choices)
+    return _is_idle(filled.found)
+
+
+def _is_idle(found: Evaluation) -> bool:
+    """Return whether a plan recomputes and moves nothing."""
+    return all(choice.idle for choice in found.candidate.choices)
 
 
 def _lent(filler: Filler, best: Filled) -> tuple[Filled, tuple[str, ...]]:
@@ -418,4 +454,4 @@ def _lent(filler: Filler, best: Filled) -> tuple[Filled, tuple[str, ...]]:
     share = 100 * lending.gained_seconds / best.found.seconds
     if lending.gained_seconds <= _WORTH * best.found.seconds:
         return best, (f"Memory is not lent between devices, because steps would take {-share:.1f} % longer.",)
-    return lending.found, (f"Lending memory between devices makes steps {share:.1f} % shorter.",)
+    return lending.found, _gained(lending.found.found, best.found)

@@ -170,6 +170,7 @@ def _fastest(question: Question, some: Collection[DeviceKind]) -> list[PassSecon
 # ---- Menus of blocks: runs of layers to recompute, and tensors to offload
 
 _PRICES = 16  # number of prices at which recipes are searched
+_PART = 1 / 16  # part of a block's optimizer state that is worth a transfer of its own
 _SMALLEST = 256  # tensors below 1/256 of the bytes that their block keeps are not worth a transfer
 
 Runs = tuple[tuple[int, int], ...]
@@ -203,6 +204,7 @@ class Menu(NamedTuple):
     stop: int
     recipes: tuple[Recipe, ...]
     tensors: tuple[Movable, ...]
+    parts: Runs  # layers whose optimizer state moves together
     stays: bool = False  # its weights stay on its device, since a forward changes them
 
     @property
@@ -226,7 +228,8 @@ class Menu(NamedTuple):
         tensors = (
             t._replace(layer=t.layer + by, savers=tuple(s + by for s in t.savers)) for t in self.tensors
         )
-        return Menu(start, self.stop + by, tuple(recipes), tuple(tensors), self.stays)
+        parts = tuple((a + by, b + by) for a, b in self.parts)
+        return Menu(start, self.stop + by, tuple(recipes), tuple(tensors), parts, self.stays)
 
 
 class Menus:
@@ -290,7 +293,20 @@ class _Block:
         hull = _hull(sorted({Recipe(), *self._recipes()}, key=lambda r: (r.nbytes, r.seconds)))
         moves = self.means.host or self.means.peers
         stays = any(cost.changed_parameters for cost in self.storages.costs)
-        return Menu(self.start, self.stop, hull, tuple(self._movable()) if moves else (), stays)
+        tensors = tuple(self._movable()) if moves else ()
+        return Menu(self.start, self.stop, hull, tensors, tuple(self._parts()), stays)
+
+    def _parts(self) -> Iterator[tuple[int, int]]:
+        """Yield adjacent layers, each time enough of them to have a good part of the block's optimizer state."""
+        nbytes = [cost.state_bytes for cost in self.storages.costs[: self.stop - self.start]]
+        start, total, left = self.start, 0, sum(nbytes)
+        least = left * _PART
+        for layer, own in enumerate(nbytes, self.start):
+            total, left = total + own, left - own
+            if total and total >= least and left >= least:
+                yield start, layer + 1
+                start, total = layer + 1, 0
+        yield start, self.stop
 
     def _recipes(self) -> Iterator[Recipe]:
         """Yield the recipes that the question's means allow."""
@@ -412,10 +428,12 @@ class StageChoice(NamedTuple):
     forward or backward. This bundle returns `lead` forwards and backwards ahead, the other one more. Of the
     recomputed blocks, the last `early`, whose backwards come first, are recomputed one action ahead, so that
     they may fill the time in which the device waits for gradients. With `joined`, adjacent runs become one
-    run, which keeps only its first inputs but has all of its tensors on the device before its backward. The
-    optimizer state of the first `states` blocks is on the host, and the first `updates` of them are updated
-    there. Of the other blocks, the gradients of the first `gradients` are on the host between backwards, and
-    the parameters of the first `parameters` between passes. `peers` are the lending devices.
+    run, which keeps only its first inputs but has all of its tensors on the device before its backward.
+    `states` are the parts of blocks, by their first layers, with optimizer state on the host; the host
+    updates those in `updates`. Of the blocks without such parts, the gradients of the first `gradients` are on the host
+    between backwards, and the parameters of the first `parameters` between passes. `peers` are the lending
+    devices; they also hold the optimizer state of the parts in `lent`. Tensors of the layers in `staying` stay,
+    although others of their blocks move.
     """
 
     recipes: tuple[int, ...]
@@ -424,11 +442,13 @@ class StageChoice(NamedTuple):
     lead: int = 1
     early: int = 0
     joined: bool = False
-    states: int = 0
-    updates: int = 0
+    states: frozenset[int] = frozenset()
+    updates: frozenset[int] = frozenset()
     gradients: int = 0
     parameters: int = 0
     peers: Place | None = None
+    lent: frozenset[int] = frozenset()
+    staying: frozenset[int] = frozenset()
 
     @staticmethod
     def keep(blocks: int) -> StageChoice:
@@ -438,7 +458,7 @@ class StageChoice(NamedTuple):
     @property
     def idle(self) -> bool:
         """True if nothing is recomputed or moved."""
-        moves = self.states or self.gradients or self.parameters
+        moves = self.states or self.gradients or self.parameters or self.lent
         return not any(self.recipes) and not any(self.places) and not moves
 
     def recipe(self, menus: Sequence[Menu], block: int) -> Recipe:
@@ -447,11 +467,17 @@ class StageChoice(NamedTuple):
 
     def moved(self, menus: Sequence[Menu], block: int) -> tuple[Movable, ...]:
         """Return the tensors of a block that are offloaded."""
-        return menus[block].moved(self.recipe(menus, block)) if self.places[block] else ()
+        moved = menus[block].moved(self.recipe(menus, block)) if self.places[block] else ()
+        return tuple(tensor for tensor in moved if tensor.layer not in self.staying)
 
     def blocks_to(self, place: int) -> list[int]:
         """Return the blocks whose tensors move to a place."""
         return [block for block, there in enumerate(self.places) if there == place]
+
+
+def parts_of(menus: Iterable[Menu]) -> frozenset[int]:
+    """Return all parts of some blocks, by their first layers."""
+    return frozenset(start for menu in menus for start, _ in menu.parts)
 
 
 def decisions_of(stage: int, choice: StageChoice, menus: Sequence[Menu], host: Place) -> Iterator[Decision]:
@@ -471,20 +497,36 @@ def decisions_of(stage: int, choice: StageChoice, menus: Sequence[Menu], host: P
 
 def _states(stage: int, choice: StageChoice, menus: Sequence[Menu], host: Place) -> Iterator[Decision]:
     """Yield the decisions about optimizer state, gradients and parameters."""
-    others, alone = menus[choice.updates :], [menu for menu in menus[: choice.updates] if menu.stays]
+    updated = {menu.start: choice.updates.intersection(a for a, _ in menu.parts) for menu in menus}
+    others = [menu for menu in menus if not updated[menu.start]]
+    for menu in menus:
+        alone = choice.states if menu.stays else choice.states - choice.updates
+        for some, what, place in (
+            (choice.updates - alone, What.UPDATE, host),
+            (alone, What.OFFLOAD, host),
+            (choice.lent, What.OFFLOAD, choice.peers),
+        ):
+            for start, stop in _adjacent(menu, some):
+                state, ahead = State(start=start, stop=stop, kind="optimizer"), int(what is What.OFFLOAD)
+                yield Decision(stage=stage, subject=state, what=what, place=place, ahead=ahead)
     moved: tuple[tuple[StateKind, Sequence[Menu]], ...] = (
-        ("optimizer", [*alone, *menus[choice.updates : choice.states]]),
         ("gradients", others[: choice.gradients]),
         ("parameters", [menu for menu in others[: choice.parameters] if not menu.stays]),
     )
-    for menu in menus[: choice.updates]:
-        state = State(start=menu.start, stop=menu.stop, kind="optimizer")
-        if not menu.stays:
-            yield Decision(stage=stage, subject=state, what=What.UPDATE, place=host)
     for kind, blocks in moved:
         for menu in blocks:
             state = State(start=menu.start, stop=menu.stop, kind=kind)
             yield Decision(stage=stage, subject=state, what=What.OFFLOAD, place=host, ahead=1)
+
+
+def _adjacent(menu: Menu, some: Collection[int]) -> list[tuple[int, int]]:
+    """Return the parts of a block that are in `some`, with adjacent ones joined."""
+    result = list[tuple[int, int]]()
+    for start, stop in menu.parts:
+        if start in some:
+            first = result.pop()[0] if result and result[-1][1] == start else start
+            result.append((first, stop))
+    return result
 
 
 def _joined(runs: Sequence[tuple[tuple[int, int], int]]) -> list[tuple[tuple[int, int], int]]:

@@ -80,9 +80,10 @@ class Trial(NamedTuple):
         """True if the plan leaves a GPU hardly any room."""
         return leaves_no_room(self.question, self.searched.evaluation.peaks)
 
-    def longer(self) -> Trial:
-        """Return the trial after a search with the question's full effort."""
-        return self._replace(searched=self.search.best(self.question.options.effort), work=self.search.work)
+    def longer(self, than: float) -> Trial:
+        """Return the trial after a search with the question's full effort for a plan faster than `than` seconds."""
+        searched = self.search.best(self.question.options.effort, than)
+        return self._replace(searched=searched, work=self.search.work)
 
 
 def leaves_no_room(question: Question, peaks: Sequence[int]) -> bool:

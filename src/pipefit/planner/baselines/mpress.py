@@ -29,7 +29,7 @@ from pipefit.planner.baselines.simple import time
 from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
 from pipefit.planner.filling import Filler, FillingSetting
 from pipefit.planner.mapping import Mapping, mapped_stages, peer_rates, shared_out
-from pipefit.planner.memory_choices import KEPT, TO_HOST, TO_PEERS, BlockPrices, Menu, StageChoice
+from pipefit.planner.memory_choices import KEPT, TO_HOST, TO_PEERS, BlockPrices, Menu, StageChoice, parts_of
 from pipefit.planner.problem import PlannerResult, Question, Split, Technique, TensorCosts, mpress_choice
 from pipefit.schema.plan import Objective
 
@@ -160,7 +160,7 @@ class _Assignment:
         )
         places = tuple(_PLACES.get(technique, KEPT) for technique in chosen)
         peers = shared_out(shares, self.mapping.devices) if TO_PEERS in places else None
-        states = self.filler.states(menus, left)
+        states = parts_of(menus[: self.filler.states(menus, left)])
         choice = StageChoice(recipes, places, near=self._near(stage, places), states=states, peers=peers)
         return choice, need - min(left, 0.0)
 

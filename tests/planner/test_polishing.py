@@ -1,0 +1,102 @@
+"""Changes of single blocks, layers and stages of a plan."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from pipefit.planner import Question
+from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
+from pipefit.planner.filling import Filler
+from pipefit.planner.improvement import wandered
+from pipefit.planner.memory_choices import (
+    TO_HOST,
+    Menu,
+    Movable,
+    Recipe,
+    StageChoice,
+    decisions_of,
+    parts_of,
+)
+from pipefit.planner.options import Means, PlanOptions
+from pipefit.planner.problem import Split
+from pipefit.schema.devices import MemberKind, parse_place
+from pipefit.simulator import Simulation
+from support.tight_questions import random_case
+
+HOST = parse_place("host")
+
+
+def start_and_result(means: Means, seed: int = 1, *, work: int = 4_000) -> tuple[Evaluation, Evaluation]:
+    """Return an uneven split that keeps everything on tight devices, and the result of random changes."""
+    case = random_case(Random(seed), ("1f1b",), layers=6)
+    question = Question(
+        profile=case.profile,
+        cluster=case.cluster,
+        training=case.training,
+        options=PlanOptions(means=means),
+    )
+    filler = Filler(Evaluator(question))
+    start = filler.evaluator.kept_at(Split((0, 5, 6), (0, 1)))
+    return start, wandered(filler, start, budget=Budget(filler.evaluator, work), at_least=0.0)
+
+
+@pytest.mark.parametrize(
+    "means", [Means(), Means(recompute="never"), Means(host=False), Means(host=False, peers=False)]
+)
+def test_random_changes_lead_to_a_better_plan(means: Means) -> None:
+    """The search finds a plan that lacks fewer bytes or is faster, uses allowed techniques only, and is the same
+    in a second search.
+    """
+    start, result = start_and_result(means)
+    assert (result.over_bytes, result.seconds) < (start.over_bytes, start.seconds)
+    assert result.candidate == start_and_result(means)[1].candidate
+    plan = result.simulation.plan
+    assert Simulation(plan).peak_bytes == result.peaks
+    assert means.recompute != "never" or all(d.what.value != "recompute" for d in plan.decisions)
+    places = {member.kind for d in plan.decisions for member in (d.place.members if d.place else ())}
+    assert means.host or MemberKind.HOST not in places
+    assert means.peers or MemberKind.DEVICE not in places
+
+
+def test_a_spent_budget_changes_nothing() -> None:
+    """Without work left, the start is the result."""
+    start, result = start_and_result(Means(), work=0)
+    assert result is start
+
+
+def test_a_candidate_that_is_too_slow_is_not_read() -> None:
+    """A step that is not below a limit has no evaluation, but has one with a higher limit."""
+    start, _ = start_and_result(Means(), work=0)
+    case = random_case(Random(1), ("1f1b",), layers=6)
+    question = Question(profile=case.profile, cluster=case.cluster, training=case.training)
+    evaluator = Evaluator(question)
+    candidate = Candidate(start.candidate.split, start.candidate.choices)
+    assert evaluator.evaluate(candidate, below=start.seconds) is None
+    found = evaluator.evaluate(candidate, below=start.seconds * 1.01)
+    assert found is not None and found.seconds == start.seconds and found.peaks == start.peaks
+
+
+def test_state_and_tensors_of_single_layers_move() -> None:
+    """Each part of a block's state may be on the device, at the host, updated there, or at a peer; adjacent
+    parts move together. Tensors of single layers of a moved block may stay.
+    """
+    tensors = tuple(Movable(layer, 1, 10, (layer,)) for layer in range(4))
+    menu = Menu(0, 4, (Recipe(),), tensors, ((0, 1), (1, 2), (2, 4)))
+    choice = StageChoice.keep(1)._replace(states=parts_of([menu]), updates=frozenset({2}))
+
+    def chosen(choice: StageChoice) -> list[str]:
+        return [str(decision) for decision in decisions_of(0, choice, [menu], HOST)]
+
+    assert chosen(choice) == [
+        "stage 0: update optimizer of layers 2 to 3 on host",
+        "stage 0: offload optimizer of layers 0 to 1 to host",
+    ]
+    lent = StageChoice.keep(1)._replace(lent=frozenset({0, 2}), peers=parse_place("device1"))
+    assert chosen(lent) == [
+        "stage 0: offload optimizer of layer 0 to device1",
+        "stage 0: offload optimizer of layers 2 to 3 to device1",
+    ]
+    away = StageChoice.keep(1)._replace(places=(TO_HOST,), near=1, staying=frozenset({1, 2}))
+    assert chosen(away) == ["stage 0: offload saved 0.1, 3.1 to host"]
