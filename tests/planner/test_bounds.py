@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pipefit.planner import Means, PlanOptions, Question, bounds
-from pipefit.planner.bounds import MicrobatchSeconds, highest_line, position_of, step_bound
+from pipefit.planner.bounds import MicrobatchSeconds, lines, position_of, step_bound
 from pipefit.planner.memory_choices import Within
 from pipefit.simulator import simulate
 from support import random_trainings
@@ -374,7 +374,7 @@ def test_the_lines_are_never_above_a_step_of_any_stages(seed: int) -> None:
     for stage in range(stages):
         before = np.array(sum(forward[:stage]) + sum(backward[:stage]))
         work = MicrobatchSeconds(np.array(forward[stage]), np.array(backward[stage]), before, whole)
-        assert highest_line(position_of(schedule, stage, stages, count), work) <= step + 1e-9
+        assert max(lines(position_of(schedule, stage, stages, count), work)) <= step + 1e-9
 
 
 def walked(schedule: str, forward: list[float], backward: list[float], count: int) -> float:

@@ -60,6 +60,20 @@ def test_random_changes_lead_to_a_better_plan(means: Means) -> None:
     assert means.peers or MemberKind.DEVICE not in places
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "eager-1f1b", "pipedream", "pipedream-2bw"])
+def test_fewest_seconds_are_never_above_a_step(schedule: str) -> None:
+    """No simulated candidate is faster than the lower bound of its stages' passes and recomputation."""
+    case = random_case(Random(3), (schedule,), layers=6)
+    filler = Filler(Evaluator(Question(profile=case.profile, cluster=case.cluster, training=case.training)))
+    start = filler.evaluator.kept_at(Split((0, 3, 6), (0, 1)))
+    wandered(filler, start, budget=Budget(filler.evaluator, 4_000), at_least=0.0)
+    known = [found for found in filler.evaluator.known.values() if found is not None]
+    again = [found for found in known if any(any(choice.recipes) for choice in found.candidate.choices)]
+    assert again
+    for found in known:
+        assert filler.fewest_seconds(*found.candidate) <= found.seconds * (1 + 1e-9)
+
+
 def test_a_spent_budget_changes_nothing() -> None:
     """Without work left, the start is the result."""
     start, result = start_and_result(Means(), work=0)

@@ -174,12 +174,6 @@ def lines(at: StageWork, work: MicrobatchSeconds) -> tuple[Floats, Floats]:
     return every, np.maximum(late, work.whole + (m - 1) * (f + b)) if at.apart else late
 
 
-def highest_line(at: StageWork, work: MicrobatchSeconds) -> Floats:
-    """Return the higher of a stage's two lower bounds under a synchronous schedule, without recomputation."""
-    highest: Floats = np.maximum(*lines(at, work))
-    return highest
-
-
 def step_bound(question: Question) -> float:
     """Return a lower bound of the seconds of a step of any plan; infinity if no plan fits."""
     return _Bound(question).seconds()
