@@ -233,6 +233,49 @@ def test_traces_leave_out_lines_of_code() -> None:
     assert fx.config.do_not_emit_stack_traces == before
 
 
+class _Switching(nn.Module):
+    """Blocks that compute a factor without gradients."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(blocks))
+
+    def forward(self, values: Tensor) -> Tensor:
+        for block in self.blocks:
+            with torch.no_grad():
+                factor = values.exp()
+            with torch.autocast("cpu", torch.bfloat16):
+                values = block(values) * factor
+        return values
+
+
+def test_an_export_writes_the_code_of_a_graph_equally_often_for_any_number_of_regions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The code and the graph are those of an export without the patch."""
+
+    def exported(blocks: int) -> tuple[int, str]:
+        model, largest = _Switching(blocks), 0
+
+        def recompile(graph: fx.GraphModule) -> Any:
+            nonlocal largest
+            largest += len(graph.graph.nodes) > 6 * blocks
+            return original(graph)
+
+        monkeypatch.setattr(fx.GraphModule, "recompile", recompile)
+        program = torch.export.export(model, (torch.ones(2, 2),), strict=False)
+        monkeypatch.undo()
+        return largest, program.graph_module.code
+
+    original = fx.GraphModule.recompile
+    _, as_usual = exported(6)
+    with patches.recompiled_once():
+        few, code = exported(6)
+        many, _ = exported(12)
+    assert code == as_usual
+    assert few == many
+
+
 def test_transformers_builds_masks_eagerly_and_caches_without_copies() -> None:
     """The patched names exist, and are those that transformers reads."""
     masks = pytest.importorskip("transformers.masking_utils")

@@ -46,6 +46,7 @@ from pipefit.torch_internals.patches import (
     caches_without_copies,
     eager_masks,
     no_negative_variance,
+    recompiled_once,
     unchecked_arguments,
     without_gpus,
 )
@@ -296,6 +297,7 @@ def export(
                 refusing(traced=True),
                 unchecked_arguments(),
                 no_negative_variance(),
+                recompiled_once(),
                 RefusingStrangers(own),
                 RecordingContiguous(),
                 whole_parts(own, whole) as calls,

@@ -238,6 +238,28 @@ def without_code_lines() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def recompiled_once() -> Iterator[None]:
+    """Let `torch.export` write a graph's code once in the body, not after each region that it inlines.
+
+    Regions begin where gradients or autocast are switched, so a trace would take time that is quadratic in
+    the number of blocks. The pass that inlines regions writes the code at its end.
+    """
+    from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
+
+    name = "node_inline_"
+    with ExitStack() as stack:
+        for passes in (replace_set_grad_with_hop_pass, replace_autocast_with_hop_pass):
+            if hasattr(passes, name):
+                stack.enter_context(_replaced(passes, name, functools.partial(_inlined, passes.node_inline_)))
+        yield
+
+
+def _inlined(inline: Callable[[fx.Node], Any], node: fx.Node) -> Any:
+    with _replaced(node.graph.owning_module, "recompile", lambda: None):
+        return inline(node)
+
+
 # ---- Hugging Face's transformers, if they have been imported
 
 
