@@ -12,7 +12,8 @@ import pytest
 
 from pipefit.errors import UsageError
 from pipefit.memory.arenas import shortage
-from pipefit.planner import plan
+from pipefit.planner import PlanOptions, Question, plan
+from pipefit.planner.hybrid import search
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import Decision, State, StateKind, What
 from pipefit.schema.devices import Host, parse_place
@@ -68,6 +69,18 @@ def by_hand(profile: ModelProfile, on: Cluster) -> Iterator[Plan]:
             for ahead in (0, 1):
                 with suppress(UsageError):
                     yield replace(made, decisions=tuple(decided(made, moves, ahead)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_leanest_split_needs_no_exact_peaks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no second search would follow, the split is that of the leanest plan, and no program is read."""
+    profile, on = case(seed)
+    options = PlanOptions(data=1, tensor=1, recompute="always", allow_infeasible=True)
+    question = Question(profile=profile, cluster=on, training=HOW, options=options)
+    monkeypatch.setattr(search, "WORK", 0)
+    leanest = search.leanest(question).split
+    monkeypatch.setattr(search.Reader, "peaks", None)
+    assert search.leanest_split(question) == leanest
 
 
 def decided(plan: Plan, moves: tuple[tuple[What, StateKind], ...], ahead: int) -> Iterator[Decision]:

@@ -32,6 +32,7 @@ from pipefit.planner.baselines.simple import time
 from pipefit.planner.common_plans import AWAY, UPDATED, Moves, moved, ran_again, runs_of, together
 from pipefit.planner.driver import plan_of
 from pipefit.planner.exact import exact
+from pipefit.planner.hybrid import leanest_split
 from pipefit.planner.hybrid.divided_state import Reader
 from pipefit.planner.neighbours import beside
 from pipefit.planner.open_choices import counts_of
@@ -111,7 +112,7 @@ def leanest_with_hosts(questions: Iterable[Question]) -> tuple[Question, Planner
 
 def split_without_state(question: Question, part: float) -> Split:
     """Return the split with the lowest peak of stages that recompute and lack a part of optimizer state."""
-    return exact(_without_state(question, part)).split
+    return leanest_split(_without_state(question, part))
 
 
 def at_hosts(

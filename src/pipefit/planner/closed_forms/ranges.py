@@ -155,9 +155,9 @@ class BlockBytes(NamedTuple):
         measurement: Measurement, edges: Sequence[int], copies: Ints, born: Ints, sent: Ints
     ) -> BlockBytes:
         """Return the bytes of the blocks between these edges; `copies`, `born` and `sent` are known."""
-        maker = _Maker(measurement)
+        maker, costs = _Maker(measurement), measurement.costs
         new = [*_new_inputs(measurement, edges)]
-        inputs = [sum(value.nbytes for value in measurement.costs[edge].inputs) for edge in edges[:-1]]
+        inputs = [sum(value.nbytes for value in costs[edge].inputs) for edge in edges[:-1]]
         every = [
             maker.blocks(start, stop, own) for (start, stop), own in zip(pairwise(edges), new, strict=True)
         ]

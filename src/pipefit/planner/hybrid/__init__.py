@@ -1,7 +1,15 @@
 """Stages on grids of devices: exact search over the cuts of the model and the degree of every stage."""
 
 from pipefit.planner.hybrid.fastest_plans import Least, fastest
-from pipefit.planner.hybrid.search import Hybrid, HybridSearch, budget_level, candidates, leanest, searches
+from pipefit.planner.hybrid.search import (
+    Hybrid,
+    HybridSearch,
+    budget_level,
+    candidates,
+    leanest,
+    leanest_split,
+    searches,
+)
 
 __all__ = [
     "Hybrid",
@@ -11,5 +19,6 @@ __all__ = [
     "candidates",
     "fastest",
     "leanest",
+    "leanest_split",
     "searches",
 ]

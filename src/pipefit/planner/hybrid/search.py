@@ -162,6 +162,18 @@ def leanest(question: Question, every: Sequence[HybridSearch] = ()) -> Hybrid:
     return result._replace(bound=min(result.value, least * every[0].kept))
 
 
+def leanest_split(question: Question) -> Split:
+    """Return the split of the leanest plan, without its value.
+
+    Exact peaks are read only if there is work left for another search with them.
+    """
+    every = searches(question, question.shards)
+    if candidates(question, question.shards) <= WORK:
+        return leanest(question, every).split
+    level, number = min((one.level(), number) for number, one in enumerate(every))
+    return every[number].fastest(level, most=1)[0].split
+
+
 def repeated(question: Question, found: Hybrid) -> tuple[Decision, ...]:
     """Return the decisions of a plan to recompute, for all microbatches."""
     return tuple(
