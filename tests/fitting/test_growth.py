@@ -5,9 +5,10 @@ runs.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -18,7 +19,18 @@ from pipefit import planner
 from pipefit.capture import Task
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.largest import attempts, search
-from pipefit.largest.growth import Demand, Growth, batch, devices, memory, setting, with_devices, with_memory
+from pipefit.largest.attempts import Look
+from pipefit.largest.growth import (
+    Demand,
+    Growth,
+    batch,
+    devices,
+    memory,
+    setting,
+    traced_profiles,
+    with_devices,
+    with_memory,
+)
 from pipefit.largest.overview import fit as overview
 from pipefit.largest.search import find
 from pipefit.lowering.passes.recomputation import RECOMPUTE
@@ -266,6 +278,37 @@ def test_no_search_follows_fast_plans_whose_programs_are_long(monkeypatch: pytes
     growth = setting("layers", trained, LEAN, range(2, 60))
     monkeypatch.setattr(attempts, "_LONG", 0)
     check_certified(find(replace(growth, plan=None)), growth)  # type: ignore[arg-type]
+
+
+def test_a_long_fast_plan_is_verified_while_ranks_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verification of the last value that fits begins before the next value is tried on ranks."""
+    growth, events = setting("layers", trained, LEAN, range(2, 60)), list[str]()
+
+    def soon(known: OnDemand, value: int, looks: Mapping[int, Look], many: bool) -> Look:
+        events.extend(["ranks"] * many)
+        return growth.soon(known, value, looks, many)
+
+    def beside(target: str, *works: Callable[[], object]) -> tuple[Callable[[], object], ...]:
+        events.append("verification")
+        return works
+
+    monkeypatch.setattr(attempts, "_LONG", 0)
+    monkeypatch.setattr(search, "profiled_beside", beside)
+    check_certified(find(replace(growth, plan=None, soon=soon)), growth)  # type: ignore[arg-type]
+    assert events == ["verification", "ranks"]
+
+
+def test_ways_of_a_profile_are_traced_together() -> None:
+    """One profile has a microbatch size whole and on ranks, with sequence parallelism and without."""
+    asked, ways = list[object](), [(1, 1, False), (1, 8, False), (1, 8, True), (1, 4, False), (2, 1, False)]
+
+    def known(size: int, ranks: Sequence[int], *, sequences: bool = False) -> None:
+        asked.append((size, tuple(ranks), sequences))
+
+    measured = [SimpleNamespace(microbatch_size=a, tensor=b, sequences=c) for a, b, c in ways]
+    for size in (1, 2):
+        list(traced_profiles(known, size, measured))  # type: ignore[arg-type]
+    assert asked == [(1, (8,), True), (1, (4,), False), (2, (), False)]
 
 
 @pytest.mark.gallery

@@ -43,7 +43,7 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import Link, Member, MemberKind
 from pipefit.schema.fit import Sense, named_value
 from pipefit.schema.plan import Plan
-from pipefit.schema.profile import Target
+from pipefit.schema.profile import Measurement, ModelProfile, Target
 from pipefit.units import format_bytes
 
 # ---- Profiles of a model at rising values of a setting that may say how many equal blocks it has.
@@ -101,18 +101,31 @@ class Depths:
         None where the two profiles differ.
         """
         made = plan.profile
+        sizes = sorted({measured.microbatch_size for measured in made.measurements})
         try:
-            known = self._trace_at(
-                value, sorted({measured.microbatch_size for measured in made.measurements})
+            known = self._trace_at(value, sizes)
+            every = [one for size in sizes for one in traced_profiles(known, size, made.measurements)]
+            ways = {measured.way: measured for one in every for measured in one.measurements}
+            profile = replace(
+                every[0], measurements=tuple(ways[m.way] for m in made.measurements), kernels=made.kernels
             )
-            every = [known(m.microbatch_size, (m.tensor,), sequences=m.sequences) for m in made.measurements]
-        except UsageError:
+        except (KeyError, UsageError):
             return None
-        measurements = tuple(
-            one.at(*m.way[:2], sequences=m.sequences) for one, m in zip(every, made.measurements, strict=True)
-        )
-        profile = replace(every[0], measurements=measurements, kernels=made.kernels)
         return (replace(plan, profile=profile), known.chains) if same_costs(profile, made) else None
+
+
+def traced_profiles(
+    known: OnDemand, size: int, measurements: Sequence[Measurement]
+) -> Iterator[ModelProfile]:
+    """Yield traced profiles with all ways of these measurements for one microbatch size, from the fewest
+    traces.
+    """
+    along = {m.tensor for m in measurements if m.microbatch_size == size and m.sequences}
+    plain = {m.tensor for m in measurements if m.microbatch_size == size} - along - {1}
+    if along:
+        yield known(size, sorted(along), sequences=True)
+    if plain or not along:
+        yield known(size, sorted(plain))
 
 
 _EACH = 4  # samples, or microbatches, per device

@@ -23,6 +23,7 @@ from pipefit.profiler import NotRepeated, OnDemand, Repeated, profiled_beside
 from pipefit.runtime import certify as dry_run
 from pipefit.schema.fit import Attempt, Fit
 from pipefit.schema.plan import Plan
+from pipefit.schema.profile import Target
 
 # ---- The edge of a statement: exponential search, then bisection
 #
@@ -127,6 +128,7 @@ def _accepted(judge: Judge, numbers: range, places: range) -> int | None:
 T = TypeVar("T")
 
 Progress = Callable[[int, int, str], None]
+_Verified = tuple[Plan, tuple[int, ...] | None] | None  # plan with a traced profile, and peaks of its dry run
 
 
 def find(growth: Growth, *, certify: bool = True, progress: Progress | None = None) -> Fit:
@@ -144,13 +146,13 @@ def find(growth: Growth, *, certify: bool = True, progress: Progress | None = No
         InfeasibleError: not even the smallest, or largest, value fits; says which device, and by how much.
         UsageError: every value is refused; has the first refusal. Or no plan satisfies the demand.
     """
-    search = _LargestSearch(growth, progress)
+    search = _LargestSearch(growth, progress, certify)
     result = search.edge()
     while True:
         search.settle(result.fits)
         search.judge(result.beyond)
         tried = [value for value in (result.fits, result.beyond) if value is not None]
-        verified = search.verify(tried if certify else tried[:1], certify=certify)
+        verified = search.verify(tried if certify else tried[:1])
         if verified is None:
             result = search.again()
         elif verified:
@@ -175,6 +177,7 @@ class _LargestSearch:
 
     growth: Growth
     progress: Progress | None
+    certify: bool  # whether plans are also verified by dry runs
     known: dict[int, Attempt] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
     soon: dict[int, Look] = field(default_factory=dict)  # what plans that are soon made say
@@ -182,6 +185,7 @@ class _LargestSearch:
     divided: set[int] = field(default_factory=set)  # values looked at with tensor-parallel ranks
     ranks: tuple[int, ...] = ()  # numbers of them to search beyond the edge of fast plans; all if empty
     verified: set[int] = field(default_factory=set)  # values whose plans have profiles of traces
+    begun: dict[int, tuple[Plan, Callable[[], _Verified]]] = field(default_factory=dict)  # verifications
     fitting: tuple[int, Answer] | None = (
         None  # only the last one that fits, because answers hold their whole search
     )
@@ -195,6 +199,8 @@ class _LargestSearch:
         """
         values = self.growth.values
         soon = self._neighbours(self._fits_soon, values, self._likely) if self.growth.searches else _NEITHER
+        if soon.fits is not None and soon.beyond is not None:
+            self._begin(soon.fits)
         if soon.beyond is not None and self._fits_on_ranks(soon.beyond):
             soon = self._onwards(self._fits_on_ranks, soon.beyond, self._likely)
         if soon.fits is None:
@@ -214,12 +220,24 @@ class _LargestSearch:
         """Return the neighbours by traces, after one of them differed from a profile."""
         if self.growth.depths is not None:
             self.growth.depths.trace_all()
-        for result in (self.known, self.soon, self.made, self.verified, self.divided):
+        for result in (self.known, self.soon, self.made, self.verified, self.divided, self.begun):
             result.clear()
         self.fitting, self.ranks = None, ()
         return self.edge()
 
-    def verify(self, values: Sequence[int], *, certify: bool) -> bool | None:
+    def _begin(self, value: int) -> None:
+        """Begin to verify the fast plan of a value in parallel, if no search will replace that plan."""
+        look = self.soon[value]
+        if look.is_long and look.fitting is not None:
+            plan = look.fitting.plan
+            (later,) = profiled_beside(self._target(plan), self._work(value, plan))
+            self.begun[value] = plan, later
+
+    @staticmethod
+    def _target(plan: Plan) -> Target:
+        return plan.profile.assumptions.target
+
+    def verify(self, values: Sequence[int]) -> bool | None:
         """Compare the profiles of these values' plans with traces, and with `certify` also run the plans dry,
         in parallel if possible.
 
@@ -227,38 +245,47 @@ class _LargestSearch:
         """
         new = [value for value in values if value not in self.verified]
         for value in new:
-            self._say("dry run of" if certify else "tracing", value)
+            self._say("tracing", value)
             if isinstance(self._known_profiles(value), OnDemand) and self._traced(value) is None:
                 return None
-        works = [partial(self._verified, value, certify=certify) for value in new]
-        targets = [self.known[value].plan.profile.assumptions.target for value in new]
-        begun = [
-            later
-            for target, work in zip(targets[1:], works[1:], strict=True)
-            for later in profiled_beside(target, work)
-        ]
-        results = [*(work() for work in works[:1]), *(later() for later in begun)]
+        works = self._works(new)
+        if works:
+            self._say("dry run of" if self.certify else "tracing", *new)
+        results = {value: work() for value, work in works.items()}
         agree = True
-        for value, result in zip(new, results, strict=True):
+        for value in new:
+            result, planned = results[value], self.known[value]
             if result is None:
                 return None
-            plan, peaks = result
-            planned, self.known[value] = (
-                self.known[value],
-                replace(self.known[value], plan=plan, certified_bytes=peaks),
-            )
+            traced, peaks = result
+            plan = replace(planned.plan, profile=traced.profile)
+            self.known[value] = replace(planned, plan=plan, certified_bytes=peaks)
             agree = agree and self.known[value].fits == planned.fits
             if self.fitting is not None and self.fitting[0] == value:
                 self.fitting = value, self.fitting[1]._replace(plan=plan)
             self.verified.add(value)
         return agree
 
-    def _verified(self, value: int, *, certify: bool) -> tuple[Plan, tuple[int, ...] | None] | None:
+    def _works(self, values: Sequence[int]) -> dict[int, Callable[[], _Verified]]:
+        """Return the verifications of these values' plans: first the one for this process, then those that
+        run in parallel.
+        """
+        plans = {value: self.known[value].plan for value in values}
+        begun = {value: later for value, (plan, later) in self.begun.items() if _same(plan, plans.get(value))}
+        here, *others = [value for value in values if value not in begun] or (None,)
+        for value in others:
+            (begun[value],) = profiled_beside(self._target(plans[value]), self._work(value, plans[value]))
+        return begun if here is None else {here: self._work(here, plans[here]), **begun}
+
+    def _work(self, value: int, plan: Plan) -> Callable[[], _Verified]:
+        return partial(self._verified, value, plan)
+
+    def _verified(self, value: int, plan: Plan) -> _Verified:
         """Return a value's plan with the profile of a trace, and with `certify` the peaks of its dry run; None
         where profile and trace differ. Says nothing, because it may run in a fork.
         """
-        traced = self._traced(value)
-        if traced is None or not certify:
+        traced = self._traced(value, plan)
+        if traced is None or not self.certify:
             return traced and (traced[0], None)
         plan, chains = traced
         return plan, dry_run(self.growth.task(value), plan, chains=chains).peak_bytes
@@ -408,7 +435,7 @@ class _LargestSearch:
         except UsageError as refusal:
             self.refused[value] = str(refusal)
             return None
-        result.report_to(lambda done, total, step: self._say(what, value, step))
+        result.report_to(lambda done, total, step: self._say(what, value, step=step))
         self._say(what, value)
         return result
 
@@ -423,10 +450,11 @@ class _LargestSearch:
         self.made = {known: made for known, made in self.made.items() if known in near} | {value: result}
         return result
 
-    def _say(self, what: str, value: int, step: str = "") -> None:
-        """Report the current activity with a value, and the nearest values known to fit and not to fit."""
+    def _say(self, what: str, *values: int, step: str = "") -> None:
+        """Report the current activity with values, and the nearest values known to fit and not to fit."""
         if self.progress is not None:
-            text = ", ".join(filter(None, (f"{what} {self.growth.named(value)}", step)))
+            named = " and ".join(map(self.growth.named, values))
+            text = ", ".join(filter(None, (f"{what} {named}", step)))
             self.progress(len(self.tried), 0, "; ".join((text, *self._results())))
 
     @property
@@ -445,6 +473,11 @@ class _LargestSearch:
         for words, value in zip(("{} fits", "no plan found for {}"), self._nearest, strict=True):
             if value is not None:
                 yield words.format(self.growth.named(value))
+
+
+def _same(plan: Plan, other: Plan | None) -> bool:
+    """Return whether two plans of a value give the same program."""
+    return other is not None and (plan.stages, plan.decisions) == (other.stages, other.decisions)
 
 
 def _negated(statement: bool | None) -> bool | None:
