@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipefit import planner
 from pipefit.capture import Task
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.largest import attempts, search
@@ -35,7 +34,7 @@ from pipefit.largest.overview import fit as overview
 from pipefit.largest.search import find
 from pipefit.lowering.passes.recomputation import RECOMPUTE
 from pipefit.models import build
-from pipefit.planner import Answer, PlanOptions, plan
+from pipefit.planner import Answer, PlanOptions, plan, plans
 from pipefit.profiler import profile
 from pipefit.profiler.on_demand import OnDemand
 from pipefit.runtime import certify
@@ -198,7 +197,7 @@ def test_alternatives_are_those_of_the_answer_alone() -> None:
     """Alternatives are searched once, for any number of tried values, and are those of the answer's plan."""
     demand = Demand(cluster=Cluster.emulated((2, 12 * KIB)), options=PlanOptions(batch_size=4, **ALONE))
     growth = setting("layers", trained, demand, range(2, 20))
-    with mock.patch.object(planner, "alternatives", wraps=planner.alternatives) as looked:
+    with mock.patch.object(plans, "alternatives", wraps=plans.alternatives) as looked:
         found = find(growth, certify=False)
     assert len(found.tried) > 2 and looked.call_count == 1
     again = growth.plan(growth.profiles(found.best.value), found.best.value, ()).complete()
