@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -10,7 +11,9 @@ from pipefit.errors import OutOfMemory
 from pipefit.memory.cuda_allocator import (
     AllocatorSettings,
     CachingAllocator,
+    Excerpt,
     Lifetimes,
+    NamedExcerpt,
     SegmentPart,
     with_enough,
 )
@@ -125,3 +128,27 @@ def test_a_long_pipeline_costs_a_few_turns(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(asked) < 120
     plain = CachingAllocator()
     assert fits(events, plain) and plain.peak == allocator.peak and plain.now == allocator.now
+
+
+def test_excerpts_under_names_are_single_births_and_deaths() -> None:
+    """Excerpts that repeat under other names are the events they stand for, cut anywhere."""
+    rng = Random(3)
+    for _ in range(20):
+        events = Pipeline(rng).events
+        cuts = sorted({0, len(events), *rng.sample(range(len(events)), min(5, len(events)))})
+        parts = [NamedExcerpt(Excerpt(events[a:b])) for a, b in pairwise(cuts)]
+        assert Lifetimes(excerpts=parts).digest == Lifetimes(events).digest
+        own, excerpt = frozenset(name for name, _ in events), Excerpt(events)
+        twice = Lifetimes(excerpts=[NamedExcerpt(excerpt, own, (n,)) for n in range(2)])
+        again = [(-name, nbytes) for name, nbytes in events]
+        assert twice.digest == Lifetimes([*events, *again]).digest
+        assert [nbytes for _, nbytes in twice] == [nbytes for _, nbytes in [*events, *again]]
+        assert len(twice.living) == 2 * len(Lifetimes(events).living)
+
+
+def test_a_device_that_needs_no_more_than_another_is_not_bisected() -> None:
+    """The least memory is not computed if that without a limit is not above a bound."""
+    lifetimes, settings = Lifetimes([(1, 30 * MIB), (1, 0), (2, 40 * MIB)]), AllocatorSettings()
+    assert with_enough(lifetimes, settings, 20 * MIB, MIB, above=71 * MIB) is None
+    least = with_enough(lifetimes, settings, 20 * MIB, MIB, above=71 * MIB - 1)
+    assert least is not None and least.peak.reserved_bytes == 40 * MIB

@@ -17,16 +17,18 @@ from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.lowering import lower
-from pipefit.memory.cuda_allocator import AllocatorSettings
+from pipefit.memory.cuda_allocator import AllocatorSettings, Lifetimes
 from pipefit.models import build
 from pipefit.profiler import profile
 from pipefit.runtime import certify
-from pipefit.runtime.dry_run.reserved import allocator_peaks, form
+from pipefit.runtime.dry_run.reserved import allocator_peaks
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import Overheads
+from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
-from pipefit.schema.trace import AllocatorPeaks, Trace
+from pipefit.schema.trace import AllocatorPeaks, DeviceTrace, Trace
+from pipefit.schema.training import Training
 from support.plain_caching_allocator import Pages, Plain
 from support.small_tasks import plan_of, task_of
 from support.two_pool_model import on_gpus, wide, wide_profile
@@ -187,7 +189,7 @@ def test_a_device_of_less_memory_empties_its_cache_or_runs_out(found: ModelProfi
 
     def told(nbytes: int) -> tuple[int, int, bool]:
         held = with_memory(plan, nbytes)
-        one = allocator_peaks(held, lower(held), 0, events, DEFAULT, 40 * MIB)
+        one = allocator_peaks(held, lower(held), 0, Lifetimes(events), DEFAULT, 40 * MIB)
         return one.reserved_bytes // MIB, one.retries, one.fits
 
     assert told(70 * MIB) == (70, 0, True)
@@ -209,11 +211,42 @@ def test_a_device_with_too_little_lacks_no_more_than_it_must(
             while len(living) > draw.randint(1, 6):
                 events.append((living.pop(draw.randrange(len(living))), 0))
         held = with_memory(plan, 100 * MIB)
-        told = allocator_peaks(held, lower(held), 0, events, settings, 0)
+        told = allocator_peaks(held, lower(held), 0, Lifetimes(events), settings, 0)
         assert not told.fits and told.process_bytes > 100 * MIB
         for nbytes, fits in ((told.process_bytes, True), (told.process_bytes - 20 * MIB - 1, False)):
             again = with_memory(plan, nbytes)
-            assert allocator_peaks(again, lower(again), 0, events, settings, 0).fits is fits
+            assert allocator_peaks(again, lower(again), 0, Lifetimes(events), settings, 0).fits is fits
+
+
+def test_of_ranks_that_lack_memory_the_neediest_is_simulated() -> None:
+    """A dry run without `each` tells by how much the neediest ZeRO rank lacks memory; the others lack some."""
+    task = task_of(lambda: [nn.Linear(1600, 1600) for _ in range(5)], inputs=1600, outputs=1600)
+    grid = Grid(devices=(0, 1, 2), data=3, shard="parameters")
+    plan = Plan(
+        profile=profile(task, microbatch_size=(3, 1), target="cuda"),
+        cluster=Cluster.emulated((3, 1 << 30)),
+        training=Training(batch_size=6, microbatches=2),
+        stages=(Stage(start=0, stop=5, grid=grid),),
+    )
+    small = with_memory(plan, MIB)
+    each, quick = (
+        [device.lack_bytes for device in certify(task, small, allocator=DEFAULT, each=each).devices]
+        for each in (True, False)
+    )
+    assert len(set(each)) > 1 and min(each) > 1
+    assert max(quick) == max(each) and set(quick) - {1} <= set(each) and 1 in quick
+
+
+def test_a_refusal_names_the_setting_that_would_fit(found: ModelProfile) -> None:
+    """Where only fixed segments do not fit, because tensors pin them, expandable ones are told."""
+    plan = plan_of(wide(), [6], size=700, profiled=found)
+    events = [one for n in range(6) for one in ((2 * n, 30 * MIB), (2 * n, 0), (2 * n + 1, 18 * MIB))]
+    for nbytes, told in ((180 * MIB, 0), (150 * MIB, 120 * MIB), (70 * MIB, 0)):
+        held = with_memory(plan, nbytes)
+        one = allocator_peaks(held, lower(held), 0, Lifetimes(events), DEFAULT, 84 * MIB)
+        device = DeviceTrace(device=0, budget_bytes=nbytes, events=(), memory=(), allocator=one)
+        assert one.expandable_bytes == told and one.fits is (nbytes == 180 * MIB)
+        assert ("expandable_segments:True" in device.shortage) is bool(told)
 
 
 def test_what_a_process_takes_besides_is_not_there(found: ModelProfile) -> None:
@@ -226,7 +259,7 @@ def test_what_a_process_takes_besides_is_not_there(found: ModelProfile) -> None:
     devices = tuple(replace(device, kind=kind) for device in plan.cluster.devices)
     plan = replace(plan, cluster=replace(plan.cluster, devices=devices))
     for size, fits in ((86 * MIB, True), (88 * MIB, False)):
-        one = allocator_peaks(plan, lower(plan), 0, [(1, size)], DEFAULT, size)
+        one = allocator_peaks(plan, lower(plan), 0, Lifetimes([(1, size)]), DEFAULT, size)
         assert (one.outside_bytes, one.process_bytes, one.fits) == (13 * MIB, 13 * MIB + size, fits)
 
 
@@ -241,17 +274,23 @@ def test_an_allocator_goes_by_bytes_and_not_by_names() -> None:
             living.append(name)
             if draw.random() < 0.7:
                 events.append((living.pop(draw.randrange(len(living))), 0))
-        assert form(events) == form([(f"other {name}", nbytes) for name, nbytes in events])
+        assert (
+            Lifetimes(events).digest
+            == Lifetimes([(f"other {name}", nbytes) for name, nbytes in events]).digest
+        )
         at = draw.randrange(60)
         changed = [
             (name, nbytes + 512 * (number == at)) for number, (name, nbytes) in enumerate(events) if nbytes
         ]
-        assert (form(changed) == form([one for one in events if one[1]])) == (
+        assert (Lifetimes(changed).digest == Lifetimes([one for one in events if one[1]]).digest) == (
             changed == [e for e in events if e[1]]
         )
         last = next(number for number, (_, nbytes) in reversed([*enumerate(events)]) if not nbytes)
         for other in set(living) - {name for name, _ in events[last:]}:
-            assert form([*events[:last], (other, 0), *events[last + 1 :]]) != form(events)
+            assert (
+                Lifetimes([*events[:last], (other, 0), *events[last + 1 :]]).digest
+                != Lifetimes(events).digest
+            )
 
 
 def test_the_three_numbers_are_ordered() -> None:

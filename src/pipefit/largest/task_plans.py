@@ -70,7 +70,9 @@ def plan_reserving(
     """
     asked, short, others = [cluster], list[str](), iter(fewer)
     settings = (allocator or AllocatorSettings()) if target == cluster.backend == "cuda" else None
-    dry = partial(_run_dry, partial(certify, task, target=target, allocator=settings, chains=chains))
+    dry = partial(
+        _run_dry, partial(certify, task, target=target, allocator=settings, chains=chains, each=False)
+    )
     for number in range(ROUNDS):
         try:
             within, proposal = _first(make, asked)

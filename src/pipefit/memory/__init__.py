@@ -25,7 +25,9 @@ from pipefit.memory.cuda_allocator import (
     ENVIRONMENT,
     AllocatorSettings,
     CachingAllocator,
+    Excerpt,
     Lifetimes,
+    NamedExcerpt,
     with_enough,
 )
 from pipefit.memory.forward_backward import Working
@@ -67,6 +69,7 @@ __all__ = [
     "Condition",
     "Costs",
     "Effect",
+    "Excerpt",
     "Flights",
     "Gathered",
     "Home",
@@ -74,6 +77,7 @@ __all__ = [
     "LayerState",
     "Layers",
     "Lifetimes",
+    "NamedExcerpt",
     "ReplicaShare",
     "Residency",
     "StageCost",

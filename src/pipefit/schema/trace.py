@@ -92,7 +92,8 @@ class AllocatorPeaks:
 
     `settings` are as in `PYTORCH_CUDA_ALLOC_CONF`. `retries` counts how often cached memory was returned to
     the driver because the device had no more. If the memory does not suffice (`fits`), the figures are those
-    of a device with enough. For a real GPU's allocator, `settings` are as the user wrote them, and the number
+    of a device with enough, and `expandable_bytes` are the reserved bytes with expandable segments if these
+    would fit, else 0. For a real GPU's allocator, `settings` are as the user wrote them, and the number
     of workspaces and the memory outside of the allocator are unknown: zeros.
 
     Raises:
@@ -110,6 +111,7 @@ class AllocatorPeaks:
     context_bytes: int = 0
     communicators: int = 0
     communicator_bytes: int = 0
+    expandable_bytes: int = 0
 
     def __post_init__(self) -> None:
         figures = {
@@ -127,6 +129,16 @@ class AllocatorPeaks:
     def process_bytes(self) -> int:
         """The bytes that the process takes of the device."""
         return self.reserved_bytes + self.outside_bytes
+
+    @property
+    def other_segments(self) -> str:
+        """The setting with which the process would fit, in words after others; empty if there is none."""
+        if not self.expandable_bytes:
+            return ""
+        return (
+            "; with expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF it would reserve "
+            f"{format_bytes(self.expandable_bytes)} and fit"
+        )
 
     def __str__(self) -> str:
         told = (
@@ -188,7 +200,7 @@ class DeviceTrace:
         by = f"{format_bytes(over)} over its {of}" if over > 0 else f"more than it may of its {of}"
         return (
             f"the process of device {self.device} needs {format_bytes(process.process_bytes)}, {by}: "
-            f"{process}"
+            f"{process}{process.other_segments}"
         )
 
     @property

@@ -17,7 +17,7 @@ from pipefit.memory.cuda_allocator.caching import (
     describe,
     replay,
 )
-from pipefit.memory.cuda_allocator.lifetimes import Lifetimes, with_enough
+from pipefit.memory.cuda_allocator.lifetimes import Excerpt, Lifetimes, NamedExcerpt, with_enough
 from pipefit.memory.cuda_allocator.settings import ENVIRONMENT, AllocatorSettings
 
 __all__ = [
@@ -25,8 +25,10 @@ __all__ = [
     "AllocatorSettings",
     "BlockState",
     "CachingAllocator",
+    "Excerpt",
     "Figures",
     "Lifetimes",
+    "NamedExcerpt",
     "Replay",
     "SegmentPart",
     "SegmentState",

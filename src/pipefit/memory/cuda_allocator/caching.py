@@ -350,6 +350,7 @@ class CachingAllocator:
             None  # the least capacity with which a refused request had been granted
         )
         self._peak_requested = self._peak_allocated = self._peak_reserved = 0
+        self._sizes: dict[int, int] = {}  # rounded, by requested bytes
         self._pools: dict[tuple[int, bool], Pool] = {}
         self._segments: dict[int, Segment] = {}  # by address
         self._addresses = addresses or count(_FAR_APART, _FAR_APART)
@@ -411,8 +412,8 @@ class CachingAllocator:
                 f"a block must hold at least one byte, not {nbytes}: torch does not allocate memory for "
                 "empty tensors"
             )
-        size = self.settings.rounded(nbytes)
-        pool = self._pool(stream, small=size <= SMALL)
+        size = self._sizes.get(nbytes) or self._sizes.setdefault(nbytes, self.settings.rounded(nbytes))
+        pool = self._pools.get((stream, size <= SMALL)) or self._pool(stream, small=size <= SMALL)
         block = self._best_fit(pool, size) or self._new(pool, size)
         if block is None:
             raise OutOfMemory(self._out_of_memory(nbytes))

@@ -10,9 +10,10 @@ skipped.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
+from hashlib import sha256
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -34,22 +35,92 @@ class _Turn(NamedTuple):
     run_stop: int
 
 
-class Lifetimes:
-    """Births and deaths of one device's tensors in order; `turns` are positions at which turns may begin."""
+class Excerpt:
+    """Consecutive births and deaths of tensors, encoded once for devices and microbatches that repeat them.
 
-    def __init__(self, events: Iterable[Event], turns: Sequence[int] = ()) -> None:
-        self._events, self._deaths = array("q"), array("q")
-        born = dict[Hashable, int]()
-        for position, (name, nbytes) in enumerate(events):
-            if nbytes:
-                born[name] = position
+    In `code` a birth is its bytes, and a death the distance to the birth, 0 if that is earlier. `ends` are
+    the positions and names of such deaths. `left` are those of births whose tensors stay, and `names` their
+    names alone.
+    """
+
+    __slots__ = ("code", "ends", "events", "left", "names")
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        self.events = tuple(events)
+        self.code, living, ends = array("q"), dict[Hashable, int](), list[tuple[int, Hashable]]()
+        for position, (name, nbytes) in enumerate(self.events):
+            if not nbytes and name not in living:
+                ends.append((position, name))
+                self.code.append(0)
+            elif nbytes:
+                living[name] = position
+                self.code.append(nbytes)
             else:
-                self._deaths[born[name]] = position
-            self._events.append(nbytes or born.pop(name) - position)
-            self._deaths.append(-1)
-        for position in born.values():
-            self._deaths[position] = len(self._events)
+                self.code.append(living.pop(name) - position)
+        self.ends = tuple(ends)
+        self.left = tuple((position, name) for name, position in living.items())
+        self.names = frozenset(living)
+
+
+class NamedExcerpt(NamedTuple):
+    """An excerpt in which the names `own` of tensors that stay are prefixes of names that end with `tag`."""
+
+    excerpt: Excerpt
+    own: Collection[Hashable] = ()
+    tag: tuple[Hashable, ...] = ()
+
+    def name(self, name: Hashable) -> Hashable:
+        """Return the name of a tensor here."""
+        return (name, *self.tag) if name in self.own else name
+
+    @property
+    def events(self) -> Iterator[Event]:
+        """The births and deaths with their names here."""
+        return ((self.name(name), nbytes) for name, nbytes in self.excerpt.events)
+
+
+class Lifetimes:
+    """Births and deaths of one device's tensors in order: `events`, and then `excerpts`.
+
+    `turns` are positions at which turns may begin. `living` are the names of tensors that are never freed.
+    """
+
+    def __init__(
+        self,
+        events: Iterable[Event] = (),
+        turns: Sequence[int] = (),
+        *,
+        excerpts: Iterable[NamedExcerpt] = (),
+    ) -> None:
+        self._events, born = array("q"), dict[Hashable, int]()
+        for named in (NamedExcerpt(Excerpt(events)), *excerpts):
+            first = len(self._events)
+            self._events.extend(named.excerpt.code)
+            for position, name in named.excerpt.ends:
+                self._events[first + position] = born.pop(named.name(name)) - first - position
+            for position, name in named.excerpt.left:
+                born[named.name(name)] = first + position
+        self.living = frozenset(born)
         self._turns = self._in_runs([0, *turns, len(self._events)])
+
+    def __iter__(self) -> Iterator[Event]:
+        """Yield all births and deaths, with births' positions as names."""
+        for position, event in enumerate(self._events):
+            yield (position, event) if event > 0 else (position + event, 0)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """A digest of all sizes, and of the birth of every death, independent of names."""
+        return sha256(self._events.tobytes()).digest()
+
+    @cached_property
+    def _deaths(self) -> array[int]:
+        """The positions of deaths by those of births; the end for tensors that are never freed."""
+        result = array("q", [len(self._events)]) * len(self._events)
+        for position, event in enumerate(self._events):
+            if event < 0:
+                result[position + event] = position
+        return result
 
     def _in_runs(self, edges: Sequence[int]) -> list[_Turn]:
         """Return the turns between these positions, each with the number of equal ones from it on."""
@@ -127,13 +198,13 @@ class Lifetimes:
 
 
 def with_enough(
-    lifetimes: Lifetimes, settings: AllocatorSettings, memory: int, taken: int
+    lifetimes: Lifetimes, settings: AllocatorSettings, memory: int, taken: int, above: int = 0
 ) -> CachingAllocator | None:
     """Return the allocator of a device with just enough memory, to a segment, if `memory` is too little.
 
-    `taken` are the bytes that others take of it. Return None if no memory suffices. An allocator that runs
-    out of memory releases its unused segments and retries: with unlimited memory it would reserve more than
-    it needs.
+    `taken` are the bytes that others take of it. Return None if no memory suffices, or at most `above`. An
+    allocator that runs out of memory releases its unused segments and retries: with unlimited memory it would
+    reserve more than it needs.
 
     Bisection, which replays only capacities whose answer is not known. The highest sum of rounded bytes needs
     that much. A replay that fails also fails with more memory, as long as the driver refuses the same
@@ -141,7 +212,7 @@ def with_enough(
     """
     whole = replace(settings, memory_fraction=1.0)
     result = CachingAllocator(whole, taken=taken)
-    if not lifetimes.have_room(result):
+    if not lifetimes.have_room(result) or taken + result.peak.reserved_bytes <= above:
         return None
     low, high = int(memory * settings.memory_fraction), taken + result.peak.reserved_bytes
     least = taken + lifetimes.most_bytes(settings)

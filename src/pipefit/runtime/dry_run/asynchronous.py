@@ -12,15 +12,14 @@ last needed label. `EndlessLives` extends the lives of storages in the same way.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
 from pipefit.lowering import begins, distinct_steps, lower, period
-from pipefit.memory import StageVersions
-from pipefit.runtime.dry_run.lives import Lives
+from pipefit.memory import Excerpt, NamedExcerpt, StageVersions
 from pipefit.runtime.dry_run.microbatches import Bytes, BytesChange, plus
-from pipefit.runtime.dry_run.reserved import Event
+from pipefit.runtime.dry_run.reserved import WORKSPACES, Event, Recorded, events
 from pipefit.schema.actions import FORWARDS, Action, Kind
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program, UncheckedProgram, shifted
@@ -256,7 +255,9 @@ class _Where(NamedTuple):
     place: int
 
 
-_Deed = tuple[int, _Where | int]  # a birth: bytes, and a workspace's name or 0; a death: 0, and the birth
+_Deed = tuple[
+    int, _Where | Hashable
+]  # a birth: bytes, and a workspace's name or 0; a death: 0, and the birth
 _Deeds = tuple[_Deed, ...]
 
 
@@ -277,30 +278,35 @@ class EndlessLives:
 
     def __init__(self) -> None:
         self.consistent = True
-        self.events: list[Event] = []
-        self.turns = ()  # of any length, as versions of weights come and go
-        self._born: dict[int, _Birth] = {}  # of living storages, by name
+        self.excerpts = list[NamedExcerpt]()  # one for each action
+        self.turns: Sequence[int] = ()  # of any length, as versions of weights come and go
+        self._born: dict[Hashable, _Birth] = {}  # of living storages, by name
         self._told = defaultdict[Label, list[_Deeds]](list)  # of executed actions in order, by label
         self._counts = Counter[object]()  # of actions by own label and by flight
 
+    @property
+    def events(self) -> list[Event]:
+        """All births and deaths of the unfolded steps."""
+        return [event for one in self.excerpts for event in one.events]
+
     # ---------------------------------------------------------------- recording
 
-    def learn(self, of_actions: Sequence[LabelledAction], before: Lives, seen: Sequence[Lives]) -> None:
+    def learn(self, of_actions: Sequence[LabelledAction], before: Recorded, seen: Sequence[Recorded]) -> None:
         """Record the lives in the actions of an executed step, and `before` it."""
         if not self._told:
             self._learn(_SETTING_UP, before)
-        elif before:
+        elif events(before):
             self.consistent = False
         for one, lives in zip(of_actions, seen, strict=True):
             self._learn(one, lives)
 
-    def _learn(self, one: LabelledAction, lives: Lives) -> None:
+    def _learn(self, one: LabelledAction, lives: Recorded) -> None:
         births, deeds, own = 0, list[_Deed](), one.label.own
         self._counts.update((own, one.flight))
-        for name, nbytes in lives:
+        for name, nbytes in events(lives):
             if not nbytes:
                 deeds.append((0, self._where(self._born.pop(name), one)))
-            elif name < 0:
+            elif name in WORKSPACES:
                 deeds.append((nbytes, name))
             else:
                 self._born[name] = _Birth(one, self._counts[own] - 1, self._counts[one.flight] - 1, births)
@@ -319,12 +325,14 @@ class EndlessLives:
     def unfold(self, steps: Iterable[Sequence[LabelledAction]], turns: Mapping[Label, int]) -> None:
         """Append the events of these steps, up to an impossible one. `turns` belong to their labels."""
         first = defaultdict[object, list[int]](list)  # every action's first birth, by the keys of `_counts`
-        seen, living, born = Counter[Label](), set[int](), 0
+        seen, living, born = Counter[Label](), set[Hashable](), 0
         for one in chain([_SETTING_UP], *steps):
             deeds = self._deeds(one.label, seen[one.label], turns.get(one.label, 1))
             seen[one.label] += 1
             for kept in (one.label.own, one.flight):
                 first[kept].append(born)
+            lives = list[Event]()
+            name: Hashable
             for nbytes, what in deeds or ():
                 if isinstance(what, _Where):
                     name = _name(what, first[one.flight if what.own is None else what.own])
@@ -335,7 +343,8 @@ class EndlessLives:
                 else:
                     name, born = born, born + 1
                     living.add(name)
-                self.events.append((name, nbytes))
+                lives.append((name, nbytes))
+            self.excerpts.append(NamedExcerpt(Excerpt(lives)))
             if deeds is None:
                 self.consistent = False
                 return

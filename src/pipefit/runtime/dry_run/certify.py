@@ -58,6 +58,7 @@ def certify(
     fold: bool = True,
     allocator: AllocatorSettings | None = None,
     chains: Chains | None = None,
+    each: bool = True,
 ) -> Trace:
     """Return the peaks of `plan` on every device, over `steps` training steps, exact to the byte.
 
@@ -74,6 +75,10 @@ def certify(
     and reserved bytes of a GPU (`DeviceTrace.allocator`). They depend on the position of each block, so the
     allocations of executed layers are repeated for all others (`runtime.dry_run.expansion`).
 
+    Processes that do not fit are simulated with just enough memory. Without `each`, of equal devices that own
+    different layers this is only done for the one that needs the most; the figures of the others are those
+    at which they ran out of memory.
+
     With `chains` of the task, the model is not traced for numbers of samples that they have.
 
     For the target `cpu` the profile gives the memory of kernels, also on another machine; an operation that
@@ -85,7 +90,9 @@ def certify(
         OutOfMemory: offloaded tensors exceed a host, or a device that only lends memory.
         UsageError: offloading is impossible for a tensor, or `allocator` is given for a target without one.
     """
-    return _traces(task, plan, () if allocator is None else (allocator,), steps, target, fold, chains)[0]
+    return _traces(task, plan, () if allocator is None else (allocator,), steps, target, fold, chains, each)[
+        0
+    ]
 
 
 def certify_each(
@@ -106,6 +113,7 @@ def _traces(
     target: Target | None,
     fold: bool,
     chains: Chains | None,
+    each: bool = True,
 ) -> list[Trace]:
     """Return the traces of a dry run, one for each allocator, or one without allocator."""
     instance("task", task, Task, "a plan is the second argument")
@@ -126,7 +134,7 @@ def _traces(
     lending = Lending.dry(plan, whole_run(plan))
     with recording("certifying"):
         like = sample(task, plan.training.microbatch_size)
-    dry = Rehearsal(task, plan, programs, lending, like, steps, kernels, allocators, chains)
+    dry = Rehearsal(task, plan, programs, lending, like, steps, kernels, allocators, chains, each)
 
     def run() -> Rehearsed:
         with (
@@ -181,6 +189,7 @@ class Rehearsal:
     kernels: Kernels | None
     allocators: tuple[AllocatorSettings, ...]
     chains: Chains
+    each: bool = True  # whether each process that does not fit is simulated with enough memory
     traced: dict[int, Chain] = field(default_factory=dict)  # by samples; their layers are only copied
 
     def run(self, fake: FakeTarget, *, fold: bool) -> Rehearsed:
@@ -346,15 +355,13 @@ class Rehearsal:
         alike = company.alike and all(own.consistent for own in lives.values())
         held = Allocators(self.plan, self.programs[-1], self.lending.arenas, self.allocators)
         of_devices = {device: own for account, own in lives.items() for device in company.devices_of[account]}
-        peaks = {
-            device: held.peaks(
-                device,
-                of_devices[device].events,
-                max(one.total_bytes for one in samples[device]),
-                of_devices[device].turns,
-            )
-            for device in (sorted(of_devices) if alike else ())
-        }
+        requested = {device: max(one.total_bytes for one in samples[device]) for device in of_devices}
+        group = {device: number for number, devices in enumerate(self._kin) for device in devices}
+        peaks, most = dict[int, list[AllocatorPeaks]](), dict[int, int]()
+        for device in sorted(of_devices, key=lambda device: (-requested[device], device)) if alike else ():
+            above = 0 if self.each else most.get(group[device], 0)
+            own = peaks[device] = held.peaks(device, of_devices[device], requested[device], above)
+            most[group[device]] = max(above, *(one.process_bytes for one in own if not one.fits), 0)
         return Rehearsed(samples, peaks, fake.unknown.kernels, alike)
 
     def _data(

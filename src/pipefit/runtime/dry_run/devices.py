@@ -7,16 +7,18 @@ from these two. Each device is run if it offloads state, whose slots are counted
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple, Protocol
 
-from pipefit.memory import Arena, ReplicaShare, StageStorages, lent_bytes, owners, share_of
+from pipefit.memory import Arena, Excerpt, ReplicaShare, StageStorages, lent_bytes, owners, share_of
 from pipefit.runtime.dry_run.expansion import AllLayers
 from pipefit.runtime.dry_run.layers import RepeatedMeter, Shortened
-from pipefit.runtime.dry_run.lives import LifeEvent, Lives, LivesMeter, OwningMeter
-from pipefit.runtime.dry_run.microbatches import ALL_LAYERS, Bytes, BytesChange, StandIn
+from pipefit.runtime.dry_run.lives import LifeEvent, LivesMeter, OwningMeter
+from pipefit.runtime.dry_run.microbatches import ALL_LAYERS, Bytes, BytesChange, StandIn, plus
 from pipefit.runtime.dry_run.reserved import overheads
 from pipefit.runtime.engine.assembly import tells_norms
 from pipefit.schema.actions import Action, Kind
@@ -47,33 +49,65 @@ class _Choice(NamedTuple):
 
 
 class ReplicaEffect(NamedTuple):
-    """The effect of an action on some replicas."""
+    """The effect of an action, or of a part of it, on some replicas."""
 
     change: BytesChange
-    lives: Lives
+    lives: tuple[Excerpt, ...]
 
 
 class _Merged:
-    """An action on any replica: all its events, with their replicas.
+    """An action, or a part of it, on any replica: all its events, with their replicas.
 
-    `names` maps names of lives to numbers, in order of appearance; workspaces have fixed numbers.
+    `parts` are the events of one execution of repeated layers after the other, of which a replica that owns
+    some layers shares the others with all replicas. `names` maps names of lives to numbers, in order of
+    appearance; workspaces have fixed numbers.
     """
 
     def __init__(self, choices: Sequence[_Choice], names: dict[Hashable, int]) -> None:
-        self._choices = choices
-        self._lives = [
-            tuple(
-                (name if isinstance(name, int) else names.setdefault(name, len(names)), nbytes)
-                for name, nbytes in choice.event.lives
-            )
-            for choice in choices
+        self._parts = [
+            _Part(list(part), names) for _, part in groupby(choices, key=lambda choice: choice.event.at)
         ]
-        self._touched = frozenset(choice.layer for choice in choices if choice.layer is not None)
+        self._of_layer = defaultdict[int, list[int]](list)
+        for number, part in enumerate(self._parts):
+            for layer in part.touched:
+                self._of_layer[layer].append(number)
         self._known: dict[frozenset[int], ReplicaEffect] = {}
 
     def on(self, owned: frozenset[int]) -> ReplicaEffect:
         """Return the action's effect on a replica that owns these layers."""
-        key = owned & self._touched
+        key = owned.intersection(self._of_layer)
+        if key not in self._known:
+            effects = [*self._on_others]
+            for number in {number for layer in key for number in self._of_layer[layer]}:
+                effects[number] = self._parts[number].on(key)
+            lives = tuple(excerpt for effect in effects for excerpt in effect.lives)
+            self._known[key] = ReplicaEffect(_joined(effect.change for effect in effects), lives)
+        return self._known[key]
+
+    @cached_property
+    def _on_others(self) -> list[ReplicaEffect]:
+        """The effects of all parts on a replica that owns nothing."""
+        return [part.on(frozenset()) for part in self._parts]
+
+
+class _Part:
+    """Events of an action that are all of one execution of repeated layers, or of none."""
+
+    def __init__(self, choices: Sequence[_Choice], names: dict[Hashable, int]) -> None:
+        self._choices = choices
+        self._lives = [
+            [
+                (name if isinstance(name, int) else names.setdefault(name, len(names)), nbytes)
+                for name, nbytes in choice.event.lives
+            ]
+            for choice in choices
+        ]
+        self.touched = frozenset(choice.layer for choice in choices if choice.layer is not None)
+        self._known: dict[frozenset[int], ReplicaEffect] = {}
+
+    def on(self, owned: frozenset[int]) -> ReplicaEffect:
+        """Return the effect on a replica that owns these layers."""
+        key = owned & self.touched
         if key not in self._known:
             chosen = [
                 number
@@ -81,9 +115,8 @@ class _Merged:
                 if choice.layer is None or (choice.layer in key) == choice.owned
             ]
             change = _change(self._choices[number].event for number in chosen)
-            self._known[key] = ReplicaEffect(
-                change, tuple(chain.from_iterable(self._lives[n] for n in chosen))
-            )
+            lives = [life for number in chosen for life in self._lives[number]]
+            self._known[key] = ReplicaEffect(change, (Excerpt(lives),) if lives else ())
         return self._known[key]
 
 
@@ -188,6 +221,15 @@ def _change(events: Iterable[LifeEvent]) -> BytesChange:
     return BytesChange(peak, tuple(level))
 
 
+def _joined(changes: Iterable[BytesChange]) -> BytesChange:
+    """Return the change of one part of an action after the other."""
+    level = peak = (0,) * len(CATEGORIES)
+    for change in changes:
+        peak = max(peak, plus(level, change.at_peak), key=sum)
+        level = plus(level, change.after)
+    return BytesChange(peak, level)
+
+
 # ---- Representative devices
 # A device's memory follows from its own program, not from its peers in messages and collectives: it allocates
 # and frees its own buffers. So devices are equal if their stages and actions are equal up to names of members
@@ -281,8 +323,8 @@ class Account(Protocol):
     rest: Bytes
     stand: StandIn
     changes: list[BytesChange]
-    before: Lives
-    lives: list[Lives]
+    before: Sequence[Excerpt]
+    lives: list[Sequence[Excerpt]]
 
     def learn(self) -> None:
         """Read the results of a finished step."""
@@ -293,13 +335,15 @@ class Measured:
 
     def __init__(self, meter: RepeatedMeter, stand: StandIn) -> None:
         self._meter, self.rest, self.stand = meter, meter.level, stand
-        self.changes, self.before, self.lives = list[BytesChange](), Lives(), list[Lives]()
+        self.changes, self.lives = list[BytesChange](), list[Sequence[Excerpt]]()
+        self.before: Sequence[Excerpt] = ()
 
     def learn(self) -> None:
         """Read the results of a finished step."""
         self.changes = self._meter.changes()
         if isinstance(self._meter, LivesMeter):
-            self.before, self.lives = self._meter.take()
+            before, lives = self._meter.take()
+            self.before, self.lives = (Excerpt(before),), [(Excerpt(one),) for one in lives]
 
 
 class PutTogether:
@@ -307,7 +351,8 @@ class PutTogether:
 
     def __init__(self, ownership: Ownership, owned: Owned) -> None:
         self._ownership, self._owned, self.rest = ownership, owned, ownership.rest(owned)
-        self.changes, self.before, self.lives = list[BytesChange](), Lives(), list[Lives]()
+        self.changes, self.lives = list[BytesChange](), list[Sequence[Excerpt]]()
+        self.before: Sequence[Excerpt] = ()
         self.stand = ALL_LAYERS
 
     def learn(self) -> None:

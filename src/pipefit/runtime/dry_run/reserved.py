@@ -1,24 +1,27 @@
 """Reserved bytes of a device's caching allocator, from the lives of storages in a dry run.
 
-Such a dry run does not fold layers, because a block's position depends on all allocations before it. It folds
-microbatches: an action has the same effect on its microbatch's storages as the executed one, so its lives are
-repeated with other names. A storage that outlives its microbatch, until an update, dies with that of the
-executed microbatch. If a repetition frees a missing storage, or leaves one, `LivesOf.consistent` turns False,
-and the dry run is repeated with all microbatches.
+Positions of blocks depend on all allocations before them, so the lives of executed layers are repeated for
+all others (`dry_run.expansion`), and those of executed microbatches here: an action has the same effect on
+its microbatch's storages as the executed one, so its lives are repeated with other names. A storage that
+outlives its microbatch, until an update, dies with that of the executed microbatch. If a repetition frees a
+missing storage, or leaves one, `LivesOf.consistent` turns False, and the dry run is repeated with all
+microbatches.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
-from hashlib import sha256
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
 
 from pipefit.memory import (
     AllocatorSettings,
     Arena,
     CachingAllocator,
+    Excerpt,
     Lifetimes,
+    NamedExcerpt,
     communicators,
     with_enough,
 )
@@ -32,8 +35,11 @@ from pipefit.schema.trace import AllocatorPeaks
 
 Event = tuple[Hashable, int]  # a storage, and its bytes at birth or 0 at death
 
-_WORKSPACES = (FORWARD_WORKSPACE, BACKWARD_WORKSPACE)
+WORKSPACES = (FORWARD_WORKSPACE, BACKWARD_WORKSPACE)
 _NOTHING = Overheads(context_bytes=0, communicator_bytes=0, cublas_workspace_bytes=0)
+
+
+Recorded = Sequence[Excerpt] | Lives  # of one action
 
 
 class LivesOf:
@@ -43,71 +49,109 @@ class LivesOf:
 
     def __init__(self, folding: Folding) -> None:
         self.consistent = True
-        self.events: list[Event] = []
-        self.turns: list[int] = []  # positions of events at which a microbatch comes to the first stage
-        self._repetition = StepEffects[Lives](folding)
-        self._own: defaultdict[tuple[int, int], set[int]] = defaultdict(set)  # by stage, microbatch
-        self._copies: defaultdict[int, list[Hashable]] = defaultdict(list)  # living, by executed storage
-        self._living: set[Hashable] = set()
+        self.excerpts = list[NamedExcerpt]()
+        self.turns = list[int]()  # positions of events at which a microbatch comes to the first stage
+        self._count = 0
+        self._repetition = StepEffects[Sequence[Excerpt]](folding)
+        self._own = defaultdict[tuple[int, int], set[Hashable]](set)  # by stage, microbatch
+        self._copies = defaultdict[Hashable, list[Hashable]](list)  # living, by executed storage
+        self._living = set[Hashable]()
 
-    def step(self, number: int, actions: Sequence[Action], seen: tuple[Lives, list[Lives]]) -> None:
-        """Add the events of one step of all `actions`, from the lives in the executed ones."""
+    @property
+    def events(self) -> list[Event]:
+        """All births and deaths so far."""
+        return [event for one in self.excerpts for event in one.events]
+
+    def step(
+        self,
+        number: int,
+        actions: Sequence[Action],
+        seen: tuple[Recorded, Sequence[Recorded]],
+    ) -> None:
+        """Add the lives of one step of all `actions`, from those in the executed ones."""
         before, of_actions = seen
-        whole = list(self._repetition.step(number, actions, of_actions))
+        whole = list(self._repetition.step(number, actions, [*map(excerpts, of_actions)]))
         for seat, lives in whole:
             if seat.flight is not None and seat.like is None:
-                self._own[seat.flight] |= {name for name, nbytes in lives if nbytes and name >= 0}
-        self._ended(before)
+                for excerpt in lives:
+                    self._own[seat.flight] |= excerpt.names.difference(WORKSPACES)
+        self._ended(excerpts(before))
         flights = [seat.flight for seat, _ in whole if seat.flight is not None]
-        coming = {flight for flight in flights if flight[0] == min(flights)[0]}
+        first = min((stage for stage, _ in flights), default=0)
+        coming = {flight for flight in flights if flight[0] == first}
         for seat, lives in whole:
             if seat.flight in coming:
                 coming.remove(seat.flight)
-                self.turns.append(len(self.events))
+                self.turns.append(self._count)
             if seat.flight is None:
                 self._ended(lives)
             elif seat.like is None:
-                self._seen(lives)
+                for excerpt in lives:
+                    self._add(NamedExcerpt(excerpt))
             else:
-                self._repeated(number, seat, lives)
+                self._repeat(number, seat, lives)
         self.consistent &= not any(self._copies.values())
 
-    def _seen(self, lives: Lives) -> None:
-        for name, nbytes in lives:
-            self._add(name, nbytes)
-
-    def _ended(self, lives: Lives) -> None:
+    def _ended(self, lives: Sequence[Excerpt]) -> None:
         """Add the lives in an action without a microbatch: storages that die there die in all
         microbatches.
         """
-        for name, nbytes in lives:
-            self._add(name, nbytes)
-            for copy in () if nbytes else self._copies.pop(name, ()):
-                self._add(copy, 0)
+        for excerpt in lives:
+            copies = {name: own for _, name in excerpt.ends if (own := self._copies.pop(name, None))}
+            self._add(NamedExcerpt(_with_deaths(excerpt, copies) if copies else excerpt))
 
-    def _repeated(self, number: int, seat: Seat, lives: Lives) -> None:
+    def _repeat(self, number: int, seat: Seat, lives: Sequence[Excerpt]) -> None:
+        """Add lives under the names of another microbatch."""
         assert seat.flight is not None
         assert seat.like is not None
         stage, microbatch = seat.flight
         own = self._own[stage, seat.like]
-        for name, nbytes in lives:
-            if name not in own:
-                self._add(name, nbytes)
-                continue
-            copy = name, number, microbatch
-            self._add(copy, nbytes)
-            if nbytes:
-                self._copies[name].append(copy)
-            elif copy in self._copies[name]:
-                self._copies[name].remove(copy)
+        for excerpt in lives:
+            named = NamedExcerpt(excerpt, own, (number, microbatch))
+            self._add(named)
+            for _, name in excerpt.left:
+                if name in own:
+                    self._copies[name].append(named.name(name))
+            for _, name in excerpt.ends:
+                if named.name(name) in self._copies.get(name, ()):
+                    self._copies[name].remove(named.name(name))
 
-    def _add(self, name: Hashable, nbytes: int) -> None:
-        """Add a birth or a death. A workspace is born once, however often its action is repeated."""
-        if nbytes and name in self._living and name in _WORKSPACES:
+    def _add(self, named: NamedExcerpt) -> None:
+        """Add an excerpt. A workspace is born once, however often its action is repeated."""
+        if not named.excerpt.events:
             return
-        self.consistent &= (name in self._living) != bool(nbytes)
-        (self._living.add if nbytes else self._living.discard)(name)
-        self.events.append((name, nbytes))
+        known = self._living.intersection(WORKSPACES)
+        if not known.isdisjoint(named.excerpt.names):
+            others = (event for event in named.excerpt.events if event[0] not in known)
+            named = NamedExcerpt(Excerpt(others), named.own, named.tag)
+        ends = {named.name(name) for _, name in named.excerpt.ends}
+        left = {named.name(name) for _, name in named.excerpt.left}
+        self.consistent &= ends <= self._living and self._living.isdisjoint(left)
+        self._living -= ends
+        self._living |= left
+        self.excerpts.append(named)
+        self._count += len(named.excerpt.events)
+
+
+def excerpts(lives: Recorded) -> Sequence[Excerpt]:
+    """Return lives in excerpts: in one, unless they are in several."""
+    several = [one for one in lives if isinstance(one, Excerpt)]
+    return several or [Excerpt(one for one in lives if not isinstance(one, Excerpt))]
+
+
+def events(lives: Recorded) -> Sequence[Event]:
+    """Return lives as single births and deaths."""
+    return [event for excerpt in excerpts(lives) for event in excerpt.events]
+
+
+def _with_deaths(excerpt: Excerpt, copies: Mapping[Hashable, Sequence[Hashable]]) -> Excerpt:
+    """Return an excerpt in which storages with copies die together with these."""
+    events = list[Event]()
+    for name, nbytes in excerpt.events:
+        events.append((name, nbytes))
+        if not nbytes:
+            events += [(copy, 0) for copy in copies.get(name, ())]
+    return Excerpt(events)
 
 
 def overheads(plan: Plan, device: int) -> Overheads:
@@ -122,19 +166,16 @@ def lent_events(arenas: Sequence[Arena], device: int) -> list[Event]:
     return [(("lent", n), a.nbytes) for n, a in enumerate(arenas) if a.lender == Member.device(device)]
 
 
-def form(events: Sequence[Event]) -> bytes:
-    """Return a digest of events that is independent of names.
+class RepeatedLives(Protocol):
+    """Lives of one device's storages in all steps."""
 
-    It covers the bytes of every birth, and the birth of every death.
-    """
-    born, result = dict[Hashable, int](), array("q")
-    for number, (name, nbytes) in enumerate(events):
-        if nbytes:
-            born[name] = number
-            result.append(-1 if name in _WORKSPACES else nbytes)
-        else:
-            result.append(-2 - born.pop(name))
-    return sha256(result.tobytes()).digest()
+    @property
+    def excerpts(self) -> Sequence[NamedExcerpt]:
+        """All births and deaths in order."""
+
+    @property
+    def turns(self) -> Sequence[int]:
+        """Positions of events at which turns may begin."""
 
 
 class Allocators:
@@ -148,53 +189,67 @@ class Allocators:
     ) -> None:
         self._plan, self._program, self._arenas, self._settings = plan, program, arenas, settings
         self._known: dict[Hashable, list[AllocatorPeaks]] = {}
-        self._forms: dict[Hashable, bytes] = {}  # by the identity of events, and lent arenas
+        self._lifetimes: dict[Hashable, Lifetimes] = {}  # by lives and lent arenas
 
     def peaks(
-        self, device: int, events: list[Event], requested: int, turns: Sequence[int] = ()
+        self, device: int, lives: RepeatedLives, requested: int, above: int = 0
     ) -> list[AllocatorPeaks]:
-        """Return the peaks of a device with these events and its lent arenas; `turns` of the events begin there.
+        """Return the peaks of a device with these lives and its lent arenas.
 
-        The device's meter has counted `requested` bytes.
+        The device's meter has counted `requested` bytes. If a process that does not fit needs at most `above`
+        bytes, its figures are those at which it ran out of memory.
         """
         plan, program, lent = self._plan, self._program, lent_events(self._arenas, device)
-        every = [*lent, *events]
-        if (id(events), *lent) not in self._forms:
-            self._forms[id(events), *lent] = form(every)
+        if (lives, *lent) not in self._lifetimes:
+            turns = [len(lent) + turn for turn in lives.turns]
+            self._lifetimes[lives, *lent] = Lifetimes(lent, turns, excerpts=lives.excerpts)
+        lifetimes = self._lifetimes[lives, *lent]
         of_device = plan.cluster.devices[device].memory_bytes, overheads(plan, device)
-        key = self._forms[id(events), *lent], requested, of_device, communicators(plan, program, device)
+        key = (
+            lifetimes.digest,
+            _workspaces(lifetimes),
+            requested,
+            of_device,
+            communicators(plan, program, device),
+        )
         if key not in self._known:
-            turns = [len(lent) + turn for turn in turns]
             self._known[key] = [
-                allocator_peaks(plan, program, device, every, setting, requested, turns)
+                allocator_peaks(plan, program, device, lifetimes, setting, requested, above)
                 for setting in self._settings
             ]
         return self._known[key]
+
+
+def _workspaces(lifetimes: Lifetimes) -> int:
+    """Return the number of workspaces, which are never freed."""
+    return len(lifetimes.living.intersection(WORKSPACES))
 
 
 def allocator_peaks(
     plan: Plan,
     program: Program,
     device: int,
-    events: Sequence[Event],
+    lifetimes: Lifetimes,
     settings: AllocatorSettings,
     requested: int,
-    turns: Sequence[int] = (),
+    above: int = 0,
 ) -> AllocatorPeaks:
     """Return the peaks of a device's allocator; its meter has counted `requested` bytes.
 
-    `turns` are positions of events at which the turns of a pipeline begin.
-
     The device has the cluster's memory, minus its context and communicators. If that does not suffice, the
-    figures are those of a device with just enough memory, to a segment.
+    figures are those of a device with just enough memory, to a segment, if that is more than `above`.
     """
     own, count = overheads(plan, device), communicators(plan, program, device)
     memory = plan.cluster.devices[device].memory_bytes
     taken = own.context_bytes + count * own.communicator_bytes
-    lifetimes = Lifetimes(events, turns)
     capped = CachingAllocator(settings, memory, taken=taken)
     fits = lifetimes.have_room(capped)
-    result = capped if fits else with_enough(lifetimes, settings, memory, taken) or capped
+    enough = None if fits else with_enough(lifetimes, settings, memory, taken, above)
+    result, growing = (
+        enough or capped,
+        CachingAllocator(replace(settings, expandable=True), memory, taken=taken),
+    )
+    other = enough is not None and not settings.expandable and lifetimes.have_room(growing)
     return AllocatorPeaks(
         settings=str(settings),
         requested_bytes=requested,
@@ -202,9 +257,10 @@ def allocator_peaks(
         reserved_bytes=result.peak.reserved_bytes,
         retries=result.retries,
         fits=fits,
-        workspaces=sum(name in _WORKSPACES for name, _ in events),
+        workspaces=_workspaces(lifetimes),
         workspace_bytes=own.cublas_workspace_bytes,
         context_bytes=own.context_bytes,
         communicators=count if own.communicator_bytes else 0,
         communicator_bytes=own.communicator_bytes,
+        expandable_bytes=growing.peak.reserved_bytes if other else 0,
     )
