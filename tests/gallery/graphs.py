@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gallery.model import ADAM, COPIED, SHARED, TIED, Model
+from gallery.model import ADAM, IN_PLACE, SHARED, TIED, Model
 
 NODES, EDGES, WIDTH = 8, 16, 12
 
@@ -263,7 +263,7 @@ GRAPHS = (
     Model(
         name="graph attention", special="a softmax over the edges of each node by scattering, dropout on weights",
         module=GraphAttention, batch=lambda size: (graphs(size), classes(size, NODES)),
-        loss=lambda outputs, targets: F.cross_entropy(outputs.flatten(0, 1), targets.flatten()), metered=COPIED,
+        loss=lambda outputs, targets: F.cross_entropy(outputs.flatten(0, 1), targets.flatten()), above=IN_PLACE,
     ),
     Model(
         name="messages", special="a GRU cell and a layer run four times with the same weights, gather and scatter",
@@ -301,12 +301,12 @@ GRAPHS = (
         name="path attention", special="attention with a trained bias of distances, weights returned and in the loss",
         module=PathAttention,
         batch=lambda size: ((torch.randn(size, NODES, 6), torch.randint(6, (size, NODES, NODES))), classes(size)),
-        loss=path_loss, optimizer=ADAM, metered=COPIED,
+        loss=path_loss, optimizer=ADAM,
     ),
     Model(
         name="knowledge graph", special="a table read three times in one forward, norms of first and second order",
         module=Knowledge,
         batch=lambda size: ((torch.randint(6, (size, 3)), torch.randint(40, (size, 4))), None), loss=None,
-        above=SHARED, metered=COPIED,
+        above=SHARED,
     ),
 )  # fmt: skip

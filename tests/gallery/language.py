@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gallery.model import ADAM, COPIED, TIED, Model
+from gallery.model import ADAM, TIED, Model
 
 WORDS, LENGTH = 40, 10
 
@@ -284,7 +284,6 @@ LANGUAGE = (
     Model(
         name="tagger", special="the loss of a conditional random field, a loop over time inside the model",
         module=Tagger, batch=lambda size: ((tokens(size), torch.randint(5, (size, LENGTH))), None), loss=None,
-        metered=COPIED,
     ),
     Model(
         name="bag of words", special="EmbeddingBag, with weights for each sample too",
@@ -298,6 +297,6 @@ LANGUAGE = (
     ),
     Model(
         name="masked words", special="a dictionary with None in it, own loss that ignores most words, tied embeddings",
-        module=MaskedWords, batch=hidden_words, loss=None, optimizer=ADAM, rounded=TIED, metered=COPIED,
+        module=MaskedWords, batch=hidden_words, loss=None, optimizer=ADAM, rounded=TIED,
     ),
 )  # fmt: skip

@@ -22,8 +22,9 @@ SENT = (
 )
 # The reason for simulated peaks that are too high
 SHARED = "simulator too high: a shared parameter with two users on one stage"
+IN_PLACE = "simulator too high: gradients that layers pass on are added to in place"
 # The reason for peaks of dry run and emulated devices above the allocator's
-COPIED = "under a meter, gradients of several uses are summed into one tensor more"
+HOUSEHOLDER = "under a meter, the backward of Householder reflections does not run in place"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from gallery.model import ADAM, COPIED, SHARED, TIED, Model
+from gallery.model import ADAM, HOUSEHOLDER, SHARED, TIED, Model
 
 
 class StraightThrough(torch.autograd.Function):
@@ -347,7 +347,7 @@ ODDITIES = (
     ),
     Model(
         name="weight norm", special="weights made of directions and lengths, one kept orthogonal",
-        module=weight_normed, batch=pairs_of(3, 3, 12), loss=F.cross_entropy, metered=COPIED,
+        module=weight_normed, batch=pairs_of(3, 3, 12), loss=F.cross_entropy, metered=HOUSEHOLDER,
     ),
     Model(
         name="averaging", special="buffers updated in place under no_grad: moving averages, an integer counter, None",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gallery.model import ADAM, COPIED, SHARED, TIED, Model
+from gallery.model import ADAM, SHARED, TIED, Model
 
 ITEMS = 50
 
@@ -221,7 +221,7 @@ RECOMMENDATION = (
     Model(
         name="next item", special="causal attention with dropout, one table at the start and in the loss",
         module=NextItem, batch=lambda size: ((ids(size, 8), ids(size, 8), ids(size, 8)), None), loss=None,
-        optimizer=ADAM, rounded=TIED, above=SHARED, metered=COPIED,
+        optimizer=ADAM, rounded=TIED, above=SHARED,
     ),
     Model(
         name="crosses", special="the input of the first layer goes to every other",

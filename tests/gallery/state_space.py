@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gallery.model import ADAM, COPIED, Model
+from gallery.model import ADAM, Model
 
 WORDS, LENGTH, WIDTH, STATE = 30, 10, 12, 4
 
@@ -158,7 +158,7 @@ def words(size: int) -> tuple[Tensor, Tensor]:
     return torch.randint(WORDS, (size, LENGTH)), torch.randint(WORDS, (size, LENGTH))
 
 
-def of(name: str, special: str, layer: type[nn.Module], *, metered: str = "") -> Model:
+def of(name: str, special: str, layer: type[nn.Module]) -> Model:
     """Build a model of such layers."""
     return Model(
         name=name,
@@ -167,7 +167,6 @@ def of(name: str, special: str, layer: type[nn.Module], *, metered: str = "") ->
         batch=words,
         loss=lambda outputs, targets: F.cross_entropy(outputs.mT, targets),
         optimizer=ADAM,
-        metered=metered,
     )
 
 
@@ -176,7 +175,6 @@ STATE_SPACE = (
         "selective scan",
         "a loop over time inside every layer, whose steps depend on the input",
         SelectiveScan,
-        metered=COPIED,
     ),
     of("diagonal", "kernels made of exponentials, Fourier transforms, complex numbers inside", Diagonal),
     of("time mix", "a list of parameters, two states in a loop over time", TimeMix),

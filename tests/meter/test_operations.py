@@ -7,20 +7,22 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.measure.cpu import Meter
 from pipefit.measure.kernels import Kernels, threads_of
 from support.gallery_samples import sampled
-from support.operation_samples import OPERATIONS, Run, embedding_bag
+from support.operation_samples import OPERATIONS, Run, backward, embedding_bag
 
 
 class Marks(TorchDispatchMode):
@@ -129,6 +131,75 @@ def test_every_operation_takes_what_the_allocator_saw(name: str, number: int) ->
         assert metered(run) == seen
         with FakeTarget("cpu"):
             assert metered(run) == seen
+
+
+class Sums(torch.autograd.Function):
+    """A backward that sums the gradient with another tensor, in Python."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient + x
+
+
+def hooked(x: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Tensor:
+    """Return twice the tensor, with a hook on its gradient."""
+    result = x * 2
+    result.register_hook(hook)
+    return result
+
+
+def held_by_a_hook(x: Tensor) -> Tensor:
+    """Keep the gradient of one of two uses until the backward has ended."""
+    kept: list[Tensor] = []
+    result = hooked(x, kept.append).exp() + x.cos()
+    result.kept = kept
+    return result
+
+
+# Values with several uses; for some of them autograd sums gradients in place, for others it cannot
+SUMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "two functions": lambda x: x.sin() + x.cos(),
+    "three functions": lambda x: x.sin() + x.cos() + x.tan(),
+    "a function and a sum": lambda x: (x.sin() + x) * 3,
+    "a sum first": lambda x: (x + x.sin()).exp(),
+    "itself twice": lambda x: x * x,
+    "a product with itself": lambda x: x @ x,
+    "joined with itself": lambda x: torch.cat([x, x]).exp(),
+    "views": lambda x: x.view(-1).sin() + x.t().reshape(-1).cos(),
+    "another order": lambda x: x.t().contiguous().exp() + x.sin(),
+    "parts": lambda x: x[1:] * x[:-1],
+    "expanded": lambda x: x.sum(0) + x.sin(),
+    "held by a hook": held_by_a_hook,
+    "summed by a hook": lambda x: hooked(x, lambda gradient: gradient + gradient.cos()) * 3,
+    "summed in Python": lambda x: Sums.apply(x * 2) * 3,
+    "recomputed": lambda x: (
+        checkpoint(lambda y: y.sin() * y.cos(), x, use_reentrant=False, preserve_rng_state=False) + x.exp()
+    ),
+    "an excited channel": lambda x: x * torch.sigmoid(x.mean(1, keepdim=True)),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_gradients_of_several_uses_are_summed_as_without_a_meter(name: str) -> None:
+    """Autograd adds to a gradient in place if nobody else holds it, and the meter lets it."""
+
+    def run() -> None:
+        x = torch.rand(64, 64, requires_grad=True)
+        backward(SUMS[name](x * 2))
+
+    run()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run()
+    seen = highest(changes(recorded))
+    assert metered(run)[0] == seen
+    with FakeTarget("cpu"):
+        assert metered(run)[0] == seen
 
 
 def test_an_operation_that_is_not_measured_is_named() -> None:

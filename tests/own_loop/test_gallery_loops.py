@@ -19,11 +19,6 @@ from support.own_loop_models import Model
 from support.own_loop_oracle import Trained, train
 
 OFTEN = ("graph convolutions",)
-SUMMED = {name for name, model in gallery.MODELS.items() if model.metered} | {
-    "flow matching",
-    "masked images",
-    "uncertain losses",
-}
 PARTS = (0.0, 1 / 3, 2 / 3, 1.0)  # of the way from the least peak to one byte less than the plain peak
 
 
@@ -64,8 +59,7 @@ def test_four_budgets_of_a_model(name: str) -> None:
     """Every budget from the least peak on is kept: certified peaks are those of the allocator's events, and
     losses, parameters and buffers are bitwise those of the loop without a plan.
 
-    Under a meter, gradients of several uses are summed into one tensor more, so models in `SUMMED` may have
-    certified peaks above the allocator's.
+    Models of the gallery that are `metered` may have certified peaks above the allocator's.
     """
     model = in_a_loop(gallery.MODELS[name])
     torch.manual_seed(0)
@@ -80,6 +74,6 @@ def test_four_budgets_of_a_model(name: str) -> None:
         assert handle is not None
         certified, peaks = handle.plan.peak_bytes, (planned.peaks[0], max(planned.peaks[1:]))
         above = [a - b for a, b in zip(certified, peaks, strict=True)]
-        assert min(above) >= 0 if name in SUMMED else above == [0, 0], budget
+        assert min(above) >= 0 if gallery.MODELS[name].metered else above == [0, 0], budget
         assert max(certified) <= budget
         assert planned.equals(plain)

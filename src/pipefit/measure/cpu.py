@@ -12,10 +12,13 @@ Costs about ten microseconds an operation. Real GPUs have their allocator's stat
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -23,7 +26,15 @@ from torch import Tensor
 
 from pipefit.measure.kernels import Kernels
 from pipefit.schema.trace import CATEGORIES, AllocatorPeaks, Category, MemorySample
-from pipefit.torch_internals import TorchDispatchMode, backward_id, backward_node, saved_tensors_hooks_on_top
+from pipefit.torch_internals import (
+    TorchDispatchMode,
+    backward_id,
+    backward_node,
+    run_backward,
+    saved_tensors_hooks_on_top,
+    storage_uses,
+    without_dispatch_modes,
+)
 from pipefit.units import format_bytes
 
 # ---- Forwards that record a graph but save nothing, for runs that will be recomputed
@@ -74,6 +85,69 @@ _IN_PLACE = {
     _aten.sub.Tensor: (_aten.sub_.Tensor, _CROSS_ENTROPIES),
 }  # by operation: its form in place, and the formulas by what they are the backward of
 
+# The same holds where autograd sums the gradients of a value with several users (`can_accumulate_inplace`,
+# input_buffer.cpp): it adds to the first gradient in place if nobody else holds that. Such a sum differs from
+# one of a formula by its first operand, which an earlier node made, or this one for a user of the value twice.
+
+_SUM = _aten.add.Tensor
+_DISPATCHING = "_called_by_autograd", "_sums_in_place", "operation", "__torch_dispatch__"
+
+
+Uses = tuple[int, int]  # numbers of references to a tensor and to its storage
+
+
+class _Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the references to the first operand of a sum of gradients, and to its storage."""
+
+    uses: Uses | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _SUM:
+            self.uses = _uses(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _uses(tensor: Tensor) -> Uses:
+    """Return the numbers of references to a tensor and to its storage."""
+    return tensor._use_count(), storage_uses(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+
+
+@cache
+def _uses_of_autograd() -> Uses | None:
+    """Return the numbers of references that a mode sees to a gradient that only autograd holds."""
+    with without_dispatch_modes(), torch.inference_mode(False), torch.enable_grad():
+        value = torch.ones((), requires_grad=True) * 2
+        total = value.sin() + value.cos()
+        with _Held() as held:  # type: ignore[no-untyped-call]
+            torch.autograd.backward(total)
+        uses: Uses | None = held.uses
+    return uses
+
+
+def _called_by_autograd() -> bool:
+    """Return whether autograd itself runs the present operation, not Python code such as a hook."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name in _DISPATCHING:
+        frame = frame.f_back
+    return frame is None or frame.f_code is run_backward.__code__
+
+
+def _number(node: Any) -> int | None:
+    """Return the number of a node of a backward, by which nodes are told apart."""
+    return None if node is None else node._sequence_nr()
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements of a tensor fill its memory, in any order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
 
 # ---- The meter
 
@@ -108,12 +182,15 @@ class OverCap(torch.OutOfMemoryError):
 
 
 class Tracked(weakref.ref[torch.UntypedStorage]):
-    """A live storage: its key in the ledger, its bytes, and the position of its category."""
+    """A live storage: its key in the ledger, its bytes, the position of its category, and the node of a
+    backward that made it.
+    """
 
-    __slots__ = ("category", "key", "nbytes")
+    __slots__ = ("category", "key", "nbytes", "node")
     key: int
     nbytes: int
     category: int
+    node: int | None
 
     def __hash__(self) -> int:
         return id(self)
@@ -160,6 +237,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._born: list[Tracked] = []
         self._peak = 0
         self._peak_bytes = list(self.bytes)
+        self._uses_of_autograd = _uses_of_autograd()
 
     # ---------------------------------------------------------------- called by the runtime
 
@@ -223,6 +301,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = self.total
         if func in _IN_PLACE and backward_id() >= 0 and not torch.is_grad_enabled():
             func = self._as_without_a_mode(func, args[0])
+        elif func is _SUM and not kwargs and backward_id() >= 0 and not torch.is_grad_enabled():
+            func = _aten.add_.Tensor if self._sums_in_place(args[0]) else func
         out = func(*args, **kwargs)
         known = None if self.kernels is None else self.kernels.of(func, args, kwargs, out)
         if known is not None:
@@ -238,6 +318,18 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node, newest = backward_node(), [tracked.key for tracked in self._born[-2:]]
         is_formula = node is not None and node.name().partition("Backward")[0] in formulas
         return in_place if is_formula and changed.untyped_storage()._cdata in newest else func
+
+    def _sums_in_place(self, gradient: Tensor) -> bool:
+        """Return whether autograd would add to this gradient in place without a dispatch mode."""
+        node, tracked = backward_node(), self._live.get(gradient.untyped_storage()._cdata)
+        if node is None or tracked is None or not _called_by_autograd():
+            return False
+        if not _is_dense(gradient) or _uses(gradient) != self._uses_of_autograd:
+            return False
+        if tracked.node != _number(node):
+            return True
+        edges = [edge for edge in node.next_functions if edge[0] is not None]
+        return len(set(edges)) < len(edges)
 
     def _scalar(self, tensor: Tensor, value: float) -> int:
         """Count the tensor that autograd makes of the number in `tensor * value` and keeps for the backward.
@@ -346,6 +438,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tracked is None:
             tracked = Tracked(storage, self._died)
             tracked.key, tracked.nbytes, tracked.category = key, storage.nbytes(), _TEMPORARY
+            tracked.node = _number(backward_node()) if backward_id() >= 0 else None
             self._live[key] = tracked
             self._born.append(tracked)
             self.bytes[_TEMPORARY] += tracked.nbytes

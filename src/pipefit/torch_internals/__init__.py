@@ -8,6 +8,7 @@ one. This module has names that are cheap to import; `fake_tensors` and `dispatc
 import torch
 import torch.distributed
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.autograd.graph import _engine_run_backward as run_backward
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
@@ -23,6 +24,7 @@ __all__ = [
     "is_functorch_tensor",
     "negative_view",
     "pytree",
+    "run_backward",
     "saved_tensors_hooks_on_top",
     "start_coalescing",
     "storage_uses",
