@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gallery.model import ADAM, SENT, SHARED, TIED, Model
+from gallery.model import ADAM, IN_PLACE, SENT, TIED, Model
 
 
 def conv(inward: int, outward: int, stride: int = 1) -> nn.Sequential:
@@ -274,7 +274,7 @@ DETECTION = (
         batch=lambda size: (
             torch.randn(size, 3, 16, 16), {"kinds": torch.randint(4, (size, 5)), "boxes": torch.rand(size, 5, 4)},
         ),
-        loss=every_layer, rounded=TIED, above=SHARED,
+        loss=every_layer, rounded=TIED,
     ),
     Model(
         name="centres", special="a transposed convolution, sizes gathered at given places",
@@ -289,7 +289,7 @@ DETECTION = (
     Model(
         name="segments", special="convolutions with holes side by side, bilinear enlarging, an early skip",
         module=Segments, batch=lambda size: (torch.randn(size, 3, 12, 12), torch.randint(5, (size, 12, 12))),
-        loss=F.cross_entropy,
+        loss=F.cross_entropy, above=IN_PLACE,
     ),
     Model(
         name="regions", special="regions cut out by sampling on a grid, samples repeated for each region",

@@ -268,7 +268,7 @@ GRAPHS = (
     Model(
         name="messages", special="a GRU cell and a layer run four times with the same weights, gather and scatter",
         module=Messages, batch=lambda size: (graphs(size), torch.randn(size, 1)), loss=F.mse_loss,
-        rounded=TIED, above=SHARED,
+        rounded=TIED,
     ),
     Model(
         name="sampled neighbours", special="means and maxima of gathered neighbours, a bilinear head for pairs",

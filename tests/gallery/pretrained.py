@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from gallery.model import SHARED, TIED, Model
+from gallery.model import TIED, Model
 from pipefit.capture import Task
 from pipefit.models.hugging_face import hf
 from support.huggingface_models import TINY
@@ -19,7 +19,6 @@ SPECIAL = {
     "albert": "one block run three times",
     "bart": "encoder and decoder, one embedding for both",
 }
-ABOVE = {"t5": SHARED, "whisper": SHARED}
 DISTINCT = ("llama", "vit")  # without shared parameters
 
 
@@ -38,7 +37,6 @@ def model_of(name: str) -> Model:
         batch=lambda size: task_of(name).batch(size),
         loss=None,
         rounded="" if name in DISTINCT else TIED,
-        above=ABOVE.get(name, ""),
         is_large=True,
     )
 

@@ -284,11 +284,11 @@ def plan_on_the_way(
         if not compares or known.checked()():
             raise
         result = make()
-    made = result.plan
-    as_traced = known.checked(sizes_used(made) if attempt(0, made).fits else None) if compares else _true
+    plan = result.plan
+    as_traced = known.checked(sizes_used(plan) if attempt(0, plan).fits else None) if compares else _true
     (others,) = beside(result.others, forks=runs_dry)
 
-    return Proposal(made, lambda: Answer(made, others) if as_traced() else make())
+    return Proposal(plan, lambda: Answer(plan, others) if as_traced() else make())
 
 
 def sizes_used(plan: Plan) -> set[int]:

@@ -50,17 +50,17 @@ def plan_for_torch(cluster: Cluster, asked: PlanOptions, make: Make, dry: Peaks 
     for _ in range(ROUNDS):
         reserve = (low + high) // 2
         try:
-            made = trials.plan(reserve)
+            plan = trials.plan(reserve)
         except InfeasibleError:
             high = reserve
             continue
-        if trials.fits(made):
-            best, high = made, reserve
+        if trials.fits(plan):
+            best, high = plan, reserve
         else:
             low = reserve
     if best is None:
-        made = trials.plan(0, replace(trials.asked, objective="peak", planner=None))
-        best = made if trials.fits(made) else None
+        plan = trials.plan(0, replace(trials.asked, objective="peak", planner=None))
+        best = plan if trials.fits(plan) else None
     if best is None:
         raise InfeasibleError(
             f"{short}. No plan was found that fits there, of {counted(ROUNDS + 2, 'plan')} with more and more "
@@ -89,12 +89,12 @@ class _Trials:
         devices, reserves = self._cluster.devices, self._cluster.reserves
         more = [min(r + reserve, d.memory_bytes - 1) for r, d in zip(reserves, devices, strict=True)]
         within = self._cluster.reserving(more) if reserve else self._cluster
-        made = self._make(within, asked or self.asked)
-        if asked is None and self.asked.data is None and not _runs(made):  # stages of different degrees
+        plan = self._make(within, asked or self.asked)
+        if asked is None and self.asked.data is None and not _runs(plan):  # stages of different degrees
             self.asked = replace(self.asked, data=1)
-            made = self._make(within, self.asked)
-        check_for_torch(made)
-        return replace(made, cluster=self._cluster)
+            plan = self._make(within, self.asked)
+        check_for_torch(plan)
+        return replace(plan, cluster=self._cluster)
 
     def fits(self, plan: Plan) -> bool:
         """Return whether all devices keep their budgets; a plan that does by the ledger is run dry."""

@@ -154,9 +154,9 @@ class Demand:
     threads: int = 1
 
     def __post_init__(self) -> None:
-        asked = self.asked()
+        options = self.asked()
         check_planner(self.planner)
-        check_first(None, self.cluster, asked, microbatch_sizes(asked, None, chooses=True))
+        check_first(None, self.cluster, options, microbatch_sizes(options, None, chooses=True))
 
     @property
     def planner(self) -> str:
@@ -309,8 +309,8 @@ class Demand:
         or of `ranks`; with sequence parallelism if possible and if it lowers what the planner minimises. The
         caller compares profiles with traces.
         """
-        within, asked, result = cluster or self.cluster, self.asked(microbatch_size), list[Answer]()
-        make = partial(plan_on_the_way, known, within, None, asked, compares=False)
+        within, options, result = cluster or self.cluster, self.asked(microbatch_size), list[Answer]()
+        make = partial(plan_on_the_way, known, within, None, options, compares=False)
         for number in ranks or self.ranks(within):
             if result and attempt(0, result[0].plan).fits:
                 break

@@ -277,9 +277,9 @@ class _Look:
             is_bound = not common_plan.moves and need > budget
             if not is_bound:
                 with suppress(UsageError):
-                    made = simulations.of(common_plan.split, common_plan.decisions)
-                    need = max(made.peak_bytes)
-                    rate = question.training.batch_size / made.seconds if made.fits else None
+                    assembled = simulations.of(common_plan.split, common_plan.decisions)
+                    need = max(assembled.peak_bytes)
+                    rate = question.training.batch_size / assembled.seconds if assembled.fits else None
             fits = fits or rate is not None
             yield Replicated(
                 way=common_plan.way,

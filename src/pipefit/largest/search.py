@@ -484,10 +484,10 @@ def _negated(statement: bool | None) -> bool | None:
     return None if statement is None else not statement
 
 
-def _answer(growth: Growth, search: _LargestSearch, found: _Neighbours) -> Fit:
+def _answer(growth: Growth, search: _LargestSearch, neighbours: _Neighbours) -> Fit:
     if not search.known:
         raise UsageError(next(iter(search.refused.values())))
-    best, beyond = found
+    best, beyond = neighbours
     if best is None:
         assert beyond is not None  # at least one value was tried
         raise InfeasibleError(f"not even {growth.named(beyond)} fits: {search.known[beyond].miss}")

@@ -169,11 +169,11 @@ def _leaving_more(
         InfeasibleError: nothing of a device would be left.
     """
     more = list(cluster.reserves)
-    for number, one in enumerate(devices):
-        if one.lack_bytes:
-            each = _SEGMENT if one.allocator else 1
-            unused = max(more[number], one.budget_bytes - one.peak_bytes)
-            more[number] = unused + -(-one.lack_bytes // each) * each
+    for number, trace in enumerate(devices):
+        if trace.lack_bytes:
+            each = _SEGMENT if trace.allocator else 1
+            unused = max(more[number], trace.budget_bytes - trace.peak_bytes)
+            more[number] = unused + -(-trace.lack_bytes // each) * each
     for stage in stages:
         if any(devices[device].lack_bytes for device in stage.devices):
             most = max(more[device] for device in stage.devices)

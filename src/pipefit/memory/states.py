@@ -550,7 +550,7 @@ class StageStates:
     def away(self) -> BytesAway:
         """The bytes that exist before the first step and are not on the device."""
         kept = [kept for kept in self._moves.homes.values() if self._moves.begins_away(kept)]
-        early = [one.layers for one in kept if one.kind == "optimizer"]
+        early = [home_state.layers for home_state in kept if home_state.kind == "optimizer"]
         early += [layers for _, layers in self._moves.updates]
         return BytesAway(
             sum(self._bytes(one, set()) for one in kept if one.kind == "parameters"),

@@ -663,12 +663,12 @@ class Instances:
 
     def mapping(self) -> dict[int, int]:
         """Return all instances with their holders, as a new dictionary."""
-        later, one = list[dict[int, int]](), self
-        while one._whole is None:
-            assert one._before is not None
-            later.append(one._changes)
-            one = one._before
-        result = dict(one._whole)
+        later, instances = list[dict[int, int]](), self
+        while instances._whole is None:
+            assert instances._before is not None
+            later.append(instances._changes)
+            instances = instances._before
+        result = dict(instances._whole)
         for changes in reversed(later):
             for instance, holders in changes.items():
                 if holders:

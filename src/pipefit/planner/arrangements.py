@@ -154,19 +154,19 @@ class Trials:
         """Return whether `other` is preferred to a trial's plan of this many seconds."""
         return other is not None and (not trial.fits or other.seconds < seconds * self._allowed(trial, other))
 
-    def _together(self, trial: Trial, found: PlannerResult) -> tuple[Question, PlannerResult]:
+    def _together(self, trial: Trial, result: PlannerResult) -> tuple[Question, PlannerResult]:
         """Return the result of a trial, expanded to all replicas and simulated with them."""
         if trial.arrangement.degree == SINGLE:
-            return trial.question, found
+            return trial.question, result
         question = self.whole_question(trial.arrangement)
-        found = expanded(question, found, trial.arrangement.degree)
-        simulation = assembled(plan_of(question, found.split, decisions=found.decisions))
-        return question, found._replace(value=simulation.seconds, simulation=simulation)
+        result = expanded(question, result, trial.arrangement.degree)
+        simulation = assembled(plan_of(question, result.split, decisions=result.decisions))
+        return question, result._replace(value=simulation.seconds, simulation=simulation)
 
     @property
     def _is_too_large(self) -> bool:
         """True if a plan is known that keeps everything, and the question of a similar one is costly."""
-        return self._keeps and any(_is_costly(self.question(one)) for one in self._like_mixed)
+        return self._keeps and any(_is_costly(self.question(arrangement)) for arrangement in self._like_mixed)
 
     def _replicate(self) -> None:
         """Find the fastest common plan of the smallest size of which every device computes samples.
@@ -226,9 +226,9 @@ class Trials:
         key = arrangement.microbatch_size, degree
         if key not in self._replicas:
             self._replicas[key] = representative(self.whole_question(arrangement), degree)
-        one = self._replicas[key]
-        how = replace(one.training, schedule=arrangement.schedule)
-        return replace(one, training=how, options=replace(one.options, stages=arrangement.stages))
+        question = self._replicas[key]
+        how = replace(question.training, schedule=arrangement.schedule)
+        return replace(question, training=how, options=replace(question.options, stages=arrangement.stages))
 
     def tried(self, arrangement: Arrangement) -> Trial | None:
         """Return the known trial of an arrangement, or a short one; None if it cannot be carried out."""
@@ -416,7 +416,9 @@ class Trials:
             for value in self._known.values()
             if value.fits and value.seconds <= best.seconds * (1 + _ROOM)
         )
-        return min((other for other in others if not other.tight), key=lambda one: one.order, default=best)
+        return min(
+            (other for other in others if not other.tight), key=lambda trial: trial.order, default=best
+        )
 
     @property
     def _best_mixed(self) -> Mixed | None:
@@ -507,25 +509,28 @@ def alternatives(trials: Trials, best: Trial) -> tuple[Alternative, ...]:
 
 def _fewest_devices(trials: Trials, best: Trial) -> Iterator[Alternative]:
     """Yield the plan on the fewest devices, if these are fewer than the best plan's."""
-    pinned, one = len(trials.space.stages) == 1, _of_single_devices(trials, best.arrangement)
+    pinned, arrangement = len(trials.space.stages) == 1, _of_single_devices(trials, best.arrangement)
     most = min(
-        best.arrangement.stages * best.arrangement.degree.devices // one.degree.devices,
+        best.arrangement.stages * best.arrangement.degree.devices // arrangement.degree.devices,
         max(trials.space.stages),
     )
     low, high = most - 1 if pinned else 0, most
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if _fits(trials, one._replace(stages=middle)) else (middle, high)
-    result = trials.tried(one._replace(stages=high)) if high < most else None
+        low, high = (low, middle) if _fits(trials, arrangement._replace(stages=middle)) else (middle, high)
+    result = trials.tried(arrangement._replace(stages=high)) if high < most else None
     if result is not None and result.fits:
         pins = _pins(trials.space, result.question.training, stages=result.arrangement.stages)
         degrees = trials.degrees(result.arrangement.microbatch_size)
-        shards = any(degree.tensor != one.degree.tensor for degree in degrees)
+        shards = any(degree.tensor != arrangement.degree.tensor for degree in degrees)
         if len(degrees) > 1:
-            pins += f" --data {one.degree.data}"
-            pins += f" --tensor {one.degree.tensor}" if shards else ""
-            if len({degree.sequences for degree in degrees if degree.tensor == one.degree.tensor}) > 1:
-                pins += " --sequences" if one.degree.sequences else " --no-sequences"
+            pins += f" --data {arrangement.degree.data}"
+            pins += f" --tensor {arrangement.degree.tensor}" if shards else ""
+            if (
+                len({degree.sequences for degree in degrees if degree.tensor == arrangement.degree.tensor})
+                > 1
+            ):
+                pins += " --sequences" if arrangement.degree.sequences else " --no-sequences"
         simulation, each = result.searched.evaluation.simulation, result.arrangement.degree.devices
         yield _alternative(
             "fewest devices", result.question, simulation, pins, each=each, more_seconds=result.apart
@@ -547,8 +552,8 @@ def _of_single_devices(trials: Trials, best: Arrangement) -> Arrangement:
 
     If a data degree was requested, the degree is the least requested one, with the same microbatch size.
     """
-    least, asked = trials.space.least, trials.space.question.options
-    if best.degree == least or asked.data is not None:
+    least, options = trials.space.least, trials.space.question.options
+    if best.degree == least or options.data is not None:
         return best._replace(degree=least)
     size = best.microbatch_size // best.degree.data
     return best._replace(degree=least, microbatch_size=size if size in trials.sizes else best.microbatch_size)
@@ -556,14 +561,14 @@ def _of_single_devices(trials: Trials, best: Arrangement) -> Arrangement:
 
 def _leanest(trials: Trials, best: Trial) -> Iterator[Alternative]:
     """Yield the leanest plan, if it is at least 1 % leaner than the best."""
-    asked = trials.space.question.options
-    ways: tuple[Recompute, ...] = RECOMPUTE[:3] if asked.recompute == "never" else (asked.recompute,)
+    options = trials.space.question.options
+    ways: tuple[Recompute, ...] = RECOMPUTE[:3] if options.recompute == "never" else (options.recompute,)
     lean = _lean(trials, ways)
     if lean is not None and max(lean[1].peak_bytes) <= _LEANER * max(best.searched.evaluation.peaks):
         question, simulation = lean
         again = question.options.recompute
-        recompute = f" --recompute {again}" if again != asked.recompute else ""
-        shard = f" --shard {question.options.shard}" if question.options.shard != asked.shard else ""
+        recompute = f" --recompute {again}" if again != options.recompute else ""
+        shard = f" --shard {question.options.shard}" if question.options.shard != options.shard else ""
         pins = f"--objective peak{recompute}{shard}{_pins(trials.space, question.training)}"
         yield _alternative("leanest", question, simulation, pins)
 

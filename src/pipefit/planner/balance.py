@@ -258,9 +258,9 @@ def interchangeable(question: Question) -> Groups:
     """
     result = list[list[int]]()
     compared = _Links(question) if len(question.cluster.devices) <= _LINKED else None
-    for one in question.classes:
+    for kind in question.classes:
         of_class = list[list[int]]()
-        for device in one.devices:
+        for device in kind.devices:
             equal = (group for group in of_class if compared is None or compared.equal(group[0], device))
             group = next(equal, None)
             if group is None:
@@ -286,7 +286,7 @@ class _Links:
         self._largest = max(sum(value.nbytes for value in cost.inputs) for cost in costs)
         kind, dtype = question.cluster.devices[0].kind, question.training.dtype
         times = layer_seconds(question.measurement, kind, dtype)
-        even = sum(one.forward + one.backward for one in times) / question.stages
+        even = sum(pass_seconds.forward + pass_seconds.backward for pass_seconds in times) / question.stages
         self._slight = _SLIGHT * even
 
     def equal(self, one: int, other: int) -> bool:

@@ -247,7 +247,7 @@ class _Bound:
         Devices of one speed with different budgets are different kinds if these are few.
         """
         devices, cells = self.question.cluster.devices, self.count**2
-        by_budget = Counter((one.kind.key, one.memory_bytes) for one in devices)
+        by_budget = Counter((device.kind.key, device.memory_bytes) for device in devices)
         by_speed = Counter(
             (one.kind.key, max(other.memory_bytes for other in devices if other.kind.key == one.kind.key))
             for one in devices
@@ -626,7 +626,7 @@ class _Bound:
         if not self.question.means.peers:
             return 0.0
         devices = [Member.device(n) for n in range(len(cluster.devices))]
-        return max(sum(_rate(cluster, one, two) for two in devices if two != one) for one in devices)
+        return max(sum(_rate(cluster, member, two) for two in devices if two != member) for member in devices)
 
     @cached_property
     def _spills(self) -> bool:
@@ -650,10 +650,10 @@ class _Bound:
         return max(sum(_rate(cluster, device, member) for member in there) for device in devices)
 
 
-def _rate(cluster: Cluster, one: Member, other: Member) -> float:
+def _rate(cluster: Cluster, member: Member, other: Member) -> float:
     """Return the bytes per second between two members; zero if no link joins them."""
     try:
-        return cluster.route(one, other).bytes_per_second
+        return cluster.route(member, other).bytes_per_second
     except UsageError:
         return 0.0
 

@@ -164,8 +164,12 @@ def _with_costs(
 ) -> Question:
     """Return the question with changed costs of all layers and of the parameters that layers share."""
     measurements = (
-        replace(one, kinds=tuple(map(changed, one.kinds)), shared=tuple(map(shared, one.shared)))
-        for one in question.profile.measurements
+        replace(
+            measurement,
+            kinds=tuple(map(changed, measurement.kinds)),
+            shared=tuple(map(shared, measurement.shared)),
+        )
+        for measurement in question.profile.measurements
     )
     return replace(question, profile=replace(question.profile, measurements=tuple(measurements)))
 
@@ -239,7 +243,9 @@ def runs_of(question: Question, plan: Plan, number: int, *, in_buckets: bool) ->
 def together(question: Question, runs: Sequence[Layers]) -> list[Layers]:
     """Return the runs whose state moves: `runs`, merged where layers share a parameter."""
     start, stop = runs[0][0], runs[-1][1]
-    users = [[user for user in one.users if start <= user < stop] for one in question.measurement.shared]
+    users = [
+        [user for user in shared.users if start <= user < stop] for shared in question.measurement.shared
+    ]
     inside = {layer for here in users if here for layer in range(here[0] + 1, here[-1] + 1)}
     return [*pairwise([start, *(edge for edge, _ in runs[1:] if edge not in inside), stop])]
 

@@ -137,7 +137,7 @@ Judge = Callable[[Question], float | None]  # share of the fullest device's budg
 
 def explanation(
     question: Question,
-    found: PlannerResult,
+    result: PlannerResult,
     peaks: tuple[int, ...],
     *,
     planner: str,
@@ -149,8 +149,8 @@ def explanation(
     Names the fullest device with its stage, or the host that is short (`elsewhere`). For a planner that
     compacts, `judge` decides whether a change fits; otherwise the exact search does.
     """
-    where = elsewhere or _device(question, found, peaks)
-    compacts = found.decisions is not None
+    where = elsewhere or _device(question, result, peaks)
+    compacts = result.decisions is not None
     none_fits = ""
     if planner in _BEST:
         none_fits = "; no plan was found that fits" if compacts else "; no other split fits either"
@@ -165,15 +165,15 @@ def explanation(
     return f"{where}{none_fits}. {_remedies(question, planner, asked)}"
 
 
-def _device(question: Question, found: PlannerResult, peaks: tuple[int, ...]) -> str:
+def _device(question: Question, result: PlannerResult, peaks: tuple[int, ...]) -> str:
     """Describe the fullest device: its stage, the missing bytes, and its use in percent."""
-    budgets, split = question.cluster.budgets, found.split
+    budgets, split = question.cluster.budgets, result.split
     stage = max(range(len(peaks)), key=lambda s: peaks[s] / budgets[split.devices[s]])
     device, need = split.devices[stage], peaks[stage]
     names = question.profile.span(*question.layers(*split.edges[stage : stage + 2]))
     budget, reserve = budgets[device], question.cluster.reserves[device]
     left = f", {format_bytes(reserve)} of the device are reserved for non-tensor memory" if reserve else ""
-    freed = ", even with recomputation and offloading" if found.decisions else ""
+    freed = ", even with recomputation and offloading" if result.decisions else ""
     return (
         f"device {device} needs {format_bytes(need)} for stage {stage} ({first_to_last(names)}), "
         f"{format_bytes(need - budget)} over its {format_bytes(budget)} ({ceil(100 * need / budget)} % "
@@ -294,7 +294,8 @@ def _with_memory(question: Question, times: float) -> Question:
     cluster = question.cluster
     more = (ceil(times * budget) - budget for budget in cluster.budgets)
     devices = tuple(
-        replace(one, memory_bytes=one.memory_bytes + n) for one, n in zip(cluster.devices, more, strict=True)
+        replace(device, memory_bytes=device.memory_bytes + n)
+        for device, n in zip(cluster.devices, more, strict=True)
     )
     return replace(question, cluster=replace(cluster, devices=devices))
 
@@ -395,9 +396,9 @@ def explained(plan: Plan) -> Plan:
     )
 
 
-def _simulated(plan: Plan, found: PlannerResult) -> Assembled:
+def _simulated(plan: Plan, result: PlannerResult) -> Assembled:
     """Return the simulation of a planner's plan, which the planner may have made."""
-    known = found.simulation
+    known = result.simulation
     return assembled(plan) if known is None or known.plan != plan else known
 
 
@@ -413,7 +414,7 @@ def _prediction(peaks: tuple[int, ...], simulation: Assembled) -> Prediction:
 
 def answer(
     question: Question,
-    found: PlannerResult,
+    result: PlannerResult,
     *,
     planner: Planner,
     name: str,
@@ -426,32 +427,32 @@ def answer(
         InfeasibleError: the plan does not fit.
         UsageError: the plan's grids cannot be trained.
     """
-    plan = plan_of(question, found.split, decisions=found.decisions)
+    plan = plan_of(question, result.split, decisions=result.decisions)
     check_slices(plan, None)
-    simulation = _simulated(plan, found)
-    peaks = _peaks(question, found, simulation)
+    simulation = _simulated(plan, result)
+    peaks = _peaks(question, result, simulation)
     if not question.options.allow_infeasible:
         short = shortage(plan, simulation.arenas)
-        _check(replace(question, options=asked), found, peaks, short, name, _Judge(planner))
-    bound = found.value if found.proven else found.bound
-    told = accounts(plan, simulation) if found.decisions else Accounts()
+        _check(replace(question, options=asked), result, peaks, short, name, _Judge(planner))
+    bound = result.value if result.proven else result.bound
+    told = accounts(plan, simulation) if result.decisions else Accounts()
     return replace(
         plan,
         prediction=replace(_prediction(peaks, simulation), compactions=told.compactions),
         provenance=Provenance(
             planner=name,
             options=asked.recorded,
-            objective=found.objective,
-            value=found.value,
+            objective=result.objective,
+            value=result.value,
             bound=bound if bound is not None and isfinite(bound) else None,
-            evaluated=found.evaluated,
+            evaluated=result.evaluated,
             seconds=seconds,
             remarks=(
-                *found.remarks,
+                *result.remarks,
                 *told.remarks,
                 *undivided(plan),
                 *_whole(plan),
-                *_staying(question, found),
+                *_staying(question, result),
                 *_unreplicated(question, asked, name),
             ),
         ),
@@ -464,9 +465,9 @@ def _whole(plan: Plan) -> Iterator[str]:
         yield f"The model is one block, because {plan.profile.indivisible}."
 
 
-def _staying(question: Question, found: PlannerResult) -> Iterator[str]:
+def _staying(question: Question, result: PlannerResult) -> Iterator[str]:
     """Yield the reason why no state moves, if the plan frees memory in other ways."""
-    if question.staying and found.decisions:
+    if question.staying and result.decisions:
         yield f"State is not offloaded, because {question.staying}."
 
 
@@ -507,24 +508,24 @@ class _Judge:
 
 
 def _check(
-    question: Question, found: PlannerResult, peaks: tuple[int, ...], short: str, name: str, judge: _Judge
+    question: Question, result: PlannerResult, peaks: tuple[int, ...], short: str, name: str, judge: _Judge
 ) -> None:
     """Check that every device has the memory of its stage; `short` names another shortage, if there is one.
 
     Raises:
         InfeasibleError: a device, or the memory that `short` names, is too small.
     """
-    budgets, split = question.cluster.budgets, found.split
+    budgets, split = question.cluster.budgets, result.split
     grids = map(split.grid, range(len(split.devices)))
     devices = tuple(max(grid.devices, key=lambda device: peaks[device] / budgets[device]) for grid in grids)
     over = any(peaks[device] > budgets[device] for device in devices)
     if over or short:
-        held, found = (
+        held, result = (
             tuple(peaks[device] for device in devices),
-            found._replace(split=split._replace(devices=devices)),
+            result._replace(split=split._replace(devices=devices)),
         )
         where = "" if over else short
-        raise InfeasibleError(explanation(question, found, held, planner=name, elsewhere=where, judge=judge))
+        raise InfeasibleError(explanation(question, result, held, planner=name, elsewhere=where, judge=judge))
 
 
 def plan_of(question: Question, split: Split, *, decisions: tuple[Decision, ...] | None = None) -> Plan:
@@ -551,10 +552,10 @@ def plan_of(question: Question, split: Split, *, decisions: tuple[Decision, ...]
     )
 
 
-def _peaks(question: Question, found: PlannerResult, simulation: Assembled) -> tuple[int, ...]:
+def _peaks(question: Question, result: PlannerResult, simulation: Assembled) -> tuple[int, ...]:
     """Return the peaks of all devices, by closed forms if these suffice."""
-    counted = simulation.plan.decisions or found.split.grids
-    return simulation.peak_bytes if counted else _by_device(question, found.split)
+    counted = simulation.plan.decisions or result.split.grids
+    return simulation.peak_bytes if counted else _by_device(question, result.split)
 
 
 def _by_device(question: Question, split: Split) -> tuple[int, ...]:

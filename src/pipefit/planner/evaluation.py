@@ -259,7 +259,7 @@ class Evaluation:
         return self._whole(self.simulation.step_seconds[-1] if self._quick else self.simulation.seconds)
 
     def takes(self, seconds: float) -> bool:
-        """Return whether a steady step takes at least so many seconds.
+        """Return whether a steady step takes at least this number of seconds.
 
         A last simulated step that is far longer decides without a long run.
         """
@@ -384,8 +384,8 @@ class Evaluator:
     ) -> Evaluation | None:
         """Return the evaluation of a candidate; None if its decisions cannot be carried out.
 
-        None also if its step is not `below` so many seconds; the memory of such a candidate is not computed. A
-        step that takes `at_least` so many seconds, by a lower bound, is not simulated.
+        None also if its step does not take less than `below` seconds; its memory is then not computed. A
+        step that takes `at_least` these seconds, by a lower bound, is not simulated.
         """
         if at_least >= below:
             self.work += _EACH
@@ -413,13 +413,13 @@ class Evaluator:
 
     def best(self, candidates: Sequence[Candidate]) -> Evaluation | None:
         """Return the best of some candidates; None if none can be carried out."""
-        result = [one for one in map(self.evaluate, candidates) if one is not None]
+        result = [evaluation for evaluation in map(self.evaluate, candidates) if evaluation is not None]
         return min(result, key=lambda one: one.order, default=None)
 
     def fastest(self, count: int) -> list[Evaluation]:
         """Return the `count` fastest simulated candidates that fit, the fastest first."""
         return nsmallest(
-            count, (value for value in self._simulated.values() if value.fits), key=lambda one: one.order
+            count, (value for value in self._simulated.values() if value.fits), key=lambda none: none.order
         )
 
     def whole(self, candidate: Candidate) -> Evaluation:
@@ -450,7 +450,7 @@ class Evaluator:
         return how.endless and not self._is_short and not few
 
     def _simulate(self, candidate: Candidate, below: float) -> None:
-        """Record the evaluation of a candidate, or that its step is not `below` so many seconds."""
+        """Record the evaluation of a candidate, or that its step takes `below` seconds or more."""
         before = self._parts.actions
         try:
             simulation = Assembled(self._plan(self._short, candidate), self._parts)

@@ -456,7 +456,7 @@ def leanest_of(questions: Iterable[Question]) -> tuple[Question, PlannerResult]:
         try:
             alone = question.degrees == (SINGLE,) and question.options.recompute != "always"
             every = [] if alone else searches(question, question.shards)
-            reached = min((one.level(known) for one in every), default=0.0)
+            reached = min((search.level(known) for search in every), default=0.0)
         except UsageError as error:
             refusal = error
             continue

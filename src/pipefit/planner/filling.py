@@ -137,12 +137,12 @@ class Filler:
                 break
         return best
 
-    def _corrected(self, off: list[float], found: Evaluation, choices: Sequence[StageChoice]) -> bool:
+    def _corrected(self, off: list[float], evaluation: Evaluation, choices: Sequence[StageChoice]) -> bool:
         """Correct the margins by the ledger's result; return whether the correction may change anything."""
         changed = False
-        for stage, (over, choice) in enumerate(zip(found.over, choices, strict=True)):
+        for stage, (over, choice) in enumerate(zip(evaluation.over, choices, strict=True)):
             if over > 0 or (
-                over < 0 and not choice.idle and self._spare(found.candidate, stage, choice) < -over
+                over < 0 and not choice.idle and self._spare(evaluation.candidate, stage, choice) < -over
             ):
                 off[stage] += over
                 changed = True
@@ -394,8 +394,8 @@ def priced_steps(menus: Sequence[Menu]) -> Iterator[tuple[int, int, int]]:
     """Yield the steps from recipe to recipe, the cheapest bytes first: block, recipe number, added bytes."""
     result = []
     for block, menu in enumerate(menus):
-        for number, (one, other) in enumerate(pairwise(menu.recipes), 1):
-            more = other.nbytes - one.nbytes
-            result.append(((other.seconds - one.seconds) / more, -block, number, more))
+        for number, (recipe, other) in enumerate(pairwise(menu.recipes), 1):
+            more = other.nbytes - recipe.nbytes
+            result.append(((other.seconds - recipe.seconds) / more, -block, number, more))
     for _, block, number, more in sorted(result):
         yield -block, number, more

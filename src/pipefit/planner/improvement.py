@@ -107,9 +107,9 @@ def _drawn(rng: Random, groups: Sequence[Iterator[Candidate]]) -> Iterator[Candi
         yield from rng.sample(some, min(_DRAWN, len(some)))
 
 
-def _is_as_good(one: Evaluation, other: Evaluation, slower: float) -> bool:
+def _is_as_good(evaluation: Evaluation, other: Evaluation, slower: float) -> bool:
     """Return whether a plan lacks less memory than another, or as much and is at most that part slower."""
-    return (one.over_bytes, one.seconds) <= (other.over_bytes, other.seconds * (1 + slower))
+    return (evaluation.over_bytes, evaluation.seconds) <= (other.over_bytes, other.seconds * (1 + slower))
 
 
 def _evaluated(filler: Filler, candidate: Candidate, below: float) -> Evaluation | None:
@@ -472,8 +472,8 @@ _LEANER = _without_states, _without_updates, _without_spills, _without_moves, _w
 _EVERYWHERE = _unhurried, _all_updates, _without_updates
 
 
-def _with(of: tuple[_T, ...], place: int, one: _T) -> tuple[_T, ...]:
-    return (*of[:place], one, *of[place + 1 :])
+def _with(of: tuple[_T, ...], place: int, item: _T) -> tuple[_T, ...]:
+    return (*of[:place], item, *of[place + 1 :])
 
 
 # ---- Order of devices: stages spread over shared wires to hosts
@@ -722,10 +722,10 @@ class _Faster:
         return dict(zip(splits, times, strict=True))
 
 
-def _better(one: Filled, other: Filled) -> bool:
+def _better(filled: Filled, other: Filled) -> bool:
     """Return whether a candidate is better by more than a negligible gain."""
     missing, seconds = other.found.order[:2]
-    return one.found.order < (missing, seconds * (1 - _IMPROVEMENT_ENOUGH))
+    return filled.found.order < (missing, seconds * (1 - _IMPROVEMENT_ENOUGH))
 
 
 def _improvement_neighbours(filler: Filler, filled: Filled) -> Iterator[FillingSetting]:

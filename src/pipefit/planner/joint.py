@@ -145,10 +145,10 @@ class JointSearch:
         whole = min(
             (evaluator.whole(one.candidate) for one in _close(result, others)), key=lambda one: one.order
         )
-        for one in evaluator.fastest(_FASTEST):
-            if whole.fits and one.seconds >= whole.seconds * (1 - _WORTH):
+        for evaluation in evaluator.fastest(_FASTEST):
+            if whole.fits and evaluation.seconds >= whole.seconds * (1 - _WORTH):
                 break
-            whole = min(whole, evaluator.whole(one.candidate), key=lambda one: one.order)
+            whole = min(whole, evaluator.whole(evaluation.candidate), key=lambda one: one.order)
         return Searched(whole, (*_told(whole, result, remarks), *self._ended))
 
     def told(self, searched: Searched) -> PlannerResult:
@@ -219,7 +219,9 @@ class JointSearch:
             filled, remarks = _lent(filler, base.filled)
         else:
             filled = self._filled(filler, fewer)
-        others = dict.fromkeys(one for answer in fewer for one in (answer.found, *answer.others))
+        others = dict.fromkeys(
+            evaluation for answer in fewer for evaluation in (answer.found, *answer.others)
+        )
         kept = _compacted(filler)
         if evaluator.pinned:
             return _Answer(filled.found, filled, (*kept, *others), remarks)
@@ -248,8 +250,10 @@ class JointSearch:
 
     def _filled(self, filler: Filler, fewer: Sequence[_Answer]) -> Filled:
         """Return the best split, filled and improved."""
-        known = (filler.fill(one.filled.setting, one.filled.margins) for one in fewer)
-        best = min((one for one in known if one is not None), key=lambda one: one.found.order, default=None)
+        known = (filler.fill(answer.filled.setting, answer.filled.margins) for answer in fewer)
+        best = min(
+            (filled for filled in known if filled is not None), key=lambda one: one.found.order, default=None
+        )
         start = _best_start(filler, best, self._splits)
         if not self._is_near(start.found):
             return start
@@ -269,9 +273,9 @@ class JointSearch:
         far = best.found.seconds > self.bound * (1 + _CLOSE)
         return far and start.found.fits and start.found.seconds < best.found.seconds * (1 + _AFAR)
 
-    def _is_near(self, found: Evaluation) -> bool:
+    def _is_near(self, evaluation: Evaluation) -> bool:
         """Return whether a plan fits, or lacks so little memory that small changes may make it fit."""
-        return found.over_bytes <= _NEAR * sum(self._question.cluster.budgets)
+        return evaluation.over_bytes <= _NEAR * sum(self._question.cluster.budgets)
 
     @cached_property
     def _splits(self) -> tuple[Split, ...]:
@@ -316,12 +320,12 @@ def _close(best: Evaluation, others: Sequence[Evaluation]) -> list[Evaluation]:
     ]
 
 
-def _polished(filler: Filler, found: Evaluation, bound: float) -> Evaluation:
+def _polished(filler: Filler, evaluation: Evaluation, bound: float) -> Evaluation:
     """Polish a plan, unless it keeps everything."""
-    if _is_idle(found):
-        return found
+    if _is_idle(evaluation):
+        return evaluation
     budget = Budget(filler.evaluator, _POLISHING // (1 + _OTHER_SPLITS))
-    return polished(filler, found, budget=budget, at_least=bound)
+    return polished(filler, evaluation, budget=budget, at_least=bound)
 
 
 def _in_other_orders(filler: Filler, start: Filled) -> list[Filled]:
@@ -439,9 +443,9 @@ def _keeps(filled: Filled) -> bool:
     return _is_idle(filled.found)
 
 
-def _is_idle(found: Evaluation) -> bool:
+def _is_idle(evaluation: Evaluation) -> bool:
     """Return whether a plan recomputes and moves nothing."""
-    return all(choice.idle for choice in found.candidate.choices)
+    return all(choice.idle for choice in evaluation.candidate.choices)
 
 
 def _lent(filler: Filler, best: Filled) -> tuple[Filled, tuple[str, ...]]:

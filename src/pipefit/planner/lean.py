@@ -271,7 +271,7 @@ def _candidates(question: Question) -> Iterator[StateCandidate]:
 def _divided(question: Question, split: Split, shard: Sharding) -> Split:
     """Return the split with replicas that divide `shard`, in a bucket for each block."""
     grids = tuple(
-        replace(one, shard=shard, buckets=question.blocks) if one.data > 1 else one
-        for one in map(split.grid, range(len(split.devices)))
+        replace(grid, shard=shard, buckets=question.blocks) if grid.data > 1 else grid
+        for grid in map(split.grid, range(len(split.devices)))
     )
     return split._replace(grids=grids)

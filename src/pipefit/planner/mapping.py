@@ -286,8 +286,8 @@ def with_peers(filler: Filler, best: Filled, *, budget: Budget) -> LendingResult
     for setting in dict.fromkeys(_settings(filler, best)):
         if budget.ends():
             break
-        if (one := filler.fill(setting, best.margins)) is not None:
-            result.append(one)
+        if (filled := filler.fill(setting, best.margins)) is not None:
+            result.append(filled)
     fitting = [one for one in result if one.found.fits and any(blocks for blocks, _ in one.setting.lent)]
     if not fitting:
         return None

@@ -412,8 +412,8 @@ def _hull(recipes: list[Recipe]) -> tuple[Recipe, ...]:
     return tuple(result)
 
 
-def _price(one: Recipe, other: Recipe) -> float:
-    return (other.seconds - one.seconds) / (other.nbytes - one.nbytes)
+def _price(recipe: Recipe, other: Recipe) -> float:
+    return (other.seconds - recipe.seconds) / (other.nbytes - recipe.nbytes)
 
 
 # ---- Choices of stages

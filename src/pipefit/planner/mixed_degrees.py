@@ -260,19 +260,21 @@ class _StageWays:
 # Cost: log2 of a stage's blocks programs of the stage.
 
 
-def trimmed(question: Question, found: Hybrid, reader: Reader) -> tuple[Decision, ...]:
+def trimmed(question: Question, hybrid: Hybrid, reader: Reader) -> tuple[Decision, ...]:
     """Return the decisions to recompute the fewest first blocks of a plan's stages with which they fit."""
     decisions = list[Decision]()
-    for number, one in enumerate(found.stages):
-        if one.way.recompute == "never":
+    for number, placed in enumerate(hybrid.stages):
+        if placed.way.recompute == "never":
             continue
-        room = min(question.cluster.budgets[device] for device in found.split.grid(number).devices)
-        low, high = 0, one.stop - one.start  # too few blocks, and enough blocks
+        room = min(question.cluster.budgets[device] for device in hybrid.split.grid(number).devices)
+        low, high = 0, placed.stop - placed.start  # too few blocks, and enough blocks
         while high - low > 1:
             middle = (low + high) // 2
-            (peak,) = reader.peaks(found.split, [number], [*recomputed_blocks(question, number, one, middle)])
+            (peak,) = reader.peaks(
+                hybrid.split, [number], [*recomputed_blocks(question, number, placed, middle)]
+            )
             low, high = (low, middle) if peak <= room else (middle, high)
-        decisions += recomputed_blocks(question, number, one, high)
+        decisions += recomputed_blocks(question, number, placed, high)
     return tuple(decisions)
 
 

@@ -198,9 +198,9 @@ class Space:
         Raises:
             UsageError: the size contradicts the request.
         """
-        asked = self.question
-        how = replace(asked.training, microbatches=asked.training.batch_size // size)
-        return replace(asked, profile=profile, training=how)
+        question = self.question
+        how = replace(question.training, microbatches=question.training.batch_size // size)
+        return replace(question, profile=profile, training=how)
 
 
 def space_of(
@@ -271,18 +271,18 @@ def with_slices(profiles: Profiles, devices: int, options: PlanOptions, *, opens
     """
 
     def at(size: int) -> ModelProfile:
-        made = profiles(size)
-        every = [made]
-        changed = changed_by_replicas(made, options, opens_sizes=opens_sizes)
+        profile = profiles(size)
+        every = [profile]
+        changed = changed_by_replicas(profile, options, opens_sizes=opens_sizes)
         for count in () if changed else divisors(size, devices):
             if count > 1 and options.data in (None, count):
                 with suppress(UsageError):
                     slices = profiles(size // count)
-                    if not differences(made.fingerprint, slices.fingerprint, made.layers):
+                    if not differences(profile.fingerprint, slices.fingerprint, profile.layers):
                         every.append(slices)
         kernels = tuple(dict.fromkeys(kernel for result in every for kernel in result.kernels.kernels))
         measurements = tuple(measurement for result in every for measurement in result.measurements)
-        return replace(made, measurements=measurements, kernels=KernelMemory(kernels=kernels))
+        return replace(profile, measurements=measurements, kernels=KernelMemory(kernels=kernels))
 
     return at
 
@@ -292,9 +292,9 @@ def _with_pins(profiles: Profiles, devices: int, options: PlanOptions, batch: in
 
     def at(size: int) -> ModelProfile:
         check_degrees(size, devices, options, batch)
-        made = profiles(size)
-        check_pins(made, size, devices, options, batch)
-        return made
+        profile = profiles(size)
+        check_pins(profile, size, devices, options, batch)
+        return profile
 
     return at
 

@@ -180,9 +180,9 @@ def plan_again(old: Plan, cluster: Cluster) -> Plan:
     instance("cluster", cluster, Cluster, 'such as pipefit.load_cluster("4x-titan-rtx")')
     if cluster == old.cluster:
         return old
-    made = old.provenance
-    planner = made.planner if made and made.planner in PLANNERS else "joint"
-    asked = replace(PlanOptions.of_record(made.options if made else {}), planner=planner)
+    provenance = old.provenance
+    planner = provenance.planner if provenance and provenance.planner in PLANNERS else "joint"
+    asked = replace(PlanOptions.of_record(provenance.options if provenance else {}), planner=planner)
     if len(cluster.devices) == 1:
         asked = replace(asked, shard=None)
 

@@ -146,8 +146,8 @@ def degrees_of(
     )
 
 
-def _divides(one: Measurement, size: int) -> bool:
-    return size % one.microbatch_size == 0
+def _divides(measurement: Measurement, size: int) -> bool:
+    return size % measurement.microbatch_size == 0
 
 
 def check_pins(
@@ -171,11 +171,11 @@ def check_pins(
             f"{profile.model} was profiled without sequence parallelism: profile it, or plan the model, "
             "with --tensor 2 --sequences"
         )
-    asked = Degree.requested(options)
-    if asked == SINGLE:
+    degree = Degree.requested(options)
+    if degree == SINGLE:
         return
-    _check_slices(profile, size, asked.data)
-    profile.at(size // asked.data, asked.tensor, sequences=asked.sequences)
+    _check_slices(profile, size, degree.data)
+    profile.at(size // degree.data, degree.tensor, sequences=degree.sequences)
 
 
 def check_degrees(size: int, devices: int, options: PlanOptions, batch: int | None = None) -> None:
@@ -189,15 +189,15 @@ def check_degrees(size: int, devices: int, options: PlanOptions, batch: int | No
             raise UsageError(f"a stage needs at least one device: {what} must be 1 or more, not {number}")
     if options.sequences and options.tensor == 1:
         raise UsageError("sequence parallelism needs several shards: give tensor=2 or more, or omit it")
-    asked = Degree.requested(options)
-    if asked.devices > devices:
+    degree = Degree.requested(options)
+    if degree.devices > devices:
         raise UsageError(
-            f"a stage of {asked} needs {counted(asked.devices, 'device')}, but there are {devices}: use fewer"
+            f"a stage of {degree} needs {counted(degree.devices, 'device')}, but there are {devices}: use fewer"
         )
-    if size % asked.data:
+    if size % degree.data:
         raise UsageError(
-            f"{asked.data} replicas cannot split microbatches of {counted(size, 'sample')} evenly: use "
-            f"{dividing(size, asked.data, batch)}, or another number of replicas"
+            f"{degree.data} replicas cannot split microbatches of {counted(size, 'sample')} evenly: use "
+            f"{dividing(size, degree.data, batch)}, or another number of replicas"
         )
     shard = options.shard
     if shard is not None and shard != "none":

@@ -89,14 +89,14 @@ def representative(question: Question, degree: Degree) -> Question:
     )
 
 
-def expanded(question: Question, found: PlannerResult, degree: Degree) -> PlannerResult:
+def expanded(question: Question, result: PlannerResult, degree: Degree) -> PlannerResult:
     """Return the result for one replica as a result for all of them."""
     groups, shard = groups_of(question, degree), question.shards[0] if degree.data > 1 else "none"
     grids = tuple(
         Grid(devices=groups[device], shard=shard, buckets=buckets_of(shard, stop - start), **degree.pins)
-        for device, (start, stop) in zip(found.split.devices, pairwise(found.split.edges), strict=True)
+        for device, (start, stop) in zip(result.split.devices, pairwise(result.split.edges), strict=True)
     )
-    return found._replace(split=Split(found.split.edges, tuple(grid.devices[0] for grid in grids), grids))
+    return result._replace(split=Split(result.split.edges, tuple(grid.devices[0] for grid in grids), grids))
 
 
 def in_replicas(planner: Planner) -> Planner:

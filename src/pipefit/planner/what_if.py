@@ -154,32 +154,35 @@ class Remedy:
         return not over and not missing_bytes(self.plan, Simulation(self.plan).arenas)
 
 
-def remedies(found: PostMortem) -> list[Remedy]:
+def remedies(post_mortem: PostMortem) -> list[Remedy]:
     """Return the plans that would have fitted: those for the same devices, fastest first, then others."""
-    cluster = _leaving_room(found)
-    same = [remedy for remedy in _on_the_same(found.plan, cluster) if remedy.fits]
+    cluster = _leaving_room(post_mortem)
+    same = [remedy for remedy in _on_the_same(post_mortem.plan, cluster) if remedy.fits]
     same.sort(key=lambda remedy: remedy.prediction.step_seconds)
-    return [*same, *_on_others(found.plan, cluster)]
+    return [*same, *_on_others(post_mortem.plan, cluster)]
 
 
-def _leaving_room(found: PostMortem) -> Cluster:
+def _leaving_room(post_mortem: PostMortem) -> Cluster:
     """Return the plan's cluster, with reserves for the memory that the run took beyond its prediction."""
-    samples = simulate(found.plan).devices[found.device].memory
+    samples = simulate(post_mortem.plan).devices[post_mortem.device].memory
     predicted = next(
-        (sample.total_bytes for sample in samples if _alike(sample, found.moment)), found.moment.total_bytes
+        (sample.total_bytes for sample in samples if _alike(sample, post_mortem.moment)),
+        post_mortem.moment.total_bytes,
     )
-    surplus = max(0, found.moment.total_bytes - predicted)
-    if found.traced.allocator is not None:
-        surplus = max(surplus, found.traced.allocator.process_bytes - found.traced.allocator.requested_bytes)
-    cluster = found.plan.cluster
+    surplus = max(0, post_mortem.moment.total_bytes - predicted)
+    if post_mortem.traced.allocator is not None:
+        surplus = max(
+            surplus, post_mortem.traced.allocator.process_bytes - post_mortem.traced.allocator.requested_bytes
+        )
+    cluster = post_mortem.plan.cluster
     reserves = (max(own, -(-surplus // MIB) * MIB if surplus else 0) for own in cluster.reserves)
     sizes = (device.memory_bytes for device in cluster.devices)
     return cluster.reserving([min(one, size - 1) for one, size in zip(reserves, sizes, strict=True)])
 
 
-def _alike(one: MemorySample, other: MemorySample) -> bool:
+def _alike(sample: MemorySample, other: MemorySample) -> bool:
     """Return whether two samples are of the same action, of the first step or of later ones."""
-    return one.action == other.action and min(one.step, 1) == min(other.step, 1)
+    return sample.action == other.action and min(sample.step, 1) == min(other.step, 1)
 
 
 def _on_the_same(plan: Plan, cluster: Cluster) -> Iterator[Remedy]:
@@ -191,7 +194,9 @@ def _on_the_same(plan: Plan, cluster: Cluster) -> Iterator[Remedy]:
     yield from _remedy("every layer recomputed", plan, cluster, planner="exact", recompute="always",
                        options="--objective peak --recompute always")  # fmt: skip
     training = plan.training
-    for size in sorted({one.microbatch_size for one in plan.profile.measurements}, reverse=True):
+    for size in sorted(
+        {measurement.microbatch_size for measurement in plan.profile.measurements}, reverse=True
+    ):
         if size < training.microbatch_size and training.batch_size % size == 0:
             count = training.batch_size // size
             finer = replace(plan, training=replace(training, microbatches=count))

@@ -297,7 +297,9 @@ class Lowered:
         if self._turns is not None and not all(map(self._turns.tell, read.effects)):
             self._lower_all()
             read = self._reading()
-        changes = ((n, position, one) for n, effects in enumerate(read.effects) for position, one in effects)
+        changes = (
+            (n, position, effect) for n, effects in enumerate(read.effects) for position, effect in effects
+        )
         placed = read.placed
         if self.programs[-1].endless:
             placed = [
@@ -546,7 +548,9 @@ def _alike(programs: Sequence[UncheckedProgram], device: int, stages: Mapping[in
             peer = -1 if place is None else peers.setdefault(place, len(peers))
             rows = None if part is None else (part[0] - first, part[1] - first)
             result.append((kind, stage, microbatch, layers, subject, peer, rows, wait))
-    return tuple((number, id(one.flights), one.share) for number, one in stages.items()), tuple(result)
+    return tuple(
+        (number, id(stage_cost.flights), stage_cost.share) for number, stage_cost in stages.items()
+    ), tuple(result)
 
 
 def assembled(plan: Plan) -> Assembled:

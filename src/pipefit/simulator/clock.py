@@ -272,8 +272,8 @@ class Times:
         """Share of the last step in which every device computes."""
         length, last = self.step_seconds[-1], [counts[-1] for counts in self._counts]
         busy = [
-            sum(one.seconds[-count:]) if count else 0.0
-            for one, count in zip(self._program.devices, last, strict=True)
+            sum(timed_actions.seconds[-count:]) if count else 0.0
+            for timed_actions, count in zip(self._program.devices, last, strict=True)
         ]
         return tuple(seconds / length if length else 0.0 for seconds in busy)
 

@@ -214,14 +214,14 @@ def _in_turn(sums: Sequence[_WireUse]) -> Hashable:
 
     Of several that become ready at once, the one with the earliest device goes first, after all messages.
     """
-    turns = {one: turn for turn, one in enumerate(sorted({one.earliest for one in sums}))}
+    turns = {one: turn for turn, one in enumerate(sorted({wire_use.earliest for wire_use in sums}))}
     return tuple(sorted((one.name, turns[one.earliest], one.hops) for one in sums))
 
 
 def _numbered(of: Mapping[Key, Hashable]) -> dict[Key, int]:
     """Return numbers that are equal for equal values."""
     known = dict[Hashable, int]()
-    return {key: known.setdefault(one, len(known)) for key, one in of.items()}
+    return {key: known.setdefault(hashable, len(known)) for key, hashable in of.items()}
 
 
 def _standing(classes: Mapping[Key, int]) -> dict[Key, Key]:

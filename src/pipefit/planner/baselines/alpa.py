@@ -36,7 +36,7 @@ def alpa(question: Question) -> PlannerResult:
             break
     else:
         best.append(search.best(lambda _, choice: Cost(search.barred_ranges(choice))))  # raises: no plan
-    result = min(best, key=lambda one: one.value)
+    result = min(best, key=lambda hybrid: hybrid.value)
     return PlannerResult(result.split, Objective.ESTIMATED_STEP, result.value, result.evaluated, proven=False)
 
 

@@ -277,9 +277,9 @@ def _refined(
     return best
 
 
-def _room(found: Evaluation, options: MpressOptions) -> list[int]:
+def _room(evaluation: Evaluation, options: MpressOptions) -> list[int]:
     """Return the bytes that every stage's device can lend, in whole pieces."""
-    return [max(0, -over) // options.quantum_bytes * options.quantum_bytes for over in found.over]
+    return [max(0, -over) // options.quantum_bytes * options.quantum_bytes for over in evaluation.over]
 
 
 def _relieved(

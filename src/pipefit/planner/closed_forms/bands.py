@@ -155,8 +155,10 @@ def stage_peak(band: Band, met: Iterable[Surroundings], within: Slices = EVERYWH
     """
     peak: Ints = band.step_peak()[within]
     groups: dict[tuple[int, int, int, int], list[Surroundings]] = {}
-    for one in met:
-        groups.setdefault((one.in_flight, one.checkpoints, one.versions, one.rooms), []).append(one)
+    for surroundings in met:
+        groups.setdefault(
+            (surroundings.in_flight, surroundings.checkpoints, surroundings.versions, surroundings.rooms), []
+        ).append(surroundings)
     for (in_flight, checkpoints, versions, rooms), members in groups.items():
         level = band.highest(members)[within]
         if in_flight:

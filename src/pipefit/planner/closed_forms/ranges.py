@@ -214,7 +214,7 @@ class _Maker:
             boundary for boundary, _ in StageStorages(measurement, 0, self.count).unlike_gradients()
         }
         self._later_users = {
-            user for one in measurement.shared if one.gradient_bytes for user in one.users[1:]
+            user for shared in measurement.shared if shared.gradient_bytes for user in shared.users[1:]
         }
         self._known: dict[object, tuple[OfBlock, ...]] = {}
 
@@ -246,10 +246,10 @@ class _Maker:
 
     def _repeated(self, start: int, stop: int) -> Iterator[object]:
         """Yield the tensors that layers of a block share, with these layers."""
-        for one in (*self.measurement.shared, *self.measurement.shared_buffers):
+        for shared_tensor in (*self.measurement.shared, *self.measurement.shared_buffers):
             yield from (
-                (user - start, later - start, one)
-                for user, later in one.pairs
+                (user - start, later - start, shared_tensor)
+                for user, later in shared_tensor.pairs
                 if start <= user < later < stop
             )
 
@@ -496,8 +496,8 @@ class Ranges:
         alike = width, first, last, estimated
         key = *alike, self.loss_bytes
         if alike not in self._known:
-            made = self._maker(width, first, last).make(estimated=estimated)
-            self._known[alike] = made if self._blocks is None else recomputed_by_block(made, self._blocks)
+            band = self._maker(width, first, last).make(estimated=estimated)
+            self._known[alike] = band if self._blocks is None else recomputed_by_block(band, self._blocks)
         if key not in self._known:
             self._known[key] = self._known[alike].with_losses(self.loss_bytes, self.count)
         return self._known[key]

@@ -266,7 +266,7 @@ def fastest(
     level, result = budget_level(question), list[Hybrid]()
     for search in searches(question, shards, again=again):
         result += _fitting(search, level, at_most, most)
-    return sorted(result, key=lambda one: one.value)[:most]
+    return sorted(result, key=lambda hybrid: hybrid.value)[:most]
 
 
 def _fitting(search: HybridSearch, level: float, at_most: float, most: int) -> list[Hybrid]:
@@ -275,7 +275,7 @@ def _fitting(search: HybridSearch, level: float, at_most: float, most: int) -> l
     long = search.evaluated * search.states.count > LONG
     for _ in range(1 + (_TIMES if long else min(_TIMES, WORK // search.candidates))):
         tried = (_labelled if long else HybridSearch.fastest)(search, level, at_most, most)
-        fit = [one for one in tried if search.value(one) <= level]
+        fit = [hybrid for hybrid in tried if search.value(hybrid) <= level]
         if fit[:1] == tried[:1]:
             return fit
     return fit
@@ -313,8 +313,8 @@ def _within(search: HybridSearch, level: float, slowest: float) -> list[Hybrid]:
         best = LabelSearch(question.blocks, search.states.used, own, lines, most_used, search.barred)
         stages = best.best() if best.value <= slowest else ()
         if len(stages) in search.counts:
-            made = Hybrid(search.split(stages), best.value, sum(one.ranges for one in own), stages)
-            result.setdefault(made.split.edges, made)
+            hybrid = Hybrid(search.split(stages), best.value, sum(one.ranges for one in own), stages)
+            result.setdefault(hybrid.split.edges, hybrid)
     return sorted(result.values(), key=lambda one: one.value)
 
 

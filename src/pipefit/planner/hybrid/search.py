@@ -67,7 +67,7 @@ def few_classes(
     and `is_possible` decide that from the sizes of classes. The merge that loses the least memory comes
     first, different kinds last.
     """
-    left = sorted(question.classes, key=lambda one: one.memory_bytes)
+    left = sorted(question.classes, key=lambda kind: kind.memory_bytes)
     while len(left) > 1:
         lost = [_lost(question, *pair) for pair in pairwise(left)]
         kinds, _, share = least = min(lost)
@@ -130,7 +130,7 @@ def searches(
     """
     alike: dict[object, list[Degree]] = {}
     for degree in question.degrees:
-        forms = tuple(one.form for one in question.measured(degree).shared)
+        forms = tuple(shared.form for shared in question.measured(degree).shared)
         alike.setdefault((degree.tensor, forms) if forms else None, []).append(degree)
     return [HybridSearch(question, degrees, shards, again=again) for degrees in alike.values()]
 
@@ -138,7 +138,7 @@ def searches(
 def candidates(question: Question, shards: Sequence[Sharding], *, again: bool = False) -> int:
     """Return the number of stages that a search compares, with all ways to save memory."""
     every = searches(question, shards, again=again)
-    return sum(one.candidates for one in every)
+    return sum(search.candidates for search in every)
 
 
 def leanest(question: Question, every: Sequence[HybridSearch] = ()) -> Hybrid:
@@ -150,7 +150,7 @@ def leanest(question: Question, every: Sequence[HybridSearch] = ()) -> Hybrid:
     """
     every, best = every or searches(question, question.shards), list[Hybrid]()
     for _ in range(1 + WORK // candidates(question, question.shards)):
-        level, number = min((one.level(), number) for number, one in enumerate(every))
+        level, number = min((search.level(), number) for number, search in enumerate(every))
         result = every[number].fastest(level, most=1)[0]
         best.append(result._replace(value=every[number].value(result)))
         if best[-1].value <= level:
@@ -158,7 +158,7 @@ def leanest(question: Question, every: Sequence[HybridSearch] = ()) -> Hybrid:
     least = level if best[-1].value <= level else min(one.level() for one in every)
     if best[-1].value > least and len(question.shards) > 1:
         best.insert(0, leanest(replace(question, options=replace(question.options, shard="none"))))
-    result = min(reversed(best), key=lambda one: one.value)
+    result = min(reversed(best), key=lambda hybrid: hybrid.value)
     return result._replace(bound=min(result.value, least * every[0].kept))
 
 
@@ -170,25 +170,25 @@ def leanest_split(question: Question) -> Split:
     every = searches(question, question.shards)
     if candidates(question, question.shards) <= WORK:
         return leanest(question, every).split
-    level, number = min((one.level(), number) for number, one in enumerate(every))
+    level, number = min((search.level(), number) for number, search in enumerate(every))
     return every[number].fastest(level, most=1)[0].split
 
 
-def repeated(question: Question, found: Hybrid) -> tuple[Decision, ...]:
+def repeated(question: Question, hybrid: Hybrid) -> tuple[Decision, ...]:
     """Return the decisions of a plan to recompute, for all microbatches."""
     return tuple(
         decision
-        for number, one in enumerate(found.stages)
-        for decision in recomputed_blocks(question, number, one, one.stop - one.start)
+        for number, placed in enumerate(hybrid.stages)
+        for decision in recomputed_blocks(question, number, placed, placed.stop - placed.start)
     )
 
 
-def recomputed_blocks(question: Question, number: int, one: Placed, blocks: int) -> Iterator[Decision]:
+def recomputed_blocks(question: Question, number: int, placed: Placed, blocks: int) -> Iterator[Decision]:
     """Yield the decisions that recompute the first `blocks` blocks of a stage in its way, if any."""
-    if one.way.recompute == "never":
+    if placed.way.recompute == "never":
         return
-    ends = question.edges[one.start], question.edges[one.start + blocks]
-    edges = question.edges if one.way.recompute == "always" else ()
+    ends = question.edges[placed.start], question.edges[placed.start + blocks]
+    edges = question.edges if placed.way.recompute == "always" else ()
     for start, stop in pairwise(cuts(edges, *ends)):
         yield Decision(stage=number, subject=Run(start=start, stop=stop), what=What.RECOMPUTE)
 
@@ -220,7 +220,7 @@ class HybridSearch:
         self.question, degrees, self.shards, self.again = question, degrees or question.degrees, shards, again
         self.tables = {degree: DegreeTables(question, degree) for degree in degrees}
         few = few_classes(question, self._is_cheap, self._is_possible)
-        self.classes, self.kept = sorted(few.classes, key=lambda one: one.memory_bytes), few.kept
+        self.classes, self.kept = sorted(few.classes, key=lambda kind: kind.memory_bytes), few.kept
         self.states = States([len(cls_.devices) for cls_ in self.classes])
         self.choices = [
             StageRequest(degree, take) for degree in degrees for take in self.states.takes(degree.devices)
@@ -325,36 +325,38 @@ class HybridSearch:
     def _made(self, stages: tuple[Placed, ...], value: float, level: float = _INFINITE) -> Hybrid:
         left = range(len(stages), 0, -1)
         stages = tuple(
-            one._replace(way=self._way(n, one, level)) for n, one in zip(left, stages, strict=True)
+            placed._replace(way=self._way(n, placed, level)) for n, placed in zip(left, stages, strict=True)
         )
         return Hybrid(self.split(stages), value, self.evaluated, stages)
 
-    def _way(self, left: int, one: Placed, level: float) -> Way:
+    def _way(self, left: int, placed: Placed, level: float) -> Way:
         """Return the way to save memory with the fewest seconds within a level."""
 
         def seconds(way: Way) -> float:
-            peak = self.tables[one.choice.degree].peak(left, way, one.start, one.stop)
-            within = peak / self.unit(one.choice) <= level
-            return float(self.seconds(one.choice, way)[0][one.start, one.stop]) if within else _INFINITE
+            peak = self.tables[placed.choice.degree].peak(left, way, placed.start, placed.stop)
+            within = peak / self.unit(placed.choice) <= level
+            return (
+                float(self.seconds(placed.choice, way)[0][placed.start, placed.stop]) if within else _INFINITE
+            )
 
-        return min(self.ways(one.choice.degree), key=seconds)
+        return min(self.ways(placed.choice.degree), key=seconds)
 
-    def value(self, found: Hybrid) -> float:
+    def value(self, hybrid: Hybrid) -> float:
         """Return the highest peak of a plan's stages, in bytes or as a share; reads unknown peaks."""
-        left = range(len(found.stages), 0, -1)
+        left = range(len(hybrid.stages), 0, -1)
         known = [
             self.tables[one.choice.degree].read(n, one.way, one.start, one.stop)
-            for n, one in zip(left, found.stages, strict=True)
+            for n, one in zip(left, hybrid.stages, strict=True)
         ]
         numbers = [number for number, nbytes in enumerate(known) if nbytes is None]
-        decisions = repeated(self.question, found)
+        decisions = repeated(self.question, hybrid)
         self._level = _INFINITE if numbers else self._level
-        for number, nbytes in zip(numbers, self._reader.peaks(found.split, numbers, decisions), strict=True):
-            one, known[number] = found.stages[number], nbytes
-            tables = self.tables[one.choice.degree]
-            tables.take(left[number], one.way, one.start, one.stop, nbytes, expects=self.expects)
+        for number, nbytes in zip(numbers, self._reader.peaks(hybrid.split, numbers, decisions), strict=True):
+            placed, known[number] = hybrid.stages[number], nbytes
+            tables = self.tables[placed.choice.degree]
+            tables.take(left[number], placed.way, placed.start, placed.stop, nbytes, expects=self.expects)
         return max(
-            (nbytes or 0) / self.unit(one.choice) for nbytes, one in zip(known, found.stages, strict=True)
+            (nbytes or 0) / self.unit(one.choice) for nbytes, one in zip(known, hybrid.stages, strict=True)
         )
 
     @property
@@ -464,7 +466,9 @@ class HybridSearch:
         free = [list(cls_.devices) for cls_ in self.classes]
         grids = grids_of([(stage.choice.degree, stage.choice.take.lowest) for stage in stages], free, hosts)
         grids = tuple(
-            replace(grid, shard=one.way.shard, buckets=buckets_of(one.way.shard, one.stop - one.start))
-            for grid, one in zip(grids, stages, strict=True)
+            replace(
+                grid, shard=placed.way.shard, buckets=buckets_of(placed.way.shard, placed.stop - placed.start)
+            )
+            for grid, placed in zip(grids, stages, strict=True)
         )
         return Split(edges, tuple(grid.devices[0] for grid in grids), grids)

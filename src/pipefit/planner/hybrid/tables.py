@@ -218,7 +218,8 @@ class DegreeTables:
     def trained(self) -> Floats:
         """Bytes of trained parameters, which owners send to the other replicas after an update."""
         return self._once(
-            "trained_bytes", {one: one.nbytes for one in self.measurement.shared if one.gradient_bytes}
+            "trained_bytes",
+            {shared: shared.nbytes for shared in self.measurement.shared if shared.gradient_bytes},
         )
 
     @cached_property
@@ -325,7 +326,7 @@ def barred_cuts(question: Question, tables: dict[Degree, DegreeTables]) -> dict[
 
     Values at such a cut cannot be divided by samples.
     """
-    judges = _Judges({degree.data: one.measurement for degree, one in tables.items()})
+    judges = _Judges({degree.data: degree_tables.measurement for degree, degree_tables in tables.items()})
     pairs = [(a.data, b.data) for a in tables for b in tables if a.data != b.data]
     result: dict[int, Allowed] = {}
     for cut in range(1, question.blocks):
@@ -339,7 +340,7 @@ class _Judges:
     """Test of the degrees that may meet before a layer."""
 
     def __init__(self, measured: dict[int, Measurement]) -> None:
-        self._sizes = {data: one.microbatch_size for data, one in measured.items()}
+        self._sizes = {data: measurement.microbatch_size for data, measurement in measured.items()}
         self._inputs = {data: [cost.inputs for cost in one.costs] for data, one in measured.items()}
         self._known: dict[tuple[tuple[Value, ...], tuple[Value, ...], bool], bool] = {}
 

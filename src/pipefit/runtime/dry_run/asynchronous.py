@@ -73,7 +73,9 @@ class Labels:
     def _label(self, action: Action, program: UncheckedProgram) -> Label:
         if action.moves_state:
             return Label(
-                action.stage, (action,), self._updated.issuperset(one.layer for one in program.moved(action))
+                action.stage,
+                (action,),
+                self._updated.issuperset(subject.layer for subject in program.moved(action)),
             )
         key = action.stage, action.microbatch
         path = self._paths[key] = (*self._paths.get(key, ()), action._replace(microbatch=None))
@@ -122,8 +124,8 @@ def turns(plan: Plan, of_steps: Sequence[Sequence[LabelledAction]]) -> dict[Labe
     A period is the number of microbatches after which all decisions repeat.
     """
     turn, counts = period(plan), Counter(of_step.label for of_step in of_steps[-1])
-    every = {one.label for step in of_steps for one in step}
-    return {one: -(-counts[one] * turn // plan.training.microbatches) or turn for one in every}
+    every = {labelled.label for step in of_steps for labelled in step}
+    return {label: -(-counts[label] * turn // plan.training.microbatches) or turn for label in every}
 
 
 def fewer(plan: Plan, programs: Sequence[Program], *, again: bool = False) -> list[UncheckedProgram]:
@@ -157,7 +159,7 @@ def _counted(of_steps: Sequence[Sequence[LabelledAction]], turn: Mapping[Label, 
 
     It is not needed more often than it comes in the steps.
     """
-    counts = Counter(one.label for step in of_steps for one in step)
+    counts = Counter(labelled.label for step in of_steps for labelled in step)
     return {label: min(count, 2 + 2 * turn[label] if turn else 1) for label, count in counts.items()}
 
 
@@ -213,15 +215,15 @@ class Effects:
 
     def learn(self, of_actions: Sequence[LabelledAction], measured: Sequence[BytesChange]) -> None:
         """Record the effects of the actions of an executed step."""
-        for one, change in zip(of_actions, measured, strict=True):
-            self._known.setdefault(one.label, change)
+        for labelled, change in zip(of_actions, measured, strict=True):
+            self._known.setdefault(labelled.label, change)
 
     def samples(
         self, step: int, actions: Sequence[Action], of_actions: Sequence[LabelledAction]
     ) -> Iterator[MemorySample]:
         """Yield the memory samples of a step, whose times are positions in the program."""
-        for position, (action, one) in enumerate(zip(actions, of_actions, strict=True)):
-            change = self._known[one.label]
+        for position, (action, labelled) in enumerate(zip(actions, of_actions, strict=True)):
+            change = self._known[labelled.label]
             peak = plus(self._level, change.at_peak)
             yield MemorySample(step=step, action=str(action), seconds=float(position), bytes=peak)  # type: ignore[arg-type]
             self._level = plus(self._level, change.after)
@@ -287,7 +289,7 @@ class EndlessLives:
     @property
     def events(self) -> list[Event]:
         """All births and deaths of the unfolded steps."""
-        return [event for one in self.excerpts for event in one.events]
+        return [event for named_excerpt in self.excerpts for event in named_excerpt.events]
 
     # ---------------------------------------------------------------- recording
 
@@ -297,22 +299,24 @@ class EndlessLives:
             self._learn(_SETTING_UP, before)
         elif events(before):
             self.consistent = False
-        for one, lives in zip(of_actions, seen, strict=True):
-            self._learn(one, lives)
+        for labelled, lives in zip(of_actions, seen, strict=True):
+            self._learn(labelled, lives)
 
-    def _learn(self, one: LabelledAction, lives: Recorded) -> None:
-        births, deeds, own = 0, list[_Deed](), one.label.own
-        self._counts.update((own, one.flight))
+    def _learn(self, labelled: LabelledAction, lives: Recorded) -> None:
+        births, deeds, own = 0, list[_Deed](), labelled.label.own
+        self._counts.update((own, labelled.flight))
         for name, nbytes in events(lives):
             if not nbytes:
-                deeds.append((0, self._where(self._born.pop(name), one)))
+                deeds.append((0, self._where(self._born.pop(name), labelled)))
             elif name in WORKSPACES:
                 deeds.append((nbytes, name))
             else:
-                self._born[name] = _Birth(one, self._counts[own] - 1, self._counts[one.flight] - 1, births)
+                self._born[name] = _Birth(
+                    labelled, self._counts[own] - 1, self._counts[labelled.flight] - 1, births
+                )
                 deeds.append((nbytes, 0))
                 births += 1
-        self._told[one.label].append(tuple(deeds))
+        self._told[labelled.label].append(tuple(deeds))
 
     def _where(self, birth: _Birth, now: LabelledAction) -> _Where:
         if birth.action.flight == now.flight is not None:
@@ -326,16 +330,16 @@ class EndlessLives:
         """Append the events of these steps, up to an impossible one. `turns` belong to their labels."""
         first = defaultdict[object, list[int]](list)  # every action's first birth, by the keys of `_counts`
         seen, living, born = Counter[Label](), set[Hashable](), 0
-        for one in chain([_SETTING_UP], *steps):
-            deeds = self._deeds(one.label, seen[one.label], turns.get(one.label, 1))
-            seen[one.label] += 1
-            for kept in (one.label.own, one.flight):
+        for labelled in chain([_SETTING_UP], *steps):
+            deeds = self._deeds(labelled.label, seen[labelled.label], turns.get(labelled.label, 1))
+            seen[labelled.label] += 1
+            for kept in (labelled.label.own, labelled.flight):
                 first[kept].append(born)
             lives = list[Event]()
             name: Hashable
             for nbytes, what in deeds or ():
                 if isinstance(what, _Where):
-                    name = _name(what, first[one.flight if what.own is None else what.own])
+                    name = _name(what, first[labelled.flight if what.own is None else what.own])
                     deeds = deeds if name in living else None
                     living.discard(name)
                 elif what:

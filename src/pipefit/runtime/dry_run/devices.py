@@ -185,12 +185,12 @@ class Ownership:
                 of_one.remove(key)
                 of_other.remove(key)
             else:
-                one, other = left.pop(), right.pop()
-                if one[2:] == other[2:]:
-                    result.append(_Choice(None, True, one))
+                life_event, other = left.pop(), right.pop()
+                if life_event[2:] == other[2:]:
+                    result.append(_Choice(None, True, life_event))
                 else:
-                    self.alike &= self._layer(one) == self._layer(other)
-                    result += self._of_some(one, owned=True), self._of_some(other, owned=False)
+                    self.alike &= self._layer(life_event) == self._layer(other)
+                    result += self._of_some(life_event, owned=True), self._of_some(other, owned=False)
         return result
 
     def _of_some(self, event: LifeEvent, *, owned: bool) -> _Choice:

@@ -110,7 +110,7 @@ class AllLayers:
     def _rises(self, runs: Sequence[tuple[Execution | None, object]], place: int) -> bool:
         """Return whether an action passes through the repeat of a run from the first execution to the last."""
         at, _ = runs[place]
-        before = next((one for one, _ in reversed(runs[:place]) if one is not None), None)
+        before = next((execution for execution, _ in reversed(runs[:place]) if execution is not None), None)
         return before is None or at is None or before == Execution(at.repeat, _TWIN)
 
     def _of(self, events: Sequence[LifeEvent]) -> Execution | None:

@@ -573,7 +573,7 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
         for number, (layer, copy) in enumerate(zip(stage.layers, copies, strict=True), start=stage.start):
             if copy is not None:
                 parameters = list(layer.module.parameters())
-                _take(copy, [one.tensor for _, one in stage.copies.of(number)], self._own)
+                _take(copy, [weight_copy.tensor for _, weight_copy in stage.copies.of(number)], self._own)
                 trained = [masters.get(parameter, parameter) for parameter in parameters]
                 held = [*layer.module.buffers(), *constants(layer.module)]
                 _take(copy, [*parameters, *held, *trained], self._own)

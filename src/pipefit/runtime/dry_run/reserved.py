@@ -60,7 +60,7 @@ class LivesOf:
     @property
     def events(self) -> list[Event]:
         """All births and deaths so far."""
-        return [event for one in self.excerpts for event in one.events]
+        return [event for named_excerpt in self.excerpts for event in named_excerpt.events]
 
     def step(
         self,
