@@ -50,7 +50,8 @@ def test_what_a_models_own_code_raises_in_a_worker_is_told(
     """
     path, what = tmp_path / "plan.json", list(raising_tasks.HAPPENS)[number]
     pipefit.save(plan, path)
-    line = f"train {path} raising:make --set phase={phase} --set number={number} --steps 1 --no-numbers --timeout 100"
+    model = f"support.raising_tasks:make --set phase={phase} --set number={number}"
+    line = f"train {path} {model} --steps 1 --no-numbers --timeout 100"
     code, where = main(line.split()), PLACES[phase]
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("pipefit:")][-1]
     if what.startswith("ran out"):

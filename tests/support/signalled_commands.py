@@ -1,7 +1,7 @@
 """Commands that receive a signal.
 
 `python signalled_commands.py SIGNAL SECONDS COMMAND ...` runs a pipefit command that receives the signal after these
-seconds. The model `signalled:stubborn` sends a signal to its own process in its forward, and swallows the
+seconds. The model `stubborn` sends a signal to its own process in its forward, and swallows the
 resulting exception.
 """
 
