@@ -98,7 +98,8 @@ def command(
     certify: Annotated[
         bool,
         typer.Option(
-            "--certify/--no-certify", help="Verify the answer, and that the next value fails, by dry runs."
+            "--certify/--no-certify",
+            help="Verify the answer by a dry run, and the next value too unless it is far over a budget.",
         ),
     ] = True,
     plot: Annotated[

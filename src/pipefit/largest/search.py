@@ -139,7 +139,7 @@ def find(growth: Growth, *, certify: bool = True, progress: Progress | None = No
     Args:
         growth: the growing quantity and its values.
         certify: also verify both by dry runs, whose peaks do not depend on the assumptions of planner and
-            profile.
+            profile; a plan that is far over its budgets is not run.
         progress: called with (values tried, 0, the current activity and the best value so far).
 
     Raises:
@@ -169,6 +169,15 @@ class _Neighbours(NamedTuple):
 
 
 _NEITHER = _Neighbours(None, None)
+
+
+_FAR_OVER = 1.1  # of a budget; simulated peaks are closer to those of dry runs
+
+
+def _is_far_over(plan: Plan) -> bool:
+    """Return whether the predicted peak of a device is far above its budget."""
+    peaks = plan.prediction.peak_bytes if plan.prediction else ()
+    return any(peak > _FAR_OVER * budget for peak, budget in zip(peaks, plan.cluster.budgets, strict=False))
 
 
 @dataclass
@@ -283,9 +292,11 @@ class _LargestSearch:
     def _verified(self, value: int, plan: Plan) -> _Verified:
         """Return a value's plan with the profile of a trace, and with `certify` the peaks of its dry run; None
         where profile and trace differ. Says nothing, because it may run in a fork.
+
+        A plan that is far over its budgets is not run.
         """
         traced = self._traced(value, plan)
-        if traced is None or not self.certify:
+        if traced is None or not self.certify or _is_far_over(plan):
             return traced and (traced[0], None)
         plan, chains = traced
         return plan, dry_run(self.growth.task(value), plan, chains=chains).peak_bytes
