@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gallery.model import ADAM, IN_PLACE, SHARED, TIED, Model
+from gallery.model import ADAM, PASSED_ON, SHARED, TIED, Model
 
 NODES, EDGES, WIDTH = 8, 16, 12
 
@@ -263,7 +263,7 @@ GRAPHS = (
     Model(
         name="graph attention", special="a softmax over the edges of each node by scattering, dropout on weights",
         module=GraphAttention, batch=lambda size: (graphs(size), classes(size, NODES)),
-        loss=lambda outputs, targets: F.cross_entropy(outputs.flatten(0, 1), targets.flatten()), above=IN_PLACE,
+        loss=lambda outputs, targets: F.cross_entropy(outputs.flatten(0, 1), targets.flatten()), metered=PASSED_ON,
     ),
     Model(
         name="messages", special="a GRU cell and a layer run four times with the same weights, gather and scatter",

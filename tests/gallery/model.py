@@ -23,7 +23,8 @@ SENT = (
 # The reason for simulated peaks that are too high
 SHARED = "simulator too high: a shared parameter with two users on one stage"
 IN_PLACE = "simulator too high: gradients that layers pass on are added to in place"
-# The reason for peaks of dry run and emulated devices above the allocator's
+# Reasons for peaks of dry run and emulated devices above the allocator's
+PASSED_ON = "under a meter, a gradient that a sum passed on unchanged is not added to in place"
 HOUSEHOLDER = "under a meter, the backward of Householder reflections does not run in place"
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gallery.model import ADAM, IN_PLACE, Model
+from gallery.model import ADAM, PASSED_ON, Model
 
 
 def images(size: int, side: int = 16) -> tuple[Tensor, Tensor]:
@@ -356,7 +356,7 @@ VISION = (
     Model(
         name="mobilenet",
         special="inverted residuals with squeeze and excitation, all activations in place",
-        module=MobileNet, batch=images, loss=F.cross_entropy, above=IN_PLACE,
+        module=MobileNet, batch=images, loss=F.cross_entropy, metered=PASSED_ON,
     ),
     Model(
         name="shufflenet", special="halves of channels pass by, channels are shuffled by views",

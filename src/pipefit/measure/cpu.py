@@ -86,13 +86,15 @@ _IN_PLACE = {
 }  # by operation: its form in place, and the formulas by what they are the backward of
 
 # The same holds where autograd sums the gradients of a value with several users (`can_accumulate_inplace`,
-# input_buffer.cpp): it adds to the first gradient in place if nobody else holds that. Such a sum differs from
-# one of a formula by its first operand, which an earlier node made, or this one for a user of the value twice.
+# input_buffer.cpp): it adds to the first gradient in place if nobody else holds that, Python included: a gradient
+# that a hook or a backward in Python saw is not added to. So the meter does it only for gradients that a node of
+# torch's own made for the very value that they are gradients of. Others count one tensor more than without a meter.
 
 _SUM = _aten.add.Tensor
 _DISPATCHING = "_called_by_autograd", "_sums_in_place", "operation", "__torch_dispatch__"
 
 
+Edge = tuple[int, int]  # a node, by its number or its parameter, and the number of its input
 Uses = tuple[int, int]  # numbers of references to a tensor and to its storage
 
 
@@ -134,9 +136,15 @@ def _called_by_autograd() -> bool:
     return frame is None or frame.f_code is run_backward.__code__
 
 
-def _number(node: Any) -> int | None:
-    """Return the number of a node of a backward, by which nodes are told apart."""
-    return None if node is None else node._sequence_nr()
+def _edges(node: Any) -> tuple[Edge, ...]:
+    """Return the edges of a node of torch's own: the values whose gradients it makes."""
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        return ()
+    return tuple(
+        (id(user.variable) if user.name().endswith("AccumulateGrad") else user._sequence_nr(), number)
+        for user, number in node.next_functions
+        if user is not None
+    )
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -182,15 +190,15 @@ class OverCap(torch.OutOfMemoryError):
 
 
 class Tracked(weakref.ref[torch.UntypedStorage]):
-    """A live storage: its key in the ledger, its bytes, the position of its category, and the node of a
-    backward that made it.
+    """A live storage: its key in the ledger, its bytes, the position of its category, and the edges of the node
+    of a backward that made it.
     """
 
-    __slots__ = ("category", "key", "nbytes", "node")
+    __slots__ = ("category", "edges", "key", "nbytes")
     key: int
     nbytes: int
     category: int
-    node: int | None
+    edges: tuple[Edge, ...]
 
     def __hash__(self) -> int:
         return id(self)
@@ -238,6 +246,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._peak = 0
         self._peak_bytes = list(self.bytes)
         self._uses_of_autograd = _uses_of_autograd()
+        self._node: int | None = None
+        self._node_edges: tuple[Edge, ...] = ()
 
     # ---------------------------------------------------------------- called by the runtime
 
@@ -321,15 +331,21 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _sums_in_place(self, gradient: Tensor) -> bool:
         """Return whether autograd would add to this gradient in place without a dispatch mode."""
-        node, tracked = backward_node(), self._live.get(gradient.untyped_storage()._cdata)
-        if node is None or tracked is None or not _called_by_autograd():
+        tracked = self._live.get(gradient.untyped_storage()._cdata)
+        if tracked is None or not _called_by_autograd():
             return False
-        if not _is_dense(gradient) or _uses(gradient) != self._uses_of_autograd:
-            return False
-        if tracked.node != _number(node):
-            return True
-        edges = [edge for edge in node.next_functions if edge[0] is not None]
-        return len(set(edges)) < len(edges)
+        edges = self._edges()
+        repeated = {edge for edge in edges if edges.count(edge) > 1}
+        common = repeated if tracked.edges is edges else set(edges).intersection(tracked.edges)
+        return bool(common) and _is_dense(gradient) and _uses(gradient) == self._uses_of_autograd
+
+    def _edges(self) -> tuple[Edge, ...]:
+        """Return the values whose gradients the present node of a backward makes; none for Python code."""
+        node = backward_node() if backward_id() >= 0 else None
+        number = None if node is None else node._sequence_nr()
+        if number != self._node:
+            self._node, self._node_edges = number, () if node is None else _edges(node)
+        return self._node_edges
 
     def _scalar(self, tensor: Tensor, value: float) -> int:
         """Count the tensor that autograd makes of the number in `tensor * value` and keeps for the backward.
@@ -438,7 +454,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tracked is None:
             tracked = Tracked(storage, self._died)
             tracked.key, tracked.nbytes, tracked.category = key, storage.nbytes(), _TEMPORARY
-            tracked.node = _number(backward_node()) if backward_id() >= 0 else None
+            tracked.edges = self._edges()
             self._live[key] = tracked
             self._born.append(tracked)
             self.bytes[_TEMPORARY] += tracked.nbytes
