@@ -202,6 +202,22 @@ def test_gradients_of_several_uses_are_summed_as_without_a_meter(name: str) -> N
         assert metered(run)[0] == seen
 
 
+def test_a_gradient_that_python_holds_is_not_added_to() -> None:
+    """Autograd sums into a new tensor if a hook keeps the gradient; that sum is the highest moment here."""
+
+    def run() -> None:
+        kept: list[Tensor] = []
+        value = torch.rand(64, 64, requires_grad=True) * 2
+        passed = value + 1.0
+        passed.register_hook(kept.append)
+        backward((value.sin() + passed) * 3)
+
+    run()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run()
+    assert metered(run)[0] == highest(changes(recorded))
+
+
 def test_an_operation_that_is_not_measured_is_named() -> None:
     """An operation that is not measured is reported: embedding bags with max allocate by the values of their
     indices.

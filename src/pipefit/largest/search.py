@@ -171,7 +171,7 @@ class _Neighbours(NamedTuple):
 _NEITHER = _Neighbours(None, None)
 
 
-_FAR_OVER = 1.1  # of a budget; simulated peaks are closer to those of dry runs
+_FAR_OVER = 1.1  # of a budget: a dry run of a plan beyond it would take long and hardly find that it fits
 
 
 def _is_far_over(plan: Plan) -> bool:

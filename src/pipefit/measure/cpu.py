@@ -86,9 +86,9 @@ _IN_PLACE = {
 }  # by operation: its form in place, and the formulas by what they are the backward of
 
 # The same holds where autograd sums the gradients of a value with several users (`can_accumulate_inplace`,
-# input_buffer.cpp): it adds to the first gradient in place if nobody else holds that, Python included: a gradient
-# that a hook or a backward in Python saw is not added to. So the meter does it only for gradients that a node of
-# torch's own made for the very value that they are gradients of. Others count one tensor more than without a meter.
+# input_buffer.cpp): it adds to the first gradient in place if nobody else holds that. A mode cannot see from a
+# tensor's references whether Python code, such as a hook, keeps it. So the meter does it only for gradients that a
+# node of torch's own made for the very value that they are gradients of. Others count one tensor more.
 
 _SUM = _aten.add.Tensor
 _DISPATCHING = "_called_by_autograd", "_sums_in_place", "operation", "__torch_dispatch__"
