@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 from unittest import mock
 
@@ -22,8 +22,9 @@ from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions
 from pipefit.memory import AllocatorSettings
 from pipefit.models import build
 from pipefit.planner import PlanOptions, Question
+from pipefit.planner.common_plans import AWAY, UPDATED, moved
 from pipefit.planner.driver import solved
-from pipefit.planner.lean import ALL_AWAY, at_hosts
+from pipefit.planner.lean import ALL_AWAY, STATE_AWAY, at_hosts
 from pipefit.profiler import profile
 from pipefit.runtime import certify
 from pipefit.runtime.dry_run.certify import Rehearsal
@@ -177,6 +178,33 @@ def test_reserved_bytes_of_one_device_are_folded(recompute: Recompute) -> None:
     plan = sharded(task, "none", 1, recompute=recompute)
     trace, count = unfolded(task, plan, allocator=allocator)
     assert count == len(plan.profile.layers) - 4
+    assert trace == certify(task, plan, fold=False, allocator=allocator)
+
+
+MOVES = [("optimizer", STATE_AWAY), *product(("gradients", "parameters"), (STATE_AWAY, UPDATED))]
+
+
+@pytest.mark.parametrize(
+    ("shard", "moves", "precision"),
+    sampled(
+        [
+            (*one, precision)
+            for one in (*MOVES, ("parameters", AWAY))
+            for precision in ("float32", "mixed-bfloat16")
+        ],
+        often=[("parameters", UPDATED, "mixed-bfloat16"), ("gradients", STATE_AWAY, "float32")],
+    ),
+)
+def test_blocks_of_replicas_that_move_sharded_state_are_folded(
+    shard: Sharding, moves: Any, precision: Precision
+) -> None:
+    """Blocks whose owners keep their state at hosts, or have hosts update it, stand for each other."""
+    task, allocator = replace(gpt(9), precision=precision), AllocatorSettings()
+    still = sharded(task, shard, buckets=11)
+    blocks = pairwise(still.profile.edges)
+    plan = replace(still, decisions=(*moved(0, blocks, moves, ahead=0), *still.decisions))
+    trace, count = unfolded(task, plan, allocator=allocator)
+    assert count < len(plan.profile.layers)
     assert trace == certify(task, plan, fold=False, allocator=allocator)
 
 

@@ -285,7 +285,7 @@ class Rehearsal:
         """Return the plan without layers that others stand for."""
         (program,) = self.programs
         few = shortened(program, Folding.of(program).first)
-        unlike = unlike_layers(self.plan, program, self._kin)
+        unlike = unlike_layers(self.plan, self._kin)
         short = Shortened.of(self.task, self.plan, few, self._unrun(fake, self._samples), unlike)
         return replace(short, chain=chain_again(short.chain, fake))
 
@@ -392,7 +392,9 @@ class Rehearsal:
             clock=lambda: 0.0,
             seed=0,
             absent=short.absent,
-            lending=self.lending,
+            lending=replace(
+                self.lending, makes_slots=bool(short.repeats) or any(c.is_put_together for c in every)
+            ),
             shares={place: share for cast in every for place, share in cast.shares(short)},
         )
         runners, meters = [], dict[int, RepeatedMeter]()

@@ -2,7 +2,7 @@
 
 Equal devices have one account, measured on the first of them. Of more than two kin that own different layers,
 two are run: one as if it owned every layer, and one as if it owned none. The accounts of all kin are composed
-from these two. Each device is run if it offloads state, whose slots are counted for owned layers.
+from these two.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipefit.runtime.dry_run.lives import LifeEvent, LivesMeter, OwningMeter
 from pipefit.runtime.dry_run.microbatches import ALL_LAYERS, Bytes, BytesChange, StandIn, plus
 from pipefit.runtime.dry_run.reserved import overheads
 from pipefit.runtime.engine.assembly import tells_norms
-from pipefit.schema.actions import Action, Kind
+from pipefit.schema.actions import Action
 from pipefit.schema.devices import Member
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program, UncheckedProgram
@@ -393,30 +393,21 @@ def casts(short: Shortened, together: Sequence[Kin]) -> Iterator[Cast]:
         kinds = dict.fromkeys(owned[device] for device in devices)
         by_owned = {kind: tuple(device for device in devices if owned[device] == kind) for kind in kinds}
         owns_some = any(by_owned) and bool(short.repeats)  # others than in the shortened plan
-        if (len(by_owned) > 2 or owns_some) and _may_own_others(short.whole, short.program, devices):
+        if (len(by_owned) > 2 or owns_some) and len(devices) > 1:
             yield Cast(devices[:2], by_owned)
         else:
             yield from (Cast(own[:1], {one: own}) for one, own in by_owned.items())
 
 
-def unlike_layers(plan: Plan, program: Program, every: Sequence[Kin]) -> frozenset[int]:
-    """Return the layers of sharded stages whose devices cannot be run as if they owned others."""
-    fixed = {device for devices in every if not _may_own_others(plan, program, devices) for device in devices}
+def unlike_layers(plan: Plan, every: Sequence[Kin]) -> frozenset[int]:
+    """Return the layers of sharded stages with a device of no kin, which cannot be run as if it owned others."""
+    alone = {devices[0] for devices in every if len(devices) == 1}
     return frozenset(
         layer
         for stage in plan.stages
-        if stage.grid.shard != "none" and not fixed.isdisjoint(stage.devices)
+        if stage.grid.shard != "none" and not alone.isdisjoint(stage.devices)
         for layer in range(stage.start, stage.stop)
     )
-
-
-def _may_own_others(plan: Plan, program: Program, devices: Kin) -> bool:
-    """Return whether two of these devices can be run as if they owned other layers than by the plan."""
-    moves = any(
-        action.moves_state or (action.kind is Kind.STEP and action.place is not None)
-        for action in program.actions[devices[0]]
-    )
-    return len(devices) > 1 and not moves
 
 
 class Company:

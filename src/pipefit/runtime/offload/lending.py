@@ -263,9 +263,13 @@ def _shared(arena: Arena) -> Iterator[None]:
 
 
 class Borrowed:
-    """The slots that one device may use, by lender and size. Each is free or in use."""
+    """The slots that one device may use, by lender and size. Each is free or in use.
 
-    def __init__(self, slots: Iterable[tuple[Member, Slot]] = ()) -> None:
+    With `makes_slots`, a slot that does not exist is made.
+    """
+
+    def __init__(self, slots: Iterable[tuple[Member, Slot]] = (), *, makes_slots: bool = False) -> None:
+        self._makes_slots = makes_slots
         self._all: dict[tuple[Member, int], list[Slot]] = defaultdict(list)
         for lender, slot in slots:
             self._all[lender, slot.nbytes].append(slot)
@@ -276,6 +280,9 @@ class Borrowed:
         if not nbytes:
             return Slot(0)
         free = self._free.get((lender, nbytes))
+        if self._makes_slots and not free:
+            self._all[lender, nbytes].append(made := Slot(nbytes))
+            return made
         assert free, (
             f"the arena of {lender} lacks a free slot of {nbytes} bytes: arenas are sized by the program"
         )
@@ -307,13 +314,15 @@ class Borrowed:
 class Lending:
     """Arenas between lenders and borrowers of a run, and the copiers.
 
-    A dry run copies nothing. `mapped` are the slots of arenas that this worker shares with another one.
+    A dry run copies nothing, and with `makes_slots` has as many slots as its devices take: they may stand for
+    others. `mapped` are the slots of arenas that this worker shares with another one.
     """
 
     arenas: tuple[Arena, ...] = ()
     copier: Callable[[torch.device], Copier] = lambda device: NoCopier()
     memory: Memory | None = None
     mapped: Mapping[Arena, list[Slot]] = field(default_factory=dict)
+    makes_slots: bool = False
 
     @staticmethod
     def dry(plan: Plan, program: Program) -> Lending:
@@ -360,9 +369,8 @@ class Lending:
 
     def borrowed_by(self, device: int) -> Borrowed:
         """Return the slots that a device may use."""
-        return Borrowed(
-            (a.lender, slot) for a in self.arenas if a.borrower == device for slot in self._slots(a)
-        )
+        slots = ((a.lender, slot) for a in self.arenas if a.borrower == device for slot in self._slots(a))
+        return Borrowed(slots, makes_slots=self.makes_slots)
 
     def settle(self) -> None:
         """Wait until no GPU copies to or from another process's memory any more. All workers must call it.
