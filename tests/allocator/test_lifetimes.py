@@ -144,11 +144,3 @@ def test_excerpts_under_names_are_single_births_and_deaths() -> None:
         assert twice.digest == Lifetimes([*events, *again]).digest
         assert [nbytes for _, nbytes in twice] == [nbytes for _, nbytes in [*events, *again]]
         assert len(twice.living) == 2 * len(Lifetimes(events).living)
-
-
-def test_a_device_that_needs_no_more_than_another_is_not_bisected() -> None:
-    """The least memory is not computed if that without a limit is not above a bound."""
-    lifetimes, settings = Lifetimes([(1, 30 * MIB), (1, 0), (2, 40 * MIB)]), AllocatorSettings()
-    assert with_enough(lifetimes, settings, 20 * MIB, MIB, above=71 * MIB) is None
-    least = with_enough(lifetimes, settings, 20 * MIB, MIB, above=71 * MIB - 1)
-    assert least is not None and least.peak.reserved_bytes == 40 * MIB

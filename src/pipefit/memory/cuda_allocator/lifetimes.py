@@ -198,13 +198,13 @@ class Lifetimes:
 
 
 def with_enough(
-    lifetimes: Lifetimes, settings: AllocatorSettings, memory: int, taken: int, above: int = 0
+    lifetimes: Lifetimes, settings: AllocatorSettings, memory: int, taken: int
 ) -> CachingAllocator | None:
     """Return the allocator of a device with just enough memory, to a segment, if `memory` is too little.
 
-    `taken` are the bytes that others take of it. Return None if no memory suffices, or at most `above`. An
-    allocator that runs out of memory releases its unused segments and retries: with unlimited memory it would
-    reserve more than it needs.
+    `taken` are the bytes that others take of it. Return None if no memory suffices. An allocator that runs out
+    of memory releases its unused segments and retries: with unlimited memory it would reserve more than it
+    needs.
 
     Bisection, which replays only capacities whose answer is not known. The highest sum of rounded bytes needs
     that much. A replay that fails also fails with more memory, as long as the driver refuses the same
@@ -212,7 +212,7 @@ def with_enough(
     """
     whole = replace(settings, memory_fraction=1.0)
     result = CachingAllocator(whole, taken=taken)
-    if not lifetimes.have_room(result) or taken + result.peak.reserved_bytes <= above:
+    if not lifetimes.have_room(result):
         return None
     low, high = int(memory * settings.memory_fraction), taken + result.peak.reserved_bytes
     least = taken + lifetimes.most_bytes(settings)

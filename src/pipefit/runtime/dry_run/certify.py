@@ -7,7 +7,7 @@ bytes. Its peaks are, to the byte, those of real training, for any model that fa
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -75,9 +75,9 @@ def certify(
     and reserved bytes of a GPU (`DeviceTrace.allocator`). They depend on the position of each block, so the
     allocations of executed layers are repeated for all others (`runtime.dry_run.expansion`).
 
-    Processes that do not fit are simulated with just enough memory. Without `each`, of equal devices that own
-    different layers this is only done for the one that needs the most; the figures of the others are those
-    at which they ran out of memory.
+    Processes that do not fit are simulated with just enough memory. Without `each`, allocators of a stage's
+    devices are simulated from the one with the most tensors on, until one does not fit: the trace has none of
+    the others.
 
     With `chains` of the task, the model is not traced for numbers of samples that they have.
 
@@ -189,7 +189,7 @@ class Rehearsal:
     kernels: Kernels | None
     allocators: tuple[AllocatorSettings, ...]
     chains: Chains
-    each: bool = True  # whether each process that does not fit is simulated with enough memory
+    each: bool = True  # whether allocators are simulated after one of the stage that does not fit
     traced: dict[int, Chain] = field(default_factory=dict)  # by samples; their layers are only copied
 
     def run(self, fake: FakeTarget, *, fold: bool) -> Rehearsed:
@@ -213,8 +213,9 @@ class Rehearsal:
         for device in range(len(self.plan.cluster.devices)):
             result = lending_trace(self.plan, device, self.lending.arenas)
             if device in ran.samples:
-                peaks = ran.peaks[device][number] if self.allocators else None
-                result = replace(result, memory=tuple(ran.samples[device]), allocator=peaks)
+                peaks = ran.peaks.get(device)  # none without allocators
+                own = None if peaks is None else peaks[number]
+                result = replace(result, memory=tuple(ran.samples[device]), allocator=own)
             devices.append(result)
         return Trace(
             source="dry run", steps=self.steps, devices=tuple(devices), step_seconds=(0.0,) * self.steps
@@ -356,12 +357,12 @@ class Rehearsal:
         held = Allocators(self.plan, self.programs[-1], self.lending.arenas, self.allocators)
         of_devices = {device: own for account, own in lives.items() for device in company.devices_of[account]}
         requested = {device: max(one.total_bytes for one in samples[device]) for device in of_devices}
-        group = {device: number for number, devices in enumerate(self._kin) for device in devices}
-        peaks, most = dict[int, list[AllocatorPeaks]](), dict[int, int]()
+        peaks, refused = dict[int, list[AllocatorPeaks]](), set[Hashable]()
         for device in sorted(of_devices, key=lambda device: (-requested[device], device)) if alike else ():
-            above = 0 if self.each else most.get(group[device], 0)
-            own = peaks[device] = held.peaks(device, of_devices[device], requested[device], above)
-            most[group[device]] = max(above, *(one.process_bytes for one in own if not one.fits), 0)
+            if self.each or self.plan.stages_of(device) not in refused:
+                own = peaks[device] = held.peaks(device, of_devices[device], requested[device])
+                if not all(one.fits for one in own):
+                    refused.add(self.plan.stages_of(device))
         return Rehearsed(samples, peaks, fake.unknown.kernels, alike)
 
     def _data(

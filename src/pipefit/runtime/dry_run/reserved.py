@@ -191,13 +191,10 @@ class Allocators:
         self._known: dict[Hashable, list[AllocatorPeaks]] = {}
         self._lifetimes: dict[Hashable, Lifetimes] = {}  # by lives and lent arenas
 
-    def peaks(
-        self, device: int, lives: RepeatedLives, requested: int, above: int = 0
-    ) -> list[AllocatorPeaks]:
+    def peaks(self, device: int, lives: RepeatedLives, requested: int) -> list[AllocatorPeaks]:
         """Return the peaks of a device with these lives and its lent arenas.
 
-        The device's meter has counted `requested` bytes. If a process that does not fit needs at most `above`
-        bytes, its figures are those at which it ran out of memory.
+        The device's meter has counted `requested` bytes.
         """
         plan, program, lent = self._plan, self._program, lent_events(self._arenas, device)
         if (lives, *lent) not in self._lifetimes:
@@ -214,7 +211,7 @@ class Allocators:
         )
         if key not in self._known:
             self._known[key] = [
-                allocator_peaks(plan, program, device, lifetimes, setting, requested, above)
+                allocator_peaks(plan, program, device, lifetimes, setting, requested)
                 for setting in self._settings
             ]
         return self._known[key]
@@ -232,19 +229,18 @@ def allocator_peaks(
     lifetimes: Lifetimes,
     settings: AllocatorSettings,
     requested: int,
-    above: int = 0,
 ) -> AllocatorPeaks:
     """Return the peaks of a device's allocator; its meter has counted `requested` bytes.
 
     The device has the cluster's memory, minus its context and communicators. If that does not suffice, the
-    figures are those of a device with just enough memory, to a segment, if that is more than `above`.
+    figures are those of a device with just enough memory, to a segment.
     """
     own, count = overheads(plan, device), communicators(plan, program, device)
     memory = plan.cluster.devices[device].memory_bytes
     taken = own.context_bytes + count * own.communicator_bytes
     capped = CachingAllocator(settings, memory, taken=taken)
     fits = lifetimes.have_room(capped)
-    enough = None if fits else with_enough(lifetimes, settings, memory, taken, above)
+    enough = None if fits else with_enough(lifetimes, settings, memory, taken)
     result, growing = (
         enough or capped,
         CachingAllocator(replace(settings, expandable=True), memory, taken=taken),
