@@ -48,7 +48,7 @@ fuzz: $(VENV)/.installed
 	PYTHONPATH=tests $(RUN)/python tests/support/fuzz.py 10000 2000
 
 # Other tools read what `pipefit export` writes, in the versions that docs/export.md names. They stay out of .venv.
-TOOLS := megatron-core==0.16.1 torchtitan==0.3.0 deepspeed==0.19.8 kubernetes==37.0.2
+TOOLS := megatron-core==0.16.1 torchtitan==0.3.0 nemo-automodel==0.7.0 deepspeed==0.19.8 kubernetes==37.0.2
 TOOLS_NEED := tyro einops spmd_types==0.2.3 torchdata torch_checkpointing docstring-parser shtab typeguard hjson msgpack \
 	py-cpuinfo psutil ninja python-dateutil durationpy websocket-client requests-oauthlib oauthlib six certifi urllib3 \
 	requests idna charset-normalizer datasets==4.7.0 pandas pyarrow dill multiprocess xxhash pytz tzdata aiohttp aiosignal \

@@ -21,13 +21,21 @@ from torch.cuda import _memory_viz
 import pipefit
 from pipefit.cli import main
 from pipefit.errors import UsageError
-from pipefit.export.decoders import deepspeed_config, megatron_arguments, torchtitan_config
-from pipefit.export.launch_script import kubernetes_job, slurm_script
-from pipefit.export.traces import memory_snapshot, snapshot
+from pipefit.export import (
+    automodel_recipe,
+    deepspeed_config,
+    kubernetes_job,
+    megatron_arguments,
+    memory_snapshot,
+    slurm_script,
+    torchtitan_config,
+)
+from pipefit.export.traces import snapshot
 from pipefit.models import build
+from pipefit.models.hugging_face import hf
 from pipefit.schema import training
 from pipefit.schema.cluster import Cluster
-from pipefit.schema.decisions import Decision, State, What
+from pipefit.schema.decisions import Decision, Run, SavedTensors, State, What
 from pipefit.schema.devices import parse_place
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.json_io import save
@@ -121,23 +129,104 @@ def test_megatron_recomputes_what_the_plan_recomputes() -> None:
     assert (found["--recompute-method"], found["--recompute-num-layers"]) == ("block", str(most))
 
 
+@cache
+def of_llama(stages: int = 2) -> Plan:
+    """Return a plan of a Llama of four blocks, whose blocks are of many layers with Hugging Face's names."""
+    task = hf("llama", num_hidden_layers=4, hidden_size=16, num_attention_heads=2, intermediate_size=32,
+                 vocab_size=32, sequence=8)  # fmt: skip
+    return pipefit.plan(
+        pipefit.profile(task, microbatch_size=2, target="cuda"), Cluster.preset("dgx1-v100"), planner="exact",
+        microbatches=4, batch_size=8, stages=stages, schedule="1f1b", data=1, tensor=1,
+    )  # fmt: skip
+
+
+def deciding(plan: Plan, *parts: str, offload: bool = False, blocks: int = 4) -> Plan:
+    """Return the plan with decisions about the layers of the first blocks whose names end so."""
+    decisions = []
+    for number, call in enumerate(plan.profile.layers):
+        name = call.partition("@")[0]
+        if name.startswith("model.layers.") and int(name.split(".")[2]) < blocks and name.endswith(parts):
+            stage = next(n for n, one in enumerate(plan.stages) if one.start <= number < one.stop)
+            subject = SavedTensors(tensors=((number, 0),)) if offload else Run(start=number, stop=number + 1)
+            what, place = (What.OFFLOAD, parse_place("host")) if offload else (What.RECOMPUTE, None)
+            decisions.append(Decision(stage=stage, subject=subject, what=what, place=place))
+    return replace(plan, decisions=tuple(decisions), prediction=None)
+
+
+MLP = ("mlp.gate_proj", "mlp.act_fn", "mlp.up_proj", "mlp", "mlp.down_proj")
+
+
+@pytest.mark.parametrize(
+    ("parts", "modules"),
+    [
+        (MLP, "mlp"),
+        ((*MLP, "layernorm"), "layernorm mlp"),
+        (("self_attn",), "core_attn"),
+        (("mlp.act_fn",), "mlp"),
+    ],
+)
+def test_megatron_recomputes_modules_of_blocks(parts: tuple[str, ...], modules: str) -> None:
+    """Norms, attention and MLPs of all blocks by name; whole blocks if anything else is recomputed, or some blocks."""
+    found = arguments(megatron_arguments(deciding(of_llama(), *parts)))
+    assert (found["--recompute-granularity"], found["--recompute-modules"]) == ("selective", modules)
+    assert "--recompute-method" not in found
+    for plan in (deciding(of_llama(), *parts, blocks=3), deciding(of_llama(), *parts, "q_proj")):
+        assert arguments(megatron_arguments(plan))["--recompute-granularity"] == "full"
+
+
+@pytest.mark.parametrize(
+    ("parts", "modules"),
+    [
+        (("input_layernorm",), "attn_norm"),
+        (("layernorm",), "attn_norm mlp_norm"),
+        (("k_proj", "self_attn"), "core_attn qkv_linear"),
+        (("o_proj",), "attn_proj core_attn"),
+    ],
+)
+def test_megatron_offloads_the_inputs_of_modules(parts: tuple[str, ...], modules: str) -> None:
+    """The inputs of norms, projections and attention; it has no name for those of dense MLPs."""
+    found = arguments(megatron_arguments(deciding(of_llama(), *parts, offload=True)))
+    assert found["--offload-modules"] == modules and "--fine-grained-activation-offloading" in found
+    with pytest.raises(
+        UsageError, match=r"does not offload tensors that model\.layers\.0\.mlp\.down_proj saves"
+    ):
+        megatron_arguments(deciding(of_llama(), *parts, "down_proj", offload=True))
+
+
+def test_megatron_updates_on_the_host() -> None:
+    """Its offloaded optimizer needs two more arguments, and divides optimizer state."""
+    updated = replace(MOVED, what=What.UPDATE)
+    found = arguments(megatron_arguments(replace(planned(3), decisions=(updated,), prediction=None)))
+    flags = ("--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--use-distributed-optimizer")
+    assert all(flag in found for flag in flags)
+    with pytest.raises(UsageError, match="only of replicas that divide it: plan with --shard optimizer"):
+        megatron_arguments(replace(on_grids(2), decisions=(updated,), prediction=None))
+
+
+OF_PARALLELISM = ("pipeline_parallel_degree", "pipeline_parallel_schedule", "pipeline_parallel_schedule_csv",
+                  "module_fqns_per_model_part", "data_parallel_replicate_degree", "data_parallel_shard_degree",
+                  "fsdp_reshard_after_forward")  # fmt: skip
+OF_TRAINING = ("max_norm", "dtype", "mixed_precision_param", "enable_cpu_offload", "disable_cuda_graphs")
+
+
 @pytest.fixture
 def titan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Return torchtitan's documented configuration; test_read_back.py has the tool itself."""
+    """Install torchtitan's documented configuration; test_read_back.py has the tool itself."""
+    install_titan(
+        monkeypatch,
+        fields(*OF_PARALLELISM, "pipeline_parallel_microbatch_size"),
+        fields(*OF_TRAINING, "local_batch_size", "global_batch_size", "seq_len"),
+    )
+
+
+def install_titan(monkeypatch: pytest.MonkeyPatch, parallelism: Any, training: Any) -> None:
+    """Install modules with torchtitan's names and these two classes."""
     names = ("torchtitan", "torchtitan.config", "torchtitan.distributed")
     modules = {
         name: types.ModuleType(name) for name in (*names, "torchtitan.distributed.activation_checkpoint")
     }
     config: Any = modules["torchtitan.config"]
-    config.ParallelismConfig = fields(
-        "pipeline_parallel_degree", "pipeline_parallel_schedule", "pipeline_parallel_microbatch_size",
-        "module_fqns_per_model_part", "data_parallel_replicate_degree", "data_parallel_shard_degree",
-        "fsdp_reshard_after_forward",
-    )  # fmt: skip
-    config.TrainingConfig = fields(
-        "local_batch_size", "global_batch_size", "seq_len", "max_norm", "dtype", "mixed_precision_param",
-        "disable_cuda_graphs",
-    )  # fmt: skip
+    config.ParallelismConfig, config.TrainingConfig = parallelism, training
     checkpoint: Any = modules["torchtitan.distributed.activation_checkpoint"]
     checkpoint.FullAC = types.SimpleNamespace(Config=fields())
     for name, module in modules.items():
@@ -176,6 +265,96 @@ def test_torchtitans_configuration_names_every_module_once(stages: int) -> None:
     assert found["activation_checkpoint"] is None
     exec(torchtitan_config(planned(3, "always", clip_norm=0.5)), found)
     assert found["activation_checkpoint"] is not None and found["training"].max_norm == 0.5
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_torchtitans_newer_names_count_tokens(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After release 0.3, a microbatch and a step are numbers of tokens, and a pipeline has a number of microbatches."""
+    newer = fields(*OF_PARALLELISM, "num_pp_microbatches")
+    newer.num_pp_microbatches = 1
+    counts = ("num_tokens_per_microbatch_per_dp_rank", "num_tokens_per_train_step", "max_context_length")
+    install_titan(monkeypatch, newer, fields(*OF_TRAINING, *counts))
+    found = dict[str, Any]()
+    exec(torchtitan_config(planned(stages)), found)
+    assert found["parallelism"].num_pp_microbatches == 4
+    assert [getattr(found["training"], name) for name in counts] == [2 * 8, 8 * 8, 8]
+
+
+def in_turn(schedule: str = "gpipe") -> Plan:
+    """Return a plan of four stages that are on two devices in turn."""
+    plan = planned(4, schedule=schedule)
+    stages = tuple(replace(stage, grid=Grid.of(n % 2)) for n, stage in enumerate(plan.stages))
+    return replace(plan, stages=stages, prediction=None)
+
+
+@pytest.mark.usefixtures("titan")
+@pytest.mark.parametrize(("make", "name"), [
+    (lambda: planned(3, schedule="eager-1f1b"), "1F1B"), (in_turn, "Interleaved1F1B"),
+])  # fmt: skip
+def test_an_order_that_torch_has_no_name_for_is_a_file(make: Any, name: str) -> None:
+    """torchtitan and Automodel read it beside the configuration; the first lines say how to write it."""
+    plan, found = make(), dict[str, Any](__file__="/plans/titan_plan.py")
+    text = torchtitan_config(plan)
+    assert "pipefit export PLAN --to pipelining -o schedule.csv" in text
+    exec(text, found)
+    asked = found["parallelism"]
+    assert asked.pipeline_parallel_schedule_csv == "/plans/schedule.csv"
+    assert (asked.pipeline_parallel_schedule, asked.pipeline_parallel_degree) == (name, len(plan.ranks))
+    recipe = automodel_recipe(plan)
+    assert 'pp_schedule_csv: "schedule.csv"' in recipe and f"pp_size: {len(plan.ranks)}\n" in recipe
+    assert "schedule.csv" not in torchtitan_config(planned(3))
+
+
+def test_stages_that_are_not_in_turn_have_no_place() -> None:
+    """torch's engine puts stage s on rank s modulo the number of ranks."""
+    plan = in_turn()
+    stages = tuple(replace(stage, grid=Grid.of(n // 2)) for n, stage in enumerate(plan.stages))
+    with pytest.raises(
+        UsageError, match="several stages on a device, not in turn: plan with --stages N, one"
+    ):
+        torchtitan_config(replace(plan, stages=stages))
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_automodels_recipe_has_hugging_faces_modules(stages: int) -> None:
+    """Every module is on one stage, in order, with the plan's batch; infinity disables clipping, which is on."""
+    yaml = pytest.importorskip("yaml")
+    plan = planned(stages, "always")
+    found = yaml.safe_load(automodel_recipe(plan))
+    asked = found["distributed"]
+    assert (asked["pp_size"], asked["dp_size"], asked["activation_checkpointing"]) == (stages, 1, True)
+    assert found["clip_grad_norm"]["max_norm"] == float("inf")
+    steps = found["step_scheduler"]
+    assert (steps["global_batch_size"], steps["local_batch_size"]) == (8, 8 if stages > 1 else 2)
+    if stages > 1:
+        parts = asked["pipeline"]["module_fqns_per_model_part"]
+        names = [name for part in parts for name in part if name != "model.rotary_emb"]
+        assert names == [
+            "model.embed_tokens",
+            *(f"model.layers.{n}" for n in range(LAYERS)),
+            "model.norm",
+            "lm_head",
+        ]
+        told = [
+            ("model.embed_tokens" in part, sum("layers." in name for name in part), "lm_head" in part)
+            for part in parts
+        ]
+        assert told == held(plan)
+        assert (asked["pipeline"]["pp_microbatch_size"], asked["pipeline"]["pp_schedule"]) == (2, "1f1b")
+
+
+def test_automodel_needs_a_microbatch_for_each_device() -> None:
+    """It checks that, and refuses replicas that divide nothing, and ties across stages."""
+    few = replace(planned(5), training=replace(planned(5).training, microbatches=4), prediction=None)
+    with pytest.raises(
+        UsageError,
+        match="needs 5 microbatches for as many devices of a pipeline, not 4: plan with --microbatches 5",
+    ):
+        automodel_recipe(few)
+    with pytest.raises(UsageError, match="replicas that shard none: plan with --shard parameters"):
+        automodel_recipe(on_grids(2))
+    with pytest.raises(UsageError, match="shared weights of embedding and head: plan with --stages 1"):
+        automodel_recipe(planned(3, tied=True))
 
 
 def test_deepspeeds_configuration_divides_batch_and_blocks() -> None:
@@ -232,8 +411,8 @@ def test_all_that_a_tool_cannot_do_is_told_at_once() -> None:
     with pytest.raises(UsageError) as told:
         deepspeed_config(mixed)
     assert str(told.value).startswith(
-        "DeepSpeed does not support schedule eager-1f1b, or replicas or shards that differ from stage to stage, "
-        "or replicas that shard parameters, or offloaded tensors ("
+        "DeepSpeed's pipeline engine does not support schedule eager-1f1b, or replicas or shards that differ from "
+        "stage to stage, or replicas that shard parameters, or offloaded tensors ("
     )
     assert str(told.value).endswith(
         "): plan with --schedule 1f1b --data 2 --tensor 1 --shard none or optimizer --planner exact (and --recompute "
@@ -241,7 +420,7 @@ def test_all_that_a_tool_cannot_do_is_told_at_once() -> None:
     )
     with pytest.raises(
         UsageError,
-        match="torchtitan does not support tensor shards in its pipelines: plan with --data 2 --tens",
+        match="torchtitan does not support tensor shards: plan with --data 2 --tensor 1",
     ):
         torchtitan_config(plan)
 
@@ -249,6 +428,9 @@ def test_all_that_a_tool_cannot_do_is_told_at_once() -> None:
 MOVED = Decision(
     stage=0, subject=State(start=0, stop=1, kind="optimizer"), what=What.OFFLOAD, place=parse_place("host0")
 )
+
+
+PARAMETERS = replace(MOVED, subject=State(start=0, stop=1, kind="parameters"))
 
 
 def in_precision(precision: training.Precision) -> Plan:
@@ -269,7 +451,7 @@ def test_half_precision_is_the_one_that_the_tool_has() -> None:
     assert json.loads(deepspeed_config(in_precision("master-bfloat16")))["bf16"] == {"enabled": True}
     assert "dtype='bfloat16'" in torchtitan_config(in_precision("bfloat16"))
     for write, wrong in ((megatron_arguments, "bfloat16"), (deepspeed_config, "bfloat16"),
-                         (torchtitan_config, "master-bfloat16")):  # fmt: skip
+                         (torchtitan_config, "master-bfloat16"), (automodel_recipe, "mixed-float16")):  # fmt: skip
         with pytest.raises(UsageError, match=f"does not support precision {wrong}"):
             write(in_precision(wrong))  # type: ignore[arg-type]
 
@@ -316,7 +498,7 @@ def test_what_a_tool_cannot_do_is_refused(write: Any) -> None:
     for wrong, words in (
         (planned(3, schedule="pipedream"), "support schedule pipedream: plan with --schedule 1f1b"),
         (in_precision("mixed-bfloat16"), "support precision mixed-bfloat16: plan with --precision float32 or"),
-        (replace(plan, decisions=(MOVED,)), "does not support offloaded tensors"),
+        (replace(plan, decisions=(PARAMETERS,)), "does not support offloaded tensors"),
         (make_plan(random_profile(6), (2, 4), microbatches=2), "is not a decoder"),
         (replace(plan, stages=(replace(plan.stages[0], grid=Grid.of(1)), replace(plan.stages[1], grid=Grid.of(0)),
                                Stage(start=plan.stages[2].start, stop=plan.stages[2].stop, grid=Grid.of(0)))),

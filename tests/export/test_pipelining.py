@@ -14,7 +14,7 @@ from torch.distributed.pipelining import SplitPoint, pipeline, schedules
 
 import pipefit
 from pipefit.errors import UsageError
-from pipefit.export.pipelining import pipelining_csv, split_points
+from pipefit.export import pipelining_csv, split_points
 from pipefit.planner import plan
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import Decision, Run, What

@@ -22,10 +22,20 @@ import pytest
 import torch
 from torch.distributed.pipelining import schedules
 
-from export.test_other_tools import LAYERS, arguments, held, in_precision, on_grids, planned
-from pipefit.export.decoders import deepspeed_config, megatron_arguments, torchtitan_config
-from pipefit.export.launch_script import kubernetes_job, slurm_script
+from export.test_other_tools import LAYERS, arguments, held, in_precision, in_turn, on_grids, planned
+from export.test_trainers import SAVED, UPDATED, WEIGHTS, whole
+from pipefit.export import (
+    automodel_recipe,
+    deepspeed_config,
+    kubernetes_job,
+    megatron_arguments,
+    pipelining_csv,
+    slurm_script,
+    torchtitan_config,
+)
 from pipefit.planner import plan
+from pipefit.schema.decisions import Decision
+from pipefit.schema.grids import Sharding
 from pipefit.schema.json_io import load_cluster
 from pipefit.schema.plan import Plan
 from support.pipelines import random_profile
@@ -54,10 +64,22 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "replicas of shards": lambda: on_grids(2, 2),
     "divided state": lambda: on_grids(2, shard="optimizer"),
     "divided parameters": lambda: on_grids(2, shard="parameters"),
+    "in turn": in_turn,
+    "eager": lambda: planned(3, schedule="eager-1f1b"),
 }
 MEGATRON = ("one stage", "recomputed and clipped", "tied", "recomputed in part", "master weights",
             "replicas of shards", "divided state")  # fmt: skip
-TITAN = ("one stage", "recomputed and clipped", "gpipe", "half", "replicas", "divided parameters")
+TITAN = (
+    "one stage",
+    "recomputed and clipped",
+    "gpipe",
+    "half",
+    "replicas",
+    "divided parameters",
+    "in turn",
+    "eager",
+)
+AUTOMODEL = ("one stage", "recomputed and clipped", "half", "divided parameters", "in turn", "eager")
 
 
 @pytest.mark.parametrize("name", MEGATRON)
@@ -131,6 +153,7 @@ def test_torchtitan_reads_the_file_and_splits_a_model_by_it(
     splitting = installed("torchtitan.distributed.pipeline_parallel")
     plan = PLANS[name]()
     (tmp_path / "titan_plan.py").write_text(torchtitan_config(plan))
+    (tmp_path / "schedule.csv").write_text(pipelining_csv(plan))
     (tmp_path / "titan_models.py").write_text(
         "from dataclasses import replace\n"
         "from torchtitan.models.llama3.config_registry import llama3_debugmodel\n"
@@ -143,7 +166,7 @@ def test_torchtitan_reads_the_file_and_splits_a_model_by_it(
     for module in ("titan_plan", "titan_models"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     read = manager.ConfigManager().parse_args(["--module", "titan_models", "--config", "planned"])
-    assert read.parallelism.pipeline_parallel_degree == len(plan.stages)
+    assert read.parallelism.pipeline_parallel_degree == len(plan.ranks)
     asked, grid = read.parallelism, plan.stages[0].grid
     divided = grid.shard == "parameters"
     assert asked.data_parallel_replicate_degree * asked.data_parallel_shard_degree == grid.data
@@ -160,7 +183,32 @@ def test_torchtitan_reads_the_file_and_splits_a_model_by_it(
     ] == held(plan)
     kept = sum(len(list(part.parameters())) for part in parts)
     assert kept == len(list(whole.parameters()))
-    assert schedules.get_schedule_class(read.parallelism.pipeline_parallel_schedule)
+    assert schedules.get_schedule_class(asked.pipeline_parallel_schedule)
+    assert bool(asked.pipeline_parallel_schedule_csv) == (name in ("in turn", "eager"))
+    if asked.pipeline_parallel_schedule_csv:
+        assert Path(asked.pipeline_parallel_schedule_csv).read_text() == pipelining_csv(plan)
+
+
+@pytest.mark.parametrize("name", AUTOMODEL)
+def test_automodel_reads_the_recipe(name: str, tmp_path: Path) -> None:
+    """Its parser of the section has the plan's sizes, modules, order, recomputation and precision."""
+    reading = installed("nemo_automodel.recipes._dist_utils")
+    yaml = installed("yaml")
+    plan = PLANS[name]()
+    recipe = yaml.safe_load(automodel_recipe(plan))
+    found = reading.parse_distributed_section(recipe["distributed"])
+    grid, asked = plan.stages[0].grid, found["pipeline_config"]
+    assert (found["pp_size"], found["tp_size"], found["dp_size"]) == (len(plan.ranks), grid.tensor, grid.data)
+    assert found["activation_checkpointing"] == bool(plan.decisions)
+    half = plan.training.precision != "float32"
+    assert found["strategy_config"].mp_policy.param_dtype == (torch.bfloat16 if half else torch.float32)
+    assert (asked is None) == (len(plan.stages) == 1)
+    if asked is not None:
+        assert len(asked.module_fqns_per_model_part) == len(plan.stages)
+        steps = recipe["step_scheduler"]["local_batch_size"] // asked.pp_microbatch_size
+        assert steps == plan.training.microbatches
+        assert schedules.get_schedule_class(asked.pp_schedule)
+        assert bool(asked.pp_schedule_csv) == (name in ("in turn", "eager"))
 
 
 DEEPSPEED = """
@@ -221,6 +269,52 @@ def test_deepspeed_reads_the_configuration_and_takes_its_partition(
     assert json.loads(line.removeprefix("READ ")) == [
         asked.batch_size, asked.microbatch_size // grid.data, asked.microbatches, asked.clip_norm or 0.0,
         asked.precision == "master-bfloat16", int(bool(plan.decisions)), int(grid.shard == "optimizer"), blocks,
+    ]  # fmt: skip
+
+
+ZERO = """
+import json, sys
+import deepspeed, torch
+from deepspeed.runtime.config import DeepSpeedConfig
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # a kernel for CPUs, which it would compile
+torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+read = DeepSpeedConfig("deepspeed.json")
+zero = read.zero_config
+away = [zero.offload_optimizer, zero.offload_param]
+print("READ", json.dumps([
+    read.train_batch_size, read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps,
+    read.gradient_clipping, read.bfloat16_config.enabled, zero.stage,
+    [one is not None and one.device == "cpu" for one in away],
+    read.compile_config.deepcompile and read.compile_config.offload_activation,
+]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("shard", "decisions"),
+    [("none", ()), ("optimizer", (UPDATED,)), ("parameters", (UPDATED, WEIGHTS)), ("parameters", (SAVED,))],
+)
+@pytest.mark.timeout(300)
+def test_deepspeed_reads_what_replicas_divide_and_offload(
+    shard: Sharding, decisions: tuple[Decision, ...], tmp_path: Path
+) -> None:
+    """Its configuration has ZeRO's stage, what is on the host, batch, clipping and precision."""
+    installed("deepspeed")
+    plan = whole(2, shard, "master-bfloat16", clip_norm=0.5, decisions=decisions)
+    (tmp_path / "deepspeed.json").write_text(deepspeed_config(plan))
+    (tmp_path / "read.py").write_text(ZERO)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "read.py"], cwd=tmp_path, text=True, capture_output=True, timeout=280,
+        check=False, env=environment(0, 2),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("READ ")]
+    stage = ("none", "optimizer", "gradients", "parameters").index(shard)
+    assert json.loads(line.removeprefix("READ ")) == [
+        8, 1, 4, 0.5, True, stage, [UPDATED in decisions, WEIGHTS in decisions], SAVED in decisions,
     ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from pipefit import save
 from pipefit.checkpoints import load_state_dict
-from pipefit.export.launch_script import slurm_script
+from pipefit.export import slurm_script
 from support.local_batches import equal
 from support.several_machines import MACHINES, SAVED, plain_training, plan_across
 

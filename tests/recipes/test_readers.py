@@ -141,6 +141,35 @@ def test_automodel(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("dtype", "distributed", "precision"),
+    [
+        ("float32", "{strategy: fsdp2}", "master-bfloat16"),
+        ("float32", "{strategy: fsdp2, mp_policy: {param_dtype: float32}}", "float32"),
+        ("torch.float32", "{strategy: ddp}", "float32"),
+        ("float16", "{strategy: fsdp2}", "float16"),
+        ("bf16", "{strategy: ddp}", "bfloat16"),
+    ],
+)
+def test_automodel_gathers_in_half_precision(
+    dtype: str, distributed: str, precision: str, tmp_path: Path
+) -> None:
+    """FSDP2 computes in bfloat16 unless its policy says otherwise."""
+    text = AUTOMODEL.replace("{strategy: fsdp2, tp_size: 2}", distributed)
+    text = text.replace("Llama-3.2-1B", f"Llama-3.2-1B\n  torch_dtype: {dtype}")
+    assert written(tmp_path, text, "n.yaml").precision == precision
+
+
+@pytest.mark.parametrize("key", ["offload_params", "cpu_offload", "fsdp_offload_params"])
+def test_fsdp_offloads_by_each_of_its_names(key: str, tmp_path: Path) -> None:
+    """transformers and accelerate have different names for it."""
+    values = {**TRAINER, "fsdp": True, "fsdp_config": {key: True}}
+    assert fields(written(tmp_path, json.dumps(values), "t.json"), "shard", "offload") == (
+        "parameters",
+        "parameters",
+    )
+
+
 def test_training_arguments(tmp_path: Path) -> None:
     """JSON, whose lines are quoted."""
     found = written(tmp_path, json.dumps(TRAINER), "t.json")

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 EXAMPLE = "pipefit export plan.json --to perfetto -o events.json"
 
 Format = Literal[
-    "perfetto", "memory-viz", "pipelining", "split-points", "megatron", "torchtitan", "deepspeed", "slurm", "kubernetes"
+    "perfetto", "memory-viz", "pipelining", "split-points", "megatron", "torchtitan", "automodel", "deepspeed",
+    "trainer", "accelerate", "lightning", "slurm", "kubernetes",
 ]  # fmt: skip
 
 
@@ -33,9 +34,9 @@ def command(
         typer.Option(
             metavar="TOOL",
             help="perfetto: a trace for ui.perfetto.dev. memory-viz: one for pytorch.org/memory_viz. pipelining: "
-            "torch.distributed.pipelining's CSV. split-points: the stages of its pipeline. megatron: "
-            "arguments. "
-            "torchtitan, deepspeed: a configuration. slurm, kubernetes: a launch file.",
+            "torch.distributed.pipelining's CSV. split-points: the stages of its pipeline. megatron: arguments. "
+            "torchtitan, automodel, deepspeed, accelerate: a configuration. trainer: Hugging Face's "
+            "TrainingArguments. lightning: the arguments of its Trainer. slurm, kubernetes: a launch file.",
         ),
     ],
     output: Annotated[
@@ -67,43 +68,23 @@ def command(
 
 def _written(file: Path, document: Document, to: Format) -> str | bytes:
     """Return the text, or the bytes, of the other format."""
+    from pipefit import export
+
     match to:
         case "perfetto":
-            from pipefit.export.traces import perfetto
-
-            return perfetto(_trace(file, document))
+            return export.perfetto(_trace(file, document))
         case "memory-viz":
-            from pipefit.export.traces import memory_snapshot
-
-            return memory_snapshot(_trace(file, document))
-        case "pipelining":
-            from pipefit.export.pipelining import pipelining_csv
-
-            return pipelining_csv(_plan(file, document, "torch's schedules are"))
-        case "split-points":
-            from pipefit.export.pipelining import split_points
-
-            return split_points(_plan(file, document, "torch's split points are"))
-        case "megatron":
-            from pipefit.export.decoders import megatron_arguments
-
-            return megatron_arguments(_plan(file, document, "Megatron's arguments are"))
-        case "torchtitan":
-            from pipefit.export.decoders import torchtitan_config
-
-            return torchtitan_config(_plan(file, document, "torchtitan's configurations are"))
-        case "deepspeed":
-            from pipefit.export.decoders import deepspeed_config
-
-            return deepspeed_config(_plan(file, document, "DeepSpeed's configurations are"))
+            return export.memory_snapshot(_trace(file, document))
         case "slurm":
-            from pipefit.export.launch_script import slurm_script
-
-            return slurm_script(_plan(file, document, "launch files are"), str(file))
+            return export.slurm_script(_plan(file, document, "launch files"), str(file))
         case "kubernetes":
-            from pipefit.export.launch_script import kubernetes_job
-
-            return kubernetes_job(_plan(file, document, "launch files are"), file.name)
+            return export.kubernetes_job(_plan(file, document, "launch files"), file.name)
+    write, written = export.PLANS[to]
+    plan = _plan(file, document, written)
+    text = write(plan)
+    for line in export.script_lines(plan) if to == "deepspeed" else ():
+        on_stderr(f"the script itself must call {line}")
+    return text
 
 
 def _trace(file: Path, document: Document) -> Trace:
@@ -127,5 +108,5 @@ def _plan(file: Path, document: Document, what: str) -> Plan:
     from pipefit.schema.plan import Plan
 
     if not isinstance(document, Plan):
-        raise UsageError(f"{file} is not a plan: {what} made of plans")
+        raise UsageError(f"{file} is not a plan: {what} are made of plans")
     return document

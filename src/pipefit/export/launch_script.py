@@ -24,7 +24,7 @@ def slurm_script(plan: Plan, file: str) -> str:
         UsageError: hosts have different numbers of the plan's devices, or the file's name is not printable.
     """
     _check_name(file)
-    hosts, each = _hosts(plan)
+    hosts, each = hosts_of(plan)
     gpus = f"#SBATCH --gpus-per-node={each}\n" if plan.cluster.backend == "cuda" else ""
     return (
         "#!/bin/bash\n"
@@ -47,7 +47,7 @@ def kubernetes_job(plan: Plan, file: str) -> str:
         UsageError: hosts have different numbers of the plan's devices, or the file's name is not printable.
     """
     _check_name(file)
-    hosts, each = _hosts(plan)
+    hosts, each = hosts_of(plan)
     name, named = _name(plan), shlex.quote(file).replace("$", "$$")  # Kubernetes unescapes doubled dollars
     command = (
         f"torchrun --nnodes={hosts} --nproc-per-node={each} --node-rank=$JOB_COMPLETION_INDEX "
@@ -101,7 +101,7 @@ def _check_name(file: str) -> None:
         raise UsageError(f"{printable(file)} has a name that cannot be written in a launch file: rename it")
 
 
-def _hosts(plan: Plan) -> tuple[int, int]:
+def hosts_of(plan: Plan) -> tuple[int, int]:
     """Return the number of hosts of the plan, and the number of its devices on each.
 
     Raises:

@@ -1,9 +1,9 @@
 """A plan for torch.distributed.pipelining: the starts of stages, and the compute order as a CSV file.
 
 Stages begin before a module, as in `pipeline(..., split_spec=...)`. A row of the CSV is a rank, a cell an
-action such as `0F0`, `0B0` or `0W0`, in the rank's order. torch adds the messages
-(`_PipelineScheduleRuntime._load_csv(..., format="compute_only")`). It updates weights outside of its
-schedules and recomputes inside of modules, so the file has neither.
+action such as `0F0`, `0B0` or `0W0`, in the rank's order, which is that of all devices of a stage. torch adds
+the messages (`_PipelineScheduleRuntime._load_csv(..., format="compute_only")`). It updates weights outside of
+its schedules and recomputes inside of modules, so the file has neither.
 """
 
 from __future__ import annotations
@@ -28,24 +28,27 @@ def pipelining_csv(plan: Plan) -> str:
     """Return the file's text.
 
     Raises:
-        UsageError: the plan's schedule is asynchronous, or a stage is on several devices: torch supports
-            neither.
+        UsageError: the plan's schedule is asynchronous, or stages have unequal grids: torch supports neither.
     """
     if plan.training.endless:
         raise UsageError(
             "torch.distributed.pipelining does not support asynchronous schedules such as "
             f"{plan.training.schedule}"
         )
-    devices = [stage.device for stage in plan.stages]
+    if len({(stage.grid.data, stage.grid.tensor) for stage in plan.stages}) > 1:
+        raise UsageError(
+            "torch.distributed.pipelining sends from one device to one, but stages differ in replicas or shards: "
+            "plan with one number of --data and one of --tensor"
+        )
     starts = {number: stage.start for number, stage in enumerate(plan.stages)}
     program = lower(plan)
     rows = [
         [
             f"{action.stage}{_KINDS[action.kind]}{action.microbatch}"
-            for action in program.actions[device]
+            for action in program.actions[plan.stages[stages[0]].devices[0]]
             if _is_told(action, starts)
         ]
-        for device in dict.fromkeys(devices)
+        for stages in plan.ranks
     ]
     return "".join(",".join(row) + "\n" for row in rows)
 

@@ -309,7 +309,7 @@ def _division(keys: Keys) -> _Division:
     words += str(config.get("sharding_strategy", "")).split()
     words += str(config.get("reshard_after_forward", "")).split()  # a strategy or a truth value
     kinds = {word.lower() for word in words}
-    moves = "offload" in kinds or _is_on(config.get("offload_params"))
+    moves = "offload" in kinds or any(_is_on(config.get(key)) for key in ("offload_params", "cpu_offload"))
     shards: Sharding = "parameters"
     if "no_shard" in kinds:
         shards = "none"
@@ -463,6 +463,15 @@ def _arguments(keys: Keys, base: str | None, reread: Reread) -> Recipe:
     )  # fmt: skip
 
 
+def _automodel_precision(keys: Keys, dtype: str, *, divides: bool) -> Precision:
+    """Return the precision of a model that is loaded in a dtype; FSDP2 gathers in half precision by default."""
+    half: Precision = "float16" if dtype in ("fp16", "float16", "half") else "bfloat16"
+    if dtype not in ("fp32", "float32", "float"):
+        return half
+    gathered = str(keys.get("distributed.mp_policy.param_dtype", "bfloat16")).removeprefix("torch.")
+    return "master-bfloat16" if divides and gathered in ("bf16", "bfloat16") else "float32"
+
+
 def _automodel(keys: Keys, base: str | None, reread: Reread) -> Recipe:
     keys.values = {key: None if value in ("none", "None") else value for key, value in keys.values.items()}
     packed = keys.get("packed_sequence.packed_sequence_size") not in (None, 0)  # 0 packs nothing
@@ -471,6 +480,7 @@ def _automodel(keys: Keys, base: str | None, reread: Reread) -> Recipe:
     dtype = str(keys.get("model.torch_dtype", "bfloat16")).removeprefix("torch.")
     targets = "all" if keys.get("peft.match_all_linear") else keys.get("peft.target_modules")
     manager = str(keys.get("distributed.strategy", keys.get("distributed._target_", "fsdp2"))).lower()
+    divides = not manager.rpartition(".")[2].startswith("ddp")
     return Recipe(
         tool="NeMo Automodel",
         model=architecture,
@@ -478,11 +488,11 @@ def _automodel(keys: Keys, base: str | None, reread: Reread) -> Recipe:
         sequence=tokens,
         samples=keys.count("step_scheduler.local_batch_size", 1),
         global_batch=keys.count("step_scheduler.global_batch_size", 8),
-        precision="bfloat16" if dtype in ("bf16", "bfloat16", "auto") else "float32",
+        precision=_automodel_precision(keys, dtype, divides=divides),
         optimizer=_optimizer(keys, "optimizer._target_", "torch.optim.AdamW"),
         adapters=_adapters(keys, "peft.dim", 8, targets) if keys.under("peft") else None,
         recompute=_is_on(keys.get("distributed.activation_checkpointing")),
-        shard="none" if manager.rpartition(".")[2].startswith("ddp") else "parameters",
+        shard="parameters" if divides else "none",
         tensor=keys.count("distributed.tp_size", 1),
         edits={
             "samples": keys.edit("step_scheduler.local_batch_size"),
