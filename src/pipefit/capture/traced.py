@@ -21,7 +21,7 @@ from pipefit.capture.chain import Chain, ChainLayer
 from pipefit.capture.data_flow import Flow, sums
 from pipefit.capture.exporting import export
 from pipefit.capture.flat_graph import flatten, nbytes, operator_name, plain, role, stack, value
-from pipefit.capture.graph_layer import Binding, GraphLayer, layer_class, write
+from pipefit.capture.graph_layer import Binding, layer_class, write
 from pipefit.capture.parameter_groups import WHY
 from pipefit.capture.refusals import LooksAtValues
 from pipefit.capture.structure import Tree
@@ -509,6 +509,7 @@ def _layers(
 ) -> Iterator[ChainLayer]:
     """Yield the layers, one for each piece; each takes the values that the layer before it returns."""
     binding, result, arriving = Binding(module, program.constants), list[ChainLayer](), tuple(first)
+    parts = dict(module.named_modules(remove_duplicate=False))
     for piece in cut:
         leaving = flow.outputs if piece is cut[-1] else flow.values(piece.stop - 1)
         order = flow.order[piece.start : piece.stop]
@@ -518,16 +519,11 @@ def _layers(
             if (meaning := role(node)) and meaning.kind != "input"
         ]
         names = binding.names(piece.name, needed)
-        layer = _class_of(module, piece.name)(write(flow, order, arriving, leaving, names))
+        kind = layer_class(type(parts.get(plain(piece.name), module)).__name__)
+        layer = kind(write(flow, order, arriving, leaving, names))
         result.append(ChainLayer(piece.name, layer, binding.fill(layer, needed, names)))
         arriving = leaving
     yield from binding.with_the_rest(result)
-
-
-def _class_of(module: nn.Module, name: str) -> type[GraphLayer]:
-    """Return the class of a layer, named after the class of the module that it comes from."""
-    result = dict(module.named_modules(remove_duplicate=False)).get(plain(name))
-    return layer_class(type(result or module).__name__)
 
 
 def _end(task: Task, program: ExportedProgram, graph: fx.Graph) -> Tree:

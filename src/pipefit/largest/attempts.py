@@ -285,7 +285,8 @@ def plan_on_the_way(
             raise
         result = make()
     plan = result.plan
-    as_traced = known.checked(sizes_used(plan) if attempt(0, plan).fits else None) if compares else _true
+    fits = not options.allow_infeasible or attempt(0, plan).fits
+    as_traced = known.checked(sizes_used(plan) if fits else None) if compares else _true
     (others,) = beside(result.others, forks=runs_dry)
 
     return Proposal(plan, lambda: Answer(plan, others) if as_traced() else make())

@@ -123,6 +123,8 @@ class CommonSearch:
                 if known and any(seconds >= at_most * (1 - _WORTH) for seconds in lowest):
                     continue
                 result = simulations.of(split, decisions)
+                if not known and not result.fits:  # peaks take less time to read than steps
+                    continue
                 seconds = result.seconds
                 if seconds < at_most and result.fits:
                     best = CommonPlan(split, seconds, result.peak_bytes, decisions, result)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from math import isclose
 from typing import NamedTuple
@@ -309,8 +309,32 @@ class Lowered:
         return DeviceMemory(highest(rest, changes), tuple(placed))
 
     def _reading(self) -> LedgerReading:
+        """Read the ledger, with rows counted from the device's first one: replicas then share cached effects."""
         distinct = distinct_steps(self._plan)
-        return reading(self._device, self._stages, self.programs, steps=self._steps, distinct=distinct)
+        read = partial(reading, self._device, self._stages, steps=self._steps, distinct=distinct)
+        try:
+            return read([_from_first_row(program, self._device) for program in self.programs])
+        except UsageError:  # its message names other rows
+            return read(self.programs)
+
+
+def _first_row(program: UncheckedProgram, device: int) -> int:
+    """Return the first row of microbatches that a device's actions carry; 0 if they carry all."""
+    return min((action.part[0] for action in program.actions[device] if action.part), default=0)
+
+
+def _from_first_row(program: UncheckedProgram, device: int) -> UncheckedProgram:
+    """Return a program whose actions of a device carry rows counted from its first one."""
+    first = _first_row(program, device)
+    if not first:
+        return program
+    own = tuple(
+        action
+        if action.part is None
+        else action._replace(part=(action.part[0] - first, action.part[1] - first))
+        for action in program.actions[device]
+    )
+    return replace(program, actions=(*program.actions[:device], own, *program.actions[device + 1 :]))
 
 
 # ---- Assembled plans
@@ -536,10 +560,7 @@ def _alike(programs: Sequence[UncheckedProgram], device: int, stages: Mapping[in
     Their stages have equal costs, and their actions use rows at the same distance from their first one, with
     neighbours in the same order. A device with memory at other places has a unique key.
     """
-    peers, first = (
-        dict[object, int](),
-        min((a.part[0] for a in programs[0].actions[device] if a.part), default=0),
-    )
+    peers, first = dict[object, int](), _first_row(programs[0], device)
     result = list[object]()
     for program in programs:
         for kind, stage, microbatch, layers, subject, place, part, wait in program.actions[device]:
@@ -608,9 +629,9 @@ class Assembled:
     @property
     def fits(self) -> bool:
         """True if every device and every host has enough memory."""
-        full = any(
-            peak > budget for peak, budget in zip(self.peak_bytes, self.plan.cluster.budgets, strict=True)
-        )
+        budgets = self.plan.cluster.budgets
+        full = any(part.memory().peak_bytes > budgets[device] for device, part in self._devices.items())
+        full = full or any(peak > budget for peak, budget in zip(self.peak_bytes, budgets, strict=True))
         return not full and not any(missing_bytes(self.plan, self.arenas).values())
 
     @cached_property
