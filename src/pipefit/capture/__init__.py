@@ -44,6 +44,7 @@ from pipefit.capture.chain import (  # noqa: E402  # noqa: E402
     packed,
     passed_on,
     shared_storages,
+    stored_entries,
 )
 from pipefit.capture.comparison import (  # noqa: E402
     ALLOWED,
@@ -239,6 +240,7 @@ __all__ = [
     "shared_storages",
     "stack",
     "storage_key",
+    "stored_entries",
     "sweep",
     "tensors_put_back",
     "torch_draws_alone",

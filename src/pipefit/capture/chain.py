@@ -193,11 +193,27 @@ def _setting(value: Any, other: Callable[[Any], object]) -> object:
 # ---- Layers and chains
 
 
+def stored_entries(module: nn.Module) -> dict[str, Any]:
+    """Return the parameters, persistent buffers and extra state of a module by name.
+
+    This is its state dict before hooks: a model may store its parameters under other names and in other shapes,
+    such as one projection as three, but an optimizer and a checkpoint need the parameters themselves.
+    """
+    result: dict[str, Any] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is not None and name not in part._non_persistent_buffers_set:
+                result[prefix + name] = tensor
+    extra = module.state_dict(keep_vars=True).items()
+    return result | {name: value for name, value in extra if name.rpartition(".")[2] == "_extra_state"}
+
+
 @dataclass(frozen=True, slots=True)
 class ChainLayer:
     """One layer: its name in the model, its module, and metadata for running it in the chain.
 
-    - `originals` maps names in the layer's state dict to names in the model's.
+    - `originals` maps names of stored entries of the layer to names in the model.
     - `autocast` is the dtype of autocast while the layer runs; None without autocast.
     - `packing` is the form in which the module takes its inputs: bare, or in a tuple or list.
     - `orders` are the orders of dimensions in which its inputs arrive, `leaves` those in which its outputs

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from pipefit.capture.chain import ChainLayer, own_module
+from pipefit.capture.chain import ChainLayer, own_module, stored_entries
 from pipefit.capture.data_flow import Flow
 from pipefit.capture.flat_graph import Context, Role, context, plain, role, value
 from pipefit.capture.storages import dense_order
@@ -42,7 +42,7 @@ class Binding:
         self.tensors: dict[str, Tensor] = dict(
             (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
         )
-        self.kept = module.state_dict(keep_vars=True)
+        self.kept = stored_entries(module)
         self.aliases: dict[int, list[str]] = {}
         self._met = set[int]()  # ids of the modules that stay whole in layers, and of their parameters
         self._of_constants: dict[int, Tensor] = {}  # so layers that use one constant hold the same tensor
@@ -93,7 +93,9 @@ class Binding:
         *owners, last = local.split(".")
         _owner(layer, owners).add_module(last, part)
         return {
-            f"{local}.{name}": f"{path}.{name}" for name in part.state_dict() if f"{path}.{name}" in self.kept
+            f"{local}.{name}": f"{path}.{name}"
+            for name in stored_entries(part)
+            if f"{path}.{name}" in self.kept
         }
 
     def with_the_rest(self, layers: Sequence[ChainLayer]) -> list[ChainLayer]:

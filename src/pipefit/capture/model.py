@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from pipefit.capture.chain import Chain, ChainLayer, own_module, packing_of
+from pipefit.capture.chain import Chain, ChainLayer, own_module, packing_of, stored_entries
 from pipefit.capture.copying import hooks_of
 from pipefit.capture.parameter_groups import WHY, couples
 from pipefit.capture.random_state import seed_torch
@@ -181,7 +181,7 @@ def _by_hand(module: nn.Sequential, name: str, *, whole: bool) -> tuple[ChainLay
     if not parts:
         raise UsageError(f"{name} does not have any layers: its nn.Sequential is empty")
     if whole:
-        return (ChainLayer(WHOLE, module, {local: local for local in module.state_dict(keep_vars=True)}),)
+        return (ChainLayer(WHOLE, module, {local: local for local in stored_entries(module)}),)
     return tuple(ChainLayer(name, own_module(part, met), _prefixed(name, part)) for name, part in parts)
 
 
@@ -230,4 +230,4 @@ def _with_names(layers: Sequence[ChainLayer], module: nn.Module) -> Iterator[Cha
 
 
 def _prefixed(name: str, part: nn.Module) -> dict[str, str]:
-    return {local: f"{name}.{local}" for local in part.state_dict(keep_vars=True)}
+    return {local: f"{name}.{local}" for local in stored_entries(part)}

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipefit.capture.chain import stored_entries
 from pipefit.capture.sample import Sample
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
@@ -290,8 +291,8 @@ class _Loop:
                 self._named[name].copy_(copy)
 
     def trained(self, losses: Sequence[float]) -> Trained:
-        """Return the results of training, under all names of the module's state dict."""
-        every = {k: t for k, t in self._module.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+        """Return the results of training, under all names of the module's stored tensors."""
+        every = {k: t for k, t in stored_entries(self._module).items() if isinstance(t, Tensor)}
         names = {id(parameter): name for name, parameter in self._trained.items()}
         known = {name: names[id(tensor)] for name, tensor in every.items() if id(tensor) in names}
         return Trained(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipefit.capture import ChainLayer, named_constants
+from pipefit.capture import ChainLayer, named_constants, stored_entries
 from pipefit.errors import UsageError
 from pipefit.measure import MemoryMeter
 from pipefit.memory import ReplicaShare
@@ -102,7 +102,7 @@ class Names:
         first: dict[str, int] = {}
         met: dict[int, str] = {}
         for number, layer in enumerate(layers):
-            for local, tensor in layer.module.state_dict(keep_vars=True).items():
+            for local, tensor in stored_entries(layer.module).items():
                 name = layer.originals[local]
                 stored.setdefault(
                     name, met.setdefault(id(tensor), name) if isinstance(tensor, nn.Parameter) else name
@@ -124,7 +124,7 @@ class Names:
 
 def held_tensors(layer: ChainLayer) -> Iterator[tuple[str, Tensor]]:
     """Yield the named tensors of a layer that are not in its state dict, such as non-persistent buffers."""
-    known = layer.module.state_dict(keep_vars=True).keys()
+    known = stored_entries(layer.module).keys()
     others = ((name, buffer) for name, buffer in layer.module.named_buffers() if name not in known)
     for local, tensor in (*others, *named_constants(layer.module)):
         if tensor.layout is torch.strided:  # forwards change no other layout in place
@@ -176,7 +176,7 @@ class StageState:
             known = stage.optimizer.state if stage.optimizer is not None else {}
             float32, read = set(copies_of(stage.optimizer).values()), stage.reader()
             for layer in stage.layers:
-                for local, tensor in layer.module.state_dict(keep_vars=True).items():
+                for local, tensor in stored_entries(layer.module).items():
                     _check(layer, local, tensor)
                     if stage.lacks(tensor) or (once and not stage.stores(tensor)):
                         continue
@@ -227,7 +227,7 @@ class StageState:
     def _load(self, values: Mapping[str, Tensor], stage: TrainedPart, *, replace: bool) -> None:
         """Load this state into a stage whose tensors are all on its device."""
         for layer in stage.layers:
-            for local, tensor in layer.module.state_dict(keep_vars=True).items():
+            for local, tensor in stored_entries(layer.module).items():
                 name, trained = layer.originals[local], stage.updates.worked_on(tensor)
                 if stage.lacks(tensor):
                     continue

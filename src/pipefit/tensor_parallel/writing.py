@@ -24,6 +24,7 @@ from pipefit.capture import (
     layer_class,
     left_real,
     register,
+    stored_entries,
 )
 from pipefit.errors import UsageError
 from pipefit.schema.layer_costs import CollectiveKind
@@ -292,7 +293,7 @@ class RankTensors:
         """Return the rank's layer in place of a whole one."""
         module = layer_class(type(layer.module).__name__)(code.graph)
         module.pipefit_group = group  # type: ignore[assignment]
-        kept = layer.module.state_dict(keep_vars=True)
+        kept = stored_entries(layer.module)
         for name, tensor in tensors_of(layer.module):
             register(module, name, self.part(tensor, name), persistent=name in kept)
         for name, node in code.constants.items():

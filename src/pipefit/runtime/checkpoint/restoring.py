@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipefit.capture import stored_entries
 from pipefit.checkpoints import (
     DTYPES,
     Checkpoint,
@@ -329,7 +330,7 @@ def named_parameters(stage: TrainedPart, names: Names) -> dict[Tensor, str]:
     """
     result = dict[Tensor, str]()
     for layer in stage.layers:
-        for local, tensor in layer.module.state_dict(keep_vars=True).items():
+        for local, tensor in stored_entries(layer.module).items():
             result[stage.updates.worked_on(tensor)] = names.stored[layer.originals[local]]
     return result
 

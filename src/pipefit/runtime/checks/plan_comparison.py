@@ -46,6 +46,7 @@ from pipefit.capture import (
     recording,
     same,
     seed_all,
+    stored_entries,
     tensors_put_back,
     train_plainly,
 )
@@ -334,7 +335,9 @@ class _PlanComparison:
         own, loss_of = self._copies([self.module, *(layer.module for layer in self.chain.layers)])
         start = Trained(
             tensors={
-                name: t.detach().clone() for name, t in own[0].state_dict().items() if isinstance(t, Tensor)
+                name: t.detach().clone()
+                for name, t in stored_entries(own[0]).items()
+                if isinstance(t, Tensor)
             }
         )
         task = replace(self.whole, module=own[0], loss=loss_of)

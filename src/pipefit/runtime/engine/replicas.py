@@ -27,6 +27,7 @@ from pipefit.capture import (
     copy_of,
     give_own_copies,
     named_constants,
+    stored_entries,
 )
 from pipefit.capture.sample import sample
 from pipefit.errors import UsageError
@@ -121,7 +122,7 @@ class RankShards:
 
 def unstored_buffers(layer: ChainLayer) -> list[tuple[str, Tensor]]:
     """Return the buffers of a layer that are in no state dict, named after the layer and the buffer."""
-    known = layer.module.state_dict(keep_vars=True).keys()
+    known = stored_entries(layer.module).keys()
     return [
         (f"{layer.name}.{name}", buffer) for name, buffer in layer.module.named_buffers() if name not in known
     ]
