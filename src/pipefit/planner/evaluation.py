@@ -13,185 +13,26 @@ machine. The unit of work is a new action.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property
 from heapq import nsmallest
 from itertools import pairwise
 from math import inf
 from typing import NamedTuple, NoReturn
 
-import numpy as np
-from numpy.typing import NDArray
-
 from pipefit.errors import UsageError
-from pipefit.lowering import Compute, schedule_named
 from pipefit.memory import Costs, missing_bytes
 from pipefit.planner.driver import plan_of
-from pipefit.planner.memory_choices import DevicePrices, Floats, Menu, Menus, StageChoice, decisions_of
+from pipefit.planner.memory_choices import Menu, Menus, StageChoice, decisions_of
 from pipefit.planner.options import Means
 from pipefit.planner.problem import Question, Split
-from pipefit.schema.actions import Kind
 from pipefit.schema.decisions import Decision
 from pipefit.schema.devices import Member, MemberKind, Place, Share
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
 from pipefit.simulator import Assembled, Parts
 from pipefit.texts import counted
-
-# ---- Seconds of many splits at once, with numpy
-#
-# A step starts from an empty pipeline, and no transfer waits for the wires of another one. Stages receive,
-# compute and send in the order of `lowering.passes.communication`. If links are not shared, the seconds equal
-# the simulator's for stages that keep everything, so changes of such a plan that gain nothing need no
-# simulation.
-
-_STEPS, _SPLITS = 10, 300  # steps, and splits, that take as long as a new action of a simulation
-
-_Message = tuple[bool, int, int]  # forward, the receiving stage, and the microbatch
-_Ints = NDArray[np.intp]
-
-
-class _Step(NamedTuple):
-    """Step of a stage: a computation (`kind`), the posting of an end of a message, or the wait for it."""
-
-    stage: int
-    kind: Kind | None
-    message: _Message | None = None
-    waits: bool = False
-
-
-class SplitTimer:
-    """Timer for many splits of one question into this number of stages, one numpy row per event.
-
-    Cost: a microsecond for every action of a step and 200 splits.
-    """
-
-    def __init__(self, question: Question, stages: int) -> None:
-        self.question, self._prices = question, DevicePrices(question)
-        how = question.training
-        self.steps = _in_turn(how.schedule, stages, how.microbatches)
-        self._edges, costs = np.array(question.edges), question.measurement.costs
-        inputs = [cost.inputs for cost in costs]
-        self._forward = np.array([float(sum(value.nbytes for value in own)) for own in inputs])
-        self._backward = np.array([float(sum(v.nbytes for v in own if v.has_gradient)) for own in inputs])
-
-    @staticmethod
-    def of(question: Question, stages: int) -> SplitTimer | None:
-        """Return the timer of splits into `stages`; None for asynchronous schedules."""
-        return None if question.training.endless else SplitTimer(question, stages)
-
-    def work(self, splits: int) -> int:
-        """Return the work of timing this many splits, in new actions of a simulation."""
-        return len(self.steps) * (1 + splits // _SPLITS) // _STEPS
-
-    def seconds(self, splits: Sequence[Split]) -> Floats:
-        """Return the seconds of a step of each split.
-
-        Raises:
-            UsageError: no link joins the devices of two neighbouring stages.
-        """
-        edges: _Ints = np.array([split.edges for split in splits]).T
-        devices: _Ints = np.array([split.devices for split in splits]).T
-        passes = {
-            Kind.FORWARD: self._prices.seconds("forward", edges, devices),
-            Kind.BACKWARD: self._prices.seconds("backward", edges, devices),
-        }
-        update = self._prices.seconds("update", edges, devices)
-        return self._through(passes, self._sent(edges, devices), update)
-
-    def _through(
-        self, passes: dict[Kind, Floats], sent: dict[tuple[bool, int], Floats], update: Floats
-    ) -> Floats:
-        """Return the time at which the last stage of each split ends."""
-        now = list(np.zeros(update.shape))
-        posted, ended = dict[_Message, Floats](), dict[_Message, Floats]()
-        for stage, kind, message, waits in self.steps:
-            if kind is not None:
-                now[stage] = now[stage] + passes[kind][stage]
-            elif waits and message is not None:
-                now[stage] = np.maximum(now[stage], ended[message])
-            elif message in posted:
-                ended[message] = np.maximum(posted.pop(message), now[stage]) + sent[message[:2]]
-            elif message is not None:
-                posted[message] = now[stage]
-        result: Floats = np.max(np.array(now) + update, axis=0)
-        return result
-
-    def _sent(self, edges: _Ints, devices: _Ints) -> dict[tuple[bool, int], Floats]:
-        """Return the seconds of the messages to every stage, forward and backward."""
-        result = dict[tuple[bool, int], Floats]()
-        for stage in range(1, len(devices)):
-            cut = self._edges[edges[stage]]
-            for source, target, nbytes in (
-                (stage - 1, stage, self._forward[cut]),
-                (stage, stage - 1, self._backward[cut]),
-            ):
-                pairs = zip(devices[source].tolist(), devices[target].tolist(), strict=True)
-                routes = [self.question.cluster.route(*map(Member.device, pair)) for pair in pairs]
-                latency, rate = np.array([route[1::-1] for route in routes]).T
-                result[source < target, target] = latency + nbytes / rate
-        return result
-
-
-@cache
-def _in_turn(schedule: str, stages: int, microbatches: int) -> tuple[_Step, ...]:
-    """Return the steps of all stages, each after the steps that it waits for."""
-    left = {stage: _of_stage(schedule, stage, stages, microbatches) for stage in range(stages)}
-    result, posts, blocked = list[_Step](), dict[_Message, int](), dict[_Message, _Step]()
-    runnable = list(left)
-    while runnable:
-        stage = runnable.pop()
-        for step in left[stage]:
-            if step.waits and step.message is not None and posts.get(step.message, 0) < 2:
-                blocked[step.message] = step  # its other end is posted later
-                break
-            result.append(step)
-            if step.message is not None and not step.waits:
-                posts[step.message] = posts.get(step.message, 0) + 1
-                if posts[step.message] == 2 and step.message in blocked:
-                    resumed = blocked.pop(step.message)
-                    result.append(resumed)
-                    runnable.append(resumed.stage)
-    return tuple(result)
-
-
-def _of_stage(schedule: str, stage: int, stages: int, microbatches: int) -> Iterator[_Step]:
-    """Yield the steps of one stage in the order of `lowering.passes.communication`."""
-
-    def steps(message: _Message | None, *, waits: bool) -> tuple[_Step, ...]:
-        return () if message is None else (_Step(stage, None, message, waits),)
-
-    order = list(schedule_named(schedule)(stage, stages, 1, microbatches))
-    ends = [_ends(stage, stages, compute) for compute in order]
-    received, sent = [*(one for one, _ in ends), None], [None, *(other for _, other in ends)]
-    yield from steps(received[0], waits=False)
-    for number, (kind, _, microbatch) in enumerate(order):
-        needed, joins = steps(received[number], waits=True), steps(sent[number], waits=True)
-        ahead = steps(received[number + 1], waits=False)
-        turns_back = (
-            kind is Kind.BACKWARD and number > 0 and order[number - 1] == (Kind.FORWARD, stage, microbatch)
-        )
-        yield from (*needed, *joins, *ahead) if turns_back else (*ahead, *needed)
-        yield _Step(stage, kind)
-        yield from () if turns_back else joins
-        yield from steps(sent[number + 1], waits=False)
-    yield from steps(sent[-1], waits=True)
-
-
-def _ends(stage: int, stages: int, compute: Compute) -> tuple[_Message | None, _Message | None]:
-    """Return the message that a forward or backward of a stage needs, and the message that it makes."""
-    forward = compute.kind is Kind.FORWARD
-    towards = 1 if forward else -1
-    needs, makes = (0 <= other < stages for other in (stage - towards, stage + towards))
-    return (
-        (forward, stage, compute.microbatch) if needs else None,
-        (forward, stage + towards, compute.microbatch) if makes else None,
-    )
-
-
-# ---- Candidates
 
 HOST = Place([Share(Member.host(), 1)])
 _EACH = 100  # actions that take as long as the fixed cost of a program
@@ -334,11 +175,8 @@ class Evaluator:
         clocks = sum(_EACH + value.simulation.actions // _KNOWN for value in self._simulated.values())
         return clocks + self._parts.actions_of_all
 
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """A sentence about the limit of work, if it has ended a search."""
-        if not self.ended:
-            return ()
+    def told_end(self) -> tuple[str]:
+        """Return a sentence about the limit of work that has ended a search."""
         return (f"The search stopped at its work limit, after {counted(self.count, 'simulated candidate')}.",)
 
     def stage_menus(self, split: Split) -> list[tuple[Menu, ...]]:
@@ -355,23 +193,6 @@ class Evaluator:
         stages = enumerate(zip(candidate.choices, self.stage_menus(candidate.split), strict=True))
         made = tuple(d for stage, (choice, menus) in stages for d in decisions_of(stage, choice, menus, HOST))
         return made if self.question.means.ahead else tuple(replace(decision, ahead=0) for decision in made)
-
-    def at_once(self, splits: Sequence[Split]) -> list[float] | None:
-        """Return the seconds of the first step of splits; None if they are unknown.
-
-        The splits keep everything, and no transfer waits for the wires of another one.
-        """
-        if self._timer is None:
-            return None
-        self.work += self._timer.work(len(splits))
-        try:
-            return [*map(float, self._timer.seconds(splits))]
-        except UsageError:  # no link joins the devices of neighbouring stages
-            return None
-
-    @cached_property
-    def _timer(self) -> SplitTimer | None:
-        return None if self.pinned else SplitTimer.of(self._short, self.question.stages)
 
     def kept(self, split: Split) -> Candidate:
         """Return the candidate of a split that keeps everything."""
@@ -410,11 +231,6 @@ class Evaluator:
             UsageError: always.
         """
         raise self._refusal
-
-    def best(self, candidates: Sequence[Candidate]) -> Evaluation | None:
-        """Return the best of some candidates; None if none can be carried out."""
-        result = [evaluation for evaluation in map(self.evaluate, candidates) if evaluation is not None]
-        return min(result, key=lambda one: one.order, default=None)
 
     def fastest(self, count: int) -> list[Evaluation]:
         """Return the `count` fastest simulated candidates that fit, the fastest first."""

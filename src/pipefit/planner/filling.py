@@ -28,7 +28,6 @@ from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
 from pipefit.planner.memory_choices import KEPT, TO_HOST, TO_PEERS, DevicePrices, Menu, StageChoice, parts_of
 from pipefit.planner.options import Means
 from pipefit.planner.problem import Split
-from pipefit.schema.devices import Place
 
 # ---- Filling
 
@@ -42,39 +41,18 @@ States = Literal["stay", "needed", "all", "spill"]
 
 
 class FillingSetting(NamedTuple):
-    """Parameters of filling for each stage of a split.
+    """A split and the parameters of filling its stages.
 
-    `host` is the usable part of the capacity of the host's link; `early` is the number of last recomputed
-    blocks that are recomputed one action ahead; `lent` is the number of blocks that move to peers, and their
-    place. The host may take the optimizer `states` of all blocks ("all"), of the fewest needed if nothing
-    else is enough ("needed"), or of all and, if that is not enough, gradients and parameters too ("spill").
-    The part `updated` of those states is updated on the host.
+    `host` is the usable part of the capacity of the host's link. The host may take the optimizer `states` of
+    all blocks ("all"), of the fewest needed if nothing else is enough ("needed"), or of all and, if that is
+    not enough, gradients and parameters too ("spill"). The part `updated` of those states is updated on the
+    host.
     """
 
     split: Split
-    host: tuple[float, ...]
-    early: tuple[int, ...]
-    lent: tuple[tuple[int, Place | None], ...]
+    host: float = 1.0
     states: States = "stay"
-    updated: tuple[float, ...] = ()
-
-    @staticmethod
-    def of(
-        split: Split, host: float = 1.0, *, states: States = "stay", updated: float = 0.0
-    ) -> FillingSetting:
-        """Return the same setting for every stage, without peers."""
-        count = len(split.devices)
-        return FillingSetting(
-            split, (host,) * count, (0,) * count, ((0, None),) * count, states, (updated,) * count
-        )
-
-
-class Filled(NamedTuple):
-    """A setting, its best candidate, and the estimation error in bytes of every stage."""
-
-    setting: FillingSetting
-    found: Evaluation
-    margins: tuple[float, ...]
+    updated: float = 0.0
 
 
 class Filler:
@@ -84,7 +62,7 @@ class Filler:
         self.evaluator, self.question = evaluator, evaluator.question
         self._asked = evaluator.question  # with all techniques
         self._budget = Budget(evaluator, _WORK)
-        self._filled: dict[FillingSetting, Filled | None] = {}
+        self._filled: dict[FillingSetting, Evaluation | None] = {}
         self._peaks: dict[tuple[int, int, int], int] = {}
 
     def restricted(self, means: Means) -> Filler:
@@ -95,56 +73,49 @@ class Filler:
         result._budget = Budget(result.evaluator, _WORK)
         return result
 
-    def fill(
-        self,
-        setting: FillingSetting,
-        margins: Sequence[float] | None = None,
-        *,
-        than: Evaluation | None = None,
-    ) -> Filled | None:
+    def fill(self, setting: FillingSetting, than: Evaluation | None = None) -> Evaluation | None:
         """Return the best candidate of a setting; None if its decisions cannot be carried out.
 
-        `margins` are those of a similar filled setting. A setting that is clearly slower than the plan
-        `than`, which fits, is given up.
+        A setting that is clearly slower than the plan `than`, which fits, is given up.
         """
         if setting not in self._filled:
             limit = than.seconds * (1 + _SLOWER) if than is not None and than.fits else float("inf")
-            self._filled[setting] = self._fill(setting, margins or (0.0,) * len(setting.host), limit)
+            self._filled[setting] = self._fill(setting, limit)
         return self._filled[setting]
 
-    def others(self, than: Filled) -> list[Filled]:
-        """Return the best candidates of filled splits other than that of `than`, the best first."""
-        result: dict[Split, Filled] = {}
+    @property
+    def best(self) -> list[Evaluation]:
+        """The best candidate of every filled split, the best first."""
+        result: dict[Split, Evaluation] = {}
         known = [value for value in self._filled.values() if value is not None]
-        for filled in sorted(known, key=lambda one: one.found.order):
-            result.setdefault(filled.setting.split, filled)
-        return [one for split, one in result.items() if split != than.setting.split]
+        for evaluation in sorted(known, key=lambda one: one.order):
+            result.setdefault(evaluation.candidate.split, evaluation)
+        return [*result.values()]
 
-    def _fill(self, setting: FillingSetting, margins: Sequence[float], limit: float) -> Filled | None:
+    def _fill(self, setting: FillingSetting, limit: float) -> Evaluation | None:
         split, best = setting.split, None
-        needs = [float(p - b) for p, b in zip(self._whole(split), self._budgets(split), strict=True)]
-        off = list(margins)
+        needs = [float(self.lack(split, stage)) for stage in range(len(split.devices))]
         for number in range(_ROUNDS):
             if number >= _FEW and self._budget.ends():
                 break
-            choices = self._choices(setting, [need + more for need, more in zip(needs, off, strict=True)])
+            choices = self._choices(setting, needs)
             result = self.evaluator.evaluate(Candidate(split, choices))
             if result is None:
                 break
-            if best is None or result.order < best.found.order:
-                best = Filled(setting, result, tuple(off))
-            if result.seconds > limit or not self._corrected(off, result, choices):
+            if best is None or result.order < best.order:
+                best = result
+            if result.seconds > limit or not self._corrected(needs, result, choices):
                 break
         return best
 
-    def _corrected(self, off: list[float], evaluation: Evaluation, choices: Sequence[StageChoice]) -> bool:
-        """Correct the margins by the ledger's result; return whether the correction may change anything."""
+    def _corrected(self, needs: list[float], evaluation: Evaluation, choices: Sequence[StageChoice]) -> bool:
+        """Correct the needs by the ledger's result; return whether the correction may change anything."""
         changed = False
         for stage, (over, choice) in enumerate(zip(evaluation.over, choices, strict=True)):
             if over > 0 or (
                 over < 0 and not choice.idle and self._spare(evaluation.candidate, stage, choice) < -over
             ):
-                off[stage] += over
+                needs[stage] += over
                 changed = True
         return changed
 
@@ -190,15 +161,10 @@ class Filler:
             result = max(result, lowest)
         return result
 
-    def keeps(self, split: Split) -> bool:
-        """Return whether every stage of a split fits its device without freeing memory."""
-        return all(
-            peak <= budget for peak, budget in zip(self._whole(split), self._budgets(split), strict=True)
-        )
-
     def lack(self, split: Split, stage: int) -> int:
         """Return the bytes that the device of a stage lacks if the stage keeps everything."""
-        return self._whole(split)[stage] - self._budgets(split)[stage]
+        peak = self._peak(stage, *split.edges[stage : stage + 2])
+        return peak - self.question.cluster.budgets[split.devices[stage]]
 
     def freed(self, split: Split, stage: int, choice: StageChoice) -> float:
         """Return the bytes that a choice frees by estimate."""
@@ -215,9 +181,13 @@ class Filler:
         updated = sum(nbytes_of[part] for part in choice.updates)
         return result + updated + max(0, sum(moved) - DOUBLE * max(moved, default=0))
 
-    def _whole(self, split: Split) -> tuple[int, ...]:
-        stages = enumerate(pairwise(split.edges))
-        return tuple(self._peak(stage, *edges) for stage, edges in stages)
+    def lent(self, split: Split, stage: int, choice: StageChoice) -> int:
+        """Return the bytes that a stage with this choice borrows by estimate."""
+        menus, costs = self.evaluator.stage_menus(split)[stage], self.question.measurement.costs
+        tensors = (tensor for block in choice.blocks_to(TO_PEERS) for tensor in choice.moved(menus, block))
+        parts = (part for menu in menus for part in menu.parts if part[0] in choice.lent)
+        state = sum(cost.state_bytes for part in parts for cost in costs[slice(*part)])
+        return max(0, self.in_flight(split, stage) - 1) * sum(one.nbytes for one in tensors) + state
 
     def _peak(self, stage: int, start: int, stop: int) -> int:
         """Return the peak of a stage that keeps everything."""
@@ -225,9 +195,6 @@ class Filler:
         if key not in self._peaks:
             self._peaks[key] = range_peak(self._asked, stage, start, stop)
         return self._peaks[key]
-
-    def _budgets(self, split: Split) -> list[int]:
-        return [self.question.cluster.budgets[device] for device in split.devices]
 
     def in_flight(self, split: Split, stage: int) -> int:
         """Return the number of microbatches that a stage holds at once."""
@@ -243,27 +210,24 @@ class Filler:
     def _prices(self) -> DevicePrices:
         return DevicePrices(self._asked)
 
-    def host_bytes(self, setting: FillingSetting, stage: int) -> tuple[float, float]:
-        """Return the bytes of a microbatch that a stage may offload to the host.
+    def host_bytes(self, split: Split, stage: int, part: float = 1.0) -> tuple[float, float]:
+        """Return the bytes of a microbatch that a stage may offload through a part of its link to the host.
 
         The first number is for its forward only, the second for both passes. Devices that share a wire to the
         host share its capacity.
         """
-        edges, devices = setting.split.edges[stage : stage + 2], setting.split.devices[stage : stage + 1]
+        edges, devices = split.edges[stage : stage + 2], split.devices[stage : stage + 1]
         forward = float(self._prices.seconds("forward", edges, devices)[0])
         backward = float(self._prices.seconds("backward", edges, devices)[0])
-        rate = self.rates(setting)[stage] * setting.host[stage]
+        rate = self.rates(split)[stage] * part
         return rate * forward, rate * (forward + backward)
 
-    def rates(self, setting: FillingSetting) -> list[float]:
+    def rates(self, split: Split) -> list[float]:
         """Return each stage's bytes per second to its host if all stages that may offload do so."""
-        split = setting.split
-        may = [
-            setting.host[stage] and self.in_flight(split, stage) > _FILLING_AWAY
-            for stage in range(len(split.devices))
+        moving = [
+            device if self.question.means.host and self.in_flight(split, stage) > _FILLING_AWAY else None
+            for stage, device in enumerate(split.devices)
         ]
-        may = may if self.question.means.host else [False] * len(may)
-        moving = [device if moves else None for device, moves in zip(split.devices, may, strict=True)]
         return host_rates(self.question.cluster, moving)
 
     # ---- Choices
@@ -274,31 +238,28 @@ class Filler:
 
     def _choice(self, setting: FillingSetting, stage: int, menus: Sequence[Menu], need: float) -> StageChoice:
         """Return the cheapest choice of a stage that frees `need` bytes."""
-        held, (near, most) = self.in_flight(setting.split, stage), self.host_bytes(setting, stage)
-        lent, peers = setting.lent[stage]
+        held = self.in_flight(setting.split, stage)
+        near, most = self.host_bytes(setting.split, stage, setting.host)
         states = self._state_bytes(menus) if setting.states in ("all", "spill") and need > 0 else []
         need -= max(0, sum(states) - DOUBLE * max(states, default=0))
         blocks = _StageBlocks(menus)
         for to_host in range(len(menus), -1, -1):
             moving = _Moving(blocks, need, max(0, held - _FILLING_AWAY))
-            moving.take(TO_PEERS, lent)
-            moved = moving.take(TO_HOST, to_host, most)
+            moved = moving.take(to_host, most)
             recipes, left = _recomputed(moving, held)
             if left <= 0 or not moved:
                 break
         count = self.states(menus, left) if setting.states == "needed" else len(states)
-        updates = round(setting.updated[stage] * count)
+        updates = round(setting.updated * count)
         gradients, parameters = self._spilled(menus[updates:], left) if setting.states == "spill" else (0, 0)
         return StageChoice(
             recipes=recipes,
             places=tuple(moving.places),
             near=moving.fitting(near),
-            early=setting.early[stage],
             states=parts_of(menus[:count]),
             updates=parts_of(menus[:updates]),
             gradients=gradients,
             parameters=parameters,
-            peers=peers if lent else None,
         )
 
     def _spilled(self, menus: Sequence[Menu], need: float) -> tuple[int, int]:
@@ -352,14 +313,14 @@ class _Moving:
         self.blocks, self.need, self.away = blocks, need, away
         self.places = [KEPT] * len(blocks.bytes)
 
-    def take(self, place: int, blocks: int, most: float = float("inf")) -> bool:
+    def take(self, blocks: int, most: float) -> bool:
         """Move up to this many blocks and bytes while bytes remain to free; return whether any moved."""
         for block in self.blocks.order if self.away else ():
             nbytes = self.blocks.bytes[block]
             if self.need > 0 and blocks and not self.places[block] and 0 < nbytes <= most:
-                self.places[block] = place
+                self.places[block] = TO_HOST
                 self.need, most, blocks = self.need - self.away * nbytes, most - nbytes, blocks - 1
-        return place in self.places
+        return TO_HOST in self.places
 
     def fitting(self, most: float) -> int:
         """Return how many of the first blocks on the host fit in `most` bytes together, at least one."""

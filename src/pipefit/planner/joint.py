@@ -7,12 +7,10 @@ every device and every host at every instant by the exact ledger.
        fewer blocks because they recompute more (`planner.balance`); with the most even order of unequal
        devices, with stages spread over the wires to hosts (`planner.improvement`), and in the order of the
        devices.
-    2. Improve the best of them, and those of two other orders of unequal devices, by small changes
-       (`planner.improvement`).
-    3. Lend the memory that devices have left, if that is faster (`planner.mapping`).
-    4. Polish the choices of single blocks. If the plan is still far from its bound, change several stages at
-       once, at random. Leave out unneeded techniques (`planner.improvement`).
-    5. Compare with the plans of `mpress` and of the time split; of long steps, simulate all microbatches.
+    2. Improve the best of them, of the plan of `mpress` and of the time split by single changes
+       (`planner.improvement`). If the plan is still far from its bound, change several stages at once, at
+       random. Leave out unneeded techniques.
+    3. Of long steps, simulate all microbatches.
 
 So the plan is never slower than `mpress`, nor than the time split if that fits, and never over a device's
 memory. A local search may end at a worse plan if it has more techniques. So the search runs for every subset
@@ -43,13 +41,11 @@ from pipefit.planner.baselines.simple import first_last, parameters, time, unifo
 from pipefit.planner.bounds import step_bound
 from pipefit.planner.evaluation import Budget, Evaluation, Evaluator
 from pipefit.planner.exact import exact
-from pipefit.planner.filling import Filled, Filler, FillingSetting, States
-from pipefit.planner.improvement import improved, polished, spared, spread, wandered
-from pipefit.planner.mapping import with_peers
+from pipefit.planner.filling import Filler, FillingSetting, States
+from pipefit.planner.improvement import improved, spared, spread, wandered
 from pipefit.planner.options import Means
 from pipefit.planner.problem import Planner, PlannerResult, Question, Split
 from pipefit.schema.plan import Objective
-from pipefit.texts import counted
 
 
 class Searched(NamedTuple):
@@ -60,14 +56,9 @@ class Searched(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """Result of the search with some techniques.
-
-    `found` is the best plan, `filled` the best filled setting, and `others` the best plans of the searches
-    with fewer techniques.
-    """
+    """Result of the search with some techniques: the best plan, others that may be, and remarks."""
 
     found: Evaluation
-    filled: Filled
     others: tuple[Evaluation, ...] = ()
     remarks: tuple[str, ...] = ()
 
@@ -82,20 +73,16 @@ _STATES: tuple[
     ("needed", 0.0),
     ("spill", 0.0),
 )
-_FILLING, _IMPROVING, _LENDING, _POLISHING = 160_000, 80_000, 20_000, 40_000  # simulated actions of each part
-_SPARING = 20_000
-_WANDERING = 40_000
+_FILLING, _IMPROVING, _WANDERING = 160_000, 50_000, 40_000  # simulated actions of each part
+_LENDING, _SPARING = 8_000, 20_000
 _HOPED = 1.05  # multiple of a known plan's seconds, from which random changes hardly lead to a faster one
 _FAR = 0.05  # part of the bound by which a plan is slower before random changes are tried
 _LITTLE = 0.5  # scale of these without recomputation
 _NEAR = 1 / 32  # part of all budgets: missing memory up to which small changes are tried
 _ONE_BY_ONE = 30_000  # layers of ranges computed one by one, for splits that need all peaks: some two seconds
-_OTHER_SPLITS = 1  # number of splits polished in addition to the best
-_OTHER_ORDERS = 2  # number of orders of the devices that are improved in addition to the best
 _CLOSE = 0.02  # part of a step by which a simulation of few microbatches may differ from one of all
-_AFAR = 0.15  # part of a step by which a start may be slower than the best improved one
 _FASTEST = 12  # candidates that may be simulated with all microbatches while they seem faster than the best
-_WORTH = 1e-3  # part of a step that lending has to gain
+_WORTH = 1e-3  # part of a step by which one of these has to seem faster
 
 
 def joint(question: Question) -> PlannerResult:
@@ -140,7 +127,7 @@ class JointSearch:
         """
         full = effort >= self._question.options.effort
         self._wanders_below = than * _HOPED if full else 0.0
-        result, _, others, remarks = self._answer(self._question.means, effort, {})
+        result, others, remarks = self._answer(self._question.means, effort, {})
         evaluator = self._filler.evaluator
         whole = min(
             (evaluator.whole(one.candidate) for one in _close(result, others)), key=lambda one: one.order
@@ -149,7 +136,8 @@ class JointSearch:
             if whole.fits and evaluation.seconds >= whole.seconds * (1 - _WORTH):
                 break
             whole = min(whole, evaluator.whole(evaluation.candidate), key=lambda one: one.order)
-        return Searched(whole, (*_told(whole, result, remarks), *self._ended))
+        ended = any(map(self._has_ended, self._fillers))
+        return Searched(whole, (*remarks, *(evaluator.told_end() if ended else ())))
 
     def told(self, searched: Searched) -> PlannerResult:
         """Return the result of the search as a planner's result."""
@@ -170,14 +158,6 @@ class JointSearch:
     def _has_ended(self, means: Means) -> bool:
         """Return whether the limit of work has ended the search with these techniques."""
         return self._fillers[means].evaluator.ended
-
-    @property
-    def _ended(self) -> tuple[str, ...]:
-        """A sentence about the limit of work, if it has ended a search."""
-        if not any(map(self._has_ended, self._fillers)):
-            return ()
-        count = counted(self._filler.evaluator.count, "simulated candidate")
-        return (f"The search stopped at its work limit, after {count}.",)
 
     # ---- Subsets of the techniques
 
@@ -213,65 +193,29 @@ class JointSearch:
 
     def _answered(self, filler: Filler, answers: Mapping[Means, _Answer]) -> _Answer:
         """Return the result with a filler's techniques, not worse than the results with fewer of them."""
-        evaluator, remarks, fewer = filler.evaluator, tuple[str, ...](), [*answers.values()]
-        base = next((one for less, one in answers.items() if _is_base(less, filler.question.means)), None)
-        if base is not None:
-            filled, remarks = _lent(filler, base.filled)
-        else:
-            filled = self._filled(filler, fewer)
+        evaluator, means = filler.evaluator, filler.question.means
+        base = next((answer for less, answer in answers.items() if _is_base(less, means)), None)
         others = dict.fromkeys(
-            evaluation for answer in fewer for evaluation in (answer.found, *answer.others)
+            evaluation for answer in answers.values() for evaluation in (answer.found, *answer.others)
         )
-        kept = _compacted(filler)
-        if evaluator.pinned:
-            return _Answer(filled.found, filled, (*kept, *others), remarks)
-        tried = [
-            filled.found,
-            *(other.found for other in filler.others(filled)[:_OTHER_SPLITS]),
-            *kept,
-            *others,
-        ]
-        tried = sorted(dict.fromkeys(tried), key=lambda one: one.order)
-        means = filler.question.means
-        if self._is_near(tried[0]):
-            starts = tried[: 1 + _OTHER_SPLITS]
-            if base is not None and not tried[0].lends and not self._has_ended(replace(means, peers=False)):
-                starts = []  # the search that lacks only peers has polished these
-            each = (tried[0], *(_polished(filler, one, self.bound) for one in starts))
-            best = min(each, key=lambda one: one.order)
-            some = means.host and means.recompute != "never" and not _is_idle(best)
-            if some and best.seconds < self._wanders_below:
-                far = self._bound(means) * (1 + _FAR)
-                best = wandered(filler, best, budget=Budget(evaluator, _WANDERING), at_least=far)
-            tried = [spared(evaluator, best, budget=Budget(evaluator, _SPARING))]
-        if tried[0].lends and base is not None:
-            remarks = _gained(tried[0], base.found)
-        return _Answer(tried[0], filled, (*kept, *others), _told(tried[0], filled.found, remarks))
-
-    def _filled(self, filler: Filler, fewer: Sequence[_Answer]) -> Filled:
-        """Return the best split, filled and improved."""
-        known = (filler.fill(answer.filled.setting, answer.filled.margins) for answer in fewer)
-        best = min(
-            (filled for filled in known if filled is not None), key=lambda one: one.found.order, default=None
-        )
-        start = _best_start(filler, best, self._splits)
-        if not self._is_near(start.found):
-            return start
-        others = _in_other_orders(filler, start)
-        result = improved(filler, start, budget=Budget(filler.evaluator, _IMPROVING), at_least=self.bound)
-        for other in others:
-            if self._may_lead(other, result):
-                budget = Budget(filler.evaluator, _IMPROVING // (1 + len(others)))
-                better = improved(filler, other, budget=budget, at_least=self.bound)
-                result = min(result, better, key=lambda one: one.found.order)
-        return result
-
-    def _may_lead(self, start: Filled, best: Filled) -> bool:
-        """Return whether small changes to a start may lead to a visibly better plan than the best."""
-        if not best.found.fits:
-            return self._is_near(start.found)
-        far = best.found.seconds > self.bound * (1 + _CLOSE)
-        return far and start.found.fits and start.found.seconds < best.found.seconds * (1 + _AFAR)
+        if base is None:
+            _fill(filler, min(others, key=lambda one: one.order, default=None), self._splits)
+        others |= dict.fromkeys(_compacted(filler))
+        starts = sorted(dict.fromkeys((*others, *filler.best)), key=lambda one: one.order)
+        if not starts:
+            evaluator.refuse()
+        best = starts[0]
+        if evaluator.pinned or not self._is_near(best):
+            return _Answer(best, (*others,))
+        lends = base is not None and not best.lends and not self._has_ended(replace(means, peers=False))
+        budget = Budget(evaluator, _LENDING if lends else _IMPROVING)
+        best = improved(filler, best, budget=budget, at_least=self.bound, lends=lends)
+        some = means.host and means.recompute != "never" and not _is_idle(best)
+        if some and best.seconds < self._wanders_below:
+            far = self._bound(means) * (1 + _FAR)
+            best = wandered(filler, best, budget=Budget(evaluator, _WANDERING), at_least=far)
+        best = spared(evaluator, best, budget=Budget(evaluator, _SPARING))
+        return _Answer(best, (*others,), () if base is None else _told(best, base.found))
 
     def _is_near(self, evaluation: Evaluation) -> bool:
         """Return whether a plan fits, or lacks so little memory that small changes may make it fit."""
@@ -288,19 +232,14 @@ def _is_base(less: Means, means: Means) -> bool:
     return means.peers and less == replace(means, peers=False)
 
 
-def _gained(lending: Evaluation, other: Evaluation) -> tuple[str, ...]:
-    """Return a remark about a plan in which devices lend memory, beside the best plan without that."""
+def _told(best: Evaluation, other: Evaluation) -> tuple[str, ...]:
+    """Return a remark about lending: beside the best plan without that, or that it is declined."""
+    if not best.lends:
+        return () if _is_idle(best) else ("No plan was found in which lending memory makes steps shorter.",)
     if not other.fits:
         return ("Without memory of other devices, no plan was found to fit.",)
-    share = 100 * (1 - lending.seconds / other.seconds)
+    share = 100 * (1 - best.seconds / other.seconds)
     return (f"Lending memory between devices makes steps {share:.1f} % shorter.",)
-
-
-def _told(best: Evaluation, other: Evaluation, remarks: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the remarks about lending, or that lending is declined if the best plan does not lend."""
-    if other.lends and not best.lends:
-        return ("Memory is not lent between devices, because steps would not be shorter.",)
-    return remarks
 
 
 def _compacted(filler: Filler) -> list[Evaluation]:
@@ -320,26 +259,8 @@ def _close(best: Evaluation, others: Sequence[Evaluation]) -> list[Evaluation]:
     ]
 
 
-def _polished(filler: Filler, evaluation: Evaluation, bound: float) -> Evaluation:
-    """Polish a plan, unless it keeps everything."""
-    if _is_idle(evaluation):
-        return evaluation
-    budget = Budget(filler.evaluator, _POLISHING // (1 + _OTHER_SPLITS))
-    return polished(filler, evaluation, budget=budget, at_least=bound)
-
-
-def _in_other_orders(filler: Filler, start: Filled) -> list[Filled]:
-    """Return the best filled splits with other orders of unequal devices than `start`, one for each order."""
-    if not filler.groups:
-        return []
-    result = {start.setting.split.devices: start}
-    for other in filler.others(start):
-        result.setdefault(other.setting.split.devices, other)
-    return [*result.values()][1 : 1 + _OTHER_ORDERS]
-
-
-def _best_start(filler: Filler, best: Filled | None, others: Sequence[Split]) -> Filled:
-    """Return the best of all splits, each kept or filled, and of `best`.
+def _fill(filler: Filler, best: Evaluation | None, others: Sequence[Split]) -> None:
+    """Fill all splits that may be faster than `best`.
 
     Orders of the devices: the most even ones of unequal devices, stages spread over the wires to hosts, and
     stage s on device s.
@@ -358,7 +279,6 @@ def _best_start(filler: Filler, best: Filled | None, others: Sequence[Split]) ->
     for evenly, splits in ways:
         budget = Budget(filler.evaluator, _FILLING // len(ways))
         best = _best_in_order(filler, best, splits, evenly, budget)
-    return filler.evaluator.refuse() if best is None else best
 
 
 def _at(devices: tuple[int, ...], splits: Sequence[Split]) -> list[Split]:
@@ -374,8 +294,8 @@ class _Evenly(Protocol):
 
 
 def _best_in_order(
-    filler: Filler, best: Filled | None, others: Sequence[Split], evenly: _Evenly, budget: Budget
-) -> Filled | None:
+    filler: Filler, best: Evaluation | None, others: Sequence[Split], evenly: _Evenly, budget: Budget
+) -> Evaluation | None:
     """Return the best of these splits, of even splits with their order of devices, and of `best`.
 
     Even splits, and optimizer state on the host, are only tried if `best` does not keep everything within
@@ -384,7 +304,7 @@ def _best_in_order(
     """
     means = filler.question.means
     best = _best_of(filler, others, best, budget)
-    if best is None or not best.found.fits or not _keeps(best):
+    if best is None or not best.fits or not _is_idle(best):
         parts = _HOST_PARTS if means.host else _HOST_PARTS[-1:]
         if means.host or means.recompute != "never":
             best = _best_of(filler, [evenly(host) for host in parts], best, budget)
@@ -396,7 +316,7 @@ def _best_in_order(
         for states, updated in _STATES if means.state and means.host else ():
             if states == "spill" and not means.spill:
                 continue
-            if states == "all" or best is None or not best.found.fits:
+            if states == "all" or best is None or not best.fits:
                 best = _best_of(filler, splits, best, budget, states=states, updated=updated)
     return best
 
@@ -416,46 +336,27 @@ def _affordable(question: Question) -> list[Planner]:
 def _best_of(
     filler: Filler,
     splits: Sequence[Split],
-    best: Filled | None,
+    best: Evaluation | None,
     budget: Budget,
     *,
     states: States = "stay",
     updated: float = 0.0,
-) -> Filled | None:
+) -> Evaluation | None:
     """Return the best of `best` and these splits, without splits whose lower bound exceeds a plan that fits.
 
     If the budget has ended and nothing fits, one more split is tried.
     """
     for number, split in enumerate(dict.fromkeys(splits)):
         for host in (1.0, 0.0) if filler.question.means.host and not filler.evaluator.pinned else (0.0,):
-            if best is not None and (number or best.found.fits) and budget.ends():
+            if best is not None and (number or best.fits) and budget.ends():
                 return best
-            setting = FillingSetting.of(split, host, states=states, updated=updated)
-            if best is None or not best.found.fits or filler.fewest_seconds(split) < best.found.seconds:
-                filled = filler.fill(setting, than=None if best is None else best.found)
-                if filled is not None and (best is None or filled.found.order < best.found.order):
-                    best = filled
+            if best is None or not best.fits or filler.fewest_seconds(split) < best.seconds:
+                result = filler.fill(FillingSetting(split, host, states, updated), best)
+                if result is not None and (best is None or result.order < best.order):
+                    best = result
     return best
-
-
-def _keeps(filled: Filled) -> bool:
-    """Return whether nothing is recomputed or moved."""
-    return _is_idle(filled.found)
 
 
 def _is_idle(evaluation: Evaluation) -> bool:
     """Return whether a plan recomputes and moves nothing."""
     return all(choice.idle for choice in evaluation.candidate.choices)
-
-
-def _lent(filler: Filler, best: Filled) -> tuple[Filled, tuple[str, ...]]:
-    """Return the plan with memory of peers, if that is faster, and a remark about it."""
-    if filler.evaluator.pinned or _keeps(best) or not filler.question.means.peers:
-        return best, ()
-    lending = with_peers(filler, best, budget=Budget(filler.evaluator, _LENDING))
-    if lending is None:
-        return best, ("No plan in which devices lend each other memory was found to fit.",)
-    share = 100 * lending.gained_seconds / best.found.seconds
-    if lending.gained_seconds <= _WORTH * best.found.seconds:
-        return best, (f"Memory is not lent between devices, because steps would take {-share:.1f} % longer.",)
-    return lending.found, _gained(lending.found.found, best.found)

@@ -20,16 +20,13 @@ all together, and borrowers, the neediest first, take from the remaining lenders
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations, permutations, product
+from itertools import combinations, permutations
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.planner.evaluation import Budget
-from pipefit.planner.filling import Filled, Filler, FillingSetting
 from pipefit.planner.problem import Question, Split
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import Member, Place, Share
@@ -257,87 +254,7 @@ def _send(flow: dict[tuple[int, int], int], way: Sequence[tuple[int, int]], nbyt
         flow[pair] += -nbytes if number % 2 else nbytes
 
 
-# ---- Lending to stages that recompute
-#
-# A stage needs elsewhere the bytes that it recomputes; devices lend the memory that they have left. Device
-# mapping assigns lenders, and a stage's tensors are striped over them in these shares. Either all recomputing
-# stages borrow, or only the busiest, all or half of their bytes; and lenders lend their spare memory, with or
-# without the memory of tensors that they keep, which filling then recomputes or moves to the host. The result
-# is simulated and used only if it is faster.
-
-_BUSIEST = 0.98  # relative to the busiest stage's share of a step: stages above that count as busiest too
-_USED = 0.95  # part of a device's remaining memory that is lent
 _PEERS_PARTS = 64  # number of parts that the shares of a stripe are in
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LendingResult:
-    """Result of lending: the best filled candidate, and the seconds gained (negative if slower)."""
-
-    found: Filled
-    gained_seconds: float
-
-
-def with_peers(filler: Filler, best: Filled, *, budget: Budget) -> LendingResult | None:
-    """Return the best candidate that lends memory; None if nothing can be lent, or no such candidate fits."""
-    if not best.found.fits:
-        return None
-    result = list[Filled]()
-    for setting in dict.fromkeys(_settings(filler, best)):
-        if budget.ends():
-            break
-        if (filled := filler.fill(setting, best.margins)) is not None:
-            result.append(filled)
-    fitting = [one for one in result if one.found.fits and any(blocks for blocks, _ in one.setting.lent)]
-    if not fitting:
-        return None
-    lending = min(fitting, key=lambda one: one.found.order)
-    return LendingResult(found=lending, gained_seconds=best.found.seconds - lending.found.seconds)
-
-
-def _settings(filler: Filler, best: Filled) -> Iterator[FillingSetting]:
-    """Yield the settings to try: the borrowers, and the part of the memory that is lent."""
-    result, split = best.found, best.setting.split
-    busy = [result.simulation.utilisation[device] for device in split.devices]
-    recomputed = [_bytes_of(filler, best, stage, recomputed=True) for stage in range(len(busy))]
-    spares = [round(-over * _USED) if over < 0 else 0 for over in result.over]
-    kept = [_bytes_of(filler, best, stage, recomputed=False) for stage in range(len(busy))]
-    more = [spare + own for spare, own in zip(spares, kept, strict=True)]
-    for least, left in product((0.0, _BUSIEST * max(busy)), (spares, more)):
-        needs = [need if share >= least else 0 for need, share in zip(recomputed, busy, strict=True)]
-        room = [nbytes if not need else 0 for nbytes, need in zip(left, needs, strict=True)]
-        if not any(needs) or not any(room):
-            continue
-        chosen = mapped_stages(filler.question, split, needs, room)
-        for part in (1.0, 0.5):
-            setting = _lent(filler, best, chosen, part)
-            if any(blocks for blocks, _ in setting.lent):
-                yield setting
-
-
-def _bytes_of(filler: Filler, best: Filled, stage: int, *, recomputed: bool) -> int:
-    """Return the bytes of all microbatches that a stage recomputes, or that it keeps."""
-    choice = best.found.candidate.choices[stage]
-    menus = filler.evaluator.stage_menus(best.setting.split)[stage]
-    away = filler.in_flight(best.setting.split, stage) - 1
-    return away * sum(
-        menu.movable_bytes for menu, n in zip(menus, choice.recipes, strict=True) if bool(n) == recomputed
-    )
-
-
-def _lent(filler: Filler, best: Filled, mapping: Mapping, part: float) -> FillingSetting:
-    """Return the setting in which every borrower moves the blocks that fit in a part of its loans."""
-    setting = best.setting
-    menus = filler.evaluator.stage_menus(setting.split)
-    lent: list[tuple[int, Place | None]] = []
-    for stage in range(len(setting.host)):
-        shares = mapping.lenders_of(stage)
-        room = part * sum(shares.values())
-        each = max((menu.movable_bytes for menu in menus[stage]), default=0)
-        away = filler.in_flight(setting.split, stage) - 1
-        blocks = int(room // (away * each)) if away and each else 0
-        lent.append((blocks, shared_out(shares, mapping.devices)) if blocks else (0, None))
-    return setting._replace(split=Split(setting.split.edges, mapping.devices), lent=tuple(lent))
 
 
 def shared_out(shares: dict[int, int], devices: Sequence[int]) -> Place:

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from pipefit.planner.baselines.simple import time
 from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
-from pipefit.planner.filling import Filler, FillingSetting
+from pipefit.planner.filling import Filler
 from pipefit.planner.mapping import Mapping, mapped_stages, peer_rates, shared_out
 from pipefit.planner.memory_choices import KEPT, TO_HOST, TO_PEERS, BlockPrices, Menu, StageChoice, parts_of
 from pipefit.planner.problem import PlannerResult, Question, Split, Technique, TensorCosts, mpress_choice
@@ -67,7 +67,7 @@ def mpress(question: Question, options: MpressOptions | None = None) -> PlannerR
         work=evaluator.work,
         proven=False,
         decisions=None if evaluator.pinned else evaluator.decisions(result.candidate),
-        remarks=evaluator.remarks,
+        remarks=evaluator.told_end() if evaluator.ended else (),
     )
 
 
@@ -119,7 +119,7 @@ class _Assignment:
     ) -> None:
         self.filler, self.split, self.kept, self.mapping, self.options = filler, split, kept, mapping, options
         self.menus = filler.evaluator.stage_menus(split)
-        self.setting, self._prices = FillingSetting.of(split), BlockPrices(filler.question)
+        self._prices = BlockPrices(filler.question)
         self._rates = peer_rates(filler.question.cluster)
         self.tensors = [self._tensors(stage) for stage in range(len(self.menus))]
 
@@ -166,7 +166,7 @@ class _Assignment:
 
     def _near(self, stage: int, places: Sequence[int]) -> int:
         """Return the number of tensors to the host that have the time of one forward."""
-        most, total, count = self.filler.host_bytes(self.setting, stage)[0], 0.0, 0
+        most, total, count = self.filler.host_bytes(self.split, stage)[0], 0.0, 0
         for tensor in self.tensors[stage]:
             if places[tensor.block] == TO_HOST:
                 total += tensor.nbytes
@@ -176,7 +176,7 @@ class _Assignment:
     def _tensors(self, stage: int) -> list[_Tensor]:
         """Return the tensors of a stage, with their live intervals and the times of techniques."""
         menus, waits = self.menus[stage], self._interval(stage)
-        rate, across = self.filler.rates(self.setting)[stage], self._peer_rate(stage)
+        rate, across = self.filler.rates(self.split)[stage], self._peer_rate(stage)
         result = []
         for block, menu in reversed(list(enumerate(menus))):
             nbytes, recipe = menu.movable_bytes, menu.recipes[-1]
