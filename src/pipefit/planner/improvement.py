@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from pipefit.planner.bounds import host_route, in_flight
 from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
 from pipefit.planner.filling import Filler, priced_steps
-from pipefit.planner.mapping import MOST, Orders, peer_rates
+from pipefit.planner.mapping import MOST, Orders, peer_rates, swaps
 from pipefit.planner.memory_choices import KEPT, TO_HOST, TO_PEERS, Floats, Menu, StageChoice, parts_of
 from pipefit.planner.problem import Question, Split
 from pipefit.schema.cluster import Cluster
@@ -102,6 +102,8 @@ def wandered(filler: Filler, start: Evaluation, *, budget: Budget, at_least: flo
             if since % _LOST == 0:
                 now = best
                 break
+        else:
+            since += 1  # even if there is nothing to change
     return best
 
 
@@ -138,25 +140,16 @@ def spared(evaluator: Evaluator, start: Evaluation, *, budget: Budget) -> Evalua
     while result is not best:
         best = result
         for stage, way in product(range(len(start.candidate.choices)), _LEANER):
-            result = _leaner(evaluator, result, stage, way, budget)
-    return best
-
-
-def _leaner(
-    evaluator: Evaluator,
-    best: Evaluation,
-    stage: int,
-    way: Callable[[StageChoice], StageChoice],
-    budget: Budget,
-) -> Evaluation:
-    """Return the plan with the choice of one stage changed by `way` if it is as good, else `best`."""
-    split, choices = best.candidate
-    leaner = way(choices[stage])
-    if leaner == choices[stage] or budget.ends():
-        return best
-    result = evaluator.evaluate(Candidate(split, _with(choices, stage, leaner)))
-    as_good = result is not None and (result.over_bytes, result.seconds) <= (best.over_bytes, best.seconds)
-    return result if result is not None and as_good else best
+            split, choices = result.candidate
+            leaner = way(choices[stage])
+            if leaner == choices[stage]:
+                continue
+            if budget.ends():
+                return result
+            other = evaluator.evaluate(Candidate(split, _with(choices, stage, leaner)))
+            if other is not None and _is_as_good(other, result, 0.0):
+                result = other
+    return result
 
 
 # ---- Changes
@@ -456,45 +449,22 @@ def _lending(choice: StageChoice) -> StageChoice:
     return choice if choice.lent or TO_PEERS in choice.places else choice._replace(peers=None)
 
 
-def _without_states(choice: StageChoice) -> StageChoice:
-    """Keep all optimizer state on the device."""
-    return choice._replace(states=frozenset(), updates=frozenset())
-
-
-def _all_updates(choice: StageChoice) -> StageChoice:
-    """Update all layers on the host whose optimizer state is there."""
-    return choice._replace(updates=choice.states)
-
-
-def _unhurried(choice: StageChoice) -> StageChoice:
-    """Give all copies the time of two forwards or backwards."""
-    return choice._replace(near=0)
-
-
-def _without_updates(choice: StageChoice) -> StageChoice:
-    """Update all blocks on the device."""
-    return choice._replace(updates=frozenset())
-
-
-def _without_spills(choice: StageChoice) -> StageChoice:
-    """Keep all gradients and parameters on the device."""
-    return choice._replace(gradients=0, parameters=0)
-
-
-def _without_moves(choice: StageChoice) -> StageChoice:
-    """Move no tensors."""
-    return choice._replace(
-        places=(KEPT,) * len(choice.places), near=0, peers=None, lent=frozenset(), staying=frozenset()
-    )
-
-
-def _without_recomputation(choice: StageChoice) -> StageChoice:
-    """Recompute nothing."""
-    return choice._replace(recipes=(0,) * len(choice.recipes), early=0)
-
-
-_LEANER = _without_states, _without_updates, _without_spills, _without_moves, _without_recomputation
-_EVERYWHERE = _unhurried, _all_updates, _without_updates
+_Way = Callable[[StageChoice], StageChoice]
+_NONE = frozenset[int]()
+_LEANER: tuple[_Way, ...] = (  # without techniques, one after the other
+    lambda choice: choice._replace(states=_NONE, updates=_NONE),
+    lambda choice: choice._replace(updates=_NONE),
+    lambda choice: choice._replace(gradients=0, parameters=0),
+    lambda choice: choice._replace(
+        places=(KEPT,) * len(choice.places), near=0, peers=None, lent=_NONE, staying=_NONE
+    ),
+    lambda choice: choice._replace(recipes=(0,) * len(choice.recipes), early=0),
+)
+_EVERYWHERE: tuple[_Way, ...] = (  # all copies have the time of two passes; the host updates all, or nothing
+    lambda choice: choice._replace(near=0),
+    lambda choice: choice._replace(updates=choice.states),
+    lambda choice: choice._replace(updates=_NONE),
+)
 
 
 def _with(of: tuple[_T, ...], place: int, item: _T) -> tuple[_T, ...]:
@@ -592,15 +562,7 @@ def _swapped(start: NDArray[np.intp], weights: tuple[int, ...], loads: Floats, r
     order = np.array([*start, *sorted(set(range(len(rates))) - set(start.tolist()))], dtype=np.intp)
     count, best = len(start), -1
     while best != 0:
-        tried = np.array([order, *_swaps(order, count)])
+        tried = np.array([order, *swaps(order, count)])
         best = int(np.lexsort(_scores(tried[:, :count], weights, loads, rates)[::-1])[0])
         order = tried[best]
     return order[None, :count]
-
-
-def _swaps(order: NDArray[np.intp], count: int) -> Iterator[NDArray[np.intp]]:
-    for one, other in combinations(range(len(order)), 2):
-        if one < count:
-            swapped = order.copy()
-            swapped[[one, other]] = order[[other, one]]
-            yield swapped

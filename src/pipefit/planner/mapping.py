@@ -172,7 +172,7 @@ def _swapped(needs: Sequence[int], spares: Sequence[int], rates: Floats) -> Orde
     """Return one order, improved by swaps of two devices while that shortens the longest copies."""
     best = np.arange(len(needs))[None]
     for _ in range(_SWAPS):
-        tried = np.concatenate([best, *_swaps(best[0])])
+        tried = np.array([best[0], *swaps(best[0], len(needs))])
         seconds = copy_seconds(tried, needs, spares, rates)
         if seconds.argmin() == 0:
             break
@@ -180,11 +180,13 @@ def _swapped(needs: Sequence[int], spares: Sequence[int], rates: Floats) -> Orde
     return best
 
 
-def _swaps(order: NDArray[np.intp]) -> Iterator[Orders]:
+def swaps(order: NDArray[np.intp], count: int) -> Iterator[NDArray[np.intp]]:
+    """Yield the order with one of its first `count` devices and a later one swapped."""
     for one, other in combinations(range(len(order)), 2):
-        swapped = order.copy()
-        swapped[[one, other]] = order[[other, one]]
-        yield swapped[None]
+        if one < count:
+            swapped = order.copy()
+            swapped[[one, other]] = order[[other, one]]
+            yield swapped
 
 
 # ---- Shares of lenders
