@@ -6,9 +6,8 @@ from random import Random
 
 import pytest
 
-from pipefit.errors import UsageError
 from pipefit.planner import Question, joint, solved
-from pipefit.planner.problem import Technique, TensorCosts, mpress_choice
+from pipefit.planner.baselines.mpress import Technique, TensorCosts, mpress_choice
 from pipefit.schema.decisions import What
 from pipefit.schema.layer_costs import Origin
 from support.synthetic_models import layer, measurement, profile, training, value, work
@@ -142,11 +141,3 @@ def test_peers_are_not_taken_for_nothing() -> None:
     """Peers that add no less than recomputation leave their memory to others."""
     costs = TensorCosts(nbytes=1, interval_seconds=0.0, recompute_seconds=0.004, peer_seconds=0.004)
     assert mpress_choice(costs) is Technique.RECOMPUTE
-
-
-def test_a_tensor_without_a_technique_is_refused() -> None:
-    """A tensor without techniques, or a negative time, is refused."""
-    with pytest.raises(UsageError, match="no technique"):
-        mpress_choice(TensorCosts(nbytes=1, interval_seconds=1.0))
-    with pytest.raises(UsageError, match="non-negative"):
-        TensorCosts(nbytes=1, interval_seconds=1.0, host_seconds=-1.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple, TypedDict
 
@@ -18,7 +17,6 @@ from pipefit.schema.grids import SHARDINGS, Grid, Sharding, dividing
 from pipefit.schema.plan import Objective
 from pipefit.schema.profile import Measurement, ModelProfile
 from pipefit.schema.training import Training
-from pipefit.schema.validation import check_types
 from pipefit.simulator import Assembled
 from pipefit.texts import counted
 
@@ -248,95 +246,6 @@ def _check_slices(profile: ModelProfile, size: int, data: int) -> None:
             f"{profile.model} was profiled at {', '.join(map(str, measured))}: profile it at {size} and "
             f"{size // data} (-b {size} -b {size // data}, microbatch_size=({size}, {size // data}))"
         )
-
-
-# ---- Cost rule of the MPress paper (Zhou et al., "MPress", HPCA 2023, and its table of six tensors)
-#
-# A saved tensor has a live interval, the time between its forward and its backward. Recomputation adds the
-# full time of a second forward. Copies to the host or to peers run in parallel with computation and add only
-# the time by which they exceed the live interval.
-
-
-class Technique(StrEnum):
-    """Treatment of a saved tensor between its forward and its backward."""
-
-    KEEP = "keep"
-    RECOMPUTE = "recompute"
-    HOST = "host"
-    PEER = "peers"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorCosts:
-    """Costs of the techniques for one tensor, in seconds; None for an unavailable technique.
-
-    `recompute_seconds` is the time of a second forward, `host_seconds` and `peer_seconds` are the times of
-    offload and reload together, and `interval_seconds` is the live interval between forward and backward.
-
-    Raises:
-        UsageError: a negative time.
-    """
-
-    nbytes: int
-    interval_seconds: float
-    recompute_seconds: float | None = None
-    host_seconds: float | None = None
-    peer_seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        if any(
-            seconds is not None and seconds < 0
-            for seconds in (self.interval_seconds, *self._seconds.values())
-        ):
-            raise UsageError("the costs of a tensor must be non-negative times")
-
-    @property
-    def _seconds(self) -> dict[Technique, float | None]:
-        return {
-            Technique.RECOMPUTE: self.recompute_seconds,
-            Technique.HOST: self.host_seconds,
-            Technique.PEER: self.peer_seconds,
-        }
-
-    @property
-    def added_seconds(self) -> dict[Technique, float]:
-        """Seconds that every available technique adds to a step."""
-        result = {}
-        for technique, seconds in self._seconds.items():
-            if seconds is not None:
-                hidden = 0.0 if technique is Technique.RECOMPUTE else self.interval_seconds
-                result[technique] = max(0.0, seconds - hidden)
-        return result
-
-
-def mpress_choice(costs: TensorCosts) -> Technique:
-    """Choose the technique for one tensor by the rule of the MPress paper, if peers have memory to spare.
-
-    The host, if the live interval hides the copies. Otherwise the cheaper of recomputation and the host, or
-    peers if they add less than that. The rule ignores other tensors on the same link; `joint` simulates whole
-    plans instead.
-
-    Raises:
-        UsageError: no technique is available.
-    """
-    added = _some(costs)
-    if added.get(Technique.HOST) == 0:
-        return Technique.HOST
-    first = [t for t in (Technique.RECOMPUTE, Technique.HOST) if t in added]
-    without_peers = min(first, key=added.__getitem__, default=Technique.PEER)
-    return Technique.PEER if added.get(Technique.PEER, float("inf")) < added[without_peers] else without_peers
-
-
-def _some(costs: TensorCosts) -> dict[Technique, float]:
-    """Return the seconds that the techniques add.
-
-    Raises:
-        UsageError: no technique is available.
-    """
-    if not costs.added_seconds:
-        raise UsageError(f"{costs} leaves no technique to choose from")
-    return costs.added_seconds
 
 
 # ---- Splits and results

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from statistics import median
 from typing import NamedTuple
 
@@ -30,8 +31,63 @@ from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
 from pipefit.planner.filling import Filler
 from pipefit.planner.mapping import Mapping, mapped_stages, peer_rates, shared_out
 from pipefit.planner.memory_choices import KEPT, TO_HOST, TO_PEERS, BlockPrices, Menu, StageChoice, parts_of
-from pipefit.planner.problem import PlannerResult, Question, Split, Technique, TensorCosts, mpress_choice
+from pipefit.planner.problem import PlannerResult, Question, Split
 from pipefit.schema.plan import Objective
+
+# ---- Cost rule of the paper, and its table of six tensors
+#
+# A saved tensor has a live interval, the time between its forward and its backward. Recomputation adds the
+# full time of a second forward. Copies to the host or to peers run in parallel with computation and add only
+# the time by which they exceed the live interval.
+
+
+class Technique(StrEnum):
+    """Treatment of a saved tensor between its forward and its backward."""
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    HOST = "host"
+    PEER = "peers"
+
+
+class TensorCosts(NamedTuple):
+    """Costs of the techniques for one tensor, in seconds; None for an unavailable technique.
+
+    `recompute_seconds` is the time of a second forward, `host_seconds` and `peer_seconds` are the times of
+    offload and reload together, and `interval_seconds` is the live interval between forward and backward.
+    """
+
+    nbytes: int
+    interval_seconds: float
+    recompute_seconds: float | None = None
+    host_seconds: float | None = None
+    peer_seconds: float | None = None
+
+    @property
+    def added_seconds(self) -> dict[Technique, float]:
+        """Seconds that every available technique adds to a step."""
+        result = {} if self.recompute_seconds is None else {Technique.RECOMPUTE: self.recompute_seconds}
+        for technique, seconds in (Technique.HOST, self.host_seconds), (Technique.PEER, self.peer_seconds):
+            if seconds is not None:
+                result[technique] = max(0.0, seconds - self.interval_seconds)
+        return result
+
+
+def mpress_choice(costs: TensorCosts) -> Technique:
+    """Choose the technique for one tensor by the rule of the paper, if peers have memory to spare.
+
+    The host, if the live interval hides the copies. Otherwise the cheaper of recomputation and the host, or
+    peers if they add less than that. The rule ignores other tensors on the same link.
+    """
+    added = costs.added_seconds
+    if added.get(Technique.HOST) == 0:
+        return Technique.HOST
+    first = [t for t in (Technique.RECOMPUTE, Technique.HOST) if t in added]
+    without_peers = min(first, key=added.__getitem__, default=Technique.PEER)
+    return Technique.PEER if added.get(Technique.PEER, float("inf")) < added[without_peers] else without_peers
+
+
+# ---- Planner
 
 _ACTIONS = 40_000  # in the programs of all rounds
 _CORRECTIONS = 6  # corrections of the first assignment by the bytes of the simulated step
