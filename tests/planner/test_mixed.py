@@ -13,7 +13,8 @@ from pipefit.planner import Means, PlanOptions, Question, plan
 from pipefit.planner import mixed_degrees as searching
 from pipefit.planner.common_plans import CommonSearch
 from pipefit.planner.driver import plan_of
-from pipefit.planner.mixed_degrees import Mixed, commonly, mixed, otherwise
+from pipefit.planner.mixed_degrees import mixed, otherwise
+from pipefit.planner.neighbours import Mixed
 from pipefit.planner.problem import Split
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import Decision, Run, State, What
@@ -23,6 +24,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
+from pipefit.simulator.assembled import assembled
 from support.microbatch_size_profiles import sized, written
 from support.synthetic_models import AMPLE, devices, keeping, plain, skewed
 
@@ -126,8 +128,8 @@ def test_hosts_update_what_replicas_divide_where_nothing_else_fits() -> None:
     question = Question(profile=profile, cluster=replace(ample, devices=tight), training=how)
     assert mixed(question.using(Means(recompute="never"))) is None
     search = CommonSearch()
-    assert commonly(question.using(Means(host=False, recompute="never")), float("inf"), search) is None
-    found = commonly(question.using(Means(recompute="never")), float("inf"), search)
+    assert search.fastest(question.using(Means(host=False, recompute="never")), float("inf")) is None
+    found = search.fastest(question.using(Means(recompute="never")), float("inf"))
     assert found is not None
     assert found.seconds <= Simulation(by_hand).step_seconds[-1]
     made = plan_of(found.question, found.split, decisions=found.decisions)
@@ -143,12 +145,12 @@ def test_another_schedule_is_taken_where_it_is_faster_and_fits() -> None:
 
     def known(on: Cluster, schedule: str, which: Split = split) -> Mixed:
         own = replace(how, schedule=schedule)
-        simulation = Simulation(written(profile, on, own, which.edges, [1] * 4))
         question = Question(profile=profile, cluster=on, training=own)
-        return Mixed(question, which, simulation.step_seconds[-1], simulation.peak_bytes)
+        return Mixed(question, which, assembled(written(profile, on, own, which.edges, [1] * 4)))
 
     first, eager = (known(loose, schedule) for schedule in ways)
-    slower = first._replace(seconds=2 * first.seconds)
+    slow = tuple(replace(one, bytes_per_second=0.5) for one in loose.links)
+    slower = known(replace(loose, links=slow), ways[0])
     (found,) = otherwise([slower, first], ways)
     assert found.seconds == eager.seconds < first.seconds
     assert (found.question.training, found.peaks) == (eager.question.training, eager.peaks)

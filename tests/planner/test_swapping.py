@@ -10,7 +10,8 @@ import pytest
 from pipefit.memory.arenas import shortage
 from pipefit.planner import Means, PlanOptions, Question, plan
 from pipefit.planner.driver import plan_of
-from pipefit.planner.mixed_degrees import Mixed, mixed
+from pipefit.planner.mixed_degrees import mixed
+from pipefit.planner.neighbours import Mixed
 from pipefit.schema.decisions import Decision, SavedTensors, What
 from pipefit.schema.devices import Host, Link, Member, MemberKind, parse_place
 from pipefit.schema.training import Training

@@ -37,8 +37,8 @@ from pipefit.planner.driver import plan_of
 from pipefit.planner.exact import exact, leanest_of
 from pipefit.planner.hybrid import Least, budget_level, candidates
 from pipefit.planner.joint import JointSearch, Searched, exact_in_time
-from pipefit.planner.mixed_degrees import Mixed, commonly, mixed, otherwise
-from pipefit.planner.neighbours import is_small
+from pipefit.planner.mixed_degrees import mixed, otherwise
+from pipefit.planner.neighbours import Mixed, is_small
 from pipefit.planner.open_choices import (
     Arrangement,
     Space,
@@ -209,7 +209,7 @@ class Trials:
         if size not in self._common and self._least_of(size) * (1 + _ROOM) < self._fastest:
             question = self.space.question_of(size, self._profile(size))
             looks = exact_in_time(question) and (not self._keeps or is_small(question))
-            self.mixed += filter(None, [commonly(question, self._fastest, self._commons) if looks else None])
+            self.mixed += filter(None, [self._commons.fastest(question, self._fastest) if looks else None])
             self._common.add(size)
 
     def question(self, arrangement: Arrangement) -> Question:

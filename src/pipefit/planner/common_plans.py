@@ -31,7 +31,7 @@ from pipefit.lowering import Recompute, bucket_edges, cuts
 from pipefit.planner.baselines.simple import time
 from pipefit.planner.driver import plan_of
 from pipefit.planner.evaluation import HOST
-from pipefit.planner.neighbours import Simulations
+from pipefit.planner.neighbours import Mixed, Simulations
 from pipefit.planner.options import Means
 from pipefit.planner.problem import Degree, Question, Split
 from pipefit.planner.replicas import in_replicas
@@ -40,7 +40,6 @@ from pipefit.schema.devices import Member
 from pipefit.schema.grids import SHARDINGS, Sharding
 from pipefit.schema.layer_costs import LayerCost, SharedParameter, Work
 from pipefit.schema.plan import Plan
-from pipefit.simulator import Assembled
 
 _WORK = 60_000  # budget of work for simulations
 _WORK_TO_FIT = 2_000_000  # the same budget if no plan is known to fit
@@ -60,16 +59,6 @@ _WAYS: tuple[tuple[Sharding, Moves], ...] = (
     ("parameters", UPDATED),
     ("parameters", AWAY),
 )
-
-
-class CommonPlan(NamedTuple):
-    """Common plan that fits, with its seconds and its peaks by simulation."""
-
-    split: Split
-    seconds: float
-    peaks: tuple[int, ...]  # of every device, in bytes
-    decisions: tuple[Decision, ...]
-    simulation: Assembled
 
 
 class CommonCandidate(NamedTuple):
@@ -95,7 +84,7 @@ class CommonSearch:
     def __init__(self) -> None:
         self.work = 0
 
-    def fastest(self, question: Question, at_most: float) -> CommonPlan | None:
+    def fastest(self, question: Question, at_most: float) -> Mixed | None:
         """Return the fastest common plan that fits in less than `at_most` seconds; None if none does."""
         if question.options.recompute not in ("never", "always"):
             return None
@@ -107,8 +96,9 @@ class CommonSearch:
 
     def _fastest(
         self, question: Question, at_most: float, simulations: Simulations, bounds: Simulations
-    ) -> CommonPlan | None:
-        best, emptied = None, Simulations(_without_state(question))
+    ) -> Mixed | None:
+        best: Mixed | None = None
+        emptied = Simulations(_without_state(question))
         least = cache(lambda split: bounds.of(split).seconds)
         for split, recompute, moves, decisions in common_plans(question):
             known = at_most < float("inf")
@@ -122,13 +112,8 @@ class CommonSearch:
                 lowest = (bound(split) for bound in (simulations.least, least))
                 if known and any(seconds >= at_most * (1 - _WORTH) for seconds in lowest):
                     continue
-                result = simulations.of(split, decisions)
-                if not known and not result.fits:  # peaks take less time to read than steps
-                    continue
-                seconds = result.seconds
-                if seconds < at_most and result.fits:
-                    best = CommonPlan(split, seconds, result.peak_bytes, decisions, result)
-                    at_most = seconds
+                if (result := simulations.fitting(split, decisions, at_most)) is not None:
+                    best, at_most = result, result.seconds
         return best
 
 
@@ -226,14 +211,33 @@ def _decided(
     Recomputed are all blocks if the options request that, or else all but the last of every stage, whose
     backward follows at once.
     """
-    decisions = list[Decision]()
+    asked = question.options.recompute
+    again = slice(None, -1) if recompute == "always" != asked else slice(0)
+    result = decided(question, plan, moves, in_buckets=in_buckets and bool(moves), again=again, ahead=1)
+    return (*(plan.decisions if asked == "always" else ()), *result)
+
+
+def decided(
+    question: Question,
+    plan: Plan,
+    moves: Moves,
+    *,
+    in_buckets: bool = False,
+    again: slice = slice(None),
+    ahead: int = 0,
+    part: float = 1.0,
+) -> tuple[Decision, ...]:
+    """Return the decisions that move a part of every stage's state, and recompute some of its runs.
+
+    Runs are those of buckets, or of blocks; those in `again` are recomputed.
+    """
+    result = list[Decision]()
     for number in range(len(plan.stages)):
-        runs = runs_of(question, plan, number, in_buckets=in_buckets and bool(moves))
-        decisions += moved(number, together(question, runs), moves, ahead=1)
-        decisions += ran_again(
-            number, runs[:-1] if recompute == "always" != question.options.recompute else ()
-        )
-    return (*(plan.decisions if question.options.recompute == "always" else ()), *decisions)
+        runs = runs_of(question, plan, number, in_buckets=in_buckets)
+        moving = together(question, runs)
+        result += moved(number, moving[: int(part * len(moving))], moves, ahead=ahead)
+        result += ran_again(number, runs[again])
+    return tuple(result)
 
 
 def runs_of(question: Question, plan: Plan, number: int, *, in_buckets: bool) -> list[Layers]:

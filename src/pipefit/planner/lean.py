@@ -29,7 +29,7 @@ from typing import NamedTuple
 from pipefit.errors import UsageError
 from pipefit.memory import missing_bytes
 from pipefit.planner.baselines.simple import time
-from pipefit.planner.common_plans import AWAY, UPDATED, Moves, moved, ran_again, runs_of, together
+from pipefit.planner.common_plans import AWAY, UPDATED, Moves, decided
 from pipefit.planner.driver import plan_of
 from pipefit.planner.exact import exact
 from pipefit.planner.hybrid import leanest_split
@@ -136,13 +136,8 @@ def at_hosts(
     if moves == ALL_AWAY and not means.spill:
         raise UsageError("the means must allow offloading parameters and gradients to hosts")
     split = split_without_state(question, part) if split_of is None else split_of(part)
-    plan, result = plan_of(question, split), list[Decision]()
-    for number in range(len(plan.stages)):
-        runs = runs_of(question, plan, number, in_buckets=False)
-        moving = together(question, runs)
-        result += moved(number, moving[: int(part * len(moving))], moves, ahead=0)
-        result += ran_again(number, runs)
-    simulation = assembled(plan_of(question, split, decisions=tuple(result)))
+    decisions = decided(question, plan_of(question, split), moves, part=part)
+    simulation = assembled(plan_of(question, split, decisions=decisions))
     value = question.value(tuple(simulation.peak_bytes[device] for device in split.devices), split.devices)
     return PlannerResult(
         split,
@@ -238,13 +233,10 @@ class _PeakReader:
 
     def decisions(self, candidate: StateCandidate) -> tuple[Decision, ...]:
         """Return the decisions about the state of every stage, run by run, and about recomputation."""
-        question, result = self._question, list[Decision]()
+        question = self._question
+        again = slice(None) if question.options.recompute != "never" else slice(0)
         plan = plan_of(question, candidate.split)
-        for number in range(len(plan.stages)):
-            runs = runs_of(question, plan, number, in_buckets=candidate.in_buckets)
-            result += moved(number, together(question, runs), candidate.moves, ahead=0)
-            result += ran_again(number, runs if question.options.recompute != "never" else ())
-        return tuple(result)
+        return decided(question, plan, candidate.moves, in_buckets=candidate.in_buckets, again=again)
 
 
 def _candidates(question: Question) -> Iterator[StateCandidate]:

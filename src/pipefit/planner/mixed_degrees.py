@@ -22,7 +22,6 @@ import numpy as np
 
 from pipefit.errors import UsageError
 from pipefit.memory import lent_bytes
-from pipefit.planner.common_plans import CommonSearch
 from pipefit.planner.evaluation import HOST
 from pipefit.planner.hybrid import candidates, fastest
 from pipefit.planner.hybrid.divided_state import Reader
@@ -30,13 +29,11 @@ from pipefit.planner.hybrid.programme import WHOLE
 from pipefit.planner.hybrid.search import Hybrid, recomputed_blocks
 from pipefit.planner.mapping import Floats, lending, peer_rates, shared_out
 from pipefit.planner.memory_choices import KEPT, TO_HOST, TO_PEERS, Menu, Menus, StageChoice, decisions_of
-from pipefit.planner.neighbours import Simulations, Timed, nearby
-from pipefit.planner.problem import Degree, PlannerResult, Question, Split
+from pipefit.planner.neighbours import Mixed, Simulations, nearby
+from pipefit.planner.problem import Degree, Question, Split
 from pipefit.planner.replicas import representative
 from pipefit.schema.decisions import Decision, Run, What
 from pipefit.schema.devices import Member, Place
-from pipefit.schema.plan import Objective
-from pipefit.simulator import Assembled
 
 # ---- Recomputed tensors moved to hosts or peers
 #
@@ -56,14 +53,6 @@ _ROUNDING = 1 - 1e-9
 Decisions = tuple[Decision, ...]
 
 
-class Swapped(NamedTuple):
-    """Decisions of a plan that fits, with its seconds and its peaks by simulation."""
-
-    decisions: Decisions
-    seconds: float
-    peaks: tuple[int, ...]  # of every device, in bytes
-
-
 class _FirstBlocks(NamedTuple):
     """Split of a stage's first blocks.
 
@@ -74,12 +63,12 @@ class _FirstBlocks(NamedTuple):
     last: int
 
 
-def swapped(simulations: Simulations, split: Split, best: Swapped) -> Swapped:
-    """Return the plan of a split, or a faster one in which hosts or peers hold tensors that it recomputed.
+def swapped(simulations: Simulations, best: Mixed) -> Mixed:
+    """Return the plan, or a faster one in which hosts or peers hold tensors that it recomputed.
 
     Stages are tried from the one with the most recomputed blocks on, each with the results of those before.
     """
-    search, means = _MixedSearch(simulations, split), simulations.question.means
+    search, means = _MixedSearch(simulations, best.split), simulations.question.means
     again = dict[int, int]()
     for decision in best.decisions:
         if decision.what is What.RECOMPUTE:
@@ -90,8 +79,9 @@ def swapped(simulations: Simulations, split: Split, best: Swapped) -> Swapped:
         ways = [stage.to_host] if means.host else []
         for way in [*ways, stage.to_peers] if means.peers else ways:
             for own in way():
-                result = search.simulated((*others, *own))
-                best = result if result is not None and result.seconds < best.seconds * _ROUNDING else best
+                with suppress(UsageError):
+                    below = best.seconds * _ROUNDING
+                    best = simulations.fitting(best.split, (*others, *own), below) or best
     return best
 
 
@@ -99,7 +89,7 @@ class _MixedSearch:
     """Options of the stages of one split."""
 
     def __init__(self, simulations: Simulations, split: Split) -> None:
-        self._simulations, self.question, self.split = simulations, simulations.question, split
+        self.question, self.split = simulations.question, split
         self.reader = Reader(simulations.question)
         self._menus: dict[Degree, Menus] = {}
 
@@ -125,21 +115,13 @@ class _MixedSearch:
             self._menus[degree] = Menus(rank.using(self.question.means))
         return self._menus[degree].of_stage(*self.split.edges[number : number + 2])
 
-    def stage(self, number: int, again: int, best: Swapped) -> _StageWays:
+    def stage(self, number: int, again: int, best: Mixed) -> _StageWays:
         """Return a stage of the plan `best`, which recomputes its first `again` blocks."""
-        arenas = self._simulations.of(self.split, best.decisions).arenas
+        arenas = best.simulation.arenas
         devices = range(len(self.question.cluster.devices))
         return _StageWays(
             self, number, again, best.peaks, [lent_bytes(arenas, Member.device(n)) for n in devices]
         )
-
-    def simulated(self, decisions: Decisions) -> Swapped | None:
-        """Return the simulation of these decisions; None if they do not fit or cannot be carried out."""
-        with suppress(UsageError):
-            result = self._simulations.of(self.split, decisions)
-            if result.fits:
-                return Swapped(decisions, result.seconds, result.peak_bytes)
-        return None
 
 
 class _StageWays:
@@ -290,43 +272,6 @@ _LITTLE = 5_000  # the same limit if plans are far slower than a known one
 _PASSES = 50_000  # passes of microbatches through stages, above which a simulation takes several seconds
 
 
-class Mixed(NamedTuple):
-    """Plan that fits, with its seconds and its peaks by simulation."""
-
-    question: Question
-    split: Split
-    seconds: float
-    peaks: tuple[int, ...]  # of every device, in bytes
-    decisions: tuple[Decision, ...] = ()
-    simulation: Assembled | None = None  # if it is the last one made
-    estimated: float = float("inf")  # seconds of the question's plan with the fewest estimated seconds
-
-    @property
-    def is_whole(self) -> bool:
-        """True if replicas divide nothing and everything is kept."""
-        return not self.decisions and all(grid.shard == "none" for grid in self.split.grids)
-
-    def found(self, evaluated: int, remarks: tuple[str, ...] = ()) -> PlannerResult:
-        """Return the plan as a planner's result, after `evaluated` simulations."""
-        decisions = self.decisions if self.question.options.recompute == "never" else self.decisions or None
-        return PlannerResult(
-            self.split,
-            Objective.STEP,
-            self.seconds,
-            evaluated,
-            proven=False,
-            decisions=decisions,
-            remarks=remarks,
-            simulation=self.simulation,
-        )
-
-
-def commonly(question: Question, at_most: float, search: CommonSearch) -> Mixed | None:
-    """Return the fastest common plan (`planner.common_plans`) below `at_most` seconds; None if none fits."""
-    result = search.fastest(question, at_most)
-    return None if result is None else Mixed(question, *result)
-
-
 def mixed(question: Question, at_most: float = float("inf"), below: float = float("inf")) -> Mixed | None:
     """Return the fastest plan in which no state moves; None if none fits.
 
@@ -355,9 +300,9 @@ def otherwise(known: Sequence[Mixed], schedules: Sequence[str]) -> Iterator[Mixe
         if schedule == how.schedule:
             continue
         question = replace(best.question, training=replace(how, schedule=schedule))
-        simulation = Simulations(question).of(best.split)
-        if simulation.seconds < best.seconds and simulation.fits:
-            yield Mixed(question, best.split, simulation.seconds, simulation.peak_bytes, (), simulation)
+        result = Simulations(question).fitting(best.split, (), best.seconds)
+        if result is not None:
+            yield result
 
 
 def _is_long(question: Question) -> bool:
@@ -374,9 +319,7 @@ def _mixed(question: Question, estimated: Sequence[Hybrid], at_most: float) -> M
     best = _simulated(simulations, estimated, None, at_most)
     if _is_enough(simulations, best, at_most):
         return None
-    known = Timed(best.split, best.seconds, best.simulation) if best and best.simulation else None
-    near = nearby(simulations, known, at_most)
-    best = near and Mixed(question, near.split, near.seconds, near.simulation.peak_bytes, (), near.simulation)
+    best = nearby(simulations, best, at_most)
     if first == every and not again:
         return best
     at_most = at_most if best is None else min(at_most, best.seconds)
@@ -385,17 +328,8 @@ def _mixed(question: Question, estimated: Sequence[Hybrid], at_most: float) -> M
     others = fastest(question, _MOST, every, at_most * (1 + _CLOSE), again=again)
     if best is not None:
         others = [other for other in others if any(stage.way != WHOLE for stage in other.stages)]
-    return _swapped(simulations, _simulated(simulations, others, best))
-
-
-def _swapped(simulations: Simulations, best: Mixed | None) -> Mixed | None:
-    """Return the plan, or a faster one in which hosts or peers hold tensors that it recomputed."""
-    if best is None or not best.decisions:
-        return best
-    result = swapped(simulations, best.split, Swapped(best.decisions, best.seconds, best.peaks))
-    return best._replace(
-        decisions=result.decisions, seconds=result.seconds, peaks=result.peaks, simulation=None
-    )
+    best = _simulated(simulations, others, best)
+    return swapped(simulations, best) if best is not None and best.decisions else best
 
 
 def _simulated(
@@ -415,10 +349,8 @@ def _simulated(
             break
         decisions = trimmed(question, result, reader)
         simulation = simulations.of(result.split, decisions)
-        seconds = simulation.seconds
-        if seconds < enough:
-            best = Mixed(question, result.split, seconds, simulation.peak_bytes, decisions, simulation)
-            enough = seconds
+        if simulation.seconds < enough:
+            best, enough = Mixed(question, result.split, simulation, decisions), simulation.seconds
     return best
 
 

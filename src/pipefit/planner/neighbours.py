@@ -31,13 +31,54 @@ from pipefit.planner.driver import plan_of
 from pipefit.planner.hybrid import candidates
 from pipefit.planner.hybrid.programme import Way
 from pipefit.planner.hybrid.tables import DegreeTables
-from pipefit.planner.problem import Degree, Planner, Question, Split
+from pipefit.planner.problem import Degree, Planner, PlannerResult, Question, Split
 from pipefit.planner.replicas import answers
 from pipefit.schema.decisions import Decision
+from pipefit.schema.plan import Objective
 from pipefit.simulator import Assembled, Parts
 from pipefit.timing import layer_seconds
 
 # ---- Simulations of the splits of one question, whose stages may have several devices
+
+
+class Mixed(NamedTuple):
+    """Plan that fits, whose stages may have any degrees, and its simulation."""
+
+    question: Question
+    split: Split
+    simulation: Assembled
+    decisions: tuple[Decision, ...] = ()
+    estimated: float = float("inf")  # seconds of the question's plan with the fewest estimated seconds
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return self.simulation.seconds
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """Peak bytes of every device."""
+        return self.simulation.peak_bytes
+
+    @property
+    def is_whole(self) -> bool:
+        """True if replicas divide nothing and everything is kept."""
+        return not self.decisions and all(grid.shard == "none" for grid in self.split.grids)
+
+    def found(self, evaluated: int, remarks: tuple[str, ...] = ()) -> PlannerResult:
+        """Return the plan as a planner's result, after `evaluated` simulations."""
+        decisions = self.decisions if self.question.options.recompute == "never" else self.decisions or None
+        return PlannerResult(
+            self.split,
+            Objective.STEP,
+            self.seconds,
+            evaluated,
+            proven=False,
+            decisions=decisions,
+            remarks=remarks,
+            simulation=self.simulation,
+        )
+
 
 _KNOWN = 16  # number of known actions of devices that take as long as a new one
 
@@ -58,6 +99,18 @@ class Simulations:
     def share_of(self, work: int) -> int:
         """Return the part of a budget of work that the question's effort allows."""
         return round(work * self.question.options.effort)
+
+    def fitting(self, split: Split, decisions: tuple[Decision, ...], below: float) -> Mixed | None:
+        """Return the plan of a split with these decisions, if it takes less than `below` seconds and fits.
+
+        Raises:
+            UsageError: the plan cannot be carried out.
+        """
+        result = self.of(split, decisions)
+        if below == float("inf") and not result.fits:  # peaks take less time to read than steps
+            return None
+        fits = result.seconds < below and result.fits
+        return Mixed(self.question, split, result, decisions) if fits else None
 
     def of(self, split: Split, decisions: tuple[Decision, ...] = ()) -> Assembled:
         """Return the simulation of a split with these decisions, or with those that the question requests.
@@ -153,15 +206,7 @@ _ON_GRIDS: tuple[Planner, ...] = (capture, partial(capture, options=CaptureOptio
 _CANDIDATES = 20_000  # number of compared stages up to which a question is small
 
 
-class Timed(NamedTuple):
-    """Split that fits and keeps everything, with its seconds by simulation."""
-
-    split: Split
-    seconds: float
-    simulation: Assembled
-
-
-def nearby(simulations: Simulations, best: Timed | None, at_most: float) -> Timed | None:
+def nearby(simulations: Simulations, best: Mixed | None, at_most: float) -> Mixed | None:
     """Return the fastest of `best` and of neighbouring plans that fit; None if none fits.
 
     Plans that are certain to take `at_most` seconds or more are left out.
@@ -229,7 +274,7 @@ class _NeighbourSearch:
         self._until = simulations.work + simulations.share_of(_WORK)
         self._tried = dict[Split, float]()  # seconds
 
-    def next_to(self, best: Timed | None) -> Iterator[Split]:
+    def next_to(self, best: Mixed | None) -> Iterator[Split]:
         """Yield the best split, then tried splits with replicas, nearly as fast or of one stage."""
         tried = sorted(self._tried, key=lambda split: (len(split.grids) > 1, self._tried[split]))
         others = [split for split in tried if any(grid.data > 1 for grid in split.grids)]
@@ -239,7 +284,7 @@ class _NeighbourSearch:
         self._until = max(self._until, self._simulations.work + self._simulations.share_of(_WORK // 2))
         yield from (split for split in others[: alone + _OTHERS] if best is None or split != best.split)
 
-    def first(self, splits: Iterator[Split], best: Timed | None, *, following: bool = False) -> Timed | None:
+    def first(self, splits: Iterator[Split], best: Mixed | None, *, following: bool = False) -> Mixed | None:
         """Return the first split that fits and is faster than the best.
 
         With `following`, the fastest of all splits.
@@ -251,7 +296,7 @@ class _NeighbourSearch:
             best = result or best
         return best
 
-    def _timed(self, split: Split, best: Timed | None) -> Timed | None:
+    def _timed(self, split: Split, best: Mixed | None) -> Mixed | None:
         """Return a split's plan if it fits and is faster than the best, else None."""
         known = self._at_most if best is None else min(self._at_most, best.seconds)
         least = self._simulations.least(split)
@@ -265,6 +310,6 @@ class _NeighbourSearch:
             seconds = self._tried[split] = simulation.seconds
             if best is not None and seconds >= best.seconds:
                 return None
-            return Timed(split, seconds, simulation) if simulation.fits else None
+            return Mixed(self._simulations.question, split, simulation) if simulation.fits else None
         except UsageError:  # replicas cannot divide what they exchange, or a layer can have no replicas
             return None
