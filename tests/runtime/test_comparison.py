@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipefit
-from pipefit.capture import Task, capture, traced
+from pipefit.capture import Task, capture, rows_of, traced
 from pipefit.capture.model import built
 from pipefit.capture.sample import sample
 from pipefit.errors import FileError, PipefitWarning, UsageError
@@ -313,6 +313,28 @@ def test_a_certificate_of_a_model_beyond_the_hosts_memory_is_of_a_copy(
         "deep with 2 of 20 blocks of h computes the same numbers as a chain and as a module: "
     )
     assert "; training by the plan was not compared: it needs" in found
+
+
+class Windowed(Block):
+    """A block with its number, and a window or none, as models with some layers of local attention have."""
+
+    def __init__(self, number: int, window: int | None) -> None:
+        super().__init__()
+        self.layer_idx, self.window = number, window
+
+
+@pytest.mark.parametrize(
+    ("windows", "kept"),
+    [([None] * 8, "01"), ([None, None, 4, 4, 4, 4, 4, 4], "0123"), ([4, 4, 4, None] * 4, "0123456")],
+)
+def test_a_copy_keeps_two_blocks_of_every_setting(windows: list[int | None], kept: str) -> None:
+    """Blocks with other integers or None compute otherwise; their own numbers make no difference."""
+    blocks = [Windowed(number, window) for number, window in enumerate(windows)]
+    (row,) = rows_of(nn.Sequential(nn.ModuleList(blocks)))
+    left = {*map(str, range(len(windows)))} - {*row.left_out}
+    assert {*kept} <= left and all(
+        sum(windows[int(number)] == window for number in left) >= 2 for window in {*windows}
+    )
 
 
 @pytest.mark.parametrize(

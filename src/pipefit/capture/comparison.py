@@ -13,7 +13,7 @@ the module and the activations of two microbatches on the host.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -268,8 +268,9 @@ def _loss_name(number: int) -> str:
 # ---- Copies of models with fewer of their equal blocks, which share the weights of the original
 #
 # A trace treats two hundred equal blocks as it treats one, so a copy with two of them shows errors for a
-# hundredth of the cost. Blocks are equal by structure: classes, parameters, buffers, hooks, and settings that
-# are strings or booleans. The caller finds out whether a copy can be traced and run.
+# hundredth of the cost. Blocks are equal by structure: classes, parameters, buffers, hooks, and settings other
+# than floats, which often rise from block to block, and numbers of the blocks. The caller finds out whether a
+# copy can be traced and run.
 
 _COUNTS = ("layer", "block", "depth")  # in the names of settings that hold a number of blocks
 _ENOUGH = 2  # blocks of a kind: the second takes what the first returns
@@ -305,7 +306,7 @@ def rows_of(module: nn.Module) -> list[EqualBlocks]:
             row.leaves_out(path) for row in result
         ):
             names = tuple(part._modules)
-            superfluous = _superfluous([_kind(block) for block in part._modules.values()])
+            superfluous = _superfluous(_kinds(list(part._modules.values())))
             if superfluous:
                 left_out = names[superfluous.start : superfluous.stop]
                 result.append(EqualBlocks(path=path, blocks=len(names), left_out=left_out))
@@ -360,16 +361,42 @@ def _superfluous(kinds: Sequence[object]) -> range:
     return result
 
 
-def _kind(block: nn.Module | None) -> object:
-    """Return a key that is equal for blocks that compute the same."""
-    return block and tuple((name, *_structure(part)) for name, part in block.named_modules())
+def _kinds(blocks: Sequence[nn.Module | None]) -> list[object]:
+    """Return keys of the blocks of a list, which are equal for blocks that compute the same.
+
+    An integer that counts the blocks, such as `layer_idx`, makes no difference.
+    """
+    settings = [{} if block is None else dict(_settings(block)) for block in blocks]
+    less_number = defaultdict[object, set[object]](set)  # integers less the number of their block, by setting
+    for number, own in enumerate(settings):
+        for name, value in own.items():
+            less_number[name].add(value - number if type(value) is int else None)
+    counting = {name for name, values in less_number.items() if len(values) == 1 and values != {None}}
+    return [
+        None
+        if block is None
+        else (
+            tuple((name, *_structure(part)) for name, part in block.named_modules()),
+            tuple((name, value) for name, value in own.items() if name not in counting),
+        )
+        for block, own in zip(blocks, settings, strict=True)
+    ]
+
+
+def _settings(block: nn.Module) -> Iterator[tuple[object, object]]:
+    """Yield settings of a block's modules by their names: strings, booleans, integers, None, and tuples of these."""
+    plain_types = str | bool | int | None
+    for path, part in block.named_modules():
+        for name, value in vars(part).items():
+            parts = value if isinstance(value, tuple) else (value,)
+            if all(isinstance(one, plain_types) for one in parts):
+                yield (path, name), value
 
 
 def _structure(part: nn.Module) -> Iterator[object]:
     yield type(part)
     yield tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in part.named_parameters(recurse=False))
     yield tuple((name, b.shape, b.dtype) for name, b in part.named_buffers(recurse=False))
-    yield tuple((name, value) for name, value in vars(part).items() if isinstance(value, str | bool))
     yield bool(
         part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
     )
