@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -25,12 +26,12 @@ from pipefit.memory import lent_bytes
 from pipefit.planner.evaluation import HOST
 from pipefit.planner.hybrid import candidates, fastest
 from pipefit.planner.hybrid.divided_state import Reader
-from pipefit.planner.hybrid.programme import WHOLE
+from pipefit.planner.hybrid.programme import WHOLE, Placed
 from pipefit.planner.hybrid.search import Hybrid, recomputed_blocks
-from pipefit.planner.mapping import Floats, lending, peer_rates, shared_out
+from pipefit.planner.mapping import lending, peer_rates, shared_out
 from pipefit.planner.memory_choices import KEPT, TO_HOST, TO_PEERS, Menu, Menus, StageChoice, decisions_of
 from pipefit.planner.neighbours import Mixed, Simulations, nearby
-from pipefit.planner.problem import Degree, Question, Split
+from pipefit.planner.problem import Degree, Question
 from pipefit.planner.replicas import representative
 from pipefit.schema.decisions import Decision, Run, What
 from pipefit.schema.devices import Member, Place
@@ -68,76 +69,41 @@ def swapped(simulations: Simulations, best: Mixed) -> Mixed:
 
     Stages are tried from the one with the most recomputed blocks on, each with the results of those before.
     """
-    search, means = _MixedSearch(simulations, best.split), simulations.question.means
+    question, split, reader = simulations.question, best.split, Reader(simulations.question)
+    menus = cache(lambda degree: Menus(representative(question, degree).using(question.means)))
     again = dict[int, int]()
     for decision in best.decisions:
-        if decision.what is What.RECOMPUTE:
-            again[decision.stage] = max(search.blocks(decision), again.get(decision.stage, 0))
+        if isinstance(decision.subject, Run):
+            last = question.edges.index(decision.subject.stop) - split.edges[decision.stage]
+            again[decision.stage] = max(last, again.get(decision.stage, 0))
     for number in sorted(again, key=lambda number: -again[number]):
         others = tuple(decision for decision in best.decisions if decision.stage != number)
-        stage = search.stage(number, again[number], best)
-        ways = [stage.to_host] if means.host else []
-        for way in [*ways, stage.to_peers] if means.peers else ways:
-            for own in way():
+        with suppress(UsageError):  # a layer of the stage can have no replicas
+            own = menus(Degree.of(split.grid(number))).of_stage(*split.edges[number : number + 2])
+            stage = _StageWays(reader, own, best, number, again[number])
+            ways = [stage.to_host] if question.means.host else []
+            for decisions in chain.from_iterable(
+                way() for way in ([*ways, stage.to_peers] if question.means.peers else ways)
+            ):
                 with suppress(UsageError):
                     below = best.seconds * _ROUNDING
-                    best = simulations.fitting(best.split, (*others, *own), below) or best
+                    best = simulations.fitting(split, (*others, *decisions), below) or best
     return best
 
 
-class _MixedSearch:
-    """Options of the stages of one split."""
-
-    def __init__(self, simulations: Simulations, split: Split) -> None:
-        self.question, self.split = simulations.question, split
-        self.reader = Reader(simulations.question)
-        self._menus: dict[Degree, Menus] = {}
-
-    @cached_property
-    def rates(self) -> Floats:
-        """Bytes per second between every two devices."""
-        return peer_rates(self.question.cluster)
-
-    def blocks(self, decision: Decision) -> int:
-        """Return the number of blocks from a stage's first to the last one that a decision recomputes."""
-        assert isinstance(decision.subject, Run), "stages are recomputed by runs"
-        return self.question.edges.index(decision.subject.stop) - self.split.edges[decision.stage]
-
-    def menus(self, number: int) -> tuple[Menu, ...]:
-        """Return the menus of a stage.
-
-        Raises:
-            UsageError: a layer of the stage can have no replicas.
-        """
-        degree = Degree.of(self.split.grid(number))
-        if degree not in self._menus:
-            rank = representative(self.question, degree)
-            self._menus[degree] = Menus(rank.using(self.question.means))
-        return self._menus[degree].of_stage(*self.split.edges[number : number + 2])
-
-    def stage(self, number: int, again: int, best: Mixed) -> _StageWays:
-        """Return a stage of the plan `best`, which recomputes its first `again` blocks."""
-        arenas = best.simulation.arenas
-        devices = range(len(self.question.cluster.devices))
-        return _StageWays(
-            self, number, again, best.peaks, [lent_bytes(arenas, Member.device(n)) for n in devices]
-        )
-
-
 class _StageWays:
-    """Ways of one stage in a plan with these peaks; each device lends `lent` bytes."""
+    """Ways of stage `number` of a plan, which recomputes its first `again` blocks."""
 
-    def __init__(
-        self, search: _MixedSearch, number: int, again: int, peaks: tuple[int, ...], lent: list[int]
-    ) -> None:
-        self._search, self._number, self._again = search, number, again
-        self._reader, self._split, grid = search.reader, search.split, search.split.grid(number)
-        budgets = search.question.cluster.budgets
-        self._count = search.split.edges[number + 1] - search.split.edges[number]
+    def __init__(self, reader: Reader, menus: Sequence[Menu], best: Mixed, number: int, again: int) -> None:
+        self._reader, self._menus, self._number, self._again = reader, menus, number, again
+        self._split, cluster, self._count = best.split, reader.question.cluster, len(menus)
+        grid, budgets, arenas = best.split.grid(number), cluster.budgets, best.simulation.arenas
         self._may_move = grid.shard == "none"
-        self._room = min(budgets[device] - lent[device] for device in grid.devices)
-        self._rates = search.rates[list(grid.devices)].min(axis=0) * len(grid.devices)
-        left = {device: int(_USED * (budgets[device] - peak)) for device, peak in enumerate(peaks)}
+        self._room = min(
+            budgets[device] - lent_bytes(arenas, Member.device(device)) for device in grid.devices
+        )
+        self._rates = peer_rates(cluster)[list(grid.devices)].min(axis=0) * len(grid.devices)
+        left = {device: int(_USED * (budgets[device] - peak)) for device, peak in enumerate(best.peaks)}
         near = (device for device, nbytes in left.items() if nbytes > 0 and self._rates[device] > 0)
         self._left = {device: left[device] for device in near if device not in grid.devices}
 
@@ -171,27 +137,24 @@ class _StageWays:
 
     def _within(self, place: Place, blocks: _FirstBlocks) -> _FirstBlocks | None:
         """Return `blocks`, or the most blocks for which lenders have memory."""
-        room, low, high = sum(self._left.values()), 0, blocks.moved + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            fits = self._needs(_FirstBlocks(middle, max(middle, blocks.last)), place) <= room
-            low, high = (middle, high) if fits else (low, middle)
-        if low in (0, blocks.moved):
-            return blocks if low else None
-        return self._fewest(lambda last: _FirstBlocks(low, max(low, last)), place)
+        room = sum(self._left.values())
+        most = -1 + _fewest(
+            lambda moved: self._needs(_FirstBlocks(moved, max(moved, blocks.last)), place) > room,
+            blocks.moved + 1,
+        )
+        if most in (0, blocks.moved):
+            return blocks if most else None
+        return self._fewest(lambda last: _FirstBlocks(most, max(most, last)), place)
 
     def _fewest(self, way: Callable[[int], _FirstBlocks], place: Place) -> _FirstBlocks | None:
         """Return the fewest blocks with which the stage fits, by bisection.
 
         None if it does not fit with any, or if the work is spent.
         """
-        low, high = 0, self._count  # too few blocks, and enough blocks
-        if not self._may_move or self._reader.actions > _WORK or not self._fits(way(high), place):
+        most = self._count
+        if not self._may_move or self._reader.actions > _WORK or not self._fits(way(most), place):
             return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._fits(way(middle), place) else (middle, high)
-        return way(high)
+        return way(_fewest(lambda blocks: self._fits(way(blocks), place), most))
 
     def _fits(self, blocks: _FirstBlocks, place: Place) -> bool:
         with suppress(UsageError):
@@ -216,13 +179,9 @@ class _StageWays:
         return shared_out(result.lenders_of(0), [0, *lenders])
 
     def _decisions(self, blocks: _FirstBlocks, place: Place) -> Decisions:
-        """Return the decisions of the stage.
-
-        Raises:
-            UsageError: a layer of the stage can have no replicas.
-        """
+        """Return the decisions of the stage."""
         moved, last = blocks
-        start, edges, kept = self._split.edges[self._number], self._search.question.edges, self._count - moved
+        start, edges, kept = self._split.edges[self._number], self._reader.question.edges, self._count - moved
         choice = StageChoice.keep(self._count)
         if place is HOST:
             choice = choice._replace(places=(TO_HOST,) * moved + (KEPT,) * kept, near=moved)
@@ -230,7 +189,7 @@ class _StageWays:
             choice = choice._replace(places=(TO_PEERS,) * moved + (KEPT,) * kept, peers=place)
         run = Run(start=edges[start + moved], stop=edges[start + last]) if last > moved else None
         again = () if run is None else (Decision(stage=self._number, subject=run, what=What.RECOMPUTE),)
-        return (*again, *decisions_of(self._number, choice, self._search.menus(self._number), HOST))
+        return (*again, *decisions_of(self._number, choice, self._menus, HOST))
 
 
 # ---- Trimming
@@ -249,15 +208,23 @@ def trimmed(question: Question, hybrid: Hybrid, reader: Reader) -> tuple[Decisio
         if placed.way.recompute == "never":
             continue
         room = min(question.cluster.budgets[device] for device in hybrid.split.grid(number).devices)
-        low, high = 0, placed.stop - placed.start  # too few blocks, and enough blocks
-        while high - low > 1:
-            middle = (low + high) // 2
-            (peak,) = reader.peaks(
-                hybrid.split, [number], [*recomputed_blocks(question, number, placed, middle)]
-            )
-            low, high = (low, middle) if peak <= room else (middle, high)
-        decisions += recomputed_blocks(question, number, placed, high)
+
+        def fits(blocks: int, number: int = number, placed: Placed = placed, room: int = room) -> bool:
+            again = [*recomputed_blocks(question, number, placed, blocks)]
+            return reader.peaks(hybrid.split, [number], again)[0] <= room
+
+        blocks = _fewest(fits, placed.stop - placed.start)
+        decisions += recomputed_blocks(question, number, placed, blocks)
     return tuple(decisions)
+
+
+def _fewest(enough: Callable[[int], bool], most: int) -> int:
+    """Return the fewest blocks, at least one, that are enough, as `most` are, by bisection."""
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
 
 
 # ---- Search
