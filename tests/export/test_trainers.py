@@ -29,6 +29,7 @@ from pipefit.export import (
     trainer_arguments,
 )
 from pipefit.recipes.readers import read
+from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import Decision, Run, SavedTensors, State, StateKind, What
 from pipefit.schema.devices import parse_place
 from pipefit.schema.grids import Grid, Sharding, Stage
@@ -234,11 +235,26 @@ def test_lightning_takes_the_arguments(precision: str, data: int) -> None:
     """Its Trainer has the plan's devices, precision, accumulation and clipping."""
     found = dict[str, Any]()
     exec(lightning_arguments(whole(data, precision=precision, clip_norm=0.5)), found)
-    made = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **found["arguments"])
+    arguments = {**found["arguments"], "accelerator": "cpu"}
+    assert found["arguments"]["accelerator"] == "gpu"
+    made = Trainer(logger=False, enable_checkpointing=False, **arguments)
     assert made.num_devices * made.num_nodes == data
     assert made.accumulate_grad_batches == 4 and made.gradient_clip_val == 0.5
     names = {"float32": "32-true", "bfloat16": "bf16-true", "mixed-bfloat16": "bf16-mixed"}
     assert made.precision == names[precision]
+
+
+def test_emulated_devices_are_processes_on_cpus(tmp_path: Path) -> None:
+    """Each trainer has its own word for them."""
+    plan = replace(whole(2), cluster=Cluster.emulated((2, 1 << 30)))
+    assert trainer(plan, tmp_path)[0].use_cpu
+    assert (
+        json.loads(trainer_arguments(plan))["use_cpu"]
+        and not json.loads(trainer_arguments(whole(2)))["use_cpu"]
+    )
+    config = yaml.safe_load(accelerate_config(plan))
+    assert config["use_cpu"] and config["distributed_type"] == "MULTI_CPU"
+    assert "accelerator='cpu'" in lightning_arguments(plan)
 
 
 def test_lightning_divides_with_deepspeed() -> None:

@@ -114,6 +114,7 @@ def trainer_arguments(plan: Plan) -> str:
         "bf16": replicas.half == "bf16",
         "fp16": replicas.half == "fp16",
         "gradient_checkpointing": recomputes(plan) and not fsdp,
+        "use_cpu": plan.cluster.backend != "cuda",
     }
     if fsdp:
         arguments["fsdp"] = True
@@ -142,7 +143,8 @@ def accelerate_config(plan: Plan) -> str:
         replicas = _replicas(plan, "accelerate", ("FSDP2",), inputs, tensor=True)
     else:
         replicas = _replicas(plan, "accelerate", offloads_too=inputs)
-    kinds = {"DDP": "MULTI_GPU", "FSDP2": "FSDP", "DeepSpeed": "DEEPSPEED"}
+    on_cpus = plan.cluster.backend != "cuda"
+    kinds = {"DDP": "MULTI_CPU" if on_cpus else "MULTI_GPU", "FSDP2": "FSDP", "DeepSpeed": "DEEPSPEED"}
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": kinds[replicas.engine]
@@ -152,6 +154,7 @@ def accelerate_config(plan: Plan) -> str:
         "num_machines": hosts_of(plan)[0],
         "num_processes": len(plan.workers),
         "machine_rank": 0,
+        "use_cpu": on_cpus,
     }
     steps, batch = plan.training.microbatches, counted(replicas.samples, "sample")
     code = [f"Accelerator(gradient_accumulation_steps={steps}), with a batch of {batch} a process"]
@@ -208,6 +211,7 @@ def lightning_arguments(plan: Plan) -> str:
         f'"""A plan of pipefit: {plan.profile.model}, local batches of {counted(replicas.samples, "sample")}.\n'
         f'{recomputed if recomputes(plan) else ""}"""\n\n{imported}'
         "arguments = dict(\n"
+        f"    accelerator={'gpu' if plan.cluster.backend == 'cuda' else 'cpu'!r},\n"
         f"    devices={each},\n    num_nodes={hosts},\n"
         f"    precision={precision[plan.training.precision]!r},\n    strategy={strategy},\n"
         f"    accumulate_grad_batches={plan.training.microbatches},\n"
