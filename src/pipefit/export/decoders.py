@@ -286,6 +286,7 @@ def _module(plan: Plan, layer: int) -> str:
 
 _SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}  # by torch's names
 _ORDERS = (*_SCHEDULES, "eager-1f1b", "torchgpipe")
+_PATH = "from pathlib import Path\n\n"
 _FSDP_PRECISIONS = ("float32", "bfloat16", "mixed-bfloat16", "master-bfloat16")
 
 
@@ -315,7 +316,7 @@ def torchtitan_config(plan: Plan) -> str:
     tokens = result.each(training.microbatch_size) * result.sequence
     return (
         f'"""A plan of pipefit: {plan.profile.model} in {counted(len(parts), "stage")}.{_notes(plan)}"""\n\n'
-        f"{'from pathlib import Path' * needs_csv(plan)}\n\n"
+        f"{_PATH if needs_csv(plan) else ''}"
         "from torchtitan.config import ParallelismConfig, TrainingConfig\n"
         "from torchtitan.distributed.activation_checkpoint import FullAC\n\n"
         'if hasattr(ParallelismConfig, "num_pp_microbatches"):  # after torchtitan 0.3\n'

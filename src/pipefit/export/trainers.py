@@ -77,10 +77,8 @@ def _replicas(
     Raises:
         UsageError: no engine of the tool does; says why, and what to plan instead.
     """
-    grid, offloads = (
-        plan.stages[0].grid,
-        frozenset(kind for decision in plan.decisions if (kind := offloaded(decision))),
-    )
+    grid = plan.stages[0].grid
+    offloads = frozenset(kind for decision in plan.decisions if (kind := offloaded(decision)))
     state = offloads - {"activations"}
     engine: Engine = "DeepSpeed"
     if grid.shard == "none" and not state and plan.training.precision not in _MASTER:
@@ -143,13 +141,15 @@ def accelerate_config(plan: Plan) -> str:
         replicas = _replicas(plan, "accelerate", ("FSDP2",), inputs, tensor=True)
     else:
         replicas = _replicas(plan, "accelerate", offloads_too=inputs)
-    on_cpus = plan.cluster.backend != "cuda"
-    kinds = {"DDP": "MULTI_CPU" if on_cpus else "MULTI_GPU", "FSDP2": "FSDP", "DeepSpeed": "DEEPSPEED"}
+    on_cpus, alone = plan.cluster.backend != "cuda", len(plan.workers) == 1
+    kinds = {
+        "DDP": "NO" if alone else "MULTI_CPU" if on_cpus else "MULTI_GPU",
+        "FSDP2": "FSDP",
+        "DeepSpeed": "DEEPSPEED",
+    }
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": kinds[replicas.engine]
-        if len(plan.workers) > 1 or replicas.engine != "DDP"
-        else "NO",
+        "distributed_type": kinds[replicas.engine],
         "mixed_precision": replicas.half or "no",
         "num_machines": hosts_of(plan)[0],
         "num_processes": len(plan.workers),
