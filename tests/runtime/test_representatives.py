@@ -14,10 +14,12 @@ import torch
 
 from pipefit.lowering import step_programs
 from pipefit.memory.cuda_allocator import AllocatorSettings
+from pipefit.processes import beside, forking
 from pipefit.profiler import profile
 from pipefit.runtime import certify
 from pipefit.runtime.dry_run import certify as dry_run
 from pipefit.runtime.dry_run import reserved
+from pipefit.runtime.dry_run.certify import Rehearsal
 from pipefit.runtime.dry_run.devices import Ownership, kin, owned_layers
 from pipefit.runtime.dry_run.lives import LifeEvent
 from pipefit.schema.actions import Action
@@ -120,6 +122,14 @@ def test_the_allocator_is_asked_once_for_each_kind(shard: Any) -> None:
         trace, count = run_devices(wide(), plan, allocator=AllocatorSettings())
     assert count == 2
     assert asked.call_count == len({device.allocator for device in trace.devices}) < 8
+    with (
+        forking(),
+        mock.patch("os.sched_getaffinity", return_value={0, 1}),
+        mock.patch.object(Rehearsal, "_beside_each_other", lambda dry, fake, run: run(dry._kin)),
+        mock.patch.object(dry_run, "beside", wraps=beside) as forked,
+    ):
+        assert certify(wide(), plan, allocator=AllocatorSettings()) == trace
+    assert [len(call.args) for call in forked.call_args_list] == [3]  # of eight, after the first
 
 
 @pytest.mark.sample(1)

@@ -357,12 +357,19 @@ class Rehearsal:
         held = Allocators(self.plan, self.programs[-1], self.lending.arenas, self.allocators)
         of_devices = {device: own for account, own in lives.items() for device in company.devices_of[account]}
         requested = {device: max(one.total_bytes for one in samples[device]) for device in of_devices}
+        order = sorted(of_devices, key=lambda device: (-requested[device], device)) if alike else []
+        works: dict[int, Callable[[], list[AllocatorPeaks]]] = {
+            device: partial(held.peaks, device, of_devices[device], requested[device]) for device in order
+        }
         peaks, refused = dict[int, list[AllocatorPeaks]](), set[Hashable]()
-        for device in sorted(of_devices, key=lambda device: (-requested[device], device)) if alike else ():
+        for device in order:
             if self.each or self.plan.stages_of(device) not in refused:
-                own = peaks[device] = held.peaks(device, of_devices[device], requested[device])
+                own = peaks[device] = works[device]()
                 if not all(one.fits for one in own):
                     refused.add(self.plan.stages_of(device))
+            if device == order[0] and (self.each or not refused):  # mostly the one that needs the most
+                half = order[1 + len(order) // 2 :]
+                works |= zip(half, beside(*(works[one] for one in half), forks=bool(half)), strict=True)
         return Rehearsed(samples, peaks, fake.unknown.kernels, alike)
 
     def _data(
