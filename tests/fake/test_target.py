@@ -187,6 +187,28 @@ def test_what_has_a_kernel_on_cuda_is_one_operation(dtype: torch.dtype) -> None:
             assert meter.peak == x.nbytes
 
 
+@pytest.mark.parametrize("weights_last", [False, True])
+@pytest.mark.parametrize("images_last", [False, True])
+def test_convolutions_keep_channels_last(images_last: bool, weights_last: bool) -> None:
+    """Results and gradients of a convolution have the strides of real training, whose rule on the CPU is the
+    same: channels last if images or weights are.
+    """
+    formats = [
+        torch.channels_last if last else torch.contiguous_format for last in (images_last, weights_last)
+    ]
+
+    def strides(device: torch.device) -> list[tuple[int, ...]]:
+        layer = nn.Conv2d(8, 16, 3).to(device, memory_format=formats[1])
+        images = torch.ones(4, 8, 9, 9, device=device).contiguous(memory_format=formats[0]).requires_grad_()
+        result = layer(images)
+        gradients = torch.autograd.grad(result, (images, layer.weight), torch.ones_like(result))
+        return [tensor.stride() for tensor in (result, *gradients)]
+
+    expected = strides(torch.device("cpu"))
+    with FakeTarget("cuda") as fake:
+        assert strides(fake.device) == expected
+
+
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_default_optimizers_take_foreach_on_cuda_only(name: str) -> None:
     """With no flag given an optimizer is foreach on the cuda target, as on CUDA, and a loop on the CPU."""

@@ -50,6 +50,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.optim import optimizer as optim_optimizer
+from torch.utils import _pytree as pytree
 from torch.utils import backend_registration
 
 from pipefit.capture import CudaCasts, as_on_cuda, assumed, is_named, unknown
@@ -301,6 +302,22 @@ def check_product(func: Any, args: tuple[Any, ...]) -> None:
         dtypes = dict.fromkeys(dtype_name(arg.dtype) for arg in args if isinstance(arg, Tensor))
         if len(dtypes) > 1:
             raise TypeError(f"a product of {' and '.join(dtypes)}")
+
+
+# ---- Results of convolutions in cuDNN's layout, by ATen's rule: channels last if images or weights are
+
+
+_CONVOLUTIONS = {aten.convolution.default: slice(0, 2), aten.convolution_backward.default: slice(1, 3)}
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def cudnn_format(func: Any, args: tuple[Any, ...]) -> torch.memory_format:
+    """Return the memory format in which cuDNN writes the results of an operation."""
+    for tensor in args[_CONVOLUTIONS[func]]:
+        last = _LAST.get(tensor.dim(), torch.contiguous_format)
+        if tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous():
+            return torch.contiguous_format if tensor.dtype == torch.float64 else last
+    return torch.contiguous_format
 
 
 # ---- Shape functions of a few training kernels that torch cannot run on fake tensors
@@ -572,6 +589,10 @@ class _BuildMode(QuickFakeMode):  # type: ignore[no-untyped-call]
         self._forget_numbers(args)
         try:
             made = super()._run(func, types, args, kwargs)
+            if func in _CONVOLUTIONS and args[0].device.type == FAKE_CUDA:
+                layout = cudnn_format(func, args)
+                with self:
+                    return pytree.tree_map_only(Tensor, lambda each: _laid_out(each, layout), made)
             if func in _NUMBERS and made.shape == () and made.device.type == "cpu":
                 with without_dispatch_modes():
                     self.know(made, func(*args, **kwargs))
@@ -629,6 +650,11 @@ class _Listed:
 
     def __exit__(self, *_: object) -> None:
         self._types.remove(FakeTensor)
+
+
+def _laid_out(result: Tensor, layout: torch.memory_format) -> Tensor:
+    """Return a fresh result in a memory format, if it has its dimensions."""
+    return torch.empty_like(result, memory_format=layout) if result.dim() >= 4 else result
 
 
 def _device_of(target: Target) -> torch.device:
