@@ -3,9 +3,11 @@
 An operation is estimated by the roofline: the longer of two times, computing at a share of the device's peak
 FLOP/s and moving bytes at a share of its memory bandwidth, since kernels reach neither figure (Williams et
 al., 2009), plus a constant for its launch and for filling the device. So small operations reach less than
-large ones. The shares and the constant belong to the kind (`schema.devices.DeviceKind`) and can be set. The
-share of large products depends on more than the kind; narrow products, as in attention, are bound by their
-bytes here. `benchmarks/bench_time.py` compares estimates with published training throughput; for measured
+large ones. Convolutions have arithmetic of their own: tensor cores multiply float32 images in TF32, which torch
+allows for convolutions by default, and convert images that are not channels last; elsewhere kernels of 3 x 3
+use Winograd's transform. The shares and the constant belong to the kind (`schema.devices.DeviceKind`) and can
+be set. The share of large products depends on more than the kind; narrow products are bound by their bytes
+here. `benchmarks/bench_time.py` compares estimates with published training throughput; for measured
 seconds, use `pipefit profile --device cpu|cuda`.
 """
 
@@ -21,7 +23,7 @@ from typing import NamedTuple
 from pipefit.errors import UsageError
 from pipefit.schema.cluster import Cluster, opposite
 from pipefit.schema.devices import DeviceKind, Host, Member
-from pipefit.schema.layer_costs import Alike, Collective, LayerCost, Work
+from pipefit.schema.layer_costs import Alike, Collective, Family, LayerCost, Work
 from pipefit.schema.profile import Measurement
 
 # ---- Collectives on the links of a cluster
@@ -252,6 +254,9 @@ def _above(place: int, count: int) -> int:
 
 # ---- Layers
 
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float64": 8}  # bytes of an element; 4 of all others
+CONVOLUTIONS = ("convolution", "winograd", "layout")
+WINOGRAD_SAVES = 2.25  # products of a direct convolution over those for tiles of 2 x 2 (Lavin and Gray, 2016)
 HOST_BANDWIDTH_REACHED = 0.8  # of a host's memory bandwidth, by an optimizer on all cores
 
 
@@ -264,19 +269,28 @@ class PassSeconds(NamedTuple):
 
 
 def seconds(work: Work, kind: DeviceKind, dtype: str = "float32") -> float:
-    """Return the seconds of `work` on a device of `kind`; products of unknown dtype use `dtype`."""
+    """Return the seconds of `work` on a device of `kind`; operations of unknown dtype use `dtype`."""
     if work.seconds is not None:
         return work.seconds
-    bandwidth = kind.memory_bandwidth * kind.bandwidth_reached
-    rates = {own: kind.peak_flops(own or dtype) * kind.part_of_flops(own or dtype) for own in _dtypes(work)}
+    operations, products = _operations(work), kind.memory_bandwidth * kind.bandwidth_reached
+    rates = {form: _rate(kind, form[0] or dtype, form[1]) for form in {each[3:] for each in operations}}
+    elements = {own: kind.bandwidth(ITEMSIZE.get(own or dtype, 4)) for own, _ in rates}
     return sum(
-        number * (kind.operation_seconds + max(flops / rates[own], moved / bandwidth))
-        for number, flops, moved, own in _operations(work)
+        number * (kind.operation_seconds + max(flops / rate, moved / (products if flops else elements[own])))
+        for number, flops, moved, own, family in operations
+        if (rate := rates[own, family])
     )
 
 
-def _dtypes(work: Work) -> set[str]:
-    return {alike.dtype for alike in _operations(work)}
+def _rate(kind: DeviceKind, dtype: str, family: Family) -> float:
+    """Return the FLOP/s that large operations of a family reach; 0 for conversions that the device does not need."""
+    own = kind.convolves_in(dtype) if family in CONVOLUTIONS else dtype
+    rate = kind.peak_flops(own) * kind.part_of_flops(own)
+    if family == "attention":
+        return rate * kind.attention_reached
+    if family in ("", "convolution") or kind.on_tensor_cores(own):
+        return rate
+    return rate * WINOGRAD_SAVES if family == "winograd" else 0.0
 
 
 def _operations(work: Work) -> tuple[Alike, ...]:

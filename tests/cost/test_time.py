@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from torch import nn
@@ -14,7 +15,7 @@ from pipefit.models.settings import OptimizerName, optimizer_of
 from pipefit.profiler import profile
 from pipefit.schema.actions import Action, Kind
 from pipefit.schema.devices import DeviceKind, Host
-from pipefit.schema.layer_costs import Alike, LayerCost, Work
+from pipefit.schema.layer_costs import Alike, Family, LayerCost, Work
 from pipefit.schema.training import Training
 from pipefit.timing import PassSeconds, host_update_seconds, layer_seconds, seconds
 from support.pipelines import equal_profile
@@ -26,6 +27,7 @@ KIND = DeviceKind(
     memory_bandwidth=2e9,
     flops_reached={"float32": 0.5, "float16": 0.25},
     bandwidth_reached=0.5,
+    attention_reached=0.5,
     operation_seconds=1e-3,
 )
 
@@ -49,6 +51,50 @@ def test_an_operation_is_the_longer_of_two_times_and_a_constant(
     times their number.
     """
     assert seconds(Work.of([alike]), KIND, dtype) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "without", "with_tf32", "half"),
+    [
+        ("", 10.0, 10.0, 2.0),
+        ("attention", 20.0, 20.0, 4.0),
+        ("convolution", 10.0, 2.5, 2.0),
+        ("winograd", 10.0 / 2.25, 2.5, 2.0),
+    ],
+)
+def test_float32_convolutions_run_in_tf32_or_by_winograds_transform(
+    family: Family, without: float, with_tf32: float, half: float
+) -> None:
+    """A device with a TF32 figure convolves float32 images at this rate, but multiplies matrices in float32;
+    another saves products of 3 x 3 kernels.
+    """
+    work = Work.of([Alike(1, 2 * 10**12, 0, "float32", family)])
+    kind = replace(KIND, operation_seconds=0.0)
+    tensor = replace(
+        kind, flops={**kind.flops, "tf32": 16e11}, flops_reached={**kind.flops_reached, "tf32": 0.5}
+    )
+    assert seconds(work, kind) == pytest.approx(without)
+    assert seconds(work, tensor) == pytest.approx(with_tf32)
+    assert seconds(Work.of([Alike(1, 2 * 10**12, 0, "float16", family)]), kind) == pytest.approx(half)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("float16", 5.0), ("float32", 3.0), ("", 3.0)])
+def test_small_elements_are_bound_by_their_number(dtype: str, expected: float) -> None:
+    """With 3e8 elements a second, 3 GB of halves take 5 s; floats reach the share of the bandwidth, as products do."""
+    kind = replace(KIND, elements_per_second=3e8, operation_seconds=0.0)
+    assert seconds(Work.of([Alike(1, 0, 3 * 10**9, dtype)]), kind) == pytest.approx(expected)
+    assert seconds(Work.of([Alike(1, 1, 3 * 10**9, dtype)]), kind) == pytest.approx(3.0)
+
+
+def test_layouts_are_converted_for_tensor_cores_only() -> None:
+    """Conversions to channels last move bytes in half precision and TF32, and nothing in plain float32."""
+    tensor = replace(KIND, flops={**KIND.flops, "tf32": 16e11})
+    for kind, dtype, expected in (
+        (KIND, "float16", 3.001),
+        (KIND, "float32", 0.0),
+        (tensor, "float32", 3.001),
+    ):
+        assert seconds(Work.of([Alike(1, 0, 3 * 10**9, dtype, "layout")]), kind) == pytest.approx(expected)
 
 
 def test_operations_add_up_one_by_one() -> None:
@@ -75,15 +121,22 @@ def test_measured_seconds_are_taken_as_they_are() -> None:
     assert seconds(Work(flops=0, moved_bytes=0), KIND) == 0.0
 
 
-@pytest.mark.parametrize("figure", ["flops_reached", "bandwidth_reached", "operation_seconds"])
+@pytest.mark.parametrize(
+    "figure",
+    ["flops_reached", "attention_reached", "bandwidth_reached", "elements_per_second", "operation_seconds"],
+)
 def test_every_assumption_can_be_set(figure: str) -> None:
     """Half the efficiency, or twice the constant, makes work longer; each set of assumptions has a separate
     cached stage cost.
     """
-    work = Work.of([Alike(1, 10**12, 0), Alike(1, 0, 10**9)])
-    slower = {"flops_reached": {"float16": 0.125}, "bandwidth_reached": 0.25, "operation_seconds": 2e-3}[
-        figure
-    ]
+    work = Work.of([Alike(1, 10**12, 0), Alike(1, 10**12, 0, "", "attention"), Alike(1, 0, 10**9)])
+    slower: Any = {
+        "flops_reached": {"float16": 0.125},
+        "attention_reached": 0.25,
+        "bandwidth_reached": 0.25,
+        "elements_per_second": 1e8,
+        "operation_seconds": 2e-3,
+    }[figure]
     other = replace(KIND, **{figure: slower})
     assert seconds(work, other, "float16") > seconds(work, KIND, "float16")
     found = equal_profile(4, forward_seconds=None)

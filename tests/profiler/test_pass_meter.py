@@ -6,7 +6,10 @@ from collections import Counter
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
+from pipefit.fake_cuda.target import FakeTarget
 from pipefit.profiler import profile
 from pipefit.profiler.pass_meter import PassMeter
 from pipefit.schema.layer_costs import Alike, Span, Work
@@ -81,17 +84,75 @@ def test_work_counts_products_and_bytes_moved() -> None:
         meter.start()
         y = x.t().t() @ weight
         y.view(-1).add_(1.0)
-        product, added = Alike(1, 2 * 3 * 5 * 7, 4 * (15 + 35 + 21), "float32"), Alike(1, 0, 4 * (21 + 21))
+        product, added = (
+            Alike(1, 2 * 3 * 5 * 7, 4 * (15 + 35 + 21), "float32"),
+            Alike(1, 0, 4 * (21 + 21), "float32"),
+        )
         assert meter.work == Work(
             flops=2 * 3 * 5 * 7, moved_bytes=4 * (15 + 35 + 21) + 4 * (21 + 21), operations=(product, added)
         )
         meter.start()
         for _ in range(3):
             y.mul_(2.0)
-        assert meter.work == Work.of([Alike(3, 0, 4 * (21 + 21))])
+        assert meter.work == Work.of([Alike(3, 0, 4 * (21 + 21), "float32")])
         meter.start()
         torch.empty_like(y)
         assert meter.work == Work(flops=0, moved_bytes=0)
+
+
+@pytest.mark.parametrize("groups", [1, 4, 8])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_convolutions_multiply_once_for_the_result_and_for_each_gradient(
+    groups: int, transposed: bool
+) -> None:
+    """A convolution has a product for every weight at every place of the smaller images, in every sample; so
+    has each gradient, whatever the groups.
+    """
+    layer = (nn.ConvTranspose2d if transposed else nn.Conv2d)(8, 16, 3, 2, groups=groups, bias=False)
+    images = torch.empty(5, 8, 9, 9, requires_grad=True)
+    with PassMeter(None) as meter:
+        meter.start()
+        result = layer(images)
+        once = 2 * layer.weight.numel() * 5 * min(result.shape[-1], 9) ** 2
+        assert meter.work.flops == once
+        meter.start()
+        result.backward(torch.empty_like(result))
+        assert meter.work.flops == 2 * once
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_causal_attention_computes_half_of_the_scores(causal: bool) -> None:
+    """Two products in the forward and five in the backward, over all pairs of tokens or half of them."""
+    with FakeTarget("cuda") as fake, PassMeter(None, fake.device) as meter:
+        heads = [torch.empty(2, 3, 64, 16, dtype=torch.float16, device=fake.device) for _ in range(3)]
+        meter.start()
+        result = functional.scaled_dot_product_attention(
+            *(each.requires_grad_() for each in heads), is_causal=causal
+        )
+        once = 2 * 2 * 3 * 64 * 64 * 16 // (1 + causal)
+        assert meter.work.flops == 2 * once
+        meter.start()
+        result.backward(torch.empty_like(result))
+        assert meter.work.flops == 5 * once
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_images_in_another_layout_than_channels_last_are_converted(last: bool) -> None:
+    """Tensor cores read and write images and results of a convolution once more, and so for each gradient."""
+    layout = torch.channels_last if last else torch.contiguous_format
+    with FakeTarget("cuda") as fake, PassMeter(None, fake.device) as meter:
+        layer = nn.Conv2d(8, 16, 3, padding=1, bias=False).to(fake.device, memory_format=layout)
+        images = torch.empty(5, 8, 9, 9, device=fake.device).contiguous(memory_format=layout)
+        meter.start()
+        result = layer(images.requires_grad_())
+        forward = meter.work.operations
+        meter.start()
+        result.backward(torch.empty_like(result))
+        backward = meter.work.operations
+    assert {alike.family for alike in forward if alike.flops} == {"winograd"}
+    moved = [sum(a.moved_bytes for a in work if a.family == "layout") for work in (forward, backward)]
+    both = 2 * 4 * (8 + 16) * 5 * 81
+    assert moved == ([0, 0] if last else [both, 2 * both])
 
 
 @pytest.mark.parametrize("read", ["embedding", "index_select", "gather", "index"])
@@ -110,7 +171,7 @@ def test_rows_of_a_table_are_read_as_far_as_they_are_returned(read: str) -> None
             case "index":
                 table[rows]
         returned = 4 * 3 * (1 if read == "gather" else 8)
-        assert meter.work == Work.of([Alike(1, 0, 8 * 3 + 2 * returned)])
+        assert meter.work == Work.of([Alike(1, 0, 8 * 3 + 2 * returned, "float32")])
 
 
 def test_dtypes_have_short_names() -> None:
@@ -126,8 +187,8 @@ def test_products_are_timed_by_the_dtype_of_their_operands(adapters: torch.dtype
     flops = Counter[str]()
     for cost in found.at(2).costs:
         for alike in (*cost.forward.operations, *cost.backward.operations):
-            flops[alike.dtype] += alike.number * alike.flops
-    assert flops.pop("") == 0  # operations other than products
+            if alike.flops:
+                flops[alike.dtype] += alike.number * alike.flops
     of_base, of_adapters = 2 * 2 * 64 * 64, 2 * 2 * 64 * 4 * 2
     expected = Counter(
         {"bfloat16": 3 * of_base}

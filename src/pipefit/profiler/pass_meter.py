@@ -5,17 +5,17 @@ inputs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from pipefit.measure import Kernels, Meter, Tracked
 from pipefit.profiler.feedback import given_storages, written_storages
-from pipefit.schema.layer_costs import Alike, Span, Work
+from pipefit.schema.layer_costs import Alike, Family, Span, Work
 from pipefit.schema.trace import CATEGORIES, Category
 from pipefit.texts import dtype_name
 
@@ -126,9 +126,9 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
         self._watched: dict[Tracked, int] = {}  # an input's storage -> its number
         self._released: list[tuple[int, int]] = []  # (input, bytes)
         self._spans: list[Span] = []
-        self._operations: Counter[tuple[int, int, str]] = (
+        self._operations: Counter[tuple[int, int, str, Family]] = (
             Counter()
-        )  # (FLOPs, bytes moved, dtype) -> operations
+        )  # (FLOPs, bytes moved, dtype, family) -> operations
         self.written: set[int] = set()  # storages that operations of the pass changed in place
         self.watched: frozenset[int] = frozenset()  # storages whose reads are recorded
         self.read: set[int] = set()  # watched storages that any pass read, except for views
@@ -180,10 +180,12 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
         out = super().operation(func, args, kwargs)
         self.written |= written_storages(func, args, kwargs)
         if not func.is_view and func not in _MOVE_NOTHING:
-            count = flop_registry.get(func._overloadpacket)
-            flops = 0 if count is None else count(*args, **kwargs, out_val=out)
+            flops, family, converted = _products(func, args, kwargs, out)
             read = _nbytes(args[1:]) + _nbytes(out) if func in _READ_ROWS else _nbytes(args)
-            self._operations[flops, read + _nbytes(out), _dtype(args) if flops else ""] += 1
+            dtype = _dtype(args)
+            self._operations[flops, read + _nbytes(out), dtype, family] += 1
+            if converted:
+                self._operations[0, converted, dtype, "layout"] += 1
         return out
 
     def _died(self, tracked: Tracked) -> None:
@@ -206,9 +208,58 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
         )
 
 
-def _dtype(args: tuple[Any, ...]) -> str:
-    """Return the dtype of the first floating-point operand; empty if there is none."""
-    return next((dtype_name(a.dtype) for a in args if isinstance(a, Tensor) and a.is_floating_point()), "")
+# ---- Floating-point operations, by torch's formulas with two corrections
+#
+# torch counts the weight gradient of a grouped convolution as if it had one group, and causal attention as if
+# every token attended to all others. A convolution's backward has as many products as its forward for each
+# gradient; causal kernels skip the blocks above the diagonal, about half of all.
+#
+# cuDNN's tensor-core kernels take channels last. It converts other activations before a convolution, and the
+# result after it (NVIDIA, Convolutional Layers User's Guide). Dense kernels of 3 x 3 and stride 1 have Winograd's
+# transform (Lavin and Gray, 2016).
+
+_CONVOLUTION, _CONVOLUTION_BACKWARD = torch.ops.aten.convolution, torch.ops.aten.convolution_backward
+
+
+def _products(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[int, Family, int]:
+    """Return an operation's FLOPs, its family, and the bytes that a conversion of its layout moves."""
+    packet = func._overloadpacket
+    if packet is _CONVOLUTION:
+        return _convolution(args[0], args[1], out, args[3:], passes=1)
+    if packet is _CONVOLUTION_BACKWARD:
+        gradient, inputs, weight, _, *settings, wanted = args
+        return _convolution(inputs, weight, gradient, settings, passes=sum(wanted[:2]))
+    count = flop_registry.get(packet)
+    flops = 0 if count is None else count(*args, **kwargs, out_val=out)
+    if not flops or "attention" not in func.name():
+        return flops, "", 0
+    names = [argument.name for argument in func._schema.arguments]
+    causal = {**dict(zip(names, args, strict=False)), **kwargs}.get("is_causal")
+    return flops // 2 if causal else flops, "attention", 0
+
+
+def _convolution(
+    inputs: Tensor, weight: Tensor, result: Tensor, settings: Sequence[Any], *, passes: int
+) -> tuple[int, Family, int]:
+    """Return the same for `passes` products as large as a convolution's forward."""
+    stride, _, dilation, transposed, _, groups = settings
+    flops = passes * conv_flop_count([*inputs.shape], [*weight.shape], [*result.shape], transposed=transposed)
+    if inputs.device.type == "cpu":
+        return flops, "convolution", 0
+    dense = tuple(weight.shape[2:]) == (3, 3) and groups == max(*stride, *dilation) == 1
+    last = inputs.dim() == 4 and inputs.is_contiguous(memory_format=torch.channels_last)
+    moved = 0 if last else 2 * passes * (_nbytes(inputs) + _nbytes(result))  # read and written once more
+    return flops, "winograd" if dense else "convolution", moved
+
+
+def _dtype(args: Iterable[Any]) -> str:
+    """Return the dtype of the first floating-point tensor, in lists too; empty if there is none."""
+    for each in args:
+        if isinstance(each, Tensor) and each.is_floating_point():
+            return dtype_name(each.dtype)
+        if isinstance(each, (tuple, list)) and (found := _dtype(each)):
+            return found
+    return ""
 
 
 def _nbytes(item: Any) -> int:

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 from pipefit.errors import FileError, UsageError
 from pipefit.schema.devices import (
     MOST_DEVICES,
+    USUAL_ATTENTION_REACHED,
     Backend,
     Device,
     DeviceKind,
@@ -446,8 +447,10 @@ def _wires(number: int, link: Link, source: Member, target: Member) -> tuple[str
 # [kinds.v100]
 # flops = { float32 = 15.7e12, float16 = 125e12 }
 # memory_bandwidth = "900GB/s"
-# flops_reached = { float16 = 0.5 }        # for estimates of unmeasured times: optional, all three
+# flops_reached = { float16 = 0.5 }        # for estimates of unmeasured times: optional, all five
+# attention_reached = 0.45
 # bandwidth_reached = 0.8
+# elements_per_second = 6e11
 # operation_seconds = 5e-6
 # context = "512MiB"                       # non-tensor memory of a process: optional, all three
 # communicator = "100MB"
@@ -495,7 +498,9 @@ class KindText:
     flops: dict[str, float]
     memory_bandwidth: str | float
     flops_reached: dict[str, float] = field(default_factory=dict)
+    attention_reached: float = USUAL_ATTENTION_REACHED
     bandwidth_reached: float = 0.8
+    elements_per_second: float | None = None
     operation_seconds: float = 5e-6
     context: str | int | None = None
     communicator: str | int | None = None
@@ -620,7 +625,9 @@ def _kind(name: str, kind: KindText) -> DeviceKind:
             flops=flops,
             memory_bandwidth=memory_bandwidth,
             flops_reached=kind.flops_reached,
+            attention_reached=kind.attention_reached,
             bandwidth_reached=kind.bandwidth_reached,
+            elements_per_second=kind.elements_per_second,
             operation_seconds=kind.operation_seconds,
             overheads=_overheads(kind),
         )

@@ -191,6 +191,8 @@ def _as_text(parse: Any) -> Any:
 
 Backend = Literal["emulated", "cpu", "cuda"]
 
+USUAL_ATTENTION_REACHED = 0.45  # default share of their rate that fused attention reaches
+TF32 = "tf32"  # in figures of a device, beside names of dtypes
 USUAL_FLOPS_REACHED = 0.6  # default share of the peak that large products reach
 _NEIGHBOURS = 5  # communicators of a worker between two others: two with each, and one of all workers
 _THREADS = 2  # threads that multiply matrices: one runs forwards, autograd has another for backwards
@@ -242,10 +244,13 @@ class Overheads:
 class DeviceKind:
     """Peak figures of a kind of device, and the shares that kernels reach (`timing`).
 
-    `flops` maps a dtype name (`float32`, `bfloat16`) to peak FLOP/s; `memory_bandwidth` is in bytes per
-    second. `flops_reached` is the share of the peak that large products reach, by dtype; `bandwidth_reached`
-    is the share that large elementwise kernels reach; `operation_seconds` is the fixed cost of every
-    operation. `overheads` is the non-tensor memory of a process, for GPUs.
+    `flops` maps a dtype name (`float32`, `bfloat16`) to peak FLOP/s; `tf32` is the rate of float32 products on
+    tensor cores, which torch uses for convolutions by default. `memory_bandwidth` is in bytes per second.
+    `flops_reached` is the share of the peak that large products reach, by dtype, and `attention_reached` the
+    share of that rate that fused attention reaches. `bandwidth_reached` is the share that large elementwise
+    kernels reach, unless they are bound by `elements_per_second`: kernels load few elements at a time, so on a
+    device with high bandwidth small dtypes reach less of it. None means no such bound. `operation_seconds` is
+    the fixed cost of every operation. `overheads` is the non-tensor memory of a process, for GPUs.
 
     Raises:
         UsageError: a figure that is not positive, no FLOP/s figure, an unknown dtype, a share above 1, or a
@@ -256,13 +261,15 @@ class DeviceKind:
     flops: dict[str, float]
     memory_bandwidth: float
     flops_reached: dict[str, float] = field(default_factory=dict)
+    attention_reached: float = USUAL_ATTENTION_REACHED
     bandwidth_reached: float = 0.8
+    elements_per_second: float | None = None
     operation_seconds: float = 5e-6
     overheads: Overheads = Overheads()
 
     def __post_init__(self) -> None:
         check_types(self)
-        for dtype in (*self.flops, *self.flops_reached):
+        for dtype in {*self.flops, *self.flops_reached} - {TF32}:
             check_dtype(dtype)
         if not self.flops or not all(
             0 < rate < inf for rate in (self.memory_bandwidth, *self.flops.values())
@@ -271,26 +278,28 @@ class DeviceKind:
                 f"device kind {self.name!r} needs a memory_bandwidth and at least one FLOP/s figure, all "
                 "positive and finite"
             )
-        if not all(0 < part <= 1 for part in (self.bandwidth_reached, *self.flops_reached.values())):
+        parts = self.attention_reached, self.bandwidth_reached, *self.flops_reached.values()
+        if not all(0 < part <= 1 for part in parts):
             raise UsageError(
-                f"device kind {self.name!r}: bandwidth_reached and flops_reached are fractions of the peak "
-                "figures, above 0 and at most 1"
+                f"device kind {self.name!r}: attention_reached, bandwidth_reached and flops_reached are "
+                "fractions of the peak figures, above 0 and at most 1"
             )
         if not 0 <= self.operation_seconds < 1:
             raise UsageError(
                 f"device kind {self.name!r}: operation_seconds must be at least 0 and less than 1, not "
                 f"{self.operation_seconds:g}"
             )
-        _check_rates(f"memory of device kind {self.name!r}", self.memory_bandwidth * self.bandwidth_reached)
+        _check_rates(f"memory of device kind {self.name!r}", self.bandwidth(1), self.bandwidth(8))
         parts = (USUAL_FLOPS_REACHED, *self.flops_reached.values())
-        reached = (rate * part for rate in self.flops.values() for part in parts)
+        reached = (rate * part * self.attention_reached for rate in self.flops.values() for part in parts)
         _check_rates(f"arithmetic of device kind {self.name!r}", *reached)
 
     @property
     def key(self) -> tuple[object, ...]:
         """All figures as a hashable key."""
         by_dtype = tuple(sorted(self.flops.items())), tuple(sorted(self.flops_reached.items()))
-        return (self.name, *by_dtype, self.memory_bandwidth, self.bandwidth_reached, self.operation_seconds)
+        shares = self.attention_reached, self.bandwidth_reached, self.elements_per_second
+        return (self.name, *by_dtype, self.memory_bandwidth, *shares, self.operation_seconds)
 
     def peak_flops(self, dtype: str) -> float:
         """Return the FLOP/s at `dtype`.
@@ -305,6 +314,19 @@ class DeviceKind:
         A dtype without a figure reaches `USUAL_FLOPS_REACHED`.
         """
         return self.flops_reached.get(dtype, USUAL_FLOPS_REACHED)
+
+    def bandwidth(self, itemsize: int) -> float:
+        """Return the bytes per second that large elementwise kernels reach with elements of `itemsize` bytes."""
+        reached = self.memory_bandwidth * self.bandwidth_reached
+        return min(reached, (self.elements_per_second or inf) * itemsize)
+
+    def convolves_in(self, dtype: str) -> str:
+        """Return the arithmetic of convolutions of `dtype`: `tf32` for float32, if the device has it."""
+        return TF32 if dtype == "float32" and TF32 in self.flops else dtype
+
+    def on_tensor_cores(self, arithmetic: str) -> bool:
+        """Return whether products run on tensor cores: in TF32, or much faster than in float32."""
+        return arithmetic == TF32 or self.peak_flops(arithmetic) > 1.5 * self.peak_flops("float32")
 
     def estimates(self, dtype: str) -> str:
         """Describe the rates that estimate unmeasured times, as a phrase."""

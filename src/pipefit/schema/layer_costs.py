@@ -107,17 +107,23 @@ class KernelMemory:
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
+# Kernels that reach another rate than matrix products: fused attention, convolutions, those for which Winograd's
+# transform exists, and conversions of activations to channels last, which only tensor cores need
+Family = Literal["", "attention", "convolution", "winograd", "layout"]
+
 
 class Alike(NamedTuple):
     """`number` identical operations, with the floating-point operations and moved bytes of each.
 
-    `dtype` is that of a product's operands; empty if nothing is multiplied, or if unknown.
+    `dtype` is that of the first floating-point operand; empty if there is none, or if unknown. `family` is that
+    of its kernel.
     """
 
     number: int
     flops: int
     moved_bytes: int
     dtype: str = ""
+    family: Family = ""
 
 
 class Collective(NamedTuple):
@@ -169,7 +175,7 @@ class Work:
 
     def _check_operations(self) -> None:
         """Check that the operations are valid, and that the work is their sum."""
-        if any(number < 1 or flops < 0 or moved < 0 for number, flops, moved, _ in self.operations):
+        if any(number < 1 or flops < 0 or moved < 0 for number, flops, moved, *_ in self.operations):
             raise UsageError(
                 "a group of equal operations must have one or more, each with non-negative "
                 "FLOPs and bytes moved"
