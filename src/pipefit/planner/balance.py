@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.errors import UsageError
-from pipefit.planner.bounds import MicrobatchSeconds, host_rates, host_route, in_flight, lines, position_of
+from pipefit.planner.bounds import host_rates, host_route, in_flight
 from pipefit.planner.closed_forms.bands import Band, stage_peak
 from pipefit.planner.memory_choices import BlockPrices, DevicePrices, Floats, ranges
 from pipefit.planner.problem import Question, Split
@@ -66,25 +66,21 @@ class Balance:
     """Estimates of the seconds of all ranges of blocks as stages, on every device.
 
     For every range: seconds of forward, backward, and the recomputation that remains after the host has taken
-    the allowed part of its link; or, by `lines`, the lower bounds of a step with this stage and its
-    recomputation, in which a slow stage costs less the earlier it is. Dynamic programming finds the split
-    with the most even seconds, by the sum of high powers, in which the largest dominate. `devices` have the
-    stages, by default all of the cluster, in any order; those that share a wire to the host share it equally.
+    the allowed part of its link. Dynamic programming finds the split with the most even seconds, by the sum
+    of high powers, in which the largest dominate. `devices` have the stages, by default all of the cluster, in
+    any order; those that share a wire to the host share it equally.
 
     Cost: that of the lower bound; a few hundredths of a second for 128 blocks in 8 stages.
     """
 
-    def __init__(self, question: Question, devices: Sequence[int] = (), *, by_lines: bool = False) -> None:
+    def __init__(self, question: Question, devices: Sequence[int] = ()) -> None:
         self.question, self.prices = question, DevicePrices(question)
-        self._by_lines = by_lines and not question.training.endless
-        self._power = _POWER * (2 if self._by_lines else 1)  # of a line, a stage's passes are about a half
         self._devices = tuple(devices) or tuple(range(len(question.cluster.devices)))
         self._rates = dict(zip(self._devices, host_rates(question.cluster, self._devices), strict=True))
         self._known: dict[int, Floats] = {}
         self.valid = np.arange(question.blocks)[:, None] < np.arange(question.blocks + 1)
         fastest = BlockPrices(question)
-        self._before = fastest.forward + fastest.backward
-        self._whole = float(self._before[-1])
+        self._whole = float(fastest.forward[-1] + fastest.backward[-1])
 
     def split(self, host: float, *, states: bool = False) -> Split:
         """Return the most even split with stage s on `devices[s]`, if offloading may use the part `host` of
@@ -157,21 +153,12 @@ class Balance:
     def _cost(self, stage: int, device: int, host: float, states: bool) -> Floats:
         """Return the value of every range as this stage on a device."""
         seconds = self._seconds(stage, device, host, states)
-        return np.where(self.valid, (seconds / self._even) ** self._power, np.inf)
+        return np.where(self.valid, (seconds / self._even) ** _POWER, np.inf)
 
     def _seconds(self, stage: int, device: int, host: float, states: bool) -> Floats:
         """Return the seconds for each microbatch, for every range as this stage on a device."""
-        prices, again = self.prices.on(device), self._again(stage, device, host, states)
-        if not self._by_lines:
-            return ranges(prices.forward + prices.backward) + again
-        forward, backward, how = ranges(prices.forward), ranges(prices.backward), self.question.training
-        at = position_of(how.schedule, stage, self.question.stages, how.microbatches)
-        slower = forward + backward - ranges(self._before)  # than on the fastest kind of device
-        work = MicrobatchSeconds(forward, backward, self._before[:-1, None], self._whole + slower)
-        every, late = lines(at, work)
-        m, n = how.microbatches, at.in_flight
-        result: Floats = np.maximum(every + m * again, late + (m - n) * again) / m
-        return result
+        prices = self.prices.on(device)
+        return ranges(prices.forward + prices.backward) + self._again(stage, device, host, states)
 
     def _again(self, stage: int, device: int, host: float, states: bool) -> Floats:
         """Return the seconds in which a microbatch is recomputed; missing memory adds a penalty."""
@@ -199,8 +186,8 @@ class Balance:
         seconds = 2 * route.latency_seconds + self._messages / route.bytes_per_second
         how, stages = self.question.training, self.question.stages
         hidden = how.schedule in ("gpipe", "torchgpipe", "eager-1f1b")
-        times = self._power * (stages / how.microbatches if hidden else 1.0)
-        value: Floats = times * seconds / self._even + (seconds / self._even) ** self._power
+        times = _POWER * (stages / how.microbatches if hidden else 1.0)
+        value: Floats = times * seconds / self._even + (seconds / self._even) ** _POWER
         return value
 
     @cached_property

@@ -269,10 +269,9 @@ def _fill(filler: Filler, best: Evaluation | None, others: Sequence[Split]) -> N
     natural, classes = question.in_order(()).devices, len(question.classes)
     ways = list[tuple[_Evenly, list[Split]]]()
     if question.means.mapping and not pinned and differ(question):
-        for by_lines in (False, True) if not question.training.endless else (False,):
-            evenly = Balance(question, by_lines=by_lines).arranged
-            first = evenly(0.0)
-            ways.append((evenly, [first, *(_at(first.devices, others) if classes == 1 else ())]))
+        evenly = Balance(question).arranged
+        first = evenly(0.0)
+        ways.append((evenly, [first, *(_at(first.devices, others) if classes == 1 else ())]))
     for devices in dict.fromkeys((natural if pinned else spread(question), natural)):
         own = _at(devices, others) if classes == 1 else [*others]
         ways.append((Balance(question, devices).split, own))
