@@ -51,6 +51,10 @@ def record(row: Row) -> dict[str, Any]:
             f"{gpu_of(row)}, {arithmetic(row)}, {'images' if row.family in ('cnn', 'unet') else 'tokens'}"
         )
         setup = setup_of(row)
+        if contradicts(setup, result["measured"]):
+            result["apart"] = "less than weights, gradients and optimizer state"
+            for what in (*report.MEMORY, "fits"):
+                result["measured"].pop(what, None)
         result["predicted"] = predicted(row, setup, result["measured"])
     except Inexpressible as reason:
         result["refused"] = str(reason)
@@ -76,6 +80,17 @@ def measured(row: Row) -> dict[str, Any]:
     if row.oom_samples:
         figures["next"] = False
     return {name: figure for name, figure in figures.items() if figure is not None}
+
+
+def contradicts(setup: Setup, said: dict[str, Any]) -> bool:
+    """Return whether a figure of one device is below the bytes that exist at once in any update."""
+    if len(setup.plan.workers) > 1:
+        return False
+    measurement = setup.plan.profile.measurements[0]
+    least = sum(cost.parameter_bytes + cost.gradient_bytes + cost.state_bytes for cost in measurement.costs)
+    for each in measurement.shared:
+        least -= len(each.pairs) * (each.nbytes + each.gradient_bytes + each.state_bytes)
+    return any(said[what] < least for what in report.MEMORY if what in said)
 
 
 def predicted(row: Row, setup: Setup, said: dict[str, Any]) -> dict[str, Any]:

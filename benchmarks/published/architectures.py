@@ -36,11 +36,16 @@ ARCHITECTURES: dict[str, Style] = {
     r"phi-1|phi-2": Style(rotary=0.4, parallel="one norm"),
     r"stablelm": Style(rotary=0.25, parallel="own norms"),
     r"falcon": Style(rotary=1.0, parallel="one norm", bias=False),
-    r"gemma-2-": replace(LLAMA, attention="scores"),
+    r"gemma-2-": replace(LLAMA, attention="scores", softmax="float32", capped=True),
     r"llama|mistral|gemma|phi-3|qwen": LLAMA,
     r"^gpt": Style(),
     r"^mpt": Style(bias=False, tied=True),
 }
+
+
+def _model(row: Row) -> str:
+    """Return a row's model; LitGPT's table calls Gemma 2 2B `gemma-2b`, but names the configuration file."""
+    return "gemma-2-2b" if "gemma2-2b/" in row.ref else row.model.lower()
 
 
 def style_of(row: Row) -> Style:
@@ -49,7 +54,7 @@ def style_of(row: Row) -> Style:
     Raises:
         Inexpressible: an architecture or framework whose code is not described here.
     """
-    model, framework = row.model.lower(), row.framework.lower()
+    model, framework = _model(row), row.framework.lower()
     style = next((found for pattern, found in ARCHITECTURES.items() if re.search(pattern, model)), None)
     if style is None:
         raise Inexpressible("the architecture is not among those built here")
@@ -83,7 +88,7 @@ def shape_of(row: Row) -> Shape:
     Raises:
         Inexpressible: the row does not give the sizes, and no public configuration is known here.
     """
-    name = row.model.lower().replace(" ", "-")
+    name = _model(row).replace(" ", "-")
     known = next((found for pattern, found in PUBLIC_SHAPES.items() if re.search(pattern, name)), None)
     vocab = row.vocab
     if vocab is None and "GPT: 50,257" in row.model_notes and row.model.startswith("gpt"):
@@ -117,7 +122,7 @@ def _padded(row: Row, vocab: int) -> int:
 # ---- Adapters: ranks and targets of LitGPT's configurations, by model
 
 _LITGPT: dict[str, tuple[int, str, float]] = {
-    r"gemma-2-": (16, "qkvomh", 0.1),
+    r"gemma-2-9b": (16, "qkvomh", 0.1),
     r"gemma|falcon": (8, "qkvomh", 0.1),
     r"phi": (8, "qkvomh", 0.05),
     r"tiny-?llama": (32, "qkvomh", 0.05),
@@ -140,7 +145,7 @@ def adapters_of(row: Row) -> Adapters | None:
         return Adapters(rank=8, targets="qv")
     if row.framework == "LitGPT":
         rank, targets, dropout = next(
-            found for pattern, found in _LITGPT.items() if re.search(pattern, row.model.lower())
+            found for pattern, found in _LITGPT.items() if re.search(pattern, _model(row))
         )
         return Adapters(rank=rank, targets=targets, dropout=dropout)
     if row.framework.startswith("torchtune"):

@@ -12,24 +12,33 @@ from pipefit.schema.devices import Device, DeviceKind
 
 GIB = 1 << 30
 # presets of a whole node by the name of its GPU and, where there are two, its nominal memory
-NODES = {"A100 80GB": "dgx-a100", "A100 40GB": "dgx2-a100", "V100 32GB": "dgx1-v100", "H100": "hgx-h100",
-         "H200": "hgx-h200", "B200": "hgx-b200", "GH200": "gh200"}  # fmt: skip
-CARDS = {"V100 16GB": "v100-16gb", "RTX 3090": "rtx-3090", "RTX 4090": "rtx-4090", "A10G": "a10g",
+NODES = {"A100 80GB": "dgx-a100", "A100 40GB": "dgx2-a100", "V100 32GB": "dgx1-v100", "V100 16GB": "dgx1-v100",
+         "H100": "hgx-h100", "H200": "hgx-h200", "B200": "hgx-b200", "GH200": "gh200"}  # fmt: skip
+SMALLER = {"V100 16GB": 16160 << 20}  # memory of a preset's GPUs where it was sold with less
+CARDS = {"RTX 3090": "rtx-3090", "RTX 4090": "rtx-4090", "A10G": "a10g",
          "L40S": "l40s", "RTX 6000 Ada": "rtx-6000-ada", "RTX A6000": "rtx-a6000",
          "RTX PRO 6000": "rtx-pro-6000"}  # fmt: skip
 # of data sheets: memory, bandwidth, FLOP/s by dtype
 SHEETS = {
     "Tesla P40": (22.4, 346e9, {"float32": 11.76e12}),
-    "A10": (22.06, 600e9, {"float32": 31.2e12, "float16": 125e12, "bfloat16": 125e12}),
+    "A10": (22.06, 600e9, {"float32": 31.2e12, "tf32": 62.5e12, "float16": 125e12, "bfloat16": 125e12}),
     "Quadro RTX 8000": (47.5, 672e9, {"float32": 16.3e12, "float16": 130.5e12}),
-    "A100 PCIe 40GB": (39.4, 1555e9, {"float32": 19.5e12, "float16": 312e12, "bfloat16": 312e12}),
-    "A100 PCIe 80GB": (79.15, 1935e9, {"float32": 19.5e12, "float16": 312e12, "bfloat16": 312e12}),
-    "H100 PCIe": (79.18, 2000e9, {"float32": 51e12, "float16": 756e12, "bfloat16": 756e12}),
+    "A100 PCIe 40GB": (
+        39.4,
+        1555e9,
+        {"float32": 19.5e12, "tf32": 156e12, "float16": 312e12, "bfloat16": 312e12},
+    ),
+    "A100 PCIe 80GB": (
+        79.15,
+        1935e9,
+        {"float32": 19.5e12, "tf32": 156e12, "float16": 312e12, "bfloat16": 312e12},
+    ),
+    "H100 PCIe": (79.18, 2000e9, {"float32": 51e12, "tf32": 378e12, "float16": 756e12, "bfloat16": 756e12}),
 }
-# FLOP/s of TF32 products, of data sheets, without sparsity
-TF32 = {"A100": 156e12, "A100 PCIe": 156e12, "H100": 494e12, "H200": 494e12, "GH200": 494e12, "B200": 1100e12,
-        "H100 PCIe": 378e12, "RTX 3090": 35.6e12, "RTX 4090": 82.6e12, "A10G": 35e12, "A10": 62.5e12,
-        "L40S": 183e12, "RTX 6000 Ada": 182e12, "RTX A6000": 77.4e12, "RTX PRO 6000": 252e12}  # fmt: skip
+ALIKE = {
+    "A100": "dgx-a100",
+    "H100": "hgx-h100",
+}  # presets of the same chip, for the shares that kernels reach
 # bytes per second of one GPU to other nodes, by words of the interconnect
 NETWORKS = {r"8 x 200": 25e9, r"400 Gb/s RDMA a GPU": 50e9, r"RoCE 1600": 25e9,
             r"4 x V100.*4 x 100|8 GPUs a node.*4 x 100": 6.25e9}  # fmt: skip
@@ -62,7 +71,11 @@ def cluster_of(row: Row, devices: int) -> Cluster:
     gpu, memory = gpu_of(row), memory_of(row)
     for name in (gpu, f"{gpu} {memory}"):
         if name in NODES:
-            return _nodes(row, gpu, NODES[name], devices)
+            cluster = _nodes(row, gpu, NODES[name], devices)
+            if name in SMALLER:
+                each = tuple(replace(one, memory_bytes=SMALLER[name]) for one in cluster.devices)
+                return replace(cluster, devices=each)
+            return cluster
         if name in CARDS:
             if devices > 16:
                 raise Inexpressible("more cards than fit into a box")
@@ -70,6 +83,10 @@ def cluster_of(row: Row, devices: int) -> Cluster:
         if name in SHEETS:
             gib, bandwidth, flops = SHEETS[name]
             kind = DeviceKind(name=name, flops=flops, memory_bandwidth=bandwidth)
+            if alike := next((node for words, node in ALIKE.items() if name.startswith(words)), None):
+                kind = replace(
+                    load_cluster(alike).devices[0].kind, name=name, flops=flops, memory_bandwidth=bandwidth
+                )
             box = load_cluster(f"{devices}x-v100-16gb")
             each = tuple(replace(one, kind=kind, memory_bytes=int(gib * GIB)) for one in box.devices)
             return replace(box, name=name, devices=each)
@@ -87,14 +104,28 @@ def _nodes(row: Row, gpu: str, preset: str, devices: int) -> Cluster:
     return load_cluster(f"{count}x{preset}@{rate / 1e9:g}GB/s")
 
 
-def with_tf32(cluster: Cluster, gpu: str) -> Cluster:
+def with_tf32(cluster: Cluster) -> Cluster:
     """Return the cluster with float32 products at the rate of TF32, if the GPU has it."""
-    if gpu not in TF32:
-        return cluster
-    rate = TF32[gpu]
 
     def changed(device: Device) -> Device:
         kind = device.kind
-        return replace(device, kind=replace(kind, flops={**kind.flops, "float32": rate}))
+        if "tf32" not in kind.flops:
+            return device
+        flops, reached = (
+            {**of, "float32": of["tf32"]} for of in (kind.flops, {"tf32": kind.part_of_flops("tf32")})
+        )
+        return replace(
+            device, kind=replace(kind, flops=flops, flops_reached={**kind.flops_reached, **reached})
+        )
+
+    return replace(cluster, devices=tuple(map(changed, cluster.devices)))
+
+
+def with_context(cluster: Cluster, nbytes: int) -> Cluster:
+    """Return the cluster with a CUDA context of these bytes, which the source measured."""
+
+    def changed(device: Device) -> Device:
+        overheads = replace(device.kind.overheads, context_bytes=nbytes)
+        return replace(device, kind=replace(device.kind, overheads=overheads))
 
     return replace(cluster, devices=tuple(map(changed, cluster.devices)))

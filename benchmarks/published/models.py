@@ -40,7 +40,8 @@ class Style:
     copy) or `rms-plain` (plain operations in the dtype of the input). `mlp`: `gelu`, or gated: `gated` (plain
     operations) and `gated-fused` (one kernel that saves its inputs). `rotary` is the share of a head that is rotated;
     0 for learned positions. `values`: whether values stay a view of the joint projection. `attention`: `flash` (by
-    scaled_dot_product_attention) or `scores`. `loss`: `float32` (a copy of the logits), `half`, or `pieces`.
+    scaled_dot_product_attention) or `scores`. `capped`: Gemma 2's soft caps on scores and logits, and norms after
+    attention and MLP. `loss`: `float32` (a copy of the logits), `half`, or `pieces`.
     """
 
     norm: Literal["layer", "rms", "rms-cast", "rms-plain"] = "layer"
@@ -53,6 +54,7 @@ class Style:
     softmax: Literal["half", "float32"] = "half"
     dropout: float = 0.0
     tied: bool = False
+    capped: bool = False
     loss: Literal["float32", "half", "pieces"] = "float32"
 
 
@@ -111,6 +113,11 @@ def norm_of(style: Style, size: int) -> nn.Module:
         "rms-plain": PlainRMSNorm,
     }
     return kinds[style.norm](size)
+
+
+def capped(values: Tensor, most: float) -> Tensor:
+    """Return values that a hyperbolic tangent keeps between `-most` and `most`."""
+    return torch.tanh(values / most) * most
 
 
 class Adapted(nn.Module):
@@ -202,6 +209,8 @@ class Attention(nn.Module):
         length = query.shape[-2]
         visible = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
         scores = query @ (key * self.shape.head_size**-0.5).transpose(-2, -1)
+        if self.style.capped:
+            scores = capped(scores, 50.0)
         if self.style.softmax == "float32":
             scores = scores.float()
         weights = scores.masked_fill(~visible, -10000.0).softmax(-1).to(value.dtype)
@@ -254,14 +263,16 @@ class Block(nn.Module):
         self.attention = Attention(shape, style, by)
         if style.parallel != "one norm":
             self.norm2 = norm_of(style, shape.hidden)
+        after = (lambda: norm_of(style, shape.hidden)) if style.capped else nn.Identity
+        self.after1, self.after2 = after(), after()
         self.feedforward = FeedForward(shape, style, by)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map (batch, sequence, hidden) to the same shape."""
         first = self.norm1(hidden)
         if self.parallel == "no":
-            hidden = hidden + self.drop(self.attention(first))
-            return hidden + self.drop(self.feedforward(self.norm2(hidden)))
+            hidden = hidden + self.drop(self.after1(self.attention(first)))
+            return hidden + self.drop(self.after2(self.feedforward(self.norm2(hidden))))
         second = first if self.parallel == "one norm" else self.norm2(hidden)
         return hidden + self.attention(first) + self.feedforward(second)
 
@@ -294,13 +305,14 @@ class Head(nn.Module):
     def __init__(self, shape: Shape, style: Style, by: Adapters | None) -> None:
         super().__init__()
         self.linear = projection(shape.hidden, (shape.vocab,), (bool(by and "h" in by.targets),), by, False)
-        self.pieces = style.loss == "pieces"
+        self.pieces, self.capped = style.loss == "pieces", style.capped
 
     def forward(self, hidden: Tensor) -> Any:
         """Map (batch, sequence, hidden) to logits, or to a tuple of their pieces along the sequence."""
         if not self.pieces:
             return self.linear(hidden)
-        return tuple(self.linear(piece).float() for piece in hidden.split(CHUNK, dim=1))
+        logits = (self.linear(piece) for piece in hidden.split(CHUNK, dim=1))
+        return tuple((capped(each, 30.0) if self.capped else each).float() for each in logits)
 
 
 def decoder(shape: Shape, style: Style, by: Adapters | None) -> nn.Sequential:

@@ -9,7 +9,7 @@ from setups import Setup
 
 from pipefit import certify, simulate
 from pipefit.memory import AllocatorSettings
-from pipefit.schema.trace import CATEGORIES, Category, DeviceTrace, MemorySample
+from pipefit.schema.trace import CATEGORIES, AllocatorPeaks, Category, DeviceTrace, MemorySample
 from pipefit.simulator import Simulation
 
 _GRADIENTS, _PARAMETERS = CATEGORIES.index(Category.GRADIENTS), CATEGORIES.index(Category.PARAMETERS)
@@ -44,7 +44,7 @@ def memory(setup: Setup, *, reserved: bool) -> Memory:
     if reserved:
         dry = certify(setup.task, plan, target="cuda", allocator=AllocatorSettings())
         figures = {device.device: device.allocator for device in dry.devices if device.allocator}
-        fits = fits and all(found.fits for found in figures.values())
+        fits = fits and all(_has_room(setup, device, figures.get(device.device)) for device in trace.devices)
     overheads = plan.cluster.devices[0].kind.overheads
     alone = len(used) == 1
     default = added = in_reserve = outside = 0
@@ -63,6 +63,15 @@ def memory(setup: Setup, *, reserved: bool) -> Memory:
         used_bytes=(in_reserve if reserved else default) + added + outside,
         fits=fits,
     )
+
+
+def _has_room(setup: Setup, device: DeviceTrace, found: AllocatorPeaks | None) -> bool:
+    """Return whether the reserved bytes of a device and those that the setup adds fit beside its context."""
+    if found is None:
+        return True
+    added = peak(setup, device) - device.peak_bytes
+    memory = setup.plan.cluster.devices[device.device].memory_bytes
+    return found.fits and found.reserved_bytes + added + found.outside_bytes <= memory
 
 
 def peak(setup: Setup, device: DeviceTrace) -> int:

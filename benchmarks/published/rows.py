@@ -31,6 +31,7 @@ class Row:
 
     id: str
     source: str
+    ref: str
     kind: str  # column `class`
     gpu: str
     gpu_mem_nominal: str

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
-from clusters import cluster_of, gpu_of, with_tf32
+from clusters import cluster_of, with_context, with_tf32
 from models import Shape
 from rows import Inexpressible, Row
 from tasks import profiled, subject_of
@@ -28,10 +28,10 @@ class Setup:
     """A row as a plan, and what the measurement has that the plan has not.
 
     `rank` is the device whose memory was measured, None for the fullest one, or `summed` for all together.
-    `gradient_bytes` are those of a parameter's gradient where the framework allocates them once in another dtype,
-    else None. `held_bytes` is the model's output, which the training loop holds through the backward. `loss_bytes`
-    are those that the framework's loss needs above pipefit's, in the forward and in the backward. The measured
-    time is of one in `steps_per_time` parts of a step.
+    `gradient_bytes` are those of a parameter's gradient where the framework allocates it once and keeps it, perhaps
+    in another dtype, else None. `held_bytes` is the model's output, which the training loop holds through the
+    backward. `loss_bytes` are those that the framework's loss needs above pipefit's, in the forward and in the
+    backward. The measured time is of one in `steps_per_time` parts of a step.
     """
 
     task: Task
@@ -62,7 +62,9 @@ def setup_of(row: Row, samples: int | None = None) -> Setup:
     task, found = profiled(subject, optimizer, precision, micro, dp, tp, along=along)
     cluster = cluster_of(row, pp * dp * tp)
     if "tf32" in row.precision.lower():
-        cluster = with_tf32(cluster, gpu_of(row))
+        cluster = with_tf32(cluster)
+    if said := re.search(r"context (\d+) MiB", row.trust):
+        cluster = with_context(cluster, int(said[1]) << 20)
     edges = edges_of(row, found, shape, pp)
     stages = tuple(
         Stage(start=a, stop=b, grid=_grid(row, number, *degrees, along=along))
@@ -81,13 +83,16 @@ def setup_of(row: Row, samples: int | None = None) -> Setup:
         stages=stages,
         decisions=decisions_of(row, found, stages, count),
     )
+    kept = bool(
+        re.search(r"torch 1\.\d+(?![\d.]* or )", row.version)
+    )  # `zero_grad` of torch 1 fills gradients with zeros
     wide = precision.startswith("master") and "float32" in row.precision and "2 + 4" in row.state_bytes
     wide = wide or bool(re.search(r"float32 (main gradients|gradient)", row.precision))
     return Setup(
         task=task,
         plan=plan,
         rank=rank_of(row, plan),
-        gradient_bytes=4 if wide else None,
+        gradient_bytes=4 if wide else (2 if "master" in precision else 4) if kept else None,
         summed="sum over devices" in row.mem_rank,
         held_bytes=held_bytes(row, found, micro),
         loss_bytes=loss_bytes(row, shape, micro),
@@ -170,6 +175,8 @@ def optimizer_of(row: Row) -> Callable[..., torch.optim.Optimizer]:
     text = row.optimizer.lower()
     if re.search(r"8bit|8-bit|adafactor|in backward", text):
         raise Inexpressible("another optimizer")
+    if row.framework.startswith("torchtune"):  # its recipes with AdamW set `fused`
+        return _fused
     if "adam" in text or "lamb" in text:  # LAMB has Adam's two moments
         return torch.optim.AdamW
     if "rmsprop" in text:
@@ -177,6 +184,10 @@ def optimizer_of(row: Row) -> Callable[..., torch.optim.Optimizer]:
     if "sgd" in text:
         return _momentum if "momentum" in text else torch.optim.SGD
     raise Inexpressible("the optimizer is not said")
+
+
+def _fused(groups: object) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, fused=True)  # type: ignore[arg-type]
 
 
 def _momentum(groups: object) -> torch.optim.Optimizer:
