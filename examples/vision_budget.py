@@ -42,7 +42,7 @@ average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
 scaler = torch.amp.GradScaler("cpu")
 
 
-def train_step(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def train(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Train on a batch; return its loss."""
     images, labels = batch
     optimizer.zero_grad()
@@ -57,7 +57,7 @@ def train_step(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return loss
 
 
-handle = pipefit.apply(model, budget="2 MiB", batch=make_batch(16), optimizer=optimizer, step=train_step)  # 2
+handle = pipefit.apply(model, budget="2.5 MiB", batch=make_batch(16), optimizer=optimizer, step=train)  # 2
 print(handle)  # 3
 for step in range(8):
-    print(f"step {step}: loss {train_step(make_batch(16)):.6f}")
+    print(f"step {step}: loss {train(make_batch(16)):.6f}")

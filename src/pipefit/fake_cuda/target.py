@@ -50,7 +50,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.optim import optimizer as optim_optimizer
-from torch.utils import _pytree as pytree
 from torch.utils import backend_registration
 
 from pipefit.capture import CudaCasts, as_on_cuda, assumed, is_named, unknown
@@ -59,7 +58,7 @@ from pipefit.fake_cuda.results import Known, QuickFakeMode
 from pipefit.schema.layer_costs import Kernel, KernelMemory
 from pipefit.schema.profile import Target
 from pipefit.texts import dtype_name
-from pipefit.torch_internals import without_dispatch_modes
+from pipefit.torch_internals import pytree, without_dispatch_modes
 from pipefit.torch_internals.dispatcher import enabled_kernels, has_kernel
 from pipefit.torch_internals.fake_tensors import (
     DataDependentOutputException,
