@@ -245,16 +245,16 @@ def test_lightning_takes_the_arguments(precision: str, data: int) -> None:
 
 
 def test_emulated_devices_are_processes_on_cpus(tmp_path: Path) -> None:
-    """Each trainer has its own word for them."""
+    """They train copies of the model; state that is divided there would silently not be."""
     plan = replace(whole(2), cluster=Cluster.emulated((2, 1 << 30)))
     assert trainer(plan, tmp_path)[0].use_cpu
-    assert (
-        json.loads(trainer_arguments(plan))["use_cpu"]
-        and not json.loads(trainer_arguments(whole(2)))["use_cpu"]
-    )
-    config = yaml.safe_load(accelerate_config(plan))
-    assert config["use_cpu"] and config["distributed_type"] == "MULTI_CPU"
+    assert json.loads(trainer_arguments(plan))["use_cpu"]
+    assert not json.loads(trainer_arguments(whole(2)))["use_cpu"]
     assert "accelerator='cpu'" in lightning_arguments(plan)
+    divided = replace(whole(2, "parameters"), cluster=plan.cluster)
+    for write, other in ((accelerate_config, plan), (trainer_arguments, divided)):
+        with pytest.raises(UsageError, match="silently divides nothing between processes on CPUs"):
+            write(other)
 
 
 def test_lightning_divides_with_deepspeed() -> None:

@@ -89,6 +89,11 @@ def _replicas(
         engine = engines[-1]
     able = _ENGINES[engine]
     named = tool if engine == tool else f"{tool} with {engine}"
+    if plan.cluster.backend != "cuda" and (engine == "FSDP2" or tool == "accelerate"):
+        raise UsageError(
+            f"{named} silently divides nothing between processes on CPUs, and {plan.cluster.name} has emulated "
+            "devices: plan for a cluster of GPUs, or train the plan with pipefit"
+        )
     replace(able, tool=named, offloads=(*able.offloads, *offloads_too), **other).check(plan)
     if "parameters" in offloads and grid.data > 1 and grid.shard != "parameters":
         raise UsageError(
@@ -141,12 +146,8 @@ def accelerate_config(plan: Plan) -> str:
         replicas = _replicas(plan, "accelerate", ("FSDP2",), inputs, tensor=True)
     else:
         replicas = _replicas(plan, "accelerate", offloads_too=inputs)
-    on_cpus, alone = plan.cluster.backend != "cuda", len(plan.workers) == 1
-    kinds = {
-        "DDP": "NO" if alone else "MULTI_CPU" if on_cpus else "MULTI_GPU",
-        "FSDP2": "FSDP",
-        "DeepSpeed": "DEEPSPEED",
-    }
+    alone = len(plan.workers) == 1
+    kinds = {"DDP": "NO" if alone else "MULTI_GPU", "FSDP2": "FSDP", "DeepSpeed": "DEEPSPEED"}
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": kinds[replicas.engine],
@@ -154,7 +155,6 @@ def accelerate_config(plan: Plan) -> str:
         "num_machines": hosts_of(plan)[0],
         "num_processes": len(plan.workers),
         "machine_rank": 0,
-        "use_cpu": on_cpus,
     }
     steps, batch = plan.training.microbatches, counted(replicas.samples, "sample")
     code = [f"Accelerator(gradient_accumulation_steps={steps}), with a batch of {batch} a process"]
