@@ -20,6 +20,7 @@ from bench_time import (
 )
 
 WITHIN = 0.25
+SHORT = "k is 10 and 13 % too short with the rates of an A100 that other published rows give"
 
 
 def test_bert_on_a_v100_and_an_a100() -> None:
@@ -58,13 +59,19 @@ def test_offloading_a_block_is_free_from_the_published_length_on() -> None:
 
 
 @pytest.mark.gallery
-@pytest.mark.parametrize("case", OFFLOAD)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *OFFLOAD[:2],
+        *(pytest.param(one, marks=pytest.mark.xfail(reason=SHORT, strict=True)) for one in OFFLOAD[2:]),
+    ],
+)
 def test_every_length_of_pipeoffloads_table(case: tuple[int, float, float]) -> None:
-    """k is within an eighth for every length, on the same side of 1, and the loss of throughput within eight
+    """k is within a tenth for every length, on the same side of 1, and the loss of throughput within eight
     points.
     """
     found = offload(*case)
-    assert found.estimated_k == pytest.approx(found.k, rel=0.13)
+    assert found.estimated_k == pytest.approx(found.k, rel=0.1)
     assert (found.estimated_k > 1) == (found.k > 1)
     assert found.estimated_lost == pytest.approx(found.lost, abs=0.08)
 
