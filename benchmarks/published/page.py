@@ -32,8 +32,9 @@ predictions next to the measurements ([JSON](../benchmarks/results/published.jso
 their columns alone, and no constant is tuned to a row. Three figures of a kind of GPU in the presets follow from one
 half of the rows, by kind, and are checked on the other: the shares of the peak that products and fused attention reach,
 and the elements a second of elementwise kernels, for A100, H100 and its kin, RTX 3090 and 4090. Where a source
-leaves a variant of its model open (a loss or an MLP, fused or not), the variant was chosen with its rows in view. The errors
-of the other half were in view too while the facts behind its estimates were found, so that half is not an untouched check.
+leaves a variant of its model open (a loss or an MLP, fused or not), the variant was chosen with its rows in view.
+The errors of the other half were in view too while the facts behind its estimates were found, so that half is not an
+untouched check.
 
 A row is of class A (eager torch, or nearly), B (fused kernels or `torch.compile`), C (context or expert
 parallelism, Transformer Engine, FP8, 4-bit weights) or D (too little is said). Only A and B are
