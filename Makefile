@@ -47,8 +47,12 @@ mutants: $(VENV)/.installed
 fuzz: $(VENV)/.installed
 	PYTHONPATH=tests $(RUN)/python tests/support/fuzz.py 10000 2000
 
-# Other tools read what `pipefit export` writes, in the versions that docs/export.md names. They stay out of .venv.
-TOOLS := megatron-core==0.16.1 torchtitan==0.3.0 nemo-automodel==0.7.0 deepspeed==0.19.8 kubernetes==37.0.2
+# Other tools read what `pipefit export` writes, in their last two versions, which docs/export.md names. They stay out of
+# .venv, whose trainers are of one of the two. Releases of torchtitan before 0.3 have other names.
+TOOLS := megatron-core==0.16.1 torchtitan==0.3.0 nemo-automodel==0.7.0 deepspeed==0.19.8 kubernetes==37.0.2 \
+	transformers==5.24.0
+TOOLS_BEFORE := megatron-core==0.15.3 nemo-automodel==0.6.0 deepspeed==0.18.9 kubernetes==36.0.2 accelerate==1.14.0 \
+	lightning==2.5.6 pytorch-lightning==2.5.6
 TOOLS_NEED := tyro einops spmd_types==0.2.3 torchdata torch_checkpointing docstring-parser shtab typeguard hjson msgpack \
 	py-cpuinfo psutil ninja python-dateutil durationpy websocket-client requests-oauthlib oauthlib six certifi urllib3 \
 	requests idna charset-normalizer datasets==4.7.0 pandas pyarrow dill multiprocess xxhash pytz tzdata aiohttp aiosignal \
@@ -56,7 +60,11 @@ TOOLS_NEED := tyro einops spmd_types==0.2.3 torchdata torch_checkpointing docstr
 tools: $(VENV)/.installed
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --upgrade \
 		--target build/tools $(TOOLS) $(TOOLS_NEED)
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --upgrade \
+		--target build/tools_before $(TOOLS_BEFORE)
 	PYTHONPATH=$(CURDIR)/build/tools $(RUN)/python -m pytest -m "gallery or not gallery" tests/export tests/zoo/test_configurations.py
+	PYTHONPATH=$(CURDIR)/build/tools_before:$(CURDIR)/build/tools $(RUN)/python -m pytest tests/export/test_read_back.py \
+		tests/export/test_trainers.py
 
 # The simulated allocator beside torch's own, of torch's CUDA build: half a gigabyte for a library of 600 kB.
 allocator: $(VENV)/.installed

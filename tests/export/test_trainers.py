@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
@@ -169,7 +170,9 @@ def test_activations_go_where_a_trainer_can_send_them(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="accelerate with FSDP2 does not support offloaded tensors"):
         accelerate_config(plan)
     both = replace(plan, decisions=(RECOMPUTED, SAVED))
-    assert accelerated(both, tmp_path)["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"] == "true"
+    assert "#   accelerate 1.15 or newer, which offloads" in accelerate_config(both)
+    if accelerate.__version__ >= "1.15":
+        assert accelerated(both, tmp_path)["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"] == "true"
     with pytest.raises(UsageError, match="Trainer with FSDP2 does not support offloaded tensors"):
         trainer_arguments(both)
 

@@ -100,6 +100,30 @@ def test_adapters_are_trained_and_the_rest_is_frozen(file: Path) -> None:
     assert sum(cost.state_bytes for cost in found.costs) < 9 * trained
 
 
+def test_groups_of_replicas_need_what_one_group_needs(file: Path) -> None:
+    """Two groups of two train twice the samples in the same time."""
+    divided = file.read_text() + "fsdp: full_shard\n"
+    file.write_text(divided)
+    one = answer(read(str(file)), devices(2, 1024))
+    file.write_text(divided + "dp_replicate_size: 2\n")
+    two = answer(read(str(file)), devices(4, 1024))
+    assert two.written.need_bytes == one.written.need_bytes
+    shown = [" ".join(plain(describe(found, "config.yaml"), 80).split()) for found in (one, two)]
+    assert "in 2 such groups" in shown[1] and "leaves out the sum of gradients between groups" in shown[1]
+    rates = [float(text.partition(" are left; ")[2].partition(" ")[0].replace(",", "")) for text in shown]
+    assert rates[1] == pytest.approx(2 * rates[0], rel=0.01)
+
+
+def test_dropped_inputs_of_adapters_are_kept(file: Path) -> None:
+    """A share of dropout adds their copies and masks."""
+    pytest.importorskip("peft")
+    text = file.read_text() + "adapter: lora\nlora_r: 4\nlora_target_modules: [q_proj, v_proj]\n"
+    file.write_text(text)
+    without = answer(read(str(file)), devices(1, 1024)).written.need_bytes
+    file.write_text(text + "lora_dropout: 0.05\n")
+    assert answer(read(str(file)), devices(1, 1024)).written.need_bytes > without
+
+
 def test_devices_that_a_file_needs_are_counted(file: Path) -> None:
     """A pipeline of two stages with two ranks each needs four."""
     recipe = replace(read(str(file)), stages=2, tensor=2)

@@ -214,8 +214,10 @@ def test_pure_half_precision_and_the_dtype_of_a_checkpoint(tmp_path: Path) -> No
 
 
 def test_adapters_without_names(tmp_path: Path) -> None:
-    """TRL leaves them to peft, which chooses by the architecture; LLaMA-Factory takes all linear layers."""
-    assert written(tmp_path, TRL + "use_peft: true\n", "t.yaml").adapters == Adapters(rank=16, targets=())
+    """TRL leaves them to peft, and drops some of their inputs; LLaMA-Factory takes all linear layers."""
+    assert written(tmp_path, TRL + "use_peft: true\n", "t.yaml").adapters == Adapters(
+        rank=16, targets=(), dropout=0.05
+    )
     text = FACTORY.replace("full", "lora").replace("deepspeed: ds_z3.json", "")
     assert written(tmp_path, text, "f.yaml").adapters == Adapters(rank=8, targets=("all-linear",))
 
@@ -305,6 +307,20 @@ def test_megatron(tmp_path: Path) -> None:
         (AXOLOTL + "lora_modules_to_save: [embed_tokens]\n", r"lora_modules_to_save needs whole modules"),
         (AXOLOTL + "tensor_parallel_size: 2\n", r"tensor_parallel_size needs axolotl's tensor parallelism"),
         (AXOLOTL + "rl: dpo\n", r"rl needs preference training"),
+        (TRL + "beta: 0.1\n", r"beta needs preference training"),
+        (TRL + "beta: 0.1\nnum_generations: 8\n", r"num_generations needs reinforcement learning"),
+        (AXOLOTL + "unfrozen_parameters: [lm_head]\n", r"unfrozen_parameters needs training of single"),
+        (AXOLOTL + "lora_dropout: 2\n", r"lora_dropout must be a number from 0 to 1, not 2"),
+        (
+            FACTORY.replace("ds_z3.json", "{zero_optimization: {offload_param: {device: nvme}}}"),
+            r'offloading to NVMe is not planned here: write "device": "cpu" under deepspeed',
+        ),
+        (
+            FACTORY.replace("ds_z3.json", "{train_micro_batch_size_per_gpu: 4}"),
+            r'train_micro_batch_size_per_gpu under deepspeed is another number than its own: write "auto"',
+        ),
+        ("distributed_type: FSDP\n", r"a configuration of accelerate's launcher, which names no model"),
+        ("zero_optimization: {stage: 2}\n", r"a configuration of DeepSpeed, which names no model"),
         (FACTORY.replace("stage: sft", "stage: dpo"), r"stage dpo is not planned here"),
         (FACTORY.replace("ds_z3.json", "{zero_optimization: {stage: 1.0}}"), r"stage 1.0 of ZeRO does not"),
         (
@@ -428,3 +444,53 @@ def test_a_known_shape_has_the_parameters_of_its_checkpoint(name: str) -> None:
 def test_variants_of_a_checkpoint_have_its_shape(name: str, known: str) -> None:
     """Tuned, quantised and copied checkpoints have the shape of their base."""
     assert shape_of(name, 128) == shape_of(known, 128)
+
+
+def test_keys_that_are_not_read_are_named(tmp_path: Path) -> None:
+    """Of the file and of those that it names; rates, files and data are passed over."""
+    config = {"zero_optimization": {"stage": 2, "zero_quantized_weights": True}, "train_batch_size": "auto"}
+    (tmp_path / "ds_z3.json").write_text(json.dumps(config))
+    more = "learning_rate: 1e-5\noutput_dir: out\ndataset: alpaca\nneftune: 5\nmixture_of_depths: convert\n"
+    found = written(tmp_path, FACTORY + more, "f.yaml").notes
+    assert found == ("not read in ds_z3.json: zero_optimization.zero_quantized_weights",
+                     "not read: neftune, mixture_of_depths")  # fmt: skip
+    text = AXOLOTL + "gradient_checkpointing: offload\nattn_implementation: eager\n"
+    found = written(tmp_path, text, "a.yaml").notes
+    assert [note.partition(":")[0] for note in found] == ["attn_implementation", "gradient_checkpointing"]
+
+
+def test_recomputation_by_its_name_in_transformers_5(tmp_path: Path) -> None:
+    """The changed file has the same name."""
+    found = written(tmp_path, json.dumps({**TRAINER, "activation_checkpointing": False}), "t.json")
+    assert not found.recompute and found.edits["recompute"].line == '"activation_checkpointing": true'
+    assert written(tmp_path, json.dumps({**TRAINER, "activation_checkpointing": True}), "t.json").recompute
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "copies", "replicas"),
+    [
+        ("a.yaml", AXOLOTL + "dp_replicate_size: 2\ndp_shard_size: 4\n", 2, 4),
+        ("a.yaml", AXOLOTL + "fsdp: hybrid_shard\n", None, None),
+        ("t.toml", TITAN.replace("[activation", "data_parallel_replicate_degree = 2\n[activation"), 2, None),
+        ("n.yaml", AUTOMODEL.replace("tp_size: 2", "dp_replicate_size: 2"), 2, None),
+    ],
+)
+def test_replicas_of_shards(
+    name: str, text: str, copies: int | None, replicas: int | None, tmp_path: Path
+) -> None:
+    """Each group of replicas divides state for itself."""
+    assert fields(written(tmp_path, text, name), "copies", "replicas") == (copies, replicas)
+
+
+def test_a_shell_script_of_megatron(tmp_path: Path) -> None:
+    """Arguments stand in arrays or strings, with variables; torchrun's own are passed over."""
+    words = MEGATRON.split(" --")
+    text = (
+        "#!/bin/bash\nexport TP=2\nGPUS=8\nDISTRIBUTED=(--nproc_per_node $GPUS --nnodes 1)\nMODEL=(\n"
+        + "\n".join(f"  --{word.removeprefix('--')}" for word in words[:6]).replace("size 2", "size ${TP}")
+        + "\n)\nTRAINING=\" \\\n" + " \\\n".join(f"--{word}" for word in words[6:]).replace("size 2", "size ${TP}")
+        + '"\ntorchrun ${DISTRIBUTED[@]} pretrain_gpt.py ${MODEL[@]} $TRAINING\n'
+    )  # fmt: skip
+    assert written(tmp_path, text, "run.sh") == written(tmp_path, MEGATRON, "gpt.args")
+    with pytest.raises(UsageError, match=r"micro-batch-size must be a whole number .* not '\$MBS'"):
+        written(tmp_path, text.replace("micro-batch-size 4", "micro-batch-size $MBS"), "run.sh")

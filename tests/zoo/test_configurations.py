@@ -101,7 +101,7 @@ def test_megatrons_llama_has_the_parameters_of_its_formula(here: Path) -> None:
             "--hidden-dropout must be a number from 0 to 1, not nan",
         ),
         (GPT + "--optimizer muon", "--optimizer muon is not supported here"),
-        ("num-layers 3", "starts with 'num-layers'"),
+        ("num-layers 3", "wrong.args has no arguments: they start with --"),
         ("--num-layers '3", "No closing quotation"),
     ],
 )

@@ -185,6 +185,8 @@ def accelerate_config(plan: Plan) -> str:
         }
     elif plan.training.clip_norm is not None:
         code.append(f"accelerator.clip_grad_norm_(model.parameters(), {plan.training.clip_norm})")
+    if "activations" in replicas.offloads:
+        code.insert(0, "accelerate 1.15 or newer, which offloads the inputs of recomputed blocks")
     return "# In the script:\n" + "".join(f"#   {line}\n" for line in code) + yaml_text(config)
 
 

@@ -116,7 +116,10 @@ def _with_adapters(make: Callable[[], nn.Module], adapters: Adapters, precision:
         model = model.to(getattr(torch, precision))
     names = adapters.targets[0] if adapters.targets == ("all-linear",) else list(adapters.targets) or None
     wrapped: nn.Module = peft.get_peft_model(
-        model, peft.LoraConfig(r=adapters.rank, target_modules=names, task_type="CAUSAL_LM")
+        model,
+        peft.LoraConfig(
+            r=adapters.rank, target_modules=names, lora_dropout=adapters.dropout, task_type="CAUSAL_LM"
+        ),
     )
     return wrapped
 
@@ -147,7 +150,7 @@ def _answered(
     written = _variant(recipe, cluster, profiles(recipe.precision))
     changed = list[Variant]()
     if not written.fits:
-        for changes, other in _changes(recipe, _replicas(recipe, cluster)):
+        for changes, other in _changes(recipe, _replicas(recipe, cluster) * _copies(recipe, cluster)):
             if progress is not None:
                 progress(len(changed), 0, f"trying {', '.join(changes)}")
             with suppress(UsageError):  # state that cannot be divided or moved
@@ -195,8 +198,8 @@ def _halves(samples: int) -> Sequence[int]:
 
 
 def _replicas(recipe: Recipe, cluster: Cluster) -> int:
-    """Return the number of data-parallel replicas."""
-    devices, each = len(cluster.devices), recipe.tensor * recipe.stages
+    """Return the number of data-parallel replicas, of one of the recipe's copies."""
+    devices, each = len(cluster.devices), recipe.tensor * recipe.stages * _copies(recipe, cluster)
     replicas = recipe.replicas or devices // each
     if replicas * each > devices or replicas == 0:
         raise UsageError(
@@ -205,11 +208,16 @@ def _replicas(recipe: Recipe, cluster: Cluster) -> int:
     return replicas
 
 
+def _copies(recipe: Recipe, cluster: Cluster) -> int:
+    """Return the number of groups of replicas that divide state each."""
+    return recipe.copies or len({device.host for device in cluster.devices})
+
+
 def _variant(recipe: Recipe, cluster: Cluster, profiles: OnDemand, changes: tuple[str, ...] = ()) -> Variant:
     """Return the plan of a recipe, and what it needs."""
     replicas = _replicas(recipe, cluster)
-    size = recipe.samples * replicas
-    count = recipe.accumulation or -(-(recipe.global_batch or size) // size)
+    size, copies = recipe.samples * replicas, _copies(recipe, cluster)
+    count = recipe.accumulation or -(-(recipe.global_batch or size * copies) // (size * copies))
     ranks = (recipe.tensor,) if recipe.tensor > 1 else ()
     profile = with_slices(
         lambda samples: profiles(samples, ranks, sequences=recipe.sequences),
@@ -283,7 +291,10 @@ def describe(found: RecipeAnswer, file: str) -> list[Block]:
             f"No change of this file makes it fit{tried}: the least is {format_bytes(least.need_bytes)}"
             f"{f' with {_joined(least)}' if least.changes else ''}. pipefit plan searches all techniques."
         )
-    return [*blocks, *(f"Note: {note}." for note in recipe.notes)]
+    notes = recipe.notes
+    if _copies(recipe, found.cluster) > 1:
+        notes += ("the rate leaves out the sum of gradients between groups",)
+    return [*blocks, *(f"Note: {note}." for note in notes)]
 
 
 def _lines(variant: Variant) -> str:
@@ -297,15 +308,17 @@ def _joined(variant: Variant) -> str:
 
 
 def _rate(variant: Variant) -> str:
-    return format_number(variant.plan.training.batch_size / variant.step_seconds)
+    samples = variant.plan.training.batch_size * _copies(variant.recipe, variant.plan.cluster)
+    return format_number(samples / variant.step_seconds)
 
 
 def _read(recipe: Recipe, plan: Plan) -> str:
     """Say how a configuration was read."""
-    grid, training = plan.stages[0].grid, plan.training
+    grid, training, copies = plan.stages[0].grid, plan.training, _copies(recipe, plan.cluster)
     parts = [
         f"{counted(len(plan.stages), 'stage')}, {counted(grid.data, 'replica')}"
         + (f" that divide {_DIVIDED[grid.shard]}" if grid.shard != "none" else "")
+        + (f", in {copies} such groups" if copies > 1 else "")
         + (f", {grid.tensor} tensor-parallel ranks" if grid.tensor > 1 else ""),
         f"{counted(recipe.samples, 'sample')} of {recipe.sequence:,} tokens, {training.microbatches} accumulated",
         f"{training.precision}, {recipe.optimizer}",

@@ -8,9 +8,9 @@
 | torchtitan | TOML |
 | Megatron-LM | command-line arguments, in a file of any other name |
 
-Keys are those of the tools' documentation in November 2026. Keys that do not change memory or time are passed over;
-a technique that pipefit does not model is refused by its key, and what makes a prediction
-approximate is a note of the recipe.
+Keys are those of the tools' documentation in November 2026. A technique that pipefit does not model is refused by its
+key. What makes a prediction approximate is a note of the recipe, and so are keys that are neither read nor known to
+change neither memory nor time.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, cast
@@ -35,6 +36,7 @@ from pipefit.texts import printable, shortened
 
 _SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 _MOST = 1 << 24  # samples, tokens, ranks
+_NAMED = 8  # keys that are not read
 _MOST_BYTES, _MOST_KEYS, _MOST_VALUES, _DEEPEST = 1 << 20, 10_000, 100_000, 6
 _ZERO: tuple[Sharding, ...] = ("none", "optimizer", "gradients", "parameters")  # by DeepSpeed's stage
 _OPTIMIZERS: dict[str, Literal["adamw", "adam", "sgd"]] = {
@@ -53,15 +55,37 @@ _REFUSED = {
     "distributed.cp_size": "context parallelism",
     "distributed.ep_size": "expert parallelism",
     "distributed.pp_size": "Automodel's pipelines",
-    "distributed.dp_replicate_size": "replicas of shards",
     "tensor_parallel_size": "axolotl's tensor parallelism",
-    "dp_replicate_size": "replicas of shards",
     "quantization.load_in_4bit": "4-bit weights",
     "quantization.load_in_8bit": "8-bit weights",
     "use_apollo": "APOLLO",
     "use_adam_mini": "Adam-mini",
     "use_muon": "Muon",
     "rl": "preference training",
+    "unfrozen_parameters": "training of single parameters",
+    **dict.fromkeys(
+        (
+            "num_generations",
+            "max_completion_length",
+            "reward_model_path",
+            "reward_funcs",
+            "use_vllm",
+            "response_length",
+        ),
+        "reinforcement learning",
+    ),
+    **dict.fromkeys(
+        (
+            "beta",
+            "max_prompt_length",
+            "precompute_ref_log_probs",
+            "ref_model",
+            "sync_ref_model",
+            "desirable_weight",
+        ),
+        "preference training (a reference model and pairs of answers)",
+    ),
+    "teacher_model_name_or_path": "distillation",
     "parallelism.expert_parallel_degree": "expert parallelism",
 }
 _REFUSED_WITH_ADAPTERS = {
@@ -72,15 +96,46 @@ _REFUSED_WITH_ADAPTERS = {
     "peft.use_dora": "DoRA",
 }
 _APPROXIMATE = {
-    "use_liger_kernel": "its fused kernels need less memory than predicted here",
-    "enable_liger_kernel": "its fused kernels need less memory than predicted here",
-    "liger_fused_linear_cross_entropy": "its fused loss needs less memory than predicted here",
-    "use_unsloth": "its kernels need less memory than predicted here",
-    "torch_compile": "compiled code saves other tensors than predicted here",
-    "compile.enable": "compiled code saves other tensors than predicted here",
-    "training.compile": "compiled code saves other tensors than predicted here",
+    **dict.fromkeys(
+        ("use_liger_kernel", "enable_liger_kernel", "use_unsloth", "liger_rope", "liger_rms_norm", "liger_layer_norm",
+         "liger_glu_activation", "liger_swiglu"),
+        "its fused kernels need less memory than predicted here",
+    ),
+    **dict.fromkeys(
+        ("liger_fused_linear_cross_entropy", "liger_cross_entropy", "cut_cross_entropy"),
+        "its fused loss needs less memory than predicted here",
+    ),
+    **dict.fromkeys(
+        ("torch_compile", "compile.enable", "training.compile"),
+        "compiled code saves other tensors than predicted here",
+    ),
     "model.converters": "converted layers save other tensors than predicted here",
-    "cut_cross_entropy": "its fused loss needs less memory than predicted here",
+    "activation_offloading": "offloaded tensors are read as kept, so the peak is an upper bound",
+}  # fmt: skip
+# Keys that change neither memory nor time: with a word for rates, durations, data, files or logs; others by name; and
+# what most FSDP and DeepSpeed files have
+_SILENT = re.compile(
+    r"(.*[._])?(alpha|assets|attention|attn|betas|chat|checkpoint|ckpt|clipping|comet|dataloader|datasets?|decay|dir|do|"
+    r"dump|epochs?|eps|epsilon|evals?|folder|freq|hub|interval|job|label|learning|log|logger|logging|loss|lr|metrics?|"
+    r"mlflow|momentum|norm|outputs?|overwrite|pad|padding|plot|preprocessing|profiling|push|report|resume|rng|run|"
+    r"samples|saves?|scheduler|seed|shuffle|special|steps|streaming|swanlab|template|tensorboard|tf32|timeout|tokenizer|"
+    r"trust|val|validation|wandb|warmup|workers|xla)([._].*)?|"
+    r"model_type|model_revision|type_of_model|is_\w+_derived_model|strict|(sample_|neat_)?packing|bf16|fp16|ddp_\w+|"
+    r"plugins|group_by_length|use_cache|local_rank|remove_unused_columns|train_on_\w+|roles\w*|mask_\w+|"
+    r"lora_target_linear|(gradient|activation)_checkpointing_kwargs.*|activation_checkpoint.selective_ac_option|"
+    r"dist_env.*|(completion|assistant)_only_loss|(.*\.)?_target_|double_quantization|quantiz.*|compile\..*|"
+    r"training.gc_freq|training.mixed_precision_reduce|parallelism.enable_async_tensor_parallel|"
+    r"auto_wrap_policy|transformer_layer_cls_to_wrap|(final_)?state_dict_type|cpu_ram_efficient_loading|use_orig_params|"
+    r"sync_module_states|(backward|forward)_prefetch|limit_all_gathers|min_num_params|(fsdp_)?version|"
+    r"(fp16|bf16|optimizer)\..*|zero_force_ds_cpu_optimizer|zero_allow_untested_optimizer|wall_clock_breakdown|"
+    r"zero_optimization\.(overlap_comm|contiguous_gradients|sub_group_size|\w*bucket_size|\w*prefetch\w*|stage3_\w+|"
+    r"round_robin_gradients|\w+partitions|reduce_scatter|offload_\w+\..+)"
+)
+_LAUNCHERS = {
+    "compute_environment": "accelerate's launcher",
+    "distributed_type": "accelerate's launcher",
+    "zero_optimization": "DeepSpeed",
+    "train_micro_batch_size_per_gpu": "DeepSpeed",
 }
 
 
@@ -89,18 +144,31 @@ class Keys:
 
     def __init__(self, file: str, values: Mapping[str, Any]) -> None:
         self.file, self.values = file, dict(values)
+        self.asked = set[str]()  # keys that somebody has read
 
     def __contains__(self, key: str) -> bool:
-        return self.values.get(key) is not None
+        return self.get(key) is not None
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a key; the default if it is missing or null."""
+        self.asked.add(key)
         value = self.values.get(key)
         return default if value is None else value
 
     def under(self, key: str) -> dict[str, Any]:
-        """Return the values of a nested key."""
+        """Return the values of a nested key, all of which are then read."""
+        self.asked |= {name for name in self.values if name.startswith(key + ".")}
         return {name[len(key) + 1 :]: one for name, one in self.values.items() if name.startswith(key + ".")}
+
+    def unread(self) -> list[str]:
+        """Return keys that are on, that nobody has read, and that may change memory or time."""
+        return [
+            key
+            for key, value in self.values.items()
+            if _is_on(value)
+            and not isinstance(value, dict)
+            and not (key in self.asked or _SILENT.fullmatch(key))
+        ]
 
     def count(self, key: str, default: int) -> int:
         """Return a whole number from 1 to 16,777,216.
@@ -153,12 +221,20 @@ def read(file: str, model: str | None = None) -> Recipe:
     keys = Keys(printable(file), dict(_flat(_parsed(file))))
     tool = next((one for one in TOOLS if any(mark in keys for mark in one.marks)), None)
     if tool is None:
+        for mark, what in _LAUNCHERS.items():
+            if mark in keys:
+                raise UsageError(
+                    f"{keys.file} is a configuration of {what}, which names no model: give the file of the training"
+                )
         names = ", ".join(one.name for one in TOOLS)
         raise UsageError(f"{keys.file} is not a configuration of a known trainer: those of {names} are read")
     _refuse(keys, _REFUSED)
 
     def reread(values: Mapping[str, Any]) -> Recipe:
-        return tool.reader(Keys(keys.file, {**keys.values, **values}), model, reread)
+        changed = Keys(keys.file, {**keys.values, **values})
+        changed.asked |= {*_REFUSED, *_REFUSED_WITH_ADAPTERS}
+        result = tool.reader(changed, model, reread)
+        return replace(result, notes=result.notes + _not_read(changed))
 
     recipe = reread({})
     if recipe.adapters is not None:
@@ -259,7 +335,24 @@ def _optimizer(keys: Keys, key: str, default: str = "adamw_torch") -> Literal["a
 
 
 def _notes(keys: Keys) -> tuple[str, ...]:
-    return tuple(f"{key}: {why}" for key, why in _APPROXIMATE.items() if keys.get(key) not in (None, False))
+    notes = tuple(f"{key}: {why}" for key, why in _APPROXIMATE.items() if keys.get(key) not in (None, False))
+    if keys.get("attn_implementation") == "eager":
+        notes += ("attn_implementation: eager attention needs more memory than predicted here",)
+    return notes
+
+
+def _offloads(recomputation: object) -> bool:
+    """Return whether a file's recomputation has a word such as `offload` or `offload_disk`."""
+    return isinstance(recomputation, str) and "offload" in recomputation
+
+
+def _not_read(keys: Keys, named: str = "") -> tuple[str, ...]:
+    """Return a note of the keys that are not read, of this file or of one that it names."""
+    unread = [printable(key) for key in keys.unread()]
+    if not unread:
+        return ()
+    more = f" and {len(unread) - _NAMED} more" if len(unread) > _NAMED else ""
+    return (f"not read{f' in {printable(named)}' if named else ''}: {', '.join(unread[:_NAMED])}{more}",)
 
 
 def _is_on(value: object) -> bool:
@@ -275,37 +368,25 @@ class _Division:
     offload: Offload
     edits: dict[Change, Edit]
     recompute: bool = False
+    copies: int | None = 1  # groups that divide state each; None for one on every host
+    notes: tuple[str, ...] = ()
 
 
 def _division(keys: Keys) -> _Division:
     """Return how the files of transformers' Trainer divide state: `deepspeed` or `fsdp`."""
     named = keys.get("deepspeed")
     if _is_on(named):
-        inside = {} if isinstance(named, dict) else dict(_flat(_named(keys, "deepspeed", named)))
-        inside |= keys.under("deepspeed")
-        stage = inside.get("zero_optimization.stage", 0)
-        if type(stage) is not int or stage not in range(4):
-            raise UsageError(f"{keys.file}: stage {shortened(repr(stage))} of ZeRO does not exist")
-        parts = ("optimizer", "param")
-        away = [_is_on(inside.get(f"zero_optimization.offload_{part}.device")) for part in parts]
-        where = f"in {named}" if isinstance(named, str) else "under deepspeed"
-        prefix, stages = "deepspeed.zero_optimization", '"zero_optimization": {{"stage": 3}}'
-        offloads = '"zero_optimization": {{"offload_optimizer": {{"device": "cpu"}}}}'
-        edits: dict[Change, Edit] = {
-            "shard": Edit(f"{prefix}.stage", 3, f"{stages} {where}"),
-            "offload": Edit(f"{prefix}.offload_optimizer.device", "cpu", f"{offloads} {where}"),
-        }
-        held: Offload = "parameters" if away[1] else "optimizer" if away[0] else "none"
-        return _Division(_ZERO[stage], held, edits)
+        return _zero(keys, named)
     asked = keys.get("fsdp", "")
     words = (" ".join(map(str, asked)) if isinstance(asked, list) else str(asked)).split()
     full: dict[Change, Edit] = {"shard": keys.edit("fsdp", "full_shard auto_wrap")}
+    section = keys.under("fsdp_config")
     if not _is_on(asked) or words in (["False"], []):
         return _Division("none", "none", full)
-    config = keys.under("fsdp_config")
-    if "fsdp_config" in keys and not isinstance(keys.get("fsdp_config"), dict):
-        config = dict(_flat(_named(keys, "fsdp_config", keys.get("fsdp_config"))))
-    config = {key.removeprefix("fsdp_"): value for key, value in config.items()}
+    named = keys.get("fsdp_config")
+    if named is not None and not isinstance(named, dict):
+        section = dict(_flat(_named(keys, "fsdp_config", named)))
+    config = Keys(keys.file, {key.removeprefix("fsdp_"): value for key, value in section.items()})
     words += str(config.get("sharding_strategy", "")).split()
     words += str(config.get("reshard_after_forward", "")).split()  # a strategy or a truth value
     kinds = {word.lower() for word in words}
@@ -315,8 +396,56 @@ def _division(keys: Keys) -> _Division:
         shards = "none"
     elif kinds & {"shard_grad_op", "hybrid_shard_zero2"} or config.get("reshard_after_forward") is False:
         shards = "gradients"
-    recompute = _is_on(config.get("activation_checkpointing"))
-    return _Division(shards, "parameters" if moves else "none", full, recompute)
+    return _Division(
+        shards,
+        "parameters" if moves else "none",
+        full,
+        recompute=_is_on(config.get("activation_checkpointing")),
+        copies=None if kinds & {"hybrid_shard", "hybrid_shard_zero2"} else 1,
+        notes=_not_read(config, "fsdp_config"),
+    )
+
+
+def _zero(keys: Keys, named: object) -> _Division:
+    """Return how a DeepSpeed configuration, by its name or as a section, divides state.
+
+    Raises:
+        UsageError: it offloads to a disk, or differs from the file that names it.
+    """
+    section = {} if isinstance(named, dict) else dict(_flat(_named(keys, "deepspeed", named)))
+    inside = Keys(named if isinstance(named, str) else keys.file, section | keys.under("deepspeed"))
+    where = f"in {named}" if isinstance(named, str) else "under deepspeed"
+    stage = inside.get("zero_optimization.stage", 0)
+    if type(stage) is not int or stage not in range(4):
+        raise UsageError(f"{keys.file}: stage {shortened(repr(stage))} of ZeRO does not exist")
+    places = [inside.get(f"zero_optimization.offload_{part}.device") for part in ("optimizer", "param")]
+    if "nvme" in places:
+        raise UsageError(
+            f'{keys.file}: offloading to NVMe is not planned here: write "device": "cpu" {where}'
+        )
+    for key, ours in (
+        ("train_micro_batch_size_per_gpu", ("per_device_train_batch_size", "micro_batch_size")),
+        ("gradient_accumulation_steps", ("gradient_accumulation_steps",)),
+    ):
+        given = {keys.get(name) for name in ours} - {None}
+        if inside.get(key, "auto") != "auto" and given and inside.get(key) not in given:
+            raise UsageError(f'{keys.file}: {key} {where} is another number than its own: write "auto" there')
+    kind = str(inside.get("optimizer.type", "auto")).lower()
+    if kind != "auto" and kind not in _OPTIMIZERS:
+        raise UsageError(
+            f'{keys.file}: optimizer {shortened(kind)} {where} is not planned here: write "AdamW"'
+        )
+    inside.asked |= {"train_batch_size"}
+    prefix, stages = "deepspeed.zero_optimization", '"zero_optimization": {{"stage": 3}}'
+    offloads = '"zero_optimization": {{"offload_optimizer": {{"device": "cpu"}}}}'
+    edits: dict[Change, Edit] = {
+        "shard": Edit(f"{prefix}.stage", 3, f"{stages} {where}"),
+        "offload": Edit(f"{prefix}.offload_optimizer.device", "cpu", f"{offloads} {where}"),
+    }
+    held: Offload = "parameters" if _is_on(places[1]) else "optimizer" if _is_on(places[0]) else "none"
+    return _Division(
+        _ZERO[stage], held, edits, notes=_not_read(inside, named if isinstance(named, str) else "deepspeed")
+    )
 
 
 def _named(keys: Keys, key: str, named: object) -> object:
@@ -336,11 +465,13 @@ def _named(keys: Keys, key: str, named: object) -> object:
 def _trainer(
     keys: Keys, base: str | None, reread: Reread, *, tool: str, model: str, tokens: int, samples: tuple[str, int],
     recompute: bool, weights: Precision | None, adapters: Adapters | None, optimizer: str = "optim",
+    replicas: int | None = None, copies: int = 1,
     edits: Mapping[Change, Edit] = MappingProxyType({}), notes: tuple[str, ...] = (),
 ) -> Recipe:  # fmt: skip
     """Return the recipe of a file that becomes `transformers.TrainingArguments`.
 
-    `weights` is the precision of all weights if the tool casts them; None for float32 ones.
+    `weights` is the precision of all weights if the tool casts them; None for float32 ones. `recompute` is the tool's
+    default.
     """
     division = _division(keys)
     half = "float16" if _is_on(keys.get("fp16")) else "bfloat16" if _is_on(keys.get("bf16")) else None
@@ -350,10 +481,14 @@ def _trainer(
         precision = cast("Precision", f"mixed-{half}")
     if half and adapters is None and (division.shard != "none" or "deepspeed" in keys):
         precision = cast("Precision", f"master-{half}")  # sharded float32 state, gathered in half precision
+    renamed = "activation_checkpointing"  # in transformers 5.23
+    recompute_key = renamed if renamed in keys else "gradient_checkpointing"
+    if _offloads(keys.get(recompute_key)):
+        notes += (f"{recompute_key}: inputs of blocks are read as kept, so the peak is an upper bound",)
     every: dict[Change, Edit] = {
         "samples": keys.edit(samples[0]),
         "accumulation": keys.edit("gradient_accumulation_steps"),
-        "recompute": keys.edit("gradient_checkpointing", value=True),
+        "recompute": keys.edit(recompute_key, value=True),
         **division.edits,
         **edits,
     }
@@ -368,16 +503,18 @@ def _trainer(
         precision=precision,
         optimizer=_optimizer(keys, optimizer),
         adapters=adapters,
-        recompute=recompute or division.recompute,
+        recompute=_is_on(keys.get(recompute_key, recompute)) or division.recompute,
         shard=division.shard,
         offload=division.offload,
+        copies=division.copies if copies == 1 else copies,
+        replicas=replicas,
         edits=every,
         reread=reread,
-        notes=_notes(keys) + notes,
+        notes=_notes(keys) + notes + division.notes,
     )
 
 
-def _adapters(keys: Keys, rank: str, default: int, targets: object) -> Adapters:
+def _adapters(keys: Keys, rank: str, default: int, targets: object, dropout: float = 0.0) -> Adapters:
     """Return adapters on layers by name: a list, names separated by commas, or all linear layers.
 
     Without a name, they are on the layers that `peft` chooses for the architecture.
@@ -389,7 +526,13 @@ def _adapters(keys: Keys, rank: str, default: int, targets: object) -> Adapters:
         raise UsageError(f"{keys.file}: adapters are on layers by name, not on {shortened(repr(targets))}")
     if any("*" in name for name in names):
         raise UsageError(f"{keys.file}: list the layers of adapters by name, without *")
-    return Adapters(rank=keys.count(rank, default), targets=tuple(name.strip() for name in names))
+    drops = "peft.dropout" if rank.startswith("peft.") else "lora_dropout"
+    share = keys.get(drops, dropout)
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise UsageError(f"{keys.file}: {drops} must be a number from 0 to 1, not {shortened(repr(share))}")
+    return Adapters(
+        rank=keys.count(rank, default), targets=tuple(name.strip() for name in names), dropout=float(share)
+    )
 
 
 # ---- Tools
@@ -406,8 +549,9 @@ def _axolotl(keys: Keys, base: str | None, reread: Reread) -> Recipe:
         keys.values["fsdp"] = "full_shard"
     return _trainer(
         keys, base, reread, tool="axolotl", model="base_model", tokens=keys.count("sequence_len", 2048),
-        samples=("micro_batch_size", 1), recompute=_is_on(keys.get("gradient_checkpointing")),
-        weights=_half(keys), optimizer="optimizer",
+        samples=("micro_batch_size", 1), recompute=False, weights=_half(keys), optimizer="optimizer",
+        replicas=keys.count("dp_shard_size", 1) if "dp_shard_size" in keys else None,
+        copies=keys.count("dp_replicate_size", 1),
         adapters=_adapters(keys, "lora_r", 8, targets) if kind == "lora" else None,
     )  # fmt: skip
 
@@ -440,7 +584,7 @@ def _llama_factory(keys: Keys, base: str | None, reread: Reread) -> Recipe:
 
 
 def _trl(keys: Keys, base: str | None, reread: Reread) -> Recipe:
-    lora = _adapters(keys, "lora_r", 16, keys.get("lora_target_modules"))
+    lora = _adapters(keys, "lora_r", 16, keys.get("lora_target_modules"), 0.05)
     dtype = str(keys.get("dtype", keys.get("torch_dtype", "float32"))).removeprefix("torch.")
     notes = tuple[str, ...]()
     if dtype == "auto":
@@ -449,7 +593,7 @@ def _trl(keys: Keys, base: str | None, reread: Reread) -> Recipe:
     keys.values.setdefault("bf16", not _is_on(keys.get("fp16")))  # its default
     return _trainer(
         keys, base, reread, tool="TRL", model="model_name_or_path", tokens=tokens,
-        samples=("per_device_train_batch_size", 8), recompute=keys.get("gradient_checkpointing", True) is not False,
+        samples=("per_device_train_batch_size", 8), recompute=True,
         weights=cast("Precision", dtype) if dtype in ("float16", "bfloat16") else None,
         adapters=lora if keys.get("use_peft") else None, notes=notes,
     )  # fmt: skip
@@ -458,7 +602,7 @@ def _trl(keys: Keys, base: str | None, reread: Reread) -> Recipe:
 def _arguments(keys: Keys, base: str | None, reread: Reread) -> Recipe:
     return _trainer(
         keys, base, reread, tool="TrainingArguments", model="model_name_or_path", tokens=keys.count("max_length", 512),
-        samples=("per_device_train_batch_size", 8), recompute=_is_on(keys.get("gradient_checkpointing")),
+        samples=("per_device_train_batch_size", 8), recompute=False,
         weights=None, adapters=None,
     )  # fmt: skip
 
@@ -490,9 +634,10 @@ def _automodel(keys: Keys, base: str | None, reread: Reread) -> Recipe:
         global_batch=keys.count("step_scheduler.global_batch_size", 8),
         precision=_automodel_precision(keys, dtype, divides=divides),
         optimizer=_optimizer(keys, "optimizer._target_", "torch.optim.AdamW"),
-        adapters=_adapters(keys, "peft.dim", 8, targets) if keys.under("peft") else None,
+        adapters=_adapters(keys, "peft.dim", 8, targets) if keys.get("peft") else None,
         recompute=_is_on(keys.get("distributed.activation_checkpointing")),
         shard="parameters" if divides else "none",
+        copies=keys.count("distributed.dp_replicate_size", 1),
         tensor=keys.count("distributed.tp_size", 1),
         edits={
             "samples": keys.edit("step_scheduler.local_batch_size"),
@@ -517,14 +662,9 @@ def _torchtitan(keys: Keys, base: str | None, reread: Reread) -> Recipe:
             "this shape"
         )
     architecture, settings = _model(keys, "", base or _TITAN[flavor], tokens)
-    copies, shards = (
-        keys.get(f"parallelism.data_parallel_{part}_degree", default)
-        for part, default in (("replicate", 1), ("shard", -1))
-    )
-    if copies != 1 and shards != 1:
-        raise UsageError(
-            f"{keys.file}: replicas of shards are not planned here: write data_parallel_replicate_degree = 1"
-        )
+    copies = keys.count("parallelism.data_parallel_replicate_degree", 1)
+    degree = "parallelism.data_parallel_shard_degree"
+    shards = -1 if keys.get(degree, -1) == -1 else keys.count(degree, 1)
     mode = str(keys.get("activation_checkpoint.mode", "selective")).lower()
     notes = _notes(keys)
     if mode == "selective":
@@ -534,8 +674,6 @@ def _torchtitan(keys: Keys, base: str | None, reread: Reread) -> Recipe:
     schedule = str(keys.get("parallelism.pipeline_parallel_schedule", "1F1B")).lower()
     if schedule not in ("1f1b", "gpipe"):
         raise UsageError(f"{keys.file}: schedule {shortened(schedule)} is not read here: use 1F1B or GPipe")
-    given = "replicate" if copies != 1 else "shard"
-    degree = f"parallelism.data_parallel_{given}_degree"
     batch = keys.get("training.global_batch_size", -1)
     half = keys.get("training.mixed_precision_param", "bfloat16")
     precision: Precision = "float32"
@@ -569,7 +707,8 @@ def _torchtitan(keys: Keys, base: str | None, reread: Reread) -> Recipe:
         recompute=mode == "full",
         shard="none" if shards == 1 else "gradients" if keeps else "parameters",
         offload="parameters" if keys.get("training.enable_cpu_offload") else "none",
-        replicas=None if keys.get(degree, -1) == -1 else keys.count(degree, 1),
+        replicas=copies if shards == 1 else None if shards == -1 else shards,
+        copies=1 if shards == 1 else copies,
         tensor=keys.count("parallelism.tensor_parallel_degree", 1),
         stages=stages,
         schedule="torchgpipe" if schedule == "gpipe" else "1f1b",
@@ -603,6 +742,8 @@ def _megatron(file: str, values: Mapping[str, Any]) -> Recipe:
             "--recompute-granularity selective is read as no recomputation, so the peak is an upper bound",
         )
     partly = granularity == "full" and given.get("recompute-method") == "block"
+    if "pipeline-model-parallel-layout" in given:
+        notes += ("--pipeline-model-parallel-layout is read as stages of equal numbers of blocks",)
     if partly:
         notes += ("--recompute-method block is read as no recomputation, so the peak is an upper bound",)
     if half:

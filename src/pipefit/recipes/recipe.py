@@ -22,6 +22,7 @@ class Adapters:
 
     rank: int
     targets: tuple[str, ...]
+    dropout: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,9 @@ class Recipe:
     `model` is a name as on the command line, such as `hf:llama`, and `settings` are its settings. A forward of a
     device has `samples` samples of `sequence` tokens. A step accumulates `accumulation` of them, or has `global_batch`
     samples on all devices. `replicas` is the number of data-parallel replicas, None for as many as the devices
-    allow; they divide `shard`. `edits` are the changes that the file can express, and `reread` returns the recipe of
-    the file with other values of some keys. `notes` say how the file was read where it leaves something open.
+    allow; they divide `shard`. `copies` is the number of such groups of replicas, None for one on every host. `edits`
+    are the changes that the file can express, and `reread` returns the recipe of the file with other values of some
+    keys. `notes` say how the file was read where it leaves something open.
     """
 
     tool: str
@@ -59,6 +61,7 @@ class Recipe:
     sequences: bool = False  # whether tensor-parallel ranks divide positions too
     offload: Offload = "none"
     replicas: int | None = None
+    copies: int | None = 1
     tensor: int = 1
     stages: int = 1
     schedule: str = "1f1b"

@@ -86,7 +86,7 @@ def arguments(file: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise FileError(f"{printable(file)} is not text: byte {error.start} is not UTF-8") from None
     try:
-        words = shlex.split(text.replace("\\\r\n", " ").replace("\\\n", " "), comments=True)
+        words = _words(text.replace("\\\r\n", " ").replace("\\\n", " "))
     except ValueError as error:
         raise UsageError(f"{file} is not a file of arguments: {error}") from error
     result: dict[str, Any] = {}
@@ -95,13 +95,41 @@ def arguments(file: str) -> dict[str, Any]:
         if word.startswith("--"):
             name = word.removeprefix("--")
             result[name] = True
-        elif not name:
-            raise UsageError(
-                f"{file} starts with {word!r}, but arguments start with --, such as --num-layers 32"
-            )
-        elif result[name] is True:
+        elif word == ")":
+            name = ""
+        elif name and word != "\n" and result[name] is True:
             result[name] = _number(word)
-    return result
+    if not result:
+        raise UsageError(f"{file} has no arguments: they start with --, such as --num-layers 32")
+    return {name: value for name, value in result.items() if not _TORCHRUN.fullmatch(name)}
+
+
+_TORCHRUN = re.compile(
+    r"nnodes|(nproc.per|node|master|rdzv|local|max)[_-](node|rank|addr|port|id|backend|endpoint|restarts)"
+)
+
+
+def _words(text: str) -> list[str]:
+    """Return the words of a file of arguments or of a shell script, with the values of its variables.
+
+    Arguments stand in the file, in arrays or strings that variables hold, or behind a command.
+    """
+    lexer = shlex.shlex(text.replace("\n", " \n "), posix=True, punctuation_chars=False)
+    lexer.whitespace, lexer.whitespace_split = " \t\r", True
+    variables, words = dict[str, str](), list[str]()
+    for raw in lexer:
+        word = re.sub(r"\$\{?(\w+)\}?(?!\[)", lambda name: variables.get(name[1], name[0]), raw)
+        if assigned := re.fullmatch(r"(\w+)\+?=(.*)", word, re.DOTALL):
+            name, value = assigned.groups()
+            if value.startswith("("):
+                words += value.removeprefix("(").split()
+            elif "--" in value:
+                words += [*value.split(), ")"]
+            else:
+                variables[name] = value
+        elif not word.startswith("${") or "[" not in word:
+            words.append(word)
+    return words
 
 
 def _number(word: str) -> int | float | str:
