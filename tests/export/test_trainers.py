@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,6 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.utils.launch import prepare_multi_gpu_env
-from lightning.pytorch import Trainer
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import HfArgumentParser, TrainingArguments
 
@@ -240,7 +241,8 @@ def test_lightning_takes_the_arguments(precision: str, data: int) -> None:
     exec(lightning_arguments(whole(data, precision=precision, clip_norm=0.5)), found)
     arguments = {**found["arguments"], "accelerator": "cpu"}
     assert found["arguments"]["accelerator"] == "gpu"
-    made = Trainer(logger=False, enable_checkpointing=False, **arguments)
+    lightning = importlib.import_module("lightning.pytorch")  # its import takes seconds
+    made = lightning.Trainer(logger=False, enable_checkpointing=False, **arguments)
     assert made.num_devices * made.num_nodes == data
     assert made.accumulate_grad_batches == 4 and made.gradient_clip_val == 0.5
     names = {"float32": "32-true", "bfloat16": "bf16-true", "mixed-bfloat16": "bf16-mixed"}
@@ -272,17 +274,26 @@ def test_lightning_divides_with_deepspeed() -> None:
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (on_grids(2), "does not support several stages: plan with --stages 1"),
-        (whole(2, "optimizer", "mixed-bfloat16"), "does not support precision mixed-bfloat16: plan with"),
-        (whole(2, decisions=(state("optimizer", place="device3"),)), "does not support offloaded tensors"),
-        (whole(2, "gradients", "master-bfloat16", decisions=(WEIGHTS,)), "plan with --shard parameters"),
-        (whole(2, decisions=(SAVED,)), "does not support offloaded tensors"),
+        (lambda: on_grids(2), "does not support several stages: plan with --stages 1"),
+        (
+            lambda: whole(2, "optimizer", "mixed-bfloat16"),
+            "does not support precision mixed-bfloat16: plan with",
+        ),
+        (
+            lambda: whole(2, decisions=(state("optimizer", place="device3"),)),
+            "does not support offloaded tensors",
+        ),
+        (
+            lambda: whole(2, "gradients", "master-bfloat16", decisions=(WEIGHTS,)),
+            "plan with --shard parameters",
+        ),
+        (lambda: whole(2, decisions=(SAVED,)), "does not support offloaded tensors"),
     ],
 )
-def test_what_a_trainer_cannot_do_is_refused(write: Any, plan: Plan, words: str) -> None:
+def test_what_a_trainer_cannot_do_is_refused(write: Any, plan: Callable[[], Plan], words: str) -> None:
     """By name, with the options of a plan that it can train."""
     with pytest.raises(UsageError, match=words):
-        write(plan)
+        write(plan())
 
 
 def test_the_command_says_what_the_script_must_do(
