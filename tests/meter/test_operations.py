@@ -208,9 +208,9 @@ def test_a_gradient_that_python_holds_is_not_added_to() -> None:
     def run() -> None:
         kept: list[Tensor] = []
         value = torch.rand(64, 64, requires_grad=True) * 2
-        passed = value + 1.0
+        sine, passed = value.sin(), value + 1.0  # the later use has the first gradient
         passed.register_hook(kept.append)
-        backward((value.sin() + passed) * 3)
+        backward((sine + passed) * 3)
 
     run()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
