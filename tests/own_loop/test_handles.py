@@ -261,10 +261,63 @@ def test_impossible_requests() -> None:
     apply(module, plan=plan_of(**{"0": "recompute"}))
     with pytest.raises(UsageError, match="has a plan already"):
         apply(module, plan=plan_of(**{"0": "recompute"}))
+    searching = torch.optim.LBFGS(mlp().parameters())
+    with pytest.raises(UsageError, match="LBFGS chooses by values how often it calls its closure"):
+        apply(
+            mlp(),
+            budget=10**9,
+            batch=vectors(),
+            optimizer=searching,
+            step=lambda _: searching.step(lambda: 0.0),
+        )
+    with pytest.raises(UsageError, match="0 has sparse gradients"):
+        apply(nn.Sequential(nn.Embedding(2, 2, sparse=True)), budget=10**9, batch=vectors(), loss=mean_square)
     compiled = mlp()
     compiled[1].compile()
     with pytest.raises(UsageError, match="1 is compiled"):
         apply(compiled, budget=10**9, batch=vectors(), loss=mean_square)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_variables_of_a_step() -> None:
+    """Tensors that a step uses by name are counted; its counters and lists are as before the dry run."""
+    module, weight, losses, count = mlp(), torch.ones(8, 32), [torch.ones(3)], 0
+    optimizer = torch.optim.SGD(module.parameters())
+
+    def step(batch: torch.Tensor) -> None:
+        nonlocal count
+        count += 1
+        optimizer.zero_grad()
+        loss = (module(batch) * weight[:1]).sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+
+    def peak() -> int:
+        return max(
+            apply(
+                module, budget=10**9, batch=torch.ones(8, 32), optimizer=optimizer, step=step
+            ).plan.peak_bytes
+        )
+
+    few = peak()
+    assert (len(losses), count) == (1, 0)
+    weight = torch.ones(1008, 32)
+    assert peak() - few == 1000 * 32 * 4
+
+
+@pytest.mark.parametrize("technique", ["recompute", "offload"])
+def test_a_model_that_is_compiled_later(technique: str) -> None:
+    """The compiler leaves planned submodules as they are, and the numbers too."""
+    gradients = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        module = mlp()
+        apply(module, plan=plan_of(**{"0": technique}))
+        called = torch.compile(module, backend="eager") if compiles else module
+        called(torch.ones(2, 32)).sum().backward()
+        gradients.append([parameter.grad for parameter in module.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])

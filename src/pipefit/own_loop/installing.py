@@ -31,8 +31,15 @@ class PlannedForward:
         self.before = vars(module).get(FORWARD)  # another tool's forward
         self.inner: Callable[..., Any] = module.forward
         functools.update_wrapper(self, self.inner)
+        # A model that is compiled later has a graph break here
+        self._eager = torch.compiler.disable(
+            self._call, reason="pipefit recomputes or offloads this submodule"
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._eager(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or backward_id() >= 0:  # the latter: within another recomputation
             return self.inner(*args, **kwargs)
         if self.decision.technique == "recompute":
@@ -143,7 +150,7 @@ def install(module: nn.Module, decisions: Sequence[LoopDecision], host: HostTens
 
 
 def check_free(module: nn.Module) -> None:
-    """Check that the module has no plan, and that none of its submodules is compiled.
+    """Check that the module has no plan, and that none of its submodules is compiled or has sparse gradients.
 
     Raises:
         UsageError: it has, or one is.
@@ -151,6 +158,10 @@ def check_free(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(vars(part).get(FORWARD), PlannedForward):
             raise UsageError("the module has a plan already: call remove() of its handle first")
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
+            raise UsageError(
+                f"{name} has sparse gradients, which no dry run counts: make it with sparse=False"
+            )
         if getattr(part, "_compiled_call_impl", None) is not None or hasattr(part, "_orig_mod"):
             raise UsageError(
                 f"{name or 'the module'} is compiled, and the compiler decides which tensors a compiled call saves: "

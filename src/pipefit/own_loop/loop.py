@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from inspect import getclosurevars
+from inspect import Parameter, getclosurevars, signature
 from threading import get_ident
-from types import FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import ref
 
@@ -151,9 +151,24 @@ class FakeCopies:
         return made
 
 
+@dataclass(frozen=True, slots=True)
+class _Variable:
+    """A variable that a function uses from around it, in a cell, or from its module."""
+
+    place: CellType | dict[str, Any]
+    name: str
+    value: Any
+
+    def set(self, value: Any) -> None:
+        if isinstance(self.place, CellType):
+            self.place.cell_contents = value
+        else:
+            self.place[self.name] = value
+
+
 @contextmanager
-def _replaced(objects: Sequence[Any], stand: FakeCopies) -> Iterator[None]:
-    """Replace all tensors in the attributes of `objects` by fake ones in the body."""
+def _replaced(objects: Sequence[Any], variables: Sequence[_Variable], stand: FakeCopies) -> Iterator[None]:
+    """Replace all tensors in variables and in the attributes of `objects` by fake ones in the body."""
     attributes = [(one, dict(vars(one))) for one in objects]
     hooks_before = [(v, list(v.items())) for _, before in attributes for v in before.values() if _is_hooks(v)]
     registered: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -163,6 +178,8 @@ def _replaced(objects: Sequence[Any], stand: FakeCopies) -> Iterator[None]:
         for table in (one._parameters, one._buffers)
     ]
     try:
+        for variable in variables:
+            variable.set(stand.value(variable.value))
         for table, before in registered:
             table.update({name: None if t is None else stand.tensor(t) for name, t in before.items()})
         for one, before in attributes:
@@ -171,6 +188,8 @@ def _replaced(objects: Sequence[Any], stand: FakeCopies) -> Iterator[None]:
             vars(one).update({name: stand.value(value) for name, value in before.items() if name not in kept})
         yield
     finally:
+        for variable in variables:
+            variable.set(variable.value)
         for one, before in attributes:
             vars(one).clear()
             vars(one).update(before)
@@ -214,12 +233,18 @@ class Loop:
 
     def _objects(self) -> list[Any]:
         """Return every object whose tensors are replaced in a dry run."""
-        reached = [one for function in (self.loss, self.step) for one in _reached(function, set())]
+        reached = [one for function in (self.loss, self.step) for one in _reached(function)]
         given = [self.module, *self.optimizers, *self.state, self.loss, self.step, *reached]
         modules = {id(m): m for one in given if isinstance(one, nn.Module) for m in one.modules()}
         given += [one for module in modules.values() for one in sharding_of(module)]
         others = {id(one): one for one in given if _has_attributes(one) and id(one) not in modules}
         return [*modules.values(), *others.values()]
+
+    def _variables(self) -> list[_Variable]:
+        """Return the variables of loss and step that hold tensors, numbers or containers of them."""
+        every = [one for function in (self.loss, self.step) for one in _variables(function, set())]
+        plain = (Tensor, list, tuple, dict, int, float)
+        return [one for one in every if isinstance(one.value, plain) and not one.name.startswith("__")]
 
     @property
     def is_distributed(self) -> bool:
@@ -244,7 +269,7 @@ class Loop:
                 values,
                 eager_branches(),
                 torch.enable_grad(),
-                _replaced(objects, stand),
+                _replaced(objects, self._variables(), stand),
                 shards_alone(objects, meter.resized) if sharded else nullcontext(),
                 counted_states(meter),
                 always_stepping(),
@@ -326,28 +351,36 @@ def _state_of(optimizers: Sequence[Optimizer]) -> dict[int, Tensor]:
 
 def _has_attributes(one: Any) -> bool:
     """Return whether an object may keep tensors in attributes."""
-    return hasattr(one, "__dict__") and not isinstance(one, (type, ModuleType, FunctionType))
+    return hasattr(one, "__dict__") and not isinstance(one, (type, ModuleType, FunctionType, Tensor))
 
 
-def _reached(function: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield the objects that a function uses by name, from around it and from its module, and so on through
-    functions of that module.
-    """
+def _reached(function: Any) -> Iterator[Any]:
+    """Yield the objects that a function uses by name, its own object and its bound arguments included."""
     if isinstance(function, MethodType):
         yield function.__self__
-        function = function.__func__
     if isinstance(function, partial):
-        yield from (one for one in (*function.args, *function.keywords.values()) if _has_attributes(one))
-        function = function.func
+        yield from filter(_has_attributes, (*function.args, *function.keywords.values()))
+    yield from (one.value for one in _variables(function, set()) if _has_attributes(one.value))
+
+
+def _variables(function: Any, seen: set[int]) -> Iterator[_Variable]:
+    """Yield the variables that a function uses from around it and from its module, and so on through functions
+    of that module.
+    """
+    function = function.__func__ if isinstance(function, MethodType) else function
+    function = function.func if isinstance(function, partial) else function
     if not isinstance(function, FunctionType) or id(function) in seen:
         return
     seen.add(id(function))
-    used = getclosurevars(function)
+    used, cells = (
+        getclosurevars(function),
+        zip(function.__code__.co_freevars, function.__closure__ or (), strict=True),
+    )
+    yield from (_Variable(cell, name, used.nonlocals[name]) for name, cell in cells if name in used.nonlocals)
+    yield from (_Variable(function.__globals__, name, value) for name, value in used.globals.items())
     for one in (*used.nonlocals.values(), *used.globals.values()):
         if isinstance(one, FunctionType) and one.__module__ == function.__module__:
-            yield from _reached(one, seen)
-        elif _has_attributes(one):
-            yield one
+            yield from _variables(one, seen)
 
 
 def call(module: nn.Module, inputs: Any) -> Any:
@@ -375,9 +408,23 @@ def loss_of(outputs: Any, targets: Any, loss: Callable[[Any, Any], Tensor] | Non
 
 @contextmanager
 def _reading_updates() -> Iterator[None]:
-    """Count numbers that optimizers read, such as their steps, as numbers that change no memory."""
+    """Count numbers that optimizers read, such as their steps, as numbers that change no memory.
+
+    Raises:
+        UsageError: an optimizer repeats forwards as it needs, as `LBFGS` does.
+    """
     stack = ExitStack()
-    before = register_optimizer_step_pre_hook(lambda *_: stack.enter_context(updating()))
+
+    def begin(optimizer: Optimizer, *_: Any) -> None:
+        closure = signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is Parameter.empty:
+            raise UsageError(
+                f"{kind_of(optimizer)} chooses by values how often it calls its closure, so no dry run has its peak: "
+                "use an optimizer that steps once"
+            )
+        stack.enter_context(updating())
+
+    before = register_optimizer_step_pre_hook(begin)
     after = register_optimizer_step_post_hook(lambda *_: stack.pop_all().close())
     try:
         with stack:
