@@ -32,9 +32,8 @@ class PlannedForward:
         self.inner: Callable[..., Any] = module.forward
         functools.update_wrapper(self, self.inner)
         # A model that is compiled later has a graph break here
-        self._eager = torch.compiler.disable(
-            self._call, reason="pipefit recomputes or offloads this submodule"
-        )
+        why = "pipefit recomputes or offloads this submodule"
+        self._eager = torch.compiler.disable(self._call, reason=why)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._eager(*args, **kwargs)
