@@ -114,6 +114,14 @@ def test_groups_of_replicas_need_what_one_group_needs(file: Path) -> None:
     assert rates[1] == pytest.approx(2 * rates[0], rel=0.01)
 
 
+def test_torchtitan_has_autocast_on_one_device(file: Path) -> None:
+    """Only shards have half-precision copies of single-precision weights."""
+    (file.parent / "t.toml").write_text("[training]\nlocal_batch_size = 2\nseq_len = 64\n")
+    recipe = read(str(file.parent / "t.toml"), str(file.parent / "llama"))
+    found = [answer(recipe, devices(count, 1024)).written.plan.training.precision for count in (1, 2)]
+    assert found == ["mixed-bfloat16", "master-bfloat16"]
+
+
 def test_dropped_inputs_of_adapters_are_kept(file: Path) -> None:
     """A share of dropout adds their copies and masks."""
     pytest.importorskip("peft")

@@ -241,7 +241,9 @@ def test_older_names_and_pipelines_of_torchtitan(tmp_path: Path) -> None:
     text = TITAN.replace("[parallelism]", 'dtype = "bfloat16"\n[parallelism]')
     assert written(tmp_path, text, "t.toml").precision == "bfloat16"
     text = TITAN.replace("[parallelism]", "[parallelism]\ndata_parallel_shard_degree = 1")
-    assert fields(written(tmp_path, text, "t.toml"), "precision", "shard") == ("mixed-bfloat16", "none")
+    assert fields(written(tmp_path, text, "t.toml"), "precision", "shard") == ("float32", "none")
+    alone = text.replace("tensor_parallel_degree = 2", "tensor_parallel_degree = 1")
+    assert fields(written(tmp_path, alone, "t.toml"), "precision", "shard") == ("mixed-bfloat16", "none")
     with pytest.raises(UsageError, match=r"shard_degree must be a whole number"):
         written(tmp_path, text.replace("shard_degree = 1", "shard_degree = 1.5"), "t.toml")
 

@@ -147,14 +147,19 @@ def _answered(
     recipe: Recipe, cluster: Cluster, profiles: Callable[[Precision], OnDemand], progress: Progress | None
 ) -> RecipeAnswer:
     """Return the answer by profiles of the recipe's task in the precisions of its changes."""
-    written = _variant(recipe, cluster, profiles(recipe.precision))
+
+    def profiled(of: Recipe) -> OnDemand:
+        alone = of.unshared if _replicas(of, cluster) == 1 else None
+        return profiles(alone or of.precision)
+
+    written = _variant(recipe, cluster, profiled(recipe))
     changed = list[Variant]()
     if not written.fits:
         for changes, other in _changes(recipe, _replicas(recipe, cluster) * _copies(recipe, cluster)):
             if progress is not None:
                 progress(len(changed), 0, f"trying {', '.join(changes)}")
             with suppress(UsageError):  # state that cannot be divided or moved
-                changed.append(_variant(other, cluster, profiles(other.precision), changes))
+                changed.append(_variant(other, cluster, profiled(other), changes))
     changed.sort(
         key=lambda variant: (not variant.fits, variant.step_seconds if variant.fits else variant.need_bytes)
     )

@@ -679,9 +679,13 @@ def _torchtitan(keys: Keys, base: str | None, reread: Reread) -> Recipe:
     precision: Precision = "float32"
     if keys.get("training.dtype") == "bfloat16":
         precision = "bfloat16"
-    elif half == "bfloat16":
-        precision = "mixed-bfloat16" if shards == 1 else "master-bfloat16"  # autocast without shards
+    elif half == "bfloat16" and shards != 1:
+        precision = "master-bfloat16"
     stages = keys.count("parallelism.pipeline_parallel_degree", 1)
+    tensor = keys.count("parallelism.tensor_parallel_degree", 1)
+    unshared = precision  # without shards: autocast, but in single precision if a replica has several devices
+    if precision != "bfloat16":
+        unshared = "mixed-bfloat16" if half == "bfloat16" and stages == tensor == 1 else "float32"
     older = "training.batch_size"
     size = older if older in keys else "training.local_batch_size"
     local = keys.count(size, 8)
@@ -702,14 +706,15 @@ def _torchtitan(keys: Keys, base: str | None, reread: Reread) -> Recipe:
         samples=samples,
         accumulation=count if batch == -1 else None,
         global_batch=None if batch == -1 else keys.count("training.global_batch_size", 1),
-        precision=precision,
+        precision=unshared if shards == 1 else precision,
+        unshared=unshared,
         optimizer=_optimizer(keys, "optimizer.name", "AdamW"),
         recompute=mode == "full",
         shard="none" if shards == 1 else "gradients" if keeps else "parameters",
         offload="parameters" if keys.get("training.enable_cpu_offload") else "none",
         replicas=copies if shards == 1 else None if shards == -1 else shards,
         copies=1 if shards == 1 else copies,
-        tensor=keys.count("parallelism.tensor_parallel_degree", 1),
+        tensor=tensor,
         stages=stages,
         schedule="torchgpipe" if schedule == "gpipe" else "1f1b",
         edits={

@@ -54,6 +54,7 @@ class Recipe:
     accumulation: int | None = None
     global_batch: int | None = None
     precision: Precision
+    unshared: Precision | None = None  # of a replica without others, if it differs
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
     adapters: Adapters | None = None
     recompute: bool = False
