@@ -48,6 +48,9 @@ SLOW = (
     "docs/planners/additive.md",
     "docs/planners/mcap_bf.md",
     "docs/models.md",
+    "docs/choosing.md",
+    "docs/export.md",
+    "docs/sharding.md",
 )
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = ("sh", "console")

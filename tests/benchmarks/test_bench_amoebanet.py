@@ -110,6 +110,7 @@ def test_the_edges_are_certified(recompute: Recompute) -> None:
         assert (row.certified, row.off_plan_bytes) == (True, 0)
 
 
+@pytest.mark.gallery
 def test_parameters_are_those_of_the_module() -> None:
     """Parameters are counted on the model, and so is their ratio."""
     rows = {row.partitioner: row for row in found("except_last").largest}

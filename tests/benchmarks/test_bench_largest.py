@@ -106,6 +106,7 @@ def test_a_plan_fits_if_and_only_if_it_trains(recompute: Recompute) -> None:
     assert all(row.trained_bytes == row.dry_run_bytes for row in rows)
 
 
+@pytest.mark.gallery
 def test_the_allocator_agrees() -> None:
     """By the allocator's account our largest F needs at most the available memory, and the next one more."""
     best = found("except_last")[0].filters

@@ -59,6 +59,7 @@ def gpus() -> Iterator[None]:
         yield
 
 
+@pytest.mark.gallery
 def test_a_script_may_plan_certify_and_profile_before_it_trains() -> None:
     """An error does not leave a fake GPU either; results equal those of a process that has one."""
     done = subprocess.run(

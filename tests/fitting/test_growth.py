@@ -108,6 +108,7 @@ def check_certified(fit: Fit, growth: Growth) -> None:
         assert all(d.peak_bytes <= d.budget_bytes for d in trace.devices) == fits == attempt.fits
 
 
+@pytest.mark.gallery
 def test_the_neighbours_are_profiled_once() -> None:
     """Neighbours are tried by fast plans and by full ones, with the same profiles."""
     demand, made = (
@@ -162,6 +163,7 @@ def test_the_largest_setting_is_that_of_trying_all() -> None:
     assert fit.best.parameters == sum(parameter.numel() for parameter in module.parameters())
 
 
+@pytest.mark.gallery
 def test_joint_makes_larger_models_fit_than_splits_alone() -> None:
     """`joint` is the default planner; its answer is certified with all recomputation, offload and host
     updates.
@@ -196,6 +198,7 @@ def test_growth_needs_no_more_devices_than_the_overview_shows() -> None:
     assert moved == {"optimizer", "parameters", "gradients"}
 
 
+@pytest.mark.gallery
 def test_alternatives_are_those_of_the_answer_alone() -> None:
     """Alternatives are searched once, for any number of tried values, and are those of the answer's plan."""
     demand = Demand(cluster=Cluster.emulated((2, 12 * KIB)), options=PlanOptions(batch_size=4, **ALONE))
