@@ -273,43 +273,69 @@ def _loss_name(number: int) -> str:
 # copy can be traced and run.
 
 _COUNTS = ("layer", "block", "depth")  # in the names of settings that hold a number of blocks
-_ENOUGH = 2  # blocks of a kind: the second takes what the first returns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EqualBlocks:
-    """A list of blocks of a model, by its path, and the names of the blocks that a copy leaves out."""
+    """A list of blocks of a model, by its path, with their names, and those that a copy leaves out.
+
+    `stand_ins` maps the left-out blocks, and the last blocks of their kinds before them, to blocks of the copy
+    that compute the same between equal neighbours; it is empty if kinds do not alternate evenly.
+    """
 
     path: str
-    blocks: int
+    names: tuple[str, ...]
     left_out: tuple[str, ...]
+    stand_ins: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         return f"{self.kept} of {self.blocks} blocks{f' of {self.path}' if self.path else ''}"
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of the model."""
+        return len(self.names)
 
     @property
     def kept(self) -> int:
         """Number of blocks in a copy."""
         return self.blocks - len(self.left_out)
 
+    @property
+    def around(self) -> str:
+        """The beginning of all paths of blocks."""
+        return f"{self.path}." if self.path else ""
+
+    def block(self, path: str) -> str:
+        """Return the name of the block at `path`, around it, or of the layer with that name; empty if none is."""
+        if not path.startswith(self.around):
+            return ""
+        name = plain(path)[len(self.around) :].partition(".")[0]
+        return name if name in self.names else ""
+
     def leaves_out(self, path: str) -> bool:
         """Return whether a copy leaves out the module at `path`, or the layer with that name."""
-        around, inside = f"{self.path}." if self.path else "", plain(path)
-        return inside.startswith(around) and inside[len(around) :].partition(".")[0] in self.left_out
+        return self.block(path) in self.left_out
 
 
-def rows_of(module: nn.Module) -> list[EqualBlocks]:
-    """Return the lists of blocks that a copy can shorten, except lists in left-out blocks."""
+def rows_of(module: nn.Module, enough: int = 2) -> list[EqualBlocks]:
+    """Return the lists of blocks that a copy can shorten to `enough` blocks of a kind, except lists in left-out
+    blocks.
+    """
     result = list[EqualBlocks]()
     for path, part in module.named_modules():
         if isinstance(part, nn.ModuleList | nn.Sequential) and not any(
             row.leaves_out(path) for row in result
         ):
             names = tuple(part._modules)
-            superfluous = _superfluous(_kinds(list(part._modules.values())))
+            kinds = _kinds(list(part._modules.values()))
+            superfluous = _superfluous(kinds, enough)
             if superfluous:
                 left_out = names[superfluous.start : superfluous.stop]
-                result.append(EqualBlocks(path=path, blocks=len(names), left_out=left_out))
+                pairs = tuple(
+                    (names[one], names[other]) for one, other in _stand_ins(kinds, superfluous).items()
+                )
+                result.append(EqualBlocks(path=path, names=names, left_out=left_out, stand_ins=pairs))
     return result
 
 
@@ -346,15 +372,32 @@ def _settings_around(path: str, original: nn.Module, own: nn.Module) -> Iterator
                 yield settings
 
 
-def _superfluous(kinds: Sequence[object]) -> range:
-    """Return the longest run of blocks with `_ENOUGH` blocks of their kinds before it, or an empty range.
+def _stand_ins(kinds: Sequence[object], left_out: range) -> dict[int, int]:
+    """Return the blocks that stand for the left-out ones, and for the last ones before them, by number.
+
+    The last left-out blocks, whose neighbours are others, become the last blocks before the run.
+    """
+    last = len({kinds[number] for number in left_out})
+    first = left_out.start - last
+    result = {number: number - len(left_out) for number in left_out[-last:]}
+    before = {kind: number for number, kind in enumerate(kinds[: max(first, 0)])}
+    if any(kinds[one] != kinds[other] for one, other in result.items()):
+        return {}
+    inside = range(first, left_out.stop - last)
+    if any(kinds[number] not in before for number in inside):
+        return {}
+    return {number: before[kinds[number]] for number in inside} | result
+
+
+def _superfluous(kinds: Sequence[object], enough: int) -> range:
+    """Return the longest run of blocks with `enough` blocks of their kinds before it, or an empty range.
 
     It is a single run, and a late one, because models also look blocks up by number.
     """
     result, before = range(0), Counter[object]()
     for start, kind in enumerate(kinds):
         stop = start
-        while stop < len(kinds) and before[kinds[stop]] >= _ENOUGH:
+        while stop < len(kinds) and before[kinds[stop]] >= enough:
             stop += 1
         result = max(result, range(start, stop), key=len)
         before[kind] += 1

@@ -7,13 +7,13 @@ such as the largest microbatch, use `largest.search`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import TypedDict
+from functools import cached_property, partial
+from typing import NamedTuple, TypedDict
 
-from pipefit.capture import Task
+from pipefit.capture import EqualBlocks, Task
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.chain import Chains
 from pipefit.fake_cuda.fingerprint import precision_of
@@ -34,7 +34,7 @@ from pipefit.planner import (
     with_slices,
 )
 from pipefit.planner.common_plans import common_plans
-from pipefit.profiler import OnDemand, Progress, profiled_beside
+from pipefit.profiler import OnDemand, Progress, profiled_beside, same_costs, stretched, with_few_blocks
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.fit import (
     HOWS,
@@ -133,13 +133,13 @@ def _looked_at(
         many=len(chain.layers) > _MANY_LAYERS,
     )
     own = precision_of(model, chain)
-    (others,) = profiled_beside(kernels, lambda: tuple(_others(model, own, look, kernels, threads)))
+    (others,) = profiled_beside(kernels, lambda: _others(model, own, kernels, threads))
     reaches = tuple(look.reach(count) for count in look.counts)
     result = Overview(
         cluster=cluster,
         sizes=look.seen,
         reaches=reaches,
-        precisions=(look.in_precision(own), *others()),
+        precisions=tuple(_in_precisions(model, own, look, others(), kernels, threads)),
         replicated=tuple(look.replicated()),
         filled={},
         loss_bytes=_loss_bytes(look.profiles(1)),
@@ -375,20 +375,68 @@ def _state(measured: Measurement) -> tuple[int, int, int]:
     )
 
 
-def _others(task: Task, own: Precision, look: _Look, target: Target, threads: int) -> Iterator[InPrecision]:
-    """Yield the usual precisions other than the task's own."""
+class _Others(NamedTuple):
+    """Profiles of one sample in the usual precisions: of the model in other than its own or, if there are
+    `shortened` lists of equal blocks, of a copy in all.
+    """
+
+    profiles: Mapping[Precision, ModelProfile]
+    shortened: Sequence[EqualBlocks] = ()
+
+
+def _others(task: Task, own: Precision, target: Target, threads: int) -> _Others:
+    """Return profiles of a copy of the model with fewer equal blocks, or else of the model."""
+    with suppress(UsageError):  # reported where the model is profiled
+        few = with_few_blocks(task, target)
+        if few is not None:
+            as_given = OnDemand(few[0], target=target, threads=threads)(1)
+            return _Others({own: as_given} | dict(_profiled(few[0], _without(own), target, threads)), few[1])
+    return _Others(dict(_profiled(task, _without(own), target, threads)))
+
+
+def _without(own: Precision) -> list[Precision]:
+    return [precision for precision in _PRECISIONS if precision != own]
+
+
+def _profiled(
+    task: Task, precisions: Iterable[Precision], target: Target, threads: int
+) -> Iterator[tuple[Precision, ModelProfile]]:
+    """Yield profiles of one sample in the precisions that the model allows."""
     chains = dict[object, Chains]()
-    for precision in (other for other in _PRECISIONS if other != own):
+    for precision in precisions:
         cast = replace(task, precision=precision)
         types = cast.dtype, cast.autocast
         known = chains[types].also_for(cast) if types in chains else Chains(cast, (1,))
         chains[types] = known
         profiles = OnDemand(cast, target=target, threads=threads, chains=known)
-        try:
-            profiles(1)
-        except UsageError:  # the model cannot be cast, or its optimizer keeps no master weights
-            continue
-        yield replace(look, profiles=profiles, say=_silent, known={}).in_precision(precision)
+        with suppress(UsageError):  # the model cannot be cast, or its optimizer keeps no master weights
+            yield precision, profiles(1)
+
+
+def _in_precisions(
+    task: Task, own: Precision, look: _Look, others: _Others, target: Target, threads: int
+) -> Iterator[InPrecision]:
+    """Yield the model in its own precision and in the usual ones; it is profiled where it differs from its copy."""
+    yield look.in_precision(own)
+    profiles = dict(others.profiles)
+    if others.shortened:
+        few = dict[Precision, ModelProfile]()
+        for precision, one in profiles.items():
+            with suppress(UsageError):
+                few[precision] = stretched(one, others.shortened)
+        repeats = own in few and same_costs(few[own], look.profiles(1))
+        missing = [precision for precision in _without(own) if not repeats or precision not in few]
+        profiles = (few if repeats else {}) | dict(_profiled(task, missing, target, threads))
+    for precision in _without(own):
+        if precision in profiles:
+            found = replace(look, profiles=partial(_given, profiles[precision]), say=_silent, known={})
+            yield found.in_precision(precision)
+
+
+def _given(profile: ModelProfile, size: int) -> ModelProfile:
+    """Return the profile of one sample, the only `size` asked for."""
+    assert size == 1
+    return profile
 
 
 def _filled(limiting: Attempt) -> dict[Category, int]:

@@ -13,7 +13,15 @@ from pipefit.fake_cuda.isolation import apart
 from pipefit.profiler.fake import Progress, profile_sizes
 from pipefit.profiler.feedback import measured_coupling, statistics_written, with_coupling
 from pipefit.profiler.measured import add_seconds
-from pipefit.profiler.on_demand import NotRepeated, OnDemand, Repeated, profiled_beside, same_costs
+from pipefit.profiler.on_demand import (
+    NotRepeated,
+    OnDemand,
+    Repeated,
+    profiled_beside,
+    same_costs,
+    stretched,
+    with_few_blocks,
+)
 from pipefit.profiler.pass_meter import PassMeter
 from pipefit.schema.profile import MOST_THREADS, ModelProfile, Target
 from pipefit.schema.validation import instance, whole
@@ -28,6 +36,8 @@ __all__ = [
     "profiled_beside",
     "same_costs",
     "statistics_written",
+    "stretched",
+    "with_few_blocks",
 ]
 
 

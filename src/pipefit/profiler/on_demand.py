@@ -12,23 +12,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
+from torch import nn
 
-from pipefit.capture import Chain, Task, recording
-from pipefit.fake_cuda.chain import Chains
+from pipefit.capture import Chain, EqualBlocks, Task, recording, rows_of, with_fewer_blocks
+from pipefit.fake_cuda.chain import Chains, built_without_bytes
 from pipefit.fake_cuda.target import FakeTarget, run_a_backward
 from pipefit.processes import beside, forks_left
 from pipefit.profiler.fake import Progress, profile_sizes
 from pipefit.profiler.feedback import measured_coupling, with_coupling
-from pipefit.schema.layer_costs import SharedBuffer, SharedParameter
+from pipefit.schema.layer_costs import LayerCost, SharedBuffer, SharedParameter
 from pipefit.schema.profile import MOST_THREADS, Block, Measurement, ModelProfile, Target
 from pipefit.schema.validation import whole
 from pipefit.texts import counted
 
 T = TypeVar("T")
 
+_MOST_KEPT = 0.7  # share of blocks of a copy, which is profiled once more than the model would be
 _MANY = 3  # cores, at least, to profile in another process
 
 _Wanted = tuple[int, tuple[int, ...], bool]  # microbatch size, numbers of ranks, sequence parallelism
@@ -236,16 +238,174 @@ class Repeated:
         return found
 
 
+def with_few_blocks(task: Task, target: Target) -> tuple[Task, tuple[EqualBlocks, ...]] | None:
+    """Return a copy of `task` with three blocks of every kind, so that one is between equal blocks, and the lists
+    that it shortens; None if that leaves most of their blocks.
+
+    Raises:
+        UsageError: the model cannot be built.
+    """
+    with _profiling():
+        module = task.module
+        if not isinstance(module, nn.Module):
+            with FakeTarget(target) as fake:
+                module = built_without_bytes(replace(task, precision=None), fake)
+        rows = rows_of(module, 3)
+        outermost = tuple(row for row in rows if not any(_is_inside(row.path, other.path) for other in rows))
+        most = _MOST_KEPT * sum(row.blocks for row in outermost)
+        if not all(row.stand_ins for row in outermost) or sum(row.kept for row in outermost) >= most:
+            return None
+        few = with_fewer_blocks(replace(task, module=module), outermost)
+    return replace(few, name=task.name), outermost
+
+
+def _is_inside(path: str, around: str) -> bool:
+    return path != around and path.startswith(f"{around}." if around else "")
+
+
+def stretched(few: ModelProfile, rows: Sequence[EqualBlocks]) -> ModelProfile:
+    """Return the profile of a model, but for its fingerprint, from that of `with_few_blocks`.
+
+    It is exact if the model repeats itself, which the caller checks in one precision (`same_costs`).
+
+    Raises:
+        UsageError: layers do not pass on what equal blocks would take.
+    """
+    layers, blocks = _spread(few.layers, rows), _spread([block.name for block in few.blocks], rows)
+    (measured,) = few.measurements
+    digests = few.fingerprint.layers, few.fingerprint.parameters
+    of_layers, of_parameters = (tuple(one[layer.place] for layer in layers) for one in digests)
+    kinds: dict[LayerCost, int] = {}
+    numbers = [
+        kinds.setdefault(_in_block(measured.costs[layer.place], layer), len(kinds)) for layer in layers
+    ]
+    return replace(
+        few,
+        layers=tuple(layer.name for layer in layers),
+        blocks=tuple(replace(few.blocks[block.place], name=block.name) for block in blocks),
+        fingerprint=replace(few.fingerprint, layers=of_layers, parameters=of_parameters),
+        measurements=(
+            replace(
+                measured,
+                kinds=tuple(kinds),
+                layers=tuple(numbers),
+                shared=_spread_shared(measured.shared, layers),
+                shared_buffers=_spread_shared(measured.shared_buffers, layers),
+            ),
+        ),
+    )
+
+
+class _Spread(NamedTuple):
+    """A layer or block of a model: its name, the place in the copy of the one that stands for it, and the beginnings
+    of names in the block of the copy, and in that of the model.
+    """
+
+    name: str
+    place: int
+    source: str = ""
+    block: str = ""
+
+
+def _spread(names: Sequence[str], rows: Sequence[EqualBlocks]) -> list[_Spread]:
+    """Return the layers or blocks of a model for those of a copy."""
+    result = [_Spread(name, place) for place, name in enumerate(names)]
+    for row in rows:
+        blocks = [row.block(one.name) for one in result]
+        inside = [number for number, block in enumerate(blocks) if block]
+        if not inside:
+            continue
+        start, stop, current = inside[0], inside[-1] + 1, ""
+        runs: dict[str, list[_Spread]] = {}
+        for one, block in zip(result[start:stop], blocks[start:stop], strict=True):
+            current = block or current
+            runs.setdefault(current, []).append(one)
+        stand_ins = dict(row.stand_ins)
+        every = (
+            _Spread(_renamed(one.name, *beginnings), one.place, *beginnings)
+            for name in row.names
+            for beginnings in [(row.around + stand_ins.get(name, name), row.around + name)]
+            for one in runs.get(stand_ins.get(name, name), ())
+        )
+        result = [*result[:start], *every, *result[stop:]]
+    return list(_numbered(result))
+
+
+def _numbered(names: Iterable[_Spread]) -> Iterator[_Spread]:
+    """Yield the layers or blocks with new numbers for names that are repeated, as a trace gives them."""
+    met: dict[str, int] = {}
+    for one in names:
+        name = one.name.partition("@")[0]
+        count = met[name] = met.get(name, -1) + 1
+        yield one._replace(name=f"{name}@{count}" if count else name)
+
+
+def _in_block(cost: LayerCost, layer: _Spread) -> LayerCost:
+    """Return the cost with the names that parameters have in the block of the model."""
+    if layer.source == layer.block or not any(one.name.startswith(layer.source) for one in cost.parameters):
+        return cost
+    beginnings = layer.source, layer.block
+    named = (replace(one, name=_renamed(one.name, *beginnings)) for one in cost.parameters)
+    return replace(cost, parameters=tuple(named))
+
+
+def _renamed(name: str, source: str, block: str) -> str:
+    return block + name[len(source) :] if name.startswith(source) else name
+
+
+def _spread_shared(shared: Sequence[S], layers: Sequence[_Spread]) -> tuple[S, ...]:
+    """Return shared tensors of a model: those of layers of one block in each block that it stands for."""
+    result = list[S]()
+    for tensor in shared:
+        few = set(tensor.users)
+        every = [number for number, layer in enumerate(layers) if layer.place in few]
+        users: dict[tuple[str, str], list[int]] = {}
+        for number in every:
+            users.setdefault((layers[number].source, layers[number].block), []).append(number)
+        places = [{layers[number].place for number in numbers} for numbers in users.values()]
+        is_inside = ("", "") not in users and all(own == few for own in places)
+        for beginnings, numbers in (users if is_inside else {("", ""): every}).items():
+            named = replace(tensor, name=_renamed(tensor.name, *beginnings), users=tuple(numbers))
+            if isinstance(named, SharedParameter):
+                copying, cast_only = (
+                    tuple(number for number in numbers if layers[number].place in some)
+                    for some in (named.copying, named.cast_only)
+                )
+                named = replace(named, copying=copying, cast_only=cast_only)
+            result.append(named)
+    return tuple(sorted(result, key=_first_user))
+
+
+def _first_user(tensor: SharedParameter | SharedBuffer) -> int:
+    """Return the first layer that holds the tensor."""
+    return tensor.users[0]
+
+
 def same_costs(profile: ModelProfile, other: ModelProfile) -> bool:
-    """Whether two profiles say the same of every layer, whatever their fingerprints."""
-    return _costs(profile) == _costs(other)
+    """Whether two profiles say the same of every layer, whatever their fingerprints and the order of kinds."""
+    one, another = (
+        (
+            each.model,
+            each.layers,
+            each.blocks,
+            each.assumptions,
+            {m.way: _without_kinds(m) for m in each.measurements},
+        )
+        for each in (profile, other)
+    )
+    if one != another:
+        return False
+    ways = {measured.way: measured for measured in other.measurements}
+    pairs = ((measured, ways[measured.way]) for measured in profile.measurements)
+    return all(
+        few.kinds[first] == many.kinds[second]
+        for few, many in pairs
+        for first, second in {*zip(few.layers, many.layers, strict=True)}
+    )
 
 
-def _costs(profile: ModelProfile) -> object:
-    ways = {
-        measured.way: replace(measured, sizes="", forms="", shares=None) for measured in profile.measurements
-    }
-    return profile.model, profile.layers, profile.blocks, profile.assumptions, ways
+def _without_kinds(measured: Measurement) -> object:
+    return len(measured.layers), measured.loss, measured.shared, measured.shared_buffers
 
 
 def _growing(first: ModelProfile, second: ModelProfile, third: ModelProfile) -> _Insertion:
