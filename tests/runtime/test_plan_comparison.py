@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from pipefit.capture import Task, capture
 from pipefit.capture.comparison import NotComparable
 from pipefit.capture.model import built
-from pipefit.capture.plain_training import DrawRecording, Draws
+from pipefit.capture.plain_training import DrawRecording, Draws, MeanDraws, Replaying
 from pipefit.capture.sample import sample
 from pipefit.errors import PipefitWarning, UsageError
 from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions
@@ -434,3 +434,26 @@ def test_attention_without_dropout_draws_nothing() -> None:
         torch.nn.functional.scaled_dot_product_attention(query, query, query)
         torch.dropout(query, 0.5, True)
     assert len(draws.of["key"]) == 1
+
+
+@pytest.mark.parametrize("inplace", (False, True))
+def test_slopes_of_a_randomized_relu_are_replayed(inplace: bool) -> None:
+    """A randomized ReLU writes its slopes into an argument, which its backward reads: they are replayed too."""
+    draws, start = Draws(), torch.randn(40)
+
+    def forward_backward() -> tuple[Tensor, Tensor]:
+        x = start.clone().requires_grad_()
+        y = F.rrelu(x * 1, training=True, inplace=inplace)
+        y.sum().backward()
+        assert x.grad is not None
+        return y.detach(), x.grad
+
+    with DrawRecording(draws, "key"):
+        first = forward_backward()
+    with Replaying(draws.joined([["key"]])):
+        again = forward_backward()
+    with MeanDraws():
+        mean, slopes = forward_backward()
+    assert all(map(torch.equal, first, again))
+    assert slopes.unique().tolist() == pytest.approx([(1 / 8 + 1 / 3) / 2, 1])
+    assert torch.allclose(mean, start * slopes)

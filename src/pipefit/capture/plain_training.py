@@ -30,6 +30,7 @@ from pipefit.torch_internals import TorchDispatchMode, pytree
 
 _aten = torch.ops.aten
 _DROPOUT = _aten.native_dropout.default
+_RRELU = {_aten.rrelu_with_noise.default, _aten.rrelu_with_noise_.default}  # write slopes into an argument
 _MODES, _SHARES = ("train", "training"), ("p", "dropout_p", "dropout")  # names of arguments
 
 
@@ -78,7 +79,7 @@ class DrawRecording(_Mode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if draws(func, args, kwargs or {}):
-            drawn = result[1] if func is _DROPOUT else result
+            drawn = result[1] if func is _DROPOUT else args[1] if func in _RRELU else result
             self.draws.of.setdefault(self.key, []).append(_alone(func, drawn).detach().clone())
         return result
 
@@ -98,6 +99,8 @@ class Replaying(_Mode):  # type: ignore[no-untyped-call]
         drawn = self.drawn.popleft()
         if func is _DROPOUT:
             return args[0] * drawn / (1 - args[1]), drawn
+        if func in _RRELU:
+            drawn = args[0] * args[1].copy_(drawn)
         if _is_in_place(func):
             return args[0].copy_(drawn)
         return drawn.clone()
@@ -112,6 +115,9 @@ class MeanDraws(_Mode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if func is _DROPOUT:
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if func in _RRELU:
+            slopes = torch.where(args[0] > 0, 1.0, (args[2] + args[3]) / 2)
+            return Replaying(deque([slopes])).__torch_dispatch__(func, types, args, kwargs)
         result = _alone(func, func(*args, **kwargs))
         match func.overloadpacket:
             case _aten.bernoulli_ if isinstance(args[1] if len(args) > 1 else 0.5, float):
