@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from pipefit.errors import PipefitWarning
+from pipefit.errors import PipefitWarning, UsageError
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.measure import kernels as cache_module
 from pipefit.measure import kernels as kernels_module
@@ -242,6 +243,18 @@ def test_indices_and_masks_that_change_nothing_are_known() -> None:
         (aten.nll_loss_forward.default, x, torch.zeros(4, dtype=torch.long), None, 1, -100),
     ):
         assert met(Kernels(1), func, *args).peak_bytes is not None
+
+
+@pytest.mark.parametrize("damage", [{"dtype": "complex64"}, {"shape": (3, 3)}, {"strides": (-1, 2)}], ids=str)
+def test_impossible_results_of_a_damaged_profile_are_refused(damage: dict[str, Any]) -> None:
+    """A profile whose kernel has results of another dtype, shape or direction is refused."""
+    layout = Layout(shape=(2, 3), strides=(1, 2), offset=4, storage=0, storage_bytes=400, dtype="float32")
+    kernel = Kernel(
+        operation="aten.relu.default(float32[2x3])", peak_bytes=400, results=(replace(layout, **damage),)
+    )
+    meter = Meter(0, kernels=Kernels(1, KernelMemory(kernels=(kernel,))))
+    with FakeTarget("cpu"), meter, pytest.raises(UsageError, match=r"relu.*has impossible results"):
+        torch.empty(2, 3).relu()
 
 
 def test_fake_results_lie_as_the_kernels_do() -> None:

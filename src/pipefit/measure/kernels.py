@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from pipefit.errors import PipefitError, PipefitWarning
+from pipefit.errors import PipefitError, PipefitWarning, UsageError, first_line
 from pipefit.schema.file_access import NO_LINK, replace_file
 from pipefit.schema.json_text import adapter
 from pipefit.schema.layer_costs import Kernel, KernelMemory, Layout
@@ -238,6 +238,9 @@ def relaid(out: Any, layouts: tuple[Layout | None, ...]) -> Any:
     return _relaid(out, iter(layouts), {})
 
 
+_FLOATS = {"float64", "float32", "float16", "bfloat16"}  # the rules of fake tensors may name another one
+
+
 def _relaid(out: Any, layouts: Iterator[Layout | None], storages: dict[int, Tensor]) -> Any:
     if isinstance(out, (tuple, list)):
         return type(out)([_relaid(part, layouts, storages) for part in out])
@@ -246,6 +249,9 @@ def _relaid(out: Any, layouts: Iterator[Layout | None], storages: dict[int, Tens
         return out
     if layout.storage not in storages:
         storages[layout.storage] = torch.empty(layout.storage_bytes, dtype=torch.uint8, device=out.device)
+    dtypes = {layout.dtype, dtype_name(out.dtype)}
+    if layout.shape != tuple(out.shape) or (len(dtypes) > 1 and not dtypes <= _FLOATS):
+        raise RuntimeError(f"{layout.dtype} {layout.shape} instead of {out.dtype} {tuple(out.shape)}")
     elements = storages[layout.storage].view(getattr(torch, layout.dtype))
     return elements.as_strided(layout.shape, layout.strides, layout.offset)
 
@@ -625,23 +631,33 @@ _NO_KERNELS = ("c10d", "_c10d", "prim", "profiler")  # communication, tensor met
 class Known:
     """A kernel in the form that a meter needs."""
 
-    __slots__ = ("_agrees", "_results", "peak_bytes")
+    __slots__ = ("_agrees", "_operation", "_results", "peak_bytes")
 
     def __init__(self, kernel: Kernel) -> None:
         self.peak_bytes, self._results = kernel.peak_bytes or 0, kernel.results
+        self._operation = kernel.operation
         self._agrees: bool | None = (
             None  # whether fake results have the kernel's layouts; None until compared
         )
 
     def laid_out(self, out: Any) -> Any:
-        """Return fake results with the kernel's layouts; real ones are returned unchanged."""
+        """Return fake results with the kernel's layouts; real ones are returned unchanged.
+
+        Raises:
+            UsageError: the layouts are not of these results, as in a damaged profile.
+        """
         if self._agrees or type(out) is Tensor:
             return out
         if self._agrees is None and agree(out, self._results):
             self._agrees = True
             return out
         self._agrees = False
-        return relaid(out, self._results)
+        try:
+            return relaid(out, self._results)
+        except RuntimeError as error:
+            raise UsageError(
+                f"by its profile, {self._operation} has impossible results ({first_line(error)}): profile again"
+            ) from error
 
 
 class Kernels:
