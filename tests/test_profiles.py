@@ -15,6 +15,7 @@ from pipefit.schema.layer_costs import (
     SharedBuffer,
     SharedParameter,
     Span,
+    Value,
     Work,
 )
 from pipefit.schema.profile import Block
@@ -96,6 +97,16 @@ def test_a_measurement_that_contradicts_itself_is_refused(given: dict[str, Any],
     """The message names the layer or the parameter, and the numbers."""
     with pytest.raises(UsageError, match=message):
         replace(MODEL, **given)
+
+
+@pytest.mark.parametrize(
+    "damage", [{"dtype": "float64"}, {"dtype": "int32"}, {"shape": (2, 4)}, {"nbytes": 25}], ids=str
+)
+def test_a_value_has_the_size_of_its_shape_and_a_gradient_if_its_numbers_can(damage: dict[str, Any]) -> None:
+    """Otherwise a dry run of a damaged profile would end in an error of torch."""
+    whole = Value(shape=(2, 3), dtype="float32", nbytes=24, requires_grad=True)
+    with pytest.raises(UsageError, match="no tensor of shape"):
+        replace(whole, **damage)
 
 
 def test_a_profile_names_each_layer_once_and_has_it_in_every_measurement() -> None:

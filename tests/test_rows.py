@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import lcm
+from math import lcm, prod
 
 import pytest
 
@@ -15,7 +15,7 @@ DEGREES = [(front, behind) for front in range(1, 7) for behind in range(1, 7)]
 
 def value(*shape: int) -> Value:
     """Return a value of this shape."""
-    return Value(shape=shape, dtype="float32", nbytes=4, requires_grad=True)
+    return Value(shape=shape, dtype="float32", nbytes=4 * prod(shape), requires_grad=True)
 
 
 @pytest.mark.parametrize(("front", "behind"), DEGREES)

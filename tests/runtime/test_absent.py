@@ -182,9 +182,9 @@ def test_where_no_value_decides_it_is_refused() -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
 def test_numbers_that_operations_make_are_gradients(dtype: str) -> None:
     """NaN gradients count too. If only some replicas sent gradients, the parts of the others are zeros."""
-    value = Value(shape=(4, 3), dtype=dtype, nbytes=0, requires_grad=True)
     known = profile(task_of(chosen), microbatch_size=SIZE)
     nan = torch.zeros(4, 3, dtype=getattr(torch, dtype)) / torch.zeros(4, 3, dtype=getattr(torch, dtype))
+    value = Value(shape=(4, 3), dtype=dtype, nbytes=nan.nbytes, requires_grad=True)
     (sent,) = to_send([None], [value], known, CPU)
     assert sent.shape == value.shape and received([sent.clone()], [value], known) == [None]
     for gradient in (nan, sent * 1, -sent, torch.ones_like(nan)):

@@ -436,7 +436,7 @@ def test_attention_without_dropout_draws_nothing() -> None:
     assert len(draws.of["key"]) == 1
 
 
-@pytest.mark.parametrize("inplace", (False, True))
+@pytest.mark.parametrize("inplace", [False, True])
 def test_slopes_of_a_randomized_relu_are_replayed(inplace: bool) -> None:
     """A randomized ReLU writes its slopes into an argument, which its backward reads: they are replayed too."""
     draws, start = Draws(), torch.randn(40)

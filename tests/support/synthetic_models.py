@@ -57,7 +57,7 @@ MADE_UP = Fingerprint(
 
 def value(nbytes: int, *, requires_grad: bool = True) -> Value:
     """Return a flat tensor of `nbytes`."""
-    return Value(shape=(nbytes,), dtype="uint8", nbytes=nbytes, requires_grad=requires_grad)
+    return Value(shape=(nbytes,), dtype="float8_e5m2", nbytes=nbytes, requires_grad=requires_grad)
 
 
 def parameter(name: str, nbytes: int, *, trainable: bool = True) -> Parameter:

@@ -11,10 +11,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
+from math import prod
 from typing import ClassVar, Literal, NamedTuple, NoReturn
 
 from pipefit.errors import UsageError
-from pipefit.schema.validation import check_dtype
+from pipefit.schema.validation import check_dtype, itemsize
 from pipefit.texts import counted
 
 # ---- Measured memory inside CPU kernel calls.
@@ -347,6 +348,9 @@ class Value:
     `nbytes` is its size when contiguous, which a transfer moves and a receiver allocates. An `unused` value
     requires a gradient, because it was computed from parameters, but gets none, because the loss does not
     depend on it.
+
+    Raises:
+        UsageError: the dtype is unknown, does not give the shape this size, or has no gradients.
     """
 
     shape: tuple[int, ...]
@@ -357,6 +361,14 @@ class Value:
 
     def __post_init__(self) -> None:
         check_dtype(self.dtype)
+        if self.nbytes != prod(self.shape) * itemsize(self.dtype) or (
+            self.requires_grad and not self.dtype.lstrip("b").startswith(("float", "complex"))
+        ):
+            gradient = "requires" if self.requires_grad else "does not require"
+            raise UsageError(
+                f"no tensor of shape {self.shape} and dtype {self.dtype} has {self.nbytes} bytes and "
+                f"{gradient} a gradient"
+            )
 
     @property
     def has_gradient(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import chain
+from re import search
 from types import UnionType
 from typing import Any, ClassVar, Literal, Union, cast, get_args, get_origin, get_type_hints
 
@@ -35,6 +36,12 @@ def check_dtype(name: str) -> None:
     """
     if name not in DTYPES:
         raise UsageError(unknown(f"{shortened(repr(name))} is not a dtype of torch", name, _USUAL))
+
+
+def itemsize(dtype: str) -> int:
+    """Return the bytes of an element of the dtype of this name."""
+    bits = search(r"\d+", dtype)
+    return max(1, int(bits[0]) // 8) if bits else 1
 
 
 # ----------------------------------------------------------------------------------------------------
