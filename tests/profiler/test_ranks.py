@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +17,15 @@ from pipefit.capture import Task
 from pipefit.cli import main
 from pipefit.errors import UsageError
 from pipefit.models import build
+from pipefit.planner import plan as planned
 from pipefit.profiler import profile
 from pipefit.profiler.on_demand import OnDemand
 from pipefit.report.show import describe
-from pipefit.schema.json_io import load
+from pipefit.runtime import certify
+from pipefit.schema.json_io import load, load_cluster
 from pipefit.schema.layer_costs import Collective
 from pipefit.schema.profile import Measurement, ModelProfile
+from pipefit.tensor_parallel import ShardedChain, shard_chain
 
 BATCH, SEQUENCE, HIDDEN, HEADS, WORDS, FLOAT = 2, 16, 64, 8, 50, 4
 VALUE = FLOAT * BATCH * SEQUENCE * HIDDEN
@@ -219,3 +223,42 @@ def test_a_printed_profile_says_what_is_divided() -> None:
     text = "\n".join(map(str, describe(gpt())))
     assert "2 tensor-parallel ranks shard 9" in text
     assert "on one of 4 tensor-parallel ranks" in text
+
+
+class Offset(nn.Module):
+    """Two linear layers that ranks divide, and a tensor in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+        self.offset = torch.ones(8)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the layers' output plus the tensor."""
+        result: torch.Tensor = self.layers(values) + self.offset
+        return result
+
+
+WEIGHTS = torch.ones(8)
+
+
+@pytest.mark.parametrize(
+    ("loss", "again"),
+    [(F.mse_loss, 0), (lambda outputs, targets: (WEIGHTS * (outputs - targets)).square().mean(), 1)],
+)
+def test_dry_runs_take_the_division_of_a_profile(
+    loss: Any, again: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the chains of a profile, a chain is not divided again, unless its loss holds tensors; peaks are equal."""
+    task = Task(Offset, batch=lambda size: (torch.randn(size, 8), torch.randn(size, 8)), loss=loss)
+    known = OnDemand(task, target="cuda", sizes=(1,))
+    made = planned(known(1, [2]), load_cluster("2x-rtx-3090"), microbatches=2, tensor=2, stages=1)
+    calls = list[object]()
+
+    def counted(*given: Any, **options: Any) -> ShardedChain:
+        calls.append(given)
+        return shard_chain(*given, **options)
+
+    monkeypatch.setattr("pipefit.runtime.dry_run.certify.shard_chain", counted)
+    trace = certify(task, made, chains=known.chains)
+    assert len(calls) == again and trace == certify(task, made) and len(calls) == again + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -117,6 +118,8 @@ class Chains:
         self._writes = True
         self._compared = set[int]()  # sizes whose derived chains equal their traces
         self._tells = False  # whether traces record lines of code, which takes time
+        # The divisions of profiled chains (`tensor_parallel`) by samples, ranks and sequence parallelism
+        self.divided: dict[tuple[int, int, bool], Any] = {}
 
     def also_for(self, task: Task) -> Chains:
         """Return the chains of a task that differs only in what a trace does not see, such as the

@@ -712,6 +712,7 @@ def profile_fake(
         values = tuple(map(fake.fake, chain.flatten(like[0])))
         targets = tuple(map(fake.fake, chain.flatten_targets(like[1])))
         divided = sharded_chains(chain, tensor, values, targets, sequences=sequences)  # before any layer runs
+        chains.divided.update({(microbatch_size, one.ranks, one.sequences): one for one in divided})
         whole = survey(
             task, kernels, chain, values, targets, progress, lambda layer: layers_again((layer,), fake)[0]
         )

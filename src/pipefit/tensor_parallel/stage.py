@@ -354,6 +354,15 @@ class ShardedChain:
         """Return a rank's shard of every tensor in the layers' state dicts, by its name in the model."""
         return self.stage.shards(rank)
 
+    def of_copy(self, chain: Chain) -> ShardedChain | None:
+        """Return the same division of a copy of the chain; None if the chain holds constants."""
+        stage = self.stage.stage.of_copy(chain)
+        if stage is None:
+            return None
+        return ShardedChain(
+            chain, ShardedStage(stage, self.stage.choice, self.ranks), sequences=self.sequences
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLoss:

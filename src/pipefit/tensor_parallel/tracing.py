@@ -76,6 +76,14 @@ class TracedStage:
         assert meaning is not None
         return self.binding.tensor(meaning.name)
 
+    def of_copy(self, chain: Chain) -> TracedStage | None:
+        """Return the graph with the tensors of a copy of its chain; None if some are not those of layers."""
+        binding = Binding(_TracedStage(chain.layers, chain, self.targets, self.edges), {})
+        needed = (meaning for node in self.graph.nodes if is_stored(node) and (meaning := role(node)))
+        if not all(meaning.kind != "module" and meaning.name in binding.tensors for meaning in needed):
+            return None
+        return replace(self, layers=tuple(chain.layers), binding=binding)
+
 
 def trace(
     layers: Sequence[ChainLayer],

@@ -425,6 +425,9 @@ class Rehearsal:
         @cache
         def divided(samples: int, ranks: int, sequences: bool) -> ShardedChain:
             chain, (inputs, targets) = self._chain(fake, samples), sample(self.task, samples)
+            known: ShardedChain | None = self.chains.divided.get((samples, ranks, sequences))
+            if known is not None and (copy := known.of_copy(chain)) is not None:
+                return copy
             given, wanted = chain.flatten(inputs), chain.flatten_targets(targets)
             fakes = tuple(map(fake.fake, given)), tuple(map(fake.fake, wanted))
             return shard_chain(chain, ranks, *fakes, sequences=sequences)
