@@ -238,7 +238,7 @@ def relaid(out: Any, layouts: tuple[Layout | None, ...]) -> Any:
     return _relaid(out, iter(layouts), {})
 
 
-_HALVES = (torch.float16, torch.bfloat16)  # of statistics by the rules of fake tensors, which kernels widen
+_FLOATS = {"float64", "float32", "float16", "bfloat16"}  # the rules of fake tensors may name another one
 
 
 def _relaid(out: Any, layouts: Iterator[Layout | None], storages: dict[int, Tensor]) -> Any:
@@ -249,8 +249,8 @@ def _relaid(out: Any, layouts: Iterator[Layout | None], storages: dict[int, Tens
         return out
     if layout.storage not in storages:
         storages[layout.storage] = torch.empty(layout.storage_bytes, dtype=torch.uint8, device=out.device)
-    dtypes = {dtype_name(out.dtype), "float32" if out.dtype in _HALVES else ""}
-    if layout.shape != tuple(out.shape) or layout.dtype not in dtypes:
+    dtypes = {layout.dtype, dtype_name(out.dtype)}
+    if layout.shape != tuple(out.shape) or (len(dtypes) > 1 and not dtypes <= _FLOATS):
         raise RuntimeError(f"{layout.dtype} {layout.shape} instead of {out.dtype} {tuple(out.shape)}")
     elements = storages[layout.storage].view(getattr(torch, layout.dtype))
     return elements.as_strided(layout.shape, layout.strides, layout.offset)
