@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from pipefit.capture import READINGS
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.measure import Kernels, Tracked
 from pipefit.own_loop.installing import FORWARD
@@ -113,8 +114,16 @@ def record(loop: Loop, target: Any, kernels: Kernels | None, kind: DeviceKind) -
         seconds=np.array(plain.seconds),
         ends=tuple(plain.ends),
         state_bytes=torch.get_rng_state().nbytes if counts else 0,
-        gap=KernelMemory(kernels=(*measured, *plain.assumed)).gap,
+        gap=_gap((*measured, *plain.assumed)),
     )
+
+
+def _gap(kernels: Sequence[Kernel]) -> str:
+    """Return what peaks assume, as a phrase; reading a number takes no memory, but conditions on it may."""
+    others = tuple(kernel for kernel in kernels if kernel not in READINGS)
+    if (gap := KernelMemory(kernels=others).gap) or len(others) == len(kernels):
+        return gap
+    return "the loop reads numbers from tensors, as item() does: every condition on them is counted as true"
 
 
 def _run(loop: Loop, target: Any, kernels: Kernels | None, kind: DeviceKind, *, saves: bool) -> _Recorder:
