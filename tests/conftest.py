@@ -78,6 +78,17 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+def pytest_collectstart() -> None:
+    """Seed torch before a module is imported: weights of models made there are the same in every run."""
+    torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Seed torch before each test and its fixtures, so that no draw depends on the tests before it."""
+    torch.manual_seed(0)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Move the cases of a test marked `sample(count)` to the gallery, except the last, the first if `count`

@@ -160,7 +160,9 @@ DIVIDED = {
     "unequal projection, grouped": of(lambda x: grouped(x, fused=True), inner=16),
     "by hand": of(by_hand, inner=24),
     "heads in the batch": of(merged_with_batch, inner=24),
-    "norm of every head": of(lambda x, norm: merged(norm(heads(x))), norm=nn.LayerNorm(2)),
+    "norm of every head": of(
+        lambda x, norm: merged(norm(heads(x))), inner=24, outer=24, norm=nn.LayerNorm(6)
+    ),
     "rms norm of every head": of(lambda x, norm: merged(norm(heads(x))), norm=nn.RMSNorm(2)),
     "rotary": of(turned),
     "dropout": of(lambda x: F.dropout(x, 0.4), inner=12, outer=12),
