@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import random
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -302,6 +303,33 @@ def test_variables_of_a_step() -> None:
     assert (len(losses), count) == (1, 0)
     weight = torch.ones(1008, 32)
     assert peak() - few == 1000 * 32 * 4
+
+
+class Own:
+    """A trainer of the user's: a step with options of its own."""
+
+    def __init__(self, module: nn.Module, rows: int) -> None:
+        self.module, self.weight = module, torch.ones(rows, 32)
+        self.optimizer = torch.optim.SGD(module.parameters())
+
+    def step(self, scale: float, batch: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        (scale * self.module(batch) * self.weight[:1]).sum().backward()
+        self.optimizer.step()
+
+
+def test_a_step_that_is_a_method_with_arguments() -> None:
+    """Tensors of the object whose method is a step are counted, and left as they were."""
+
+    def peak(rows: int) -> int:
+        own = Own(mlp(), rows)
+        step = partial(partial(own.step), 0.5)
+        asked = {"batch": torch.ones(8, 32), "optimizer": own.optimizer, "step": step}
+        plan = apply(own.module, budget=10**9, **asked).plan
+        assert torch.equal(own.weight, torch.ones(rows, 32))
+        return max(plan.peak_bytes)
+
+    assert peak(1008) - peak(8) == 1000 * 32 * 4
 
 
 @pytest.mark.parametrize("technique", ["recompute", "offload"])

@@ -356,10 +356,13 @@ def _has_attributes(one: Any) -> bool:
 
 def _reached(function: Any) -> Iterator[Any]:
     """Yield the objects that a function uses by name, its own object and its bound arguments included."""
-    if isinstance(function, MethodType):
-        yield function.__self__
-    if isinstance(function, partial):
-        yield from filter(_has_attributes, (*function.args, *function.keywords.values()))
+    while isinstance(function, (MethodType, partial)):
+        if isinstance(function, partial):
+            yield from filter(_has_attributes, (*function.args, *function.keywords.values()))
+            function = function.func
+        else:
+            yield function.__self__
+            function = function.__func__
     yield from (one.value for one in _variables(function, set()) if _has_attributes(one.value))
 
 
@@ -367,8 +370,8 @@ def _variables(function: Any, seen: set[int]) -> Iterator[_Variable]:
     """Yield the variables that a function uses from around it and from its module, and so on through functions
     of that module.
     """
-    function = function.__func__ if isinstance(function, MethodType) else function
-    function = function.func if isinstance(function, partial) else function
+    while isinstance(function, (MethodType, partial)):
+        function = function.func if isinstance(function, partial) else function.__func__
     if not isinstance(function, FunctionType) or id(function) in seen:
         return
     seen.add(id(function))
