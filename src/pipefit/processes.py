@@ -248,6 +248,10 @@ class Fork:
         except EOFError:
             return None
 
+    def has_more(self) -> bool:
+        """Return whether `receive` would return at once."""
+        return not self._ending.alive or os.getpid() != self._parent or self._receiving.poll()
+
     def end(self) -> int:
         """End the fork; return its status as `os.waitpid` does, or 0 if it was ended before."""
         return self._ending() or 0
@@ -309,6 +313,8 @@ def forks_left() -> int:
     running = _forks.get()
     if running is None:
         return 0
+    for works in tuple(running):
+        works.collect()
     cores = len(os.sched_getaffinity(0))
     return max(0, cores - len(running)) if cores > 1 else 0
 
@@ -350,6 +356,11 @@ class _Works(Generic[T]):
             warnings.simplefilter("ignore")  # warnings of other packages' classes as they are unpickled
             result: T = pickle.loads(self._answers[number])  # noqa: S301 - our own fork wrote it
         return result
+
+    def collect(self) -> None:
+        """Take the results that the fork has ready; a fork that has finished needs no core."""
+        while self._fork is not None and self._fork.has_more():
+            self._receive(self._fork)
 
     def _receive(self, fork: Fork) -> None:
         """Wait for the next answer; end the fork after the last."""
