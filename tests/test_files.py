@@ -318,6 +318,16 @@ BAD: dict[str, tuple[str, type, list[str]]] = {
         Plan,
         ["runs of layers can be recomputed"],
     ),
+    "too many elements": (
+        changed(DECIDED, ("decisions", 0, "microbatches"), [1, 2, 1, 4]),
+        Plan,
+        ["decisions[0].microbatches: 3 elements are expected, not 4"],
+    ),
+    "unknown key of a tuple": (
+        changed(DECIDED, ("decisions", 0, "microbatches"), {"taken": 1, "every": 2, "colour": 1}),
+        Plan,
+        ["decisions[0].microbatches.colour: this key is unknown"],
+    ),
     "NaN": (dumps(PLAN).replace("1.5", "NaN"), Plan, ["NaN", "finite"]),
     "infinite": (dumps(PLAN).replace("1.5", "1e999"), Plan, ["provenance.value", "finite"]),
     "enormous number": (dumps(PLAN).replace("1.5", "1" + "0" * 5000), Plan, ["4300 digits"]),

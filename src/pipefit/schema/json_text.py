@@ -26,7 +26,8 @@ T = TypeVar("T")
 _MOST_KEYS = 4096  # of one object; objects with free keys hold options, or figures by dtype
 _LARGEST = 10**40  # above every sensible size, and below the largest float
 _WORDS = "true", "false", "null", "-0"  # a text may be cut off in one of them
-_FIRST = "unexpected_keyword_argument", "finite_number"  # mistakes that explain others, such as missing keys
+# mistakes that explain others, such as missing keys
+_FIRST = "unexpected_keyword_argument", "extra_forbidden", "finite_number"
 
 
 @cache
@@ -157,10 +158,12 @@ def _first_mistake(refused: ValidationError, data: Any) -> str:
     kind = error["type"]
     if kind == "missing":
         place, meaning = place + _part_text(error["loc"][-1]), "this is missing"
-    elif kind == "unexpected_keyword_argument":
+    elif kind in ("unexpected_keyword_argument", "extra_forbidden"):
         meaning = "this key is unknown"
     elif kind == "finite_number":
         meaning = "a number must be finite"
+    elif kind == "too_long":  # a tuple
+        meaning = f"{error['ctx']['max_length']} elements are expected, not {len(value)}"
     elif kind == "json_invalid":  # of a text that `to_json` wrote
         meaning = "it is nested too deeply"
     elif kind == "value_error":  # raised by a dataclass's own check
