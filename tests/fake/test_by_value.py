@@ -301,6 +301,20 @@ def test_a_factory_is_not_given_made_up_numbers() -> None:
     assert not found.kernels.unknown
 
 
+def test_a_factory_that_needs_numbers_of_weights_is_refused() -> None:
+    """A module built without memory has no numbers to scale it by; the built one has."""
+
+    def scaled() -> nn.Module:
+        module = nn.Linear(8, 8)
+        with torch.no_grad():
+            module.weight.div_(module.weight.std().item())
+        return nn.Sequential(module)
+
+    with pytest.raises(UsageError, match=r"it needs numbers of tensors.*: pass the built module"):
+        profile(Task(scaled, batch=batch, loss=F.mse_loss), microbatch_size=SIZE)
+    profile(Task(scaled(), batch=batch, loss=F.mse_loss), microbatch_size=SIZE)
+
+
 def test_products_of_two_dtypes_are_refused() -> None:
     """Fake products are refused like real ones: here a float32 batch meets a float64 model."""
     task = Task(nn.Sequential(nn.Linear(8, 8).double()), batch=batch, loss=F.mse_loss)

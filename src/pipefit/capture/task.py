@@ -164,11 +164,13 @@ class Task:
         ):  # the latter: the factory reads numbers from fake tensors
             raise
         except Exception as error:
-            remedy = (
-                LAZY_REMEDY
-                if "UninitializedParameter" in str(error)
-                else "check that it works without pipefit, or pass the built module"
-            )
+            remedy = "check that it works without pipefit, or pass the built module"
+            if "UninitializedParameter" in str(error):
+                remedy = LAZY_REMEDY
+            elif "meta tensor" in str(error):
+                remedy = (
+                    "it needs numbers of tensors, which plans build without memory: pass the built module"
+                )
             raise UsageError(
                 f"the function that builds {self.name} fails ({in_one_line(error)}): {remedy}"
             ) from error
