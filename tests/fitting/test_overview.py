@@ -14,6 +14,7 @@ import pytest
 import pipefit
 from pipefit.cli import main
 from pipefit.errors import UsageError
+from pipefit.largest import overview
 from pipefit.largest.task_plans import plan
 from pipefit.models import build
 from pipefit.planner import PLANNERS
@@ -203,6 +204,21 @@ def test_does_not_fit_is_said_with_its_proof_alone() -> None:
         text.startswith("No plan found: mlp of")
         and "Tried, without a plan that fits one sample: pipelines" in text
     )
+
+
+@pytest.mark.parametrize(
+    ("proof", "words"),
+    [("no room", "not even one sample fits on"), ("", "no plan was found that fits even one sample")],
+)
+def test_the_refusal_says_how_certain_it_is(
+    proof: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a proof, the last sentence does not say that nothing fits."""
+    monkeypatch.setattr(overview, "fit", lambda *_, **__: replace(seen(1), impossible=proof))
+    assert main(["fit", "zoo:mlp", "-c", "emulated:2x1KiB"]) == 3
+    out, err = capsys.readouterr()
+    assert err.startswith(f"pipefit: {words}") and "fits on" not in err.removeprefix(f"pipefit: {words}")
+    assert "--grow memory --step 1KiB" in " ".join(out.split())
 
 
 def test_the_fastest_of_all_ways_is_named() -> None:

@@ -223,7 +223,7 @@ def _overview(
     """Print the overview on one screen, with any result.
 
     Raises:
-        InfeasibleError: not one sample fits on the cluster in any way.
+        InfeasibleError: no plan was found that fits one sample on the cluster.
     """
     from pipefit.cli.model import built_with, resolve
     from pipefit.cli.output import told, with_found
@@ -242,12 +242,10 @@ def _overview(
     if not as_json:
         write(told(describe_overview(result, shlex.join(words)), built_with(model, settings)), width=80)
     if not result.fits:
-        why = (
-            result.impossible
-            or f"no plan that fits was found; with all activations kept, {result.here.one.miss}"
-        )
+        found = f"no plan was found that fits even one sample on {cluster.name}: with all activations kept"
+        why = f"not even one sample fits on {cluster.name}: {result.impossible}"
         with with_found(lambda: {"result": result.as_json()}):
-            raise InfeasibleError(f"no microbatch of even one sample fits on {cluster.name}: {why}")
+            raise InfeasibleError(why if result.impossible else f"{found}, {result.here.one.miss}")
     if as_json:
         print(json.dumps(result.as_json()))
 

@@ -24,6 +24,7 @@ from pipefit.units import format_bytes, format_number
 
 # ---- Overview on one screen: devices, precisions, replicas, the limit, and the next command
 
+_COARSE = 64 << 20  # bytes of a budget from which the usual step of `--grow memory`, 1 MiB, is fine enough
 _LARGE_LOSS = 4  # a loss that takes more than this fraction of a budget is named if nothing fits
 
 
@@ -247,7 +248,8 @@ def _ways_out(overview: Overview, here: Reach, asked: str) -> Iterator[str]:
             )
             yield f"In {verdict.precision} it fits on {counted(verdict.fewest, 'device')}: {option}"
     if more is None:
-        yield f"To find the memory that each device needs{_growing(asked, 'memory')}"
+        step = " --step 1KiB" if asked and here.one.budget_bytes < _COARSE else ""
+        yield f"To find the memory that each device needs{_growing(asked, 'memory')}{step}"
 
 
 def _growing(asked: str, what: str) -> str:
