@@ -152,13 +152,13 @@ def test_the_module_is_whole_after_every_step(name: str, tmp_path: Path) -> None
     used(own, plain, tmp_path, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("name", ["stages", "zero 3", "shards", "parameters away"])
+@pytest.mark.parametrize("name", ["stages", "replicas", "zero 1", "zero 3", "shards", "parameters away"])
 def test_changes_of_the_module_are_trained_on(name: str) -> None:
     """Changes of the module between steps take effect, as in training in place, also without autograd."""
     own, plain = module(), module()
     trainer, beside = Trainer(task_of(own), PLANS[name]()), Trainer(task_of(plain), plan_of({}))
     torch.manual_seed(1)
-    for change in (_nothing, _clamped, _loaded, _nothing):
+    for change in (_nothing, _clamped, _loaded, _frozen, _nothing):
         change(own)
         change(plain)
         given = batch(2 * SIZE)
@@ -172,6 +172,10 @@ def _nothing(own: nn.Module) -> None:
     """Leave the module unchanged."""
 
 
+def _frozen(own: nn.Module) -> None:
+    next(own.parameters()).requires_grad_(False)
+
+
 def _clamped(own: nn.Module) -> None:
     for parameter in own.parameters():
         parameter.data.clamp_(-0.1, 0.1)
@@ -180,6 +184,42 @@ def _clamped(own: nn.Module) -> None:
 def _loaded(own: nn.Module) -> None:
     other = module()
     own.load_state_dict({name: tensor * 0.5 for name, tensor in other.state_dict().items()})
+
+
+@pytest.mark.parametrize("name", ["stages", "replicas", "zero 3", "shards"])
+def test_what_is_loaded_after_an_interrupted_update_is_trained_on(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that the module loads after an interrupted update, of one stage or replica alone, are used by all
+    of them, and replicas stay equal.
+    """
+    own, plain = module(), module()
+    trainer = Trainer(task_of(own), PLANS[name](), numbers=False)
+    torch.manual_seed(1)
+    trainer.step(batch(2 * SIZE))
+    plain.load_state_dict(own.state_dict())
+    update, calls = torch.optim.AdamW.step, list[Any]()
+
+    def interrupted(optimizer: Any) -> Any:
+        calls.append(optimizer)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return update(optimizer)
+
+    with monkeypatch.context() as failing:
+        failing.setattr(torch.optim.AdamW, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.step(batch(2 * SIZE))
+    own.load_state_dict(plain.state_dict())
+    given, targets = batch(2 * SIZE)
+    expected = F.mse_loss(plain(given), targets).item()
+    assert trainer.evaluate((given, targets)) == pytest.approx(expected, rel=1e-4)
+    used = plain.state_dict()
+    assert all(torch.equal(tensor, used[key]) for key, tensor in own.state_dict().items())
+    trainer.step(batch(2 * SIZE))
+    plain.load_state_dict(own.state_dict())
+    expected = F.mse_loss(plain(given), targets).item()
+    assert trainer.evaluate((given, targets)) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["zero 3", "shards", "parameters away"])

@@ -17,7 +17,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn, Unpack
 
@@ -78,17 +78,17 @@ from pipefit.texts import counted
 
 # ---- The task's own module, kept whole when stages train a copy in parts.
 #
-# Stages may keep a part of each parameter (tensor shards), some of the parameters (ZeRO-sharded replicas), or
-# none between passes (offloaded parameters). If one process trains all such stages, it trains a copy of the
-# module. After every step the module gets the numbers of the copy; before every step the copy gets numbers
-# that the user changed in the module meanwhile. So the module can be used as if it were trained in place.
-# This costs the module's memory, in addition to the memory of the plan's devices, and two passes over its
-# numbers per step.
+# Stages may keep a part of each parameter (tensor shards), some of the parameters (ZeRO-sharded replicas), none
+# between passes (offloaded parameters), or several copies of each (replicas), which all need the user's changes.
+# If one process trains all such stages, it trains a copy of the module. After every step, also one that fails,
+# the module gets the numbers of the copy; before every step the copy gets numbers that the user changed in the
+# module meanwhile. So the module can be used as if it were trained in place. This costs the module's memory, in
+# addition to the memory of the plan's devices, and two passes over its numbers per step.
 
 
 def takes_apart(plan: Plan) -> bool:
-    """Return whether a stage of the plan lacks whole parameters between steps."""
-    return frees_parameters(plan) or any(stage.grid.tensor > 1 for stage in plan.stages)
+    """Return whether a stage of the plan lacks whole parameters between steps, or has them several times."""
+    return frees_parameters(plan) or any(len(stage.devices) > 1 for stage in plan.stages)
 
 
 def frees_parameters(plan: Plan) -> bool:
@@ -123,12 +123,13 @@ class WholeModule:
             (name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad
         ]
         self.is_behind = False  # since a step has begun
+        self.has_failed = False  # in an update, perhaps of one replica alone
         checkpoints.told()
 
     def lead(self) -> None:
         """Copy the user's changes of the module into the trained copy.
 
-        After a failed step, update the module first.
+        After a failed step, make replicas equal.
 
         Raises:
             UsageError: a parameter that was frozen when the plan was made is trained now.
@@ -138,10 +139,13 @@ class WholeModule:
             self.follow()
         state, own = self._checkpoints.told().state, self._own
         changed = {name for name, tensor in state.tensors.items() if not _same(own[name], tensor)}
-        if changed:
+        if changed or self.has_failed:
             values = {n: own[n].detach() if n in changed else tensor for n, tensor in state.tensors.items()}
             masters = {name: one for name, one in state.master_weights.items() if name not in changed}
-            self._checkpoints.load_state(StageState(values, {}, masters))
+            kept = (state.optimizer, state.numbers) if self.has_failed else ({}, {})
+            whole = StageState(values, kept[0], masters, kept[1])
+            self._checkpoints.load_state(whole, replace=self.has_failed)
+            self.has_failed = False
         for name, parameter in self._trained():
             parameter.requires_grad_(own[name].requires_grad)
 
@@ -277,9 +281,9 @@ class Trainer:
     """Trains `task` by `plan`: the stages of this worker, or all stages in a single process.
 
     Args:
-        task: the task to train. An existing module is trained in place; if a single process trains stages
-            without whole parameters, a copy is trained and the module is updated after every step
-            (`runtime.trainer`). A factory is called after `torch.manual_seed(seed)`. With several
+        task: the task to train. An existing module is trained in place; if a single process trains
+            replicas, or stages without whole parameters, a copy is trained and the module is updated after
+            every step (`runtime.trainer`). A factory is called after `torch.manual_seed(seed)`. With several
             workers, the first one sends its weights to the others.
         plan: a plan for this task, or for a task with the same fingerprint.
         callbacks: called with a `StepReport` after every step.
@@ -611,8 +615,8 @@ class Trainer:
 
     @property
     def _on_a_copy(self) -> bool:
-        """True if a copy of the task's module is trained, because stages hold only parts of its
-        parameters.
+        """True if a copy of the task's module is trained, because stages hold parts of its parameters or
+        several copies of them.
         """
         return not self.distributed and isinstance(self.task.module, nn.Module) and takes_apart(self.plan)
 
@@ -670,6 +674,10 @@ class Trainer:
             self._accumulated, self._entered = 0, Entered()  # gradients and microbatches in flight are lost
             self._untold.clear()
             add_post_mortem(error, self.plan, self.runners, self._step_seconds)
+            if self._whole is not None:
+                self._whole.has_failed = True
+                with suppress(Exception):  # what fails here fails again at the next step
+                    self._whole.follow()  # now, so that what the user loads after it is used
             raise
         self._follow()
         self._kernels.keep()

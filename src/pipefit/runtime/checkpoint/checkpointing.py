@@ -305,13 +305,14 @@ class Checkpointing:
         """
         self.load_state(stage_state_of(tensors, self.names))
 
-    def load_state(self, state: StageState) -> None:
-        """Load a state of whole tensors.
+    def load_state(self, state: StageState, *, replace: bool = False) -> None:
+        """Load a state of whole tensors; with `replace`, parameters without optimizer state have none
+        afterwards.
 
         Raises:
             UsageError: a tensor is missing, or has another shape.
         """
-        state.load_into(self._all)
+        state.load_into(self._all, replace=replace)
         for runner in self.runners:
             _count(runner)
 
