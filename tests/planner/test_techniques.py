@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+import pipefit
+from pipefit.capture import Task
 from pipefit.planner import Question, joint, solved
 from pipefit.planner.baselines.mpress import Technique, TensorCosts, mpress_choice
-from pipefit.schema.decisions import What
+from pipefit.planner.memory_choices import Menus, Recipe
+from pipefit.schema.decisions import Decision, Run, What
 from pipefit.schema.layer_costs import Origin
+from pipefit.simulator import Simulation
 from support.synthetic_models import layer, measurement, profile, training, value, work
 from support.tight_questions import INPUT, cluster
 
@@ -141,3 +149,69 @@ def test_peers_are_not_taken_for_nothing() -> None:
     """Peers that add no less than recomputation leave their memory to others."""
     costs = TensorCosts(nbytes=1, interval_seconds=0.0, recompute_seconds=0.004, peer_seconds=0.004)
     assert mpress_choice(costs) is Technique.RECOMPUTE
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trained adapter: autograd does not save the input of the layer."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs, bias=False).requires_grad_(False)
+        self.down, self.up = nn.Linear(inputs, 4, bias=False), nn.Linear(4, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Gated(nn.Module):
+    """A gated block of such layers after a frozen norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8).requires_grad_(False)
+        self.one, self.gate, self.two = Adapted(8, 32), Adapted(8, 32), Adapted(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.two(F.silu(self.gate(y)) * self.one(y))
+
+
+class Stack(nn.Module):
+    """Four such blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h, self.last = nn.ModuleList(Gated() for _ in range(4)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.h:
+            x = block(x)
+        return self.last(x)
+
+
+def test_a_recipe_frees_the_bytes_that_the_simulator_says() -> None:
+    """Each recipe of an inner block lets every microbatch in flight hold as many bytes less as it says."""
+    task = Task(Stack(), batch=lambda n: (torch.randn(n, 8), torch.randn(n, 8)), loss=F.mse_loss)
+    asked = {"microbatches": 4, "schedule": "gpipe", "recompute": "never"}
+    plan = pipefit.plan(pipefit.profile(task, microbatch_size=32), "emulated:1x64MiB", **asked)
+
+    def held(recipe: Recipe) -> int:
+        decisions = tuple(
+            Decision(stage=0, subject=Run(start=a, stop=b), what=What.RECOMPUTE) for a, b in recipe.runs
+        )
+        peaks = [
+            Simulation(
+                replace(
+                    plan,
+                    training=replace(plan.training, microbatches=count, batch_size=32 * count),
+                    decisions=decisions,
+                )
+            ).peak_bytes[0]
+            for count in (4, 5)
+        ]
+        return peaks[1] - peaks[0]
+
+    menus = Menus(Question(profile=plan.profile, cluster=plan.cluster, training=plan.training)).blocks[1:3]
+    recipes = [recipe for menu in menus for recipe in menu.recipes[1:]]
+    assert len(recipes) >= 2
+    assert [recipe.nbytes for recipe in recipes] == [held(Recipe()) - held(recipe) for recipe in recipes]

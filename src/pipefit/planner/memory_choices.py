@@ -317,12 +317,18 @@ class _Block:
 
     @cached_property
     def freed(self) -> NDArray[np.int64]:
-        """Bytes that recomputing the layers from row i to column j - 1 frees."""
+        """Bytes that recomputing the layers from row i to column j - 1 frees, less inputs of layer i that no
+        layer of the block saves: they are kept for it.
+        """
         count = self.stop - self.start
         result = np.zeros((count + 1, count + 1), np.int64)
         for number, (birth, savers) in self._own.items():
             last = min(max(savers), count - 1)
             result[: birth + 1, last + 1 :] += self.storages.sizes[number]
+        known = {*self._own, *self.storages.input_storages, *self.storages.target_storages}
+        for first in range(1, count):
+            kept = {*self.storages.values(first)} - known
+            result[first, first + 1 :] -= sum(self.storages.sizes[number] for number in kept)
         return result
 
     @cached_property
@@ -356,7 +362,7 @@ class _Block:
             (self.seconds[j] - self.seconds[i]) / self.freed[i, j]
             for i in range(count)
             for j in range(i + 1, count + 1)
-            if self.freed[i, j]
+            if self.freed[i, j] > 0
         ]
         if not result:
             return []
@@ -370,7 +376,7 @@ class _Block:
         for j in range(1, count + 1):
             choices = [best[j - 1]]
             for i in range(j):
-                if self.freed[i, j] and self._repeatable(i, j):
+                if self.freed[i, j] > 0 and self._repeatable(i, j):
                     gain = price * float(self.freed[i, j]) - (self.seconds[j] - self.seconds[i])
                     choices.append((best[i][0] + gain, (*best[i][1], (self.start + i, self.start + j))))
             best.append(max(choices, key=lambda choice: (choice[0], -len(choice[1]))))
