@@ -214,7 +214,8 @@ def test_the_refusal_says_how_certain_it_is(
     proof: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without a proof, the last sentence does not say that nothing fits."""
-    monkeypatch.setattr(overview, "fit", lambda *_, **__: replace(seen(1), impossible=proof))
+    found = replace(seen(1), impossible=proof)  # before `fit` is replaced
+    monkeypatch.setattr(overview, "fit", lambda *_, **__: found)
     assert main(["fit", "zoo:mlp", "-c", "emulated:2x1KiB"]) == 3
     out, err = capsys.readouterr()
     assert err.startswith(f"pipefit: {words}") and "fits on" not in err.removeprefix(f"pipefit: {words}")
