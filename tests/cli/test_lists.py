@@ -32,6 +32,7 @@ def test_every_model_of_the_zoo_is_listed_with_its_defaults(capsys: pytest.Captu
     them set.
     """
     text = printed(capsys, "models")
+    assert "and, for each, the next one.\n" in text.replace("\n    ", " ")  # whole sentences
     found = json.loads(printed(capsys, "models", "--json"))
     for name, factory in MODELS.items():
         arguments = {item.name: item.default for item in inspect.signature(factory).parameters.values()}

@@ -99,9 +99,9 @@ def _paragraph(name: str, settings: dict[str, object]) -> str:
     """Describe a model of the zoo: its summary, and its settings in the form of `--set`."""
     from pipefit.models import MODELS
 
-    about = (MODELS[name.removeprefix("zoo:")].__doc__ or "").partition("\n")[0]
+    summary = (MODELS[name.removeprefix("zoo:")].__doc__ or "").partition("\n\n")[0]
     given = ", ".join(f"{key}={value}" for key, value in settings.items())
-    return f"{name}\n  {about}\n  {given}"
+    return f"{name}\n  {' '.join(summary.split())}\n  {given}"
 
 
 _OTHERS = (
