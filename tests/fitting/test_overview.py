@@ -152,6 +152,7 @@ def test_state_is_what_the_optimizer_has_by_its_own_arithmetic() -> None:
 
 def test_devices_beyond_the_models_stages_are_for_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven blocks use seven devices at most; the next batch to plan is one for all devices."""
+    few = seen(88)  # before settings are replaced
     for name, value in (("_COUNTS", (1,)), ("_SIZES", (1,)), ("_PRECISIONS", ())):
         monkeypatch.setattr(f"pipefit.largest.overview.{name}", value)
     found = pipefit.fit(TASK, "emulated:9x96KiB", target="cuda")
@@ -159,14 +160,15 @@ def test_devices_beyond_the_models_stages_are_for_replicas(monkeypatch: pytest.M
     assert "this model has at most 7 stages: the other devices of 9 devices are for replicas" in text
     assert found.here.fastest is not None
     assert f"--batch-size {9 * 4 * found.here.fastest.value} " in text
-    assert "for replicas" not in plain(describe_overview(seen(88)), 80)
+    assert "for replicas" not in plain(describe_overview(few), 80)
 
 
 def test_models_of_many_layers_have_all_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of many layers try fewer microbatches, in the same precisions, with the same bytes."""
+    few = seen(88)  # before the setting is replaced
     monkeypatch.setattr("pipefit.largest.overview._MANY_LAYERS", 3)
     found = pipefit.fit(TASK, "emulated:2x88KiB", microbatches=2, target="cuda")
-    assert found.precisions == seen(88).precisions and len(found.precisions) == 4
+    assert found.precisions == few.precisions and len(found.precisions) == 4
     assert set(found.sizes) <= {1, 4, 16}
 
 
