@@ -325,9 +325,10 @@ class _Block:
         for number, (birth, savers) in self._own.items():
             last = min(max(savers), count - 1)
             result[: birth + 1, last + 1 :] += self.storages.sizes[number]
-        known = {*self._own, *self.storages.input_storages, *self.storages.target_storages}
+        others = {*self.storages.input_storages, *self.storages.target_storages}
+        others.update(*(layer.saves for layer in self.storages.layers))
         for first in range(1, count):
-            kept = {*self.storages.values(first)} - known
+            kept = {*self.storages.values(first)} - others
             result[first, first + 1 :] -= sum(self.storages.sizes[number] for number in kept)
         return result
 

@@ -86,7 +86,7 @@ from pipefit.texts import counted
 # addition to the memory of the plan's devices, and two passes over its numbers per step.
 
 
-def takes_apart(plan: Plan) -> bool:
+def needs_copy(plan: Plan) -> bool:
     """Return whether a stage of the plan lacks whole parameters between steps, or has them several times."""
     return frees_parameters(plan) or any(len(stage.devices) > 1 for stage in plan.stages)
 
@@ -618,7 +618,7 @@ class Trainer:
         """True if a copy of the task's module is trained, because stages hold parts of its parameters or
         several copies of them.
         """
-        return not self.distributed and isinstance(self.task.module, nn.Module) and takes_apart(self.plan)
+        return not self.distributed and isinstance(self.task.module, nn.Module) and needs_copy(self.plan)
 
     def _clock(self) -> float:
         return time.perf_counter() - self._began
