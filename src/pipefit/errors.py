@@ -2,7 +2,7 @@
 
     PipefitError            1   base class: catch this one
     ├── UsageError          2   the request is wrong: an option, a size, a name
-    ├── InfeasibleError     3   no plan fits; says which device, by how much, and what would help
+    ├── InfeasibleError     3   no plan found that fits; says which device lacks how much, and what would help
     ├── OutOfMemory         4   a run exceeded a device's memory; says where, and what held the bytes
     ├── WorkerFailed        5   a worker died, hung or raised; names the one that failed first
     │   ├── PeerLost            error of the other workers: a message does not arrive
@@ -46,7 +46,7 @@ class UsageError(PipefitError, ValueError):
 
 
 class InfeasibleError(PipefitError):
-    """No plan fits the cluster: the device, the lacking bytes, and the cheapest changes that would fit."""
+    """No plan was found that fits: the device, the lacking bytes, and the cheapest changes that would fit."""
 
     exit_code = 3
 

@@ -43,12 +43,17 @@ TABLE: list[tuple[str, int, list[str]]] = [
     (
         f"fit {MODEL} -c emulated:2x1KiB --grow classes --microbatches 2 --tensor 1",
         3,
-        ["not even classes=1 fits: device"],
+        ["classes=1 does not fit: layer", "needs at least"],
+    ),
+    (
+        f"fit {MODEL} -c emulated:2x18KiB --grow classes --microbatches 2 --tensor 1 --planner exact",
+        3,
+        ["no plan was found for classes=1: in the leanest one tried, device", "Tried: splits"],
     ),
     (
         f"fit {MODEL} -c emulated:2x1KiB --grow devices --microbatches 2 --tensor 1",
         3,
-        ["not even devices=7 fits: device"],
+        ["devices=7 does not fit: layer", "needs at least"],
     ),
 ]
 
@@ -82,7 +87,7 @@ def test_the_answer_is_printed_saved_and_plotted(
     )
     out, err = capsys.readouterr()
     answer = int(out.split()[0].removeprefix("classes="))
-    assert f"classes={answer + 1} does not fit: device" in out
+    assert f"No plan was found for classes={answer + 1}: in the leanest one tried, device" in out
     assert "saved to plan.json" in err and "saved to plot.html" in err
     made = load("plan.json", Plan)
     assert made.prediction is not None and max(made.prediction.peak_bytes) <= 44 << 10
@@ -108,6 +113,7 @@ def test_json_is_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
     values = [row["value"] for row in found["tried"]]
     assert values == sorted(values)
     assert all((row["value"] <= found["value"]) == row["fits"] for row in found["tried"])
+    assert found["impossible"] == {} and found["searched"].startswith("Tried: splits")
 
 
 def test_the_kernels_are_those_of_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,9 +220,11 @@ def test_a_budget_that_cannot_be_kept_says_what_would_do() -> None:
     """The error names the least peak; that peak as the budget is kept."""
     module = Language()
     optimizer = torch.optim.AdamW(module.parameters())
-    with pytest.raises(InfeasibleError, match=r"does not fit 10\.00 KiB: the least peak") as raised:
+    with pytest.raises(InfeasibleError, match=r"in 10\.00 KiB does not fit: the least peak") as raised:
         apply(module, budget="10 KiB", batch=tokens(), optimizer=optimizer, loss=classes)
     least = raised.value.found["least_bytes"]
+    with pytest.raises(InfeasibleError, match=r"no plan was found for the loop in .*: the least peak"):
+        apply(module, budget=least - 1, batch=tokens(), optimizer=optimizer, loss=classes)
     handle = apply(module, budget=least, batch=tokens(), optimizer=optimizer, loss=classes)
     assert max(handle.plan.peak_bytes) <= least
 

@@ -149,7 +149,7 @@ def test_the_command_says_whether_a_file_fits(file: Path, capsys: pytest.Capture
     captured = capsys.readouterr()
     assert (
         "a configuration of axolotl" in " ".join(captured.out.split())
-        and "nor does any change" in captured.err
+        and "as written, nor with any change tried" in captured.err
     )
 
 

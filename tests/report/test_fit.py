@@ -35,17 +35,32 @@ def example() -> Fit:
         beyond=tried[2],
         tried=tried,
         refused={5: "five is odd"},
+        impossible={6: "layer f needs at least 2.00 MiB"},
     )
 
 
 def test_the_text_has_the_answer_the_limit_and_the_miss() -> None:
-    """The first line has the answer, each value a row, and the last line the miss of the next value."""
+    """The first line has the answer, each value a row, and the last line why the next value does not fit."""
     fit = example()
     lines = plain(describe_fit(fit)).splitlines()
     assert lines[0].startswith("layers=4 is the largest that fits: mine <b> of ")
     assert [line.split()[0] for line in lines[4:7]] == ["2", "4", "6"]
     assert lines[-2].endswith(", 0 B below its budget.")
-    assert lines[-1].startswith("layers=6 does not fit: device")
+    assert lines[-1] == "layers=6 does not fit: layer f needs at least 2.00 MiB."
+
+
+def test_without_a_proof_nothing_is_said_not_to_fit() -> None:
+    """Text, page, table and repr then say that no plan was found, and the text what was tried."""
+    fit = replace(example(), impossible={}, searched="Tried: splits.")
+    text = plain(describe_fit(fit))
+    page = fit_page(fit).replace("This plan does not fit", "")  # words for other sizes of the plan
+    for words in (text, page, repr(fit)):
+        assert "does not fit" not in words and "largest that fits" not in words
+        assert "layers=4 fits, the largest with a plan found" in words
+    assert "No plan was found for layers=6: in the leanest one tried, device" in text
+    assert text.endswith("\nTried: splits.")
+    assert [line.count("no plan found") for line in text.splitlines()[4:7]] == [0, 0, 1]
+    assert ": fits<" in growth(fit) and ": no plan found<" in growth(fit)
 
 
 def test_the_text_says_where_the_model_ended_the_search() -> None:
@@ -54,6 +69,7 @@ def test_the_text_says_where_the_model_ended_the_search() -> None:
     """
     fit = replace(example(), beyond=None)
     assert plain(describe_fit(fit)).endswith("layers=5 is refused: five is odd.")
+    assert plain(describe_fit(fit)).startswith("layers=4 fits, the largest value tried: ")
     assert plain(describe_fit(replace(fit, refused={}))).endswith("There was no larger value to try.")
 
 

@@ -289,7 +289,7 @@ def test_a_page_says_which_devices_would_run_out_of_memory() -> None:
     assert (
         ">Fits, with " in page(made)
         and ">Fits" not in page(tight)
-        and ">Does not fit: device " in page(tight)
+        and ">This plan does not fit: device " in page(tight)
     )
 
 
@@ -335,7 +335,7 @@ def test_a_page_holds_peaks_against_budgets_that_leave_a_reserve() -> None:
         f"<span>{100 * highest / left:.1f}\N{NO-BREAK SPACE}% of" for left in (2 * highest, highest - 1)
     ]
     assert ">Fits, with " in page(half) and shares[0] in page(half)
-    assert ">Does not fit: " in page(more) and shares[1] in page(more)
+    assert ">This plan does not fit: " in page(more) and shares[1] in page(more)
     assert [device["budget"] for device in unpacked(page(more))[0]["devices"]] == [highest - 1] * 3
 
 

@@ -66,7 +66,7 @@ _ALLOCATIONS = (
     100,
 )  # less frequent garbage collection, because commands create many lasting objects
 _EPILOG = (
-    "Exit codes: 0 ok, 2 usage, 3 nothing fits, 4 out of memory, 5 a worker failed, 6 bad file, 7 loss "
+    "Exit codes: 0 ok, 2 usage, 3 no plan found, 4 out of memory, 5 a worker failed, 6 bad file, 7 loss "
     "not finite, 130 stopped by Ctrl-C, 143 by SIGTERM, 1 anything else."
 )
 

@@ -123,7 +123,7 @@ def command(
     limit and the way out. MODEL may be the configuration file of another trainer (axolotl, LLaMA-Factory, TRL,
     TrainingArguments, torchtitan, NeMo Automodel, Megatron-LM): then it says whether that training fits, and which
     lines to change if it does not. With --grow, finds the largest value of one size that fits, or the fewest devices
-    or least memory; -o saves the plan of the answer. Exits with 3 if nothing fits.
+    or least memory; -o saves the plan of the answer. Exits with 3 if no plan is found.
     """
     from pipefit.cli.model import built_with
     from pipefit.cli.output import check_output, print_and_save
@@ -230,6 +230,7 @@ def _overview(
     from pipefit.cli.progress import progress
     from pipefit.errors import InfeasibleError
     from pipefit.report.fit import describe_overview
+    from pipefit.schema.fit import refusal
     from pipefit.tables import write
 
     with progress("looking") as report:
@@ -242,10 +243,9 @@ def _overview(
     if not as_json:
         write(told(describe_overview(result, shlex.join(words)), built_with(model, settings)), width=80)
     if not result.fits:
-        found = f"no plan was found that fits even one sample on {cluster.name}: with all activations kept"
-        why = f"not even one sample fits on {cluster.name}: {result.impossible}"
+        nearest = f"with all activations kept, {result.here.one.miss}"
         with with_found(lambda: {"result": result.as_json()}):
-            raise InfeasibleError(why if result.impossible else f"{found}, {result.here.one.miss}")
+            raise InfeasibleError(refusal(f"one sample on {cluster.name}", result.impossible, nearest))
     if as_json:
         print(json.dumps(result.as_json()))
 
@@ -270,7 +270,7 @@ def _recipe(file: str, base: str | None, cluster: Cluster, *, as_json: bool, thr
     if not (result.written.fits or result.fitting):
         with with_found(lambda: {"result": result.as_json()}):
             raise InfeasibleError(
-                f"{printable(file)} does not fit on {cluster.name}, nor does any change of it here"
+                f"{printable(file)} does not fit on {cluster.name} as written, nor with any change tried"
             )
     if as_json:
         print(json.dumps(result.as_json()))

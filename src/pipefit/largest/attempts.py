@@ -37,8 +37,10 @@ from pipefit.profiler import OnDemand, Repeated
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.fit import Attempt
 from pipefit.schema.plan import Plan
+from pipefit.schema.profile import Measurement, ModelProfile
 from pipefit.schema.training import MOST_SAMPLES, Training
 from pipefit.simulator.assembled import assembled
+from pipefit.units import format_bytes
 
 _PARTS, _LESS = 2, 0.99  # how many parts of the state hosts are tried with, each so much of the one before
 _IN_PART = "part of the state at hosts"
@@ -94,6 +96,14 @@ def attempt(value: int, plan: Plan) -> Attempt:
     """
     short = shortage(plan, assembled(plan).arenas) if plan.decisions else ""
     return Attempt(value=value, plan=plan, shortage=short)
+
+
+def leaner(one: Attempt, other: Attempt) -> bool:
+    """Return whether an attempt fits, or lacks less, if another one does not fit."""
+    lacks = [
+        (not each.fits, bool(each.shortage), each.need_bytes / each.budget_bytes) for each in (one, other)
+    ]
+    return not other.fits and lacks[0] < lacks[1]
 
 
 def soon_planned(
@@ -217,6 +227,62 @@ def _reached(known: list[tuple[int, tuple[Need, ...]]]) -> float:
         each = rises if rises > 0 else need / max(1, last)
         reached.append(last + (room - need) / max(each, 1e-9))
     return min(reached)
+
+
+# ---- Proofs that nothing fits
+
+
+def impossible(
+    profiles: Callable[[int], ModelProfile],
+    cluster: Cluster,
+    size: int = 1,
+    options: PlanOptions = PlanOptions(),
+) -> str:
+    """Return why no plan fits, with any division, offloading or recomputation; empty if that is not proven.
+
+    Parameters and optimizer state must be somewhere between steps. A device that computes a layer for one of m
+    replicas has an m-th of the `size` samples of a microbatch, and one of n ranks an n-th of the layer's bytes,
+    with n m devices at most. The options may fix n and m.
+    """
+    parameters, _, state = state_bytes(profiles(size).at(size))
+    room = sum(cluster.budgets) + sum(host.memory_bytes + (host.disk_bytes or 0) for host in cluster.hosts)
+    if parameters + state > room:
+        return (
+            f"parameters and optimizer state need {format_bytes(parameters + state)}, but devices, hosts "
+            f"and disks together have {format_bytes(room)}"
+        )
+    devices, result = len(cluster.devices), ""
+    for replicas in range(1, devices + 1) if options.data is None else (options.data,):
+        ranks = options.tensor or devices // replicas
+        if size % replicas or replicas * ranks > devices:
+            continue
+        proof = _too_large(profiles(size // replicas), max(cluster.budgets), size // replicas, ranks)
+        if not proof:
+            return ""
+        result = result or proof
+    return result
+
+
+def _too_large(profile: ModelProfile, budget: int, size: int, ranks: int) -> str:
+    """Return which layer needs more than a device has, divided between ranks; empty if none does."""
+    measured, names = profile.at(size), [*(f"layer {name}" for name in profile.layers), "the loss"]
+    needs = (cost.least_bytes for cost in (*measured.costs, measured.loss))
+    name, least = max(zip(names, needs, strict=True), key=lambda one: one[1])
+    if least // ranks <= budget:
+        return ""
+    need = f"{format_bytes(least)} for {'one sample' if size == 1 else f'{size:,} samples'}"
+    divided = f", {format_bytes(least // ranks)} on each of {ranks} ranks" if ranks > 1 else ""
+    return f"{name} needs at least {need}{divided}, but a device has {format_bytes(budget)}"
+
+
+def state_bytes(measured: Measurement) -> tuple[int, int, int]:
+    """Return the bytes of parameters, gradients and optimizer state of the whole model."""
+    costs, shared = measured.costs, [(one, len(one.pairs)) for one in measured.shared]  # each counts once
+    return (
+        sum(cost.parameter_bytes for cost in costs) - sum(one.nbytes * again for one, again in shared),
+        sum(cost.gradient_bytes for cost in costs) - sum(one.gradient_bytes * again for one, again in shared),
+        sum(cost.state_bytes for cost in costs) - sum(one.state_bytes * again for one, again in shared),
+    )
 
 
 # ---- Plans of tasks: profiles are made on demand, for the microbatch sizes and shards that planning needs

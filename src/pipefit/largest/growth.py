@@ -22,6 +22,8 @@ from pipefit.largest.attempts import (
     Proposal,
     attempt,
     hosts_may_hold_all,
+    impossible,
+    leaner,
     plan_on_the_way,
     sizes_asked,
     soon_planned,
@@ -44,6 +46,7 @@ from pipefit.schema.devices import Link, Member, MemberKind
 from pipefit.schema.fit import Sense, named_value
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Measurement, ModelProfile, Target
+from pipefit.texts import counted
 from pipefit.units import format_bytes
 
 # ---- Profiles of a model at rising values of a setting that may say how many equal blocks it has.
@@ -317,9 +320,44 @@ class Demand:
             along = self.planner in ON_GRIDS and number > 1
             with suppress(UsageError) if result else nullcontext():  # so many ranks cannot divide the layers
                 divided = _divided(make, number, along=along)
-                if not result or attempt(0, divided.plan).fits:
+                if not result or leaner(attempt(0, divided.plan), attempt(0, result[0].plan)):
                     result[:] = [divided]
         return result[0]
+
+    def impossible(
+        self,
+        known: OnDemand | Repeated,
+        cluster: Cluster | None = None,
+        microbatch_size: int | None = None,
+    ) -> str:
+        """Return why no plan of any planner fits; empty if that is not proven."""
+        options = self.asked(microbatch_size)
+        batch, count = options.batch_size, options.microbatches
+        size = options.microbatch_size or (batch // count if batch and count else 1)
+        with suppress(UsageError):  # a local batch cannot be profiled
+            return impossible(known, cluster or self.cluster, size, options)
+        return ""
+
+    @property
+    def searched(self) -> str:
+        """The plans among which full searches look, in sentences."""
+        options, means = self.options, self.options.means
+        if self.planner not in ON_GRIDS:
+            return f"Tried: the split of the {self.planner} planner. The joint planner tries other plans too."
+        ways = ["splits"]
+        ways += ["replicas with ZeRO"] if options.data != 1 else []
+        ways += ["tensor-parallel ranks"] if options.tensor != 1 else []
+        if self.planner != "joint":
+            return f"Tried: {', '.join(ways)}. Not tried: recomputation and offloading (--planner joint)."
+        state = "optimizer state, gradients and parameters" if means.spill else "optimizer state"
+        tried = f"Tried: {', '.join(ways)}, recomputation, and offloading of tensors and {state}"
+        less = "with a tenth of the work of pipefit plan"
+        if means.spill:
+            return f"{tried}, {less}."
+        return (
+            f"{tried}, {less}. Not tried: offloading of gradients and parameters, which makes steps many times as "
+            "long (pipefit fit without --grow)."
+        )
 
 
 def _divided(make: Callable[..., Proposal], ranks: int, *, along: bool) -> Answer:
@@ -344,6 +382,9 @@ class Growth:
 
     A `UsageError` from the task or from its profiles means that the model refuses this value, and the search
     continues; one from the plan means that no plan satisfies the demand, and ends the search.
+
+    `impossible` returns the proof that a value does not fit, if there is one, `searched` says among which plans
+    full searches look, and `end` why no value after the last one is tried.
     """
 
     name: str
@@ -353,7 +394,10 @@ class Growth:
     profiles: Callable[[int], OnDemand | Repeated]
     plan: Callable[[OnDemand | Repeated, int, Sequence[int]], Answer]
     soon: Callable[[OnDemand | Repeated, int, Mapping[int, Look], bool], Look]
+    impossible: Callable[[OnDemand | Repeated, int], str]
     searches: bool
+    searched: str
+    end: str = ""
     depths: Depths | None = None  # set if profiles may be derived instead of traced
 
     def named(self, value: int) -> str:
@@ -382,7 +426,9 @@ def setting(name: str, make: Callable[[int], Task], demand: Demand, values: rang
         depths=depths,
         plan=lambda known, _, ranks: demand.plan(known, ranks=ranks),
         soon=lambda known, value, looks, many: demand.soon(value, known, **_looking(looks), divided=many),
+        impossible=lambda known, _: demand.impossible(known),
         searches=demand.searches,
+        searched=demand.searched,
     )
 
 
@@ -424,7 +470,9 @@ def batch(task: Task, demand: Demand, values: range) -> Growth:
         soon=lambda known, value, looks, many: demand.soon(
             value, known, microbatch_size=value, **_looking(looks), divided=many
         ),
+        impossible=lambda known, value: demand.impossible(known, microbatch_size=value),
         searches=demand.searches,
+        searched=demand.searched,
     )
 
 
@@ -453,6 +501,8 @@ def devices(task: Task, demand: Demand, values: range) -> Growth:
         raise UsageError(
             f"{costs.model} has {costs.parts}, too few for {values.start} devices: start with {most} or fewer"
         )
+    replicas = f" and microbatches of at most {sizes[-1]} samples" if sizes[-1] > 1 else ""
+    end = f"More than {counted(most, 'device')} were not tried: {costs.model} has {costs.parts}{replicas}."
     return Growth(
         name="devices",
         sense="smallest",
@@ -463,7 +513,10 @@ def devices(task: Task, demand: Demand, values: range) -> Growth:
         soon=lambda known, number, _, many: demand.soon(
             number, known, with_devices(cluster, number), divided=many
         ),
+        impossible=lambda known, number: demand.impossible(known, with_devices(cluster, number)),
         searches=demand.searches,
+        searched=demand.searched,
+        end=end if most < values[-1] else "",
     )
 
 
@@ -497,7 +550,9 @@ def memory(task: Task, demand: Demand, values: range) -> Growth:
         soon=lambda known, nbytes, _, many: demand.soon(
             nbytes, known, with_memory(demand.cluster, nbytes), divided=many
         ),
+        impossible=lambda known, nbytes: demand.impossible(known, with_memory(demand.cluster, nbytes)),
         searches=demand.searches,
+        searched=demand.searched,
     )
 
 

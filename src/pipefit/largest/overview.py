@@ -18,7 +18,7 @@ from pipefit.errors import UsageError
 from pipefit.fake_cuda.chain import Chains
 from pipefit.fake_cuda.fingerprint import precision_of
 from pipefit.fake_cuda.isolation import apart
-from pipefit.largest.attempts import attempt, soon_planned
+from pipefit.largest.attempts import attempt, impossible, soon_planned, state_bytes
 from pipefit.largest.growth import with_devices
 from pipefit.planner import (
     PLANNERS,
@@ -48,13 +48,12 @@ from pipefit.schema.fit import (
 )
 from pipefit.schema.json_io import load_cluster
 from pipefit.schema.plan import Plan
-from pipefit.schema.profile import Measurement, ModelProfile, Target
+from pipefit.schema.profile import ModelProfile, Target
 from pipefit.schema.trace import Category
 from pipefit.schema.training import ENDLESS, Precision, Training
 from pipefit.schema.validation import check_arguments, instance
 from pipefit.simulator import simulate
 from pipefit.texts import counted
-from pipefit.units import format_bytes
 
 _COUNTS = (1, 2, 4, 8)  # devices, in addition to the cluster's number
 _MANY_LAYERS = 200  # from here on, a profile takes seconds
@@ -145,7 +144,7 @@ def _looked_at(
         loss_bytes=_loss_bytes(look.profiles(1)),
     )
     if not result.fits:
-        result = replace(result, impossible=impossible(look.profiles(1), cluster))
+        result = replace(result, impossible=impossible(look.profiles, cluster))
     return replace(result, filled=_filled(result.limiting))
 
 
@@ -321,38 +320,10 @@ class _Look:
         one = self.at(1, 1, "kept")
         return InPrecision(
             precision=precision,
-            state_bytes=sum(_state(one.plan.measurement)),
+            state_bytes=sum(state_bytes(one.plan.measurement)),
             need_bytes=one.need_bytes,
             fewest=next((count for count in self.counts if self.at(count, 1, "kept").fits), None),
         )
-
-
-def impossible(profile: ModelProfile, cluster: Cluster) -> str:
-    """Return why no plan fits, with any division, offloading or recomputation; empty if that is not proven.
-
-    Parameters and optimizer state must be somewhere between steps; and a device that computes a layer, or one
-    of n ranks on n devices, has its part of the layer's bytes.
-    """
-    measured = profile.at(1)
-    parameters, _, state = _state(measured)
-    room = sum(cluster.budgets) + sum(host.memory_bytes + (host.disk_bytes or 0) for host in cluster.hosts)
-    if parameters + state > room:
-        return (
-            f"parameters and optimizer state need {format_bytes(parameters + state)}, but devices, hosts "
-            f"and disks together have {format_bytes(room)}"
-        )
-    names = [*(f"layer {name}" for name in profile.layers), "the loss"]
-    largest = max(
-        zip(names, (*measured.costs, measured.loss), strict=True), key=lambda one: one[1].least_bytes
-    )
-    least, budget, devices = largest[1].least_bytes, max(cluster.budgets), len(cluster.devices)
-    if least // devices > budget:
-        divided = f", {format_bytes(least // devices)} on each of {devices} ranks" if devices > 1 else ""
-        return (
-            f"{largest[0]} needs at least {format_bytes(least)} for one sample{divided}, but a device has "
-            f"{format_bytes(budget)}"
-        )
-    return ""
 
 
 def _loss_bytes(profile: ModelProfile) -> int:
@@ -363,16 +334,6 @@ def _loss_bytes(profile: ModelProfile) -> int:
     measured, start = profile.at(1), profile.edges[-2]
     costs = (cost for cost in (*measured.costs[start:], measured.loss) if not cost.parameters)
     return max(cost.least_bytes for cost in costs)
-
-
-def _state(measured: Measurement) -> tuple[int, int, int]:
-    """Return the bytes of parameters, gradients and optimizer state of the whole model."""
-    costs, shared = measured.costs, [(one, len(one.pairs)) for one in measured.shared]  # each counts once
-    return (
-        sum(cost.parameter_bytes for cost in costs) - sum(one.nbytes * again for one, again in shared),
-        sum(cost.gradient_bytes for cost in costs) - sum(one.gradient_bytes * again for one, again in shared),
-        sum(cost.state_bytes for cost in costs) - sum(one.state_bytes * again for one, again in shared),
-    )
 
 
 class _Others(NamedTuple):

@@ -15,13 +15,13 @@ from typing import NamedTuple, TypeVar
 
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.fake_cuda.chain import Chains
-from pipefit.largest.attempts import Look, attempt, likely, sizes_used
+from pipefit.largest.attempts import Look, attempt, leaner, likely, sizes_used
 from pipefit.largest.growth import Growth
 from pipefit.planner import Answer, explained
 from pipefit.processes import uncollected
 from pipefit.profiler import NotRepeated, OnDemand, Repeated, profiled_beside
 from pipefit.runtime import certify as dry_run
-from pipefit.schema.fit import Attempt, Fit
+from pipefit.schema.fit import Attempt, Fit, refusal
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Target
 
@@ -39,6 +39,10 @@ from pipefit.schema.profile import Target
 _GUESSES = 3  # guesses that may leave more than half of the numbers, or be nearer than the doubled distance
 _FAR = 16  # limit of a guess, as a multiple of the largest number known to be true
 _LITTLE = 1.05  # share of a device or host up to which a fast plan lacks little
+_QUICK = (
+    "Tried: plans found without a search, which keep everything, recompute every block, or leave updates or "
+    "optimizer state to hosts. pipefit plan searches."
+)
 PATIENCE = 64  # consecutive refusals after which the search stops
 
 Judge = Callable[[int], bool | None]
@@ -195,6 +199,8 @@ class _LargestSearch:
     ranks: tuple[int, ...] = ()  # numbers of them to search beyond the edge of fast plans; all if empty
     verified: set[int] = field(default_factory=set)  # values whose plans have profiles of traces
     begun: dict[int, tuple[Plan, Callable[[], _Verified]]] = field(default_factory=dict)  # verifications
+    proofs: dict[int, str] = field(default_factory=dict)  # why values do not fit; empty without a proof
+    searched: set[int] = field(default_factory=set)  # values with full plans
     fitting: tuple[int, Answer] | None = (
         None  # only the last one that fits, because answers hold their whole search
     )
@@ -229,7 +235,8 @@ class _LargestSearch:
         """Return the neighbours by traces, after one of them differed from a profile."""
         if self.growth.depths is not None:
             self.growth.depths.trace_all()
-        for result in (self.known, self.soon, self.made, self.verified, self.divided, self.begun):
+        results = self.known, self.soon, self.made, self.verified, self.divided, self.begun
+        for result in (*results, self.proofs, self.searched):
             result.clear()
         self.fitting, self.ranks = None, ()
         return self.edge()
@@ -377,6 +384,8 @@ class _LargestSearch:
             if profiles is not None:
                 with uncollected():
                     self.soon[value] = self._of_profiles(self._look, profiles, value)
+                if self.soon[value].fitting is None:
+                    self.proofs[value] = self._of_profiles(self.growth.impossible, profiles, value)
         return None if value in self.refused else self.soon[value].fitting is not None
 
     def _fits_on_ranks(self, value: int) -> bool | None:
@@ -410,8 +419,14 @@ class _LargestSearch:
             result = self._of_profiles(
                 lambda known, _: self.growth.plan(known, value, ranks), profiles, value
             )
-            self.known[value] = attempt(value, result.plan)
-            self.fitting = (value, result) if self.known[value].fits else self.fitting
+            made, soon = attempt(value, result.plan), self.soon.get(value, Look()).best
+            is_leaner = soon is not None and not soon.fits and leaner(soon, made)
+            self.known[value] = soon if soon is not None and is_leaner else made
+            self.searched.add(value)
+            if made.fits:
+                self.fitting = value, result
+            elif value not in self.proofs:
+                self.proofs[value] = self._of_profiles(self.growth.impossible, profiles, value)
 
     def _ranks(self, value: int) -> tuple[int, ...]:
         """Return the numbers of tensor-parallel ranks to search: those of the fast plan that fits, or else one
@@ -501,7 +516,9 @@ def _answer(growth: Growth, search: _LargestSearch, neighbours: _Neighbours) -> 
     best, beyond = neighbours
     if best is None:
         assert beyond is not None  # at least one value was tried
-        raise InfeasibleError(f"not even {growth.named(beyond)} fits: {search.known[beyond].miss}")
+        attempted, proof = search.known[beyond], search.proofs.get(beyond, "")
+        words = refusal(growth.named(beyond), proof, attempted.nearest)
+        raise InfeasibleError(". ".join(filter(None, (words, _searched(growth, search, beyond).rstrip(".")))))
     search.known[best] = search.complete(best)
     return Fit(
         grown=growth.name,
@@ -510,4 +527,13 @@ def _answer(growth: Growth, search: _LargestSearch, neighbours: _Neighbours) -> 
         beyond=None if beyond is None else search.known[beyond],
         tried=search.tried,
         refused=search.refused,
+        impossible={value: proof for value, proof in search.proofs.items() if proof},
+        searched="" if beyond is None else _searched(growth, search, beyond),
     )
+
+
+def _searched(growth: Growth, search: _LargestSearch, value: int) -> str:
+    """Say which plans were tried for a value without a proof, and why no further value was, in sentences."""
+    how = growth.searched if value in search.searched else _QUICK
+    said = "" if search.proofs.get(value) else how, growth.end if value == growth.values[-1] else ""
+    return " ".join(filter(None, said))

@@ -24,6 +24,7 @@ from pipefit.own_loop.trainers import trainer_step
 from pipefit.report.show import text
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import DeviceKind, Member
+from pipefit.schema.fit import refusal
 from pipefit.schema.loop_plan import LoopDecision, LoopPlan
 from pipefit.schema.presets import machine_names
 from pipefit.schema.profile import Target
@@ -345,11 +346,12 @@ class _BudgetSearch:
         """Return the error that says what would be needed."""
         least = min(max(peaks) for peaks in self._certified.values())
         lasting = sum(s.nbytes for s in self._recording.storages if s.lasting)
-        error = InfeasibleError(
-            f"the loop does not fit {format_bytes(self._budget)}: the least peak of all decisions is "
-            f"{format_bytes(least)} ({least:,} bytes), {format_bytes(least - self._budget)} more. Parameters, "
-            f"buffers and state take {format_bytes(lasting)} before the first step; a smaller batch takes less "
-            "of the rest"
+        found = (
+            f"the least peak found is {format_bytes(least)} ({least:,} bytes), "
+            f"{format_bytes(least - self._budget)} more. Parameters, buffers and state take "
+            f"{format_bytes(lasting)} before the first step; a smaller batch takes less of the rest"
         )
+        proof = found if lasting > self._budget else ""
+        error = InfeasibleError(refusal(f"the loop in {format_bytes(self._budget)}", proof, found))
         error.found = {"least_bytes": least}
         return error

@@ -290,10 +290,10 @@ def describe(found: RecipeAnswer, file: str) -> list[Block]:
     if found.fitting:
         blocks += ["Changes that fit, the fastest first:", *map(_lines, found.fitting[:_SHOWN])]
     elif not written.fits:
-        tried = f"; of {counted(len(found.changed), 'change')} tried, none fits" if found.changed else ""
+        tried = f", of {len(found.changed)} tried" if found.changed else ""
         least = min((*found.changed, written), key=lambda variant: variant.need_bytes)
         blocks.append(
-            f"No change of this file makes it fit{tried}: the least is {format_bytes(least.need_bytes)}"
+            f"No change of this file was found that fits{tried}: the least is {format_bytes(least.need_bytes)}"
             f"{f' with {_joined(least)}' if least.changes else ''}. pipefit plan searches all techniques."
         )
     notes = recipe.notes

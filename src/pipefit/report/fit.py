@@ -14,6 +14,7 @@ from pipefit.schema.fit import (
     Reach,
     Replicated,
     named_value,
+    refusal,
     samples_per_second,
 )
 from pipefit.schema.plan import Plan, fullness, is_tight
@@ -48,10 +49,7 @@ def _head(overview: Overview) -> str:
     row, plan = overview.here, overview.here.one.plan
     where = f"{plan.profile.model} of {row.one.parameters:,} parameters on {overview.cluster}"
     least = row.one if row.one.fits else row.fastest  # larger microbatches fill what there is
-    if least is not None:
-        answer = "Fits, tightly" if _is_tight(least) else "Fits"
-    else:
-        answer = "Fits" if overview.fits else "Does not fit" if overview.impossible else "No plan found"
+    answer = overview.verdict.capitalize() + (", tightly" if least is not None and _is_tight(least) else "")
     lengths = plan.profile.fingerprint.lengths
     size = f"; samples of length {' and '.join(map(str, lengths))}" if lengths else ""
     fixed = _is_fixed(overview)
@@ -220,7 +218,7 @@ def _seconds(best: Attempt) -> str:
 def _ways_out(overview: Overview, here: Reach, asked: str) -> Iterator[str]:
     """Yield alternatives that would fit, if the cluster does not hold one sample."""
     if overview.impossible:
-        yield f"It cannot fit: {overview.impossible}."
+        yield f"{refusal('One sample', overview.impossible, '')}."
     else:
         replicas = ", and replicas with ZeRO-1 to 3 in the same three ways"
         yield (
@@ -296,11 +294,7 @@ def _techniques(plan: Plan) -> Iterator[str]:
 def _fit_head(fit: Fit) -> Iterator[str]:
     plan = fit.best.plan
     training = plan.training
-    nbytes = f" ({fit.best.value} bytes)" if fit.grown == "memory" else ""
-    yield (
-        f"{fit.named(fit.best.value)}{nbytes} is the {fit.sense} that fits: {plan.profile.model} of "
-        f"{fit.best.parameters:,} parameters on {plan.cluster}"
-    )
+    yield (f"{fit.answer}: {plan.profile.model} of {fit.best.parameters:,} parameters on {plan.cluster}")
     done = "".join(f", {words}" for words in _techniques(plan))
     size = samples(training.microbatch_size, plan.profile.fingerprint.lengths)
     yield (
@@ -323,29 +317,27 @@ def _tried(fit: Fit) -> Table:
                 tight=is_tight(attempt.plan.cluster, attempt.device, attempt.need_bytes),
             ),
             str(attempt.device),
-            "yes" if attempt.fits else "no",
+            fit.verdict(attempt),
             "planned" if attempt.certified_bytes is None else "dry run",
         )
         for attempt in fit.tried
     )
     size = ("parameters",) if grows else ()
-    return Table((fit.grown, *size, "peak", "of budget", "full", "device", "fits", "by"), rows)
+    return Table((fit.grown, *size, "peak", "of budget", "full", "device", "answer", "by"), rows)
 
 
 def _fit_limits(fit: Fit) -> Iterator[str]:
     yield from told_sharing(fit.best.plan.stages)
-    if fit.grown != "devices" and any(d.what in (What.OFFLOAD, What.UPDATE) for d in fit.best.plan.decisions):
-        yield (
-            "Plans that keep gradients and parameters on the devices were compared. "
-            "pipefit fit without --grow also tries to offload them, which makes steps many times as long."
-        )
     best, further = fit.best, "larger" if fit.sense == "largest" else "smaller"
     yield (
         f"Device {best.device} limits: stage {best.stage} ({first_to_last(best.blocks)}) needs "
         f"{format_bytes(best.need_bytes)}, {format_bytes(-best.over_bytes)} below its budget."
     )
     if fit.beyond is not None:
-        yield f"{fit.named(fit.beyond.value)} does not fit: {fit.beyond.miss}."
+        proof = fit.impossible.get(fit.beyond.value, "")
+        words = refusal(fit.named(fit.beyond.value), proof, fit.beyond.nearest)
+        yield f"{words if proof else words[0].upper() + words[1:]}."
+        yield from filter(None, [fit.searched])
         return
     larger = [value for value in fit.refused if value > best.value]
     if larger and fit.sense == "largest":

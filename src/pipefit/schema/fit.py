@@ -6,7 +6,8 @@ devices and for their memory, the smallest value is searched.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
@@ -19,6 +20,21 @@ from pipefit.texts import first_to_last
 from pipefit.units import format_bytes
 
 Sense = Literal["largest", "smallest"]
+
+# ---- What is known, in words: a plan that fits, a proof that none does, or neither
+
+
+def verdict(fits: bool, impossible: str) -> str:
+    """Return the answer in two or three words; `impossible` is the proof that no plan fits, empty without one."""
+    return "fits" if fits else "does not fit" if impossible else "no plan found"
+
+
+def refusal(what: str, impossible: str, nearest: str) -> str:
+    """Say that `what` does not fit, by a proof, or else that no plan was found, and what the `nearest` one lacks."""
+    return f"{what} does not fit: {impossible}" if impossible else f"no plan was found for {what}: {nearest}"
+
+
+# ---- The largest value, or the smallest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +107,11 @@ class Attempt:
         )
 
     @property
+    def nearest(self) -> str:
+        """The same, of a value for which no plan was found."""
+        return f"in the leanest one tried, {self.miss}"
+
+    @property
     def parameters(self) -> int:
         """The number of scalar parameters of the model, trainable or not; shared parameters count once."""
         measurement, names = self.plan.measurement, self.plan.profile.layers
@@ -120,9 +141,10 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """The `sense` value of the `grown` quantity that fits, and the next value, which does not fit.
+    """The `sense` value of the `grown` quantity with a plan that fits, and the next value, for which none was found.
 
     `beyond` is None if no further value was allowed or the model refused it; `refused` has the reasons.
+    `impossible` has the proofs that values do not fit, and `searched` says which plans were tried for `beyond`.
     """
 
     grown: str  # a setting of the model, or batch, devices, memory
@@ -131,11 +153,28 @@ class Fit:
     beyond: Attempt | None
     tried: tuple[Attempt, ...]  # by rising value
     refused: dict[int, str]
+    impossible: Mapping[int, str] = field(default_factory=dict)
+    searched: str = ""
 
     def __repr__(self) -> str:
         """Return one line, without the plans of all attempts."""
-        plan, value = self.best.plan, self.named(self.best.value)
-        return f"<Fit: {value} is the {self.sense} that fits, {plan.profile.model} on {plan.cluster}>"
+        plan = self.best.plan
+        return f"<Fit: {self.answer}; {plan.profile.model} on {plan.cluster}>"
+
+    @property
+    def answer(self) -> str:
+        """The value in words, and how certain it is that no further one fits."""
+        nbytes = f" ({self.best.value} bytes)" if self.grown == "memory" else ""
+        value = f"{self.named(self.best.value)}{nbytes}"
+        if self.beyond is None:
+            return f"{value} fits, the {self.sense} value tried"
+        if self.beyond.value in self.impossible:
+            return f"{value} is the {self.sense} that fits"
+        return f"{value} fits, the {self.sense} with a plan found"
+
+    def verdict(self, attempt: Attempt) -> str:
+        """Return what is known of a value that was tried."""
+        return verdict(attempt.fits, self.impossible.get(attempt.value, ""))
 
     def as_json(self) -> GrowthAnswer:
         """Return plain data, the shape of `pipefit fit --grow --json`."""
@@ -153,6 +192,8 @@ class Fit:
             "beyond": None if self.beyond is None else self.beyond.as_json(),
             "tried": [attempt.as_json() for attempt in self.tried],
             "refused": {str(value): reason for value, reason in sorted(self.refused.items())},
+            "impossible": {str(value): proof for value, proof in sorted(self.impossible.items())},
+            "searched": self.searched,
         }
 
     def named(self, value: int) -> str:
@@ -279,8 +320,12 @@ class Overview:
 
     def __repr__(self) -> str:
         """Return one line, without the plans."""
-        answer = "fits" if self.fits else "does not fit" if self.impossible else "has no known plan"
-        return f"<Overview: {self.here.one.plan.profile.model} {answer} on {self.cluster}>"
+        return f"<Overview: {self.here.one.plan.profile.model} on {self.cluster}: {self.verdict}>"
+
+    @property
+    def verdict(self) -> str:
+        """What is known, in words."""
+        return verdict(self.fits, self.impossible)
 
     @property
     def here(self) -> Reach:

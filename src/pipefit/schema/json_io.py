@@ -46,7 +46,7 @@ from pipefit.units import parse_rate
 
 
 class Tried(TypedDict):
-    """One value that was tried.
+    """One value that was tried; `fits` says whether its plan does.
 
     If `certified`, the bytes are those of a dry run. `over_bytes` is negative if the value fits.
     """
@@ -122,7 +122,11 @@ class FitAnswer(TypedDict):
 
 
 class GrowthAnswer(TypedDict):
-    """`pipefit fit --grow`; `refused` has the reason for each value that the model refuses."""
+    """`pipefit fit --grow`; `refused` has the reason for each value that the model refuses.
+
+    `impossible` has the proofs that values do not fit. For other values beyond `value`, no plan was found among
+    those that `searched` names.
+    """
 
     model: str
     cluster: str
@@ -136,6 +140,8 @@ class GrowthAnswer(TypedDict):
     beyond: Tried | None
     tried: list[Tried]
     refused: dict[str, str]
+    impossible: dict[str, str]
+    searched: str
 
 
 class StepTime(TypedDict):

@@ -68,7 +68,7 @@ def fit_page(fit: Fit) -> str:
     trace = _simulated(best)
     chart = f'<div class="wide">{growth(fit)}</div>'
     sections = [
-        _section("Largest size that fits", html([answer]), chart, *map(markup.folded, more)),
+        _section("Answer", html([answer]), chart, *map(markup.folded, more)),
         *_sections(best, trace),
     ]
     return _assembled(
@@ -206,7 +206,7 @@ def _verdict(plan: Plan | None, trace: Trace) -> str:
     fullest = max(known, key=lambda device: device.peak_bytes / device.budget_bytes)
     room = fullest.budget_bytes - fullest.peak_bytes
     if room < 0:
-        return f"Does not fit: device {fullest.device} lacks {format_bytes(-room)}"
+        return f"This plan does not fit: device {fullest.device} lacks {format_bytes(-room)}"
     prediction = plan.prediction if plan else None
     tight = plan and prediction and any(prediction.is_tight(plan.cluster, device) for device in plan.workers)
     return f"Fits{' tightly' if tight else ''}, with {format_bytes(room)} to spare on device {fullest.device}"

@@ -317,8 +317,7 @@ def _line(across: _Scale, up: _Scale, points: Sequence[tuple[int, int]], kind: s
 def _point(fit: Fit, across: _Scale, up: _Scale, attempt: Attempt) -> str:
     told = (
         f"{fit.named(attempt.value)}, {attempt.parameters:,} parameters: device {attempt.device} needs "
-        f"{format_bytes(attempt.need_bytes)} of {format_bytes(attempt.budget_bytes)}, which "
-        f"{'fits' if attempt.fits else 'does not fit'}"
+        f"{format_bytes(attempt.need_bytes)} of {format_bytes(attempt.budget_bytes)}: {fit.verdict(attempt)}"
     )
     x, y = across(attempt.value), up(attempt.need_bytes)
     kind = "good" if attempt.fits else "bad"

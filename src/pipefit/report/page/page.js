@@ -310,7 +310,7 @@
       byId("whatif-cap").style.left = `${100 * budget / most}%`;
       byId("whatif-peak").textContent = `${bytesText(peak)} of ${bytesText(budget)}`;
       byId("whatif-peak").className = over ? "figure over" : "figure";
-      byId("whatif").textContent = `${over ? "Does not fit. " : "Fits. "}A step takes ${text(seconds)}: `
+      byId("whatif").textContent = `${over ? "This plan does not fit. " : "Fits. "}A step takes ${text(seconds)}: `
         + `${rate >= 100 ? Math.round(rate).toLocaleString("en") : rate.toPrecision(3)} samples per second; devices are idle ${Math.round(100 * waiting)} % of the step.`;
     };
     controls.forEach((control) => control.addEventListener("input", tell));
