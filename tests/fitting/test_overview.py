@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -207,6 +208,16 @@ def test_does_not_fit_is_said_with_its_proof_alone() -> None:
     assert (
         text.startswith("No plan found: mlp of")
         and "Tried, without a plan that fits one sample: pipelines" in text
+    )
+    assert "Not tried: tensor-parallel ranks: pipefit plan zoo:mlp --batch-size 2 --tensor 2 " in text
+    assert "--tensor" not in plain(describe_overview(replace(found, cluster=Cluster.emulated((1, KIB)))), 80)
+    for none in (text, " ".join(show.text(seen(1)).split())):
+        assert (
+            "No plan was found for microbatches of 1 sample: with all" in none and "that fits is" not in none
+        )
+    some = " ".join(show.text(seen(88)).split())
+    assert re.search(
+        r"Of microbatches of 1, .*, \d+ samples, the table has the largest with a plan that fits: ", some
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
 
 from pipefit.report.plan import told_sharing
 from pipefit.schema.decisions import State, What
@@ -26,6 +27,7 @@ from pipefit.units import format_bytes, format_number
 # ---- Overview on one screen: devices, precisions, replicas, the limit, and the next command
 
 _COARSE = 64 << 20  # bytes of a budget from which the usual step of `--grow memory`, 1 MiB, is fine enough
+_RANKS = 8  # most tensor-parallel ranks that are suggested
 _LARGE_LOSS = 4  # a loss that takes more than this fraction of a budget is named if nothing fits
 
 
@@ -88,13 +90,15 @@ def _devices(overview: Overview) -> Table:
 
 def _explained(overview: Overview) -> str:
     """Explain the columns of the first table."""
-    looked = ", ".join(map(str, overview.sizes))
-    among = f"one of {looked}" if len(overview.sizes) > 1 else f"of {looked}, the only size tried"
+    *_, last = overview.sizes
+    looked = f"{', '.join(map(str, overview.sizes))} {'sample' if last == 1 else 'samples'}"
+    known = any(attempt is not None for row in overview.reaches for attempt in row.largest)
+    found = f"Of microbatches of {looked}, the table has the largest with a plan that fits"
+    none = f"No plan was found for microbatches of {looked}"
     return (
-        "Peaks are for microbatches of one sample with all activations kept. The largest microbatch that "
-        f"fits is {among}: with all activations kept, with recomputation allowed, and with offloading of "
-        "tensors and optimizer state to the host allowed "
-        f"too.{_largest_first(overview)}{_replicas_take_the_others(overview)}"
+        f"Peaks are for microbatches of one sample with all activations kept. {found if known else none}: with "
+        "all activations kept, with recomputation allowed, and with offloading of tensors and optimizer state to the "
+        f"host allowed too.{_largest_first(overview)}{_replicas_take_the_others(overview)}"
     )
 
 
@@ -134,7 +138,7 @@ def _precisions(overview: Overview) -> Table:
         fewest = "-" if verdict.fewest is None else str(verdict.fewest)
         return verdict.precision, format_bytes(verdict.state_bytes), format_bytes(verdict.need_bytes), fewest
 
-    columns = ("precision", "state", "1 sample", "fewest devices")
+    columns = ("precision", "state", "1 sample", "fewest devices, kept")
     title = "on one device: state is parameters, gradients and optimizer state"
     return Table(columns, tuple(map(row, overview.precisions)), title=title)
 
@@ -193,22 +197,28 @@ def _next(overview: Overview, asked: str) -> Iterator[str]:
             f"device's {format_bytes(budget)} are free, {format_number(replicas.samples_per_second or 0)} "
             "samples per second."
         )
-        yield _command(asked, 4 * devices)
+        yield f"Next: {_command(asked, 4 * devices)}"
     elif best is not None:
         yield (
             f"Fastest of these: microbatches of {counted(best.value, 'sample')}, "
             f"{format_number(rate)} samples per second by {_seconds(best)} seconds."
         )
-        size = best.plan.training.batch_size
-        yield _command(asked, size if _is_fixed(overview) else size // here.devices * devices)
+        yield f"Next: {_command(asked, _batch_size(overview, best))}"
     else:
         yield from _ways_out(overview, here, asked)
 
 
-def _command(asked: str, size: int) -> str:
-    """Return the next command, or the next call, that plans a batch of this size."""
-    command = f"pipefit plan {asked} --batch-size {size} -o plan.json"
-    return f"Next: {command if asked else f'pipefit.plan(task, cluster, batch_size={size})'}"
+def _batch_size(overview: Overview, attempt: Attempt) -> int:
+    """Return the samples of a step in microbatches of this size on all devices."""
+    size, devices = attempt.plan.training.batch_size, len(overview.cluster.devices)
+    return size if _is_fixed(overview) else size // overview.here.devices * devices
+
+
+def _command(asked: str, size: int, ranks: int = 1) -> str:
+    """Return the command, or the call, that plans a batch of this size."""
+    option, argument = (f" --tensor {ranks}", f", tensor={ranks}") if ranks > 1 else ("", "")
+    command = f"pipefit plan {asked} --batch-size {size}{option} -o plan.json"
+    return command if asked else f"pipefit.plan(task, cluster, batch_size={size}{argument})"
 
 
 def _seconds(best: Attempt) -> str:
@@ -224,10 +234,13 @@ def _ways_out(overview: Overview, here: Reach, asked: str) -> Iterator[str]:
         yield (
             "Tried, without a plan that fits one sample: pipelines of one device per stage, with "
             "activations kept, recomputed by block, and offloaded to "
-            f"hosts{replicas if overview.replicated else ''}. Not tried: tensor-parallel ranks (--tensor of "
-            "pipefit plan)."
+            f"hosts{replicas if overview.replicated else ''}."
         )
-        yield f"With all activations kept, {here.one.miss}."
+        devices = len(overview.cluster.devices)
+        if devices > 1:
+            ranks = gcd(devices, _RANKS) if devices % 2 == 0 else 2
+            command = _command(asked, _batch_size(overview, here.one), ranks)
+            yield f"Not tried: tensor-parallel ranks: {command}"
     if overview.loss_bytes > here.one.budget_bytes // _LARGE_LOSS:
         yield (
             f"The loss alone needs {format_bytes(overview.loss_bytes)} of one device for one sample: "
