@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,6 @@ from pipefit.runtime import Trainer, certify, train
 from pipefit.runtime.checkpoint.saving import Saving
 from pipefit.runtime.engine.in_flight import move
 from pipefit.runtime.engine.runner import DeviceRunner
-from pipefit.runtime.launch.forks import forks
 from pipefit.schema.actions import Action
 from pipefit.schema.decisions import Decision, Microbatches, Run, SavedTensors, What
 from pipefit.schema.devices import parse_place
@@ -35,6 +34,7 @@ from support.fully_sharded import fully_sharded
 from support.gallery_samples import sampled
 from support.local_batches import Plain, batches, equal, parameters, random_grids, sliced_plan
 from support.replicated_models import MODELS, plain_task, precise, replicated, tied
+from support.separate_process import in_workers
 from support.sharded_stages import divided, grid_plan
 from support.small_tasks import goes_on, in_one_process
 from support.stage_reader import READINGS, WORKERS, reading
@@ -302,12 +302,6 @@ def test_replicas_of_tensor_shards_divide_state_too(shard: Sharding, tmp_path: P
     after = Trainer(task, grid_plan(found, [0, 6], [(1, 1)]))
     after.load(tmp_path)
     assert equal(after.state_dict(optimizer=True), trainer.state_dict(optimizer=True), relative=0)
-
-
-def in_workers(count: int, function: Callable[..., None], *arguments: Any) -> None:
-    """Call a function in this many processes with their ranks; the fork server has imported torch for all."""
-    forks()
-    torch.multiprocessing.start_processes(function, arguments, nprocs=count, start_method="forkserver")
 
 
 @pytest.mark.gallery

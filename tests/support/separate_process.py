@@ -1,4 +1,6 @@
-"""Calls in a separate process: code for fake GPUs in tests that train on real ones before and after."""
+"""Calls in a separate process, such as code for fake GPUs in tests that train on real ones before and after, and
+in workers.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,11 @@ import multiprocessing as mp
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from pipefit.runtime.launch.forks import forks
 
 P, T = ParamSpec("P"), TypeVar("T")
 
@@ -19,3 +25,9 @@ def elsewhere(function: Callable[P, T], *arguments: P.args, **options: P.kwargs)
 @cache
 def _process() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, mp_context=mp.get_context("spawn"))
+
+
+def in_workers(count: int, function: Callable[..., None], *arguments: Any) -> None:
+    """Call a function in this many processes with their ranks; the fork server has imported torch for all."""
+    forks()
+    torch.multiprocessing.start_processes(function, arguments, nprocs=count, start_method="forkserver")

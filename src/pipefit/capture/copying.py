@@ -212,9 +212,9 @@ _PLAIN = frozenset({type(None), bool, int, float, str})  # immutable: a copy is 
 def copied(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
     """Return a deep copy of `module` in which each tensor is replaced by `convert(tensor)`.
 
-    Parameters stay parameters, with their hooks. Other tensors require no gradient in the copy, and share
-    storages as the originals do. Functions that hold a part of the module, or a container in one of its
-    attributes, hold the copy's.
+    Parameters stay parameters, with their hooks; a parameter that `convert` returns is used as it is. Other
+    tensors require no gradient in the copy, and share storages as the originals do. Functions that hold a part
+    of the module, or a container in one of its attributes, hold the copy's.
     """
     storages: dict[int, Tensor] = {}
     own = set(map(id, _own(module)))
@@ -222,8 +222,10 @@ def copied(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
     def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
         if id(tensor) not in memo:
             if isinstance(tensor, nn.Parameter):
-                memo[id(tensor)] = nn.Parameter(convert(tensor), requires_grad=tensor.requires_grad)
-                copy_hooks(tensor, memo[id(tensor)], memo)
+                memo[id(tensor)] = made = convert(tensor)
+                if not isinstance(made, nn.Parameter):
+                    memo[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad)
+                    copy_hooks(tensor, memo[id(tensor)], memo)
             else:
                 memo[id(tensor)] = _converted(tensor, convert, storages)
         result: Tensor = memo[id(tensor)]
@@ -273,20 +275,21 @@ def hooks_of(parameter: nn.Parameter) -> tuple[Any, ...]:
     return *on_gradient, *behind
 
 
-def _hooks(parameter: nn.Parameter) -> tuple[list[Any], list[Any]]:
+def _hooks(parameter: Tensor) -> tuple[list[Any], list[Any]]:
     """Return the hooks on the gradient of `parameter`, and those after the accumulation of its gradients."""
     on_gradient: Any = parameter._backward_hooks
     behind: Any = parameter._post_accumulate_grad_hooks
     return list((on_gradient or {}).values()), list((behind or {}).values())
 
 
-def copy_hooks(parameter: nn.Parameter, made: nn.Parameter, memo: dict[int, Any]) -> None:
-    """Give `made`, the copy of `parameter`, its hooks."""
+def copy_hooks(parameter: Tensor, made: Tensor, memo: dict[int, Any] | None = None) -> None:
+    """Give `made`, a copy of `parameter`, its hooks, or with a `memo` copies of them."""
     on_gradient, behind = _hooks(parameter)
     for hook in on_gradient:
-        made.register_hook(copy.deepcopy(hook, memo))  # type: ignore[no-untyped-call]
+        made.register_hook(hook if memo is None else copy.deepcopy(hook, memo))  # type: ignore[no-untyped-call]
     for hook in behind:
-        made.register_post_accumulate_grad_hook(copy.deepcopy(hook, memo))  # type: ignore[no-untyped-call]
+        own = hook if memo is None else copy.deepcopy(hook, memo)
+        made.register_post_accumulate_grad_hook(own)  # type: ignore[no-untyped-call]
 
 
 def _converted(tensor: Tensor, convert: Callable[[Tensor], Tensor], storages: dict[int, Tensor]) -> Tensor:

@@ -17,9 +17,9 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,15 @@ from pipefit.runtime.offload.lending import lending_trace
 from pipefit.runtime.optim.half_precision import MasterWeights
 from pipefit.runtime.options import Supervision, TrainerArguments, TrainerOptions
 from pipefit.runtime.state import Names, StageState
-from pipefit.schema.decisions import State, What
+from pipefit.runtime.task_module import (
+    PartialModule,
+    WholeModule,
+    frees_parameters,
+    is_partial,
+    needs_copy,
+    same_tensors,
+    without_numbers,
+)
 from pipefit.schema.file_access import path_of
 from pipefit.schema.plan import Plan
 from pipefit.schema.post_mortem import PostMortem
@@ -75,107 +83,6 @@ from pipefit.schema.program import Program
 from pipefit.schema.trace import Trace
 from pipefit.schema.validation import instance
 from pipefit.texts import counted
-
-# ---- The task's own module, kept whole when stages train a copy in parts.
-#
-# Stages may keep a part of each parameter (tensor shards), some of the parameters (ZeRO-sharded replicas), none
-# between passes (offloaded parameters), or several copies of each (replicas), which all need the user's changes.
-# If one process trains all such stages, it trains a copy of the module. After every step, also one that fails,
-# the module gets the numbers of the copy; before every step the copy gets numbers that the user changed in the
-# module meanwhile. So the module can be used as if it were trained in place. This costs the module's memory, in
-# addition to the memory of the plan's devices, and two passes over its numbers per step.
-
-
-def needs_copy(plan: Plan) -> bool:
-    """Return whether a stage of the plan lacks whole parameters between steps, or has them several times."""
-    return frees_parameters(plan) or any(len(stage.devices) > 1 for stage in plan.stages)
-
-
-def frees_parameters(plan: Plan) -> bool:
-    """Return whether parameters of a module that is trained in place lose their memory between passes.
-
-    Tensor-parallel ranks have parameters of their own, so the module keeps its memory.
-    """
-    away = {
-        decision.stage
-        for decision in plan.decisions
-        if decision.what is What.OFFLOAD
-        and isinstance(decision.subject, State)
-        and decision.subject.kind == "parameters"
-    }
-    return any(
-        stage.grid.tensor == 1
-        and (number in away or (stage.grid.data > 1 and stage.grid.shard == "parameters"))
-        for number, stage in enumerate(plan.stages)
-    )
-
-
-class WholeModule:
-    """A module and the copy of it that `stages` train, whose state `checkpoints` read.
-
-    Raises:
-        UsageError: a layer's state dict holds an object that is not a tensor; names it.
-    """
-
-    def __init__(self, module: nn.Module, stages: Sequence[StageRunner], checkpoints: Checkpointing) -> None:
-        self._module, self._stages, self._checkpoints = module, stages, checkpoints
-        self._frozen = [
-            (name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad
-        ]
-        self.is_behind = False  # since a step has begun
-        self.has_failed = False  # in an update, perhaps of one replica alone
-        checkpoints.told()
-
-    def lead(self) -> None:
-        """Copy the user's changes of the module into the trained copy.
-
-        After a failed step, make replicas equal.
-
-        Raises:
-            UsageError: a parameter that was frozen when the plan was made is trained now.
-        """
-        check_frozen(self._frozen)
-        if self.is_behind:
-            self.follow()
-        state, own = self._checkpoints.told().state, self._own
-        changed = {name for name, tensor in state.tensors.items() if not _same(own[name], tensor)}
-        if changed or self.has_failed:
-            values = {n: own[n].detach() if n in changed else tensor for n, tensor in state.tensors.items()}
-            masters = {name: one for name, one in state.master_weights.items() if name not in changed}
-            kept = (state.optimizer, state.numbers) if self.has_failed else ({}, {})
-            whole = StageState(values, kept[0], masters, kept[1])
-            self._checkpoints.load_state(whole, replace=self.has_failed)
-            self.has_failed = False
-        for name, parameter in self._trained():
-            parameter.requires_grad_(own[name].requires_grad)
-
-    def follow(self) -> None:
-        """Copy the numbers of the trained copy into the module."""
-        state, own = self._checkpoints.told(), self._own
-        with torch.no_grad():
-            for name, tensor in (*state.state.tensors.items(), *state.held.items()):
-                if name in own:
-                    own[name].copy_(tensor)
-        self.is_behind = False
-
-    @property
-    def _own(self) -> dict[str, Tensor]:
-        """Parameters and buffers of the module under all their names."""
-        buffers = self._module.named_buffers(remove_duplicate=False)
-        return {**dict(buffers), **dict(self._module.named_parameters(remove_duplicate=False))}
-
-    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of the trained copy with their names in the module."""
-        for stage in self._stages:
-            for layer in stage.layers:
-                for local, parameter in layer.module.named_parameters(remove_duplicate=False):
-                    if local in layer.originals:
-                        yield layer.originals[local], parameter
-
-
-def _same(tensor: Tensor, other: Tensor) -> bool:
-    return torch.equal(tensor, other.to(tensor.device))
-
 
 # ---- Reports for callbacks
 
@@ -253,27 +160,6 @@ def add_post_mortem(
         )
 
 
-# ---- The module of a worker that holds parts of its parameters
-
-
-def refuse_reading(module: nn.Module) -> None:
-    """Make reading the whole `module` raise an error: calls, state dicts, copies and pickles.
-
-    Its layers can still be used one by one.
-    """
-
-    def refuse(*_: object) -> NoReturn:
-        raise UsageError(
-            "this worker keeps only some of the module's parameters, so the module cannot be called, copied or "
-            "saved: load a checkpoint (trainer.save) elsewhere, or read this worker's tensors "
-            "(trainer.state_dict)"
-        )
-
-    module.register_forward_pre_hook(refuse)
-    module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
-    module.__dict__["__reduce_ex__"] = refuse  # of this module alone: copy.deepcopy, pickle and torch.save
-
-
 # ---- The trainer
 
 
@@ -283,8 +169,9 @@ class Trainer:
     Args:
         task: the task to train. An existing module is trained in place; if a single process trains
             replicas, or stages without whole parameters, a copy is trained and the module is updated after
-            every step (`runtime.trainer`). A factory is called after `torch.manual_seed(seed)`. With several
-            workers, the first one sends its weights to the others.
+            every step; on several workers, tensors that a worker lacks raise an error (`runtime.task_module`). A
+            factory is called after `torch.manual_seed(seed)`. With several workers, the first one sends its
+            weights to the others.
         plan: a plan for this task, or for a task with the same fingerprint.
         callbacks: called with a `StepReport` after every step.
         supervision: hooks of a supervisor.
@@ -333,6 +220,8 @@ class Trainer:
         worker = self.rank if self.distributed else None
         transport, self._lending = connected(hardware, program, worker, asked.timeout_seconds)
         self._groups, self._comparisons = groups_of(plan, transport), Comparisons(plan, asked.numbers)
+        own = task.module if isinstance(task.module, nn.Module) else None
+        self._must_load = self.distributed and own is not None and is_partial(own)
         trained, chain = self._captured(asked.seed, supervision.on_weights)
         self.chain, names = chain, Names.of(chain.layers)
         site = Site(
@@ -358,6 +247,11 @@ class Trainer:
             device, allowed = hardware.device(one), hardware.cap_bytes(program, one) if asked.cap else None
             meter = hardware.meter(one, device, self._kernels, gpu_bytes=allowed)
             self.runners.append(assemble(site, one, device=device, meter=meter))
+        self._own: WholeModule | PartialModule | None = None
+        if self.distributed and own is not None and isinstance(trained.module, nn.Module):
+            self._own = PartialModule(own, trained.module, chain.layers, list(self.stages))
+            if not self._own.is_whole():
+                task = replace(task, module=without_numbers(trained.module, task.name))
         self._execution = Execution(
             task, plan, chain, self.runners, groups=self._groups, distributed=self.distributed
         )
@@ -367,12 +261,9 @@ class Trainer:
         self._checkpoints = Checkpointing(
             plan, self.runners, names, workers=count, rank=self.rank, supervision=supervision
         )
-        own = task.module if self._on_a_copy else None
-        self._whole = (
-            WholeModule(own, list(self.stages), self._checkpoints) if isinstance(own, nn.Module) else None
-        )
-        if self.distributed and isinstance(task.module, nn.Module) and frees_parameters(plan):
-            refuse_reading(task.module)
+        if self._on_a_copy and own is not None:
+            self._own = WholeModule(own, list(self.stages), self._checkpoints)
+        self._follow()
         self._began, self._step_seconds = time.perf_counter(), list[float]()
         self._steps_before = 0  # steps of the checkpoint that was loaded
 
@@ -485,6 +376,7 @@ class Trainer:
     @property
     def state(self) -> StageState:
         """Everything that training has changed in this process's layers, by names in the original module."""
+        self._check_loaded()
         self._drain()
         return self._checkpoints.state()
 
@@ -507,7 +399,7 @@ class Trainer:
         """
         self._drain()
         self._checkpoints.take_up(instance("tensors", tensors, Mapping))
-        self._follow()
+        self._loaded()
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
         """Load this process's parameters and buffers from a safetensors file or a sharded model.
@@ -517,7 +409,7 @@ class Trainer:
         """
         self._drain()
         self._checkpoints.load_weights(path)
-        self._follow()
+        self._loaded()
 
     @property
     def steps_done(self) -> int:
@@ -548,6 +440,7 @@ class Trainer:
                 f"checkpoints do not hold partial gradients: save after a multiple of {self.accumulate} "
                 "batches"
             )
+        self._check_loaded()
         self._drain()
         self._checkpoints.save(directory, self.steps_done, keep=keep, background=background)
 
@@ -601,6 +494,9 @@ class Trainer:
         with recording("training"):
             first = sample(task, plan.training.microbatch_size)
             of = on_a_copy(replace(task, module=task.build())) if self._on_a_copy else task
+            divides = self._must_load or (self.distributed and frees_parameters(plan))
+            if divides and isinstance(task.module, nn.Module):  # which will lack some of the trained tensors
+                of = replace(task, module=same_tensors(task.module, task.name))
             trained, chain = start_of(of, plan, seed, first, on_weights)
         check_model(plan, task, chain)
         self._comparisons.of_chain(trained, chain, first, rank=self.rank)
@@ -610,7 +506,7 @@ class Trainer:
         """Set the number of trained batches if a checkpoint was loaded, and return it."""
         if steps is not None:
             self._accumulated, self._steps_before = 0, steps - len(self._step_seconds)
-            self._follow()
+            self._loaded()
         return self.steps_done
 
     @property
@@ -639,19 +535,38 @@ class Trainer:
                 )
             self._lending.settle()
             self._entered = Entered()
-        if self._whole is not None:
-            self._whole.lead()
+        if self._own is not None:
+            self._own.lead()
+
+    def _check_loaded(self) -> None:
+        """Check that the weights are known.
+
+        Raises:
+            UsageError: the task's module lacked tensors when the trainer was made, and no state was loaded.
+        """
+        if self._must_load:
+            raise UsageError(
+                f"{self.task.name} lacked tensors when this trainer was made, because an earlier trainer left "
+                "them to other workers: load a checkpoint (load, resume) or weights (load_weights, "
+                "load_state_dict) first"
+            )
+
+    def _loaded(self) -> None:
+        """Follow a loaded state."""
+        self._must_load = False
+        self._follow()
 
     def _follow(self) -> None:
         """Copy loaded or trained state into the task's module."""
-        if self._whole is not None:
-            self._whole.follow()
+        if self._own is not None:
+            self._own.follow()
 
     def _run(self, cut: Cut, program: Program, batches: int, *, training: bool) -> Result:
         """Run `program` on one of the `batches` of an update.
 
         Return its mean loss, still on its way to all workers.
         """
+        self._check_loaded()
         with self._running(training=training):
             return self._execution.run(cut, program, batches, training=training)
 
@@ -663,9 +578,8 @@ class Trainer:
     @contextmanager
     def _running(self, *, training: bool = True) -> Iterator[None]:
         """Run the devices of this process in the context; after a failed step nothing is in flight."""
-        if self._whole is not None:
-            self._whole.lead()
-            self._whole.is_behind = True
+        if self._own is not None:
+            self._own.begin()
         if training:
             check_backwards([stage.device for stage in self.stages if stage.device.type == "cuda"])
         try:
@@ -674,10 +588,8 @@ class Trainer:
             self._accumulated, self._entered = 0, Entered()  # gradients and microbatches in flight are lost
             self._untold.clear()
             add_post_mortem(error, self.plan, self.runners, self._step_seconds)
-            if self._whole is not None:
-                self._whole.has_failed = True
-                with suppress(Exception):  # what fails here fails again at the next step
-                    self._whole.follow()  # now, so that what the user loads after it is used
+            if self._own is not None:
+                self._own.fail()
             raise
         self._follow()
         self._kernels.keep()

@@ -31,6 +31,7 @@ __all__ = [
     "unscale_gradients",
     "without_dispatch_modes",
     "without_torch_function",
+    "wrapper_tensor",
 ]
 
 backward_id = (
@@ -43,6 +44,7 @@ unscale_gradients = torch._amp_foreach_non_finite_check_and_unscale_
 negative_view = torch._neg_view
 below_autograd = torch._C._AutoDispatchBelowAutograd
 without_torch_function = torch._C.DisableTorchFunction
+wrapper_tensor = torch.Tensor._make_wrapper_subclass  # a tensor of a subclass, without memory
 is_functorch_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 start_coalescing = torch.distributed.ProcessGroup._start_coalescing
 end_coalescing = torch.distributed.ProcessGroup._end_coalescing

@@ -1,0 +1,403 @@
+"""The task's own module, which has whole and trained numbers after every step, or refuses to be read.
+
+Stages may keep a part of each parameter (tensor shards), some of the parameters (ZeRO-sharded replicas), none
+between passes (offloaded parameters), or several copies of each (replicas), which all need the user's changes.
+
+If one process trains all such stages, it trains a copy of the module. After every step, also one that fails,
+the module gets the numbers of the copy; before every step the copy gets numbers that the user changed in the
+module meanwhile. So the module can be used as if it were trained in place. This costs the module's memory, in
+addition to the memory of the plan's devices, and two passes over its numbers per step.
+
+A worker trains its own stages only. Tensors of the module that it lacks are replaced by tensors without memory,
+which know their shapes and raise an error when their numbers are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from pipefit.capture import ChainLayer, copy_hooks, copy_of, storage_key, stored_entries
+from pipefit.errors import UsageError
+from pipefit.runtime.checkpoint.checkpointing import Checkpointing
+from pipefit.runtime.checks.plan_check import check_frozen
+from pipefit.runtime.engine.stage import StageRunner
+from pipefit.runtime.state import StageState
+from pipefit.schema.decisions import State, What
+from pipefit.schema.plan import Plan
+from pipefit.torch_internals import pytree, without_torch_function, wrapper_tensor
+
+# ---- Plans
+
+
+def needs_copy(plan: Plan) -> bool:
+    """Return whether a stage of the plan lacks whole parameters between steps, or has them several times."""
+    return frees_parameters(plan) or any(len(stage.devices) > 1 for stage in plan.stages)
+
+
+def frees_parameters(plan: Plan) -> bool:
+    """Return whether parameters of a module that is trained in place lose their memory between passes.
+
+    Tensor-parallel ranks have parameters of their own, so the module keeps its memory.
+    """
+    away = {
+        decision.stage
+        for decision in plan.decisions
+        if decision.what is What.OFFLOAD
+        and isinstance(decision.subject, State)
+        and decision.subject.kind == "parameters"
+    }
+    return any(
+        stage.grid.tensor == 1
+        and (number in away or (stage.grid.data > 1 and stage.grid.shard == "parameters"))
+        for number, stage in enumerate(plan.stages)
+    )
+
+
+# ---- One process
+
+
+class WholeModule:
+    """A module and the copy of it that `stages` train, whose state `checkpoints` read.
+
+    Raises:
+        UsageError: a layer's state dict holds an object that is not a tensor; names it.
+    """
+
+    def __init__(self, module: nn.Module, stages: Sequence[StageRunner], checkpoints: Checkpointing) -> None:
+        self._module, self._stages, self._checkpoints = module, stages, checkpoints
+        self._frozen = [
+            (name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad
+        ]
+        self._is_behind = False  # since a step has begun
+        self._has_failed = False  # in an update, perhaps of one replica alone
+        checkpoints.told()
+
+    def lead(self) -> None:
+        """Copy the user's changes of the module into the trained copy.
+
+        After a failed step, make replicas equal.
+
+        Raises:
+            UsageError: a parameter that was frozen when the plan was made is trained now.
+        """
+        check_frozen(self._frozen)
+        if self._is_behind:
+            self.follow()
+        state, own = self._checkpoints.told().state, self._own
+        changed = {name for name, tensor in state.tensors.items() if not _same(own[name], tensor)}
+        if changed or self._has_failed:
+            values = {n: own[n].detach() if n in changed else tensor for n, tensor in state.tensors.items()}
+            masters = {name: one for name, one in state.master_weights.items() if name not in changed}
+            kept = (state.optimizer, state.numbers) if self._has_failed else ({}, {})
+            whole = StageState(values, kept[0], masters, kept[1])
+            self._checkpoints.load_state(whole, replace=self._has_failed)
+            self._has_failed = False
+        for name, parameter in _trained(self._stages):
+            parameter.requires_grad_(own[name].requires_grad)
+
+    def begin(self) -> None:
+        """Prepare a step or an evaluation."""
+        self.lead()
+        self._is_behind = True
+
+    def follow(self) -> None:
+        """Copy the numbers of the trained copy into the module."""
+        state, own = self._checkpoints.told(), self._own
+        with torch.no_grad():
+            for name, tensor in (*state.state.tensors.items(), *state.held.items()):
+                if name in own:
+                    own[name].copy_(tensor)
+        self._is_behind = False
+
+    def fail(self) -> None:
+        """Follow a step that failed."""
+        self._has_failed = True
+        with suppress(Exception):  # what fails here fails again at the next step
+            self.follow()  # now, so that what the user loads after it is used
+
+    @property
+    def _own(self) -> dict[str, Tensor]:
+        """Parameters and buffers of the module under all their names."""
+        buffers = self._module.named_buffers(remove_duplicate=False)
+        return {**dict(buffers), **dict(self._module.named_parameters(remove_duplicate=False))}
+
+
+def _trained(stages: Sequence[StageRunner]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters that stages train with their names in the module."""
+    for stage in stages:
+        for layer in stage.layers:
+            for local, parameter in layer.module.named_parameters(remove_duplicate=False):
+                if local in layer.originals:
+                    yield layer.originals[local], parameter
+
+
+def _same(tensor: Tensor, other: Tensor) -> bool:
+    return torch.equal(tensor, other.to(tensor.device))
+
+
+# ---- Several processes
+
+_PROPERTIES = (
+    *("device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_quantized"),
+    *("is_sparse", "itemsize", "layout", "nbytes", "ndim", "requires_grad", "shape"),
+)
+_METHODS = (
+    *("__len__", "dim", "element_size", "get_device", "is_complex", "is_contiguous"),
+    *("is_floating_point", "nelement", "numel", "requires_grad_", "size", "stride"),
+)
+_KNOWN = {
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
+    *(getattr(Tensor, name) for name in _METHODS),
+    getattr(Tensor, "requires_grad").__set__,  # noqa: B009 -- a property, which torch declares as a bool
+    torch.is_complex,
+    torch.is_floating_point,
+    torch.numel,
+}
+
+
+class Absent(Tensor):
+    """A parameter or buffer without memory, in place of one that this process lacks.
+
+    Its shape, strides, dtype and device are known; everything that reads numbers raises an error. Copying whole
+    numbers into it, as `load_state_dict` does, puts a tensor with these numbers in its place.
+    """
+
+    _name: str
+    _places: list[tuple[dict[str, Any], str]]  # registries of modules, and names there
+
+    @staticmethod
+    def like(tensor: Tensor, name: str) -> Absent:
+        """Return an absent tensor with the form, attributes and hooks of `tensor`, called `name` in messages."""
+        result: Absent = wrapper_tensor(
+            Absent,
+            tensor.shape,
+            strides=tensor.stride(),
+            dtype=tensor.dtype,
+            device=tensor.device,
+            requires_grad=tensor.requires_grad,
+        )
+        is_parameter = isinstance(tensor, nn.Parameter)  # which torch reads in `_is_param`
+        vars(result).update({**vars(tensor), "_name": name, "_places": [], "_is_param": is_parameter})
+        with without_torch_function():
+            copy_hooks(tensor, result)
+        return result
+
+    def place_in(self, registry: dict[str, Any], name: str) -> None:
+        """Put the tensor in place of the one of this name in a module's parameters or buffers."""
+        registry[name] = self
+        if not any(known is registry and own == name for known, own in self._places):
+            self._places.append((registry, name))
+
+    def with_numbers(self, numbers: Tensor) -> Tensor:
+        """Return a tensor with this form and these numbers, and with the attributes and hooks of this one."""
+        result = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
+        result.copy_(numbers.detach())
+        if isinstance(self, nn.Parameter):
+            result = nn.Parameter(result, requires_grad=self.requires_grad)
+            known = ("_name", "_places", "_is_param")
+            vars(result).update({name: value for name, value in vars(self).items() if name not in known})
+            with without_torch_function():
+                copy_hooks(self, result)
+        return result
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _KNOWN:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if func is Tensor.copy_ and isinstance(args[0], Absent) and not isinstance(args[1], Absent):
+            result = args[0].with_numbers(args[1])
+            for registry, name in args[0]._places:
+                registry[name] = result
+            return result
+        return _refuse((args, kwargs))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        _refuse((args, kwargs))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"<{self._name} of shape {tuple(self.shape)}, which this process lacks>"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+
+def _refuse(arguments: Any) -> NoReturn:
+    """Raise an error that names the first absent tensor among arguments."""
+    first = next(leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Absent))
+    raise UsageError(
+        f"{first._name} cannot be read on this worker, which does not keep it whole: read a checkpoint "
+        "(trainer.save) or the tensors of this worker (trainer.state_dict), or load whole weights into the module"
+    )
+
+
+class Entry(NamedTuple):
+    """A parameter or buffer of a module, under one of its names."""
+
+    name: str
+    registry: dict[str, Any]  # the parameters or buffers of the submodule that has it
+    local: str
+
+    @property
+    def tensor(self) -> Tensor:
+        """The present tensor."""
+        result: Tensor = self.registry[self.local]
+        return result
+
+
+def entries(module: nn.Module) -> Iterator[Entry]:
+    """Yield the parameters and the persistent buffers of a module under all their names."""
+    for path, part in module.named_modules(remove_duplicate=False):
+        for registry in (part._parameters, part._buffers):
+            for local, tensor in registry.items():
+                if tensor is not None and local not in part._non_persistent_buffers_set:
+                    yield Entry(f"{path}.{local}".removeprefix("."), registry, local)
+
+
+def is_partial(module: nn.Module) -> bool:
+    """Return whether tensors of a module are absent."""
+    return any(isinstance(entry.tensor, Absent) for entry in entries(module))
+
+
+def same_tensors(module: nn.Module, name: str) -> nn.Module:
+    """Return a copy of `module`, the model `name`, with the same tensors, and arbitrary ones for absent ones."""
+
+    def present(one: Tensor) -> Tensor:
+        if not isinstance(one, Absent):
+            return one
+        numbers = torch.rand(one.shape, generator=torch.Generator().manual_seed(0)) / 10
+        return one.with_numbers(numbers)  # finite, for comparisons of forwards
+
+    return copy_of(module, name, present)
+
+
+def without_numbers(module: nn.Module, name: str) -> nn.Module:
+    """Return a copy of `module`, the model `name`, for traces over fake tensors: its tensors have forms alone."""
+
+    def bare(one: Tensor) -> Tensor:
+        if one.layout is not torch.strided:
+            return one
+        return torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
+
+    return copy_of(module, name, bare)
+
+
+class PartialModule:
+    """The task's module on one of several workers: tensors that this worker lacks are absent.
+
+    Args:
+        module: the task's module.
+        trained: the module that is trained: `module` itself, or a copy with the same tensors.
+        layers: all layers of `trained`.
+        stages: the stages of this worker.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trained: nn.Module,
+        layers: Sequence[ChainLayer],
+        stages: Sequence[StageRunner],
+    ) -> None:
+        self._stages, self._absent = stages, list[tuple[Entry, Absent]]()
+        self._buffers, made = dict[str, Entry](), dict[int, Absent]()  # buffers here, by name; absent, by id
+        own = {
+            key
+            for stage in stages
+            for layer in (stage.layers if stage.shards is None else ())
+            for key, tensor in _registered(layer)
+            if not _is_freed(tensor)
+        }
+        others = {key for layer in layers for key, _ in _registered(layer)} - own
+        for entry, like in zip(entries(module), list(entries(trained)), strict=True):
+            if _key(tensor := like.tensor) not in others:
+                entry.registry[entry.local] = tensor
+                if not isinstance(tensor, nn.Parameter):
+                    self._buffers[entry.name] = entry
+                continue
+            if id(tensor) not in made:
+                made[id(tensor)] = Absent.like(tensor, entry.name)
+            self._absent.append((entry, made[id(tensor)]))
+
+    def is_whole(self) -> bool:
+        """Return whether no tensor is absent."""
+        return not self._absent
+
+    def lead(self) -> None:
+        """Check that the module's tensors are the trained ones, and train those that are not frozen in it.
+
+        Raises:
+            UsageError: other weights were loaded into the module, and this worker trains parts of them.
+        """
+        now = {entry.name: entry.tensor for entry, _ in self._absent}
+        if loaded := {name: one.detach() for name, one in now.items() if not isinstance(one, Absent)}:
+            for stage in self._stages:
+                _check_loaded(stage, loaded)
+        for name, parameter in _trained(self._stages):
+            if name in now:
+                parameter.requires_grad_(now[name].requires_grad)
+
+    def begin(self) -> None:
+        """Prepare a step or an evaluation: tensors that were loaded into the module are absent again."""
+        self.lead()
+        self._hide()
+
+    def follow(self) -> None:
+        """Take the trained buffers, which forwards may replace; all that this worker lacks is absent again."""
+        for stage in self._stages:
+            for layer in stage.layers:
+                for local, buffer in layer.module.named_buffers(remove_duplicate=False):
+                    if (entry := self._buffers.get(layer.originals.get(local, ""))) is not None:
+                        entry.registry[entry.local] = buffer
+        self._hide()
+
+    def fail(self) -> None:
+        """Follow a step that failed."""
+
+    def _hide(self) -> None:
+        for entry, absent in self._absent:
+            if entry.tensor is not absent:
+                absent.requires_grad_(entry.tensor.requires_grad)
+                absent.place_in(entry.registry, entry.local)
+
+
+def _check_loaded(stage: StageRunner, loaded: Mapping[str, Tensor]) -> None:
+    """Check that tensors that were loaded into the module in place of absent ones are those that a stage trains.
+
+    Raises:
+        UsageError: one is not.
+    """
+    read = stage.reader()
+    for layer in stage.layers:
+        for local, tensor in stored_entries(layer.module).items():
+            name = layer.originals[local]
+            if name not in loaded or stage.lacks(tensor):
+                continue
+            part = loaded[name] if stage.shards is None else stage.shards.part(name, loaded[name])
+            if not _same(read(tensor.detach()), part):
+                raise UsageError(
+                    f"the module was loaded with another {name} than this worker trains: load it into the trainer "
+                    "(trainer.load_state_dict)"
+                )
+
+
+def _registered(layer: ChainLayer) -> Iterator[tuple[int, Tensor]]:
+    """Yield the parameters and buffers of a layer, each with a key that is equal in one storage."""
+    for tensor in (*layer.module.parameters(), *layer.module.buffers()):
+        yield _key(tensor), tensor
+
+
+def _key(tensor: Tensor) -> int:
+    return storage_key(tensor) if tensor.layout is torch.strided else id(tensor)
+
+
+def _is_freed(tensor: Tensor) -> bool:
+    """Return whether a tensor has no memory between steps."""
+    return tensor.layout is torch.strided and tensor.numel() > 0 and not tensor.untyped_storage().nbytes()
