@@ -145,12 +145,14 @@ def without_room(seed: int, part: float) -> Case:
 @pytest.mark.parametrize("seed", seeds(2, of=4))
 def test_what_would_fit_with_techniques_fits(seed: int) -> None:
     """Suggestions for `joint` use recomputation and offload: the memory suffices and is at most that of
-    splits alone; so do the devices.
+    splits alone, and of the refused plan; so do the devices.
     """
     case = without_room(seed, 0.3)
     text = refusal(case.profile, case.cluster, case.training, objective="throughput")
     assert "; no plan was found that fits. What would fit: " in text and "no other split fits" not in text
-    enough = int(re.search(r"the same devices with .* \((\d+) bytes\)", text)[1])
+    enough = int(re.search(r"the same devices with at most .* each \((\d+) bytes\)", text)[1])
+    refused = planned(case.profile, case.cluster, case.training, allow_infeasible=True)
+    assert enough <= max(peaks(refused)) + 1
     count = len(case.cluster.devices)
     larger = cluster([enough] * count, host_rate=5.0, peer_rate=20.0)
     fits = planned(case.profile, larger, case.training)

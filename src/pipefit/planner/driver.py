@@ -128,7 +128,7 @@ def undivided(plan: Plan) -> Iterator[str]:
 # until the budget for all of them is spent.
 
 _BEST = "exact", "joint"  # planners that find a split that fits if one exists
-_BISECTIONS = 4  # of memory, if a search has to find each plan
+_BISECTIONS, _CLOSE = 8, 0.01  # of memory, if a search has to find each plan: most steps, and part of the end
 _MORE_DEVICES = 8  # maximum factor by which the number of devices is increased
 
 
@@ -161,8 +161,9 @@ def explanation(
     if planner in ON_GRIDS and question.changed_by_replicas:
         why = f"{question.changed_by_replicas}, so replicas would train to other numbers"
         none_fits += f"; replicas are not considered, because {why} (--data N, data=N, allows them)"
-    asked = judge if compacts and judge is not None else _fullest
-    return f"{where}{none_fits}. {_remedies(question, planner, asked)}"
+    asked, budgets = judge if compacts and judge is not None else _fullest, question.cluster.budgets
+    full = max(peak / budgets[device] for peak, device in zip(peaks, result.split.devices, strict=True))
+    return f"{where}{none_fits}. {_remedies(question, planner, asked, float('inf') if elsewhere else full)}"
 
 
 def _device(question: Question, result: PlannerResult, peaks: tuple[int, ...]) -> str:
@@ -182,8 +183,11 @@ def _device(question: Question, result: PlannerResult, peaks: tuple[int, ...]) -
     )
 
 
-def _remedies(question: Question, planner: str, judge: Judge) -> str:
-    """List changes with which the model fits, the cheapest first, or say that more devices would not help."""
+def _remedies(question: Question, planner: str, judge: Judge, full: float) -> str:
+    """List changes with which the model fits, the cheapest first, or say that more devices would not help.
+
+    With `full` times the memory the refused plan fits.
+    """
     if planner not in _BEST and _fullest(question) is not None:
         return "What would fit: another split; use the joint or the exact planner"
     widest = max(degree.devices for degree in question.degrees)
@@ -196,7 +200,7 @@ def _remedies(question: Question, planner: str, judge: Judge) -> str:
         count = _enough_devices(question, most, judge)
         more = f"{count} devices of {size}" if count else ""
         useless = "" if count else _useless(size, most, exactly=judge is _fullest)
-    memory = _more_memory(question) if judge is _fullest else _less_memory(question, judge)
+    memory = _more_memory(question) if judge is _fullest else _less_memory(question, judge, full)
     changes = filter(None, (*_free(question, judge), more, memory))
     by = "" if planner in _BEST or judge is not _fullest else " by the exact planner"
     return f"What would fit{by}: {'; '.join(changes)}{useless}"
@@ -268,25 +272,26 @@ def _more_memory(question: Question) -> str:
     return f"{ceil(1000 * (value - 1)) / 10} % more memory on every device"
 
 
-def _less_memory(question: Question, judge: Judge) -> str:
+def _less_memory(question: Question, judge: Judge, full: float) -> str:
     """Return memory with which the same devices have a plan, by bisection; empty if a split alone fits.
 
-    The bisection lies between the present memory and the memory that a split without compaction needs. All
-    devices grow in proportion.
+    The bisection lies between the present memory and the memory that the refused plan needs, or a split without
+    compaction. All devices grow in proportion.
     """
-    low, high = 1.0, _share(question)
+    low, high, byte = 1.0, min(_share(question), full), 1 / min(question.cluster.budgets)
     if high <= low:
         return ""
     for _ in range(_BISECTIONS):
+        if high - low < _CLOSE * high:
+            break
         middle = (low + high) / 2
-        low, high = (middle, high) if judge(_with_memory(question, middle)) is None else (low, middle)
+        used = judge(_with_memory(question, middle))
+        low, high = (middle, high) if used is None else (low, min(middle, used * middle + byte))
     larger = _with_memory(question, high).cluster.devices
     if question.equal_budgets:
-        return (
-            f"the same devices with {format_bytes(larger[0].memory_bytes)} each ({larger[0].memory_bytes} "
-            "bytes)"
-        )
-    return f"{ceil(1000 * (high - 1)) / 10} % more memory on every device"
+        each = larger[0].memory_bytes
+        return f"the same devices with at most {format_bytes(each)} each ({each} bytes)"
+    return f"at most {ceil(1000 * (high - 1)) / 10} % more memory on every device"
 
 
 def _with_memory(question: Question, times: float) -> Question:
