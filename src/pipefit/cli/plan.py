@@ -103,7 +103,10 @@ def command(
     ] = None,
     tensor: Annotated[
         int | None,
-        count_option(does="Tensor-parallel ranks of every replica. Default: chosen by joint and exact."),
+        count_option(
+            does="Tensor-parallel ranks of every replica. Default: for a PROFILE chosen by joint and exact, of the "
+            "numbers that it has; 1 for a MODEL."
+        ),
     ] = None,
     sequences: Annotated[
         bool | None,

@@ -342,8 +342,8 @@ class Demand:
     def searched(self) -> str:
         """The plans among which full searches look, in sentences."""
         options, means = self.options, self.options.means
-        if self.planner not in ON_GRIDS:
-            return f"Tried: the split of the {self.planner} planner. The joint planner tries other plans too."
+        if self.planner not in ("joint", "exact"):
+            return f"Tried: the plans of the {self.planner} planner. Not tried: others (--planner joint)."
         ways = ["splits"]
         ways += ["replicas with ZeRO"] if options.data != 1 else []
         ways += ["tensor-parallel ranks"] if options.tensor != 1 else []

@@ -4,7 +4,8 @@ All stages of such a plan have one degree with several replicas, and are cut to 
 many stages as the devices allow, or one. Replicas divide optimizer state, gradients or parameters, in a
 bucket for each block, as fully sharded data parallelism does (ZeRO-1 to 3, FSDP). State is on the devices; or
 the host updates all of it, bucket by bucket or block by block; or the host keeps the optimizer state, and the
-parameters between passes too (ZeRO-Offload, ZeRO-Infinity). Activations are kept, or every block but a
+parameters between passes too (ZeRO-Offload, ZeRO-Infinity). Stages of tensor-parallel ranks without replicas are
+common too if hosts have state. Activations are kept, or every block but a
 stage's last is recomputed separately.
 
 Common plans are not searched if a known plan is within 1 % of the lower bound, nor for large questions if a
@@ -33,7 +34,7 @@ from pipefit.planner.driver import plan_of
 from pipefit.planner.evaluation import HOST
 from pipefit.planner.neighbours import Mixed, Simulations
 from pipefit.planner.options import Means
-from pipefit.planner.problem import Degree, Question, Split
+from pipefit.planner.problem import SINGLE, Degree, Question, Split
 from pipefit.planner.replicas import in_replicas
 from pipefit.schema.decisions import Decision, Run, State, StateKind, What
 from pipefit.schema.devices import Member
@@ -59,6 +60,7 @@ _WAYS: tuple[tuple[Sharding, Moves], ...] = (
     ("parameters", UPDATED),
     ("parameters", AWAY),
 )
+_WAYS_OF_RANKS: tuple[tuple[Sharding, Moves], ...] = (("none", UPDATED), ("none", AWAY))
 
 
 class CommonCandidate(NamedTuple):
@@ -165,16 +167,17 @@ def common_plans(question: Question) -> Iterator[CommonCandidate]:
     """Yield all common plans, those without recomputation and with the most replicas first."""
     means, asked = question.means, question.options.recompute
     settings: tuple[Recompute, ...] = ("never", "always") if asked == "never" else (asked,)
-    degrees = sorted((one for one in question.degrees if one.data > 1), key=lambda one: (-one.data, *one[1:]))
-    ways = [
-        (shard, moves)
-        for shard, moves in _WAYS
-        if shard in question.shards and _is_allowed(means, moves) and _may_have_room(question, moves)
-    ]
-    if not ways:
-        return
+    degrees = sorted(
+        (one for one in question.degrees if one != SINGLE), key=lambda one: (-one.data, *one[1:])
+    )
+    replicas = [(shard, moves) for shard, moves in _WAYS if shard in question.shards]
     for recompute, degree in product(settings if means.recompute != "never" else (asked,), degrees):
-        for split, (shard, moves) in product(_splits(question, degree), ways):
+        ways = [
+            (shard, moves)
+            for shard, moves in (replicas if degree.data > 1 else _WAYS_OF_RANKS)
+            if _is_allowed(means, moves) and _may_have_room(question, moves)
+        ]
+        for split, (shard, moves) in product(_splits(question, degree) if ways else (), ways):
             buckets = question.blocks if shard in ("gradients", "parameters") else 1
             grids = tuple(replace(grid, shard=shard, buckets=buckets) for grid in split.grids)
             divided = split._replace(grids=grids)
