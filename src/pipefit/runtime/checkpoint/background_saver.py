@@ -145,6 +145,7 @@ class Saver:
         if failures and writing.failure is None:
             writing.give_up(f"{_workers(failures)} could not write")
         self._join(writing, writing.ended)
+        self.which(False)  # until worker 0, which completes the checkpoint, has ended too
         if self.rank == 0 and (failures or writing.failure is not None):
             folders.clear(writing.partial)
         self._busy(writing.target.directory, busy=False)
