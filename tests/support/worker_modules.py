@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipefit import Plan, Task, Trainer
+from pipefit.checkpoints import whole
 from pipefit.errors import UsageError
+from pipefit.runtime.checkpoint.background_saver import _Writing
 
 WIDTH, BATCH, MICROBATCHES = 8, 8, 2
 OPTIMIZER = partial(torch.optim.AdamW, lr=0.01)
@@ -165,21 +169,25 @@ def _form(tensor: Tensor) -> object:
 def reading_workers(rank: int, folder: str, plans: dict[str, Plan]) -> None:
     """Train every plan on two workers, and read the module before and after steps, evaluations and saves.
 
-    Then load whole weights into the module, and load the checkpoint into another trainer of the module.
+    The first worker completes checkpoints late. Whole weights are loaded into the module between steps, and the
+    checkpoint into another trainer of it.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{folder}/meet")
+    complete = _Writing._complete
+
+    def late(writing: _Writing) -> None:
+        time.sleep(0.2)
+        complete(writing)
+
+    mock.patch.object(_Writing, "_complete", late).start()
     for name, plan in plans.items():
         own, plain = (BUILT[name.partition(" ")[0]]() for _ in range(2))
-        trainer = _trained(own, plain, plan, Path(folder) / name, is_whole=" whole " in f"{name} ")
-        if name.endswith(("shards", "away")):
-            own.load_state_dict({key: tensor + 1 for key, tensor in plain.state_dict().items()})
-            with pytest.raises(UsageError, match="load it into the trainer"):
-                trainer.step(batch(BATCH))
+        _trains(own, plain, plan, Path(folder) / name, is_whole=" whole " in f"{name} ")
     dist.destroy_process_group()
 
 
-def _trained(own: nn.Module, plain: nn.Module, plan: Plan, saved: Path, *, is_whole: bool) -> Trainer:
+def _trains(own: nn.Module, plain: nn.Module, plan: Plan, saved: Path, *, is_whole: bool) -> None:
     trainer, loop = Trainer(task_of(own), plan), train(plain, 3)
     read(own, plain)
     for given in islice(loop, 2):
@@ -189,9 +197,12 @@ def _trained(own: nn.Module, plain: nn.Module, plan: Plan, saved: Path, *, is_wh
         assert len(refused) < len(list(own.named_modules())) + len(own.state_dict(keep_vars=True))
         trainer.evaluate(given)
         trainer.save(saved, background=False)
+        assert whole(saved), "saved by all workers"
         assert read(own, plain) == refused
-    own.load_state_dict(plain.state_dict())
-    assert not read(own, plain)
+        if trainer.steps_done == 1:  # other weights, which the next step trains
+            plain.load_state_dict({name: tensor / 2 for name, tensor in plain.state_dict().items()})
+        own.load_state_dict(plain.state_dict())
+        assert not read(own, plain)
     again = Trainer(task_of(own), plan)
     again.load(saved)
     again.step(next(loop))
@@ -201,9 +212,7 @@ def _trained(own: nn.Module, plain: nn.Module, plan: Plan, saved: Path, *, is_wh
         with pytest.raises(UsageError, match="load a checkpoint"):
             later.step(batch(BATCH))
         later.load_state_dict(plain.state_dict())
-        again = later
     assert read(own, plain) == refused
-    return again
 
 
 BUILT: dict[str, Callable[[], nn.Module]] = {"written": written, "traced": traced}

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from pipefit.capture import ChainLayer, copy_hooks, copy_of, storage_key, stored_entries
+from pipefit.capture import ChainLayer, copy_hooks, copy_of, storage_key
 from pipefit.errors import UsageError
 from pipefit.runtime.checkpoint.checkpointing import Checkpointing
 from pipefit.runtime.checks.plan_check import check_frozen
@@ -88,17 +88,10 @@ class WholeModule:
         check_frozen(self._frozen)
         if self._is_behind:
             self.follow()
-        state, own = self._checkpoints.told().state, self._own
-        changed = {name for name, tensor in state.tensors.items() if not _same(own[name], tensor)}
-        if changed or self._has_failed:
-            values = {n: own[n].detach() if n in changed else tensor for n, tensor in state.tensors.items()}
-            masters = {name: one for name, one in state.master_weights.items() if name not in changed}
-            kept = (state.optimizer, state.numbers) if self._has_failed else ({}, {})
-            whole = StageState(values, kept[0], masters, kept[1])
-            self._checkpoints.load_state(whole, replace=self._has_failed)
-            self._has_failed = False
-        for name, parameter in _trained(self._stages):
-            parameter.requires_grad_(own[name].requires_grad)
+        own = self._own
+        _load_changes(self._checkpoints, own, replace=self._has_failed)
+        self._has_failed = False
+        _freeze(self._stages, own)
 
     def begin(self) -> None:
         """Prepare a step or an evaluation."""
@@ -127,13 +120,27 @@ class WholeModule:
         return {**dict(buffers), **dict(self._module.named_parameters(remove_duplicate=False))}
 
 
-def _trained(stages: Sequence[StageRunner]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that stages train with their names in the module."""
+def _load_changes(checkpoints: Checkpointing, own: Mapping[str, Tensor], *, replace: bool = False) -> None:
+    """Load into the stages those of a module's tensors `own` that are not the trained ones.
+
+    With `replace`, make replicas equal. Workers of a tensor group call it together.
+    """
+    state = checkpoints.told().state
+    changed = {name for name, tensor in state.tensors.items() if name in own and not _same(own[name], tensor)}
+    if changed or replace:
+        values = {n: own[n].detach() if n in changed else tensor for n, tensor in state.tensors.items()}
+        masters = {name: one for name, one in state.master_weights.items() if name not in changed}
+        kept = (state.optimizer, state.numbers) if replace else ({}, {})
+        checkpoints.load_state(StageState(values, kept[0], masters, kept[1]), replace=replace)
+
+
+def _freeze(stages: Sequence[StageRunner], own: Mapping[str, Tensor]) -> None:
+    """Train those of the stages' parameters that are trained among a module's tensors `own`."""
     for stage in stages:
         for layer in stage.layers:
             for local, parameter in layer.module.named_parameters(remove_duplicate=False):
-                if local in layer.originals:
-                    yield layer.originals[local], parameter
+                if (like := own.get(layer.originals.get(local, ""))) is not None:
+                    parameter.requires_grad_(like.requires_grad)
 
 
 def _same(tensor: Tensor, other: Tensor) -> bool:
@@ -296,7 +303,7 @@ class PartialModule:
         module: the task's module.
         trained: the module that is trained: `module` itself, or a copy with the same tensors.
         layers: all layers of `trained`.
-        stages: the stages of this worker.
+        stages: the stages of this worker, whose state `checkpoints` read.
     """
 
     def __init__(
@@ -305,8 +312,10 @@ class PartialModule:
         trained: nn.Module,
         layers: Sequence[ChainLayer],
         stages: Sequence[StageRunner],
+        checkpoints: Checkpointing,
     ) -> None:
-        self._stages, self._absent = stages, list[tuple[Entry, Absent]]()
+        self._stages, self._checkpoints = stages, checkpoints
+        self._absent = list[tuple[Entry, Absent]]()
         self._buffers, made = dict[str, Entry](), dict[int, Absent]()  # buffers here, by name; absent, by id
         own = {
             key
@@ -331,18 +340,11 @@ class PartialModule:
         return not self._absent
 
     def lead(self) -> None:
-        """Check that the module's tensors are the trained ones, and train those that are not frozen in it.
-
-        Raises:
-            UsageError: other weights were loaded into the module, and this worker trains parts of them.
-        """
-        now = {entry.name: entry.tensor for entry, _ in self._absent}
-        if loaded := {name: one.detach() for name, one in now.items() if not isinstance(one, Absent)}:
-            for stage in self._stages:
-                _check_loaded(stage, loaded)
-        for name, parameter in _trained(self._stages):
-            if name in now:
-                parameter.requires_grad_(now[name].requires_grad)
+        """Train weights that were loaded into the module in place of absent ones, and what is not frozen in it."""
+        own = {entry.name: entry.tensor for entry, _ in self._absent}
+        if loaded := {name: one for name, one in own.items() if not isinstance(one, Absent)}:
+            _load_changes(self._checkpoints, loaded)
+        _freeze(self._stages, own)
 
     def begin(self) -> None:
         """Prepare a step or an evaluation: tensors that were loaded into the module are absent again."""
@@ -366,26 +368,6 @@ class PartialModule:
             if entry.tensor is not absent:
                 absent.requires_grad_(entry.tensor.requires_grad)
                 absent.place_in(entry.registry, entry.local)
-
-
-def _check_loaded(stage: StageRunner, loaded: Mapping[str, Tensor]) -> None:
-    """Check that tensors that were loaded into the module in place of absent ones are those that a stage trains.
-
-    Raises:
-        UsageError: one is not.
-    """
-    read = stage.reader()
-    for layer in stage.layers:
-        for local, tensor in stored_entries(layer.module).items():
-            name = layer.originals[local]
-            if name not in loaded or stage.lacks(tensor):
-                continue
-            part = loaded[name] if stage.shards is None else stage.shards.part(name, loaded[name])
-            if not _same(read(tensor.detach()), part):
-                raise UsageError(
-                    f"the module was loaded with another {name} than this worker trains: load it into the trainer "
-                    "(trainer.load_state_dict)"
-                )
 
 
 def _registered(layer: ChainLayer) -> Iterator[tuple[int, Tensor]]:

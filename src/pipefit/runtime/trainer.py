@@ -247,22 +247,23 @@ class Trainer:
             device, allowed = hardware.device(one), hardware.cap_bytes(program, one) if asked.cap else None
             meter = hardware.meter(one, device, self._kernels, gpu_bytes=allowed)
             self.runners.append(assemble(site, one, device=device, meter=meter))
-        self._own: WholeModule | PartialModule | None = None
-        if self.distributed and own is not None and isinstance(trained.module, nn.Module):
-            self._own = PartialModule(own, trained.module, chain.layers, list(self.stages))
-            if not self._own.is_whole():
-                task = replace(task, module=without_numbers(trained.module, task.name))
-        self._execution = Execution(
-            task, plan, chain, self.runners, groups=self._groups, distributed=self.distributed
-        )
-        self._frozen = frozen_in([layer for stage in self.stages for layer in stage.layers])
-        self.chain = self._execution.chain  # so that layers of other workers' stages are freed
         count = len(plan.workers) if self.distributed else 1
         self._checkpoints = Checkpointing(
             plan, self.runners, names, workers=count, rank=self.rank, supervision=supervision
         )
-        if self._on_a_copy and own is not None:
-            self._own = WholeModule(own, list(self.stages), self._checkpoints)
+        stages, retraced = list(self.stages), task
+        self._own: WholeModule | PartialModule | None = None
+        if self.distributed and own is not None and isinstance(trained.module, nn.Module):
+            self._own = PartialModule(own, trained.module, chain.layers, stages, self._checkpoints)
+            if not self._own.is_whole():
+                retraced = replace(task, module=without_numbers(trained.module, task.name))
+        elif self._on_a_copy and own is not None:
+            self._own = WholeModule(own, stages, self._checkpoints)
+        self._execution = Execution(
+            retraced, plan, chain, self.runners, groups=self._groups, distributed=self.distributed
+        )
+        self._frozen = frozen_in([layer for stage in stages for layer in stage.layers])
+        self.chain = self._execution.chain  # so that layers of other workers' stages are freed
         self._follow()
         self._began, self._step_seconds = time.perf_counter(), list[float]()
         self._steps_before = 0  # steps of the checkpoint that was loaded
