@@ -47,6 +47,7 @@ def test_the_text_has_the_answer_the_limit_and_the_miss() -> None:
     assert [line.split()[0] for line in lines[4:7]] == ["2", "4", "6"]
     assert lines[-2].endswith(", 0 B below its budget.")
     assert lines[-1] == "layers=6 does not fit: layer f needs at least 2.00 MiB."
+    assert plain(describe_fit(replace(fit, impossible={})), 80).count(" by") == 1  # the table is not cut
 
 
 def test_without_a_proof_nothing_is_said_not_to_fit() -> None:

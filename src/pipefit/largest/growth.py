@@ -338,15 +338,14 @@ class Demand:
             return impossible(known, cluster or self.cluster, size, options)
         return ""
 
-    @property
-    def searched(self) -> str:
-        """The plans among which full searches look, in sentences."""
+    def searched(self, devices: int) -> str:
+        """Return the plans among which full searches look on some devices, in sentences."""
         options, means = self.options, self.options.means
         if self.planner not in ("joint", "exact"):
             return f"Tried: the plans of the {self.planner} planner. Not tried: others (--planner joint)."
-        ways = ["splits"]
-        ways += ["replicas with ZeRO"] if options.data != 1 else []
-        ways += ["tensor-parallel ranks"] if options.tensor != 1 else []
+        ways = ["splits"] if devices > 1 else ["the whole model on a device"]
+        ways += ["replicas with ZeRO"] if options.data != 1 and devices > 1 else []
+        ways += ["tensor-parallel ranks"] if options.tensor != 1 and devices > 1 else []
         if self.planner != "joint":
             return f"Tried: {', '.join(ways)}. Not tried: recomputation and offloading (--planner joint)."
         state = "optimizer state, gradients and parameters" if means.spill else "optimizer state"
@@ -428,7 +427,7 @@ def setting(name: str, make: Callable[[int], Task], demand: Demand, values: rang
         soon=lambda known, value, looks, many: demand.soon(value, known, **_looking(looks), divided=many),
         impossible=lambda known, _: demand.impossible(known),
         searches=demand.searches,
-        searched=demand.searched,
+        searched=demand.searched(len(demand.cluster.devices)),
     )
 
 
@@ -472,7 +471,7 @@ def batch(task: Task, demand: Demand, values: range) -> Growth:
         ),
         impossible=lambda known, value: demand.impossible(known, microbatch_size=value),
         searches=demand.searches,
-        searched=demand.searched,
+        searched=demand.searched(len(demand.cluster.devices)),
     )
 
 
@@ -516,7 +515,7 @@ def devices(task: Task, demand: Demand, values: range) -> Growth:
         ),
         impossible=lambda known, number: demand.impossible(known, with_devices(cluster, number)),
         searches=demand.searches,
-        searched=demand.searched,
+        searched=demand.searched(numbers[-1]),
         end=end if most < values[-1] else "",
     )
 
@@ -553,7 +552,7 @@ def memory(task: Task, demand: Demand, values: range) -> Growth:
         ),
         impossible=lambda known, nbytes: demand.impossible(known, with_memory(demand.cluster, nbytes)),
         searches=demand.searches,
-        searched=demand.searched,
+        searched=demand.searched(len(demand.cluster.devices)),
     )
 
 

@@ -336,7 +336,8 @@ def _tried(fit: Fit) -> Table:
         for attempt in fit.tried
     )
     size = ("parameters",) if grows else ()
-    return Table((fit.grown, *size, "peak", "of budget", "full", "device", "answer", "by"), rows)
+    columns = (fit.grown, *size, "peak", "of budget", "full", "device", "answer", "by")
+    return Table(columns, rows, spare=("of budget",))
 
 
 def _fit_limits(fit: Fit) -> Iterator[str]:
