@@ -1,4 +1,4 @@
-"""The search for two neighbouring values, one that fits and one that does not, verified by dry runs.
+"""The search for two neighbouring values, one with a plan that fits and one without, verified by dry runs.
 
 Most values have a plan that is found fast and fits, or are far beyond the edge. So the search first uses such
 plans, and full plans only from the last value that fits, mostly for it and a few more. Only the two
@@ -136,7 +136,7 @@ _Verified = tuple[Plan, tuple[int, ...] | None] | None  # plan with a traced pro
 
 
 def find(growth: Growth, *, certify: bool = True, progress: Progress | None = None) -> Fit:
-    """Find the largest, or smallest, value that fits, and the next one, which does not.
+    """Find the largest, or smallest, value with a plan that fits, and the next one, for which none is found.
 
     Larger sizes are assumed to need more memory: beyond a value that does not fit, none is tried.
 
@@ -147,7 +147,7 @@ def find(growth: Growth, *, certify: bool = True, progress: Progress | None = No
         progress: called with (values tried, 0, the current activity and the best value so far).
 
     Raises:
-        InfeasibleError: not even the smallest, or largest, value fits; says which device, and by how much.
+        InfeasibleError: no value has a plan that fits; says which device lacks how much, and what was tried.
         UsageError: every value is refused; has the first refusal. Or no plan satisfies the demand.
     """
     search = _LargestSearch(growth, progress, certify)

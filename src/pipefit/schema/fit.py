@@ -222,7 +222,7 @@ class Reach:
 
     `one` is a microbatch of one sample with everything kept. `largest` has, in the order of `HOWS`, the
     largest microbatch that fits: with everything kept, with recomputed runs of layers, and with tensors and
-    optimizer state offloaded to the host too; None if one sample does not fit. `fastest` is the fitting plan
+    optimizer state offloaded to the host too; None if no plan was found. `fastest` is the fitting plan
     with the most samples per second among the plans that were compared.
     """
 
@@ -346,7 +346,7 @@ class Overview:
 
     @property
     def limiting(self) -> Attempt:
-        """The largest microbatch of the cluster with everything kept; one sample if not even that fits."""
+        """The largest microbatch of the cluster with everything kept; one sample if none is known to fit."""
         return self.here.largest[0] or self.here.one
 
     def as_json(self) -> FitAnswer:

@@ -73,7 +73,7 @@ class Rate(TypedDict):
 class OnDevices(TypedDict):
     """The capacity of a number of devices: the largest microbatch for `kept`, `recomputed` and `moved`.
 
-    Sizes are 0 if no microbatch fits.
+    Sizes are 0 if no plan that fits was found.
     """
 
     devices: int
