@@ -12,7 +12,7 @@ import pytest
 
 from pipefit.errors import UsageError
 from pipefit.memory.arenas import shortage
-from pipefit.planner import PlanOptions, Question, plan
+from pipefit.planner import Means, PlanOptions, Question, plan
 from pipefit.planner.hybrid import search
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import Decision, State, StateKind, What
@@ -146,6 +146,23 @@ def test_cuts_move_where_state_does(seed: int) -> None:
         whole = written(of, on, how, [0, cut, count], [1, 1], "never")
         every.append(replace(whole, decisions=tuple(decided(whole, (STATE, PARAMETERS, GRADIENTS), 0))))
     assert made.provenance and made.provenance.value <= min(peaks(iter(every)))
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_gradients_and_parameters_stay_without_spill(seed: int) -> None:
+    """Without `spill`, hosts have optimizer state only, although a plan with more state there has a lower peak."""
+    profile, on = case(seed)
+    free, staying = (
+        plan(profile, on, HOW, planner="lean", means=Means(spill=spill)) for spill in (True, False)
+    )
+    kinds = [
+        {one.subject.kind for one in made.decisions if isinstance(one.subject, State)}
+        for made in (free, staying)
+    ]
+    assert "parameters" in kinds[0]
+    assert kinds[1] <= {"optimizer"}
+    assert free.provenance and staying.provenance
+    assert free.provenance.value < staying.provenance.value
 
 
 def test_hosts_without_room_leave_everything_on_the_devices() -> None:

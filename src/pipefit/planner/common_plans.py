@@ -175,7 +175,7 @@ def common_plans(question: Question) -> Iterator[CommonCandidate]:
         ways = [
             (shard, moves)
             for shard, moves in (replicas if degree.data > 1 else _WAYS_OF_RANKS)
-            if _is_allowed(means, moves) and _may_have_room(question, moves)
+            if is_allowed(means, moves) and _may_have_room(question, moves)
         ]
         for split, (shard, moves) in product(_splits(question, degree) if ways else (), ways):
             buckets = question.blocks if shard in ("gradients", "parameters") else 1
@@ -189,9 +189,10 @@ def common_plans(question: Question) -> Iterator[CommonCandidate]:
                 yield CommonCandidate(divided, recompute, moves, decisions)
 
 
-def _is_allowed(means: Means, moves: Moves) -> bool:
-    """Return whether the means allow these moves of state."""
-    return not moves or (means.host and means.state and (means.spill or moves is UPDATED))
+def is_allowed(means: Means, moves: Moves) -> bool:
+    """Return whether the means allow these moves of state to hosts."""
+    optimizer_alone = all(kind == "optimizer" for _, kind in moves)
+    return not moves or (means.host and means.state and (means.spill or optimizer_alone))
 
 
 def _splits(question: Question, degree: Degree) -> Iterator[Split]:

@@ -29,7 +29,7 @@ from typing import NamedTuple
 from pipefit.errors import UsageError
 from pipefit.memory import missing_bytes
 from pipefit.planner.baselines.simple import time
-from pipefit.planner.common_plans import AWAY, UPDATED, Moves, decided
+from pipefit.planner.common_plans import AWAY, UPDATED, Moves, decided, is_allowed
 from pipefit.planner.driver import plan_of
 from pipefit.planner.exact import exact
 from pipefit.planner.hybrid import leanest_split
@@ -130,11 +130,8 @@ def at_hosts(
     Raises:
         UsageError: the plan cannot be carried out, or is not allowed.
     """
-    means = question.means
-    if not (means.host and means.state) or means.recompute == "never":
-        raise UsageError("the means must allow updates on hosts and recomputation")
-    if moves == ALL_AWAY and not means.spill:
-        raise UsageError("the means must allow offloading parameters and gradients to hosts")
+    if not is_allowed(question.means, moves) or question.means.recompute == "never":
+        raise UsageError("the means must allow this state at hosts, and recomputation")
     split = split_without_state(question, part) if split_of is None else split_of(part)
     decisions = decided(question, plan_of(question, split), moves, part=part)
     simulation = assembled(plan_of(question, split, decisions=decisions))
@@ -253,7 +250,7 @@ def _candidates(question: Question) -> Iterator[StateCandidate]:
             with suppress(UsageError):
                 split = in_replicas(planner)(replace(question, options=options)).split
                 for shard, moves in _OF_ONE if degree.data == 1 else _OF_SEVERAL:
-                    if shard in (*question.shards, "none"):
+                    if shard in (*question.shards, "none") and is_allowed(question.means, moves):
                         divided = _divided(question, split, shard)
                         yield StateCandidate(divided, moves)
                         if degree.data > 1 and moves:
