@@ -1,12 +1,12 @@
-"""The task's own module, which has whole and trained numbers after every step, or refuses to be read.
+"""The task's module: it has the trained numbers after every step, or raises an error when they are read.
 
 Stages may keep a part of each parameter (tensor shards), some of the parameters (ZeRO-sharded replicas), none
 between passes (offloaded parameters), or several copies of each (replicas), which all need the user's changes.
 
-If one process trains all such stages, it trains a copy of the module. After every step, also one that fails,
-the module gets the numbers of the copy; before every step the copy gets numbers that the user changed in the
-module meanwhile. So the module can be used as if it were trained in place. This costs the module's memory, in
-addition to the memory of the plan's devices, and two passes over its numbers per step.
+If one process trains all such stages, it trains a copy of the module. After every step, even a failed one, the
+module gets the numbers of the copy; before every step the copy gets numbers that the user has changed in the
+module. So the module can be used as if it were trained in place. This costs the module's memory, in addition to
+the memory of the plan's devices, and two passes over its numbers per step.
 
 A worker trains its own stages only. Tensors of the module that it lacks are replaced by tensors without memory,
 which know their shapes and raise an error when their numbers are read.
@@ -35,7 +35,7 @@ from pipefit.torch_internals import pytree, without_torch_function, wrapper_tens
 
 
 def needs_copy(plan: Plan) -> bool:
-    """Return whether a stage of the plan lacks whole parameters between steps, or has them several times."""
+    """Return whether a stage of the plan has only parts of its parameters between steps, or several copies."""
     return frees_parameters(plan) or any(len(stage.devices) > 1 for stage in plan.stages)
 
 
@@ -58,10 +58,27 @@ def frees_parameters(plan: Plan) -> bool:
     )
 
 
+class TaskModule:
+    """The task's module, trained in place: nothing is copied."""
+
+    def lead(self) -> None:
+        """Train the user's changes of the module."""
+
+    def begin(self) -> None:
+        """Prepare a step or an evaluation."""
+        self.lead()
+
+    def follow(self) -> None:
+        """Put trained numbers into the module."""
+
+    def fail(self) -> None:
+        """Follow a step that failed."""
+
+
 # ---- One process
 
 
-class WholeModule:
+class WholeModule(TaskModule):
     """A module and the copy of it that `stages` train, whose state `checkpoints` read.
 
     Raises:
@@ -94,8 +111,8 @@ class WholeModule:
         _freeze(self._stages, own)
 
     def begin(self) -> None:
-        """Prepare a step or an evaluation."""
-        self.lead()
+        """Prepare a step or an evaluation, after which the module is behind."""
+        super().begin()
         self._is_behind = True
 
     def follow(self) -> None:
@@ -121,9 +138,9 @@ class WholeModule:
 
 
 def _load_changes(checkpoints: Checkpointing, own: Mapping[str, Tensor], *, replace: bool = False) -> None:
-    """Load into the stages those of a module's tensors `own` that are not the trained ones.
+    """Load into the stages those of a module's tensors `own` that differ from the trained ones.
 
-    With `replace`, make replicas equal. Workers of a tensor group call it together.
+    With `replace`, make replicas equal. All workers of a tensor group must call it together.
     """
     state = checkpoints.told().state
     changed = {name for name, tensor in state.tensors.items() if name in own and not _same(own[name], tensor)}
@@ -135,7 +152,7 @@ def _load_changes(checkpoints: Checkpointing, own: Mapping[str, Tensor], *, repl
 
 
 def _freeze(stages: Sequence[StageRunner], own: Mapping[str, Tensor]) -> None:
-    """Train those of the stages' parameters that are trained among a module's tensors `own`."""
+    """Freeze and unfreeze the stages' parameters like a module's tensors `own`."""
     for stage in stages:
         for layer in stage.layers:
             for local, parameter in layer.module.named_parameters(remove_duplicate=False):
@@ -174,12 +191,12 @@ class Absent(Tensor):
     numbers into it, as `load_state_dict` does, puts a tensor with these numbers in its place.
     """
 
-    _name: str
+    _name: str  # in messages
     _places: list[tuple[dict[str, Any], str]]  # registries of modules, and names there
 
     @staticmethod
     def like(tensor: Tensor, name: str) -> Absent:
-        """Return an absent tensor with the form, attributes and hooks of `tensor`, called `name` in messages."""
+        """Return an absent tensor with the form, attributes and hooks of `tensor`."""
         result: Absent = wrapper_tensor(
             Absent,
             tensor.shape,
@@ -195,19 +212,19 @@ class Absent(Tensor):
         return result
 
     def place_in(self, registry: dict[str, Any], name: str) -> None:
-        """Put the tensor in place of the one of this name in a module's parameters or buffers."""
+        """Replace the tensor of this name in a module's parameters or buffers."""
         registry[name] = self
-        if not any(known is registry and own == name for known, own in self._places):
+        if not any(known is registry and place == name for known, place in self._places):
             self._places.append((registry, name))
 
     def with_numbers(self, numbers: Tensor) -> Tensor:
-        """Return a tensor with this form and these numbers, and with the attributes and hooks of this one."""
+        """Return a tensor with these numbers, and with the form, attributes and hooks of this one."""
         result = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
         result.copy_(numbers.detach())
         if isinstance(self, nn.Parameter):
             result = nn.Parameter(result, requires_grad=self.requires_grad)
-            known = ("_name", "_places", "_is_param")
-            vars(result).update({name: value for name, value in vars(self).items() if name not in known})
+            private = ("_name", "_places", "_is_param")
+            vars(result).update({name: value for name, value in vars(self).items() if name not in private})
             with without_torch_function():
                 copy_hooks(self, result)
         return result
@@ -296,7 +313,7 @@ def without_numbers(module: nn.Module, name: str) -> nn.Module:
     return copy_of(module, name, bare)
 
 
-class PartialModule:
+class PartialModule(TaskModule):
     """The task's module on one of several workers: tensors that this worker lacks are absent.
 
     Args:
@@ -316,7 +333,8 @@ class PartialModule:
     ) -> None:
         self._stages, self._checkpoints = stages, checkpoints
         self._absent = list[tuple[Entry, Absent]]()
-        self._buffers, made = dict[str, Entry](), dict[int, Absent]()  # buffers here, by name; absent, by id
+        self._buffers = dict[str, Entry]()  # those that are present, by name
+        by_id = dict[int, Absent]()  # so that shared tensors stay shared
         own = {
             key
             for stage in stages
@@ -331,16 +349,16 @@ class PartialModule:
                 if not isinstance(tensor, nn.Parameter):
                     self._buffers[entry.name] = entry
                 continue
-            if id(tensor) not in made:
-                made[id(tensor)] = Absent.like(tensor, entry.name)
-            self._absent.append((entry, made[id(tensor)]))
+            if id(tensor) not in by_id:
+                by_id[id(tensor)] = Absent.like(tensor, entry.name)
+            self._absent.append((entry, by_id[id(tensor)]))
 
     def is_whole(self) -> bool:
-        """Return whether no tensor is absent."""
+        """Return whether no tensor is absent between steps."""
         return not self._absent
 
     def lead(self) -> None:
-        """Train weights that were loaded into the module in place of absent ones, and what is not frozen in it."""
+        """Train weights that were loaded in place of absent ones, and freeze parameters as the module does."""
         own = {entry.name: entry.tensor for entry, _ in self._absent}
         if loaded := {name: one for name, one in own.items() if not isinstance(one, Absent)}:
             _load_changes(self._checkpoints, loaded)
@@ -348,20 +366,17 @@ class PartialModule:
 
     def begin(self) -> None:
         """Prepare a step or an evaluation: tensors that were loaded into the module are absent again."""
-        self.lead()
+        super().begin()
         self._hide()
 
     def follow(self) -> None:
-        """Take the trained buffers, which forwards may replace; all that this worker lacks is absent again."""
+        """Take the trained buffers, which forwards may replace; loaded tensors are absent again."""
         for stage in self._stages:
             for layer in stage.layers:
                 for local, buffer in layer.module.named_buffers(remove_duplicate=False):
                     if (entry := self._buffers.get(layer.originals.get(local, ""))) is not None:
                         entry.registry[entry.local] = buffer
         self._hide()
-
-    def fail(self) -> None:
-        """Follow a step that failed."""
 
     def _hide(self) -> None:
         for entry, absent in self._absent:

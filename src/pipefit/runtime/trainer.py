@@ -69,6 +69,7 @@ from pipefit.runtime.options import Supervision, TrainerArguments, TrainerOption
 from pipefit.runtime.state import Names, StageState
 from pipefit.runtime.task_module import (
     PartialModule,
+    TaskModule,
     WholeModule,
     frees_parameters,
     is_partial,
@@ -220,8 +221,8 @@ class Trainer:
         worker = self.rank if self.distributed else None
         transport, self._lending = connected(hardware, program, worker, asked.timeout_seconds)
         self._groups, self._comparisons = groups_of(plan, transport), Comparisons(plan, asked.numbers)
-        own = task.module if isinstance(task.module, nn.Module) else None
-        self._must_load = self.distributed and own is not None and is_partial(own)
+        module = task.module
+        self._must_load = self.distributed and isinstance(module, nn.Module) and is_partial(module)
         trained, chain = self._captured(asked.seed, supervision.on_weights)
         self.chain, names = chain, Names.of(chain.layers)
         site = Site(
@@ -252,19 +253,20 @@ class Trainer:
             plan, self.runners, names, workers=count, rank=self.rank, supervision=supervision
         )
         stages, retraced = list(self.stages), task
-        self._own: WholeModule | PartialModule | None = None
-        if self.distributed and own is not None and isinstance(trained.module, nn.Module):
-            self._own = PartialModule(own, trained.module, chain.layers, stages, self._checkpoints)
-            if not self._own.is_whole():
+        self._task_module = TaskModule()
+        if self.distributed and isinstance(module, nn.Module) and isinstance(trained.module, nn.Module):
+            partial = PartialModule(module, trained.module, chain.layers, stages, self._checkpoints)
+            self._task_module = partial
+            if not partial.is_whole():
                 retraced = replace(task, module=without_numbers(trained.module, task.name))
-        elif self._on_a_copy and own is not None:
-            self._own = WholeModule(own, stages, self._checkpoints)
+        elif self._on_a_copy and isinstance(module, nn.Module):
+            self._task_module = WholeModule(module, stages, self._checkpoints)
         self._execution = Execution(
             retraced, plan, chain, self.runners, groups=self._groups, distributed=self.distributed
         )
         self._frozen = frozen_in([layer for stage in stages for layer in stage.layers])
         self.chain = self._execution.chain  # so that layers of other workers' stages are freed
-        self._follow()
+        self._task_module.follow()
         self._began, self._step_seconds = time.perf_counter(), list[float]()
         self._steps_before = 0  # steps of the checkpoint that was loaded
 
@@ -495,8 +497,8 @@ class Trainer:
         with recording("training"):
             first = sample(task, plan.training.microbatch_size)
             of = on_a_copy(replace(task, module=task.build())) if self._on_a_copy else task
-            divides = self._must_load or (self.distributed and frees_parameters(plan))
-            if divides and isinstance(task.module, nn.Module):  # which will lack some of the trained tensors
+            lacks = self._must_load or (self.distributed and frees_parameters(plan))
+            if lacks and isinstance(task.module, nn.Module):  # trained tensors will be absent from the module
                 of = replace(task, module=same_tensors(task.module, task.name))
             trained, chain = start_of(of, plan, seed, first, on_weights)
         check_model(plan, task, chain)
@@ -536,8 +538,7 @@ class Trainer:
                 )
             self._lending.settle()
             self._entered = Entered()
-        if self._own is not None:
-            self._own.lead()
+        self._task_module.lead()
 
     def _check_loaded(self) -> None:
         """Check that the weights are known.
@@ -555,12 +556,7 @@ class Trainer:
     def _loaded(self) -> None:
         """Follow a loaded state."""
         self._must_load = False
-        self._follow()
-
-    def _follow(self) -> None:
-        """Copy loaded or trained state into the task's module."""
-        if self._own is not None:
-            self._own.follow()
+        self._task_module.follow()
 
     def _run(self, cut: Cut, program: Program, batches: int, *, training: bool) -> Result:
         """Run `program` on one of the `batches` of an update.
@@ -579,8 +575,7 @@ class Trainer:
     @contextmanager
     def _running(self, *, training: bool = True) -> Iterator[None]:
         """Run the devices of this process in the context; after a failed step nothing is in flight."""
-        if self._own is not None:
-            self._own.begin()
+        self._task_module.begin()
         if training:
             check_backwards([stage.device for stage in self.stages if stage.device.type == "cuda"])
         try:
@@ -589,10 +584,9 @@ class Trainer:
             self._accumulated, self._entered = 0, Entered()  # gradients and microbatches in flight are lost
             self._untold.clear()
             add_post_mortem(error, self.plan, self.runners, self._step_seconds)
-            if self._own is not None:
-                self._own.fail()
+            self._task_module.fail()
             raise
-        self._follow()
+        self._task_module.follow()
         self._kernels.keep()
         self._kernels.tell_unknown()
 
