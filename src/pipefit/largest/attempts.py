@@ -37,7 +37,7 @@ from pipefit.profiler import OnDemand, Repeated
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.fit import Attempt
 from pipefit.schema.plan import Plan
-from pipefit.schema.profile import Measurement, ModelProfile
+from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import MOST_SAMPLES, Training
 from pipefit.simulator.assembled import assembled
 from pipefit.units import format_bytes
@@ -98,12 +98,10 @@ def attempt(value: int, plan: Plan) -> Attempt:
     return Attempt(value=value, plan=plan, shortage=short)
 
 
-def leaner(one: Attempt, other: Attempt) -> bool:
-    """Return whether an attempt fits, or lacks less, if another one does not fit."""
-    lacks = [
-        (not each.fits, bool(each.shortage), each.need_bytes / each.budget_bytes) for each in (one, other)
-    ]
-    return not other.fits and lacks[0] < lacks[1]
+def leaner(new: Attempt, old: Attempt) -> bool:
+    """Return whether `old` does not fit, and `new` fits or lacks less memory."""
+    lacks = [(not each.fits, bool(each.shortage), each.need_bytes / each.budget_bytes) for each in (new, old)]
+    return not old.fits and lacks[0] < lacks[1]
 
 
 def soon_planned(
@@ -238,13 +236,13 @@ def impossible(
     size: int = 1,
     options: PlanOptions = PlanOptions(),
 ) -> str:
-    """Return why no plan fits, with any division, offloading or recomputation; empty if that is not proven.
+    """Return the proof that no plan fits, with any division, offloading or recomputation; empty without one.
 
-    Parameters and optimizer state must be somewhere between steps. A device that computes a layer for one of m
-    replicas has an m-th of the `size` samples of a microbatch, and one of n ranks an n-th of the layer's bytes,
-    with n m devices at most. The options may fix n and m.
+    Parameters and optimizer state must be in some memory between steps. With m replicas of n tensor-parallel
+    ranks, a device that computes a layer has an m-th of the `size` samples of a microbatch and an n-th of the
+    layer's bytes. A cluster of d devices has n m <= d; the options may fix n and m.
     """
-    parameters, _, state = state_bytes(profiles(size).at(size))
+    parameters, _, state = profiles(size).at(size).state_bytes
     room = sum(cluster.budgets) + sum(host.memory_bytes + (host.disk_bytes or 0) for host in cluster.hosts)
     if parameters + state > room:
         return (
@@ -264,7 +262,7 @@ def impossible(
 
 
 def _too_large(profile: ModelProfile, budget: int, size: int, ranks: int) -> str:
-    """Return which layer needs more than a device has, divided between ranks; empty if none does."""
+    """Return the layer that needs more than a device has even divided between ranks; empty if none does."""
     measured, names = profile.at(size), [*(f"layer {name}" for name in profile.layers), "the loss"]
     needs = (cost.least_bytes for cost in (*measured.costs, measured.loss))
     name, least = max(zip(names, needs, strict=True), key=lambda one: one[1])
@@ -273,16 +271,6 @@ def _too_large(profile: ModelProfile, budget: int, size: int, ranks: int) -> str
     need = f"{format_bytes(least)} for {'one sample' if size == 1 else f'{size:,} samples'}"
     divided = f", {format_bytes(least // ranks)} on each of {ranks} ranks" if ranks > 1 else ""
     return f"{name} needs at least {need}{divided}, but a device has {format_bytes(budget)}"
-
-
-def state_bytes(measured: Measurement) -> tuple[int, int, int]:
-    """Return the bytes of parameters, gradients and optimizer state of the whole model."""
-    costs, shared = measured.costs, [(one, len(one.pairs)) for one in measured.shared]  # each counts once
-    return (
-        sum(cost.parameter_bytes for cost in costs) - sum(one.nbytes * again for one, again in shared),
-        sum(cost.gradient_bytes for cost in costs) - sum(one.gradient_bytes * again for one, again in shared),
-        sum(cost.state_bytes for cost in costs) - sum(one.state_bytes * again for one, again in shared),
-    )
 
 
 # ---- Plans of tasks: profiles are made on demand, for the microbatch sizes and shards that planning needs

@@ -12,7 +12,6 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import TypedDict
 
 from pipefit.capture import Task
 from pipefit.errors import UsageError
@@ -145,7 +144,7 @@ class Demand:
     per device. Planners that choose microbatch sizes do so only if a batch alone is given. Planners that put
     stages on several devices choose replicas, what these divide, and, if nothing fits otherwise,
     tensor-parallel shards; `data` and `tensor` fix the degrees of all stages. The joint planner has a tenth
-    of its budget for each value. If it may offload gradients and parameters depends on what grows (`staying`).
+    of its budget for each value. If it may offload gradients and parameters depends on what grows (`without_spill`).
 
     Raises:
         UsageError: no such planner or schedule, or the numbers do not fit together.
@@ -167,7 +166,7 @@ class Demand:
         return self.options.planner or "joint"
 
     @property
-    def staying(self) -> Demand:
+    def without_spill(self) -> Demand:
         """The demand with gradients and parameters on the devices: moving them in every pass would make a step
         many times as long.
         """
@@ -330,7 +329,7 @@ class Demand:
         cluster: Cluster | None = None,
         microbatch_size: int | None = None,
     ) -> str:
-        """Return why no plan of any planner fits; empty if that is not proven."""
+        """Return the proof that no plan of any planner fits; empty without one."""
         options = self.asked(microbatch_size)
         batch, count = options.batch_size, options.microbatches
         size = options.microbatch_size or (batch // count if batch and count else 1)
@@ -339,22 +338,21 @@ class Demand:
         return ""
 
     def searched(self, devices: int) -> str:
-        """Return the plans among which full searches look on some devices, in sentences."""
-        options, means = self.options, self.options.means
+        """Describe, in sentences, which plans full searches compare on so many devices."""
         if self.planner not in ("joint", "exact"):
             return f"Tried: the plans of the {self.planner} planner. Not tried: others (--planner joint)."
-        ways = ["splits"] if devices > 1 else ["the whole model on a device"]
-        ways += ["replicas with ZeRO"] if options.data != 1 and devices > 1 else []
-        ways += ["tensor-parallel ranks"] if options.tensor != 1 and devices > 1 else []
+        options, tried = self.options, "Tried: the whole model on a device"
+        if devices > 1:
+            tried = "Tried: splits" + ", replicas with ZeRO" * (options.data != 1)
+            tried += ", tensor-parallel ranks" * (options.tensor != 1)
         if self.planner != "joint":
-            return f"Tried: {', '.join(ways)}. Not tried: recomputation and offloading (--planner joint)."
-        state = "optimizer state, gradients and parameters" if means.spill else "optimizer state"
-        tried = f"Tried: {', '.join(ways)}, recomputation, and offloading of tensors and {state}"
-        less = "with a tenth of the work of pipefit plan"
-        if means.spill:
-            return f"{tried}, {less}."
+            return f"{tried}. Not tried: recomputation and offloading (--planner joint)."
+        tried += ", recomputation, and offloading of tensors and optimizer state"
+        less = "with a tenth of the work of pipefit plan."
+        if options.means.spill:
+            return f"{tried}, gradients and parameters, {less}"
         return (
-            f"{tried}, {less}. Not tried: offloading of gradients and parameters, which makes steps many times as "
+            f"{tried}, {less} Not tried: offloading of gradients and parameters, which makes steps many times as "
             "long (pipefit fit without --grow)."
         )
 
@@ -375,15 +373,13 @@ def _divided(make: Callable[..., Proposal], ranks: int, *, along: bool) -> Answe
 class Growth:
     """A growing quantity and its values.
 
-    Each value has a task, its profiles, a plan (of all numbers of tensor-parallel ranks, or of some), and
-    perhaps an attempt that is found fast and fits (with one device per stage, or also with many ranks);
-    `searches` says that a plan itself takes a search.
+    Each value has a task, its profiles, a plan (of all numbers of tensor-parallel ranks, or of some), perhaps an
+    attempt that is found fast and fits (with one device per stage, or also with many ranks), and perhaps a proof
+    that it is `impossible`. `searches` says that a plan itself takes a search, `searched` which plans a search
+    compares, and `end` why no value after the last one is tried.
 
     A `UsageError` from the task or from its profiles means that the model refuses this value, and the search
     continues; one from the plan means that no plan satisfies the demand, and ends the search.
-
-    `impossible` returns the proof that a value does not fit, if there is one, `searched` says among which plans
-    full searches look, and `end` why no value after the last one is tried.
     """
 
     name: str
@@ -404,44 +400,57 @@ class Growth:
         return f"{self.name}={named_value(self.name, value)}"
 
 
+_LOOKS_AT_ALL = 3  # first looks, at small values, in which all fast ways are tried for what they need
+
+
+def _growth(
+    name: str,
+    sense: Sense,
+    values: range,
+    cluster: Callable[[int], Cluster],
+    demand: Demand,
+    task: Callable[[int], Task],
+    profiles: Callable[[int], OnDemand | Repeated],
+    size: Callable[[int], int | None] = lambda _: None,
+) -> Growth:
+    """Return a quantity with a cluster and, if it sets that, a microbatch size for each value."""
+    rises = sense == "largest"  # so the needs of values that were looked at predict those of the next
+    return Growth(
+        name=name,
+        sense=sense,
+        values=values,
+        task=task,
+        profiles=profiles,
+        plan=lambda known, value, ranks: demand.plan(known, cluster(value), size(value), ranks=ranks),
+        soon=lambda known, value, looks, many: demand.soon(
+            value,
+            known,
+            cluster(value),
+            size(value),
+            looks=looks if rises else {},
+            every=rises and len(looks) < _LOOKS_AT_ALL,
+            divided=many,
+        ),
+        impossible=lambda known, value: demand.impossible(known, cluster(value), size(value)),
+        searches=demand.searches,
+        searched=demand.searched(len(cluster(values[-1]).devices)),
+    )
+
+
 def setting(name: str, make: Callable[[int], Task], demand: Demand, values: range) -> Growth:
     """Search the largest value of a setting; `make(value)` describes the model.
 
     Gradients and parameters stay on the devices.
     """
-    demand = demand.staying
+    demand = demand.without_spill
     demand.check_degrees(len(demand.cluster.devices))
     depths = Depths(
         values,
         lambda value: demand.profiles(make(value)),
         lambda value, sizes: demand.profiles_at(make(value), sizes),
     )
-    return Growth(
-        name=name,
-        sense="largest",
-        values=values,
-        task=make,
-        profiles=depths.profiles,
-        depths=depths,
-        plan=lambda known, _, ranks: demand.plan(known, ranks=ranks),
-        soon=lambda known, value, looks, many: demand.soon(value, known, **_looking(looks), divided=many),
-        impossible=lambda known, _: demand.impossible(known),
-        searches=demand.searches,
-        searched=demand.searched(len(demand.cluster.devices)),
-    )
-
-
-_LOOKS_AT_ALL = 3  # first looks, at small values, in which all fast ways are tried for what they need
-
-
-class _Looking(TypedDict):
-    looks: Mapping[int, Look]
-    every: bool
-
-
-def _looking(looks: Mapping[int, Look]) -> _Looking:
-    """Return how the next of rising values is looked at."""
-    return {"looks": looks, "every": len(looks) < _LOOKS_AT_ALL}
+    result = _growth(name, "largest", values, lambda _: demand.cluster, demand, make, depths.profiles)
+    return replace(result, depths=depths)
 
 
 def batch(task: Task, demand: Demand, values: range) -> Growth:
@@ -457,21 +466,17 @@ def batch(task: Task, demand: Demand, values: range) -> Growth:
             "a growing batch takes its size from what fits, not from batch_size: give its number of "
             "microbatches instead"
         )
-    demand = demand.staying
+    demand = demand.without_spill
     demand.check_degrees(len(demand.cluster.devices))
-    return Growth(
-        name="batch",
-        sense="largest",
-        values=values,
-        task=lambda _: task,
-        profiles=lambda value: demand.profiles(task, value),
-        plan=lambda known, value, ranks: demand.plan(known, microbatch_size=value, ranks=ranks),
-        soon=lambda known, value, looks, many: demand.soon(
-            value, known, microbatch_size=value, **_looking(looks), divided=many
-        ),
-        impossible=lambda known, value: demand.impossible(known, microbatch_size=value),
-        searches=demand.searches,
-        searched=demand.searched(len(demand.cluster.devices)),
+    return _growth(
+        "batch",
+        "largest",
+        values,
+        lambda _: demand.cluster,
+        demand,
+        lambda _: task,
+        lambda value: demand.profiles(task, value),
+        size=lambda value: value,
     )
 
 
@@ -503,21 +508,9 @@ def devices(task: Task, demand: Demand, values: range) -> Growth:
     replicas = f" and microbatches of at most {sizes[-1]} samples" if sizes[-1] > 1 else ""
     end = f"More than {counted(most, 'device')} were not tried: {costs.model} has {costs.parts}{replicas}"
     end += ". More can only be ranks of a layer (pipefit plan --tensor N)."
-    return Growth(
-        name="devices",
-        sense="smallest",
-        values=numbers,
-        task=lambda _: task,
-        profiles=lambda _: known,
-        plan=lambda known, number, ranks: demand.plan(known, with_devices(cluster, number), ranks=ranks),
-        soon=lambda known, number, _, many: demand.soon(
-            number, known, with_devices(cluster, number), divided=many
-        ),
-        impossible=lambda known, number: demand.impossible(known, with_devices(cluster, number)),
-        searches=demand.searches,
-        searched=demand.searched(numbers[-1]),
-        end=end if most < values[-1] else "",
-    )
+    on = partial(with_devices, cluster)
+    result = _growth("devices", "smallest", numbers, on, demand, lambda _: task, lambda _: known)
+    return replace(result, end=end) if most < values[-1] else result
 
 
 def memory(task: Task, demand: Demand, values: range) -> Growth:
@@ -528,7 +521,7 @@ def memory(task: Task, demand: Demand, values: range) -> Growth:
     Raises:
         UsageError: no value is above the reserve.
     """
-    demand = demand.staying
+    demand = demand.without_spill
     demand.check_degrees(len(demand.cluster.devices))
     reserve = max(device.reserve_bytes or 0 for device in demand.cluster.devices)
     most, values = values[-1], values[bisect_right(values, reserve) :]
@@ -538,22 +531,8 @@ def memory(task: Task, demand: Demand, values: range) -> Growth:
             f"to try is {format_bytes(most)}: try larger memories, or reserve less"
         )
     known = demand.profiles(task)
-    return Growth(
-        name="memory",
-        sense="smallest",
-        values=values,
-        task=lambda _: task,
-        profiles=lambda _: known,
-        plan=lambda known, nbytes, ranks: demand.plan(
-            known, with_memory(demand.cluster, nbytes), ranks=ranks
-        ),
-        soon=lambda known, nbytes, _, many: demand.soon(
-            nbytes, known, with_memory(demand.cluster, nbytes), divided=many
-        ),
-        impossible=lambda known, nbytes: demand.impossible(known, with_memory(demand.cluster, nbytes)),
-        searches=demand.searches,
-        searched=demand.searched(len(demand.cluster.devices)),
-    )
+    on = partial(with_memory, demand.cluster)
+    return _growth("memory", "smallest", values, on, demand, lambda _: task, lambda _: known)
 
 
 def with_devices(cluster: Cluster, count: int) -> Cluster:

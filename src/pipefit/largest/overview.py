@@ -18,7 +18,7 @@ from pipefit.errors import UsageError
 from pipefit.fake_cuda.chain import Chains
 from pipefit.fake_cuda.fingerprint import precision_of
 from pipefit.fake_cuda.isolation import apart
-from pipefit.largest.attempts import attempt, impossible, soon_planned, state_bytes
+from pipefit.largest.attempts import attempt, impossible, soon_planned
 from pipefit.largest.growth import with_devices
 from pipefit.planner import (
     PLANNERS,
@@ -320,7 +320,7 @@ class _Look:
         one = self.at(1, 1, "kept")
         return InPrecision(
             precision=precision,
-            state_bytes=sum(state_bytes(one.plan.measurement)),
+            state_bytes=sum(one.plan.measurement.state_bytes),
             need_bytes=one.need_bytes,
             fewest=next((count for count in self.counts if self.at(count, 1, "kept").fits), None),
         )

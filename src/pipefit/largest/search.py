@@ -385,7 +385,7 @@ class _LargestSearch:
                 with uncollected():
                     self.soon[value] = self._of_profiles(self._look, profiles, value)
                 if self.soon[value].fitting is None:
-                    self.proofs[value] = self._of_profiles(self.growth.impossible, profiles, value)
+                    self._prove(value, profiles)
         return None if value in self.refused else self.soon[value].fitting is not None
 
     def _fits_on_ranks(self, value: int) -> bool | None:
@@ -419,14 +419,18 @@ class _LargestSearch:
             result = self._of_profiles(
                 lambda known, _: self.growth.plan(known, value, ranks), profiles, value
             )
-            made, soon = attempt(value, result.plan), self.soon.get(value, Look()).best
-            is_leaner = soon is not None and not soon.fits and leaner(soon, made)
-            self.known[value] = soon if soon is not None and is_leaner else made
+            full, fast = attempt(value, result.plan), self.soon.get(value, Look()).best
+            self.known[value] = fast if fast and not fast.fits and leaner(fast, full) else full
             self.searched.add(value)
-            if made.fits:
+            if full.fits:
                 self.fitting = value, result
-            elif value not in self.proofs:
-                self.proofs[value] = self._of_profiles(self.growth.impossible, profiles, value)
+            else:
+                self._prove(value, profiles)
+
+    def _prove(self, value: int, profiles: OnDemand | Repeated) -> None:
+        """Look for a proof that a value without a plan does not fit."""
+        if value not in self.proofs:
+            self.proofs[value] = self._of_profiles(self.growth.impossible, profiles, value)
 
     def _ranks(self, value: int) -> tuple[int, ...]:
         """Return the numbers of tensor-parallel ranks to search: those of the fast plan that fits, or else one
@@ -516,9 +520,8 @@ def _answer(growth: Growth, search: _LargestSearch, neighbours: _Neighbours) -> 
     best, beyond = neighbours
     if best is None:
         assert beyond is not None  # at least one value was tried
-        attempted, proof = search.known[beyond], search.proofs.get(beyond, "")
-        words = refusal(growth.named(beyond), proof, attempted.nearest)
-        raise InfeasibleError(". ".join(filter(None, (words, _searched(growth, search, beyond).rstrip(".")))))
+        why = refusal(growth.named(beyond), search.proofs.get(beyond, ""), search.known[beyond].nearest)
+        raise InfeasibleError(f"{why}. {_searched(growth, search, beyond)}".rstrip(". "))
     search.known[best] = search.complete(best)
     return Fit(
         grown=growth.name,
@@ -534,6 +537,6 @@ def _answer(growth: Growth, search: _LargestSearch, neighbours: _Neighbours) -> 
 
 def _searched(growth: Growth, search: _LargestSearch, value: int) -> str:
     """Say which plans were tried for a value without a proof, and why no further value was, in sentences."""
-    how = growth.searched if value in search.searched else _QUICK
-    said = "" if search.proofs.get(value) else how, growth.end if value == growth.values[-1] else ""
-    return " ".join(filter(None, said))
+    plans = growth.searched if value in search.searched else _QUICK
+    sentences = "" if search.proofs.get(value) else plans, growth.end if value == growth.values[-1] else ""
+    return " ".join(filter(None, sentences))

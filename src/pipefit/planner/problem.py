@@ -379,9 +379,7 @@ class Question:
     @cached_property
     def state_bytes(self) -> int:
         """Parameters, gradients and optimizer state of the model, each once."""
-        costs, shared = self.measurement.costs, self.measurement.shared
-        again = sum((len(s.users) - 1) * (s.nbytes + s.gradient_bytes + s.state_bytes) for s in shared)
-        return sum(cost.parameter_bytes + cost.gradient_bytes + cost.state_bytes for cost in costs) - again
+        return sum(self.measurement.state_bytes)
 
     @property
     def staying(self) -> str:

@@ -419,6 +419,17 @@ class Measurement:
         """The cost of every layer, in order."""
         return tuple(self.kinds[kind] for kind in self.layers)
 
+    @property
+    def state_bytes(self) -> tuple[int, int, int]:
+        """Bytes of the model's parameters, gradients and optimizer state; shared parameters count once."""
+        costs, shared = self.costs, [(one, len(one.pairs)) for one in self.shared]
+        return (
+            sum(cost.parameter_bytes for cost in costs) - sum(one.nbytes * again for one, again in shared),
+            sum(cost.gradient_bytes for cost in costs)
+            - sum(one.gradient_bytes * again for one, again in shared),
+            sum(cost.state_bytes for cost in costs) - sum(one.state_bytes * again for one, again in shared),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
