@@ -222,9 +222,9 @@ def copied(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
     def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
         if id(tensor) not in memo:
             if isinstance(tensor, nn.Parameter):
-                memo[id(tensor)] = made = convert(tensor)
-                if not isinstance(made, nn.Parameter):
-                    memo[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad)
+                memo[id(tensor)] = converted = convert(tensor)
+                if not isinstance(converted, nn.Parameter):
+                    memo[id(tensor)] = nn.Parameter(converted, requires_grad=tensor.requires_grad)
                     copy_hooks(tensor, memo[id(tensor)], memo)
             else:
                 memo[id(tensor)] = _converted(tensor, convert, storages)
@@ -284,12 +284,12 @@ def _hooks(parameter: Tensor) -> tuple[list[Any], list[Any]]:
 
 def copy_hooks(parameter: Tensor, made: Tensor, memo: dict[int, Any] | None = None) -> None:
     """Give `made`, a copy of `parameter`, its hooks, or with a `memo` copies of them."""
-    on_gradient, behind = _hooks(parameter)
+    hooks = _hooks(parameter)
+    on_gradient, behind = hooks if memo is None else copy.deepcopy(hooks, memo)
     for hook in on_gradient:
-        made.register_hook(hook if memo is None else copy.deepcopy(hook, memo))  # type: ignore[no-untyped-call]
+        made.register_hook(hook)  # type: ignore[no-untyped-call]
     for hook in behind:
-        own = hook if memo is None else copy.deepcopy(hook, memo)
-        made.register_post_accumulate_grad_hook(own)  # type: ignore[no-untyped-call]
+        made.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _converted(tensor: Tensor, convert: Callable[[Tensor], Tensor], storages: dict[int, Tensor]) -> Tensor:

@@ -346,12 +346,12 @@ class _BudgetSearch:
         """Return the error that says what would be needed."""
         least = min(max(peaks) for peaks in self._certified.values())
         lasting = sum(s.nbytes for s in self._recording.storages if s.lasting)
-        found = (
+        need = (
             f"the least peak found is {format_bytes(least)} ({least:,} bytes), "
             f"{format_bytes(least - self._budget)} more. Parameters, buffers and state take "
             f"{format_bytes(lasting)} before the first step; a smaller batch takes less of the rest"
         )
-        proof = found if lasting > self._budget else ""
-        error = InfeasibleError(refusal(f"the loop in {format_bytes(self._budget)}", proof, found))
+        proof = need if lasting > self._budget else ""
+        error = InfeasibleError(refusal(f"the loop in {format_bytes(self._budget)}", proof, need))
         error.found = {"least_bytes": least}
         return error

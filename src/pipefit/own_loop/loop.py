@@ -356,14 +356,14 @@ def _has_attributes(one: Any) -> bool:
 
 def _reached(function: Any) -> Iterator[Any]:
     """Yield the objects that a function uses by name, its own object and its bound arguments included."""
-    while isinstance(function, (MethodType, partial)):
-        if isinstance(function, partial):
-            yield from filter(_has_attributes, (*function.args, *function.keywords.values()))
-            function = function.func
-        else:
-            yield function.__self__
-            function = function.__func__
-    yield from (one.value for one in _variables(function, set()) if _has_attributes(one.value))
+    if isinstance(function, partial):
+        yield from filter(_has_attributes, (*function.args, *function.keywords.values()))
+        yield from _reached(function.func)
+    elif isinstance(function, MethodType):
+        yield function.__self__
+        yield from _reached(function.__func__)
+    else:
+        yield from (one.value for one in _variables(function, set()) if _has_attributes(one.value))
 
 
 def _variables(function: Any, seen: set[int]) -> Iterator[_Variable]:
