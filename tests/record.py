@@ -36,7 +36,7 @@ class Shot(NamedTuple):
 _MODEL = "zoo:gpt-stdlib --set layers=8 --set hidden=128 --set heads=4 --set sequence=128"
 _ASKED = f"{_MODEL} --cluster emulated:4x12MiB --batch-size 16 --microbatch-size 2"
 SHOTS = (
-    Shot("What is there, and what can be done on this machine?", "pipefit doctor", 2, 6),
+    Shot("What does this machine have, and what can pipefit do on it?", "pipefit doctor", 2, 6),
     Shot("Does it fit, on one screen?", f"pipefit fit {_MODEL} --cluster emulated:4x12MiB", 24),
     Shot("Does a split alone fit? Exit code 3: no.", f"pipefit plan {_ASKED} --objective peak"),
     Shot("Then what does?", f"pipefit plan {_ASKED} -o plan.json"),
@@ -46,13 +46,13 @@ SHOTS = (
         f"pipefit certify plan.json {_MODEL} -o certified.json", 6,
     ),
     Shot(
-        "Train: one process for each device, which ends where it would pass its 12 MiB.",
+        "Train: one process for each device. A process that needs more than 12 MiB fails.",
         f"pipefit train plan.json {_MODEL} --steps 40 --log-every 10 --save runs --every 20 -o measured.json", 7,
     ),
     Shot("Predicted and measured.", "pipefit compare certified.json measured.json"),
     Shot("The weights, for plain PyTorch.", "pipefit checkpoint runs -o model.safetensors"),
     Shot(
-        "What would another plan do otherwise?",
+        "How does another plan differ?",
         f"pipefit plan {_ASKED} --recompute always --objective peak -o leanest.json", 2,
     ),
     Shot("In words and numbers.", "pipefit diff plan.json leanest.json"),

@@ -48,7 +48,7 @@ TABLE: list[tuple[str, int, list[str]]] = [
     (
         f"fit {MODEL} -c emulated:2x18KiB --grow classes --microbatches 2 --tensor 1 --planner exact",
         3,
-        ["no plan was found for classes=1: in the leanest one tried, device", "Tried: splits"],
+        ["no plan was found for classes=1: in the leanest plan tried, device", "Tried: splits"],
     ),
     (
         f"fit {MODEL} -c emulated:2x1KiB --grow devices --microbatches 2 --tensor 1",
@@ -87,7 +87,7 @@ def test_the_answer_is_printed_saved_and_plotted(
     )
     out, err = capsys.readouterr()
     answer = int(out.split()[0].removeprefix("classes="))
-    assert f"No plan was found for classes={answer + 1}: in the leanest one tried, device" in out
+    assert f"No plan was found for classes={answer + 1}: in the leanest plan tried, device" in out
     assert "saved to plan.json" in err and "saved to plot.html" in err
     made = load("plan.json", Plan)
     assert made.prediction is not None and max(made.prediction.peak_bytes) <= 44 << 10

@@ -310,7 +310,7 @@ def test_a_factory_that_needs_numbers_of_weights_is_refused() -> None:
             module.weight.div_(module.weight.std().item())
         return nn.Sequential(module)
 
-    with pytest.raises(UsageError, match=r"it needs numbers of tensors.*: pass the built module"):
+    with pytest.raises(UsageError, match=r"it reads numbers of tensors.*: pass the built module"):
         profile(Task(scaled, batch=batch, loss=F.mse_loss), microbatch_size=SIZE)
     profile(Task(scaled(), batch=batch, loss=F.mse_loss), microbatch_size=SIZE)
 

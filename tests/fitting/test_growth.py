@@ -553,7 +553,7 @@ def test_where_nothing_fits_the_refusal_has_device_stage_and_bytes() -> None:
     stage and bytes.
     """
     small = Demand(cluster=Cluster.emulated((2, 128)), options=PlanOptions(microbatches=2, planner="exact"))
-    words = r"^no plan was found for width=2: in the leanest one tried, device \d needs"
+    words = r"^no plan was found for width=2: in the leanest plan tried, device \d needs"
     with pytest.raises(InfeasibleError, match=words + r".* over its 128 B\. Tried: splits"):
         find(setting("width", wide, small, range(1, 100)))
     few = r"devices=3 does not fit: layer .*\. More than 3 devices were not tried: .* has 3 layers\. More can"

@@ -58,7 +58,7 @@ def test_without_a_proof_nothing_is_said_not_to_fit() -> None:
     for words in (text, page, repr(fit)):
         assert "does not fit" not in words and "largest that fits" not in words
         assert "layers=4 fits, the largest with a plan found" in words
-    assert "No plan was found for layers=6: in the leanest one tried, device" in text
+    assert "No plan was found for layers=6: in the leanest plan tried, device" in text
     assert text.endswith("\nTried: splits.")
     assert [line.count("no plan found") for line in text.splitlines()[4:7]] == [0, 0, 1]
     assert ": fits<" in growth(fit) and ": no plan found<" in growth(fit)

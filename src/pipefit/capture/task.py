@@ -169,7 +169,7 @@ class Task:
                 remedy = LAZY_REMEDY
             elif "meta tensor" in str(error):
                 remedy = (
-                    "it needs numbers of tensors, which plans build without memory: pass the built module"
+                    "it reads numbers of tensors, but plans build modules without memory: pass the built module"
                 )
             raise UsageError(
                 f"the function that builds {self.name} fails ({in_one_line(error)}): {remedy}"

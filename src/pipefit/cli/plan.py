@@ -104,8 +104,8 @@ def command(
     tensor: Annotated[
         int | None,
         count_option(
-            does="Tensor-parallel ranks of every replica. Default: for a PROFILE chosen by joint and exact, of the "
-            "numbers that it has; 1 for a MODEL."
+            does="Tensor-parallel ranks of every replica. Default: 1 for a MODEL; for a PROFILE, joint and exact "
+            "choose among its numbers of ranks."
         ),
     ] = None,
     sequences: Annotated[

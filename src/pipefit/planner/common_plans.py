@@ -4,9 +4,9 @@ All stages of such a plan have one degree with several replicas, and are cut to 
 many stages as the devices allow, or one. Replicas divide optimizer state, gradients or parameters, in a
 bucket for each block, as fully sharded data parallelism does (ZeRO-1 to 3, FSDP). State is on the devices; or
 the host updates all of it, bucket by bucket or block by block; or the host keeps the optimizer state, and the
-parameters between passes too (ZeRO-Offload, ZeRO-Infinity). Stages of tensor-parallel ranks without replicas are
-common too if hosts have state. Activations are kept, or every block but a
-stage's last is recomputed separately.
+parameters between passes too (ZeRO-Offload, ZeRO-Infinity). Stages of tensor-parallel ranks without replicas
+are included if hosts update or keep their state. Activations are kept, or every block but a stage's last is
+recomputed separately.
 
 Common plans are not searched if a known plan is within 1 % of the lower bound, nor for large questions if a
 known plan keeps everything. A candidate is skipped if it would gain less than 1 % even with nothing moved and

@@ -186,7 +186,7 @@ def _device(question: Question, result: PlannerResult, peaks: tuple[int, ...]) -
 def _remedies(question: Question, planner: str, judge: Judge, full: float) -> str:
     """List changes with which the model fits, the cheapest first, or say that more devices would not help.
 
-    With `full` times the memory the refused plan fits.
+    The refused plan fits in `full` times the memory.
     """
     if planner not in _BEST and _fullest(question) is not None:
         return "What would fit: another split; use the joint or the exact planner"

@@ -317,18 +317,19 @@ class _Block:
 
     @cached_property
     def freed(self) -> NDArray[np.int64]:
-        """Bytes that recomputing the layers from row i to column j - 1 frees, less inputs of layer i that no
-        layer of the block saves: they are kept for it.
+        """Bytes that recomputing the layers from row i to column j - 1 frees.
+
+        Inputs of layer i that no layer of the block saves are subtracted, because recomputation keeps them.
         """
         count = self.stop - self.start
         result = np.zeros((count + 1, count + 1), np.int64)
         for number, (birth, savers) in self._own.items():
             last = min(max(savers), count - 1)
             result[: birth + 1, last + 1 :] += self.storages.sizes[number]
-        others = {*self.storages.input_storages, *self.storages.target_storages}
-        others.update(*(layer.saves for layer in self.storages.layers))
+        present = {*self.storages.input_storages, *self.storages.target_storages}
+        present.update(*(layer.saves for layer in self.storages.layers))
         for first in range(1, count):
-            kept = {*self.storages.values(first)} - others
+            kept = {*self.storages.values(first)} - present
             result[first, first + 1 :] -= sum(self.storages.sizes[number] for number in kept)
         return result
 

@@ -228,7 +228,7 @@ def _seconds(best: Attempt) -> str:
 def _ways_out(overview: Overview, here: Reach, asked: str) -> Iterator[str]:
     """Yield alternatives that would fit, if the cluster does not hold one sample."""
     if overview.impossible:
-        yield f"{refusal('One sample', overview.impossible, '')}."
+        yield f"One sample does not fit: {overview.impossible}."
     else:
         replicas = ", and replicas with ZeRO-1 to 3 in the same three ways"
         yield (
@@ -238,7 +238,7 @@ def _ways_out(overview: Overview, here: Reach, asked: str) -> Iterator[str]:
         )
         devices = len(overview.cluster.devices)
         if devices > 1:
-            ranks = gcd(devices, _RANKS) if devices % 2 == 0 else 2
+            ranks = max(2, gcd(devices, _RANKS))
             command = _command(asked, _batch_size(overview, here.one), ranks)
             yield f"Not tried: tensor-parallel ranks: {command}"
     if overview.loss_bytes > here.one.budget_bytes // _LARGE_LOSS:
@@ -307,7 +307,7 @@ def _techniques(plan: Plan) -> Iterator[str]:
 def _fit_head(fit: Fit) -> Iterator[str]:
     plan = fit.best.plan
     training = plan.training
-    yield (f"{fit.answer}: {plan.profile.model} of {fit.best.parameters:,} parameters on {plan.cluster}")
+    yield f"{fit.answer}: {plan.profile.model} of {fit.best.parameters:,} parameters on {plan.cluster}"
     done = "".join(f", {words}" for words in _techniques(plan))
     size = samples(training.microbatch_size, plan.profile.fingerprint.lengths)
     yield (
@@ -351,7 +351,7 @@ def _fit_limits(fit: Fit) -> Iterator[str]:
         proof = fit.impossible.get(fit.beyond.value, "")
         words = refusal(fit.named(fit.beyond.value), proof, fit.beyond.nearest)
         yield f"{words if proof else words[0].upper() + words[1:]}."
-        yield from filter(None, [fit.searched])
+        yield from [fit.searched] if fit.searched else []
         return
     larger = [value for value in fit.refused if value > best.value]
     if larger and fit.sense == "largest":

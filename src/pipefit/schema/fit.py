@@ -21,16 +21,16 @@ from pipefit.units import format_bytes
 
 Sense = Literal["largest", "smallest"]
 
-# ---- What is known, in words: a plan that fits, a proof that none does, or neither
+# ---- Answers in words: a plan that fits, a proof that none does (`impossible`, else empty), or neither
 
 
 def verdict(fits: bool, impossible: str) -> str:
-    """Return the answer in two or three words; `impossible` is the proof that no plan fits, empty without one."""
+    """Return the answer in two or three words."""
     return "fits" if fits else "does not fit" if impossible else "no plan found"
 
 
 def refusal(what: str, impossible: str, nearest: str) -> str:
-    """Say that `what` does not fit, by a proof, or else that no plan was found, and what the `nearest` one lacks."""
+    """Return a sentence: `what` does not fit, with the proof, or no plan was found, with the excess of the nearest."""
     return f"{what} does not fit: {impossible}" if impossible else f"no plan was found for {what}: {nearest}"
 
 
@@ -108,8 +108,8 @@ class Attempt:
 
     @property
     def nearest(self) -> str:
-        """The same, of a value for which no plan was found."""
-        return f"in the leanest one tried, {self.miss}"
+        """The excess of the leanest plan, as a phrase, of a value for which no plan was found."""
+        return f"in the leanest plan tried, {self.miss}"
 
     @property
     def parameters(self) -> int:
@@ -173,7 +173,7 @@ class Fit:
         return f"{value} fits, the {self.sense} with a plan found"
 
     def verdict(self, attempt: Attempt) -> str:
-        """Return what is known of a value that was tried."""
+        """Return the answer for a value that was tried."""
         return verdict(attempt.fits, self.impossible.get(attempt.value, ""))
 
     def as_json(self) -> GrowthAnswer:
@@ -324,7 +324,7 @@ class Overview:
 
     @property
     def verdict(self) -> str:
-        """What is known, in words."""
+        """The answer in two or three words."""
         return verdict(self.fits, self.impossible)
 
     @property

@@ -306,8 +306,7 @@ class Checkpointing:
         self.load_state(stage_state_of(tensors, self.names))
 
     def load_state(self, state: StageState, *, replace: bool = False) -> None:
-        """Load a state of whole tensors; with `replace`, parameters without optimizer state have none
-        afterwards.
+        """Load a state of whole tensors; with `replace`, delete optimizer state that `state` lacks.
 
         Raises:
             UsageError: a tensor is missing, or has another shape.
