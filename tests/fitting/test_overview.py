@@ -7,14 +7,16 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from inspect import isfunction, signature
 
 import pytest
+import torch
+from torch import nn
 
 import pipefit
 from pipefit.cli import main
-from pipefit.errors import UsageError
+from pipefit.errors import InfeasibleError, UsageError
 from pipefit.largest import overview
 from pipefit.largest.task_plans import plan
 from pipefit.models import build
@@ -28,6 +30,7 @@ from pipefit.schema.fit import Overview, samples_per_second
 from pipefit.schema.grids import SHARDINGS
 from pipefit.simulator import Simulation
 from pipefit.tables import plain
+from support.small_tasks import task_of
 
 KIB = 1024
 WIDTHS = {"widths": (64, 32, 16), "inputs": 20}
@@ -209,8 +212,7 @@ def test_does_not_fit_is_said_with_its_proof_alone() -> None:
         text.startswith("No plan found: mlp of")
         and "Tried, without a plan that fits one sample: pipelines" in text
     )
-    assert "Not tried: tensor-parallel ranks: pipefit plan zoo:mlp --batch-size 2 --tensor 2 " in text
-    assert "--tensor" not in plain(describe_overview(replace(found, cluster=Cluster.emulated((1, KIB)))), 80)
+    assert "tensor-parallel" not in text
     for none in (text, " ".join(show.text(seen(1)).split())):
         assert (
             "No plan was found for microbatches of 1 sample: with all" in none and "that fits is" not in none
@@ -328,3 +330,20 @@ def test_gpt2_on_a_preset_takes_seconds() -> None:
     found = pipefit.fit(build("gpt"), Cluster.preset("4x-titan-rtx"))
     assert time.process_time() - began < 20
     assert found.here.fastest is not None
+
+
+def test_layers_are_divided_between_ranks_if_nothing_fits_otherwise() -> None:
+    """A layer's parameters, gradients and Adam state take 65 KiB, an eighth of that 8 KiB: `fit` and `plan` find
+    the ranks, and name them; 6 KiB hold neither.
+    """
+    wide = partial(nn.Linear, 64, 64)
+    task = task_of(lambda: [wide() for _ in range(4)], inputs=64, outputs=64, optimizer=torch.optim.AdamW)
+    found, none = (pipefit.fit(task, f"emulated:8x{kib}KiB", microbatches=2) for kib in (30, 6))
+    assert found.fits and found.divided is not None and found.divided.need_bytes <= 30 * KIB
+    assert "between 8 tensor-parallel ranks" in show.text(found) and "tensor=8)" in show.text(found)
+    assert found.as_json()["divided"]["ranks"] == 8
+    assert not none.fits and "and 8 tensor-parallel ranks in the same three ways" in show.text(none)
+    made = plan(task, Cluster.emulated((8, 30 * KIB)), batch_size=2)
+    assert {stage.grid.tensor for stage in made.stages} == {8}
+    with pytest.raises(InfeasibleError, match="no plan was found that fits"):
+        plan(task, Cluster.emulated((8, 30 * KIB)), batch_size=2, tensor=1)

@@ -19,7 +19,7 @@ from pipefit.fake_cuda.chain import Chains
 from pipefit.fake_cuda.fingerprint import precision_of
 from pipefit.fake_cuda.isolation import apart
 from pipefit.largest.attempts import attempt, impossible, soon_planned
-from pipefit.largest.growth import with_devices
+from pipefit.largest.growth import Demand, with_devices
 from pipefit.planner import (
     PLANNERS,
     Means,
@@ -145,6 +145,10 @@ def _looked_at(
     )
     if not result.fits:
         result = replace(result, impossible=impossible(look.profiles, cluster))
+    if not result.fits and not result.impossible:
+        options = PlanOptions(microbatches=microbatches, microbatch_size=1, schedule=schedule)
+        demand = Demand(cluster=cluster, options=options, target=kernels, threads=threads)
+        result = replace(result, divided=demand.soon(1, profiles, divided=True).best)
     return replace(result, filled=_filled(result.limiting))
 
 

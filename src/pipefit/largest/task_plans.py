@@ -17,7 +17,7 @@ from pipefit.fake_cuda.chain import Chains
 from pipefit.largest.attempts import Proposal
 from pipefit.largest.engine_plans import plan_for_torch
 from pipefit.memory import AllocatorSettings
-from pipefit.planner import ON_RUNS, Means, PlanArguments, PlanOptions, answered
+from pipefit.planner import ON_GRIDS, ON_RUNS, Means, PlanArguments, PlanOptions, answered
 from pipefit.profiler import Progress
 from pipefit.runtime import certify
 from pipefit.schema.cluster import Cluster
@@ -303,9 +303,10 @@ def _plan_of_task(
     progress: Progress | None,
     asked: PlanOptions,
 ) -> Plan:
-    """Return the plan of a task, whose profiles are made on demand."""
+    """Return the plan of a task, with tensor-parallel ranks if none fits without; profiles are made on demand."""
     _check(model, asked)
     from pipefit.largest.attempts import in_order, plan_on_the_way, sizes_asked
+    from pipefit.largest.growth import Demand
     from pipefit.profiler import OnDemand
 
     sizes = sizes_asked(training, asked)
@@ -315,20 +316,52 @@ def _plan_of_task(
     for_gpus = kernels == cluster.backend == "cuda"
     runs_dry = certify and not asked.allow_infeasible and (for_gpus or cluster.backend != "cuda")
 
-    def make(within: Cluster, means: Means = asked.means) -> Proposal:
-        shards, along, forks = (asked.tensor or 1,), bool(asked.sequences), runs_dry and for_gpus
-        options = replace(asked, means=means)
-        return plan_on_the_way(known, within, training, options, shards=shards, along=along, runs_dry=forks)
+    def make(
+        within: Cluster,
+        means: Means = asked.means,
+        shards: int = asked.tensor or 1,
+        along: bool = bool(asked.sequences),
+    ) -> Proposal:
+        options, forks = replace(asked, means=means), runs_dry and for_gpus
+        return plan_on_the_way(
+            known, within, training, options, shards=(shards,), along=along, runs_dry=forks
+        )
 
-    if not runs_dry:
-        return make(cluster).settled()
+    def verified(make: Callable[..., Proposal]) -> Plan:
+        if not runs_dry:
+            return make(cluster).settled()
+        means = asked.means
+        fewer = [replace(means, spill=False), replace(means, spill=False, state=False)]
+        fewer.append(replace(fewer[-1], host=False, peers=False))
+        tried = [partial(make, means=one) for one in dict.fromkeys(fewer) if one != means]
+        return plan_reserving(
+            model, cluster, make, allocator, known.chains, progress, target=kernels, fewer=tried
+        )
 
-    means = asked.means
-    fewer = [replace(means, spill=False), replace(means, spill=False, state=False)]
-    fewer.append(replace(fewer[-1], host=False, peers=False))
-    tried = [partial(make, means=one) for one in dict.fromkeys(fewer) if one != means]
-    return plan_reserving(
-        model, cluster, make, allocator, known.chains, progress, target=kernels, fewer=tried
+    try:
+        return verified(make)
+    except InfeasibleError:
+        open_degrees = asked.tensor is None and asked.data in (None, 1)
+        if not open_degrees or (asked.planner or "joint") not in ON_GRIDS:
+            raise
+        with suppress(UsageError, InfeasibleError):
+            demand = Demand(cluster=cluster, options=_described(asked, training), target=kernels)
+            if (divided := demand.soon(1, known, divided=True).fitting) is not None:
+                grid = divided.plan.stages[0].grid
+                return verified(partial(make, shards=grid.tensor, along=grid.sequences))
+        raise
+
+
+def _described(asked: PlanOptions, training: Training | None) -> PlanOptions:
+    """Return the options with the numbers of a training."""
+    if training is None:
+        return asked
+    return replace(
+        asked,
+        batch_size=training.batch_size,
+        microbatches=training.microbatches,
+        schedule=training.schedule,
+        versions=training.versions,
     )
 
 

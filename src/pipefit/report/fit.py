@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import gcd
 
 from pipefit.report.plan import told_sharing
 from pipefit.schema.decisions import State, What
@@ -18,6 +17,7 @@ from pipefit.schema.fit import (
     refusal,
     samples_per_second,
 )
+from pipefit.schema.grids import Grid
 from pipefit.schema.plan import Plan, fullness, is_tight
 from pipefit.schema.profile import samples
 from pipefit.tables import Block, Table
@@ -27,7 +27,6 @@ from pipefit.units import format_bytes, format_number
 # ---- Overview on one screen: devices, precisions, replicas, the limit, and the next command
 
 _COARSE = 64 << 20  # bytes of a budget from which the usual step of `--grow memory`, 1 MiB, is fine enough
-_RANKS = 8  # most tensor-parallel ranks that are suggested
 _LARGE_LOSS = 4  # a loss that takes more than this fraction of a budget is named if nothing fits
 
 
@@ -204,8 +203,24 @@ def _next(overview: Overview, asked: str) -> Iterator[str]:
             f"{format_number(rate)} samples per second by {_seconds(best)} seconds."
         )
         yield f"Next: {_command(asked, _batch_size(overview, best))}"
+    elif overview.divided is not None and overview.divided.fits:
+        attempt = overview.divided
+        yield (
+            f"It fits with layers divided between {_of_ranks(attempt)}"
+            f"{''.join(f', {words}' for words in _techniques(attempt.plan))}: device {attempt.device} needs "
+            f"{format_bytes(attempt.need_bytes)} of {format_bytes(attempt.budget_bytes)}, "
+            f"{format_number(samples_per_second(attempt))} samples per second."
+        )
+        yield f"Next: {_command(asked, attempt.plan.training.batch_size, attempt.plan.stages[0].grid)}"
     else:
         yield from _ways_out(overview, here, asked)
+
+
+def _of_ranks(attempt: Attempt) -> str:
+    """Return the tensor-parallel ranks of a plan in words."""
+    grid = attempt.plan.stages[0].grid
+    along = " with sequence parallelism" if grid.sequences else ""
+    return f"{counted(grid.tensor, 'tensor-parallel rank')}{along}"
 
 
 def _batch_size(overview: Overview, attempt: Attempt) -> int:
@@ -214,9 +229,11 @@ def _batch_size(overview: Overview, attempt: Attempt) -> int:
     return size if _is_fixed(overview) else size // overview.here.devices * devices
 
 
-def _command(asked: str, size: int, ranks: int = 1) -> str:
-    """Return the command, or the call, that plans a batch of this size."""
-    option, argument = (f" --tensor {ranks}", f", tensor={ranks}") if ranks > 1 else ("", "")
+def _command(asked: str, size: int, grid: Grid | None = None) -> str:
+    """Return the command, or the call, that plans a batch of this size, with the ranks of a grid."""
+    option, argument = (f" --tensor {grid.tensor}", f", tensor={grid.tensor}") if grid else ("", "")
+    if grid is not None and grid.sequences:
+        option, argument = f"{option} --sequences", f"{argument}, sequences=True"
     command = f"pipefit plan {asked} --batch-size {size}{option} -o plan.json"
     return command if asked else f"pipefit.plan(task, cluster, batch_size={size}{argument})"
 
@@ -230,17 +247,13 @@ def _ways_out(overview: Overview, here: Reach, asked: str) -> Iterator[str]:
     if overview.impossible:
         yield f"One sample does not fit: {overview.impossible}."
     else:
-        replicas = ", and replicas with ZeRO-1 to 3 in the same three ways"
+        others = ["replicas with ZeRO-1 to 3"] if overview.replicated else []
+        others += [] if overview.divided is None else [_of_ranks(overview.divided)]
         yield (
             "Tried, without a plan that fits one sample: pipelines of one device per stage, with "
             "activations kept, recomputed by block, and offloaded to "
-            f"hosts{replicas if overview.replicated else ''}."
+            f"hosts{''.join(f', and {ways} in the same three ways' for ways in [' and '.join(others)] if ways)}."
         )
-        devices = len(overview.cluster.devices)
-        if devices > 1:
-            ranks = max(2, gcd(devices, _RANKS))
-            command = _command(asked, _batch_size(overview, here.one), ranks)
-            yield f"Not tried: tensor-parallel ranks: {command}"
     if overview.loss_bytes > here.one.budget_bytes // _LARGE_LOSS:
         yield (
             f"The loss alone needs {format_bytes(overview.loss_bytes)} of one device for one sample: "

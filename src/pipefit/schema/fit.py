@@ -12,7 +12,7 @@ from math import prod
 from typing import Literal
 
 from pipefit.schema.cluster import Cluster
-from pipefit.schema.json_io import FitAnswer, GrowthAnswer, OfPrecision, OfReplicas, OnDevices, Tried
+from pipefit.schema.json_io import FitAnswer, GrowthAnswer, OfPrecision, OfRanks, OfReplicas, OnDevices, Tried
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import Category
 from pipefit.schema.training import Precision
@@ -304,9 +304,10 @@ class Overview:
 
     `sizes` are the microbatch sizes that were tried while smaller ones fit.
 
-    `replicated` are the plans of all devices as replicas, if the model allows them. `impossible` says why no
-    plan fits, if that is proven. `filled` is the peak of the limiting device by category, in bytes, and
-    `loss_bytes` are the least bytes of a device that the loss alone needs for one sample.
+    `replicated` are the plans of all devices as replicas, if the model allows them. If no plan fits and none is
+    proven impossible, `divided` is the leanest plan found with layers divided between tensor-parallel ranks.
+    `impossible` says why no plan fits, if that is proven. `filled` is the peak of the limiting device by
+    category, in bytes, and `loss_bytes` are the least bytes of a device that the loss alone needs for one sample.
     """
 
     cluster: Cluster
@@ -315,6 +316,7 @@ class Overview:
     precisions: tuple[InPrecision, ...]
     replicated: tuple[Replicated, ...]
     filled: dict[Category, int]
+    divided: Attempt | None = None
     impossible: str = ""
     loss_bytes: int = 0
 
@@ -336,7 +338,8 @@ class Overview:
     @property
     def fits(self) -> bool:
         """True if any plan fits."""
-        return self.here.fastest is not None or self.fastest_replicas is not None
+        divided = self.divided is not None and self.divided.fits
+        return self.here.fastest is not None or self.fastest_replicas is not None or divided
 
     @property
     def fastest_replicas(self) -> Replicated | None:
@@ -363,9 +366,20 @@ class Overview:
             "devices": [row.as_json() for row in self.reaches],
             "precisions": [row.as_json() for row in self.precisions],
             "replicated": [row.as_json() for row in self.replicated],
+            "divided": None if self.divided is None else _of_ranks(self.divided),
             "impossible": self.impossible,
             "filled": {category.value: nbytes for category, nbytes in self.filled.items()},
         }
+
+
+def _of_ranks(attempt: Attempt) -> OfRanks:
+    grid = attempt.plan.stages[0].grid
+    return {
+        "ranks": grid.tensor,
+        "sequences": grid.sequences,
+        "need_bytes": attempt.need_bytes,
+        "fits": attempt.fits,
+    }
 
 
 def samples_per_second(attempt: Attempt) -> float:

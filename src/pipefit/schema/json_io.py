@@ -104,6 +104,15 @@ class OfReplicas(TypedDict):
     samples_per_second: float | None
 
 
+class OfRanks(TypedDict):
+    """A plan whose layers are divided between tensor-parallel ranks, with `sequences` along positions too."""
+
+    ranks: int
+    sequences: bool
+    need_bytes: int
+    fits: bool
+
+
 class FitAnswer(TypedDict):
     """`pipefit fit`."""
 
@@ -117,6 +126,7 @@ class FitAnswer(TypedDict):
     devices: list[OnDevices]
     precisions: list[OfPrecision]
     replicated: list[OfReplicas]
+    divided: OfRanks | None
     impossible: str
     filled: dict[str, int]
 
