@@ -33,6 +33,18 @@ def module() -> nn.Sequential:
     )
 
 
+class Normed(nn.Module):
+    """A model that has to be traced, with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, 4), nn.BatchNorm1d(4)
+
+    def forward(self, values: Tensor) -> Tensor:
+        result: Tensor = self.norm(self.linear(values))
+        return result + result.mean()
+
+
 def task_of(own: nn.Module, **settings: Any) -> Task:
     """Return a task that trains this module."""
     chosen: dict[str, Any] = {"optimizer": partial(torch.optim.AdamW, lr=0.01)} | settings
@@ -220,6 +232,25 @@ def test_what_is_loaded_after_an_interrupted_update_is_trained_on(
     plain.load_state_dict(own.state_dict())
     expected = F.mse_loss(plain(given), targets).item()
     assert trainer.evaluate((given, targets)) == pytest.approx(expected, rel=1e-4)
+
+
+def test_buffers_that_a_device_has_in_memory_of_its_own_are_followed() -> None:
+    """On a GPU, layers have buffers of their own: the module has their numbers, also if it is trained in place."""
+    own = Normed()
+    task, reference = task_of(own), copy.deepcopy(own)
+    plan = make_plan(profile(task, microbatch_size=SIZE), Cluster.emulated((1, 1 << 30)), batch_size=SIZE)
+    trainer = Trainer(task, plan)
+    for stage in trainer.stages:
+        for layer in stage.layers:
+            for part in layer.module.modules():
+                part._buffers.update(
+                    {name: one.clone() for name, one in part._buffers.items() if one is not None}
+                )
+    inputs, targets = batch(SIZE)
+    trainer.step((inputs, targets))
+    reference(inputs)
+    for name, buffer in reference.named_buffers():
+        assert torch.equal(dict(own.named_buffers())[name], buffer), name
 
 
 @pytest.mark.parametrize("name", ["zero 3", "shards", "parameters away"])

@@ -59,7 +59,7 @@ def frees_parameters(plan: Plan) -> bool:
 
 
 class TaskModule:
-    """The task's module, trained in place: nothing is copied."""
+    """The task's module, if a factory makes it: nobody else has it, and nothing is done."""
 
     def lead(self) -> None:
         """Train the user's changes of the module."""
@@ -314,7 +314,7 @@ def without_numbers(module: nn.Module, name: str) -> nn.Module:
 
 
 class PartialModule(TaskModule):
-    """The task's module on one of several workers: tensors that this worker lacks are absent.
+    """The task's module, trained in place: tensors that this worker, one of several, lacks are absent.
 
     Args:
         module: the task's module.

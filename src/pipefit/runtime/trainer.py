@@ -254,13 +254,13 @@ class Trainer:
         )
         stages, retraced = list(self.stages), task
         self._task_module = TaskModule()
-        if self.distributed and isinstance(module, nn.Module) and isinstance(trained.module, nn.Module):
+        if self._on_a_copy and isinstance(module, nn.Module):
+            self._task_module = WholeModule(module, stages, self._checkpoints)
+        elif isinstance(module, nn.Module) and isinstance(trained.module, nn.Module):
             partial = PartialModule(module, trained.module, chain.layers, stages, self._checkpoints)
             self._task_module = partial
             if not partial.is_whole():
                 retraced = replace(task, module=without_numbers(trained.module, task.name))
-        elif self._on_a_copy and isinstance(module, nn.Module):
-            self._task_module = WholeModule(module, stages, self._checkpoints)
         self._execution = Execution(
             retraced, plan, chain, self.runners, groups=self._groups, distributed=self.distributed
         )
