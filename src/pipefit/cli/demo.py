@@ -45,6 +45,7 @@ def command(
         from pipefit.models import build
         from pipefit.planner import plan
         from pipefit.profiler import profile
+        from pipefit.report import describe_plan
         from pipefit.runtime import certify, train
         from pipefit.simulator import simulate
 
@@ -63,7 +64,7 @@ def command(
 
     with progress("planning"):
         chosen = question()
-    say(["2. The fastest plan that fits (pipefit plan):", chosen])
+    say(["2. The fastest plan that fits (pipefit plan):", *describe_plan(chosen)])
     with progress("dry run"):
         certified = certify(task(), chosen)
     with progress("training") as report, cleared_away():
@@ -155,13 +156,12 @@ def _result(
     }
 
 
-def _print(blocks: list[Block | Plan]) -> None:
-    from pipefit.schema.plan import Plan
+def _print(blocks: list[Block]) -> None:
     from pipefit.tables import write
 
-    write([str(block) if isinstance(block, Plan) else block for block in blocks])
+    write(blocks)
     print(flush=True)
 
 
-def _silent(blocks: list[Block | Plan]) -> None:
+def _silent(blocks: list[Block]) -> None:
     """Print nothing: with --json, stdout has only the result."""
