@@ -234,7 +234,7 @@ def _facts(plan: Plan | None, trace: Trace) -> Iterator[tuple[str, str, str]]:
     provenance = plan.provenance if plan else None
     if provenance and provenance.bound and provenance.objective.unit == "seconds":
         gap = f"{100 * (provenance.value / provenance.bound - 1):.1f} %"
-        yield "gap to the lower bound", gap, "no plan is faster by more"
+        yield "gap to the lower bound", gap, "no plan has a step below the bound"
 
 
 def _of_batch(plan: Plan) -> str:
@@ -254,7 +254,8 @@ def _filled(plan: Plan, trace: Trace) -> Iterator[str]:
 
     Equal devices share a table.
     """
-    yield "<p>The memory of each layer as the fullest action of its device begins, and what that action adds.</p>"
+    begins = "The memory of each layer when the fullest action of its device begins"
+    yield f"<p>{begins}, and the memory that this action adds.</p>"
     alike: dict[tuple[str, str], list[int]] = {}
     for device, result in enumerate(all_contents(plan, trace)):
         if result is not None:
