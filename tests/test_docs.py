@@ -198,6 +198,7 @@ def test_the_slow_lines_run(
         code = main(shlex.split(line, comments=True)[1:])
         printed = capfd.readouterr()
         assert code == (3 if shown.startswith("pipefit: ") else 0), line
+        assert "<Plan" not in printed.out, line  # a repr in place of the plan
         told = [said for said in printed.err.splitlines() if "planning" not in said]
         assert not shown or is_shown(shown, printed.out if code == 0 else "\n".join(told)), line
 

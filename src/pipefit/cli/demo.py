@@ -45,7 +45,7 @@ def command(
         from pipefit.models import build
         from pipefit.planner import plan
         from pipefit.profiler import profile
-        from pipefit.report import describe_plan
+        from pipefit.report.plan import describe_plan
         from pipefit.runtime import certify, train
         from pipefit.simulator import simulate
 
