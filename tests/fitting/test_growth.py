@@ -459,10 +459,11 @@ def test_the_batch_is_said_in_one_way() -> None:
 
 
 def test_a_host_that_lacks_memory_does_not_fit() -> None:
-    """An attempt reports the host's shortage, though every device has room."""
-    fit = find(setting("layers", deep, PAIR, range(1, 3)), certify=False)
-    short = replace(fit.best, shortage="host0 has 1 B")
-    assert fit.best.fits and not short.fits and short.miss == "host0 has 1 B"
+    """The answer reports the host's shortage, though every device has room; such a plan cannot run dry."""
+    roomy = Cluster.emulated((1, 1500))
+    hosts = tuple(replace(host, memory_bytes=1500) for host in roomy.hosts)
+    with pytest.raises(InfeasibleError, match=r"for layers=1: in the leanest one tried, host0 has 1\.46 KiB"):
+        find(setting("layers", trained, replace(LEAN, cluster=replace(roomy, hosts=hosts)), range(1, 20)))
 
 
 @pytest.mark.gallery

@@ -143,7 +143,7 @@ def find(growth: Growth, *, certify: bool = True, progress: Progress | None = No
     Args:
         growth: the growing quantity and its values.
         certify: also verify both by dry runs, whose peaks do not depend on the assumptions of planner and
-            profile; a plan that is far over its budgets is not run.
+            profile; a plan that is far over its budgets, or whose hosts lack memory, is not run.
         progress: called with (values tried, 0, the current activity and the best value so far).
 
     Raises:
@@ -300,10 +300,11 @@ class _LargestSearch:
         """Return a value's plan with the profile of a trace, and with `certify` the peaks of its dry run; None
         where profile and trace differ. Says nothing, because it may run in a fork.
 
-        A plan that is far over its budgets is not run.
+        A plan that is far over its budgets, or whose hosts lack memory, is not run.
         """
         traced = self._traced(value, plan)
-        if traced is None or not self.certify or _is_far_over(plan):
+        hosts_lack = value in self.known and bool(self.known[value].shortage)
+        if traced is None or not self.certify or hosts_lack or _is_far_over(plan):
             return traced and (traced[0], None)
         plan, chains = traced
         return plan, dry_run(self.growth.task(value), plan, chains=chains).peak_bytes
