@@ -164,6 +164,17 @@ def test_what_would_fit_with_techniques_fits(seed: int) -> None:
         assert planned(case.profile, cluster(budgets, host_rate=5.0, peer_rate=20.0), case.training).decisions
 
 
+def test_the_memory_that_would_fit_fits_where_a_host_lacks_memory_too() -> None:
+    """A refused plan whose device and host both lack memory does not fit a larger device."""
+    case = without_room(0, 0.5)
+    short = replace(case.cluster, hosts=(replace(case.cluster.hosts[0], memory_bytes=1),))
+    text = refusal(case.profile, short, case.training, objective="throughput")
+    assert text.startswith("device 0 needs 83 B ") and "; host0 has 1 B, but would need " in text
+    enough = int(re.search(r"the same devices with at most .* each \((\d+) bytes\)", text)[1])
+    larger = tuple(replace(device, memory_bytes=enough) for device in short.devices)
+    assert max(peaks(planned(case.profile, replace(short, devices=larger), case.training))) <= enough
+
+
 def test_1f1b_is_suggested_where_it_helps_and_only_there() -> None:
     """1F1B is the first suggestion exactly if its early release is enough; GPipe holds all microbatches."""
     chain = profile(alike(8, size=100))

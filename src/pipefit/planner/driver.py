@@ -146,10 +146,13 @@ def explanation(
 ) -> str:
     """Explain why a plan does not fit, and which changes would fit.
 
-    Names the fullest device with its stage, or the host that is short (`elsewhere`). For a planner that
+    Names the fullest device with its stage, the host that is short (`elsewhere`), or both. For a planner that
     compacts, `judge` decides whether a change fits; otherwise the exact search does.
     """
-    where = elsewhere or _device(question, result, peaks)
+    budgets = question.cluster.budgets
+    full = max(peak / budgets[device] for peak, device in zip(peaks, result.split.devices, strict=True))
+    device = _device(question, result, peaks) if full > 1 else ""
+    where = "; ".join(filter(None, (device, elsewhere)))
     compacts = result.decisions is not None
     none_fits = ""
     if planner in _BEST:
@@ -161,8 +164,7 @@ def explanation(
     if planner in ON_GRIDS and question.changed_by_replicas:
         why = f"{question.changed_by_replicas}, so replicas would train to other numbers"
         none_fits += f"; replicas are not considered, because {why} (--data N, data=N, allows them)"
-    asked, budgets = judge if compacts and judge is not None else _fullest, question.cluster.budgets
-    full = max(peak / budgets[device] for peak, device in zip(peaks, result.split.devices, strict=True))
+    asked = judge if compacts and judge is not None else _fullest
     return f"{where}{none_fits}. {_remedies(question, planner, asked, float('inf') if elsewhere else full)}"
 
 
@@ -529,8 +531,7 @@ def _check(
             tuple(peaks[device] for device in devices),
             result._replace(split=split._replace(devices=devices)),
         )
-        where = "" if over else short
-        raise InfeasibleError(explanation(question, result, held, planner=name, elsewhere=where, judge=judge))
+        raise InfeasibleError(explanation(question, result, held, planner=name, elsewhere=short, judge=judge))
 
 
 def plan_of(question: Question, split: Split, *, decisions: tuple[Decision, ...] | None = None) -> Plan:
