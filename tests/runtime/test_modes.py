@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import pipefit
 from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.profiler import profile
@@ -107,3 +108,50 @@ def test_a_buffer_of_another_stage_is_refused() -> None:
         UsageError, match=r"needs mean in this mode, which its stage does not hold in training"
     ):
         evaluated(True, [4])
+
+
+class Scaled(nn.Module):
+    """Layers that one buffer scales, which has three names and is in the state dict under two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("scale", torch.rand(8))
+        self.first.register_buffer("own", self.scale)
+        self.second.register_buffer("outside", self.scale, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x) * self.first.own) * self.second.outside * self.scale
+
+
+def trained(module: nn.Module, stages: int = 1) -> tuple[Trainer, tuple[Tensor, Tensor]]:
+    """Return a trainer of `module` and a batch of four samples."""
+    task = Task(module, batch=lambda size: (torch.randn(size, 8),) * 2, loss=F.mse_loss)
+    cluster = Cluster.emulated(*[(1, 1 << 30)] * stages)
+    plan = pipefit.plan(
+        profile(task, microbatch_size=2), cluster, batch_size=4, microbatches=2, stages=stages, certify=False
+    )
+    return Trainer(task, plan, numbers=False), task.batch(4)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_buffer_with_several_names_is_read_in_evaluation(stages: int) -> None:
+    """Evaluation reads a buffer of several names, whichever of them a layer knows."""
+    torch.manual_seed(0)
+    module = Scaled()
+    trainer, (x, y) = trained(module, stages)
+    assert trainer.evaluate((x, y)) == pytest.approx(F.mse_loss(module(x), y).item(), rel=1e-6)
+
+
+class Skipping(Scaled):
+    """A model that leaves out its first layer in evaluation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.training else self.second(x)
+
+
+def test_an_evaluation_of_other_layers_is_refused() -> None:
+    """The refusal does not blame the size of the batch, and names a way."""
+    trainer, batch = trained(Skipping())
+    with pytest.raises(UsageError, match=r"has other layers than the plan: evaluate with a separate module"):
+        trainer.evaluate(batch)

@@ -135,11 +135,14 @@ class Retracing:
     def _check(self, chain: Chain, size: int, *, training: bool) -> None:
         """Check that a chain's layers are the plan's."""
         if tuple(layer.name for layer in chain.layers) != self.plan.profile.layers:
-            mode = "training" if training else "evaluation"
+            mode, way = (
+                ("training", "use batches that divide into the plan's microbatches")
+                if training
+                else ("evaluation", "evaluate with a separate module that loads trainer.state_dict()")
+            )
             raise UsageError(
                 f"{self.task.name} traced for {mode} with {counted(size, 'sample')} has other layers than "
-                "the plan: use batches that divide into the plan's microbatches, and evaluate with a "
-                "separate module"
+                f"the plan: {way}"
             )
 
 
@@ -254,7 +257,7 @@ def _rebind(new: ChainLayer, old: ChainLayer, stage: Sequence[ChainLayer]) -> nn
         for name, tensor in _tensors(layer).items()
         if name in layer.originals
     }
-    for name, own in [*new.module.named_parameters(), *new.module.named_buffers()]:
+    for name, own in _tensors(new).items():
         path, _, attribute = name.rpartition(".")
         part = new.module.get_submodule(path)
         tensor = original.get(new.originals.get(name, ""), local.get(name))
@@ -272,4 +275,7 @@ def _rebind(new: ChainLayer, old: ChainLayer, stage: Sequence[ChainLayer]) -> nn
 
 
 def _tensors(layer: ChainLayer) -> dict[str, Tensor]:
-    return {**dict(layer.module.named_parameters()), **dict(layer.module.named_buffers())}
+    """Return the parameters and buffers of a layer, each under all its names."""
+    module = layer.module
+    named = (module.named_parameters, module.named_buffers)
+    return {name: tensor for each in named for name, tensor in each(remove_duplicate=False)}
