@@ -107,6 +107,7 @@ def test_absent_tensors_have_a_form_and_no_numbers() -> None:
         with pytest.raises(UsageError, match=r"first\.weight cannot be read"):
             read(absent)
     assert f"{absent}" == "<first.weight of shape (8, 8), which this process lacks>"
+    assert "FloatTensor of size 8x8" in repr(torch.nn.ParameterDict({"own": absent}))
     module.load_state_dict(
         module.state_dict(keep_vars=True) | {"first.weight": weight, "last.weight": weight}
     )

@@ -171,7 +171,7 @@ _PROPERTIES = (
     *("is_sparse", "itemsize", "layout", "nbytes", "ndim", "requires_grad", "shape"),
 )
 _METHODS = (
-    *("__len__", "dim", "element_size", "get_device", "is_complex", "is_contiguous"),
+    *("__len__", "dim", "element_size", "get_device", "is_complex", "is_contiguous", "type"),
     *("is_floating_point", "nelement", "numel", "requires_grad_", "size", "stride"),
 )
 _KNOWN = {
