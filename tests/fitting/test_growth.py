@@ -462,7 +462,7 @@ def test_a_host_that_lacks_memory_does_not_fit() -> None:
     """The answer reports the host's shortage, though every device has room; such a plan cannot run dry."""
     roomy = Cluster.emulated((1, 1500))
     hosts = tuple(replace(host, memory_bytes=1500) for host in roomy.hosts)
-    with pytest.raises(InfeasibleError, match=r"for layers=1: in the leanest one tried, host0 has 1\.46 KiB"):
+    with pytest.raises(InfeasibleError, match=r"for layers=1: in the leanest plan tried, host0 has 1\.46 KiB"):
         find(setting("layers", trained, replace(LEAN, cluster=replace(roomy, hosts=hosts)), range(1, 20)))
 
 
@@ -557,7 +557,7 @@ def test_where_nothing_fits_the_refusal_has_device_stage_and_bytes() -> None:
     words = r"^no plan was found for width=2: in the leanest plan tried, device \d needs"
     with pytest.raises(InfeasibleError, match=words + r".* over its 128 B\. Tried: splits"):
         find(setting("width", wide, small, range(1, 100)))
-    few = r"devices=3 does not fit: layer .*\. More than 3 devices were not tried: .* has 3 layers\. More can"
+    few = r"devices=3 does not fit: layer .*\. Not tried: more than 3 devices, because .* has 3 layers\. More can"
     with pytest.raises(InfeasibleError, match=few):
         find(devices(deep(3), small, range(1, 100)))
 

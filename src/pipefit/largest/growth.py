@@ -506,7 +506,7 @@ def devices(task: Task, demand: Demand, values: range) -> Growth:
             f"{costs.model} has {costs.parts}, too few for {values.start} devices: start with {most} or fewer"
         )
     replicas = f" and microbatches of at most {sizes[-1]} samples" if sizes[-1] > 1 else ""
-    end = f"More than {counted(most, 'device')} were not tried: {costs.model} has {costs.parts}{replicas}"
+    end = f"Not tried: more than {counted(most, 'device')}, because {costs.model} has {costs.parts}{replicas}"
     end += ". More can only be ranks of a layer (pipefit plan --tensor N)."
     on = partial(with_devices, cluster)
     result = _growth("devices", "smallest", numbers, on, demand, lambda _: task, lambda _: known)
