@@ -6,7 +6,7 @@ kind of slot defines its transfer: memory is copied, a disk is written and read 
 
 Links of emulated devices are paced: a copy ends no earlier than its start plus the time of its link. A
 device's copies of one direction are sequential, as in the simulator; contention between devices on a common
-wire is not emulated. Updates on a host are paced in the same way (`Pace`).
+wire, and the `duplex` of a link, are not emulated. Updates on a host are paced in the same way (`Pace`).
 """
 
 from __future__ import annotations
