@@ -213,6 +213,7 @@ def test_does_not_fit_is_said_with_its_proof_alone() -> None:
         and "Tried, without a plan that fits one sample: pipelines" in text
     )
     assert "tensor-parallel" not in text
+    assert "Not tried: microbatches of several samples, and a search of full length: pipefit plan zoo" in text
     for none in (text, " ".join(show.text(seen(1)).split())):
         assert (
             "No plan was found for microbatches of 1 sample: with all" in none and "that fits is" not in none

@@ -254,6 +254,8 @@ def _ways_out(overview: Overview, here: Reach, asked: str) -> Iterator[str]:
             "activations kept, recomputed by block, and offloaded to "
             f"hosts{''.join(f', and {ways} in the same three ways' for ways in [' and '.join(others)] if ways)}."
         )
+        command = _command(asked, _batch_size(overview, here.one))
+        yield f"Not tried: microbatches of several samples, and a search of full length: {command}"
     if overview.loss_bytes > here.one.budget_bytes // _LARGE_LOSS:
         yield (
             f"The loss alone needs {format_bytes(overview.loss_bytes)} of one device for one sample: "
