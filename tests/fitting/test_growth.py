@@ -462,7 +462,9 @@ def test_a_host_that_lacks_memory_does_not_fit() -> None:
     """The answer reports the host's shortage, though every device has room; such a plan cannot run dry."""
     roomy = Cluster.emulated((1, 1500))
     hosts = tuple(replace(host, memory_bytes=1500) for host in roomy.hosts)
-    with pytest.raises(InfeasibleError, match=r"for layers=1: in the leanest plan tried, host0 has 1\.46 KiB"):
+    with pytest.raises(
+        InfeasibleError, match=r"for layers=1: in the leanest plan tried, host0 has 1\.46 KiB"
+    ):
         find(setting("layers", trained, replace(LEAN, cluster=replace(roomy, hosts=hosts)), range(1, 20)))
 
 
