@@ -59,12 +59,13 @@ PLANS: dict[str, Callable[[str], Plan]] = {
     "written whole zero 2": lambda name: plan_of(name, {"data": 2, "shard": "gradients"}),
     "written zero 3": lambda name: plan_of(name, DIVIDED),
     "traced stages": lambda name: plan_of(name, {}, {}),
-    "traced shards": lambda name: plan_of(name, {"tensor": 2}),
+    "written shards": lambda name: plan_of(name, {"tensor": 2}),
 }
 MORE: dict[str, Callable[[str], Plan]] = {
     "written whole replicas": lambda name: plan_of(name, {"data": 2}),
     "written whole zero 1": lambda name: plan_of(name, {"data": 2, "shard": "optimizer"}),
     "traced zero 3": lambda name: plan_of(name, DIVIDED),
+    "traced shards": lambda name: plan_of(name, {"tensor": 2}),
     "written stages": lambda name: plan_of(name, {}, {}),
     "written away": lambda name: plan_of(name, {}, {}, decisions=[away("parameters"), away("optimizer")]),
     "written zero 3 away": lambda name: plan_of(

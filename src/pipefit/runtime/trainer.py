@@ -497,7 +497,8 @@ class Trainer:
         with recording("training"):
             first = sample(task, plan.training.microbatch_size)
             of = on_a_copy(replace(task, module=task.build())) if self._on_a_copy else task
-            lacks = self._must_load or (self.distributed and frees_parameters(plan))
+            divides = frees_parameters(plan) or any(stage.grid.tensor > 1 for stage in plan.stages)
+            lacks = self._must_load or (self.distributed and divides)
             if lacks and isinstance(task.module, nn.Module):  # trained tensors will be absent from the module
                 of = replace(task, module=same_tensors(task.module, task.name))
             trained, chain = start_of(of, plan, seed, first, on_weights)
