@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import pairwise
 from typing import Any
 
@@ -155,3 +156,41 @@ def test_an_evaluation_of_other_layers_is_refused() -> None:
     trainer, batch = trained(Skipping())
     with pytest.raises(UsageError, match=r"has other layers than the plan: evaluate with a separate module"):
         trainer.evaluate(batch)
+
+
+class Biased(nn.Module):
+    """Layers that pass on a table of biases, whose memory is in another order than its dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layers = nn.Embedding(16, 2), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.table(torch.arange(16).view(4, 4)).permute(2, 0, 1).unsqueeze(0)
+        for layer in self.layers:
+            x, bias = torch.tanh(layer(x)) + bias.mean(), bias * 2
+        result: Tensor = self.head(x)
+        return result
+
+
+def test_smaller_batches_and_evaluations_keep_the_measured_order_of_memory() -> None:
+    """A permuted value crosses a cut in the order of the profile, also from a model that is traced again."""
+    torch.manual_seed(0)
+    own = Biased()
+    plain, task = copy.deepcopy(own), Task(own, batch=batch, loss=F.mse_loss, optimizer=torch.optim.SGD)
+    costs = profile(task, microbatch_size=2)
+    edges = 0, len(costs.layers) // 2, len(costs.layers)
+    stages = (Stage(start=a, stop=b, grid=Grid(devices=(n,))) for n, (a, b) in enumerate(pairwise(edges)))
+    plan = Plan(
+        profile=costs,
+        cluster=Cluster.emulated((2, 1 << 30)),
+        training=Training(batch_size=4, microbatches=2),
+        stages=tuple(stages),
+    )
+    trainer, (inputs, targets) = Trainer(task, plan), batch(3)
+    assert not plan.decisions and len(costs.layers) > 3
+    expected = F.mse_loss(plain.eval()(inputs[:2]), targets[:2]).item()
+    assert trainer.evaluate((inputs[:2], targets[:2])) == pytest.approx(expected, rel=1e-6)
+    losses = [F.mse_loss(plain(inputs[part]), targets[part]).item() for part in (slice(2), slice(2, 3))]
+    assert trainer.step((inputs, targets)) == pytest.approx((2 * losses[0] + losses[1]) / 3, rel=1e-6)

@@ -123,8 +123,9 @@ class Retracing:
         with casting_for(target), fake:
             chain = fake_chain(self.task, fake, like, training=training, target=target)
             self._check(chain, size, training=training)
+            chain = chain.measured(self.plan.measurement)
             values = tuple(map(fake.fake, chain.flatten(inputs)))
-            tensors = _run(chain.measured(self.plan.measurement), values)
+            tensors = _run(chain, values)
             wanted = tuple(map(fake.fake, chain.flatten_targets(targets)))
         shapes = tuple(
             tuple(_shaped(value, tensor) for value, tensor in zip(known, made, strict=True))
