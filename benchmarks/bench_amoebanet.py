@@ -170,7 +170,7 @@ def searched(job: Job, recompute: Recompute, split: Splitter, costs: Costs) -> E
 
     growth = Growth(
         name="filters", sense="largest", values=job.values, task=job.task, profiles=profiles, plan=plan,
-        soon=lambda *_: None, searches=False,
+        soon=lambda *_: None, searches=False, impossible=lambda *_: "", searched="Tried: splits of one partitioner.",
     )  # fmt: skip
     return edge_of(find(growth, certify=False))
 
