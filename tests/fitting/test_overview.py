@@ -17,7 +17,7 @@ from torch import nn
 import pipefit
 from pipefit.cli import main
 from pipefit.errors import InfeasibleError, UsageError
-from pipefit.largest import overview
+from pipefit.largest import attempts, overview
 from pipefit.largest.task_plans import plan
 from pipefit.models import build
 from pipefit.planner import PLANNERS
@@ -331,6 +331,27 @@ def test_gpt2_on_a_preset_takes_seconds() -> None:
     found = pipefit.fit(build("gpt"), Cluster.preset("4x-titan-rtx"))
     assert time.process_time() - began < 20
     assert found.here.fastest is not None
+
+
+def test_a_proof_does_not_count_workspace_that_larger_microbatches_may_not_need() -> None:
+    """A kernel may need more inside a call for one sample than for two, so its workspace proves nothing."""
+    costs, more = profile(TASK, microbatch_size=1), 1 << 20
+    measured, small = costs.at(1), Cluster.emulated((1, 512 * KIB))
+    kinds = tuple(
+        replace(
+            kind,
+            forward_peak_bytes=kind.forward_peak_bytes + more,
+            checkpoint_peak_bytes=kind.checkpoint_peak_bytes + more,
+            forward_workspace_bytes=kind.forward_workspace_bytes + more,
+            checkpoint_workspace_bytes=kind.checkpoint_workspace_bytes + more,
+        )
+        for kind in measured.kinds
+    )
+    inside = replace(costs, measurements=(replace(measured, kinds=kinds),))
+    outside = [replace(kind, forward_workspace_bytes=0, checkpoint_workspace_bytes=0) for kind in kinds]
+    assert not attempts.impossible(lambda _: inside, small)
+    tensors = replace(inside, measurements=(replace(measured, kinds=tuple(outside)),))
+    assert "needs at least" in attempts.impossible(lambda _: tensors, small)
 
 
 def test_layers_are_divided_between_ranks_if_nothing_fits_otherwise() -> None:

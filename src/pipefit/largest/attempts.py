@@ -264,7 +264,7 @@ def impossible(
 def _too_large(profile: ModelProfile, budget: int, size: int, ranks: int) -> str:
     """Return the layer that needs more than a device has even divided between ranks; empty if none does."""
     measured, names = profile.at(size), [*(f"layer {name}" for name in profile.layers), "the loss"]
-    needs = (cost.least_bytes for cost in (*measured.costs, measured.loss))
+    needs = (cost.least_tensor_bytes for cost in (*measured.costs, measured.loss))
     name, least = max(zip(names, needs, strict=True), key=lambda one: one[1])
     if least // ranks <= budget:
         return ""

@@ -641,11 +641,29 @@ class LayerCost:
         also the own storages of its saved tensors. It excludes inputs and gradients of outputs, which may be
         views of something smaller.
         """
+        return self._least_bytes(workspace=True)
+
+    @property
+    def least_tensor_bytes(self) -> int:
+        """The same bound without kernel workspace, which holds for microbatches of more samples too.
+
+        The workspace of a kernel may be smaller for more samples, such as that of a convolution.
+        """
+        return self._least_bytes(workspace=False)
+
+    def _least_bytes(self, *, workspace: bool) -> int:
         weights = sum(parameter.copy_bytes or parameter.nbytes for parameter in self.parameters)
         saved = sum(self.storages[origin.index] for origin in self.saved_storages if origin.kind == "own")
-        backwards = (self.spans(is_first=True, inner=inner) for inner in (False, True))
-        made = min(max((span.peak_bytes for span in spans), default=0) for spans in backwards)
-        return weights + max(min(self.forward_peak_bytes, self.checkpoint_peak_bytes), saved + made)
+        forwards = [self.forward_peak_bytes, self.checkpoint_peak_bytes]
+        backwards = [
+            [span.peak_bytes - (0 if workspace else span.workspace_bytes) for span in spans]
+            for spans in (self.spans(is_first=True, inner=inner) for inner in (False, True))
+        ]
+        if not workspace:
+            forwards[0] -= self.forward_workspace_bytes
+            forwards[1] -= self.checkpoint_workspace_bytes
+        made = min(max(peaks, default=0) for peaks in backwards)
+        return weights + max(min(forwards), saved + made)
 
     @property
     def lasting_storages(self) -> tuple[Origin, ...]:
