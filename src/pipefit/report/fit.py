@@ -249,10 +249,10 @@ def _ways_out(overview: Overview, here: Reach, asked: str) -> Iterator[str]:
     else:
         others = ["replicas with ZeRO-1 to 3"] if overview.replicated else []
         others += [] if overview.divided is None else [_of_ranks(overview.divided)]
+        also = f", and {' and '.join(others)} in the same three ways" if others else ""
         yield (
             "Tried, without a plan that fits one sample: pipelines of one device per stage, with "
-            "activations kept, recomputed by block, and offloaded to "
-            f"hosts{''.join(f', and {ways} in the same three ways' for ways in [' and '.join(others)] if ways)}."
+            f"activations kept, recomputed by block, and offloaded to hosts{also}."
         )
         command = _command(asked, _batch_size(overview, here.one))
         yield f"Not tried: microbatches of several samples, and a search of full length: {command}"
