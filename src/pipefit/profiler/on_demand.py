@@ -20,7 +20,7 @@ from torch import nn
 from pipefit.capture import Chain, EqualBlocks, Task, recording, rows_of, with_fewer_blocks
 from pipefit.fake_cuda.chain import Chains, built_without_bytes
 from pipefit.fake_cuda.target import FakeTarget, run_a_backward
-from pipefit.processes import beside, forks_left
+from pipefit.processes import beside, forks_left, uncollected
 from pipefit.profiler.fake import Progress, profile_sizes
 from pipefit.profiler.feedback import measured_coupling, with_coupling
 from pipefit.schema.layer_costs import LayerCost, SharedBuffer, SharedParameter
@@ -171,8 +171,11 @@ def profiled_beside(target: Target, *works: Callable[[], T]) -> tuple[Callable[[
 
 @contextmanager
 def _profiling() -> Iterator[None]:
-    """Name profiling in errors of the body, and restore the caller's random generators."""
-    with recording("profiling"), torch.random.fork_rng(devices=[]):
+    """Name profiling in errors of the body, and restore the caller's random generators.
+
+    A trace makes millions of objects and frees few, so collecting garbage would take half of its time.
+    """
+    with recording("profiling"), torch.random.fork_rng(devices=[]), uncollected():
         yield
 
 

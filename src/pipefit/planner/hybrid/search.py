@@ -271,7 +271,8 @@ class HybridSearch:
 
         def cost(left: int, choice: StageRequest) -> Cost:
             tables, ways = self.tables[choice.degree], self.ways(choice.degree)
-            peaks = np.minimum.reduce([tables.rows(left, way, self.question.blocks) for way in ways])
+            width = max(tables.widest(left, way, at_most * self.unit(choice)) for way in ways)
+            peaks = np.minimum.reduce([tables.rows(left, way, width) for way in ways])
             shares = peaks / self.unit(choice)
             shares = np.where(shares <= at_most, shares, _INFINITE)
             return Cost(shares[:, : 1 + np.flatnonzero((shares < _INFINITE).any(axis=0)).max(initial=-1)])
@@ -404,11 +405,13 @@ class HybridSearch:
 
         Infinity if the seconds are more than `most`.
         """
-        known, unit = self._quick(choice, most), self.unit(choice)
+        known, unit, tables = self._quick(choice, most), self.unit(choice), self.tables[choice.degree]
+        widest = max(tables.widest(left, way, level * unit) for way, _, _ in known)
+        known = [(way, head[:, :widest], add[:, :widest]) for way, head, add in known]
         width = known[0][1].shape[1]
         best, each = np.full_like(known[0][1], _INFINITE), np.zeros_like(known[0][1])
         for way, head, add in known if width else ():
-            fits = self.tables[choice.degree].rows(left, way, width) / unit <= level
+            fits = tables.rows(left, way, width) / unit <= level
             within = np.where(fits, head, _INFINITE)
             best, each = np.minimum(within, best), np.where(within < best, add, each)
         return Cost(best, each)

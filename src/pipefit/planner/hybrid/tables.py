@@ -99,6 +99,16 @@ class DegreeTables:
         result: Floats = rows + self._bars_of_rows[way, width]
         return result
 
+    def widest(self, stages_left: int, way: Way, nbytes: float) -> int:
+        """Return a number of blocks, at least one, that no stage with a peak of up to `nbytes` bytes exceeds."""
+        if way.shard != "none":
+            return self.question.blocks
+        owned, gradients = self._ranges(way).owned()
+        if any(met.gradients for met in self._met(stages_left, way)):
+            owned += gradients
+        stops = np.searchsorted(owned, owned + nbytes, side="right") - 1
+        return max(1, int((stops - np.arange(len(owned))).max()))
+
     def _bands(self, way: Way, width: int) -> tuple[Band, ...]:
         """Return bands of ranges of at least `width` blocks whose peaks do not exceed those of this way."""
         width = min(self.question.blocks, 1 << (width - 1).bit_length())
