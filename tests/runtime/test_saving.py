@@ -93,6 +93,16 @@ def test_the_next_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pyt
     assert [number for number, _ in folders.whole(tmp_path)] == [1, 2]
 
 
+def test_another_trainer_loads_the_checkpoint_that_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer of the same process loads the last save, not an older one."""
+    gate, trainer, other = Gate(monkeypatch), trained(), trained()
+    trainer.save(tmp_path)
+    threading.Timer(0.2, gate.opened.set).start()
+    assert other.load(tmp_path) == 1
+
+
 def test_a_save_that_waits_gives_signs_of_life_while_the_disk_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

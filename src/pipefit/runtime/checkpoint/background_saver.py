@@ -26,6 +26,7 @@ from pipefit.runtime.checkpoint.restoring import Snapshot, copied
 from pipefit.texts import printable
 
 _PAUSE_SECONDS = 0.02  # between two polls for the parts of other workers
+_THREAD = "pipefit-checkpoint"
 _LEAVING_SECONDS = 30.0  # grace period for the parts of other workers when the process ends
 
 Join = Callable[[list[Part]], Manifest]
@@ -62,6 +63,13 @@ class SaveReport:
     snapshot_bytes: int
     still_seconds: float
     shortage: str = ""
+
+
+def finish_writing() -> None:
+    """Wait until this process has written all its checkpoints; it is the only worker of its trainings."""
+    for thread in threading.enumerate():
+        if thread.name == _THREAD:
+            thread.join()
 
 
 class Saver:
@@ -257,7 +265,7 @@ class _Writing:
     given_up: str = ""
 
     def __post_init__(self) -> None:
-        self.thread = threading.Thread(target=self._run, name="pipefit-checkpoint")
+        self.thread = threading.Thread(target=self._run, name=_THREAD)
 
     def start(self) -> None:
         """Start the thread."""

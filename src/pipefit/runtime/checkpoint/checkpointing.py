@@ -43,7 +43,7 @@ from pipefit.errors import (
 )
 from pipefit.lowering import whole_run
 from pipefit.memory import arenas_of, snapshot_shortage
-from pipefit.runtime.checkpoint.background_saver import Saver, SaveReport, Target
+from pipefit.runtime.checkpoint.background_saver import Saver, SaveReport, Target, finish_writing
 from pipefit.runtime.checkpoint.restoring import (
     Snapshot,
     check_task,
@@ -199,6 +199,8 @@ class Checkpointing:
             UsageError: it was trained with another seed than `seed`, if given.
         """
         self.wait()
+        if self._alone:
+            finish_writing()  # another trainer's last save too
         candidates = Candidates(path)
         checkpoint, tensors = self._read(candidates, seed)
         manifest = checkpoint.manifest
