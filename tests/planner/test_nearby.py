@@ -156,6 +156,29 @@ def test_no_plan_of_equal_degrees_is_faster_whatever_its_replicas_divide(seed: i
             assert best.seconds <= found.step_seconds[-1] * (1 + 1e-9)
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("seed", range(12))
+def test_no_step_is_shorter_than_its_lower_bound(seed: int) -> None:
+    """Passes and collectives bound the steps of plans that divide state in any number of buckets, on slow
+    links too.
+    """
+    asked, rng = question(seed), Random(seed)
+    factor = rng.choice((1, 1000, 100_000))
+    slow = tuple(
+        replace(link, bytes_per_second=link.bytes_per_second / factor) for link in asked.cluster.links
+    )
+    asked = replace(asked, cluster=replace(asked.cluster, links=slow))
+    for made, shard, buckets in product(even(asked), get_args(Sharding), (1, 2, 16)):
+        grids = [
+            replace(one.grid, shard=shard, buckets=buckets) if one.grid.data > 1 else one.grid
+            for one in made.stages
+        ]
+        edges = (0, *(stage.stop for stage in made.stages))
+        split = Split(edges, tuple(grid.devices[0] for grid in grids), tuple(grids))
+        simulations = Simulations(asked)
+        assert simulations.least(split) <= simulations.of(split).step_seconds[-1] * (1 + 1e-9)
+
+
 def test_less_effort_simulates_fewer_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches around the fastest splits scale their budgets with the question's effort."""
     asked, counts, of = question(1), list[int](), Simulations.of

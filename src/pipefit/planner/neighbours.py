@@ -30,13 +30,14 @@ from pipefit.planner.baselines.simple import parameters, time, uniform
 from pipefit.planner.driver import plan_of
 from pipefit.planner.hybrid import candidates
 from pipefit.planner.hybrid.programme import Way
-from pipefit.planner.hybrid.tables import DegreeTables
+from pipefit.planner.hybrid.tables import DegreeTables, together_seconds
 from pipefit.planner.problem import Degree, Planner, PlannerResult, Question, Split
 from pipefit.planner.replicas import answers
 from pipefit.schema.decisions import Decision
+from pipefit.schema.grids import Grid
 from pipefit.schema.plan import Objective
 from pipefit.simulator import Assembled, Parts
-from pipefit.timing import layer_seconds
+from pipefit.timing import Group, layer_seconds
 
 # ---- Simulations of the splits of one question, whose stages may have several devices
 
@@ -159,19 +160,41 @@ class Simulations:
         stages = len(split.devices)
         for number, (start, stop) in enumerate(pairwise(split.edges)):
             grid = split.grid(number)
-            degree = Degree.of(grid)
-            if degree not in self._tables:
-                self._tables[degree] = DegreeTables(self.question, degree)
-            yield self._tables[degree].least(stages - number, Way(grid.shard, recompute), start, stop)
+            tables = self._tables_of(Degree.of(grid))
+            yield tables.least(stages - number, Way(grid.shard, recompute), start, stop)
+
+    def _tables_of(self, degree: Degree) -> DegreeTables:
+        if degree not in self._tables:
+            self._tables[degree] = DegreeTables(self.question, degree)
+        return self._tables[degree]
 
     def least(self, split: Split) -> float:
-        """Return the seconds of the slowest stage's passes on the fastest kind of device."""
+        """Return a lower bound of a step's seconds.
+
+        The slowest stage's passes on the fastest kind of device, or the collectives of all its microbatches.
+        """
         result = []
         for number, blocks in enumerate(pairwise(split.edges)):
             start, stop = self.question.layers(*blocks)
             before = self._before(Degree.of(split.grid(number)))
-            result.append(before[stop] - before[start])
+            result += [before[stop] - before[start], self._exchanged(split.grid(number), *blocks)]
         return self.question.training.microbatches * max(result)
+
+    def _exchanged(self, grid: Grid, start: int, stop: int) -> float:
+        """Return the fewest seconds of a microbatch's collectives between the replicas of a stage.
+
+        Its gradients are reduced. Parameters are gathered twice, but those of the first and of the last bucket
+        may stay from one pass to the next.
+        """
+        if not grid.divides_gradients:
+            return 0.0
+        tables, (_, replicas) = self._tables_of(degree := Degree.of(grid)), degree.groups(grid.devices)
+        nbytes = [
+            tables.gradients,
+            *([tables.gathered] if grid.shard == "parameters" and grid.buckets > 1 else ()),
+        ]
+        half = Group.of(self.question.cluster, replicas).half
+        return sum(float(together_seconds([half], each[start, stop])) for each in nbytes)
 
     @cached_property
     def _before(self) -> Callable[[Degree], Sequence[float]]:
@@ -256,9 +279,14 @@ def beside(split: Split) -> Iterator[Split]:
 
 
 def _together(question: Question, split: Split) -> Iterator[Split]:
-    """Yield the splits whose replicas reduce gradients in more buckets, or also divide their state."""
+    """Yield the splits whose replicas reduce gradients in more buckets, or also divide their state.
+
+    With more buckets than blocks, collectives of every microbatch would take long to simulate and gain little.
+    """
     for shard in question.shards:
         for buckets in dict.fromkeys((*_BUCKETS, question.blocks)):
+            if buckets > question.blocks and shard in ("gradients", "parameters"):
+                continue
             grids = [
                 replace(grid, shard=shard, buckets=buckets) if grid.data > 1 else grid for grid in split.grids
             ]
