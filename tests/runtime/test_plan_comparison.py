@@ -416,6 +416,26 @@ def test_what_plain_training_cannot_say_is_told() -> None:
         compared(NORMED, planned(NORMED, *FEWER))
 
 
+class Interlocked(nn.Module):
+    """A model with a penalty on the mean of a batch, too small to be seen in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.weight = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.body(x)
+        return x, 3e-5 * self.weight * x.mean(0).square().sum()
+
+
+def test_samples_that_depend_on_each_other_only_in_gradients_are_compared_by_replica() -> None:
+    """Local batches are compared with plain training of local batches, even if losses show no difference."""
+    task = replace(
+        MOMENTUM, module=Interlocked, loss=lambda outputs, y: F.mse_loss(outputs[0], y) + outputs[1]
+    )
+    assert not compared(task, planned(task, REPLICAS)).differences
+
+
 def test_a_comparison_leaves_model_and_generators_as_they_were() -> None:
     """A comparison leaves parameters, buffers, gradients and random generators unchanged."""
     whole, _, _ = captured(NORMED)

@@ -253,20 +253,18 @@ class _PlanComparison:
         counts = any(
             b.is_floating_point() and not same(b, old) for b, old in zip(own.buffers(), held, strict=True)
         )
-        if degrees == {1}:
-            return drew, 1
+        if len(degrees) == 1:
+            return drew, *degrees
         data = max(degrees)
         with plainly(self.whole, "training"), torch.no_grad(), MeanDraws() if drew else nullcontext():
             together = forward(*_copied(batch)).item()
             apart = sum(forward(*_copied(part)).item() for part in in_slices(batch, data)) / data
-        if not counts and (abs(together - apart) <= 1e-5 * abs(together) or self._is_rough):
-            return drew, 1
-        if len(degrees) > 1:
+        if counts or (abs(together - apart) > 1e-5 * abs(together) and not self._is_rough):
             raise NotComparable(
                 "stages have different numbers of replicas, and samples depend on each other, as in batch "
                 "norm, or have different weights in the loss"
             )
-        return drew, data
+        return drew, 1
 
     @property
     def _is_rough(self) -> bool:
