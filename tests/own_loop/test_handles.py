@@ -6,8 +6,11 @@ import copy
 import io
 import pickle
 import random
+import types
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -194,6 +197,77 @@ def test_selections_by_whole_numbers_of_the_batch_are_known() -> None:
 
     some, every = (apply(Picked(n), budget=10**9, batch=torch.arange(1024)).plan for n in (1016, 0))
     assert max(every.peak_bytes) - max(some.peak_bytes) > 1000 * 32 * 4
+
+
+class Stateful(nn.Module):
+    """A module whose second forward differs from the first: it changes something that is not a buffer."""
+
+    box: ClassVar[list[int]] = [0]
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.linear, self.change = nn.Linear(32, 32), change
+        self.draws, self.random = np.random.default_rng(1), random.Random(1)
+        self.count, self.tensor, self.own = {"n": 0}, [torch.zeros(1)], types.SimpleNamespace(n=0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x * self.change(self)).sin()
+
+
+OUTSIDE = np.random.RandomState(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: float(m.draws.random()), "it draws random numbers outside torch"),
+        (lambda m: m.random.random(), "it draws random numbers outside torch"),
+        (lambda m: m.count.update(n=m.count["n"] + 1) or m.count["n"], "its forward sets 0.count"),
+        (lambda m: vars(m.own).update(n=m.own.n + 1) or m.own.n, "its forward sets 0.own"),
+        (lambda m: m.box.append(1) or len(m.box), "its forward sets 0.box"),
+        (lambda m: m.tensor[0].add_(1), "its forward changes a tensor that is not one of its buffers"),
+    ],
+    ids=["numpy", "random", "dictionary", "object", "class", "tensor"],
+)
+def test_a_forward_that_changes_something_is_not_repeated(change: Callable[[Any], Any], said: str) -> None:
+    """The plan names what a second forward would change again; a dry run leaves it as it was."""
+    module = nn.Sequential(Stateful(change))
+    before = [module[0].draws.bit_generator.state, module[0].random.getstate(), dict(module[0].count), 0]
+    plan = apply(module, budget=10**9, batch=vectors(), optimizer=torch.optim.SGD, loss=mean_square).plan
+    assert dict(plan.refused)["0"] == said
+    own = module[0]
+    assert [own.draws.bit_generator.state, own.random.getstate(), own.count, own.own.n] == before
+    assert own.tensor[0].item() == 0
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_buffer_that_a_forward_replaces_is_freed() -> None:
+    """The dry run holds no tensor of the module that training would have freed."""
+
+    class Replacing(nn.Module):
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+            self.register_buffer("level", torch.zeros(size))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.level = self.level * 0.9
+            return self.linear(x).sum()
+
+    few, many = (
+        max(apply(Replacing(n), budget=10**9, batch=torch.ones(1, 2)).plan.peak_bytes) for n in (10**6, 10**7)
+    )
+    assert many - few == 2 * 9 * 10**6 * 4
+
+
+def test_generators_that_a_forward_uses_by_name_are_put_back() -> None:
+    """A dry run draws from a generator of the script, and restores it."""
+    module = nn.Sequential(Stateful(float))
+    module[0].forward = lambda x: module[0].linear(x * float(OUTSIDE.rand())).sin()
+    before = OUTSIDE.get_state()[1:]
+    plan = apply(module, budget=10**9, batch=vectors(), optimizer=torch.optim.SGD, loss=mean_square).plan
+    assert dict(plan.refused)["0"] == "it draws random numbers outside torch"
+    assert str(OUTSIDE.get_state()[1:]) == str(before)
 
 
 def test_a_plan_for_a_card() -> None:

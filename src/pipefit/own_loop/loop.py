@@ -11,7 +11,7 @@ import functools
 import gc
 import random
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -117,14 +117,13 @@ class FakeCopies:
                 int(real.storage_offset()),
             )
 
-    def forget(self, numbers: Set[int]) -> None:
-        """Let go of fake tensors, by their ids."""
-        gone = [key for key, (_, fake) in self._tensors.items() if id(fake) in numbers]
-        storages = {self._tensors[key][1].untyped_storage()._cdata for key in gone}
-        for key in gone:
-            del self._tensors[key]
-        kept = {key: t for key, t in self._storages.items() if t.untyped_storage()._cdata not in storages}
-        self._storages = kept
+    def forget(self) -> list[Tensor]:
+        """Let go of all fake tensors, so that those that the loop replaces die; return those that others hold."""
+        alive = [ref(tensor) for tensor in self.tensors]
+        self._tensors.clear()
+        self._storages.clear()
+        self._containers.clear()
+        return [tensor for one in alive if (tensor := one()) is not None]
 
     def value(self, value: Any) -> Any:
         """Return a copy of a value of plain containers with fake tensors; other objects are returned as they
@@ -152,12 +151,17 @@ class FakeCopies:
 
 
 @dataclass(frozen=True, slots=True)
-class _Variable:
+class UsedVariable:
     """A variable that a function uses from around it, in a cell, or from its module."""
 
     place: CellType | dict[str, Any]
     name: str
     value: Any
+
+    @property
+    def current(self) -> Any:
+        """Its value now."""
+        return self.place.cell_contents if isinstance(self.place, CellType) else self.place.get(self.name)
 
     def set(self, value: Any) -> None:
         if isinstance(self.place, CellType):
@@ -167,7 +171,7 @@ class _Variable:
 
 
 @contextmanager
-def _replaced(objects: Sequence[Any], variables: Sequence[_Variable], stand: FakeCopies) -> Iterator[None]:
+def _replaced(objects: Sequence[Any], variables: Sequence[UsedVariable], stand: FakeCopies) -> Iterator[None]:
     """Replace all tensors in variables and in the attributes of `objects` by fake ones in the body."""
     attributes = [(one, dict(vars(one))) for one in objects]
     hooks_before = [(v, list(v.items())) for _, before in attributes for v in before.values() if _is_hooks(v)]
@@ -237,14 +241,25 @@ class Loop:
         given = [self.module, *self.optimizers, *self.state, self.loss, self.step, *reached]
         modules = {id(m): m for one in given if isinstance(one, nn.Module) for m in one.modules()}
         given += [one for module in modules.values() for one in sharding_of(module)]
+        given += [one for module in modules.values() for one in vars(module).values() if not _is_hooks(one)]
         others = {id(one): one for one in given if _has_attributes(one) and id(one) not in modules}
         return [*modules.values(), *others.values()]
 
-    def _variables(self) -> list[_Variable]:
-        """Return the variables of loss and step that hold tensors, numbers or containers of them."""
-        every = [one for function in (self.loss, self.step) for one in _variables(function, set())]
+    def _functions(self) -> list[Any]:
+        """Return loss, step, and the forward of each submodule."""
+        return [self.loss, self.step, *(module.forward for module in self.module.modules())]
+
+    def _variables(self) -> list[UsedVariable]:
+        """Return the variables of the loop's functions that hold tensors, numbers or containers of them."""
+        every = [one for function in self._functions() for one in variables_of(function)]
         plain = (Tensor, list, tuple, dict, int, float)
         return [one for one in every if isinstance(one.value, plain) and not one.name.startswith("__")]
+
+    def _generators(self, objects: Sequence[Any]) -> list[Any]:
+        """Return Python's and NumPy's generators: the global ones, and those that the loop uses."""
+        used = [variable.value for function in self._functions() for variable in variables_of(function)]
+        used += [*self.state, *(value for one in objects for value in vars(one).values())]
+        return [*GLOBAL_GENERATORS, *{id(one): one for one in used if type(one) in GENERATORS}.values()]
 
     @property
     def is_distributed(self) -> bool:
@@ -257,9 +272,8 @@ class Loop:
 
         `meter` counts from the parameters on. Random states and the user's objects are put back.
         """
-        numbers = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        values = KnownValues()
-        objects = self._objects()
+        numbers, values, objects = torch.get_rng_state(), KnownValues(), self._objects()
+        restores = [_restoring(generator) for generator in self._generators(objects)]
         sharded = any(sharding_of(one) for one in objects)
         stand = FakeCopies(fake, values, sharded=sharded)
         gc.disable()  # cycles live until a collection, which no plan can rely on
@@ -280,12 +294,12 @@ class Loop:
                 if self.make_optimizer is not None:
                     optimizers = (self.make_optimizer(self.module.parameters()),)
                 if self.state_on_host:
-                    before = _state_of(optimizers)
                     for optimizer in optimizers:
                         stack.callback(on_no_host(optimizer).remove)
-                    stand.forget(before.keys() - _state_of(optimizers).keys())
-                    before.clear()
-                meter.tag(self._resident(stand), Category.PARAMETERS)
+                resident = stand.forget()
+                gradients = [t.grad for t in resident if t.is_leaf and t.grad is not None]
+                meter.tag([*resident, *gradients], Category.PARAMETERS)
+                del resident, gradients
 
                 def run(steps: int) -> Iterator[int]:
                     batches = (self._made_batch(stand, meter) for _ in range(steps))
@@ -298,17 +312,9 @@ class Loop:
                     yield run
         finally:
             gc.enable()
-            random.setstate(numbers[0])
-            np.random.set_state(numbers[1])
-            torch.set_rng_state(numbers[2])
-
-    def _resident(self, stand: FakeCopies) -> list[Tensor]:
-        return [
-            t
-            for tensor in stand.tensors
-            for t in (tensor, tensor.grad if tensor.is_leaf else None)
-            if t is not None
-        ]
+            for restore in restores:
+                restore()
+            torch.set_rng_state(numbers)
 
     def _made_batch(self, stand: FakeCopies, meter: Any) -> Any:
         """Return a new fake batch, counted by the meter."""
@@ -341,12 +347,17 @@ class Loop:
             yield number
 
 
-def _state_of(optimizers: Sequence[Optimizer]) -> dict[int, Tensor]:
-    """Return the tensors in the states of optimizers, by id."""
-    values = (
-        value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()
-    )
-    return {id(value): value for value in values if isinstance(value, Tensor)}
+GENERATORS = random.Random, np.random.RandomState, np.random.Generator
+GLOBAL_GENERATORS = random.random.__self__, np.random.random.__self__  # type: ignore[attr-defined]
+
+
+def _restoring(generator: Any) -> Callable[[], None]:
+    """Return a function that gives a generator its present state."""
+    if isinstance(generator, np.random.Generator):
+        return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    return partial(generator.set_state, generator.get_state())
 
 
 def _has_attributes(one: Any) -> bool:
@@ -363,15 +374,16 @@ def _reached(function: Any) -> Iterator[Any]:
         yield function.__self__
         yield from _reached(function.__func__)
     else:
-        yield from (one.value for one in _variables(function, set()) if _has_attributes(one.value))
+        yield from (one.value for one in variables_of(function) if _has_attributes(one.value))
 
 
-def _variables(function: Any, seen: set[int]) -> Iterator[_Variable]:
+def variables_of(function: Any, seen: set[int] | None = None) -> Iterator[UsedVariable]:
     """Yield the variables that a function uses from around it and from its module, and so on through functions
     of that module.
     """
     while isinstance(function, (MethodType, partial)):
         function = function.func if isinstance(function, partial) else function.__func__
+    seen = set() if seen is None else seen
     if not isinstance(function, FunctionType) or id(function) in seen:
         return
     seen.add(id(function))
@@ -379,11 +391,13 @@ def _variables(function: Any, seen: set[int]) -> Iterator[_Variable]:
         getclosurevars(function),
         zip(function.__code__.co_freevars, function.__closure__ or (), strict=True),
     )
-    yield from (_Variable(cell, name, used.nonlocals[name]) for name, cell in cells if name in used.nonlocals)
-    yield from (_Variable(function.__globals__, name, value) for name, value in used.globals.items())
+    yield from (
+        UsedVariable(cell, name, used.nonlocals[name]) for name, cell in cells if name in used.nonlocals
+    )
+    yield from (UsedVariable(function.__globals__, name, value) for name, value in used.globals.items())
     for one in (*used.nonlocals.values(), *used.globals.values()):
         if isinstance(one, FunctionType) and one.__module__ == function.__module__:
-            yield from _variables(one, seen)
+            yield from variables_of(one, seen)
 
 
 def call(module: nn.Module, inputs: Any) -> Any:

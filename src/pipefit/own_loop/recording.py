@@ -9,11 +9,14 @@ in both runs.
 from __future__ import annotations
 
 import functools
-import random
-from collections.abc import Callable, Iterator, Sequence
+import pickle
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,7 +28,7 @@ from pipefit.capture import READINGS
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.measure import Kernels, Tracked
 from pipefit.own_loop.installing import FORWARD
-from pipefit.own_loop.loop import Loop
+from pipefit.own_loop.loop import GENERATORS, GLOBAL_GENERATORS, Loop, UsedVariable, variables_of
 from pipefit.profiler import PassMeter, statistics_written
 from pipefit.schema.devices import DeviceKind
 from pipefit.schema.layer_costs import Alike, Kernel, KernelMemory, Work
@@ -171,6 +174,7 @@ class _Recorder(PassMeter):  # type: ignore[no-untyped-call]
         self._number: dict[int, int] = {}  # storage key -> number, of live storages
         self._open: list[int] = []
         self._saved_in: dict[int, int] = {}  # open call -> saved tensors so far
+        self._writes: list[tuple[int, int]] = []  # operation, storage
         self.assumed: tuple[Kernel, ...] = ()  # operations whose results depend on values
         self._closed = False
         self._silent = False  # operations of the recorder itself
@@ -198,6 +202,7 @@ class _Recorder(PassMeter):  # type: ignore[no-untyped-call]
         for key in self.written | statistics_written(func, args, kwargs):
             if key in self._number:
                 self.lives[self._number[key]].writes.append(self.now)
+                self._writes.append((self.now, self._number[key]))
         self.written.clear()
         self.high.append(self._peak)
         work = Work.of(Alike(number, *each) for each, number in self._operations.items())
@@ -302,17 +307,21 @@ class _Recorder(PassMeter):  # type: ignore[no-untyped-call]
         """End a call: find what it wrote."""
         self._open.pop()
         call.exit = self.now
-        written = {
-            name: self._number[key]
-            for name, tensor in (*module.named_parameters(), *module.named_buffers())
-            if (key := tensor.untyped_storage()._cdata) in self._number
-            and any(at >= call.enter for at in self.lives[self._number[key]].writes)
+        written = {number for _, number in self._writes[bisect_left(self._writes, (call.enter,)) :]}
+        registered = {
+            name: self._number.get(tensor.untyped_storage()._cdata)
+            for name, tensor in (*module.named_buffers(), *module.named_parameters())
         }
         buffers = dict(module.named_buffers())
-        call.buffers = tuple((name, self.lives[n].nbytes) for name, n in written.items() if name in buffers)
-        for name in written:
-            if name not in buffers:
+        call.buffers = tuple(
+            (name, self.lives[n].nbytes) for name, n in registered.items() if n in written and name in buffers
+        )
+        for name, number in registered.items():
+            if number in written and name not in buffers:
                 call.refusal = call.refusal or f"its forward changes its parameter {name}"
+        for number in written.difference(registered.values(), call.args):
+            if self.lives[number].born < call.enter:
+                call.refusal = call.refusal or "its forward changes a tensor that is not one of its buffers"
 
     def finished_calls(self) -> list[ModuleCall]:
         """Return all calls, with the refusals that only the rest of the step shows."""
@@ -345,7 +354,10 @@ def _watched(module: nn.Module, recorder: _Recorder) -> Iterator[None]:
     parts = [(name, part) for name, part in module.named_modules() if name]
     before = [(part, vars(part).get(FORWARD)) for _, part in parts]
     for name, part in parts:
-        vars(part)[FORWARD] = _watching(name, part, part.forward, recorder)
+        steps = name.split(".")
+        around = [".".join(steps[:depth]) for depth in range(len(steps))]
+        modules = [*part.named_modules(prefix=name), *((path, module.get_submodule(path)) for path in around)]
+        vars(part)[FORWARD] = _watching(name, part, part.forward, modules, recorder)
     try:
         yield
     finally:
@@ -357,48 +369,68 @@ def _watched(module: nn.Module, recorder: _Recorder) -> Iterator[None]:
 
 
 def _watching(
-    name: str, module: nn.Module, forward: Callable[..., Any], recorder: _Recorder
+    name: str,
+    module: nn.Module,
+    forward: Callable[..., Any],
+    modules: Sequence[tuple[str, nn.Module]],
+    recorder: _Recorder,
 ) -> Callable[..., Any]:
+    variables = list(variables_of(forward))
+
     @functools.wraps(forward)
     def watching(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or backward_id() >= 0:
             return forward(*args, **kwargs)
-        call, attributes, state = recorder.enter(name, (args, kwargs)), _attributes(module), _states()
+        call, before = recorder.enter(name, (args, kwargs)), _Snapshot(modules, variables)
         try:
             return forward(*args, **kwargs)
         finally:
             recorder.leave(call, module)
-            if state != _states():
-                call.refusal = call.refusal or "it draws random numbers outside torch"
-            if (changed := _changed(attributes, _attributes(module))) is not None:
-                call.refusal = call.refusal or f"its forward sets {changed}"
+            call.refusal = call.refusal or before.change(_Snapshot(modules, variables))
 
     return watching
 
 
-_Attributes = dict[tuple[int, str], tuple[str, Any, int]]
+class _Snapshot:
+    """What a forward may change in Python: attributes of some modules, variables from around it, generators."""
+
+    def __init__(self, modules: Sequence[tuple[str, nn.Module]], variables: Sequence[UsedVariable]) -> None:
+        self._seen: dict[int, Any] = {}  # objects, which keep their ids alive
+        self._generators = {id(one): pickle.dumps(one) for one in GLOBAL_GENERATORS}
+        self._contents: dict[str, Any] = {}
+        for path, part in modules:
+            for table in (part._buffers, part._parameters, vars(type(part)), vars(part)):
+                for name, value in table.items():
+                    self._contents[f"{path}.{name}".lstrip(".")] = self._content(value, 0)
+        for one in variables:
+            self._contents[f"variable {one.name}"] = self._content(one.current, 0)
+
+    def _content(self, value: Any, depth: int) -> Any:
+        """Return a comparable copy of what an object holds, at most three levels deep."""
+        again, self._seen[id(value)] = id(value) in self._seen, value
+        if type(value) in GENERATORS:
+            self._generators[id(value)] = pickle.dumps(value)
+        if again or depth > 2 or isinstance(value, (Tensor, nn.Module, type, ModuleType, FunctionType)):
+            return id(value)
+        if isinstance(value, np.ndarray):
+            return id(value), value.tobytes() if value.nbytes <= _MOST_BYTES else b""
+        held = vars(value) if hasattr(value, "__dict__") else value
+        if isinstance(held, Mapping):
+            held = [*held.keys(), *held.values()]
+        if not isinstance(held, (list, tuple, set, deque)):
+            return id(value)
+        if len(held) > _MOST_ITEMS:
+            return id(value), len(held)
+        return id(value), [self._content(item, depth + 1) for item in held]
+
+    def change(self, after: _Snapshot) -> str:
+        """Return what a forward between both has changed, as a reason; empty if nothing."""
+        if any(after._generators.get(key) != state for key, state in self._generators.items()):
+            return "it draws random numbers outside torch"
+        for name, content in after._contents.items():
+            if self._contents.get(name) != content:
+                return f"its forward sets {name}"
+        return ""
 
 
-def _attributes(module: nn.Module) -> _Attributes:
-    """Return every attribute of a module and its submodules, with its value and length."""
-    result: _Attributes = {}
-    for path, part in module.named_modules():
-        for table in (vars(part), part._buffers, part._parameters):
-            for name, value in table.items():
-                length = len(value) if isinstance(value, (list, dict, set)) else 0
-                result[id(table), name] = f"{path}.{name}".lstrip("."), value, length
-    return result
-
-
-def _changed(before: _Attributes, after: _Attributes) -> str | None:
-    """Return the name of an attribute that is another one, or of another length, or new."""
-    for key, (name, value, length) in after.items():
-        if key not in before or before[key][1] is not value or before[key][2] != length:
-            return name
-    return None
-
-
-def _states() -> tuple[Any, ...]:
-    """Return the states of Python's and NumPy's generators."""
-    name, keys, *rest = np.random.get_state()
-    return random.getstate(), name, np.asarray(keys).tobytes(), *rest
+_MOST_ITEMS, _MOST_BYTES = 1000, 1 << 20  # of a container, and of an array, whose contents are compared
