@@ -139,17 +139,25 @@ def test_a_smaller_last_batch_counts_every_sample_once() -> None:
     assert same_state(trainer, plain, 1e-7)
 
 
-@pytest.mark.parametrize("split", [(6,), (1, 5), (2, 2, 2)])
-def test_gradients_are_clipped_by_their_global_norm(split: tuple[int, ...]) -> None:
-    """Gradients are clipped by the global norm over all stages, under any split."""
-    task, plan = make(split, clip_norm=0.05)
+@pytest.mark.parametrize(
+    ("split", "precision", "tolerance"),
+    [((6,), None, 1e-6), ((1, 5), None, 1e-6), ((2, 2, 2), "float64", 1e-14)],
+)
+def test_gradients_are_clipped_by_their_global_norm(
+    split: tuple[int, ...], precision: str | None, tolerance: float
+) -> None:
+    """Gradients are clipped by the global norm over all stages, under any split, in double precision too."""
+    task, plan = make(split, clip_norm=0.05, precision=precision)
     reports: list[StepReport] = []
     trainer, plain = Trainer(task, plan, callbacks=[reports.append]), Plain(clip_norm=0.05)
+    if task.dtype is not None:
+        plain.module.to(task.dtype)
     for step in range(3):
-        trainer.step(data(step))
-        plain.backward(data(step))
+        x, y = map(task.cast, data(step))
+        trainer.step((x, y))
+        plain.backward((x, y))
         plain.update()
-    assert same_state(trainer, plain, 1e-6)
+    assert same_state(trainer, plain, tolerance)
     assert all(report.gradient_norm is not None and report.gradient_norm > 0.05 for report in reports)
 
 

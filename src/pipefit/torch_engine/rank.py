@@ -266,6 +266,7 @@ class EngineRank:
             clip_norm=plan.training.clip_norm,
             scale=LossScale() if plan.training.scales_loss else None,
             master_weights=plan.training.precision.startswith("master-"),
+            double=plan.training.precision == "float64",
         )
 
     @property

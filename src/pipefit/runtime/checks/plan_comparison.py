@@ -254,7 +254,7 @@ class _PlanComparison:
             b.is_floating_point() and not same(b, old) for b, old in zip(own.buffers(), held, strict=True)
         )
         if len(degrees) == 1:
-            return drew, *degrees
+            return drew, max(degrees)
         data = max(degrees)
         with plainly(self.whole, "training"), torch.no_grad(), MeanDraws() if drew else nullcontext():
             together = forward(*_copied(batch)).item()

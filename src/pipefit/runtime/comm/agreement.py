@@ -60,6 +60,7 @@ class Agreement:
         clip_norm: the largest norm of all gradients together; None for no clipping.
         scale: the loss scale, for float16; None for no scaling.
         master_weights: leave the gradients unchanged; the update multiplies them by `gradient_factor`.
+        double: compute norms in double precision.
         absent: number of further parameters of the model, in layers that a dry run leaves out; their norms
             stay zero.
     """
@@ -73,11 +74,13 @@ class Agreement:
         clip_norm: float | None,
         scale: LossScale | None,
         master_weights: bool = False,
+        double: bool = False,
         absent: int = 0,
         shards: int = 1,
     ) -> None:
         places = {name: place * shards for place, name in enumerate(sorted(names))}
         self._own = [(places[name] + shard, parameter) for name, (parameter, shard) in own.items()]
+        self._dtype = torch.float64 if double else torch.float32
         self._size, self._parameters = (len(places) + absent) * shards + 1, parameters
         self.clip_norm, self.scale, self.master_weights = clip_norm, scale, master_weights
         self.overflow = False
@@ -89,7 +92,7 @@ class Agreement:
         0.
         """
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        vector = torch.zeros(self._size, dtype=torch.float32, device=device)
+        vector = torch.zeros(self._size, dtype=self._dtype, device=device)
         unscaling = 1.0 if self.scale is None else 1.0 / self.scale.value
         if self.master_weights:
             self.gradient_factor, unscaling = unscaling, 1.0

@@ -85,6 +85,7 @@ def _agreement(site: Site, device: int) -> Agreement:
         clip_norm=plan.training.clip_norm,
         scale=LossScale() if plan.training.scales_loss else None,
         master_weights=site.task.master_weights,
+        double=plan.training.precision == "float64",
         absent=site.absent,
         shards=max(stage.grid.tensor for stage in plan.stages),
     )
