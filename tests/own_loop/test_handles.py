@@ -241,6 +241,30 @@ def test_a_forward_that_changes_something_is_not_repeated(change: Callable[[Any]
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    "first", [nn.Linear(32, 32), nn.Identity()], ids=["dropped", "fails if all are dropped"]
+)
+def test_layers_that_a_draw_may_drop_are_counted(first: nn.Module) -> None:
+    """A condition on an unknown value is counted as true and as false: the higher peak is certified."""
+
+    class Dropping(nn.Module):
+        def __init__(self, drops: bool) -> None:
+            super().__init__()
+            self.linear, self.drops = nn.Linear(32, 32), drops
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if self.drops and torch.rand(()) < 0.5 else self.linear(x).sin()
+
+    peaks = []
+    for drops in (False, True):
+        module = nn.Sequential(first, Dropping(drops), Dropping(drops))
+        plan = apply(module, budget=10**9, batch=vectors(), optimizer=torch.optim.SGD, loss=mean_square).plan
+        peaks.append(max(plan.peak_bytes))
+        assert bool(plan.gap) == drops
+    assert peaks[1] - peaks[0] in range(64)  # the draws
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_a_buffer_that_a_forward_replaces_is_freed() -> None:
     """The dry run holds no tensor of the module that training would have freed."""
 

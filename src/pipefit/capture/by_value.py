@@ -28,11 +28,12 @@ aten = torch.ops.aten
 class NumberReads:
     """Counters of a layer over all of its runs.
 
-    `count` numbers have been read, `most` may be read, and `assumed` results have been assumed, numbers
-    included.
+    `count` numbers have been read, `conditions` of them are true or false, `most` may be read, and `assumed`
+    results have been assumed, numbers included.
     """
 
     count: int = 0
+    conditions: int = 0
     assumed: int = 0
     most: int = 20_000
 
@@ -126,6 +127,7 @@ def _number(tensor: Tensor) -> bool | int | float:
     numbers = _reading.get()
     if numbers is not None:
         numbers.count += 1
+        numbers.conditions += tensor.dtype is torch.bool and _updating.get() is None
         if numbers.count > numbers.most:
             raise RuntimeError("numbers are read from tensors endlessly if every condition is true")
     result = _updating.get() or (2 if _otherwise.get() else 1)

@@ -253,34 +253,50 @@ def planned(loop: Loop, budget_bytes: int, site: LoopDevice) -> LoopPlan:
         InfeasibleError: no decisions keep the budget.
     """
     kernels = Kernels(torch.get_num_threads()) if site.target == "cpu" else None
-    try:
-        recording = record(loop, site.target, kernels, site.kind)
-    except PipefitError:
-        raise
-    except Exception as error:
-        raise UsageError(
-            f"the loop fails over fake tensors ({in_one_line(error)}): if it trains without pipefit, pass every "
-            "object with tensors that it uses besides module and optimizer as state="
-        ) from error
-    result = _BudgetSearch(loop, budget_bytes, site, kernels, recording).plan()
+    result = _BudgetSearch(budget_bytes, site, kernels, _recorded(loop, site, kernels)).plan()
     if kernels is not None:
         kernels.keep()
     return result
 
 
+def _recorded(loop: Loop, site: LoopDevice, kernels: Kernels | None) -> list[tuple[Loop, LoopRecording]]:
+    """Return the recording of the loop; if conditions on unknown values decide what runs, also of the loop with
+    all of them false. One of the two may fail.
+
+    Raises:
+        UsageError: the loop cannot run over fake tensors.
+    """
+    result: list[tuple[Loop, LoopRecording]] = []
+    failed: Exception | None = None
+    for one in (loop, replace(loop, opposite=True)):
+        if not result or result[0][1].has_conditions:
+            try:
+                result.append((one, record(one, site.target, kernels, site.kind)))
+            except PipefitError:
+                raise
+            except Exception as error:  # noqa: BLE001 - raised below if no run succeeds
+                failed = failed or error
+    if failed is not None and not result:
+        raise UsageError(
+            f"the loop fails over fake tensors ({in_one_line(failed)}): if it trains without pipefit, pass every "
+            "object with tensors that it uses besides module and optimizer as state="
+        ) from failed
+    return result
+
+
 class _BudgetSearch:
-    """Choices for a budget, each certified by a dry run."""
+    """Choices for a budget, each certified by a dry run of every recorded loop."""
 
     def __init__(
         self,
-        loop: Loop,
         budget_bytes: int,
         site: LoopDevice,
         kernels: Kernels | None,
-        recording: LoopRecording,
+        recorded: Sequence[tuple[Loop, LoopRecording]],
     ) -> None:
-        self._loop, self._budget, self._site, self._kernels = loop, budget_bytes, site, kernels
-        self._recording = recording
+        self._budget, self._site, self._kernels = budget_bytes, site, kernels
+        self._loops = [loop for loop, _ in recorded]
+        recording = self._recording = max((one for _, one in recorded), key=lambda one: max(one.peaks))
         self._choices = Choices(recording, site.copy_bytes_per_second, overlaps=site.target == "cuda")
         self._certified: dict[frozenset[Variable], tuple[int, int]] = {}
 
@@ -326,7 +342,8 @@ class _BudgetSearch:
         """Return the peaks of the loop under these decisions."""
         if chosen not in self._certified:
             decisions = self._choices.decisions(chosen)
-            self._certified[chosen] = peaks_of(self._loop, decisions, self._site.target, self._kernels)
+            runs = [peaks_of(one, decisions, self._site.target, self._kernels) for one in self._loops]
+            self._certified[chosen] = max(first for first, _ in runs), max(steady for _, steady in runs)
         return self._certified[chosen]
 
     def _plan_of(self, chosen: frozenset[Variable]) -> LoopPlan:
@@ -337,7 +354,7 @@ class _BudgetSearch:
             plain_bytes=self._recording.peaks,
             decisions=self._choices.decisions(chosen),
             step_seconds=float(steady.sum()),
-            state_on_host=self._loop.state_on_host,
+            state_on_host=self._loops[0].state_on_host,
             refused=tuple(sorted(self._choices.refused.items())),
             gap=self._recording.gap,
         )

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from pipefit.capture import updating
+from pipefit.capture import otherwise, updating
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.own_loop.known_values import KnownValues
@@ -234,6 +234,7 @@ class Loop:
     step: Callable[[Any], Any] | None = None
     state: tuple[Any, ...] = field(default=())
     state_on_host: bool = False  # whether optimizer state is on the host between steps
+    opposite: bool = False  # whether conditions on unknown values are false in a dry run, instead of true
 
     def _objects(self) -> list[Any]:
         """Return every object whose tensors are replaced in a dry run."""
@@ -287,6 +288,7 @@ class Loop:
                 shards_alone(objects, meter.resized) if sharded else nullcontext(),
                 counted_states(meter),
                 always_stepping(),
+                otherwise() if self.opposite else nullcontext(),
                 _reading_updates(),
                 ExitStack() as stack,
             ):

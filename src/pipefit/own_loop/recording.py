@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from pipefit.capture import READINGS
+from pipefit.capture import READINGS, NumberReads, reading
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.measure import Kernels, Tracked
 from pipefit.own_loop.installing import FORWARD
@@ -88,6 +88,7 @@ class LoopRecording:
     ends: tuple[int, ...]  # of the steps
     state_bytes: int  # of a generator's state, if it counts
     gap: str  # memory in kernels that could not be measured
+    has_conditions: bool  # whether unknown values decide what runs
 
     @property
     def peaks(self) -> tuple[int, int]:
@@ -118,6 +119,7 @@ def record(loop: Loop, target: Any, kernels: Kernels | None, kind: DeviceKind) -
         ends=tuple(plain.ends),
         state_bytes=torch.get_rng_state().nbytes if counts else 0,
         gap=_gap((*measured, *plain.assumed)),
+        has_conditions=plain.has_conditions,
     )
 
 
@@ -126,13 +128,16 @@ def _gap(kernels: Sequence[Kernel]) -> str:
     others = tuple(kernel for kernel in kernels if kernel not in READINGS)
     if (gap := KernelMemory(kernels=others).gap) or len(others) == len(kernels):
         return gap
-    return "the loop reads numbers from tensors, as item() does: every condition on them is counted as true"
+    return (
+        "the loop reads numbers from tensors, as item() does: peaks are the higher ones of runs with every condition "
+        "on them true and with every one false"
+    )
 
 
 def _run(loop: Loop, target: Any, kernels: Kernels | None, kind: DeviceKind, *, saves: bool) -> _Recorder:
     fake = FakeTarget(target)
     recorder = _Recorder(kernels, fake.device, kind)
-    with loop.over_fakes(fake, recorder) as run:
+    with reading(NumberReads()) as numbers, loop.over_fakes(fake, recorder) as run:
         recorder.mark_lasting()
         with (
             _watched(loop.module, recorder),
@@ -141,7 +146,7 @@ def _run(loop: Loop, target: Any, kernels: Kernels | None, kind: DeviceKind, *, 
             for _ in run(STEPS):
                 recorder.ends.append(recorder.now)
             recorder.close()
-    recorder.assumed = fake.unknown.kernels
+    recorder.assumed, recorder.has_conditions = fake.unknown.kernels, numbers.conditions > 0
     return recorder
 
 
@@ -176,6 +181,7 @@ class _Recorder(PassMeter):  # type: ignore[no-untyped-call]
         self._saved_in: dict[int, int] = {}  # open call -> saved tensors so far
         self._writes: list[tuple[int, int]] = []  # operation, storage
         self.assumed: tuple[Kernel, ...] = ()  # operations whose results depend on values
+        self.has_conditions = False
         self._closed = False
         self._silent = False  # operations of the recorder itself
 
