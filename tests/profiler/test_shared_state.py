@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -66,3 +68,18 @@ def test_state_is_that_of_plain_training(name: str) -> None:
         if not path.startswith("enter")
     }
     assert {one.name.replace("@1", ""): one.state_bytes for one in shared} == kept
+
+
+def test_a_learning_rate_that_is_a_tensor_is_not_state_of_every_parameter() -> None:
+    """A tensor that the optimizer has once belongs to no shared parameter."""
+
+    def states(rate: Callable[[], float | Tensor]) -> list[int]:
+        task = Task(
+            MODELS["narrow"],
+            batch=lambda size: (torch.randn(size, 8), None),
+            loss=lambda found, _: found.sin().mean(),
+            optimizer=lambda groups: torch.optim.AdamW(groups, lr=rate()),
+        )
+        return [one.state_bytes for one in profile(task, microbatch_size=2).measurements[0].shared]
+
+    assert states(lambda: torch.tensor(1e-3)) == states(lambda: 1e-3)

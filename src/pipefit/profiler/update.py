@@ -180,13 +180,22 @@ def _undivided(optimizer: MakeOptimizer, options: Group) -> str:
 def state_bytes(
     parameter: Tensor, options: Group, optimizer: MakeOptimizer, kernels: Kernels | None
 ) -> tuple[int, int]:
-    """Return the bytes of the optimizer's state for one parameter: after a step, and before."""
-    meter = PassMeter(kernels, parameter.device)
-    alike = nn.Parameter(torch.empty_like(parameter, requires_grad=False))
-    alike.grad = torch.empty_like(alike, requires_grad=False)
-    with meter:
-        stepper = optimizer([[options | {"params": [alike]}]])
-        early = meter.total
-        with updating():
-            stepper.step()
-    return meter.total, early
+    """Return the bytes of the optimizer's state for one parameter: after a step, and before.
+
+    Bytes that the optimizer has once, such as a learning rate that is a tensor, do not count.
+    """
+
+    def of(count: int) -> tuple[int, int]:
+        meter = PassMeter(kernels, parameter.device)
+        alike = [nn.Parameter(torch.empty_like(parameter, requires_grad=False)) for _ in range(count)]
+        for one in alike:
+            one.grad = torch.empty_like(one, requires_grad=False)
+        with meter:
+            stepper = optimizer([[options | {"params": [one]} for one in alike]])
+            early = meter.total
+            with updating():
+                stepper.step()
+        return meter.total, early
+
+    (one, early_one), (two, early_two) = of(1), of(2)
+    return two - one, early_two - early_one
