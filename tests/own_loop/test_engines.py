@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import record_function
 
+from pipefit.errors import UsageError
 from pipefit.own_loop import LoopPlan, apply
 from support.gallery_samples import sampled
 from support.own_loop_models import Language, classes, tokens
@@ -131,6 +132,14 @@ def test_engines_train_the_same_numbers(engine: str) -> None:
         plan = plan_for(ENGINES[engine], 0.7)
         plain, planned = (trained(ENGINES[engine], p) for p in (None, plan))
     assert all(torch.equal(a, b) for a, b in zip(plain, planned, strict=True))
+
+
+def test_a_static_graph_is_refused_by_name() -> None:
+    """The refusal of an option that no dry run follows names the option."""
+    with group("fake", 2):
+        module, optimizer = made(partial(wrapped, static_graph=True))
+        with pytest.raises(UsageError, match="use static_graph=False"):
+            apply(module, budget="1 GiB", batch=tokens(), optimizer=optimizer, loss=classes)
 
 
 def test_a_dry_run_leaves_an_engine_as_it_was() -> None:

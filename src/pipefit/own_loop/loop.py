@@ -308,9 +308,14 @@ class Loop:
                     yield from self._steps(batches) if self.step else self._plain(batches, optimizers)
 
                 with meter, local_parts() if sharded else nullcontext():
-                    for optimizer in objects:
-                        if isinstance(optimizer, DistributedDataParallel):
-                            reduce_alone(optimizer)
+                    for one in objects:
+                        if isinstance(one, DistributedDataParallel):
+                            if one.static_graph:
+                                raise UsageError(
+                                    "DistributedDataParallel with static_graph=True reduces the gradients of its first "
+                                    "step after the backward, which a dry run cannot follow: use static_graph=False"
+                                )
+                            reduce_alone(one)
                     yield run
         finally:
             gc.enable()
