@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.capture import Task
+from pipefit.errors import UsageError
 from pipefit.profiler import profile
 
 
@@ -82,4 +83,7 @@ def test_a_learning_rate_that_is_a_tensor_is_not_state_of_every_parameter() -> N
         )
         return [one.state_bytes for one in profile(task, microbatch_size=2).measurements[0].shared]
 
+    rate = torch.tensor(1e-3)
     assert states(lambda: torch.tensor(1e-3)) == states(lambda: 1e-3)
+    with pytest.raises(UsageError, match="make its tensors, such as a learning rate, inside the function"):
+        states(lambda: rate)

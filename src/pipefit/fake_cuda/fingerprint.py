@@ -273,10 +273,15 @@ def _optimizer(task: Task) -> torch.optim.Optimizer:
         try:
             optimizer = task.optimizer([{"params": [nn.Parameter(torch.empty(0, 0))]}])
         except Exception as error:
+            is_outside = "convert all Tensors to FakeTensors" in str(error)
+            remedy = (
+                "make its tensors, such as a learning rate, inside the function that makes the optimizer"
+                if is_outside
+                else "give a function that accepts any parameter groups, such as its class"
+            )
             raise UsageError(
                 f"the optimizer of {task.name} cannot be created for a group with one parameter "
-                f"({in_one_line(error)}): give a function that accepts any parameter groups, such as its "
-                "class"
+                f"({in_one_line(error)}): {remedy}"
             ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
