@@ -126,10 +126,10 @@ def _trained(plan: Plan, make: Callable[..., Task], arguments: tuple[Any, ...]) 
 _all_reduce = dist.all_reduce
 
 
-def _reduced(tensor: Tensor, *, group: Any = None, async_op: bool = False) -> Any:
+def _reduced(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
     """Reduce a tensor whose memory gloo's thread cannot hold on to: torch records no frees of that thread."""
     with lent(tensor) as shared:
-        _all_reduce(shared[0], group=group)
+        _all_reduce(shared[0], op, group=group)
     return mock.Mock()
 
 

@@ -28,7 +28,7 @@ from pipefit.lowering.passes.recomputation import (
     recompute_decisions,
     recomputed_microbatches,
 )
-from pipefit.lowering.passes.torch_engine import check_for_torch, drops_early
+from pipefit.lowering.passes.torch_engine import check_for_torch, drops_early, runs_gpipe
 from pipefit.lowering.schedules import Compute, Endless, Schedule, computes
 
 __all__ = [
@@ -61,6 +61,7 @@ __all__ = [
     "rank_programs",
     "recompute_decisions",
     "recomputed_microbatches",
+    "runs_gpipe",
     "schedule_named",
     "step_programs",
     "updates_alone",

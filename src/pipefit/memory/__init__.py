@@ -58,6 +58,7 @@ from pipefit.memory.storages import (
     freeing_versions,
     gradient_bytes,
     message_sizes,
+    receives_ahead,
 )
 
 __all__ = [
@@ -111,6 +112,7 @@ __all__ = [
     "owners",
     "pinned_sizes",
     "receive_buffers",
+    "receives_ahead",
     "room_needed",
     "share_of",
     "shortage",

@@ -338,11 +338,15 @@ def _load(transition: Transition) -> Answer:
 def _receive_forward(transition: Transition) -> Answer:
     for instance in transition.storages.input_storages:
         transition.working.hold(instance, transition.holders.value)
-    return transition.left(done=transition.once(), values=transition.storages.input_storages)
+    nbytes = 0 if transition.rows_before else transition.storages.arriving_bytes("inputs")
+    values = transition.storages.input_storages
+    return transition.left(done=transition.once(), values=values, boundary=nbytes)
 
 
 def _receive_backward(transition: Transition) -> Answer:
-    nbytes = 0 if transition.rows_before else transition.storages.output_gradient_bytes
+    storages = transition.storages
+    arriving = storages.output_gradient_bytes + storages.arriving_bytes("gradients")
+    nbytes = 0 if transition.rows_before else arriving
     return transition.left(done=transition.once(), boundary=nbytes)
 
 
@@ -568,9 +572,18 @@ def _backward(transition: Transition) -> Answer:
     travelling -= freed
     if first == 0 and not transition.sent.backward:
         travelling -= storages.sent_gradient_bytes
-    if first == 0 and storages.last:  # held until then by engines that keep outputs for the backward
-        transition.working.drop_all(transition.holders.sending)
+    if first == 0:
+        travelling -= _dropped_bytes(transition)
     return transition.left(back=first, gradients=grown, boundary=travelling)
+
+
+def _dropped_bytes(transition: Transition) -> int:
+    """Return the bytes of messages that end with a stage's backward, and drop what was held until then."""
+    storages = transition.storages
+    if not storages.last:
+        return storages.arriving_bytes("inputs") + storages.arriving_bytes("gradients")
+    transition.working.drop_all(transition.holders.sending)  # of engines that keep outputs for the backward
+    return 0
 
 
 def _kept(transition: Transition, piece: Piece) -> Iterator[int]:

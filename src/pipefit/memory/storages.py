@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, cached_property
-from typing import Generic, NamedTuple, TypeVar
+from importlib.metadata import version
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from pipefit.errors import UsageError
 from pipefit.schema.actions import Kind, Message, Placement, Subject
@@ -150,14 +151,25 @@ class Repetition(Generic[Shared]):
     shared: Shared
 
 
+@cache
+def receives_ahead() -> bool:
+    """Return whether torch's engine allocates all receive buffers in its first step, as torch before 2.15 does.
+
+    Later releases allocate a buffer for each message when they post its receive.
+    """
+    release = version("torch").split(".")
+    return (int(release[0]), int(release[1])) < (2, 15)
+
+
 class StageStorages:
     """Layers `start` to `stop - 1` on one device, and the loss, if they end the model.
 
     Positions number the layers of the stage from 0; the loss has the last position. Boundary n lies before
     position n: boundary 0 has the stage's inputs, and the last boundary its outputs. With `rooms`, a weight
     version has room for gradients and optimizer state too. If the stage is `buffered`, as on torch's engine, its
-    inputs, targets and gradients of outputs are in buffers for all microbatches (`StageRest.buffer_bytes`), and a
-    microbatch has no bytes for them.
+    inputs, targets and gradients of outputs are in buffers, and a microbatch's storages have no bytes for them. The
+    buffers of messages are there for all microbatches (`StageRest.buffer_bytes`), or from a message until the backward
+    has ended (`receives_ahead`).
     """
 
     def __init__(
@@ -228,17 +240,29 @@ class StageStorages:
 
     @property
     def kept_bytes(self) -> int:
-        """The bytes that a microbatch of a buffered stage keeps until the end of the step: data and the loss."""
-        return self.loaded_bytes + self.measurement.loss_bytes * (self.buffered and self.last)
+        """The bytes that a microbatch of a buffered stage keeps until the end of the step.
+
+        These are its data and the loss, whose graph keeps inputs that arrived for it.
+        """
+        if not (self.buffered and self.last):
+            return self.loaded_bytes
+        return self.loaded_bytes + self.measurement.loss_bytes + self.arriving_bytes("inputs")
 
     @property
     def received_bytes(self) -> int:
-        """The bytes of a buffered stage's receive buffers for one microbatch, of both directions."""
-        if not self.buffered:
-            return 0
-        received = self.inputs if self.start else ()
-        gradients = 0 if self.last else gradient_bytes(self.outputs)
-        return sum(value.nbytes for value in received) + gradients
+        """The bytes of a buffered stage's receive buffers for one microbatch that exist from the first step on."""
+        return sum(self._messages.values()) if receives_ahead() else 0
+
+    def arriving_bytes(self, what: Literal["inputs", "gradients"]) -> int:
+        """Return the bytes that a message of a microbatch allocates in a buffered stage: inputs, or gradients."""
+        return 0 if receives_ahead() else self._messages[what]
+
+    @property
+    def _messages(self) -> dict[str, int]:
+        """The bytes of a microbatch's messages to a buffered stage."""
+        received = self.inputs if self.start and self.buffered else ()
+        gradients = 0 if self.last or not self.buffered else gradient_bytes(self.outputs)
+        return {"inputs": sum(value.nbytes for value in received), "gradients": gradients}
 
     @property
     def input_storages(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.optim import Optimizer
 
 from pipefit.capture import ChainLayer, Task, Values, constants
-from pipefit.lowering import computes, drops_early, schedule_named
+from pipefit.lowering import computes, drops_early, runs_gpipe, schedule_named
 from pipefit.memory import ReplicaShare
 from pipefit.own_loop import HostTensors
 from pipefit.runtime import (
@@ -38,6 +38,7 @@ from pipefit.torch_internals.pipelining import (
     PipelineSchedule,
     agree_in_advance,
     place_stages,
+    release_fake_outputs,
     run_microbatches,
     schedule_of_actions,
 )
@@ -225,6 +226,7 @@ class EngineRank:
         self.schedule = schedule_of(plan, self.stages, self.loss or _no_loss, self._rank_within(group))
         if not peers:
             agree_in_advance(self.schedule)
+            release_fake_outputs(self.stages)
 
     def _rank_within(self, group: dist.ProcessGroup) -> Callable[[int], int]:
         """Return the function from a rank of the plan to its rank in the group of a pipeline."""
@@ -378,11 +380,10 @@ def schedule_of(
     microbatches = plan.training.microbatches
     ranks = {group_rank(rank): numbers for rank, numbers in enumerate(plan.ranks)}
     place_stages(stages, {stage: rank for rank, numbers in ranks.items() for stage in numbers})
-    if len(plan.ranks) == len(plan.stages):
-        if plan.training.schedule == "gpipe":
-            return ScheduleGPipe(stages[0], microbatches, loss_fn=loss, scale_grads=False)
-        if drops_early(plan):
-            return Schedule1F1B(stages[0], microbatches, loss_fn=loss, scale_grads=False)
+    if runs_gpipe(plan):
+        return ScheduleGPipe(stages[0], microbatches, loss_fn=loss, scale_grads=False)
+    if drops_early(plan):
+        return Schedule1F1B(stages[0], microbatches, loss_fn=loss, scale_grads=False)
     orders = computes(plan, schedule_named(plan.training.schedule), microbatches)
     cells = {
         group_rank(rank): [(a.stage, _KINDS[a.kind], a.microbatch) for a in order if a.microbatch is not None]

@@ -66,14 +66,25 @@ def run_microbatches(
     schedule._step_microbatches(list(map(tuple, inputs)), None, list(targets), None, return_outputs=False)
 
 
+_VOTES = "_warmup_p2p", "_initialize_pipeline_distributed_state"  # until torch 2.14, and since
+
+
 def agree_in_advance(schedule: PipelineSchedule) -> None:
     """Omit the ranks' vote on static metadata, which reads a number that a peer has sent."""
 
-    def agreed(stages: Sequence[PipelineStage], has_backward: bool, p2p_done: bool) -> None:
+    def agreed(stages: Sequence[PipelineStage], has_backward: bool, initializes: bool) -> None:
         for stage in stages:
             stage._inference_mode = InferenceMode.STATIC
 
-    schedule._warmup_p2p = agreed  # type: ignore[method-assign, assignment]
+    for name in _VOTES:
+        if hasattr(schedule, name):
+            setattr(schedule, name, agreed)
+
+
+def release_fake_outputs(stages: Sequence[PipelineStage]) -> None:
+    """Let stages drop fake outputs once they are sent, as torch since 2.15 does with outputs of its own class only."""
+    for stage in stages:
+        stage._output_slot_is_releasable = lambda output, last=stage.is_last: (not last, "")  # type: ignore[attr-defined]
 
 
 # ---- One rank without its peers
@@ -115,6 +126,15 @@ class _Alone(ProcessGroup):
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return _ALONE
+
+    @property
+    def group_name(self) -> str:
+        """Name by which torch sorts messages into batches."""
+        return _ALONE
+
+    def _get_backend(self, device: torch.device) -> ProcessGroup:
+        """Return the group, which sends the messages of a batch one by one."""
+        return self
 
 
 def _create(store: Store, rank: int, size: int, timeout: Any) -> ProcessGroup:

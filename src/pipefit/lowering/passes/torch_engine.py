@@ -8,6 +8,9 @@ until the end of the step.
     RECV, WAIT                    before the forward or backward that needs it
     F[m] SEND_F[m]                the outputs stay until B[m] has ended, and under 1F1B until F[m+1] has
     B[m] SEND_B[m]                the gradients stay, under 1F1B until B[m+1] has ended
+
+Since torch 2.15, outputs stay until they are sent: under 1F1B until F[m+1] has ended or a backward begins, under GPipe
+until all forwards have ended, and in orders that run as actions until B[m] has ended.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from pipefit.errors import UsageError
 from pipefit.lowering.local_batches import Slices
 from pipefit.lowering.passes.communication import begins, ends, receives_of, sends_of
 from pipefit.lowering.schedules import Order
+from pipefit.memory import receives_ahead
 from pipefit.schema.actions import FORWARDS, Action, Kind
 from pipefit.schema.decisions import SavedTensors, What
 from pipefit.schema.devices import MemberKind
@@ -66,13 +70,18 @@ def drops_early(plan: Plan) -> bool:
     return alone and plan.training.schedule == "1f1b" and plan.training.microbatches >= len(plan.stages)
 
 
+def runs_gpipe(plan: Plan) -> bool:
+    """Return whether the engine runs the plan's order by its own GPipe."""
+    return len(plan.ranks) == len(plan.stages) and plan.training.schedule == "gpipe"
+
+
 def exchanged(order: Order, plan: Plan, slices: Slices) -> Iterator[Action]:
     """Yield the actions of one device: its compute actions, and the loads and messages around them."""
     stages = {action.stage for action in order}
     for stage in sorted(stages & {0, len(plan.stages) - 1}):
         for microbatch in range(plan.training.microbatches):
             yield slices.load(stage, microbatch)
-    early, done = drops_early(plan), set[Pass]()
+    done = set[Pass]()
     held = dict[Pass, list[Action]]()  # sends by the pass that made the tensors
     for action in order:
         for receive in receives_of(action, plan, slices):
@@ -85,7 +94,7 @@ def exchanged(order: Order, plan: Plan, slices: Slices) -> Iterator[Action]:
         done.add(over)
         held[over] = started = list(sends_of(action, plan, slices))
         yield from started
-        for key in _dropped(over, done, plan) if early else ():
+        for key in _dropped(over, done, plan):
             yield from (send.join for send in held.pop(key, ()))
     for sent in held.values():
         yield from (send.join for send in sent)
@@ -101,7 +110,24 @@ def _over(action: Action, plan: Plan) -> Pass | None:
 
 
 def _dropped(over: Pass, done: set[Pass], plan: Plan) -> Iterator[Pass]:
-    """Yield the passes whose tensors 1F1B drops when a pass is over.
+    """Yield the passes whose tensors the engine drops when a pass is over."""
+    kind, stage, microbatch = over
+    if receives_ahead():
+        yield from _dropped_by_1f1b(over, done, plan) if drops_early(plan) else ()
+    elif drops_early(plan):
+        warm_up = len(plan.stages) - stage
+        if kind is Kind.BACKWARD or microbatch < warm_up:
+            yield kind, stage, microbatch - 1
+        if kind is Kind.FORWARD and microbatch >= warm_up - 1:
+            yield over
+    elif not runs_gpipe(plan):
+        yield from [(Kind.FORWARD, stage, microbatch)] if kind is Kind.BACKWARD else ()
+    elif over == (Kind.FORWARD, stage, plan.training.microbatches - 1):
+        yield from ((kind, stage, earlier) for earlier in range(plan.training.microbatches))
+
+
+def _dropped_by_1f1b(over: Pass, done: set[Pass], plan: Plan) -> Iterator[Pass]:
+    """Yield the passes whose tensors 1F1B drops when a pass is over, before torch 2.15.
 
     The handle of the last send of the warm-up but one stays until the warm-up's forwards are all that is left.
     """
