@@ -125,7 +125,9 @@ def test_records_are_closed_to_what_they_were() -> None:
     """Flattened and restored, a tree has the same classes and values; mappings become dictionaries."""
     made = Found(logits=torch.ones(2), around=Points(torch.zeros(1)))
     tree = closed(opened([made, (UserDict(a=made),)]))
-    assert tree[1][0]["a"] == made and type(tree[1][0]) is dict and tree[0] is not made
+    again = tree[1][0]["a"]
+    assert type(tree[1][0]) is dict and tree[0] is not made and type(again) is Found
+    assert again.logits is made.logits and again.around.at is made.around.at
     assert tree[0].logits is made.logits and type(tree[0].around) is Points
 
 

@@ -14,7 +14,9 @@ from pipefit.memory import receives_ahead
 from pipefit.schema.json_io import save
 from support.small_tasks import profile_of, task_of
 
-ahead = pytest.mark.skipif(not receives_ahead(), reason="torch since 2.15 has no receive buffers between steps")
+ahead = pytest.mark.skipif(
+    not receives_ahead(), reason="torch since 2.15 has no receive buffers between steps"
+)
 MICROBATCHES = {"batch_size": 256, "microbatches": 32}
 
 

@@ -594,8 +594,15 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
     if func in _RECURRENT:
         steps, samples = args[0].shape[:2]
         return int(2 * _RECURRENT[func] * steps * samples * (args[1].numel() + args[2].numel()))
+    return counted_flops(func, args, kwargs, out)
+
+
+def counted_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Return the FLOPs by torch's counter; 0 without a formula, or for a gradient that is None."""
     count = flop_registry.get(func._overloadpacket)
-    return 0 if count is None else int(count(*args, **kwargs, out_val=out))
+    with suppress(TypeError):  # the formula wants a shape of every tensor
+        return 0 if count is None else int(count(*args, **kwargs, out_val=out))
+    return 0
 
 
 def _size(*trees: Any) -> int:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import conv_flop_count, flop_registry
+from torch.utils.flop_counter import conv_flop_count
 
-from pipefit.measure import Kernels, Meter, Tracked
+from pipefit.measure import Kernels, Meter, Tracked, counted_flops
 from pipefit.profiler.feedback import given_storages, written_storages
 from pipefit.schema.layer_costs import Alike, Family, Span, Work
 from pipefit.schema.trace import CATEGORIES, Category
@@ -229,8 +229,7 @@ def _products(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     if packet is _CONVOLUTION_BACKWARD:
         gradient, inputs, weight, _, *settings, wanted = args
         return _convolution(inputs, weight, gradient, settings, passes=sum(wanted[:2]))
-    count = flop_registry.get(packet)
-    flops = 0 if count is None else count(*args, **kwargs, out_val=out)
+    flops = counted_flops(func, args, kwargs, out)
     if not flops or "attention" not in func.name():
         return flops, "", 0
     names = [argument.name for argument in func._schema.arguments]
