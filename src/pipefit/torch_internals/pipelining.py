@@ -128,11 +128,11 @@ class _Alone(ProcessGroup):
         return _ALONE
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]
         """Name by which torch sorts messages into batches."""
         return _ALONE
 
-    def _get_backend(self, device: torch.device) -> ProcessGroup:
+    def _get_backend(self, device: torch.device) -> ProcessGroup:  # type: ignore[override]
         """Return the group, which sends the messages of a batch one by one."""
         return self
 
