@@ -19,7 +19,7 @@ from pipefit.texts import shortened, unknown
 
 # ---- Names of torch's dtypes, for use without torch
 
-_FLOATS = "float64 float32 float16 bfloat16 complex128 complex64 complex32"
+_FLOATS = "float64 float32 float16 bfloat16 complex128 complex64 complex32 bcomplex32"
 _SMALL_FLOATS = "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2"
 _INTEGERS = "bool int64 int32 int16 int8 uint64 uint32 uint16 uint8"
 _SMALL_INTEGERS = "int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7"
