@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from random import Random
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import pipefit
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.lowering.passes.recomputation import recompute_decisions
 from pipefit.planner import Question, Simulations, arrangements, plan
@@ -125,6 +127,18 @@ def test_ranks_whose_hosts_have_state_are_found() -> None:
     means = Means(state=False)
     with pytest.raises(InfeasibleError, match="no plan was found that fits"):
         plan(costs, small, microbatches=2, tensor=8, means=means)
+
+
+def test_a_refusal_names_what_ranks_need_and_a_proof() -> None:
+    """A plan fits the memory that ranks are said to need; without room for a layer, the message has the proof."""
+    wide = task_of(lambda: [nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 16)], inputs=16, outputs=16)
+    with pytest.raises(InfeasibleError) as refusal:
+        pipefit.plan(wide, Cluster.emulated((4, 20 << 10)), batch_size=8)
+    [need] = re.findall(r"With 4 tensor-parallel ranks, a device would need ([\d.]+) KiB", str(refusal.value))
+    found = pipefit.plan(wide, Cluster.emulated((4, round((float(need) + 0.01) * 1024))), batch_size=8)
+    assert found.stages[0].grid.tensor == 4
+    with pytest.raises(InfeasibleError, match=r"No plan fits this cluster: layer \S+ needs at least"):
+        pipefit.plan(wide, Cluster.emulated((2, 4 << 10)), batch_size=8)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -17,10 +17,11 @@ from pipefit.fake_cuda.chain import Chains
 from pipefit.largest.attempts import Proposal
 from pipefit.largest.engine_plans import plan_for_torch
 from pipefit.memory import AllocatorSettings
-from pipefit.planner import ON_GRIDS, ON_RUNS, Means, PlanArguments, PlanOptions, answered
+from pipefit.planner import ON_GRIDS, ON_RUNS, Answer, Means, PlanArguments, PlanOptions, answered, explained
 from pipefit.profiler import Progress
 from pipefit.runtime import certify
 from pipefit.schema.cluster import Cluster
+from pipefit.schema.fit import Attempt
 from pipefit.schema.grids import Stage
 from pipefit.schema.plan import Engine, Plan
 from pipefit.schema.profile import ModelProfile, Target
@@ -28,7 +29,7 @@ from pipefit.schema.trace import DeviceTrace, Trace
 from pipefit.schema.training import Training
 from pipefit.schema.validation import check_arguments, instance
 from pipefit.texts import counted
-from pipefit.units import MIB
+from pipefit.units import MIB, format_bytes
 
 # ---- Plans verified by a dry run: a plan that `certify` refuses is planned again
 #
@@ -340,16 +341,44 @@ def _plan_of_task(
 
     try:
         return verified(make)
-    except InfeasibleError:
+    except InfeasibleError as error:
         open_degrees = asked.tensor is None and asked.data in (None, 1)
         if not open_degrees or (asked.planner or "joint") not in ON_GRIDS:
             raise
-        with suppress(UsageError, InfeasibleError):
-            demand = Demand(cluster=cluster, options=_described(asked, training), target=kernels)
-            if (divided := demand.soon(1, known, divided=True).fitting) is not None:
-                grid = divided.plan.stages[0].grid
-                return verified(partial(make, shards=grid.tensor, along=grid.sequences))
-        raise
+        refusal = error
+    demand = Demand(cluster=cluster, options=_described(asked, training), target=kernels)
+
+    def soon(within: Cluster, means: Means = asked.means) -> Proposal:
+        """Propose the plan that is found without a search."""
+        allowed = replace(demand, options=replace(demand.options, means=means))
+        if (found := allowed.soon(1, known, within, divided=True).fitting) is None:
+            raise refusal
+        plan = explained(found.plan)
+        return Proposal(plan, lambda: Answer(plan))
+
+    look = demand.soon(1, known, divided=True)
+    if look.fitting is not None:
+        grid = look.fitting.plan.stages[0].grid
+        ways: list[Callable[..., Proposal]] = [partial(make, shards=grid.tensor, along=grid.sequences)]
+        for way in [*ways, soon] if demand.planner == "joint" else ways:
+            with suppress(UsageError, InfeasibleError):
+                return verified(way)
+    more = _on_ranks(look.best if demand.planner == "joint" else None)
+    more += _in_no_plan(demand.impossible(known))
+    raise InfeasibleError(f"{refusal}{more}") from None
+
+
+def _on_ranks(best: Attempt | None) -> str:
+    """Say what the leanest plan found on tensor-parallel ranks needs, if hosts have room for it."""
+    if best is None or best.fits or best.shortage:
+        return ""
+    need, ranks = format_bytes(best.need_bytes), best.plan.stages[0].grid.tensor
+    return f". With {counted(ranks, 'tensor-parallel rank')}, a device would need {need}"
+
+
+def _in_no_plan(proof: str) -> str:
+    """Say that no plan fits, for this reason; nothing without a proof."""
+    return f". No plan fits this cluster: {proof}" if proof else ""
 
 
 def _described(asked: PlanOptions, training: Training | None) -> PlanOptions:
