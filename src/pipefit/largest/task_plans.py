@@ -346,25 +346,27 @@ def _plan_of_task(
         if not open_degrees or (asked.planner or "joint") not in ON_GRIDS:
             raise
         refusal = error
-    demand = Demand(cluster=cluster, options=_described(asked, training), target=kernels)
+    more = ""
+    with suppress(UsageError, InfeasibleError):
+        demand = Demand(cluster=cluster, options=_described(asked, training), target=kernels)
 
-    def soon(within: Cluster, means: Means = asked.means) -> Proposal:
-        """Propose the plan that is found without a search."""
-        allowed = replace(demand, options=replace(demand.options, means=means))
-        if (found := allowed.soon(1, known, within, divided=True).fitting) is None:
-            raise refusal
-        plan = explained(found.plan)
-        return Proposal(plan, lambda: Answer(plan))
+        def soon(within: Cluster, means: Means = asked.means) -> Proposal:
+            """Propose the plan that is found without a search."""
+            allowed = replace(demand, options=replace(demand.options, means=means))
+            if (found := allowed.soon(1, known, within, divided=True).fitting) is None:
+                raise refusal
+            plan = explained(found.plan)
+            return Proposal(plan, lambda: Answer(plan))
 
-    look = demand.soon(1, known, divided=True)
-    if look.fitting is not None:
-        grid = look.fitting.plan.stages[0].grid
-        ways: list[Callable[..., Proposal]] = [partial(make, shards=grid.tensor, along=grid.sequences)]
-        for way in [*ways, soon] if demand.planner == "joint" else ways:
-            with suppress(UsageError, InfeasibleError):
-                return verified(way)
-    more = _on_ranks(look.best if demand.planner == "joint" else None)
-    more += _in_no_plan(demand.impossible(known))
+        look = demand.soon(1, known, divided=True)
+        if look.fitting is not None:
+            grid = look.fitting.plan.stages[0].grid
+            ways: list[Callable[..., Proposal]] = [partial(make, shards=grid.tensor, along=grid.sequences)]
+            for way in [*ways, soon] if demand.planner == "joint" else ways:
+                with suppress(UsageError, InfeasibleError):
+                    return verified(way)
+        more = _on_ranks(look.best if demand.planner == "joint" else None)
+        more += _in_no_plan(demand.impossible(known))
     raise InfeasibleError(f"{refusal}{more}") from None
 
 
