@@ -156,10 +156,14 @@ class StageRequest(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Costs of stages: row i and column w are the w + 1 blocks from i on; infinity if not allowed."""
+    """Costs of stages: row i and column w are the w + 1 blocks from `first` + i on; infinity if not allowed.
+
+    Stages that start at blocks without a row are not allowed.
+    """
 
     head: Floats
     add: Floats | None = None
+    first: int = 0
 
     @staticmethod
     def of(head: Floats, add: Floats | None = None) -> Cost:
@@ -233,15 +237,18 @@ class Programme:
             before, after = _reached(rest, choice.take)
             if isinstance(before, np.ndarray) and not len(before):
                 continue  # no plan exists that could follow this stage
-            head, add = self._cost(stages, choice)
+            head, add, first = self._cost(stages, choice)
             there = np.flatnonzero((rest[:, before] < np.inf).any(axis=1))
             low, high = int(there[0]), int(there[-1])
-            for row in range(head.shape[1]):  # stages of row + 1 blocks
-                own = slice(max(low - row - 1, 0), max(high - row, 0))
-                here = rest[own.start + row + 1 : own.stop + row + 1, before]
+            for column in range(head.shape[1]):  # stages of column + 1 blocks
+                own = slice(max(low - column - 1, first), min(high - column, first + len(head)))
+                if own.start >= own.stop:
+                    continue
+                rows = slice(own.start - first, own.stop - first)
+                here = rest[own.start + column + 1 : own.stop + column + 1, before]
                 if add is not None:
-                    here = add[own, row, None] + here
-                here = np.maximum(head[own, row, None], here)
+                    here = add[rows, column, None] + here
+                here = np.maximum(head[rows, column, None], here)
                 best[own, after] = np.minimum(best[own, after], here)
         self.values.append(float(min(value[0].min() for value in result.values())))
         self._behind.append(self._met(result))
@@ -281,18 +288,18 @@ class Programme:
             bar = self._barred.get(start) if front is not None else None
             if front is not None and bar is not None and not bar(start, front, choice.degree):
                 continue
-            head, add = self._cost(left, choice)
-            take = choice.take
+            head, add, first = self._cost(left, choice)
+            take, row = choice.take, start - first
             before = take.before if state is None else take.before[take.after == state]
-            if not len(before):
+            if not len(before) or not 0 <= row < len(head):
                 continue
             rest = self._behind[left - 1][choice.degree][start + 1 : start + 1 + head.shape[1]][:, before]
             if not len(rest):
                 continue
-            rest = rest if add is None else rest + add[start, : len(rest), None]
-            values = np.maximum(head[start, : len(rest), None], rest)
-            row, column = np.unravel_index(int(values.argmin()), values.shape)
-            result.append((float(values[row, column]), start + 1 + int(row), int(before[column]), choice))
+            rest = rest if add is None else rest + add[row, : len(rest), None]
+            values = np.maximum(head[row, : len(rest), None], rest)
+            more, column = np.unravel_index(int(values.argmin()), values.shape)
+            result.append((float(values[more, column]), start + 1 + int(more), int(before[column]), choice))
         return result
 
 

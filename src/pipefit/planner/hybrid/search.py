@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -229,6 +229,7 @@ class HybridSearch:
         self.expects = False  # assume that other peaks exceed their bounds as much as the read ones
         self._reader = Reader(question)
         self._level = _INFINITE  # if it is known
+        self._may_start: dict[float, list[range]] = {}  # by level
         self._times: dict[tuple[Degree, int, Way], StageTimes] = {}
         self._quickest: dict[tuple[Degree, int, float], list[tuple[Way, Floats, Floats]]] = {}
 
@@ -270,15 +271,46 @@ class HybridSearch:
         """Return the level, if it is not above `at_most`."""
 
         def cost(left: int, choice: StageRequest) -> Cost:
-            tables, ways = self.tables[choice.degree], self.ways(choice.degree)
-            width = max(tables.widest(left, way, at_most * self.unit(choice)) for way in ways)
-            peaks = np.minimum.reduce([tables.rows(left, way, width) for way in ways])
+            tables, ways, starts = (
+                self.tables[choice.degree],
+                self.ways(choice.degree),
+                self._starts(at_most)[left],
+            )
+            width = self._widest(left, choice, at_most)
+            peaks = np.minimum.reduce([tables.rows(left, way, width, starts) for way in ways])
             shares = peaks / self.unit(choice)
             shares = np.where(shares <= at_most, shares, _INFINITE)
-            return Cost(shares[:, : 1 + np.flatnonzero((shares < _INFINITE).any(axis=0)).max(initial=-1)])
+            width = 1 + np.flatnonzero((shares < _INFINITE).any(axis=0)).max(initial=-1)
+            return Cost(shares[:, :width], first=starts.start)
 
         programme = self.programme(cost)
         return min(programme.values[count - 1] for count in self.counts)
+
+    def _widest(self, left: int, choice: StageRequest, level: float) -> int:
+        """Return a number of blocks that no stage with this choice exceeds within a memory level."""
+        tables, nbytes = self.tables[choice.degree], level * self.unit(choice)
+        return max(tables.widest(left, way, nbytes) for way in self.ways(choice.degree))
+
+    def _starts(self, level: float) -> list[range]:
+        """Return the blocks at which stages may start within a memory level, by the stages left from there on.
+
+        The stages before have room for the blocks before, and the stages left for all others. Empty ranges
+        become one block, for which no plan exists either.
+        """
+        if level not in self._may_start:
+            blocks, fewest = self.question.blocks, min(degree.devices for degree in self.tables)
+            most = min(self.counts[-1], max(1, len(self.question.cluster.devices) // fewest))
+            widest = [
+                max(self._widest(left, one, level) for one in self.choices) for left in range(1, most + 1)
+            ]
+            behind = [0, *accumulate(widest)]
+            starts = [range(blocks)] * (1 + self.counts[-1])
+            for left in range(1, most + 1):
+                first = max(0, blocks - behind[left])
+                last = min(blocks - left, behind[most] - behind[left])
+                starts[left] = range(first, max(first, last) + 1)
+            self._may_start[level] = starts
+        return self._may_start[level]
 
     @property
     def _equal(self) -> float:
@@ -405,16 +437,16 @@ class HybridSearch:
 
         Infinity if the seconds are more than `most`.
         """
-        known, unit, tables = self._quick(choice, most), self.unit(choice), self.tables[choice.degree]
-        widest = max(tables.widest(left, way, level * unit) for way, _, _ in known)
-        known = [(way, head[:, :widest], add[:, :widest]) for way, head, add in known]
+        unit, tables, starts = self.unit(choice), self.tables[choice.degree], self._starts(level)[left]
+        stages = slice(starts.start, starts.stop), slice(self._widest(left, choice, level))
+        known = [(way, head[stages], add[stages]) for way, head, add in self._quick(choice, most)]
         width = known[0][1].shape[1]
         best, each = np.full_like(known[0][1], _INFINITE), np.zeros_like(known[0][1])
         for way, head, add in known if width else ():
-            fits = tables.rows(left, way, width) / unit <= level
+            fits = tables.rows(left, way, width, starts) / unit <= level
             within = np.where(fits, head, _INFINITE)
             best, each = np.minimum(within, best), np.where(within < best, add, each)
-        return Cost(best, each)
+        return Cost(best, each, starts.start)
 
     def _quick(self, choice: StageRequest, most: float) -> list[tuple[Way, Floats, Floats]]:
         """Return every way's seconds of a step, if at most `most`, and of a microbatch."""

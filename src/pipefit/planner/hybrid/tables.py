@@ -39,6 +39,9 @@ class StageSeconds(NamedTuple):
     update: Floats
 
 
+_MANY_RANGES = 200_000  # ranges of a band, above which it is made only for the starts that are needed
+
+
 class DegreeTables:
     """Tables of one degree."""
 
@@ -76,27 +79,30 @@ class DegreeTables:
 
     def _bounds_and_read(self, met: tuple[Surroundings, ...], way: Way) -> Floats:
         """Return peaks as bounds, or as read; not cached, since all of them would be large."""
-        bands = self._bands(way, self.question.blocks)
+        bands = self._bands(way, self.question.blocks, range(self.question.blocks))
         rows = np.maximum.reduce([stage_peak(band, met) for band in bands]).astype(float)
         result = self._expected.get(way, 1.0) * self._square(rows) + self._barred(way)
         for (start, stop), nbytes in self._read.get((met, way), {}).items():
             result[start, stop] = nbytes
         return result
 
-    def rows(self, stages_left: int, way: Way, width: int) -> Floats:
-        """Return peaks up to `width` blocks: row i and column w are the w + 1 blocks from i on."""
-        met, bands = self._met(stages_left, way), self._bands(way, width)
+    def rows(self, stages_left: int, way: Way, width: int, starts: range | None = None) -> Floats:
+        """Return peaks up to `width` blocks: row i and column w are the w + 1 blocks from `starts[i]` on.
+
+        By default there is a row for every block.
+        """
+        starts = starts or range(self.question.blocks)
+        met, bands = self._met(stages_left, way), self._bands(way, width, starts)
         if (way, width) not in self._bars_of_rows:
-            valid = bands[0].valid[:width].T
-            self._bars_of_rows[way, width] = np.where(valid, banded(self._barred(way), width), np.inf)
-        within = slice(width), slice(None)
-        rows = np.maximum.reduce([stage_peak(band, met, within) for band in bands]).T * self._expected.get(
-            way, 1.0
-        )
+            self._bars_of_rows[way, width] = banded(self._barred(way), width)
+        columns = slice(starts.start - bands[0].first, starts.stop - bands[0].first)
+        peaks = [stage_peak(band, met, (slice(width), columns)) for band in bands]
+        rows = np.full((len(starts), width), np.inf)
+        rows[:, : len(peaks[0])] = np.maximum.reduce(peaks).T * self._expected.get(way, 1.0)
         for (start, stop), read in self._read.get((met, way), {}).items():
-            if stop - start <= width:
-                rows[start, stop - start - 1] = read
-        result: Floats = rows + self._bars_of_rows[way, width]
+            if stop - start <= width and start in starts:
+                rows[start - starts.start, stop - start - 1] = read
+        result: Floats = rows + self._bars_of_rows[way, width][starts.start : starts.stop]
         return result
 
     def widest(self, stages_left: int, way: Way, nbytes: float) -> int:
@@ -109,9 +115,15 @@ class DegreeTables:
         stops = np.searchsorted(owned, owned + nbytes, side="right") - 1
         return max(1, int((stops - np.arange(len(owned))).max()))
 
-    def _bands(self, way: Way, width: int) -> tuple[Band, ...]:
-        """Return bands of ranges of at least `width` blocks whose peaks do not exceed those of this way."""
-        width = min(self.question.blocks, 1 << (width - 1).bit_length())
+    def _bands(self, way: Way, width: int, starts: range) -> tuple[Band, ...]:
+        """Return bands of ranges of at least `width` blocks whose peaks do not exceed those of this way.
+
+        They have the ranges that begin at `starts`, or at all blocks if these bands cost little.
+        """
+        blocks = self.question.blocks
+        width = min(blocks, 1 << (width - 1).bit_length())
+        if way.shard == "none" and len(starts) < blocks and width * blocks > _MANY_RANGES:
+            return (self._ranges(way).band(width, first=starts.start, last=starts.stop - 1),)
         band = self._ranges(way).band(width)
         if way.shard == "none":
             return (band,)
@@ -160,12 +172,9 @@ class DegreeTables:
 
     def _bound(self, stages_left: int, way: Way, start: int, stop: int) -> float:
         """Return the peak of a stage of these blocks, or its bound times the expected factor."""
-        met, row, column = (
-            self._met(stages_left, way),
-            slice(stop - start - 1, stop - start),
-            slice(start, start + 1),
-        )
-        peaks = [stage_peak(band, met, (row, column)) for band in self._bands(way, stop - start)]
+        met, bands = self._met(stages_left, way), self._bands(way, stop - start, range(start, start + 1))
+        row, column = slice(stop - start - 1, stop - start), start - bands[0].first
+        peaks = [stage_peak(band, met, (row, slice(column, column + 1))) for band in bands]
         return float(max(peak.item() for peak in peaks)) * self._expected.get(way, 1.0)
 
     def least(self, stages_left: int, way: Way, start: int, stop: int) -> float:
