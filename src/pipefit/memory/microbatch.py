@@ -6,7 +6,9 @@ memory. Its answers are cached, so most actions of a program cost one look-up.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NoReturn
 
 from pipefit.errors import UsageError
@@ -519,13 +521,19 @@ def _piece(transition: Transition, first: int, end: int) -> tuple[int, Piece]:
     Raises:
         UsageError: no such piece, because forwards were cut at other layers.
     """
-    result = [(n, p) for n, p in enumerate(transition.residency.pieces) if (p.first, p.end) == (first, end)]
-    if not result:
+    pieces = transition.residency.pieces
+    number = _place(pieces, first)
+    if number == len(pieces) or (pieces[number].first, pieces[number].end) != (first, end):
         transition.refuse(
             "needs a forward of exactly these layers: split forwards, recomputations and backwards at the "
             "same layers"
         )
-    return result[0]
+    return number, pieces[number]
+
+
+def _place(pieces: Sequence[Piece], position: int) -> int:
+    """Return the number of the first piece, of those in the order of the forward, from this position on."""
+    return bisect_left(pieces, position, key=attrgetter("first"))
 
 
 # ---- Backward
@@ -548,7 +556,7 @@ def _backward(transition: Transition) -> Answer:
         transition.refuse(
             f"lacks its gradients: {transition.waits_for(Kind.RECV_BACKWARD)} must come before it"
         )
-    pieces = [piece for piece in residency.pieces if first <= piece.first < end]
+    pieces = residency.pieces[_place(residency.pieces, first) : _place(residency.pieces, end)]
     if not pieces or pieces[0].first != first or pieces[-1].end != end:
         transition.refuse(
             "ends within layers that went forward in one action: split forwards and backwards at the same "

@@ -287,6 +287,8 @@ class StageStorages:
 
     def _walk(self) -> tuple[LayerStorages, ...]:
         layers: list[LayerStorages] = []
+        kinds = {id(cost): cost for cost in self.costs}
+        saved = {kind: (cost.saved_storages, cost.lasting_storages) for kind, cost in kinds.items()}
         own = not self.buffered
         self.target_storages = self._new(value.nbytes * own for value in self.targets)
         values = self._new(value.nbytes * own for value in self.inputs)
@@ -294,10 +296,11 @@ class StageStorages:
             is_loss = self.start + position == self.stop
             inputs = values + self.target_storages if is_loss else values
             made = self._new(cost.storages)
-            places = {origin: self._find(origin, made, inputs) for origin in cost.saved_storages}
+            saved_storages, lasting_storages = saved[id(cost)]
+            places = {origin: self._find(origin, made, inputs) for origin in saved_storages}
             self._saved_places.append(places)
             saves = tuple(dict.fromkeys(places.values()))
-            lasts = frozenset(places[origin] for origin in cost.lasting_storages)
+            lasts = frozenset(places[origin] for origin in lasting_storages)
             values = tuple(self._find(origin, made, inputs) for origin in cost.output_origins)
             saved_inputs = tuple(origin.index for origin in places if origin.kind == "input")
             layers.append(LayerStorages(cost, inputs, saves, lasts, saved_inputs, values))

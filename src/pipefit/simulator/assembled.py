@@ -558,15 +558,14 @@ def _alike(programs: Sequence[UncheckedProgram], device: int, stages: Mapping[in
     """Return a key that is equal for devices with equal ledgers.
 
     Their stages have equal costs, and their actions use rows at the same distance from their first one, with
-    neighbours in the same order. A device with memory at other places has a unique key.
+    neighbours in the same order, and the same hosts and devices that lend memory.
     """
     peers, first = dict[object, int](), _first_row(programs[0], device)
     result = list[object]()
     for program in programs:
         for kind, stage, microbatch, layers, subject, place, part, wait in program.actions[device]:
-            if place is not None and kind not in MESSAGES and kind not in COLLECTIVE:
-                return device
-            peer = -1 if place is None else peers.setdefault(place, len(peers))
+            is_peer = place is not None and (kind in MESSAGES or kind in COLLECTIVE)
+            peer = peers.setdefault(place, len(peers)) if is_peer else place
             rows = None if part is None else (part[0] - first, part[1] - first)
             result.append((kind, stage, microbatch, layers, subject, peer, rows, wait))
     return tuple(
@@ -591,7 +590,7 @@ class Assembled:
     """
 
     def __init__(self, plan: Plan, parts: Parts) -> None:
-        self.plan, self._parts, self._endless = plan, parts, plan.training.endless
+        self.plan, self.parts, self._endless = plan, parts, plan.training.endless
         self._steps, self._alike = parts.steps(plan), parts.alike(plan)
         of_ranks = (parts.of_rank(plan, rank, self._alike) for rank in range(len(plan.ranks)))
         self._read = dict(
@@ -671,7 +670,7 @@ class Assembled:
         runs = list[Run]()
         for times in _LONGER:
             steps = max(self._steps, -(-times * least * turn // how.microbatches))
-            other = self if steps == self._steps else Assembled(self.plan, self._parts.longer(steps))
+            other = self if steps == self._steps else Assembled(self.plan, self.parts.longer(steps))
             runs = other._runs(turn)
             if (result := repeating(runs, window=window)) is not None:
                 return result * how.microbatches / turn
@@ -710,7 +709,7 @@ class Assembled:
     def _timed_program(self) -> TimedProgram:
         devices, idle = range(len(self.plan.cluster.devices)), TimedDevice([], [], [], [])
         timed = [self._read[device].timed if device in self._read else idle for device in devices]
-        sizes = message_sizes(self.plan, self.plan.placement, self._parts.storages(self.plan))
+        sizes = message_sizes(self.plan, self.plan.placement, self.parts.storages(self.plan))
         return TimedProgram(timed, self.plan.cluster, sizes, self._alike)
 
     def forwards_ended(self, device: int) -> dict[int | None, float]:

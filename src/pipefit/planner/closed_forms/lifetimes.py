@@ -22,7 +22,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from pipefit.planner.closed_forms.bands import Ints
-from pipefit.schema.layer_costs import LayerCost, SharedBuffer, Span
+from pipefit.schema.layer_costs import LayerCost, Origin, SharedBuffer, Span
 from pipefit.schema.profile import Measurement
 
 NEVER = 1 << 40
@@ -59,8 +59,9 @@ def lifetimes(measurement: Measurement) -> Lifetimes:
     fresh: list[tuple[Lifetime, ...]] = []
     own: list[tuple[Lifetime, ...]] = []
     values: tuple[Lifetime, ...] = ()
+    saved = {id(cost): cost.saved_storages for cost in {id(cost): cost for cost in layers}.values()}
     for number in range(len(layers) - 1, -1, -1):
-        here = _lifetimes_of(layers[number], number, values)
+        here = _lifetimes_of(layers[number], number, values, saved[id(layers[number])])
         own.append(here[1])
         fresh.append(here[0])
         values = here[0]
@@ -68,11 +69,11 @@ def lifetimes(measurement: Measurement) -> Lifetimes:
 
 
 def _lifetimes_of(
-    cost: LayerCost, number: int, values: Sequence[Lifetime]
+    cost: LayerCost, number: int, values: Sequence[Lifetime], saved: Sequence[Origin]
 ) -> tuple[tuple[Lifetime, ...], tuple[Lifetime, ...]]:
     """Return the lifetimes of a layer's inputs as fresh storages, and of its own storages.
 
-    `values` are the lifetimes of its outputs.
+    `values` are the lifetimes of its outputs, and `saved` are its saved storages.
     """
     savers = {("own", o): NEVER for o in range(len(cost.storages))} | {
         ("input", k): NEVER for k in range(len(cost.inputs))
@@ -83,7 +84,7 @@ def _lifetimes_of(
         if key in savers:
             savers[key] = min(savers[key], value.saver)
             ends[key] = max(ends[key], value.end)
-    for origin in cost.saved_storages:
+    for origin in saved:
         savers[origin.kind, origin.index] = number
     fresh = (
         Lifetime(number, v.nbytes, savers["input", k], ends["input", k], True)
@@ -104,6 +105,9 @@ def released_bytes(model: Lifetimes, number: int, released: Sequence[int]) -> It
     later ones have had their backward. It is not freed if, in such a range, it shares its storage with
     another saved input that is not released.
     """
+    if not released:
+        yield 0
+        return
     layers, born, traced = model.layers, 0, set(released)
     needed = set(layers[number].saved_inputs) - traced
     if number == len(layers) - 1:  # targets are loaded wherever the last stage starts
