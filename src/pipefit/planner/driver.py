@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.lowering import check_slices, recompute_decisions
-from pipefit.memory import Costs, shortage
+from pipefit.memory import shortage
 from pipefit.planner.closed_forms.bands import stage_peak
 from pipefit.planner.exact import exact
 from pipefit.planner.options import PlanOptions
@@ -26,7 +26,7 @@ from pipefit.processes import uncollected
 from pipefit.schema.decisions import Decision, SavedTensors, State, What
 from pipefit.schema.grids import Stage
 from pipefit.schema.plan import Compaction, Plan, Prediction, Provenance
-from pipefit.simulator import Assembled, Parts
+from pipefit.simulator import Assembled
 from pipefit.simulator.assembled import assembled
 from pipefit.texts import first_to_last
 from pipefit.units import format_bytes, format_seconds
@@ -74,11 +74,10 @@ def accounts(plan: Plan, whole: Assembled, *, most_actions: int = _ACTIONS) -> A
 
 
 def _compactions(plan: Plan, whole: Assembled, groups: Sequence[Group]) -> Iterator[Compaction]:
-    parts = Parts(Costs.of(plan))
     for stage, technique in groups:
         own = [d for d in plan.decisions if (d.stage, _technique(d)) == (stage, technique)]
         without = tuple(d for d in plan.decisions if (d.stage, _technique(d)) != (stage, technique))
-        simulation = Assembled(replace(plan, decisions=without), parts)
+        simulation = Assembled(replace(plan, decisions=without), whole.parts)
         device = plan.stages[stage].devices[0]  # replicas have equal peaks
         yield Compaction(
             stage=stage,
