@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache
 from types import CellType, FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -137,6 +138,8 @@ class _StandIns(TorchFunctionMode):
 # other tensors into attributes: how long these live is unknown to a plan.
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
+_PLAIN = frozenset({type(None), bool, int, float, str})  # immutable: a copy is the object itself
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple, set})
 
 
 def constants(module: nn.Module) -> list[Tensor]:
@@ -195,7 +198,9 @@ def _attributes(module: nn.Module) -> dict[str, list[Tensor]]:
     result = {}
     for path, part in module.named_modules():
         for name, item in vars(part).items():
-            leaves = pytree.tree_leaves(item) if name not in _REGISTERED else []
+            if name in _REGISTERED or type(item) in _PLAIN or (type(item) in _CONTAINERS and not item):
+                continue
+            leaves = pytree.tree_leaves(item)
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in registered]
             if tensors:
                 result[f"{path}.{name}".removeprefix(".")] = tensors
@@ -206,7 +211,6 @@ def _attributes(module: nn.Module) -> dict[str, list[Tensor]]:
 
 # TreeSpecs never change, and torch warns about every copy of one
 _AS_IT_IS = {type(pytree.tree_structure(tree)): lambda spec, memo: spec for tree in ((), 0)}
-_PLAIN = frozenset({type(None), bool, int, float, str})  # immutable: a copy is the object itself
 
 
 def copied(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -217,14 +221,14 @@ def copied(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
     of the module, or a container in one of its attributes, hold the copy's.
     """
     storages: dict[int, Tensor] = {}
-    own = set(map(id, _own(module)))
+    own = cache(lambda: set(map(id, _own(module))))  # most modules hold no function
 
     def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
         if id(tensor) not in memo:
             if isinstance(tensor, nn.Parameter):
                 memo[id(tensor)] = converted = convert(tensor)
                 if not isinstance(converted, nn.Parameter):
-                    memo[id(tensor)] = nn.Parameter(converted, requires_grad=tensor.requires_grad)
+                    memo[id(tensor)] = _as_parameter(converted, requires_grad=tensor.requires_grad)
                     copy_hooks(tensor, memo[id(tensor)], memo)
             else:
                 memo[id(tensor)] = _converted(tensor, convert, storages)
@@ -232,10 +236,19 @@ def copied(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
         return result
 
     def function(original: FunctionType, memo: dict[int, Any]) -> FunctionType:
-        return _function(original, memo, own) if _reaches(original, own, set()) else original
+        return _function(original, memo, own()) if _reaches(original, own(), set()) else original
 
     with deep_copies(deepcopy, {**_COPIED, torch.Generator: _generator, FunctionType: function}):
         return copy.deepcopy(module)
+
+
+def _as_parameter(tensor: Tensor, *, requires_grad: bool) -> nn.Parameter:
+    """Return a new tensor as a parameter, without the view of it that torch would make of a fake one."""
+    if type(tensor) is not FakeTensor:
+        return nn.Parameter(tensor, requires_grad=requires_grad)
+    tensor.requires_grad_(requires_grad)
+    vars(tensor)["_is_param"] = True
+    return cast(nn.Parameter, tensor)
 
 
 def copy_of(module: nn.Module, name: str, convert: Callable[[Tensor], Tensor]) -> nn.Module:

@@ -17,12 +17,14 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from pipefit.torch_internals import OpOverload
 from pipefit.torch_internals.fake_tensors import (
     FakeTensor,
     FakeTensorMode,
     default_device,
+    fake_tensor_like,
     in_kernel_invocation_manager,
     without_torch_dispatch,
 )
@@ -86,6 +88,7 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __init__(self, known: Known, **options: Any) -> None:
         super().__init__(**options)
         self._known = known
+        self._attributes: dict[torch.device, dict[str, Any]] = {}  # of new fake tensors
         self.cache_enabled = False
 
     @classmethod
@@ -172,14 +175,23 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if isinstance(known, _Fresh):
             with without_torch_dispatch():  # sufficient without fake arguments, at a third of the cost
                 empty = torch.empty_strided(known.shape, known.strides, dtype=known.dtype, device=_META)
-            return FakeTensor(self, empty, known.device)
+            return self._new(empty, known.device)
         if isinstance(known, _View):
             with in_kernel_invocation_manager(self):
                 view = torch.as_strided(tensors[0], known.shape, known.strides, known.offset)
-            return FakeTensor(self, view, tensors[0].fake_device)
+            return self._new(view, tensors[0].fake_device)
         if isinstance(known, _Several):
             return known.kind(self._made(result, tensors) for result in known.results)
         return tensors[known.number] if isinstance(known, _Argument) else None
+
+    def _new(self, meta: Tensor, device: torch.device) -> FakeTensor:
+        """Return the fake tensor of this mode on a device, over a tensor on torch's meta device."""
+        attributes = self._attributes.get(device)
+        if attributes is not None:
+            return fake_tensor_like(attributes, meta, device)
+        made = FakeTensor(self, meta, device)
+        self._attributes[device] = dict(vars(made))
+        return made
 
 
 @functools.cache
