@@ -13,7 +13,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -258,9 +258,10 @@ def refuse_module(module: nn.Module, name: str) -> None:
     for place, part in module.named_modules():
         if reason := _unusable(part):
             raise UsageError(f"{f'{place} of {name}' if place else name} {reason}")
-    _refuse_tensors(module, name, is_lazy, _LAZY)
-    _refuse_tensors(module, name, torch.is_inference, _MADE_IN_INFERENCE)
-    _refuse_shared_memory(module, name)
+    tensors = _named_tensors(module)
+    _refuse_tensors(tensors, name, is_lazy, _LAZY)
+    _refuse_tensors(tensors, name, torch.is_inference, _MADE_IN_INFERENCE)
+    _refuse_shared_memory(tensors, name)
 
 
 def refuse_meta(module: nn.Module, name: str) -> None:
@@ -269,7 +270,7 @@ def refuse_meta(module: nn.Module, name: str) -> None:
     Raises:
         UsageError: a parameter or buffer is on the meta device.
     """
-    _refuse_tensors(module, name, lambda tensor: tensor.is_meta, _META)
+    _refuse_tensors(_named_tensors(module), name, lambda tensor: tensor.is_meta, _META)
 
 
 def refuse_without_memory(module: nn.Module, name: str) -> None:
@@ -283,7 +284,7 @@ def refuse_without_memory(module: nn.Module, name: str) -> None:
         is_empty = not tensor.untyped_storage().nbytes()
         return isinstance(tensor, nn.Parameter) and is_empty and tensor.numel() > 0
 
-    _refuse_tensors(module, name, is_moved, _NO_MEMORY)
+    _refuse_tensors(_named_tensors(module), name, is_moved, _NO_MEMORY)
 
 
 def _unusable(part: nn.Module) -> str:
@@ -306,13 +307,19 @@ def _unusable(part: nn.Module) -> str:
     return ""
 
 
-def _refuse_tensors(module: nn.Module, name: str, is_refused: Callable[[Tensor], bool], reason: str) -> None:
-    for place, tensor in (*module.named_parameters(), *module.named_buffers()):
+def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _refuse_tensors(
+    tensors: Iterable[tuple[str, Tensor]], name: str, is_refused: Callable[[Tensor], bool], reason: str
+) -> None:
+    for place, tensor in tensors:
         if is_refused(tensor):
             raise UsageError(f"{place} of {name} {reason}")
 
 
-def _refuse_shared_memory(module: nn.Module, name: str) -> None:
+def _refuse_shared_memory(named: Iterable[tuple[str, Tensor]], name: str) -> None:
     """Check that trained tensors of different submodules do not overlap in memory.
 
     Layers of two stages have separate memory. One tensor may have several names.
@@ -321,7 +328,7 @@ def _refuse_shared_memory(module: nn.Module, name: str) -> None:
         UsageError: two tensors overlap. The message names them.
     """
     tensors = dict[int, tuple[str, Tensor]]()
-    for place, tensor in (*module.named_parameters(), *module.named_buffers()):
+    for place, tensor in named:
         tensors.setdefault(id(tensor), (place, tensor))
     dense = [(place, tensor) for place, tensor in tensors.values() if tensor.layout is torch.strided]
     run, storage, reached = list[tuple[str, Tensor]](), 0, 0

@@ -27,7 +27,8 @@ from pipefit.capture.sample import sample
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.processes import beside
-from pipefit.schema.profile import Target
+from pipefit.schema.layer_costs import Kernel
+from pipefit.schema.profile import Measurement, Target
 from pipefit.torch_internals import without_dispatch_modes
 from pipefit.torch_internals.fake_tensors import DataDependentOutputException
 from pipefit.torch_internals.patches import without_code_lines
@@ -118,7 +119,9 @@ class Chains:
         self._writes = True
         self._compared = set[int]()  # sizes whose derived chains equal their traces
         self._tells = False  # whether traces record lines of code, which takes time
-        # The divisions of profiled chains (`tensor_parallel`) by samples, ranks and sequence parallelism
+        # Of profiled chains: measurements by samples, with the operations whose results were assumed; and
+        # divisions (`tensor_parallel`) by samples, ranks and sequence parallelism
+        self.surveyed: dict[int, tuple[Measurement, tuple[Kernel, ...]]] = {}
         self.divided: dict[tuple[int, int, bool], Any] = {}
 
     def also_for(self, task: Task) -> Chains:

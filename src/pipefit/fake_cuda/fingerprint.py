@@ -57,11 +57,13 @@ def fingerprint(task: Task, chain: Chain) -> Fingerprinted:
     Raises:
         UsageError: the model computes in an unknown precision.
     """
-    layers = [_operations(layer) for layer in chain.layers]
+    known: dict[object, tuple[object, str]] = {}  # by settings, which most layers share with others
+    told = [_told(layer.module, known) for layer in chain.layers]
+    layers = [_operations(layer, what) for layer, (what, _) in zip(chain.layers, told, strict=True)]
     optimizer = _optimizer(task)
     result = Fingerprint(
         layers=tuple(digest(operations, _DIGITS) for operations, _ in layers),
-        parameters=tuple(digest(_tensors(layer.module), _DIGITS) for layer in chain.layers),
+        parameters=tuple(tensors for _, tensors in told),
         shared=tuple(_shared(chain)),
         inputs=tuple(sorted(chain.inputs.texts)),
         targets=() if chain.targets is None else tuple(sorted(chain.targets.texts)),
@@ -120,15 +122,26 @@ def options(values: Mapping[str, Any]) -> tuple[str, ...]:
 # ---------------------------------------------------------------- the model
 
 
-def _operations(layer: ChainLayer) -> tuple[str, list[str]]:
+def _told(module: nn.Module, known: dict[object, tuple[object, str]]) -> tuple[object, str]:
+    """Return the settings of a layer, of a traced one those of its whole modules, and a digest of its tensors.
+
+    `known` has them for layers so far, by their settings.
+    """
+    if isinstance(module, GraphLayer):
+        parts = tuple(_plain(module_settings(part, _described)) for part in wholes(module))
+        return parts, digest(_tensors(module), _DIGITS)
+    key = module_settings(module, id)
+    if key not in known:
+        known[key] = _plain(module_settings(module, _described)), digest(_tensors(module), _DIGITS)
+    return known[key]
+
+
+def _operations(layer: ChainLayer, what: Any) -> tuple[str, list[str]]:
     """Return the operations of a layer without the numbers in traced operations, and these numbers."""
     module, sizes = layer.module, list[str]()
     if isinstance(module, GraphLayer):
-        inside = tuple(_plain(module_settings(part, _described)) for part in wholes(module))
         operations = _without_numbers(module.pipefit_code.operations, sizes)
-        what: object = (type(module).__qualname__, operations, *inside)
-    else:
-        what = _plain(module_settings(module, _described))
+        what = (type(module).__qualname__, operations, *what)
     return repr((layer.name, _plain(layer.autocast), what)), sizes
 
 

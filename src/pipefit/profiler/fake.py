@@ -713,9 +713,14 @@ def profile_fake(
         targets = tuple(map(fake.fake, chain.flatten_targets(like[1])))
         divided = sharded_chains(chain, tensor, values, targets, sequences=sequences)  # before any layer runs
         chains.divided.update({(microbatch_size, one.ranks, one.sequences): one for one in divided})
-        whole = survey(
-            task, kernels, chain, values, targets, progress, lambda layer: layers_again((layer,), fake)[0]
+        known = chains.surveyed.get(microbatch_size) if kernels is None else None
+        whole, unknown = known or (
+            survey(
+                task, kernels, chain, values, targets, progress, lambda layer: layers_again((layer,), fake)[0]
+            ),
+            fake.unknown.kernels,
         )
+        chains.surveyed[microbatch_size] = whole, unknown
         measurements = [whole]
         for sharded in divided:
             rank = sharded.rank(Alone(rank=0, size=sharded.ranks))
@@ -725,7 +730,8 @@ def profile_fake(
     fingerprinted = with_loss(fingerprinted, chain, whole)
     profile = _profile(task, chain, fingerprinted, measurements, target=target, threads=threads)
     profile = profile if kernels is None else _with_kernels(profile, kernels)
-    return replace(profile, kernels=KernelMemory(kernels=(*fake.unknown.kernels, *profile.kernels.kernels)))
+    every = dict.fromkeys((*unknown, *fake.unknown.kernels, *profile.kernels.kernels))
+    return replace(profile, kernels=KernelMemory(kernels=tuple(every)))
 
 
 def _with_kernels(profile: ModelProfile, kernels: Kernels) -> ModelProfile:

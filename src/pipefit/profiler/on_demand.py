@@ -208,6 +208,7 @@ class Repeated:
         self._traced, self._times = tuple(traced), times
         self.sizes = traced[0].sizes
         self._known: dict[object, ModelProfile] = {}
+        self._place: tuple[int, int] | None = None  # of the inserted layers, by the first profiles made
 
     def __call__(
         self, microbatch_size: int, tensor: Sequence[int] = (), *, sequences: bool = False
@@ -215,10 +216,13 @@ class Repeated:
         """The profile that `OnDemand` would make, but for its fingerprint."""
         wanted = microbatch_size, tuple(sorted({degree for degree in tensor if degree > 1})), sequences
         if wanted not in self._known:
-            first, second, third = (
-                on_demand(microbatch_size, tensor, sequences=sequences) for on_demand in self._traced
-            )
-            self._known[wanted] = _growing(first, second, third).repeated(self._times)
+            traced = (on_demand(microbatch_size, tensor, sequences=sequences) for on_demand in self._traced)
+            first, second = next(traced), next(traced)
+            every = {(one.start, one.count): one for one in _Insertion.between(first, second)}
+            insertion = every.get(self._place) if self._place else None
+            insertion = insertion or _growing(first, second, next(traced))
+            self._place = insertion.start, insertion.count
+            self._known[wanted] = insertion.repeated(self._times)
         self._traced[0].say_searched(*wanted)
         return self._known[wanted]
 
