@@ -4,6 +4,7 @@ arguments.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from itertools import cycle
 from typing import Any
@@ -11,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipefit.fake_cuda.results import QuickFakeMode
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.measure.cpu import Meter
 from pipefit.schema.profile import Target
+from pipefit.torch_internals.fake_tensors import without_torch_dispatch
 from support.saved_tensor_models import MODELS, OPTIMIZERS, TARGETS, train
 
 aten = torch.ops.aten
@@ -138,6 +140,22 @@ def test_what_depends_on_more_is_asked_each_time() -> None:
         for _ in range(2):
             assert x.view(2, 2).untyped_storage().nbytes() == 0
         assert y.untyped_storage().nbytes() == x.untyped_storage().nbytes() == 0
+
+
+def test_new_fake_tensors_are_those_of_torch() -> None:
+    """A fake tensor made like an earlier one has the attributes, keys and copies of one that torch makes."""
+    mode = QuickFakeMode({})
+    with mode:
+        first, second, other = (torch.empty(n, 2) for n in (3, 4, 5))
+        view, copied = second.detach(), copy.deepcopy(torch.nn.Parameter(other))
+    with without_torch_dispatch():
+        of_torch = FakeTensor(mode, torch.empty(4, 2, device="meta"), torch.device("cpu"))
+    assert isinstance(first, FakeTensor) and isinstance(copied, torch.nn.Parameter)
+    for one in (second, view):
+        assert isinstance(one, FakeTensor)
+        assert vars(one) == vars(of_torch) == vars(first)
+        assert torch._C._dispatch_keys(one) == torch._C._dispatch_keys(of_torch)
+        assert (one.shape, one.device, one.is_leaf) == (of_torch.shape, of_torch.device, True)
 
 
 def test_an_argument_twice() -> None:

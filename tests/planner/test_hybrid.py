@@ -14,6 +14,7 @@ import pytest
 from pipefit.errors import UsageError
 from pipefit.planner import PlanOptions, exact, plan
 from pipefit.planner.closed_forms.surroundings import surroundings
+from pipefit.planner.hybrid import tables
 from pipefit.planner.hybrid.tables import together_seconds
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import State
@@ -101,6 +102,16 @@ def test_no_plan_has_a_lower_peak(seed: int) -> None:
     """No choice of cuts, stages, replicas and devices of several sizes has a lower peak, and the simulator
     agrees.
     """
+    check(seed)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("seed", range(40))
+def test_no_plan_has_a_lower_peak_than_by_bands_of_few_starts(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor where bands have only the ranges that begin where stages can start."""
+    monkeypatch.setattr(tables, "_MANY_RANGES", 0)
     check(seed)
 
 

@@ -87,6 +87,21 @@ def test_replicas_are_put_together_too() -> None:
         assert told(made, parts) == told(made, None) != "refused"
 
 
+def test_replicas_that_move_tensors_are_put_together_too() -> None:
+    """So are replicas that move tensors and state to a host, or to devices."""
+    rng, compared = Random("replicas that move"), 0
+    plan = random_plan(model(), Random(0), microbatches=4, schedule="1f1b")
+    grids, count = (Grid(devices=(0, 1), data=2), Grid(devices=(2,))), len(plan.profile.layers)
+    stages = tuple(Stage(start=3 * n, stop=(3, count)[n], grid=grid) for n, grid in enumerate(grids))
+    for _ in range(12):
+        made = moving(replace(plan, stages=stages, decisions=()), rng)
+        one = moving_states(made, rng, ("optimizer", "parameters", "gradients"))
+        whole = told(one, None)
+        assert told(one, Parts(Costs.of(one))) == whole, one.decisions
+        compared += whole != "refused"
+    assert compared >= 6
+
+
 def test_what_is_known_is_not_read_again() -> None:
     """Without the decisions of one stage, only that stage's actions are new; with them again, none are."""
     edges, recompute = (0, 2, 3, len(model().layers)), What.RECOMPUTE

@@ -48,6 +48,9 @@ def fake_tensor_like(attributes: Mapping[str, Any], elem: Tensor, device: torch.
     made: FakeTensor = Tensor._make_subclass(
         FakeTensor, elem, elem.requires_grad, dispatch_device=True, device_for_backend_keys=device
     )
-    torch._C._set_throw_on_mutable_data_ptr(made)
+    if attributes["fake_mode"]._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(made)
     vars(made).update(attributes)
     return made
