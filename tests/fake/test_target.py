@@ -407,6 +407,35 @@ def _run(*arguments: str, gpus: bool = False) -> str:
     ).stdout
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_products_of_groups_are_those_of_the_kernels(dtype: torch.dtype) -> None:
+    """Results and gradients have the shapes and strides of real ones; CUDA pads rows to 16 bytes."""
+    shapes = [((16, 8), (2, 8, 24)), ((2, 16, 8), (2, 8, 24)), ((8, 16), (16, 8))]
+
+    def products(device: torch.device) -> list[object]:
+        result: list[object] = []
+        for sizes in shapes:
+            ends = torch.tensor([8, 16], dtype=torch.int32).to(device)
+            operands = [torch.zeros(size, dtype=dtype, device=device, requires_grad=True) for size in sizes]
+            made = torch._grouped_mm(*operands, offs=ends if len(sizes[0]) == 2 else None)
+            torch.autograd.backward(made, torch.zeros_like(made))
+            result += [
+                (tuple(each.shape), each.stride(), each.dtype)
+                for each in (made, *(one.grad for one in operands))
+                if each is not None
+            ]
+        return result
+
+    real = products(torch.device("cpu"))
+    for target in TARGETS:
+        with FakeTarget(target) as fake:
+            assert products(fake.device) == real
+    odd = torch.zeros(16, 8, dtype=torch.float32), torch.zeros(2, 8, 6, dtype=torch.float32)
+    with FakeTarget("cuda") as fake:
+        ends = torch.zeros(2, dtype=torch.int32, device=fake.device)
+        assert torch._grouped_mm(*map(fake.fake, odd), offs=ends).stride() == (8, 1)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device to compare with")
 @pytest.mark.parametrize("where", ["this machine", "a machine without a GPU"])

@@ -319,6 +319,19 @@ def cudnn_format(func: Any, args: tuple[Any, ...]) -> torch.memory_format:
     return torch.contiguous_format
 
 
+# ---- Products of groups, which torch's shape function refuses in all dtypes but bfloat16, unlike its kernels
+
+
+def grouped_product(mat: Tensor, other: Tensor, groups: Tensor | None) -> Tensor:
+    """Return the result of `_grouped_mm`; of two matrices one for each group. CUDA pads rows to 16 bytes."""
+    shape = [mat.shape[-2], other.shape[-1]]
+    if mat.dim() == other.dim():
+        shape.insert(0, mat.shape[0] if mat.dim() == 3 or groups is None else groups.shape[0])
+    each = 16 // mat.element_size() if mat.device.type == FAKE_CUDA else 1
+    row = -(-shape[-1] // each) * each
+    return mat.new_empty_strided(shape, (shape[-2] * row, row, 1)[-len(shape) :])
+
+
 # ---- Shape functions of a few training kernels that torch cannot run on fake tensors
 #
 # These are fused optimizers, the fused GRU cell, margin losses, the backward of CTC, quantization-aware
@@ -586,6 +599,9 @@ class _BuildMode(QuickFakeMode):  # type: ignore[no-untyped-call]
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         check_product(func, args)
         self._forget_numbers(args)
+        if func is aten._grouped_mm.default and args[0].dtype in (torch.float32, torch.float16):
+            with self:
+                return grouped_product(*args[:2], kwargs.get("offs") if len(args) < 3 else args[2])
         try:
             made = super()._run(func, types, args, kwargs)
             if func in _CONVOLUTIONS and args[0].device.type == FAKE_CUDA:

@@ -368,6 +368,10 @@ class _BudgetSearch:
             f"{format_bytes(least - self._budget)} more. Parameters, buffers and state take "
             f"{format_bytes(lasting)} before the first step; a smaller batch takes less of the rest"
         )
+        refused = self._choices.refused
+        for name, reason in [*refused.items()][:1]:
+            others = f", nor are {len(refused) - 1} others" if len(refused) > 1 else ""
+            need += f". {name} is not recomputed{others}: {reason}"
         proof = need if lasting > self._budget else ""
         error = InfeasibleError(refusal(f"the loop in {format_bytes(self._budget)}", proof, need))
         error.found = {"least_bytes": least}

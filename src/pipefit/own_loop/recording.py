@@ -347,7 +347,8 @@ def _refused_argument(leaves: Sequence[Any]) -> str:
     """Return why a second forward may get other arguments; empty if it gets the same."""
     for leaf in leaves:
         if not isinstance(leaf, (*_SIMPLE, *_TORCHS)) and not callable(leaf):
-            return f"it is given {kind_of(leaf)}, which its forward may change"
+            remedy = ": set model.config.use_cache = False" if type(leaf).__name__.endswith("Cache") else ""
+            return f"it is given {kind_of(leaf)}, which its forward may change{remedy}"
     return ""
 
 
