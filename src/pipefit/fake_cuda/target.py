@@ -601,7 +601,8 @@ class _BuildMode(QuickFakeMode):  # type: ignore[no-untyped-call]
         self._forget_numbers(args)
         if func is aten._grouped_mm.default and args[0].dtype in (torch.float32, torch.float16):
             with self:
-                return grouped_product(*args[:2], kwargs.get("offs") if len(args) < 3 else args[2])
+                mat, other, *groups = args
+                return grouped_product(mat, other, groups[0] if groups else kwargs.get("offs"))
         try:
             made = super()._run(func, types, args, kwargs)
             if func in _CONVOLUTIONS and args[0].device.type == FAKE_CUDA:

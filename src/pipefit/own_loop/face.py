@@ -28,7 +28,7 @@ from pipefit.schema.fit import refusal
 from pipefit.schema.loop_plan import LoopDecision, LoopPlan
 from pipefit.schema.presets import machine_names
 from pipefit.schema.profile import Target
-from pipefit.texts import kind_of
+from pipefit.texts import counted, kind_of
 from pipefit.units import format_bytes, parse_bytes
 
 # ---- The peaks of a loop under decisions, by a dry run of exactly this loop
@@ -370,7 +370,7 @@ class _BudgetSearch:
         )
         refused = self._choices.refused
         for name, reason in [*refused.items()][:1]:
-            others = f", nor are {len(refused) - 1} others" if len(refused) > 1 else ""
+            others = f", nor {counted(len(refused) - 1, 'other submodule')}" if len(refused) > 1 else ""
             need += f". {name} is not recomputed{others}: {reason}"
         proof = need if lasting > self._budget else ""
         error = InfeasibleError(refusal(f"the loop in {format_bytes(self._budget)}", proof, need))
