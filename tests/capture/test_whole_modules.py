@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipefit.capture import Task
+from pipefit.capture import Task, module_key
 from pipefit.capture.model import built, capture
 from pipefit.capture.sample import sample
 from pipefit.errors import PipefitError, UsageError
 from pipefit.profiler import profile
-from pipefit.profiler.fake import cost_key
 from pipefit.runtime import Trainer, certify
 from pipefit.schema.decisions import Decision, SavedTensors, What
 from pipefit.schema.devices import parse_place
@@ -322,7 +321,7 @@ def test_each_is_a_layer_that_calls_it() -> None:
         True,
         True,
     ]
-    assert cost_key(first.module) == cost_key(second.module) != cost_key(relu.module)
+    assert module_key(first.module) == module_key(second.module) != module_key(relu.module)
     assert dict(first.originals) == {
         f"whole.linear.{name}": f"parts.0.linear.{name}" for name in ("weight", "bias")
     }

@@ -9,18 +9,27 @@ import pytest
 import torch
 from torch import nn
 
-from pipefit.capture import Task
+from pipefit.capture import Task, module_key
 from pipefit.capture.model import capture
 from pipefit.capture.sample import sample
-from pipefit.profiler.fake import cost_key
 
 
 class Own(nn.Module):
-    """A module with a user-defined setting."""
+    """A module with user-defined settings."""
 
-    def __init__(self, setting: object, part: nn.Module | None = None) -> None:
+    def __init__(self, setting: object, part: nn.Module | None = None, *, private: object = None) -> None:
         super().__init__()
-        self.setting, self.part = setting, part
+        self.setting, self.part, self._private = setting, part, private
+
+
+def pair(*, shares: str = "") -> nn.Module:
+    """Return two layers that may share a parameter, a buffer or everything."""
+    parts = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    if shares == "weight":
+        parts[1].weight = parts[0].weight
+    elif shares == "buffer":
+        parts[1].running_mean = parts[0].running_mean
+    return nn.Sequential(parts[0], parts[0] if shares == "everything" else parts[1])
 
 
 def hooked() -> nn.Module:
@@ -38,7 +47,8 @@ ALIKE: list[Callable[[], nn.Module]] = [
     lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)),
     lambda: nn.TransformerEncoderLayer(8, 2, 16),
     lambda: Own((1, [2.0, "three"], None, torch.float16)),
-    lambda: Own(1, nn.Linear(2, 2)),
+    lambda: Own(1, nn.Linear(2, 2), private="two"),
+    lambda: nn.LSTM(4, 4),
 ]
 UNLIKE: list[tuple[nn.Module, nn.Module]] = [
     (nn.Linear(4, 8), nn.Linear(8, 4)),
@@ -56,6 +66,10 @@ UNLIKE: list[tuple[nn.Module, nn.Module]] = [
     (nn.Sequential(nn.ReLU(), nn.Tanh()), nn.Sequential(nn.Tanh(), nn.ReLU())),
     (Own([1]), Own((1,))),
     (Own(1, nn.ReLU()), Own(1)),
+    (Own(1), Own(1.0)),
+    (Own((1,)), Own((True,))),
+    (Own(1, private=2), Own(1, private=3)),
+    *((pair(), pair(shares=shares)) for shares in ("weight", "buffer", "everything")),
 ]
 
 
@@ -63,14 +77,14 @@ UNLIKE: list[tuple[nn.Module, nn.Module]] = [
 def test_layers_built_alike_are_alike(build: Callable[[], nn.Module]) -> None:
     """Layers of one class, settings and shapes have one key, whatever their weights; so does a copy."""
     layer = build()
-    assert cost_key(layer) == cost_key(build()) == cost_key(copy.deepcopy(layer))
-    assert hash(cost_key(layer)) == hash(cost_key(build()))
+    assert module_key(layer) == module_key(build()) == module_key(copy.deepcopy(layer))
+    assert hash(module_key(layer)) == hash(module_key(build()))
 
 
 @pytest.mark.parametrize(("one", "other"), UNLIKE, ids=str)
 def test_layers_that_may_cost_differently_are_not(one: nn.Module, other: nn.Module) -> None:
     """Another shape, dtype, class, setting, mode or part, or a frozen weight, makes another key."""
-    assert cost_key(one) != cost_key(other)
+    assert module_key(one) != module_key(other)
 
 
 @pytest.mark.parametrize(
@@ -79,13 +93,13 @@ def test_layers_that_may_cost_differently_are_not(one: nn.Module, other: nn.Modu
 def test_what_cannot_be_compared_is_like_itself_alone(build: Callable[[], nn.Module]) -> None:
     """A module with hooks, or with a setting other than a plain value, shares its key only with itself."""
     layer, other = build(), build()
-    assert cost_key(layer) == cost_key(layer)
-    assert cost_key(layer) != cost_key(other)
+    assert module_key(layer) == module_key(layer)
+    assert module_key(layer) != module_key(other)
 
 
 def test_one_object_as_a_setting_of_both_is_the_same_setting() -> None:
     """Layers that share an activation function, as torch's encoder layers do, have one key."""
-    assert cost_key(Own(torch.relu)) == cost_key(Own(torch.relu))
+    assert module_key(Own(torch.relu)) == module_key(Own(torch.relu))
 
 
 class Deep(nn.Module):
@@ -114,7 +128,7 @@ def deep(blocks: int) -> Task:
 def test_equal_blocks_of_a_traced_model_are_alike() -> None:
     """Layers of any number of equal blocks have the keys of one block."""
     few, many = (
-        [cost_key(layer.module) for layer in capture(task, *sample(task, 2)).layers]
+        [module_key(layer.module) for layer in capture(task, *sample(task, 2)).layers]
         for task in map(deep, (2, 5))
     )
     assert len(few) < len(many)

@@ -143,19 +143,40 @@ def _held(name: str, tensor: Tensor, *, is_buffer: bool) -> HeldStorage:
 
 # ---- Settings of a module as plain values, which distinguish layers of one class
 #
-# Settings are the public attributes of a module and of its parts (kernel sizes, probabilities, flags,
-# activation functions), with the shapes of its parameters and buffers. The profiler measures layers of equal
-# settings once (`profiler.survey`), and settings are part of a task's fingerprint (`fake_cuda.fingerprint`).
+# Settings are the attributes of a module and of its parts (kernel sizes, probabilities, flags, activation
+# functions), with the shapes of its parameters and buffers. The profiler measures layers of equal settings
+# once (`profiler.survey`), and settings are part of a task's fingerprint (`fake_cuda.fingerprint`).
 
 _PLAIN = (int, float, str, bool, bytes, complex, type(None), type, torch.dtype, torch.device, torch.Size)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_EVERY_MODULE = frozenset(name for name in vars(nn.Module()) if name.startswith("_"))
 
 
-def module_settings(module: nn.Module, other: Callable[[Any], object]) -> object:
+def module_key(module: nn.Module) -> object:
+    """Return a key that is equal for modules that do and cost the same, up to the values of their tensors.
+
+    They have the same class, settings, names of one tensor, and parts for which this holds too. A module with
+    hooks, or with a setting that cannot be compared, differs from all others. Keys are comparable within this
+    process, as long as their modules exist.
+    """
+    settings = module_settings(module, id, lambda value: (type(value), value))  # 1 == True == 1.0
+    return settings, tuple(first for _, _, first in registered_tensors(module))
+
+
+def registered_tensors(module: nn.Module) -> list[tuple[str, Tensor, str]]:
+    """Return every parameter and buffer under every name, with its first name."""
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    first = dict[int, str]()
+    return [(name, tensor, first.setdefault(id(tensor), name)) for name, tensor in named]
+
+
+def module_settings(
+    module: nn.Module, other: Callable[[Any], object], plain: Callable[[Any], object] = lambda value: value
+) -> object:
     """Return the class and the settings of `module` and its parts, as nested tuples.
 
     `other` maps a value that is not plain, such as a function, to its representation; also hooks, and a
-    module that has hooks on itself or on one of its own parameters.
+    module that has hooks on itself or on one of its own parameters. `plain` maps a plain value.
     """
     settings: list[tuple[str, object]] = []
     hooked = [hook for hooks in _HOOKS for hook in getattr(module, hooks).values()]
@@ -167,12 +188,21 @@ def module_settings(module: nn.Module, other: Callable[[Any], object]) -> object
             settings.append((name, tuple((key, layout(tensor)) for key, tensor in value.items())))
         elif name == "_modules":
             parts = (
-                (key, None if part is None else module_settings(part, other)) for key, part in value.items()
+                (key, None if part is None else module_settings(part, other, plain))
+                for key, part in value.items()
             )
             settings.append((name, tuple(parts)))
-        elif not name.startswith("_"):
-            settings.append((name, _setting(value, other)))
+        elif _is_setting(module, name):
+            settings.append((name, _setting(value, other, plain)))
     return type(module), tuple(settings)
+
+
+def _is_setting(module: nn.Module, name: str) -> bool:
+    """Return whether an attribute is a setting; private ones of torch's modules follow from public ones."""
+    if not name.startswith("_"):
+        return True
+    is_private = name in _OF_EVERY_MODULE or name.startswith("_pipefit_")
+    return not is_private and not type(module).__module__.startswith("torch.")
 
 
 def layout(tensor: Tensor | None) -> object:
@@ -182,11 +212,11 @@ def layout(tensor: Tensor | None) -> object:
     )
 
 
-def _setting(value: Any, other: Callable[[Any], object]) -> object:
+def _setting(value: Any, other: Callable[[Any], object], plain: Callable[[Any], object]) -> object:
     if isinstance(value, _PLAIN):
-        return value
+        return plain(value)
     if isinstance(value, (tuple, list)):
-        return type(value), tuple(_setting(item, other) for item in value)
+        return type(value), tuple(_setting(item, other, plain) for item in value)
     return other(value)
 
 

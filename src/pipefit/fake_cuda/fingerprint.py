@@ -27,7 +27,9 @@ from pipefit.capture import (
     Task,
     layout,
     left_as_found,
+    module_key,
     module_settings,
+    registered_tensors,
     wholes,
 )
 from pipefit.errors import PipefitError, UsageError, in_one_line
@@ -57,7 +59,7 @@ def fingerprint(task: Task, chain: Chain) -> Fingerprinted:
     Raises:
         UsageError: the model computes in an unknown precision.
     """
-    known: dict[object, tuple[object, str]] = {}  # by settings, which most layers share with others
+    known: dict[object, tuple[object, str]] = {}  # by key, which most layers share with others
     told = [_told(layer.module, known) for layer in chain.layers]
     layers = [_operations(layer, what) for layer, (what, _) in zip(chain.layers, told, strict=True)]
     optimizer = _optimizer(task)
@@ -125,12 +127,12 @@ def options(values: Mapping[str, Any]) -> tuple[str, ...]:
 def _told(module: nn.Module, known: dict[object, tuple[object, str]]) -> tuple[object, str]:
     """Return the settings of a layer, of a traced one those of its whole modules, and a digest of its tensors.
 
-    `known` has them for layers so far, by their settings.
+    `known` has them for layers so far, by their keys.
     """
     if isinstance(module, GraphLayer):
         parts = tuple(_plain(module_settings(part, _described)) for part in wholes(module))
         return parts, digest(_tensors(module), _DIGITS)
-    key = module_settings(module, id)
+    key = module_key(module)
     if key not in known:
         known[key] = _plain(module_settings(module, _described)), digest(_tensors(module), _DIGITS)
     return known[key]
@@ -157,8 +159,8 @@ def _without_numbers(code: str, taken: list[str]) -> str:
 
 
 def _tensors(module: nn.Module) -> str:
-    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    return repr([(name, _plain(layout(tensor))) for name, tensor in named])
+    every = registered_tensors(module)
+    return repr([(name, _plain(layout(tensor)), *[first][: first != name]) for name, tensor, first in every])
 
 
 def _shared(chain: Chain) -> Iterator[str]:

@@ -27,7 +27,7 @@ from pipefit.capture import (
     Values,
     check_samples,
     left_as_found,
-    module_settings,
+    module_key,
     passed_on,
     refusing,
     shared_storages,
@@ -65,21 +65,6 @@ from pipefit.tensor_parallel import (
     trace_chain,
 )
 from pipefit.texts import counted
-
-# ---- Layers that cost the same, so only one of them is measured
-#
-# Two modules cost the same if they have the same class, the same settings, parameters and buffers of the same
-# shapes and dtypes, and submodules for which this holds too. A module with hooks, or with a setting that
-# cannot be compared, differs from all others.
-
-
-def cost_key(module: nn.Module) -> object:
-    """Return a key that is equal for modules that cost the same on the same inputs.
-
-    Keys are comparable within this process, as long as their modules exist.
-    """
-    return module_settings(module, id)
-
 
 # ---- Values between two layers that share memory, so that an in-place layer would change both
 #
@@ -218,7 +203,7 @@ class Survey:
         layer = replace(layer, packing=self.form.packing, orders=self.form.orders)
         given = tuple((v.shape, v.stride(), v.dtype, v.requires_grad) for v in values)
         shared = tuple(name for name, p in layer.module.named_parameters() if id(p) in self._shared)
-        key = cost_key(layer.module), self.form, is_last, given, self._options(layer), shared
+        key = module_key(layer.module), self.form, is_last, given, self._options(layer), shared
         if key not in self._known:
             self._known[key] = self._measure(self._own(layer), values, shared, is_last=is_last)
         kind, outputs, self.form = self._known[key]

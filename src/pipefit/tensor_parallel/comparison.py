@@ -41,7 +41,7 @@ from pipefit.capture import (
     copied,
     difference,
     largest,
-    module_settings,
+    module_key,
     passed_on,
     put_back,
     recording,
@@ -545,7 +545,7 @@ class _ChainBlocks:
 
     def _key(self, block: range) -> object:
         layers, codes = self.chain.layers, self.divided.stage.codes
-        whole = tuple((module_settings(layers[n].module, id), layers[n].autocast) for n in block)
+        whole = tuple((module_key(layers[n].module), layers[n].autocast) for n in block)
         return whole, tuple(
             repr([(n.op, n.target, n.args, n.kwargs) for n in codes[k].graph.nodes]) for k in block
         )

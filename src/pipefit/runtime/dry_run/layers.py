@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipefit.capture import Chain, ChainLayer, Task, constants, module_settings, storage_key
+from pipefit.capture import Chain, ChainLayer, Task, constants, module_key, storage_key
 from pipefit.capture.parameter_groups import parameter_groups
 from pipefit.fake_cuda.fingerprint import options
 from pipefit.measure import SCALAR_BYTES, Kernels, Meter, Tracked
@@ -313,7 +313,7 @@ def _keys(task: Task, plan: Plan, chain: Chain, movers: frozenset[int]) -> list[
         else (
             tuple(measurement.layers[number] for measurement in plan.profile.measurements),
             common[number],
-            module_settings(layer.module, id),
+            module_key(layer.module),
             _groups(task, layer),
         )
         for number, layer in enumerate(chain.layers)
