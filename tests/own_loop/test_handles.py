@@ -240,11 +240,100 @@ def test_a_forward_that_changes_something_is_not_repeated(change: Callable[[Any]
     assert own.tensor[0].item() == 0
 
 
+class Scaled(nn.Module):
+    """A layer that depends on a number of its class, or of its own; on a buffer, and on its mode."""
+
+    factor, calls = 1.0, 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(32, 64), nn.Dropout(0.5)
+        self.register_buffer("shift", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x * self.factor + self.shift).sin().cos()
+        return self.drop(y)[:, :32]
+
+
+class Counted(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Counted.calls += 1
+        return super().forward(x * Counted.calls)
+
+
+def change_numbers(module: Any) -> None:
+    for one in module:
+        one.factor += 0.5
+        one.drop.p *= 0.5
+    module.eval()
+
+
+def change_buffers(module: Any) -> None:
+    for one in module:
+        one.shift += 1
+
+
+def replace_buffers(module: Any) -> None:
+    for one in module:
+        one.shift = one.shift + 1
+
+
+def gradient_with(change: Callable[[Any], Any], plan: LoopPlan | None) -> tuple[torch.Tensor, Any]:
+    """Return a gradient of which `change` runs between forward and backward, and the module."""
+    torch.manual_seed(0)
+    module = nn.Sequential(Scaled(), Scaled())
+    if plan is not None:
+        apply(module, plan=plan)
+    loss = module(torch.ones(4, 32)).square().sum()
+    change(module)
+    loss.backward()
+    return module[0].linear.weight.grad, module
+
+
+def test_a_recomputation_has_the_numbers_of_its_forward() -> None:
+    """A recomputation has the numbers and modes of its forward; the loop keeps those that it has set."""
+    plain, _ = gradient_with(change_numbers, None)
+    planned, module = gradient_with(change_numbers, plan_of(**{"0": "recompute", "1": "recompute"}))
+    assert torch.equal(plain, planned)
+    assert not module[0].training
+    assert (module[0].factor, module[0].drop.p) == (1.5, 0.25)
+
+
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("change", [change_buffers, replace_buffers])
+def test_a_buffer_that_changes_is_not_recomputed_with(change: Callable[[Any], Any]) -> None:
+    """A buffer that the loop changes before a backward is an error; a plan that sees the change avoids it."""
+    with pytest.raises(
+        RuntimeError, match="buffer shift of 1 was modified by an inplace operation, or replaced"
+    ):
+        gradient_with(change, plan_of(**{"0": "recompute", "1": "recompute"}))
+    module = nn.Sequential(Scaled(), Scaled())
+
+    def step(batch: torch.Tensor) -> None:
+        loss = module(batch).square().sum()
+        change(module)
+        loss.backward()
+
+    plan = apply(module, budget=10**9, batch=torch.ones(4, 32), step=step).plan
+    assert dict(plan.refused)["0"] == "its buffer shift is changed before its backward"
+
+
+def test_a_dry_run_leaves_classes_as_they_were() -> None:
+    """A dry run puts back the counters and lists of classes."""
+    module = nn.Sequential(Counted(), Stateful(lambda m: m.box.append(1) or len(m.box)))
+    before = list(Stateful.box)
+    apply(module, budget=10**9, batch=vectors(), optimizer=torch.optim.SGD, loss=mean_square)
+    assert (Counted.calls, Stateful.box) == (0, before)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    "drawn", [torch.rand, lambda size: torch.rand(size).item()], ids=["tensor", "number"]
+)
 @pytest.mark.parametrize(
     "first", [nn.Linear(32, 32), nn.Identity()], ids=["dropped", "fails if all are dropped"]
 )
-def test_layers_that_a_draw_may_drop_are_counted(first: nn.Module) -> None:
+def test_layers_that_a_draw_may_drop_are_counted(first: nn.Module, drawn: Callable[[Any], Any]) -> None:
     """A condition on an unknown value is counted as true and as false: the higher peak is certified."""
 
     class Dropping(nn.Module):
@@ -253,7 +342,7 @@ def test_layers_that_a_draw_may_drop_are_counted(first: nn.Module) -> None:
             self.linear, self.drops = nn.Linear(32, 32), drops
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x if self.drops and torch.rand(()) < 0.5 else self.linear(x).sin()
+            return self.linear(x).sin() if not self.drops or drawn(()) < 0.5 else x
 
     peaks = []
     for drops in (False, True):

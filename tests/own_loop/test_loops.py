@@ -91,7 +91,26 @@ def adversarial() -> Made:
     return module, (of_g, of_d), step, vectors
 
 
-LOOPS = {make.__name__: make for make in (accumulated, autocast, scaled, adversarial)}
+def in_backward() -> Made:
+    """The optimizer of a parameter steps as soon as its gradient is there."""
+    module = mlp()
+    optimizers = {p: torch.optim.Adam([p]) for p in module.parameters()}
+
+    def update(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in module.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        parameter.register_post_accumulate_grad_hook(update)
+
+    def step(batch: Any) -> None:
+        nn.functional.mse_loss(module(batch[0]), batch[1]).backward()
+
+    return module, tuple(optimizers.values()), step, vectors
+
+
+LOOPS = {make.__name__: make for make in (accumulated, autocast, scaled, adversarial, in_backward)}
 
 
 def trained(name: str, budget: int | None) -> tuple[list[int], dict[str, Tensor], Any]:

@@ -28,7 +28,7 @@ aten = torch.ops.aten
 class NumberReads:
     """Counters of a layer over all of its runs.
 
-    `count` numbers have been read, `conditions` of them are true or false, `most` may be read, and `assumed`
+    `count` numbers have been read, `conditions` of them may decide what runs, `most` may be read, and `assumed`
     results have been assumed, numbers included.
     """
 
@@ -109,7 +109,7 @@ def updating(number: int = NUMBERS[0]) -> AbstractContextManager[None]:
 
 
 def otherwise() -> AbstractContextManager[None]:
-    """Assume the opposite in the body: no condition holds, masks select half, and numbers are 2."""
+    """Assume the opposite in the body: no condition holds, masks select half, and numbers are 2 or hardly 0."""
     return _set(_otherwise, True)
 
 
@@ -127,9 +127,13 @@ def _number(tensor: Tensor) -> bool | int | float:
     numbers = _reading.get()
     if numbers is not None:
         numbers.count += 1
-        numbers.conditions += tensor.dtype is torch.bool and _updating.get() is None
+        numbers.conditions += (
+            tensor.dtype is torch.bool or tensor.is_floating_point()
+        ) and _updating.get() is None
         if numbers.count > numbers.most:
             raise RuntimeError("numbers are read from tensors endlessly if every condition is true")
+    if tensor.is_floating_point() and _otherwise.get() and _updating.get() is None:
+        return 2.0**-24  # below every probability, so `item() < p` holds here alone
     result = _updating.get() or (2 if _otherwise.get() else 1)
     return (
         result % 2 == 1

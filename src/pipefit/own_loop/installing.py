@@ -7,7 +7,7 @@ or a pickle of the module gets the plain `forward` of its class, so files do not
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -84,41 +84,52 @@ class PlannedForward:
 
 class _Again:
     """The context of every second forward of a call: the module has copies of the buffers that its forward
-    writes, as they were before the first one.
+    writes, and its mode and numbers, as they were before the first one.
 
     Raises:
-        RuntimeError: a parameter has changed since the first forward, or the forward writes a buffer that it did
-            not write when it was planned.
+        RuntimeError: a parameter or another buffer has changed since the first forward, or the forward writes a
+            buffer that it did not write when it was planned.
     """
 
     def __init__(self, module: nn.Module, decision: LoopDecision) -> None:
         self._module, self._name = module, decision.name
         self._before = {name: module.get_buffer(name).clone() for name in decision.buffers}
-        self._versions = [(name, p, p._version) for name, p in module.named_parameters()]
-        self._present: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
-        self._others: list[tuple[str, Tensor, int]] = []
+        self._parameters = _versions(module.named_parameters())
+        self._buffers = self._other_buffers()
+        self._numbers = [(vars(part), _numbers(vars(part))) for part in module.modules()]
+        self._present: list[tuple[dict[str, Any], str, Any]] = []
+        self._others: list[Version] = []
+
+    def _other_buffers(self) -> list[Version]:
+        """Return the buffers that have no copies."""
+        return [one for one in _versions(self._module.named_buffers()) if one[0] not in self._before]
 
     def __enter__(self) -> None:
-        for name, parameter, version in self._versions:
-            if parameter._version != version:
-                raise RuntimeError(
-                    f"parameter {name} of {self._name} was modified by an inplace operation between the forward "
-                    "and the backward of a call"
-                )
-        self._others = [
-            (name, buffer, buffer._version)
-            for name, buffer in self._module.named_buffers()
-            if name not in self._before
-        ]
+        self._others = self._other_buffers()
+        here = {id(buffer) for _, buffer, _ in self._others}
+        changed = [one for one in (*self._parameters, *self._buffers) if one[1]._version != one[2]]
+        changed += [one for one in self._buffers if id(one[1]) not in here]
+        for name, tensor, _ in changed:
+            raise RuntimeError(
+                f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {name} of {self._name} was modified "
+                "by an inplace operation, or replaced, between the forward and the backward of a call"
+            )
+        for attributes, numbers in self._numbers:
+            for own in {**numbers, **_numbers(attributes)}:
+                self._put(attributes, own, numbers.get(own, _ABSENT))
         for name, value in self._before.items():
             parent, _, own = name.rpartition(".")
             buffers = self._module.get_submodule(parent)._buffers
-            self._present.append((buffers, own, buffers[own]))
-            buffers[own] = value.clone()
+            self._put(buffers, own, value.clone())
+
+    def _put(self, table: dict[str, Any], name: str, value: Any) -> None:
+        """Give an entry of a table another value until the end."""
+        self._present.append((table, name, table.get(name, _ABSENT)))
+        _set(table, name, value)
 
     def __exit__(self, *_: object) -> None:
-        for buffers, own, value in self._present:
-            buffers[own] = value
+        for table, name, value in self._present:
+            _set(table, name, value)
         self._present.clear()
         others, self._others = self._others, []
         for name, buffer, version in others:
@@ -127,6 +138,29 @@ class _Again:
                     f"{self._name} has written its buffer {name} in a recomputation, but did not when it was "
                     "planned: plan again with a batch that makes it do so"
                 )
+
+
+Version = tuple[str, Tensor, int]  # a tensor's name, itself, and how often it was written
+
+
+def _versions(named: Iterable[tuple[str, Tensor]]) -> list[Version]:
+    return [(name, tensor, tensor._version) for name, tensor in named]
+
+
+def _numbers(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers and words among the attributes of a module, its mode included."""
+    return {name: value for name, value in attributes.items() if isinstance(value, (int, float, str))}
+
+
+_ABSENT = object()
+
+
+def _set(table: dict[str, Any], name: str, value: Any) -> None:
+    """Set an entry of a table, or take it out."""
+    if value is _ABSENT:
+        table.pop(name, None)
+    else:
+        table[name] = value
 
 
 def install(module: nn.Module, decisions: Sequence[LoopDecision], host: HostTensors) -> list[PlannedForward]:

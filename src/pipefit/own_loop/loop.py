@@ -86,6 +86,10 @@ class FakeCopies:
                 )
             if isinstance(real, nn.Parameter):
                 tensor = nn.Parameter(tensor, requires_grad=real.requires_grad)
+                for hook in _hooks(real, "_backward_hooks"):
+                    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+                for hook in _hooks(real, "_post_accumulate_grad_hooks"):
+                    tensor.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             else:
                 tensor.requires_grad_(real.requires_grad and real.is_leaf)
                 self._values.know(tensor, real)
@@ -205,6 +209,34 @@ def _replaced(objects: Sequence[Any], variables: Sequence[UsedVariable], stand: 
             hooks_of_one.update(entries)
 
 
+@contextmanager
+def _copied_classes(objects: Sequence[Any], stand: FakeCopies) -> Iterator[None]:
+    """Give classes of modules, other than torch's, copies of their containers in the body; put back what it
+    sets.
+    """
+    every = (base for one in objects if isinstance(one, nn.Module) for base in type(one).__mro__)
+    own = {base for base in every if base.__module__.partition(".")[0] not in ("torch", "builtins")}
+    attributes = {base: dict(vars(base)) for base in own}
+    try:
+        for base, before in attributes.items():
+            for name, value in before.items():
+                if isinstance(value, (list, dict)) and not name.startswith("__"):
+                    setattr(base, name, stand.value(value))
+        yield
+    finally:
+        for base, before in attributes.items():
+            for name in vars(base).keys() - before.keys():
+                delattr(base, name)
+            for name, value in before.items():
+                if vars(base).get(name) is not value:
+                    setattr(base, name, value)
+
+
+def _hooks(one: Any, *kinds: str) -> list[Any]:
+    """Return the hooks of a parameter or module."""
+    return [hook for kind in kinds for hook in (getattr(one, kind, None) or {}).values()]
+
+
 def _is_hooks(value: Any) -> bool:
     return isinstance(value, OrderedDict)
 
@@ -238,7 +270,7 @@ class Loop:
 
     def _objects(self) -> list[Any]:
         """Return every object whose tensors are replaced in a dry run."""
-        reached = [one for function in (self.loss, self.step) for one in _reached(function)]
+        reached = [one for function in (self.loss, self.step, *self._hooks()) for one in _reached(function)]
         given = [self.module, *self.optimizers, *self.state, self.loss, self.step, *reached]
         modules = {id(m): m for one in given if isinstance(one, nn.Module) for m in one.modules()}
         given += [one for module in modules.values() for one in sharding_of(module)]
@@ -246,9 +278,24 @@ class Loop:
         others = {id(one): one for one in given if _has_attributes(one) and id(one) not in modules}
         return [*modules.values(), *others.values()]
 
+    def _hooks(self) -> list[Any]:
+        """Return the hooks of parameters and submodules, which run in the loop."""
+        parameters = [
+            hook
+            for one in self.module.parameters()
+            for hook in _hooks(one, "_backward_hooks", "_post_accumulate_grad_hooks")
+        ]
+        kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+        return [*parameters, *(hook for one in self.module.modules() for hook in _hooks(one, *kinds))]
+
     def _functions(self) -> list[Any]:
-        """Return loss, step, and the forward of each submodule."""
-        return [self.loss, self.step, *(module.forward for module in self.module.modules())]
+        """Return loss, step, the forward of each submodule, and hooks."""
+        return [
+            self.loss,
+            self.step,
+            *(module.forward for module in self.module.modules()),
+            *self._hooks(),
+        ]
 
     def _variables(self) -> list[UsedVariable]:
         """Return the variables of the loop's functions that hold tensors, numbers or containers of them."""
@@ -285,6 +332,7 @@ class Loop:
                 eager_branches(),
                 torch.enable_grad(),
                 _replaced(objects, self._variables(), stand),
+                _copied_classes(objects, stand),
                 shards_alone(objects, meter.resized) if sharded else nullcontext(),
                 counted_states(meter),
                 always_stepping(),

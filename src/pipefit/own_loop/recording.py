@@ -73,6 +73,7 @@ class ModuleCall:
     done: int = 0
     refusal: str = ""  # why it cannot run a second time
     buffers: tuple[tuple[str, int], ...] = ()  # written buffers, and their bytes
+    reads: tuple[tuple[str, int], ...] = ()  # other buffers, and their storages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,6 +323,11 @@ class _Recorder(PassMeter):  # type: ignore[no-untyped-call]
         call.buffers = tuple(
             (name, self.lives[n].nbytes) for name, n in registered.items() if n in written and name in buffers
         )
+        call.reads = tuple(
+            (name, n)
+            for name, n in registered.items()
+            if n is not None and n not in written and name in buffers
+        )
         for name, number in registered.items():
             if number in written and name not in buffers:
                 call.refusal = call.refusal or f"its forward changes its parameter {name}"
@@ -336,6 +342,10 @@ class _Recorder(PassMeter):  # type: ignore[no-untyped-call]
             for number in call.args:
                 if any(call.enter <= at < until for at in self.lives[number].writes):
                     call.refusal = call.refusal or "its input is changed in place before its backward"
+            for name, number in call.reads:
+                own = self.lives[number]
+                if own.died < until or any(call.exit <= at < until for at in own.writes):
+                    call.refusal = call.refusal or f"its buffer {name} is changed before its backward"
         return self.calls
 
 
