@@ -26,7 +26,7 @@ from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
 from pipefit.simulator.assembled import assembled
 from support.microbatch_size_profiles import sized, written
-from support.synthetic_models import AMPLE, devices, keeping, plain, skewed
+from support.synthetic_models import AMPLE, devices, hostile, keeping, plain, skewed
 
 HOW = Training(batch_size=12, microbatches=3)
 SCHEDULES = "1f1b", "eager-1f1b"
@@ -195,3 +195,15 @@ def test_where_simulations_take_long_plans_that_are_estimated_to_be_slower_are_n
     monkeypatch.setattr(searching, "_PASSES", 2)
     assert found() == found(below=estimated) == found(most, estimated * 1.01) == best
     assert found(most, estimated) is None
+
+
+def test_the_only_plan_that_is_known_may_be_of_single_devices() -> None:
+    """The search of other arrangements begins with those like it, which have no grids."""
+    profile, bare = sized(hostile(Random(0), 7), 4, 2, 1), devices(489, 652, 693)
+    links = tuple(Link(members=(Member.device(n), Member.host(0)), bytes_per_second=1e6) for n in range(3))
+    cluster = replace(bare, links=links, hosts=(Host(memory_bytes=1 << 40),))
+    made = plan(profile, cluster, batch_size=16, microbatches=4, schedule="pipedream-2bw")
+    assert made.prediction and made.prediction.peak_bytes == Simulation(made).peak_bytes
+    assert all(
+        peak <= budget for peak, budget in zip(made.prediction.peak_bytes, cluster.budgets, strict=True)
+    )

@@ -439,7 +439,7 @@ class Trials:
     def _like_mixed(self) -> Iterator[Arrangement]:
         """Arrangements that are most similar to the fastest plans of any degrees."""
         for one in sorted(self.mixed, key=lambda one: one.seconds):
-            grid, how, stages = one.split.grids[0], one.question.training, len(one.split.devices)
+            grid, how, stages = one.split.grid(0), one.question.training, len(one.split.devices)
             yield Arrangement(how.schedule, stages, how.microbatch_size, Degree.of(grid))
 
     @property
