@@ -49,6 +49,7 @@ from pipefit.torch_internals.patches import always_stepping, eager_branches
 # ---- Fake tensors in place of real ones
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+_CACHED = type(functools.cache(len))
 
 
 class FakeCopies:
@@ -130,18 +131,21 @@ class FakeCopies:
         return [tensor for one in alive if (tensor := one()) is not None]
 
     def value(self, value: Any) -> Any:
-        """Return a copy of a value of plain containers with fake tensors; other objects are returned as they
-        are.
+        """Return a copy of a value of plain containers with fake tensors, and an empty cache for one of a
+        function; other objects are returned as they are.
         """
         if isinstance(value, Tensor):
             return self.tensor(value)
         if isinstance(value, ref):
             target = value()
             return ref(self.tensor(target)) if isinstance(target, Tensor) else value
-        if type(value) not in (list, tuple, dict, defaultdict, OrderedDict):
+        if type(value) not in (list, tuple, dict, defaultdict, OrderedDict, _CACHED):
             return value
         if id(value) in self._containers:
             return self._containers[id(value)][1]
+        if isinstance(value, _CACHED):  # its results stay, and the dry run has others
+            again = functools.lru_cache(**value.cache_parameters())(value.__wrapped__)
+            return self._containers.setdefault(id(value), (value, again))[1]
         if isinstance(value, tuple):
             made: Any = tuple(self.value(item) for item in value)
             return made if any(a is not b for a, b in zip(made, value, strict=True)) else value
@@ -220,7 +224,7 @@ def _copied_classes(objects: Sequence[Any], stand: FakeCopies) -> Iterator[None]
     try:
         for base, before in attributes.items():
             for name, value in before.items():
-                if isinstance(value, (list, dict)) and not name.startswith("__"):
+                if isinstance(value, (list, dict, _CACHED)) and not name.startswith("__"):
                     setattr(base, name, stand.value(value))
         yield
     finally:
@@ -300,7 +304,7 @@ class Loop:
     def _variables(self) -> list[UsedVariable]:
         """Return the variables of the loop's functions that hold tensors, numbers or containers of them."""
         every = [one for function in self._functions() for one in variables_of(function)]
-        plain = (Tensor, list, tuple, dict, int, float)
+        plain = (Tensor, list, tuple, dict, int, float, _CACHED)
         return [one for one in every if isinstance(one.value, plain) and not one.name.startswith("__")]
 
     def _generators(self, objects: Sequence[Any]) -> list[Any]:
