@@ -69,6 +69,7 @@ from pipefit.schema.program import Program
 from pipefit.tensor_parallel import ShardedChain
 from pipefit.texts import counted, first_of
 from pipefit.torch_internals import pytree
+from pipefit.torch_internals.patches import without_gpus
 
 STEPS = 2
 _EXACT = 1e-4  # of an update: the tolerated difference between two ways to train
@@ -149,7 +150,7 @@ def compare_plan(
     if is_endless(plan):
         raise NotComparable(f"schedule {plan.training.schedule} uses older weights than a plain loop")
     steps = _steps(batches, plan.training.microbatch_size, microbatches)
-    with put_back(), recording("comparing numbers"), casting_for(plan.cluster.target):
+    with put_back(), recording("comparing numbers"), casting_for(plan.cluster.target), without_gpus():
         net = _PlanComparison(whole, plan, chain, steps, held)
         try:
             with tensors_put_back(net.module):
