@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import inspect
 import io
 import pickle
 import random
 import types
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -108,13 +111,29 @@ def test_copies_and_files_are_plain() -> None:
     assert b"pipefit" not in file.getvalue()
     file.seek(0)
     x = torch.randn(3, 32)
-    copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module)), torch.load(file, weights_only=False)]
-    for one in copies:
+    copied, read = copy.deepcopy(module), torch.load(file, weights_only=False)
+    pickled = [pickle.loads(pickle.dumps(one)) for one in (module, copied)]
+    assert inspect.signature(copied[0].forward) == inspect.signature(mlp()[0].forward)
+    for one in (copied, read, *pickled, copy.deepcopy(copied)):
         with torch.no_grad():
             for parameter in one.parameters():
                 parameter.zero_()
         assert torch.equal(one(x), torch.zeros(3, 32))
     assert not torch.equal(module(x), torch.zeros(3, 32))
+
+
+def test_a_copy_is_freed_with_its_last_reference() -> None:
+    """As without a plan: a loop that copies its model in every step holds no second copy."""
+    module = mlp()
+    apply(module, plan=plan_of(**{"0": "recompute", "1": "offload"}))
+    gc.disable()
+    try:
+        copies = [copy.deepcopy(module), copy.deepcopy(copy.deepcopy(module))]
+        parts = [weakref.ref(part) for one in copies for part in one.modules()]
+        del copies
+        assert [part() for part in parts] == [None] * len(parts)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("technique", ["recompute", "offload"])

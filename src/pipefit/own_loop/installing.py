@@ -6,7 +6,10 @@ or a pickle of the module gets the plain `forward` of its class, so files do not
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -80,6 +83,37 @@ class PlannedForward:
         if self.before is not None:
             return functools.partial, (self.before,)
         return getattr, (self.module, FORWARD)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self.before is not None:
+            return functools.partial(copy.deepcopy(self.before, memo))
+        return _PlainForward(copy.deepcopy(self.module, memo))
+
+
+class _PlainForward:
+    """The `forward` of a copy's class. It does not hold the copy, which would live until garbage is collected."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._reference = weakref.ref(module)
+
+    @property
+    def _module(self) -> nn.Module:
+        module = self._reference()
+        assert module is not None  # it holds this
+        return module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self._module).forward(self._module, *args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(functools.partial(type(self._module).forward, self._module))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, FORWARD)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _PlainForward:
+        return _PlainForward(copy.deepcopy(self._module, memo))
 
 
 class _Again:

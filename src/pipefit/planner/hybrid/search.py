@@ -349,8 +349,9 @@ class HybridSearch:
         """
         few = self.programme(lambda left, choice: self._within(left, choice, level, at_most), most=_FEW)
         slowest = min((few.values[count - 1] for count in self.counts if count <= _FEW), default=_INFINITE)
-        slowest = min(slowest * _ROUNDING, at_most)
-        programme = self.programme(lambda left, choice: self._within(left, choice, level, slowest))
+        slowest, programme = min(slowest * _ROUNDING, at_most), few
+        if most != 1 or self.counts[-1] > _FEW:
+            programme = self.programme(lambda left, choice: self._within(left, choice, level, slowest))
         values = {count: programme.values[count - 1] for count in self.counts}
         result = sorted((value, count) for count, value in values.items() if value < _INFINITE)
         return [self._made(programme.best(count), value, level) for value, count in result[:most]]
