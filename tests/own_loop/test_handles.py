@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from pipefit import load, save
 from pipefit.errors import InfeasibleError, UsageError
@@ -504,6 +505,12 @@ def test_impossible_requests() -> None:
     with pytest.raises(UsageError, match="has a plan already"):
         apply(module, plan=plan_of(**{"0": "recompute"}))
     searching = torch.optim.LBFGS(mlp().parameters())
+    packed = mlp()
+    packed.register_forward_pre_hook(
+        lambda part, given: pack_padded_sequence(given[0][:, None], given[0].argmax(1), batch_first=True).data
+    )
+    with pytest.raises(UsageError, match=r"shape of a tensor depends on values.*pad it"):
+        apply(packed, budget="1GiB", batch=vectors(), loss=lambda output, _: output.sum())
     with pytest.raises(UsageError, match="LBFGS chooses by values how often it calls its closure"):
         apply(
             mlp(),

@@ -29,6 +29,7 @@ from pipefit.schema.loop_plan import LoopDecision, LoopPlan
 from pipefit.schema.presets import machine_names
 from pipefit.schema.profile import Target
 from pipefit.texts import counted, kind_of
+from pipefit.torch_internals.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
 from pipefit.units import format_bytes, parse_bytes
 
 # ---- The peaks of a loop under decisions, by a dry run of exactly this loop
@@ -259,6 +260,16 @@ def planned(loop: Loop, budget_bytes: int, site: LoopDevice) -> LoopPlan:
     return result
 
 
+_BY_VALUE = (
+    "the shape of a tensor depends on values, such as the lengths of packed sequences, so its bytes are unknown "
+    "before it runs: pad it to a fixed length"
+)
+_UNKNOWN = (
+    "if it trains without pipefit, pass every object with tensors that it uses besides module and optimizer as "
+    "state="
+)
+
+
 def _recorded(loop: Loop, site: LoopDevice, kernels: Kernels | None) -> list[tuple[Loop, LoopRecording]]:
     """Return the recording of the loop; if conditions on unknown values decide what runs, also of the loop with
     all of them false. One of the two may fail.
@@ -277,9 +288,9 @@ def _recorded(loop: Loop, site: LoopDevice, kernels: Kernels | None) -> list[tup
             except Exception as error:  # noqa: BLE001 - raised below if no run succeeds
                 failed = failed or error
     if failed is not None and not result:
+        by_value = isinstance(failed, (DataDependentOutputException, DynamicOutputShapeException))
         raise UsageError(
-            f"the loop fails over fake tensors ({in_one_line(failed)}): if it trains without pipefit, pass every "
-            "object with tensors that it uses besides module and optimizer as state="
+            f"the loop fails over fake tensors ({in_one_line(failed)}): {_BY_VALUE if by_value else _UNKNOWN}"
         ) from failed
     return result
 
