@@ -553,6 +553,20 @@ def test_variables_of_a_step() -> None:
     assert peak() - few == 1000 * 32 * 4
 
 
+@pytest.mark.parametrize("draws", [False, True])
+def test_draws_outside_torch_are_named(draws: bool) -> None:
+    """A forward that skips layers by a number of Python's says that peaks are those of some draws."""
+    module = mlp()
+
+    def draw(*_: object) -> None:
+        if draws:
+            random.random()
+
+    module.register_forward_pre_hook(draw)
+    handle = apply(module, budget="1GiB", batch=vectors(), loss=mean_square)
+    assert ("draws from the generators of Python or NumPy" in handle.plan.gap) == draws
+
+
 class Own:
     """A trainer of the user's: a step with options of its own."""
 

@@ -119,25 +119,29 @@ def record(loop: Loop, target: Any, kernels: Kernels | None, kind: DeviceKind) -
         seconds=np.array(plain.seconds),
         ends=tuple(plain.ends),
         state_bytes=torch.get_rng_state().nbytes if counts else 0,
-        gap=_gap((*measured, *plain.assumed)),
+        gap=_gap((*measured, *plain.assumed), draws=plain.draws),
         has_conditions=plain.has_conditions,
     )
 
 
-def _gap(kernels: Sequence[Kernel]) -> str:
+_READS = (
+    "the loop reads numbers from tensors, as item() does: peaks are the higher ones of runs with every condition on "
+    "them true and with every one false"
+)
+_DRAWS = "the loop draws from the generators of Python or NumPy: peaks are those of the draws of the dry run"
+
+
+def _gap(kernels: Sequence[Kernel], *, draws: bool) -> str:
     """Return what peaks assume, as a phrase; reading a number takes no memory, but conditions on it may."""
     others = tuple(kernel for kernel in kernels if kernel not in READINGS)
-    if (gap := KernelMemory(kernels=others).gap) or len(others) == len(kernels):
-        return gap
-    return (
-        "the loop reads numbers from tensors, as item() does: peaks are the higher ones of runs with every condition "
-        "on them true and with every one false"
-    )
+    reads = _READS if len(others) < len(kernels) else ""
+    return "; ".join(filter(None, (KernelMemory(kernels=others).gap or reads, _DRAWS * draws)))
 
 
 def _run(loop: Loop, target: Any, kernels: Kernels | None, kind: DeviceKind, *, saves: bool) -> _Recorder:
     fake = FakeTarget(target)
     recorder = _Recorder(kernels, fake.device, kind)
+    generators = pickle.dumps(GLOBAL_GENERATORS)
     with reading(NumberReads()) as numbers, loop.over_fakes(fake, recorder) as run:
         recorder.mark_lasting()
         with (
@@ -147,6 +151,7 @@ def _run(loop: Loop, target: Any, kernels: Kernels | None, kind: DeviceKind, *, 
             for _ in run(STEPS):
                 recorder.ends.append(recorder.now)
             recorder.close()
+            recorder.draws = pickle.dumps(GLOBAL_GENERATORS) != generators
     recorder.assumed, recorder.has_conditions = fake.unknown.kernels, numbers.conditions > 0
     return recorder
 
@@ -182,7 +187,7 @@ class _Recorder(PassMeter):  # type: ignore[no-untyped-call]
         self._saved_in: dict[int, int] = {}  # open call -> saved tensors so far
         self._writes: list[tuple[int, int]] = []  # operation, storage
         self.assumed: tuple[Kernel, ...] = ()  # operations whose results depend on values
-        self.has_conditions = False
+        self.has_conditions = self.draws = False
         self._closed = False
         self._silent = False  # operations of the recorder itself
 
