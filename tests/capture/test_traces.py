@@ -122,6 +122,26 @@ def test_functions_that_hold_the_module_reach_the_copy_that_is_traced(
     assert not getattr(module, "kept", None) and not getattr(module, "seen", None)
 
 
+@pytest.mark.parametrize("held", [lambda table: table, lambda table: [table]])
+def test_an_attribute_may_hold_a_registered_buffer(held: Callable[[torch.Tensor], object]) -> None:
+    """A traced model trains as in a plain loop if its forward reaches a buffer by a plain attribute too."""
+
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.linspace(0, 1, untraceable_models.WIDTH))
+            self.held = held(self.table)
+            self.body = nn.Linear(untraceable_models.WIDTH, untraceable_models.WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            table = self.held[0] if isinstance(self.held, list) else self.held
+            shifted: torch.Tensor = self.body(x + table)
+            return shifted
+
+    torch.manual_seed(3)
+    assert same_as_plain(task_of(Holding()))  # type: ignore[arg-type]
+
+
 def same_as_plain(task: Task) -> bool:
     """Return whether two steps equal those of a plain loop, which shares no code with pipefit."""
     plan = plan_of(task, [len(profile(task, microbatch_size=2).layers)])

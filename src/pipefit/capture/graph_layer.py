@@ -126,7 +126,10 @@ class Binding:
             return self.tensors[name]
         owner, _, attribute = name.rpartition(".")
         result = getattr(self._part(owner), attribute, None)
-        result = result if isinstance(result, Tensor) else self.constants[name]
+        if not isinstance(result, Tensor):
+            result = self.constants[name]
+            if id(result) in self.aliases:
+                return result
         if id(result) not in self._of_constants:
             self._of_constants[id(result)] = self._constant(result)
         return self._of_constants[id(result)]
