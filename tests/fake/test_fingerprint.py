@@ -63,7 +63,7 @@ class Own(nn.Module):
 
     def __init__(self, setting: object = None) -> None:
         super().__init__()
-        self.setting = self._setting = setting
+        self.setting = setting
 
     def forward(self, x: Tensor) -> Tensor:
         return x * 2
@@ -344,13 +344,6 @@ def paired(*, shares: bool) -> nn.Module:
     return nn.Sequential(made)
 
 
-def private(number: float) -> nn.Module:
-    """Return layers whose second one has a private number."""
-    own = Own(), Own()
-    own[0]._setting, own[1]._setting = 1, number
-    return nn.Sequential(*own, *layers())
-
-
 def no_decay(name: str, parameter: nn.Parameter) -> dict[str, float]:
     return {"weight_decay": 0.0} if name.endswith("bias") else {}
 
@@ -366,8 +359,6 @@ OTHERS: list[tuple[Task, Task, str]] = [
     (replace(BASE, module=tied), replace(BASE, module=untied), r"shared parameters 0\.weight = 2\.weight, not none"),
     (replace(BASE, module=partial(paired, shares=True)), replace(BASE, module=partial(paired, shares=False)),
      "other parameters or buffers in layer 0"),
-    *((replace(BASE, module=partial(private, 1)), replace(BASE, module=partial(private, number)),
-       "other settings or other operations in layer 1") for number in (2, 1.0)),
     (TRACED, replace(TRACED, module=partial(Heads, rate=0.0)), "(other operations in layer|4 layers, not 3)"),
     (TRACED, replace(TRACED, batch=partial(batch, inputs=(5, 8), outputs=(5, 4))),
      r"inputs of float32 \(n, 6, 8\), not float32 \(n, 5, 8\); targets of float32 \(n, 6, 4\), not float32 \(n, 5"),

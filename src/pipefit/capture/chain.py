@@ -159,8 +159,13 @@ def module_key(module: nn.Module) -> object:
     hooks, or with a setting that cannot be compared, differs from all others. Keys are comparable within this
     process, as long as their modules exist.
     """
-    settings = module_settings(module, id, lambda value: (type(value), value))  # 1 == True == 1.0
+    settings = module_settings(module, id, _typed, private=True)
     return settings, tuple(first for _, _, first in registered_tensors(module))
+
+
+def _typed(value: Any) -> object:
+    """Return a plain value with its type, since 1 == True == 1.0."""
+    return type(value), value
 
 
 def registered_tensors(module: nn.Module) -> list[tuple[str, Tensor, str]]:
@@ -171,9 +176,16 @@ def registered_tensors(module: nn.Module) -> list[tuple[str, Tensor, str]]:
 
 
 def module_settings(
-    module: nn.Module, other: Callable[[Any], object], plain: Callable[[Any], object] = lambda value: value
+    module: nn.Module,
+    other: Callable[[Any], object],
+    plain: Callable[[Any], object] = lambda value: value,
+    *,
+    private: bool = False,
 ) -> object:
     """Return the class and the settings of `module` and its parts, as nested tuples.
+
+    With `private`, attributes that begin with an underscore count too. They may change between processes and
+    calls, as counters and open files do, so they do not tell tasks apart.
 
     `other` maps a value that is not plain, such as a function, to its representation; also hooks, and a
     module that has hooks on itself or on one of its own parameters. `plain` maps a plain value.
@@ -188,21 +200,19 @@ def module_settings(
             settings.append((name, tuple((key, layout(tensor)) for key, tensor in value.items())))
         elif name == "_modules":
             parts = (
-                (key, None if part is None else module_settings(part, other, plain))
+                (key, None if part is None else module_settings(part, other, plain, private=private))
                 for key, part in value.items()
             )
             settings.append((name, tuple(parts)))
-        elif _is_setting(module, name):
+        elif not name.startswith("_") or (private and _is_private_setting(module, name)):
             settings.append((name, _setting(value, other, plain)))
     return type(module), tuple(settings)
 
 
-def _is_setting(module: nn.Module, name: str) -> bool:
-    """Return whether an attribute is a setting; private ones of torch's modules follow from public ones."""
-    if not name.startswith("_"):
-        return True
-    is_private = name in _OF_EVERY_MODULE or name.startswith("_pipefit_")
-    return not is_private and not type(module).__module__.startswith("torch.")
+def _is_private_setting(module: nn.Module, name: str) -> bool:
+    """Return whether a private attribute is a setting; those of torch's modules follow from public ones."""
+    is_own = name in _OF_EVERY_MODULE or name.startswith("_pipefit_")
+    return not is_own and not type(module).__module__.startswith("torch.")
 
 
 def layout(tensor: Tensor | None) -> object:

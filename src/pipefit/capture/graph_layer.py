@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import CodeType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -127,7 +127,7 @@ class Binding:
         owner, _, attribute = name.rpartition(".")
         result = getattr(self._part(owner), attribute, None)
         if not isinstance(result, Tensor):
-            result = self.constants[name]
+            result = cast(Tensor, self.constants[name])
             if id(result) in self.aliases:
                 return result
         if id(result) not in self._of_constants:
