@@ -145,7 +145,7 @@ def _held(name: str, tensor: Tensor, *, is_buffer: bool) -> HeldStorage:
 #
 # Settings are the attributes of a module and of its parts (kernel sizes, probabilities, flags, activation
 # functions), with the shapes of its parameters and buffers. The profiler measures layers of equal settings
-# once (`profiler.survey`), and settings are part of a task's fingerprint (`fake_cuda.fingerprint`).
+# once (`profiler.survey`); public settings are part of a task's fingerprint (`fake_cuda.fingerprint`).
 
 _PLAIN = (int, float, str, bool, bytes, complex, type(None), type, torch.dtype, torch.device, torch.Size)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

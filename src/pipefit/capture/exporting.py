@@ -30,6 +30,7 @@ from pipefit.capture.refusals import (
     REMEDY,
     Refusal,
     RefusingStrangers,
+    named_tensors,
     refuse_export,
     refuse_hooks,
     refusing,
@@ -281,7 +282,7 @@ def export(
     ):
         mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         own = _fake_copy(module, mode)
-        registered = _registered(own)
+        registered = named_tensors(own)
         configure(own, own_loss=own_loss)
         args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: _fake(tensor, mode), arguments(inputs))
         _check_arguments(own, name, args, kwargs)
@@ -310,7 +311,7 @@ def export(
         except Exception as error:  # noqa: BLE001 -- whatever the user's forward raised
             refuse_export(error, name, own, own_loss=own_loss)
     call_whole_parts(program, calls)
-    names, originals = {id(tensor): name for name, tensor in registered.items()}, _registered(module)
+    names, originals = {id(tensor): name for name, tensor in registered}, dict(named_tensors(module))
     for constant, tensor in program.constants.items():  # an attribute may hold a registered tensor too
         if id(tensor) in names:
             program.constants[constant] = originals[names[id(tensor)]]
@@ -412,11 +413,6 @@ def _fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
         return tensor.clone() if is_constant else _fake(tensor, mode)
 
     return copied(module, convert)
-
-
-def _registered(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of `module` by name."""
-    return dict([*module.named_parameters(), *module.named_buffers()])
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:

@@ -258,7 +258,7 @@ def refuse_module(module: nn.Module, name: str) -> None:
     for place, part in module.named_modules():
         if reason := _unusable(part):
             raise UsageError(f"{f'{place} of {name}' if place else name} {reason}")
-    tensors = _named_tensors(module)
+    tensors = named_tensors(module)
     _refuse_tensors(tensors, name, is_lazy, _LAZY)
     _refuse_tensors(tensors, name, torch.is_inference, _MADE_IN_INFERENCE)
     _refuse_shared_memory(tensors, name)
@@ -270,7 +270,7 @@ def refuse_meta(module: nn.Module, name: str) -> None:
     Raises:
         UsageError: a parameter or buffer is on the meta device.
     """
-    _refuse_tensors(_named_tensors(module), name, lambda tensor: tensor.is_meta, _META)
+    _refuse_tensors(named_tensors(module), name, lambda tensor: tensor.is_meta, _META)
 
 
 def refuse_without_memory(module: nn.Module, name: str) -> None:
@@ -284,7 +284,7 @@ def refuse_without_memory(module: nn.Module, name: str) -> None:
         is_empty = not tensor.untyped_storage().nbytes()
         return isinstance(tensor, nn.Parameter) and is_empty and tensor.numel() > 0
 
-    _refuse_tensors(_named_tensors(module), name, is_moved, _NO_MEMORY)
+    _refuse_tensors(named_tensors(module), name, is_moved, _NO_MEMORY)
 
 
 def _unusable(part: nn.Module) -> str:
@@ -307,7 +307,8 @@ def _unusable(part: nn.Module) -> str:
     return ""
 
 
-def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the parameters and buffers of a module with their first names, each once."""
     return [*module.named_parameters(), *module.named_buffers()]
 
 

@@ -60,12 +60,12 @@ def fingerprint(task: Task, chain: Chain) -> Fingerprinted:
         UsageError: the model computes in an unknown precision.
     """
     known: dict[object, tuple[object, str]] = {}  # by key, which most layers share with others
-    told = [_told(layer.module, known) for layer in chain.layers]
-    layers = [_operations(layer, what) for layer, (what, _) in zip(chain.layers, told, strict=True)]
+    described = [_settings_and_tensors(layer.module, known) for layer in chain.layers]
+    layers = [_operations(layer, what) for layer, (what, _) in zip(chain.layers, described, strict=True)]
     optimizer = _optimizer(task)
     result = Fingerprint(
         layers=tuple(digest(operations, _DIGITS) for operations, _ in layers),
-        parameters=tuple(tensors for _, tensors in told),
+        parameters=tuple(tensors for _, tensors in described),
         shared=tuple(_shared(chain)),
         inputs=tuple(sorted(chain.inputs.texts)),
         targets=() if chain.targets is None else tuple(sorted(chain.targets.texts)),
@@ -124,7 +124,7 @@ def options(values: Mapping[str, Any]) -> tuple[str, ...]:
 # ---------------------------------------------------------------- the model
 
 
-def _told(module: nn.Module, known: dict[object, tuple[object, str]]) -> tuple[object, str]:
+def _settings_and_tensors(module: nn.Module, known: dict[object, tuple[object, str]]) -> tuple[object, str]:
     """Return the settings of a layer, of a traced one those of its whole modules, and a digest of its tensors.
 
     `known` has them for layers so far, by their keys.

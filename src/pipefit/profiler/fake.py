@@ -705,7 +705,8 @@ def profile_fake(
             ),
             fake.unknown.kernels,
         )
-        chains.surveyed[microbatch_size] = whole, unknown
+        if kernels is None:
+            chains.surveyed[microbatch_size] = whole, unknown
         measurements = [whole]
         for sharded in divided:
             rank = sharded.rank(Alone(rank=0, size=sharded.ranks))
