@@ -8,8 +8,8 @@ paper's; and those of the larger members of both families, of which the paper ha
 
 A minute. What is assumed, because the paper does not say it:
 
-- shapes, heads and attention of `pipefit.models.mpress`: BERT large with the head of SQuAD and the usual kernels; with
-  plain operations (`unfused`) or a head over the vocabulary it would need more than the paper says;
+- shapes, heads and attention of `mpress_bert` and `mpress_gpt`: BERT large with the head of SQuAD and usual kernels;
+  with plain operations (`unfused`) or a head over the vocabulary it would need more than the paper says;
 - blocks are spread evenly, where GPT's head counts as one block, which takes about as long. Stages that hold one more
   are the latest but for the last one, which has the fewest microbatches in flight;
 - DAPPLE is synchronous 1F1B in half precision with float32 copies of the parameters, 16 bytes a parameter with Adam;
@@ -33,7 +33,8 @@ from typing import Any
 
 from measured_on import machine
 from pipefit.models import build
-from pipefit.models.mpress import BERT_SHAPES, GPT_LAYERS
+from pipefit.models.bert import BERT_SHAPES
+from pipefit.models.gpt import GPT_LAYERS
 from pipefit.profiler import profile
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage

@@ -39,7 +39,7 @@ from pipefit.errors import UsageError
 from pipefit.lowering.passes.collectives import bucket_edges
 from pipefit.memory.arenas import shortage
 from pipefit.models import build
-from pipefit.models.mpress import GPT_LAYERS, GptSize
+from pipefit.models.gpt import GPT_LAYERS, GptSize
 from pipefit.profiler import profile
 from pipefit.schema.decisions import Decision, Run, State, StateKind, What
 from pipefit.schema.devices import parse_place

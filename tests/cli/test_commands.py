@@ -25,8 +25,7 @@ from pipefit.errors import FileError, UsageError
 from pipefit.lowering import ENDLESS, SCHEDULES, lower
 from pipefit.lowering.passes.recomputation import RECOMPUTE, recompute_decisions
 from pipefit.planner import PLANNERS
-from pipefit.runtime.callbacks import StepReport
-from pipefit.runtime.options import TrainOptions
+from pipefit.runtime.options import StepReport, TrainOptions
 from pipefit.schema import profile as profiles
 from pipefit.schema import training
 from pipefit.schema.cluster import Cluster

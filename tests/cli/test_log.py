@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import pipefit
 from pipefit.cli.train import StepLog
 from pipefit.models import build
-from pipefit.runtime.callbacks import StepReport
+from pipefit.runtime.options import StepReport
 from pipefit.schema.cluster import Cluster
 
 REPORT = StepReport(

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipefit.capture import Task
-from pipefit.capture.by_value import NumberReads
 from pipefit.capture.model import chain
+from pipefit.capture.whole_modules import NumberReads
 from pipefit.errors import PipefitWarning, UsageError
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.planner import plan

@@ -12,7 +12,7 @@ import torch
 from pipefit.errors import FileError, UsageError
 from pipefit.recipes import Recipe, read
 from pipefit.recipes.answers import _changes
-from pipefit.recipes.recipe import Adapters
+from pipefit.recipes.readers import Adapters
 from pipefit.recipes.shapes import _SHAPES, shape_of
 
 AXOLOTL = """

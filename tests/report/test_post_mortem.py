@@ -17,14 +17,13 @@ from pipefit.cli import main
 from pipefit.errors import OutOfMemory, UsageError
 from pipefit.planner import remedies
 from pipefit.report.page import page
-from pipefit.report.post_mortem import describe_post_mortem
+from pipefit.report.show import describe_post_mortem
 from pipefit.runtime import certify, train
 from pipefit.runtime.hardware import moment
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.json_io import load, save
 from pipefit.schema.plan import Plan
-from pipefit.schema.post_mortem import PostMortem, of_dry_run
-from pipefit.schema.trace import MemorySample
+from pipefit.schema.trace import MemorySample, PostMortem, of_dry_run
 from pipefit.simulator import simulate
 from pipefit.simulator.simulation import contents_at
 from pipefit.tables import Table, plain

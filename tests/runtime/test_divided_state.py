@@ -19,9 +19,9 @@ from pipefit.errors import UsageError
 from pipefit.planner import plan as make_plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify, train
-from pipefit.runtime.checkpoint.saving import Saving
 from pipefit.runtime.engine.in_flight import move
 from pipefit.runtime.engine.runner import DeviceRunner
+from pipefit.runtime.options import Saving
 from pipefit.schema.actions import Action
 from pipefit.schema.decisions import Decision, Microbatches, Run, SavedTensors, What
 from pipefit.schema.devices import parse_place

@@ -16,9 +16,9 @@ from pipefit.checkpoints.manifest import Manifest, dumps, loads
 from pipefit.cli import main
 from pipefit.errors import FileError, PipefitWarning, WorkerFailed
 from pipefit.runtime import Trainer, train
-from pipefit.runtime.checkpoint.saving import Saving
 from pipefit.runtime.launch import launch
 from pipefit.runtime.launch.launch import Sighting
+from pipefit.runtime.options import Saving
 from pipefit.schema.json_io import save
 from support.counted_sleep import counted
 from support.gallery_samples import sampled

@@ -17,7 +17,7 @@ from torch import nn
 import pipefit
 from pipefit.capture import Task
 from pipefit.checkpoints import load_state_dict
-from pipefit.runtime.checkpoint.saving import Saving
+from pipefit.runtime.options import Saving
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan

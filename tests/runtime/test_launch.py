@@ -32,11 +32,10 @@ from pipefit import processes
 from pipefit.capture import Task
 from pipefit.errors import FileError, LimitMet, OutOfMemory, PipefitError, UsageError, WorkerFailed
 from pipefit.processes import adopt_orphans
-from pipefit.runtime.callbacks import StepReport
-from pipefit.runtime.checkpoint.saving import Saving
 from pipefit.runtime.launch import launch
 from pipefit.runtime.launch.forks import forks, start, tunables
 from pipefit.runtime.launch.launch import Watch
+from pipefit.runtime.options import Saving, StepReport
 from pipefit.schema.plan import Plan
 from support import counted_sleep, failing_tasks, network_workers, raising_tasks
 from support.process_tree import children, command

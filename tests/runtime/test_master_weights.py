@@ -17,7 +17,7 @@ from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
-from pipefit.runtime.callbacks import StepReport
+from pipefit.runtime.options import StepReport
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan

@@ -25,8 +25,7 @@ from pipefit.checkpoints.hold import LOCK, Hold, check_holder, new_owner
 from pipefit.cli import main
 from pipefit.errors import DamagedCheckpoint, FileError, NotSaved, PipefitWarning, UsageError
 from pipefit.runtime import train
-from pipefit.runtime.callbacks import StepReport
-from pipefit.runtime.checkpoint.saving import Saving
+from pipefit.runtime.options import Saving, StepReport
 from support.gallery_samples import sampled
 from support.resumed_tasks import (
     SEED,

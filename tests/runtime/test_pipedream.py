@@ -21,8 +21,8 @@ from pipefit.measure.kernels import Kernels
 from pipefit.profiler import profile
 from pipefit.profiler.training_runs.trimmed import LoneStages
 from pipefit.runtime import Trainer, certify, train
-from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.dry_run.asynchronous import fewer
+from pipefit.runtime.options import StepReport
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import Decision, Run, What
 from pipefit.schema.plan import Plan

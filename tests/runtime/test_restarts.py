@@ -23,7 +23,7 @@ from pipefit.errors import InfeasibleError, PipefitWarning, UsageError, WorkerFa
 from pipefit.lowering import lower
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, train
-from pipefit.runtime.checkpoint.saving import Saving
+from pipefit.runtime.options import Saving
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile

@@ -20,9 +20,9 @@ from pipefit.checkpoints import load_state_dict
 from pipefit.errors import OutOfMemory, UsageError
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify, certify_numbers, train
-from pipefit.runtime.checkpoint.saving import Saving
 from pipefit.runtime.engine import specializations
 from pipefit.runtime.engine.tensor_groups import Together
+from pipefit.runtime.options import Saving
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import Decision, Microbatches, Run, SavedTensors, What
 from pipefit.schema.devices import parse_place

@@ -15,7 +15,7 @@ from pipefit.lowering import whole_run
 from pipefit.memory.arenas import arenas_of, room_needed, snapshot_bytes
 from pipefit.runtime import Trainer, train
 from pipefit.runtime.checkpoint.background_saver import SaveReport
-from pipefit.runtime.checkpoint.saving import Saving
+from pipefit.runtime.options import Saving
 from pipefit.schema.devices import Member
 from pipefit.schema.plan import Plan
 from support.local_batches import batches

@@ -21,11 +21,11 @@ import pytest
 
 import pipefit
 from pipefit.errors import PeerLost, PipefitWarning
-from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.comm.transport import TOKEN
 from pipefit.runtime.launch.forks import forks, start
 from pipefit.runtime.launch.launch import _Supervisor
 from pipefit.runtime.launch.worker import Orders
+from pipefit.runtime.options import StepReport
 from support import network_workers
 from support.network_workers import late, show
 from support.process_tree import children, open_files

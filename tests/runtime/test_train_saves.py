@@ -18,10 +18,10 @@ from pipefit.errors import FileError, NotSaved, PipefitWarning, UsageError, Work
 from pipefit.lowering import lower, lower_drain
 from pipefit.runtime import Trainer, train
 from pipefit.runtime.checkpoint.background_saver import SaveReport
-from pipefit.runtime.checkpoint.saving import Saving
 from pipefit.runtime.launch import launch
 from pipefit.runtime.launch.forks import forks, start
 from pipefit.runtime.launch.worker import SAVES_TOGETHER, SAVING, Heartbeat, Orders
+from pipefit.runtime.options import Saving
 from support.resumed_tasks import (
     SEED,
     crowded,

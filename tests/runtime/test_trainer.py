@@ -18,8 +18,8 @@ from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
-from pipefit.runtime.callbacks import JsonLines, StepReport
 from pipefit.runtime.hardware import Hardware
+from pipefit.runtime.options import JsonLines, StepReport
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
@@ -348,7 +348,7 @@ def test_batches_that_cannot_be(given: tuple[torch.Tensor, torch.Tensor], words:
 def test_tensorboard_gets_losses_and_memory(tmp_path: Path) -> None:
     """With the extra installed, every number of a report becomes a scalar in TensorBoard."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    from pipefit.runtime.callbacks import TensorBoard
+    from pipefit.runtime.options import TensorBoard
 
     task, plan = make()
     loss = Trainer(task, plan, callbacks=[TensorBoard(tmp_path)]).step(data(0))

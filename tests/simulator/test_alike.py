@@ -22,7 +22,7 @@ from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
 from pipefit.simulator.assembled import Assembled, Parts
-from pipefit.simulator.equal_devices import alike
+from pipefit.simulator.timed_program import alike
 from pipefit.timing import sum_for_all, ways_of_sum
 
 DEVICES = 16

@@ -23,7 +23,7 @@ from pipefit.checkpoints import find
 from pipefit.errors import PipefitWarning, WorkerFailed
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, train
-from pipefit.runtime.checkpoint.saving import Saving
+from pipefit.runtime.options import Saving
 from pipefit.schema.plan import Plan
 from support.resumed_tasks import HAPPENED, SEED, faulty, named, plan_for
 from support.sharded_stages import grid_plan

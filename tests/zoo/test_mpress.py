@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from pipefit import models
-from pipefit.models.mpress import BERT_SHAPES, GPT_LAYERS
+from pipefit.models.bert import BERT_SHAPES
+from pipefit.models.gpt import GPT_LAYERS
 
 
 def parameters(module: nn.Module) -> int:

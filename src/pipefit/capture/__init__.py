@@ -6,20 +6,6 @@ from pipefit.capture.model import check_release
 
 check_release(torch.__version__)  # before the imports that use torch's internals
 
-from pipefit.capture.by_value import (  # noqa: E402
-    NUMBERS,
-    READINGS,
-    NumberReads,
-    assumed,
-    assumptions,
-    is_assumed,
-    is_named,
-    otherwise,
-    reading,
-    reads_a_number,
-    unknown,
-    updating,
-)
 from pipefit.capture.caller import (  # noqa: E402
     is_callers_fake,
     left_as_found,
@@ -130,6 +116,20 @@ from pipefit.capture.sizes import Family, Sketch  # noqa: E402
 from pipefit.capture.storages import as_made, needed_bytes, placed, storage_key, without_memory  # noqa: E402
 from pipefit.capture.structure import Tree, Values  # noqa: E402
 from pipefit.capture.task import Task  # noqa: E402
+from pipefit.capture.whole_modules import (  # noqa: E402
+    NUMBERS,
+    READINGS,
+    NumberReads,
+    assumed,
+    assumptions,
+    is_assumed,
+    is_named,
+    otherwise,
+    reading,
+    reads_a_number,
+    unknown,
+    updating,
+)
 
 __all__ = [
     "ALLOWED",

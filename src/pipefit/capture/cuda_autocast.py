@@ -24,12 +24,12 @@ from torch import Tensor
 
 from pipefit.errors import UsageError
 from pipefit.schema.profile import Target
-from pipefit.torch_internals import without_torch_function
-from pipefit.torch_internals.dispatcher import (
+from pipefit.torch_internals import (
     DispatchKey,
     DispatchKeySet,
     registrations,
     without_dispatch_keys,
+    without_torch_function,
 )
 from pipefit.torch_internals.patches import autocast_calls
 

@@ -22,17 +22,16 @@ from pipefit.schema.file_access import content
 from pipefit.texts import printable
 
 if TYPE_CHECKING:
-    from pipefit.runtime.callbacks import StepReport
+    from pipefit.runtime.options import StepReport
     from pipefit.schema.plan import Plan
 if TYPE_CHECKING:
-    from pipefit.runtime.callbacks import StepReport
+    from pipefit.runtime.options import StepReport
 
     Note = Callable[[StepReport, Mapping[str, float | None]], None]
 
 if TYPE_CHECKING:
-    from pipefit.runtime.callbacks import StepReport
     from pipefit.runtime.checkpoint.background_saver import SaveReport
-    from pipefit.runtime.checkpoint.saving import Saving
+    from pipefit.runtime.options import Saving, StepReport
     from pipefit.schema.plan import Plan
     from pipefit.schema.trace import Trace
 
@@ -255,7 +254,7 @@ def _trains(engine: Literal["pipefit", "torch"]) -> Callable[..., tuple[list[flo
 def _saving(save: Path | None, given: dict[str, Any], restarts: int) -> Saving | None:
     """Return the settings of checkpoints; options about checkpoints are refused if none are saved."""
     if save is not None:
-        from pipefit.runtime.checkpoint.saving import Saving
+        from pipefit.runtime.options import Saving
 
         return Saving(directory=str(save), **given)
     if given or restarts:

@@ -17,8 +17,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pipefit.errors import UsageError
-from pipefit.export.abilities import Abilities, Offloadable, offloaded, recomputes
-from pipefit.export.decoders import deepspeed_pipeline, yaml_text
+from pipefit.export.decoders import (
+    Abilities,
+    Offloadable,
+    deepspeed_pipeline,
+    offloaded,
+    recomputes,
+    yaml_text,
+)
 from pipefit.export.launch_script import hosts_of
 from pipefit.schema.grids import SHARDINGS
 from pipefit.schema.plan import Plan

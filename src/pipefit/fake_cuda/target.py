@@ -31,7 +31,7 @@ Not imitated:
   to matter; the choices for CUDA under `torch.inference_mode`.
 
 An operator whose shapes torch does not know is refused by name (`UnsupportedOperatorException`): nothing is
-computed. Results of operations that depend on values are assumed (`capture.by_value`).
+computed. Results of operations that depend on values are assumed (`capture.whole_modules`).
 
 `tests/test_private_torch.py` fails first if torch changes a private interface that fake devices use.
 """
@@ -58,8 +58,7 @@ from pipefit.fake_cuda.results import Known, QuickFakeMode
 from pipefit.schema.layer_costs import Kernel, KernelMemory
 from pipefit.schema.profile import Target
 from pipefit.texts import dtype_name
-from pipefit.torch_internals import pytree, without_dispatch_modes
-from pipefit.torch_internals.dispatcher import enabled_kernels, has_kernel
+from pipefit.torch_internals import enabled_kernels, has_kernel, pytree, without_dispatch_modes
 from pipefit.torch_internals.fake_tensors import (
     DataDependentOutputException,
     DynamicOutputShapeException,

@@ -15,10 +15,9 @@ from typing import Any
 from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.models.amoebanet import amoebanet
-from pipefit.models.bert import bert
-from pipefit.models.gpt import gpt, gpt_stdlib
+from pipefit.models.bert import bert, mpress_bert
+from pipefit.models.gpt import gpt, gpt_stdlib, mpress_gpt
 from pipefit.models.mlp import mlp
-from pipefit.models.mpress import mpress_bert, mpress_gpt
 from pipefit.models.resnet import resnet, resnet101
 from pipefit.models.unet import unet
 from pipefit.models.vgg import vgg11

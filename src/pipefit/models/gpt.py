@@ -16,6 +16,7 @@ from collections import OrderedDict
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -207,3 +208,42 @@ def _text() -> Tensor:
         )
     text = b"".join(path.read_bytes() for path in modules)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+# ---- The family of the MPress paper by size
+
+GptSize = Literal["5.3B", "10.3B", "15.4B", "20.4B", "25.5B"]
+
+GPT_LAYERS: dict[GptSize, int] = {"5.3B": 25, "10.3B": 50, "15.4B": 75, "20.4B": 100, "25.5B": 125}
+
+
+@checked
+def mpress_gpt(
+    *,
+    size: GptSize = "5.3B",
+    dropout: Share = 0.1,
+    attention: AttentionKind = "eager",
+    optimizer: OptimizerName = "adam",
+    lr: Rate | None = None,
+) -> Task:
+    """Return a GPT of the MPress paper: blocks of hidden size 4096 with 32 heads, 25 at a time, and a tied head.
+
+    The paper gives the parameters of its models and their memory on 8 devices, and the shapes follow from
+    both; counts are 0.2 to 1.1 per cent below the names. It computes attention by plain operations, and
+    trains in half precision with an optimizer that keeps float32 copies (`--precision master-float16`).
+    (Zhou et al., "MPress", HPCA 2023.)
+
+    Raises:
+        UsageError: a setting has a wrong value.
+    """
+    task = gpt(
+        layers=GPT_LAYERS[size],
+        hidden=4096,
+        heads=32,
+        tied=True,
+        dropout=dropout,
+        attention=attention,
+        optimizer=optimizer,
+        lr=lr,
+    )
+    return replace(task, name=f"gpt-{size}")

@@ -13,7 +13,7 @@ steps) is at most the budget, and the estimated time lost is least.
 
 Parts, each a module that imports only earlier ones:
 
-1. `schema.loop_plan`: `LoopPlan`, the answer as a document: printed, saved and applied again.
+1. `schema.plan`: `LoopPlan`, the answer as a document: printed, saved and applied again.
 2. `offloading`: saved tensors on the host: one host copy for each storage, returned at the first use; and, on
    request, optimizer state on the host between steps.
 3. `known_values`: values of whole numbers, such as masks and positions, beside fake tensors.
@@ -35,6 +35,6 @@ the allocator's events.
 from pipefit.own_loop.face import Handle, apply
 from pipefit.own_loop.loop import counted_states
 from pipefit.own_loop.offloading import HostTensors
-from pipefit.schema.loop_plan import LoopDecision, LoopPlan
+from pipefit.schema.plan import LoopDecision, LoopPlan
 
 __all__ = ["Handle", "HostTensors", "LoopDecision", "LoopPlan", "apply", "counted_states"]

@@ -26,7 +26,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from pipefit.own_loop.recording import LoopRecording, ModuleCall
-from pipefit.schema.loop_plan import LoopDecision, Technique
+from pipefit.schema.plan import LoopDecision, Technique
 
 SMALLEST_BYTES = 1024  # a smaller storage is not worth a copy
 _COPY_SECONDS = 1e-5  # to start the copies of a call

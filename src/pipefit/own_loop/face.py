@@ -25,7 +25,7 @@ from pipefit.report.show import text
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import DeviceKind, Member
 from pipefit.schema.fit import refusal
-from pipefit.schema.loop_plan import LoopDecision, LoopPlan
+from pipefit.schema.plan import LoopDecision, LoopPlan
 from pipefit.schema.presets import machine_names
 from pipefit.schema.profile import Target
 from pipefit.texts import counted, kind_of

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipefit.errors import UsageError
 from pipefit.own_loop.offloading import HostTensors, is_parameter
-from pipefit.schema.loop_plan import LoopDecision
+from pipefit.schema.plan import LoopDecision
 from pipefit.torch_internals import backward_id, pytree
 
 FORWARD = "forward"

@@ -27,7 +27,7 @@ from pipefit.models.hugging_face import hf
 from pipefit.planner import PlanOptions, Question, answered, with_slices
 from pipefit.planner.common_plans import AWAY, UPDATED, Moves, moved, runs_of, together
 from pipefit.profiler import OnDemand, Progress
-from pipefit.recipes.recipe import Adapters, Change, Recipe
+from pipefit.recipes.readers import Adapters, Change, Recipe
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.fit import Attempt
 from pipefit.schema.plan import Plan

@@ -1,6 +1,5 @@
 """Execution of programs: in dry runs over fake tensors, in one process, or in one worker per device."""
 
-from pipefit.runtime.callbacks import Callback
 from pipefit.runtime.checkpoint.background_saver import SaveReport
 from pipefit.runtime.checkpoint.checkpointing import Checkpointing
 from pipefit.runtime.checks.comparison import (
@@ -19,6 +18,7 @@ from pipefit.runtime.comm.transport import joins_workers
 from pipefit.runtime.dry_run.certify import certify
 from pipefit.runtime.engine.assembly import assemble
 from pipefit.runtime.engine.batches import cut_batch
+from pipefit.runtime.engine.execution import NoPeers, run_in_turn
 from pipefit.runtime.engine.forward_backward import seed_layer, seed_update
 from pipefit.runtime.engine.in_flight import (
     GraphEnds,
@@ -31,7 +31,6 @@ from pipefit.runtime.engine.in_flight import (
     move,
     working_copies,
 )
-from pipefit.runtime.engine.in_turn import NoPeers, run_in_turn
 from pipefit.runtime.engine.replicas import RankShards, Source, StageSources, Wanted, trained_sources
 from pipefit.runtime.engine.stage import Site
 from pipefit.runtime.engine.tensor_groups import Together
@@ -53,7 +52,7 @@ from pipefit.runtime.optim.half_precision import (
     using,
 )
 from pipefit.runtime.optim.updates import Undivided, Updates, check_elementwise, check_state_apart, step_part
-from pipefit.runtime.options import Supervision, TrainerArguments, TrainerOptions
+from pipefit.runtime.options import Callback, Supervision, TrainerArguments, TrainerOptions
 from pipefit.runtime.state import Names
 from pipefit.runtime.trainer import Trainer, report_of
 

@@ -1,19 +1,177 @@
-"""Options of a training: those of one worker's `Trainer`, those of `train`, and the hooks of a supervisor."""
+"""Options of a training, and the callbacks that it reports to.
+
+The options are those of one worker's `Trainer`, those of `train`, how `train` saves, and the hooks of a
+supervisor. A callback is called with a report after every step:
+
+Trainer(task, plan, callbacks=[JsonLines("metrics.jsonl"), print])
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal, Self, TypedDict, get_args
 
-from pipefit.checkpoints import Candidates, Owner
-from pipefit.errors import SaveFailed, UsageError
-from pipefit.runtime.checkpoint.saving import Saving
-from pipefit.schema.validation import LONGEST_SECONDS, check_names, number, seed_number, whole
-from pipefit.texts import shortened
+from pipefit.checkpoints import Candidates, Owner, check_writable, find, survey
+from pipefit.checkpoints import whole as whole_checkpoints
+from pipefit.errors import OutOfMemory, SaveFailed, UsageError
+from pipefit.lowering import whole_run
+from pipefit.memory import arenas_of, snapshot_shortage
+from pipefit.schema.plan import Plan
+from pipefit.schema.validation import LONGEST_SECONDS, check_names, check_types, number, seed_number, whole
+from pipefit.texts import printable, shortened
 
-Path = str | os.PathLike[str]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """Settings for saving to `directory` after every `every` steps and after the last.
+
+    The newest `keep` stay. `on_failure` says whether a checkpoint that cannot be written stops the training
+    or raises a warning. With `in_foreground`, training stands still while a checkpoint is written, which
+    takes no host memory for copies.
+
+    Raises:
+        UsageError: a number is out of range.
+    """
+
+    directory: str
+    every: int = 100
+    keep: int | None = None
+    on_failure: Literal["warn", "stop"] = "warn"
+    in_foreground: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        whole("every", self.every, 1)
+        if self.keep is not None:
+            whole("keep", self.keep, 1)
+
+    def after(self, step: int, last: int) -> bool:
+        """Return whether a checkpoint follows step `step` of `last`."""
+        return step % self.every == 0 or step == last
+
+    def check_owner(self, first: int, owner: Owner) -> None:
+        """Check that `directory` has no checkpoint of another training, or of a step later than `first`.
+
+        `owner` holds the directory.
+
+        Raises:
+            FileError: its newest checkpoint cannot be read.
+            UsageError: it has one: later the checkpoints of both trainings would be mixed, and `keep` would
+                remove both.
+        """
+        for entry in reversed(survey(Path(self.directory))):
+            if entry.step > first and entry.obstacle:
+                raise UsageError(
+                    f"{printable(str(entry.folder))} is an incomplete checkpoint ({entry.obstacle}): remove "
+                    "it, or save to another folder"
+                )
+        newest = self.newest
+        if newest is None:
+            return
+        step, other = newest[0], find(newest[1]).manifest.owner
+        if step > first:
+            raise UsageError(
+                f"{printable(self.directory)} already has a checkpoint of step {step}, but this training "
+                f"starts at step {first}: resume from it (--resume), or save to another folder"
+            )
+        if other.training != owner.training:
+            raise UsageError(
+                f"{printable(self.directory)} has checkpoints of another training, {other}: save to another "
+                "folder"
+            )
+
+    def check(self, plan: Plan) -> None:
+        """Check that `directory` is writable, and that hosts have room for copies, unless `in_foreground`.
+
+        Raises:
+            OutOfMemory: a host has too little memory.
+            FileError: the directory cannot be written to.
+        """
+        check_writable(Path(self.directory))
+        missing = "" if self.in_foreground else snapshot_shortage(plan, arenas_of(plan, whole_run(plan)))
+        if missing:
+            raise OutOfMemory(
+                f"{missing}: pause training while a checkpoint is written (--save-in-foreground), or "
+                "offload less to the host"
+            )
+
+    @property
+    def newest(self) -> tuple[int, Path] | None:
+        """Step and folder of the newest whole checkpoint; None if there is none."""
+        return next(iter(whole_checkpoints(Path(self.directory))[-1:]), None)
+
+    @property
+    def way_on(self) -> str:
+        """Hint for the message of a training that has ended and can be resumed; empty if nothing is saved."""
+        return f"; resume with --resume {printable(self.directory)}" if self.newest else ""
+
+    def reached(self, steps_done: int) -> str:
+        """Return a message with the steps done and the last saved step."""
+        return f"steps done: {steps_done}, last saved: {self.newest[0] if self.newest else 'none'}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One training step, as one worker saw it. The loss is the same on all workers.
+
+    `peak_bytes` maps every device to its peak in the step, 0 if no meter counts. `gradient_norm` is None
+    unless gradients are clipped or the loss is scaled.
+    """
+
+    step: int
+    loss: float
+    seconds: float
+    samples_per_second: float
+    learning_rate: float | None
+    peak_bytes: dict[int, int]
+    gradient_norm: float | None = None
+    loss_scale: float | None = None
+    skipped: bool = False
+
+
+Callback = Callable[[StepReport], None]
+
+
+class JsonLines:
+    """Appends every report to a file as one line of JSON."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def __call__(self, report: StepReport) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(asdict(report)) + "\n")
+
+
+class TensorBoard:
+    """Writes every report to TensorBoard; needs the `tensorboard` extra.
+
+    Raises:
+        UsageError: tensorboard is not installed.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UsageError("TensorBoard is not installed: pip install 'pipefit[tensorboard]'") from error
+        self._writer = SummaryWriter(str(directory))
+
+    def __call__(self, report: StepReport) -> None:
+        for name in ("loss", "samples_per_second", "learning_rate", "gradient_norm", "loss_scale"):
+            value = getattr(report, name)
+            if value is not None:
+                self._writer.add_scalar(f"train/{name}", value, report.step)
+        for device, nbytes in report.peak_bytes.items():
+            self._writer.add_scalar(f"memory/device{device}", nbytes, report.step)
+        self._writer.flush()
+
+
+PathName = str | os.PathLike[str]
 OnNan = Literal["warn", "stop"]
 
 
@@ -85,8 +243,8 @@ class TrainArguments(TypedDict, total=False):
     cap: bool
     on_nan: OnNan
     saving: Saving | None
-    resume: Path | Candidates | None
-    weights: Path | None
+    resume: PathName | Candidates | None
+    weights: PathName | None
     restarts: int
 
 
@@ -125,8 +283,8 @@ class TrainOptions:
     cap: bool = True
     on_nan: OnNan = "warn"
     saving: Saving | None = None
-    resume: Path | Candidates | None = None
-    weights: Path | None = None
+    resume: PathName | Candidates | None = None
+    weights: PathName | None = None
     restarts: int = 0
 
     def __post_init__(self) -> None:
@@ -174,4 +332,4 @@ class Supervision:
     on_weights: Callable[[bool], None] = lambda waits: None
     on_failed_save: Callable[[SaveFailed], None] | None = None
     owner: Owner | None = None
-    held: Path | None = None
+    held: PathName | None = None

@@ -41,7 +41,6 @@ from pipefit.checkpoints import Owner
 from pipefit.errors import OutOfMemory, UsageError
 from pipefit.lowering import Entered, loss_delay, step_programs
 from pipefit.measure import Kernels
-from pipefit.runtime.callbacks import Callback, StepReport
 from pipefit.runtime.checkpoint.background_saver import SaveReport
 from pipefit.runtime.checkpoint.checkpointing import Checkpointing
 from pipefit.runtime.checks.comparison import Comparisons, check_left_out
@@ -65,7 +64,7 @@ from pipefit.runtime.hardware import Hardware, check_backwards
 from pipefit.runtime.initial_weights import OnWeights, start_of
 from pipefit.runtime.offload.lending import lending_trace
 from pipefit.runtime.optim.half_precision import MasterWeights
-from pipefit.runtime.options import Supervision, TrainerArguments, TrainerOptions
+from pipefit.runtime.options import Callback, StepReport, Supervision, TrainerArguments, TrainerOptions
 from pipefit.runtime.state import Names, StageState
 from pipefit.runtime.task_module import (
     PartialModule,
@@ -79,9 +78,8 @@ from pipefit.runtime.task_module import (
 )
 from pipefit.schema.file_access import path_of
 from pipefit.schema.plan import Plan
-from pipefit.schema.post_mortem import PostMortem
 from pipefit.schema.program import Program
-from pipefit.schema.trace import Trace
+from pipefit.schema.trace import PostMortem, Trace
 from pipefit.schema.validation import instance
 from pipefit.texts import counted
 

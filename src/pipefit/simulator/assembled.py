@@ -5,7 +5,7 @@ neighbouring stages, and on the decisions about its own stages. So of two plans 
 that stage's devices are lowered and read again. Interactions of devices are left to the clock and to arenas,
 which are assembled for every plan. Sends and receives are assumed to match, as they do in all lowered
 programs. Replicas with the same actions on other rows and neighbours hold the same bytes, so one ledger
-serves all of them; those with the same times are lowered and timed once (`simulator.equal_devices`).
+serves all of them; those with the same times are lowered and timed once (`simulator.timed_program`).
 
 Cost: some ten microseconds for each changed action, and 1.5 microseconds for every action of the plan;
 replicas with equal actions and times count once.
@@ -42,9 +42,17 @@ from pipefit.schema.grids import Grid
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import UncheckedProgram, in_a_row, shifted
 from pipefit.simulator.clock import Run, Times, mean_cycle, repeating
-from pipefit.simulator.equal_devices import EqualDevices, alike
 from pipefit.simulator.ledger import Effects, LedgerReading, at_rest, highest, reading
-from pipefit.simulator.timed_program import STARTS, Collected, DeviceReader, Own, TimedDevice, TimedProgram
+from pipefit.simulator.timed_program import (
+    STARTS,
+    Collected,
+    DeviceReader,
+    EqualDevices,
+    Own,
+    TimedDevice,
+    TimedProgram,
+    alike,
+)
 
 # ---- Long steps from short ones
 #

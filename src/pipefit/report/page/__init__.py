@@ -27,13 +27,12 @@ from pipefit.report.plan import (
     sentences,
     stage_table,
 )
-from pipefit.report.post_mortem import categories, describe_remedies, filled, largest, layers
+from pipefit.report.show import categories, describe_remedies, filled, largest, layers
 from pipefit.report.traces import Comparison, compare, describe_comparison, describe_trace
 from pipefit.schema.decisions import ALL_MICROBATCHES, Decision, Run, SavedTensors, State
 from pipefit.schema.fit import Fit
 from pipefit.schema.plan import Plan
-from pipefit.schema.post_mortem import PostMortem
-from pipefit.schema.trace import CATEGORIES, Trace
+from pipefit.schema.trace import CATEGORIES, PostMortem, Trace
 from pipefit.simulator import all_contents, simulate
 from pipefit.tables import Table, html
 from pipefit.texts import counted, numbered

@@ -33,7 +33,7 @@ from pipefit.runtime.dry_run.lives import LivesMeter, OwningMeter
 from pipefit.runtime.dry_run.microbatches import Folding, Unfolding, shortened
 from pipefit.runtime.dry_run.reserved import Allocators, LivesOf, overheads
 from pipefit.runtime.engine.assembly import assemble
-from pipefit.runtime.engine.in_turn import NoPeers, run_in_turn
+from pipefit.runtime.engine.execution import NoPeers, run_in_turn
 from pipefit.runtime.engine.replicas import RankShards, Source, StageSources, Wanted, check_as_profiled
 from pipefit.runtime.engine.runner import DeviceRunner, Microbatch
 from pipefit.runtime.engine.stage import Site
@@ -73,7 +73,7 @@ def certify(
 
     With settings of CUDA's caching `allocator`, for the target `cuda` only, the trace also has the allocated
     and reserved bytes of a GPU (`DeviceTrace.allocator`). They depend on the position of each block, so the
-    allocations of executed layers are repeated for all others (`runtime.dry_run.expansion`).
+    allocations of executed layers are repeated for all others (`runtime.dry_run.devices`).
 
     Processes that do not fit are simulated with just enough memory. Without `each`, allocators of a stage's
     devices are simulated from the one with the most tensors on, until one does not fit: the trace has none of

@@ -10,7 +10,7 @@ as the recomputation of a block and the move of its state do; then the actions o
 equal order. A shared parameter, a hook, a setting that cannot be compared, or an offloaded saved tensor make
 a layer unequal to all others. Replicas that shard the stage's state own different layers: then one device is
 run as if it owned all layers and one as if it owned none (`runtime.dry_run.devices`), and events of both are
-repeated for the other layers (`runtime.dry_run.expansion`). Finding repeats takes milliseconds for 400 layers.
+repeated for the other layers (`runtime.dry_run.devices`). Finding repeats takes milliseconds for 400 layers.
 """
 
 from __future__ import annotations

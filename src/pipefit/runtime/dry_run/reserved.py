@@ -1,7 +1,7 @@
 """Reserved bytes of a device's caching allocator, from the lives of storages in a dry run.
 
 Positions of blocks depend on all allocations before them, so the lives of executed layers are repeated for
-all others (`dry_run.expansion`), and those of executed microbatches here: an action has the same effect on
+all others (`dry_run.devices`), and those of executed microbatches here: an action has the same effect on
 its microbatch's storages as the executed one, so its lives are repeated with other names. A storage that
 outlives its microbatch, until an update, dies with that of the executed microbatch. If a repetition frees a
 missing storage, or leaves one, `LivesOf.consistent` turns False, and the dry run is repeated with all

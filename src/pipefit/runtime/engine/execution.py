@@ -3,14 +3,16 @@
 It serves trainers and comparisons with plain training.
 
 A batch is cut into microbatches, each weighted by its part of the batch, and every device executes its part
-of the program.
+of the program. If one process has all devices of a plan, each runs until it would wait for another; devices
+of a tensor group also wait for each other within actions, and therefore run on separate threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,14 +21,114 @@ from torch import distributed as dist
 
 from pipefit.capture import Chain, Task
 from pipefit.errors import OutOfMemory, WorkerFailed
+from pipefit.fake_cuda.target import is_fake
 from pipefit.lowering import updates_alone
+from pipefit.runtime.comm.transport import Owners
 from pipefit.runtime.engine.batches import Cut, cut_batch
-from pipefit.runtime.engine.in_turn import run_in_turn
-from pipefit.runtime.engine.runner import DeviceRunner
+from pipefit.runtime.engine.runner import DeviceRunner, Microbatch
 from pipefit.runtime.engine.specializations import Retracing, Specializations
-from pipefit.runtime.engine.tensor_groups import TensorGroups, lost
+from pipefit.runtime.engine.tensor_groups import TensorGroups, Together, lost
+from pipefit.schema.actions import RECEIVES, Action, Message
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program
+from pipefit.tensor_parallel import Turn, pause
+
+# ---- A device without peers
+
+
+class NoPeers:
+    """A transport without peers, for one device alone: it receives zeros, and sent tensors are dropped.
+
+    All transfers are complete from the start. Fake tensors have no numbers, and are left unchanged.
+    """
+
+    def start(self, action: Action, tensors: list[Tensor], message: Message) -> None:
+        if action.kind in RECEIVES:
+            for tensor in tensors:
+                if not is_fake(tensor):
+                    tensor.zero_()
+
+    def collect(
+        self,
+        action: Action,
+        tensors: list[Tensor],
+        members: tuple[int, ...],
+        device: int,
+        owners: Owners = (),
+    ) -> None:
+        """Add nothing."""
+
+    def ready(self, handle: None) -> bool:
+        return True
+
+    def join(self, action: Action, handle: None) -> None:
+        """Return at once: the transfer was complete from the start."""
+
+    def abandon(self) -> None:
+        """Do nothing: no transfer is in flight."""
+
+
+# ---- All devices in turn
+
+
+def run_in_turn(
+    runners: Sequence[DeviceRunner],
+    inputs: Sequence[Microbatch],
+    targets: Sequence[Microbatch],
+    *,
+    groups: TensorGroups | None = None,
+    around: Callable[[], AbstractContextManager[object]] | None = None,
+    **options: Any,
+) -> None:
+    """Run one step of all devices in this process, each until it would wait for another.
+
+    `groups` are tensor groups, whose ranks wait for each other if all are in this process. `around` makes a
+    context for everything that runs, here and on each of their threads; `options` are passed on to `step`.
+    """
+    together = groups if isinstance(groups, Together) else None
+    threads: list[Turn] = []
+    running: dict[int, Callable[[], bool]] = {}
+    for runner in runners:
+        step = runner.step(inputs, targets, **options)
+        if together is not None and runner.number in together.devices:
+            threads.append(Turn(partial(_run, step, around or nullcontext)))
+            running[runner.number] = threads[-1].advance
+        else:
+            running[runner.number] = partial(_has_ended, step)
+    try:
+        while running:
+            before = _progress(runners, together)
+            with (around or nullcontext)():
+                running = {number: advance for number, advance in running.items() if not advance()}
+            assert before != _progress(runners, together) or not running, (
+                "message_order refuses programs that would hang"
+            )
+    except BaseException:
+        for thread in threads:
+            thread.abandon()
+        if together is not None:
+            together.abandon()
+        for runner in runners:
+            runner.abandon()
+        raise
+
+
+def _has_ended(step: Iterator[None]) -> bool:
+    """Run a device until it waits; return whether its step has ended."""
+    return next(step, StopIteration) is StopIteration
+
+
+def _run(step: Iterator[None], around: Callable[[], AbstractContextManager[object]]) -> None:
+    """Run the whole step of a device on a thread with turns."""
+    with around():
+        for _ in step:
+            pause()
+
+
+def _progress(runners: Sequence[DeviceRunner], together: Together | None) -> tuple[int, ...]:
+    """Return counters that grow as long as a device makes progress."""
+    return *(len(runner.record.events) for runner in runners), 0 if together is None else together.arrivals
+
 
 # ---- Results of a step
 # All workers exchange the loss and the peaks in one message. An asynchronous schedule does not wait for it:

@@ -39,7 +39,6 @@ from pipefit.errors import (
 from pipefit.lowering import Entered, whole_run
 from pipefit.memory import arenas_of, members, tensor_groups
 from pipefit.processes import ENDING, addresses, files, processes
-from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.checkpoint.background_saver import SaveReport
 from pipefit.runtime.checks.plan_check import TRAINED, warn_elsewhere
 from pipefit.runtime.comm.transport import new_token
@@ -68,6 +67,7 @@ from pipefit.runtime.launch.worker import (
     work,
 )
 from pipefit.runtime.offload.lending import check_lending, lending_trace
+from pipefit.runtime.options import StepReport
 from pipefit.runtime.trainer import Trainer
 from pipefit.schema.actions import COLLECTIVE, COPIES, MESSAGES, Action, collective, message_of
 from pipefit.schema.plan import Plan

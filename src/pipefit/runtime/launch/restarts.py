@@ -34,7 +34,6 @@ from pipefit.errors import (
     UsageError,
     WorkerFailed,
 )
-from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.launch.launch import (
     OnSaved,
     OnStep,
@@ -42,7 +41,7 @@ from pipefit.runtime.launch.launch import (
     launch,
 )
 from pipefit.runtime.launch.worker import MakeTrainer, Orders, not_finite, orders
-from pipefit.runtime.options import OnNan, TrainArguments, TrainOptions
+from pipefit.runtime.options import OnNan, StepReport, TrainArguments, TrainOptions
 from pipefit.runtime.trainer import Trainer
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import Trace

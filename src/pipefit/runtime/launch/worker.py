@@ -47,15 +47,13 @@ from pipefit.errors import (
     in_one_line,
 )
 from pipefit.processes import met
-from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.checkpoint.background_saver import SaveReport
 from pipefit.runtime.checkpoint.restoring import check_task
-from pipefit.runtime.checkpoint.saving import Saving
 from pipefit.runtime.comm.transport import TOKEN, check_members
 from pipefit.runtime.engine.tensor_groups import lost
 from pipefit.runtime.hardware import Hardware, ran_out
 from pipefit.runtime.launch.forks import Inherited, Passed
-from pipefit.runtime.options import Supervision, TrainOptions
+from pipefit.runtime.options import Saving, StepReport, Supervision, TrainOptions
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import DeviceTrace, Trace
 from pipefit.schema.validation import whole
