@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from measured_on import machine
 from pipefit.models import build
 from pipefit.planner import PLANNERS, PlannerResult, Question, best_split, solved, true_peaks
-from pipefit.planner.baselines.exhaustive import LIMIT
+from pipefit.planner.baselines.simple import LIMIT
 from pipefit.profiler import profile
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage

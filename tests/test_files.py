@@ -29,9 +29,10 @@ from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.json_io import dumps, load, load_cluster, save
 from pipefit.schema.layer_costs import Collective, Work
 from pipefit.schema.plan import LoopDecision, LoopPlan, Objective, Plan, Prediction, Provenance
+from pipefit.schema.post_mortem import PostMortem
 from pipefit.schema.profile import ModelProfile, Shares, Whole
 from pipefit.schema.program import Program, parse_program
-from pipefit.schema.trace import AllocatorPeaks, DeviceTrace, Event, MemorySample, PostMortem, Stream, Trace
+from pipefit.schema.trace import AllocatorPeaks, DeviceTrace, Event, MemorySample, Stream, Trace
 from support.pipelines import make_cluster, make_plan, random_profile
 
 TRACE = Trace(

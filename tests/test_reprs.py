@@ -14,8 +14,8 @@ from pipefit.report.difference import difference_of_plans
 from pipefit.report.show import describe
 from pipefit.report.traces import compare
 from pipefit.schema.fit import Attempt, Fit
+from pipefit.schema.post_mortem import PostMortem
 from pipefit.schema.program import Program
-from pipefit.schema.trace import PostMortem
 from pipefit.simulator import simulate
 from pipefit.tables import Table, html, plain
 from support.pipelines import make_plan, random_profile

@@ -58,7 +58,7 @@ class OutOfMemory(PipefitError):
     """
 
     exit_code = 4
-    post_mortem: Any = None  # a `schema.trace.PostMortem`
+    post_mortem: Any = None  # a `schema.post_mortem.PostMortem`
 
 
 class WorkerFailed(PipefitError):

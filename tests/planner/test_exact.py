@@ -13,7 +13,7 @@ from pipefit.errors import UsageError
 from pipefit.lowering import ENDLESS
 from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions
 from pipefit.planner import PlanOptions, exact, plan
-from pipefit.planner.baselines.exhaustive import exhaustive
+from pipefit.planner.baselines.simple import exhaustive
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan

@@ -23,7 +23,8 @@ from pipefit.runtime.hardware import moment
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.json_io import load, save
 from pipefit.schema.plan import Plan
-from pipefit.schema.trace import MemorySample, PostMortem, of_dry_run
+from pipefit.schema.post_mortem import PostMortem, of_dry_run
+from pipefit.schema.trace import MemorySample
 from pipefit.simulator import simulate
 from pipefit.simulator.simulation import contents_at
 from pipefit.tables import Table, plain

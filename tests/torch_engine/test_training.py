@@ -12,7 +12,8 @@ from pipefit.errors import OutOfMemory, UsageError
 from pipefit.models import build
 from pipefit.schema.json_io import load, save
 from pipefit.schema.plan import Plan
-from pipefit.schema.trace import PostMortem, Trace
+from pipefit.schema.post_mortem import PostMortem
+from pipefit.schema.trace import Trace
 from support.small_tasks import plan_of
 
 MODEL = ["zoo:mlp", "--set", "widths=(16,8)"]

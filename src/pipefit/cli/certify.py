@@ -121,7 +121,7 @@ def _over(plan: Plan, trace: Trace) -> OutOfMemory | None:
     A dry run itself does not enforce budgets.
     """
     from pipefit.errors import OutOfMemory
-    from pipefit.schema.trace import of_dry_run
+    from pipefit.schema.post_mortem import of_dry_run
     from pipefit.texts import counted
 
     over = [device for device in trace.devices if device.lack_bytes]

@@ -40,7 +40,8 @@ def command(
     from pipefit.report.page import page
     from pipefit.schema.json_io import load, save_text
     from pipefit.schema.plan import Plan
-    from pipefit.schema.trace import PostMortem, Trace
+    from pipefit.schema.post_mortem import PostMortem
+    from pipefit.schema.trace import Trace
 
     document = load(file)  # first, because no page name can be derived from the name of a missing file
     target = file.with_suffix(".html") if output is None else output

@@ -32,7 +32,16 @@ from pipefit.schema.file_access import NO_LINK, replace_file
 from pipefit.schema.json_text import adapter
 from pipefit.schema.layer_costs import Kernel, KernelMemory, Layout
 from pipefit.texts import dtype_name
-from pipefit.torch_internals import below_autograd, dispatcher, negative_view, pytree
+from pipefit.torch_internals import (
+    ExperimentalConfig,
+    ProfilerConfig,
+    ProfilerState,
+    below_autograd,
+    negative_view,
+    pytree,
+    start_profiler,
+    stop_profiler,
+)
 from pipefit.torch_internals.fake_tensors import FakeTensor
 from pipefit.units import format_bytes
 
@@ -478,12 +487,12 @@ def apart(call: Callable[[], T]) -> T:
 def peak_of(call: Callable[[], T]) -> tuple[int, T]:
     """Return the most bytes that `call` held at once, and its result. Call it inside `apart`."""
     state = torch.get_rng_state()
-    dispatcher.start_profiler(_memory_only())
+    start_profiler(_memory_only())
     try:
         with below_autograd():
             out = call()
     finally:
-        threads = dispatcher.stop_profiler()
+        threads = stop_profiler()
         torch.set_rng_state(state)
     changes = [
         event.cpu_memory_usage()
@@ -494,16 +503,16 @@ def peak_of(call: Callable[[], T]) -> tuple[int, T]:
     return max(accumulate(changes), default=0), out
 
 
-def _memory_only() -> dispatcher.ProfilerConfig:
+def _memory_only() -> ProfilerConfig:
     """Return a profiler configuration for memory only, without shapes, stacks, FLOPs or modules."""
-    return dispatcher.ProfilerConfig(
-        dispatcher.ProfilerState.CPU,
+    return ProfilerConfig(
+        ProfilerState.CPU,
         False,
         True,
         False,
         False,
         False,
-        dispatcher.ExperimentalConfig(),
+        ExperimentalConfig(),
     )
 
 

@@ -3,10 +3,9 @@
 from pipefit.planner.baselines.alpa import alpa
 from pipefit.planner.baselines.bisection import bisection
 from pipefit.planner.baselines.capture import capture
-from pipefit.planner.baselines.exhaustive import exhaustive
 from pipefit.planner.baselines.mcap import additive, bayesian, best_split, mcap_bf, mcap_bo, true_peaks
 from pipefit.planner.baselines.mpress import mpress
-from pipefit.planner.baselines.simple import first_last, parameters, time, uniform
+from pipefit.planner.baselines.simple import exhaustive, first_last, parameters, time, uniform
 from pipefit.planner.bounds import step_bound
 from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.planner.closed_forms.surroundings import surroundings

@@ -17,10 +17,9 @@ from pipefit.planner.arrangements import Trials, alternatives
 from pipefit.planner.baselines.alpa import alpa
 from pipefit.planner.baselines.bisection import bisection
 from pipefit.planner.baselines.capture import capture
-from pipefit.planner.baselines.exhaustive import exhaustive
 from pipefit.planner.baselines.mcap import additive, bayesian, mcap_bf, mcap_bo
 from pipefit.planner.baselines.mpress import mpress
-from pipefit.planner.baselines.simple import first_last, parameters, time, uniform
+from pipefit.planner.baselines.simple import exhaustive, first_last, parameters, time, uniform
 from pipefit.planner.driver import answer, solved
 from pipefit.planner.exact import exact, leanest_of
 from pipefit.planner.joint import joint

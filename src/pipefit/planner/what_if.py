@@ -25,7 +25,8 @@ from pipefit.planner.problem import Question
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import What
 from pipefit.schema.plan import Plan, Prediction
-from pipefit.schema.trace import MemorySample, PostMortem
+from pipefit.schema.post_mortem import PostMortem
+from pipefit.schema.trace import MemorySample
 from pipefit.simulator import Simulation, simulate
 from pipefit.texts import counted
 from pipefit.units import MIB, format_bytes

@@ -22,9 +22,10 @@ from pipefit.schema.devices import Member, MemberKind
 from pipefit.schema.fit import Fit, Overview
 from pipefit.schema.layer_costs import KernelMemory, LayerCost, SavedTensor, Work
 from pipefit.schema.plan import LoopPlan, Plan, fullness, is_tight
+from pipefit.schema.post_mortem import PostMortem
 from pipefit.schema.profile import AdditiveCosts, Measurement, ModelProfile, samples
 from pipefit.schema.program import Program, UncheckedProgram
-from pipefit.schema.trace import PostMortem, Trace
+from pipefit.schema.trace import Trace
 from pipefit.simulator import Contents, LayerContents, contents_at, simulate
 from pipefit.tables import Block, Table
 from pipefit.texts import counted, kind_of, numbered, shortened

@@ -78,8 +78,9 @@ from pipefit.runtime.task_module import (
 )
 from pipefit.schema.file_access import path_of
 from pipefit.schema.plan import Plan
+from pipefit.schema.post_mortem import PostMortem
 from pipefit.schema.program import Program
-from pipefit.schema.trace import PostMortem, Trace
+from pipefit.schema.trace import Trace
 from pipefit.schema.validation import instance
 from pipefit.texts import counted
 

@@ -29,10 +29,11 @@ from pipefit.schema.cluster import Cluster, parse_emulated
 from pipefit.schema.file_access import obstacle, replace_file
 from pipefit.schema.json_text import adapter, checked, json_object, utf8_text
 from pipefit.schema.plan import LoopPlan, Plan
+from pipefit.schema.post_mortem import PostMortem
 from pipefit.schema.presets import is_preset
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.program import Program, parse_program
-from pipefit.schema.trace import PostMortem, Trace
+from pipefit.schema.trace import Trace
 from pipefit.schema.validation import instance
 from pipefit.texts import kind_of, printable, shortened
 from pipefit.units import parse_rate

@@ -18,7 +18,7 @@ if torch.__version__ < "2.13":
         "torch.distributed.pipelining, or use pipefit's own runtime (pipefit.Trainer)"
     )
 
-from pipefit.torch_engine.rank import certify_pipeline
+from pipefit.torch_engine.certifying import certify_pipeline
 from pipefit.torch_engine.training import Pipeline, pipeline, train_pipeline
 
 __all__ = ["Pipeline", "certify_pipeline", "pipeline", "train_pipeline"]

@@ -49,7 +49,8 @@ from pipefit.runtime import (
     trained_sources,
 )
 from pipefit.schema.plan import Plan
-from pipefit.schema.trace import Category, DeviceTrace, Event, MemorySample, PostMortem, Stream, Trace
+from pipefit.schema.post_mortem import PostMortem
+from pipefit.schema.trace import Category, DeviceTrace, Event, MemorySample, Stream, Trace
 from pipefit.schema.validation import instance
 from pipefit.texts import counted
 from pipefit.torch_engine.rank import EnginePart, EngineRank, Groups

@@ -32,7 +32,8 @@ from pipefit.report.traces import Comparison, compare, describe_comparison, desc
 from pipefit.schema.decisions import ALL_MICROBATCHES, Decision, Run, SavedTensors, State
 from pipefit.schema.fit import Fit
 from pipefit.schema.plan import Plan
-from pipefit.schema.trace import CATEGORIES, PostMortem, Trace
+from pipefit.schema.post_mortem import PostMortem
+from pipefit.schema.trace import CATEGORIES, Trace
 from pipefit.simulator import all_contents, simulate
 from pipefit.tables import Table, html
 from pipefit.texts import counted, numbered
