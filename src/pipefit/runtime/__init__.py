@@ -14,9 +14,9 @@ from pipefit.runtime.checks.comparison import (
 from pipefit.runtime.checks.plan_check import check_casts, check_model
 from pipefit.runtime.comm.agreement import Agreement, LossScale
 from pipefit.runtime.comm.collectives import mark, may_be_absent, unmark
-from pipefit.runtime.comm.transport import joins_workers
-from pipefit.runtime.dry_run.certify import certify
-from pipefit.runtime.engine.assembly import assemble
+from pipefit.runtime.comm.transport import groups_in_order, joins_workers
+from pipefit.runtime.dry_run.certify import certify, divided_without_peers, rank_without_peers
+from pipefit.runtime.engine.assembly import agreement_of, assemble, put, usual_layers
 from pipefit.runtime.engine.batches import cut_batch
 from pipefit.runtime.engine.execution import NoPeers, run_in_turn
 from pipefit.runtime.engine.forward_backward import seed_layer, seed_update
@@ -33,7 +33,7 @@ from pipefit.runtime.engine.in_flight import (
 )
 from pipefit.runtime.engine.replicas import RankShards, Source, StageSources, Wanted, trained_sources
 from pipefit.runtime.engine.stage import Site
-from pipefit.runtime.engine.tensor_groups import Together
+from pipefit.runtime.engine.tensor_groups import Together, naming_the_lost
 from pipefit.runtime.hardware import Hardware, check_backwards, free_bytes, moment, named, ran_out
 from pipefit.runtime.initial_weights import start_of
 from pipefit.runtime.launch.restarts import train
@@ -91,6 +91,7 @@ __all__ = [
     "Updates",
     "Wanted",
     "WeightCopy",
+    "agreement_of",
     "apart",
     "assemble",
     "backward",
@@ -106,9 +107,11 @@ __all__ = [
     "copied_weights",
     "copies_of",
     "cut_batch",
+    "divided_without_peers",
     "enter",
     "fed_back_copies",
     "free_bytes",
+    "groups_in_order",
     "host_bytes",
     "host_seconds",
     "joins_workers",
@@ -120,7 +123,10 @@ __all__ = [
     "moment",
     "move",
     "named",
+    "naming_the_lost",
+    "put",
     "ran_out",
+    "rank_without_peers",
     "report_of",
     "rounding",
     "run_in_turn",
@@ -132,5 +138,6 @@ __all__ = [
     "trained_sources",
     "unmark",
     "using",
+    "usual_layers",
     "working_copies",
 ]

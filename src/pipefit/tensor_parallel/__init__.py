@@ -7,7 +7,7 @@ Parallelism", 2019; forms of values after Lepikhin et al., "GShard", 2020, and X
 """
 
 from pipefit.schema.profile import Shares
-from pipefit.tensor_parallel.collectives import Alone, Collectives, Loan, ProcessGroupCollectives
+from pipefit.tensor_parallel.collectives import Alone, Collectives, Loan, ProcessGroupCollectives, lent
 from pipefit.tensor_parallel.comparison import (
     LONGEST_SECONDS,
     LockstepCollectives,
@@ -58,6 +58,7 @@ __all__ = [
     "blocks_begin",
     "compare_blocks",
     "in_lockstep",
+    "lent",
     "pause",
     "shard_chain",
     "shard_stage",

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from pipefit.tensor_parallel.forms import DimSplit, dealt, join, take
+from pipefit.torch_internals.fake_tensors import FakeTensor
 
 # ---- Tensors lent to a collective: their memory is returned exactly when the collective completes
 #
@@ -30,8 +31,8 @@ from pipefit.tensor_parallel.forms import DimSplit, dealt, join, take
 class Loan:
     """Tensors that a collective gets in place of its `owners`.
 
-    `tensors` share the owners' memory and keep it alive until the loan ends. On a GPU they are the owners
-    themselves, which NCCL releases when it is joined.
+    `tensors` share the owners' memory and keep it alive until the loan ends. Fake tensors, and those on a
+    GPU, which NCCL releases when it is joined, are lent themselves.
     """
 
     def __init__(self, owners: Sequence[Tensor]) -> None:
@@ -39,7 +40,7 @@ class Loan:
         self.tensors = [self._lent(owner) for owner in owners]
 
     def _lent(self, owner: Tensor) -> Tensor:
-        if owner.device.type != "cpu" or not owner.numel():
+        if owner.device.type != "cpu" or not owner.numel() or isinstance(owner, FakeTensor):
             return owner
         memory: Any = (ctypes.c_char * owner.nbytes).from_address(owner.data_ptr())
         memory.owner = owner

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -19,7 +19,14 @@ from pipefit.fake_cuda.target import FakeTarget
 from pipefit.lowering import check_for_torch
 from pipefit.measure import Kernels, Meter
 from pipefit.own_loop import HostTensors, counted_states
-from pipefit.runtime import Source, StageSources, Wanted, check_model
+from pipefit.runtime import (
+    Source,
+    StageSources,
+    Wanted,
+    check_model,
+    divided_without_peers,
+    rank_without_peers,
+)
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Target
 from pipefit.schema.trace import Category, DeviceTrace, MemorySample, Trace
@@ -36,7 +43,7 @@ def certify_pipeline(task: Task, plan: Plan, *, target: Target | None = None) ->
     """Return the peaks of `plan` on `torch.distributed.pipelining`, exact to the byte, on every device.
 
     The engine's own code runs over fake tensors, one rank after the other, for two steps: in the first one it
-    makes its receive buffers, and the optimizers make their state. Equal replicas run once. Budgets are not
+    makes its receive buffers, and the optimizers make their state. Equal devices run once. Budgets are not
     enforced: compare `trace.peak_bytes` with the cluster's. `target` is the kind of device whose kernels are
     modeled; default: the profile's.
 
@@ -77,14 +84,23 @@ def _run(
         FakeTarget(target) as fake,
     ):
         for rank in plan.ranks:
-            replicas = plan.stages[rank[0]].devices
-            # only the first replica reports gradient norms
-            run = replicas[:2] if plan.training.agrees else replicas[:1]
-            for device in run:
-                with alone(plan.workers.index(device), len(plan.workers)):
-                    result[device] = _rank(task, plan, device, fake, chains, kernels)
-            result |= dict.fromkeys(replicas[1:], result[run[-1]])
+            known: dict[tuple[int, int], tuple[MemorySample, ...]] = {}
+            for device in plan.stages[rank[0]].devices:
+                if (kind := _kind(plan, rank, device)) not in known:
+                    with alone(plan.workers.index(device), len(plan.workers)):
+                        known[kind] = _rank(task, plan, device, fake, chains, kernels)
+                result[device] = known[kind]
     return result
+
+
+def _kind(plan: Plan, stages: Sequence[int], device: int) -> tuple[int, int]:
+    """Return a key that devices of a rank of the plan share if they need the same memory: shard and replica.
+
+    Only the first replica reports gradient norms, and replicas that divide state own different layers.
+    """
+    grid = plan.stages[stages[0]].grid
+    replica, divides = grid.replica_of(device), any(plan.stages[s].grid.shard != "none" for s in stages)
+    return grid.shard_of(device), replica if divides else min(replica, int(plan.training.agrees))
 
 
 def _rank(
@@ -96,7 +112,12 @@ def _rank(
     like = sample(task, plan.training.microbatch_size)
 
     def source(wanted: Wanted) -> Source:
-        return Source.of(chains.of(wanted.samples, fake))
+        chain = chains.of(wanted.samples, fake)
+        if not wanted.group:
+            return Source.of(chain)
+        ranks = len(wanted.group)
+        divided = divided_without_peers(task, chains, fake, chain, wanted.samples, ranks, wanted.sequences)
+        return rank_without_peers(plan, wanted, divided)
 
     chain = chains.of(samples, fake)
     check_model(plan, task, chain, samples)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,24 +16,29 @@ from torch.optim import Optimizer
 
 from pipefit.capture import ChainLayer, Task, Values, constants
 from pipefit.lowering import computes, drops_early, runs_gpipe, schedule_named
-from pipefit.memory import ReplicaShare
+from pipefit.memory import ReplicaShare, share_of
 from pipefit.own_loop import HostTensors
 from pipefit.runtime import (
     Agreement,
-    LossScale,
     MasterWeights,
     RankShards,
     StageSources,
     Updates,
+    agreement_of,
     born_apart,
+    groups_in_order,
     mark,
     may_be_absent,
     move,
+    naming_the_lost,
+    put,
     seed_update,
     unmark,
+    usual_layers,
 )
 from pipefit.schema.actions import Kind
 from pipefit.schema.plan import Plan
+from pipefit.tensor_parallel import Collectives, Loan, ProcessGroupCollectives, lent
 from pipefit.torch_engine.stages import Draws, Loss, StageModule, pipeline_stage
 from pipefit.torch_internals.pipelining import (
     PipelineSchedule,
@@ -50,17 +56,23 @@ from pipefit.torch_internals.pipelining import (
 class Groups:
     """The process groups of a plan.
 
-    `pipelines` has the devices of every replica of the pipeline, `replicas` those of every rank of the plan,
-    and `shared` those that hold a shared parameter, by its number and replica.
+    A device's place is its position in the grid of its stages. `pipelines` has the devices of every place,
+    which send to each other, and `shared` those that hold a shared parameter, by its number and the place.
+    `replicas` has the devices that hold the same layers and shards, and `tensor` those of one replica.
     """
 
     pipelines: tuple[dist.ProcessGroup, ...]
     replicas: Mapping[tuple[int, ...], dist.ProcessGroup]
     shared: Mapping[tuple[int, int], dist.ProcessGroup]
+    tensor: Mapping[tuple[int, ...], dist.ProcessGroup]
 
     @staticmethod
     def of(plan: Plan) -> Groups:
-        """Create the groups. All workers must call it."""
+        """Create the groups. All workers must call it.
+
+        Raises:
+            UsageError: a tensor group names its devices in another order than that of the workers.
+        """
 
         def group(devices: Sequence[int]) -> dist.ProcessGroup:
             process_group: dist.ProcessGroup = dist.new_group(
@@ -69,15 +81,27 @@ class Groups:
             return process_group
 
         grids = tuple(dict.fromkeys(stage.devices for stage in plan.stages))
-        data = range(plan.stages[0].grid.data)
+        places, replicas = (
+            range(len(grids[0])),
+            dict.fromkeys(
+                stage.grid.holding(shard) for stage in plan.stages for shard in range(stage.grid.tensor)
+            ),
+        )
         return Groups(
-            pipelines=tuple(group([grid[replica] for grid in grids]) for replica in data),
-            replicas={grid: group(grid) for grid in grids if len(grid) > 1},
+            pipelines=tuple(group([grid[place] for grid in grids]) for place in places),
+            replicas={devices: group(devices) for devices in replicas if len(devices) > 1},
             shared={
-                (number, replica): group([plan.stages[stage].devices[replica] for stage in stages])
+                (number, place): group([plan.stages[stage].devices[place] for stage in stages])
                 for number, stages in plan.summed.items()
-                for replica in data
+                for place in places
             },
+            tensor={devices: group(devices) for devices in groups_in_order(plan)},
+        )
+
+    def collectives(self, group: tuple[int, ...], rank: int) -> Collectives:
+        """Return the collectives of this worker in a tensor group, in which it has this `rank`."""
+        return ProcessGroupCollectives(
+            group=self.tensor[group], around=partial(naming_the_lost, group, group[rank])
         )
 
 
@@ -142,11 +166,13 @@ class EnginePart:
         self.draws.step = number
 
     def stores(self, tensor: Tensor) -> bool:
-        """Return whether this replica's tensor is stored: it is the first replica."""
-        return self.replica == 0
+        """Return whether this replica's tensor is stored: it is the first replica, or the owner."""
+        if self.share is None or not isinstance(tensor, nn.Parameter):
+            return self.replica == 0
+        return self.updates.owns(tensor)
 
     def lacks(self, tensor: Tensor) -> bool:
-        """Return False: no state is divided."""
+        """Return False: every replica keeps all parameters."""
         return False
 
     def reader(self) -> Callable[[Tensor], Tensor]:
@@ -191,34 +217,47 @@ class EngineRank:
         peers: bool = True,
     ) -> None:
         self.plan, self._groups, self._device, numbers = plan, groups, device, plan.stages_of(number)
-        self.replica = plan.stages[numbers[0]].grid.replica_of(number)
-        self._draws = Draws(device=device, seed=seed, replicas=plan.stages[0].grid.data, replica=self.replica)
+        grid = plan.stages[numbers[0]].grid
+        self.replica, self._shard, self._place = (
+            grid.replica_of(number),
+            grid.shard_of(number),
+            grid.devices.index(number),
+        )
+        self._draws = Draws(device=device, seed=seed, replicas=grid.data, replica=self.replica)
         self._shared = {stage: sources.own_shared(stage, number) for stage in numbers}
-        chains = {stage: sources.of(stage, number).chain.measured(plan.measured(stage)) for stage in numbers}
+        usual = {stage: usual_layers(plan, sources.of(stage, number), stage) for stage in numbers}
         self.modules: dict[int, StageModule] = {}
-        for stage, chain in chains.items():
-            place = plan.stages[stage]
-            layers = chain.layers[place.start : place.stop]
-            move([layer.module for layer in layers], device)
-            self.modules[stage] = StageModule(layers, plan, stage, draws=self._draws, host=host)
+        for stage, own in usual.items():
+            put(own, task, device)
+            self.modules[stage] = StageModule(own.layers, plan, stage, draws=self._draws, host=host)
         self.loss: Loss | None = None
         if (last := len(plan.stages) - 1) in numbers:
             if isinstance(task.loss, nn.Module):
                 move([task.loss], device)
-            whole = replace(
-                chains[last], layers=()
-            )  # without layers, so that other stages' layers can be freed
-            self.loss = Loss(whole, plan, self.modules[last], self._draws)
-        self.agreement = self._agree(sources, number) if plan.training.agrees else None
+            self.loss = Loss(usual[last].loss, plan, self.modules[last], self._draws)
+        self.agreement = None
+        if plan.training.agrees:
+            self.agreement = agreement_of(task, plan, sources, number, partial(share_of, plan))
+        self._shares = {stage: share_of(plan, stage, number) for stage in numbers}
         self.updates = {
-            stage: Updates(task, module.chain_layers, module.start, self.agreement, {})
+            stage: Updates(task, module.chain_layers, module.start, self.agreement, {}, self._shares[stage])
             for stage, module in self.modules.items()
         }
         self.parts = {
-            stage: EnginePart(device, self.replica, module, self.updates[stage], self.agreement, self._draws)
+            stage: EnginePart(
+                device,
+                self.replica,
+                module,
+                self.updates[stage],
+                self.agreement,
+                self._draws,
+                self._shares[stage],
+                usual[stage].shards,
+                is_first_rank=not self._shard,
+            )
             for stage, module in self.modules.items()
         }
-        group = groups.pipelines[self.replica]
+        group = groups.pipelines[self._place]
         self.stages = [
             pipeline_stage(module, plan, stage, device=device, group=group)
             for stage, module in self.modules.items()
@@ -230,46 +269,13 @@ class EngineRank:
 
     def _rank_within(self, group: dist.ProcessGroup) -> Callable[[int], int]:
         """Return the function from a rank of the plan to its rank in the group of a pipeline."""
-        plan, replica = self.plan, self.replica
+        plan, place = self.plan, self._place
 
         def group_rank(rank: int) -> int:
-            device = plan.stages[plan.ranks[rank][0]].devices[replica]
+            device = plan.stages[plan.ranks[rank][0]].devices[place]
             return dist.get_group_rank(group, plan.workers.index(device))
 
         return group_rank
-
-    def _agree(self, sources: StageSources, number: int) -> Agreement:
-        """Return this rank's part of the agreement on gradient norms and overflows.
-
-        Each parameter is reported once: by the first replica of the first stage that has it.
-        """
-        plan, names = self.plan, dict[str, None]()
-        reported, trained = dict[str, tuple[nn.Parameter, int]](), dict[int, nn.Parameter]()
-        elsewhere = {
-            parameter
-            for stage, own in self._shared.items()
-            for shared, parameter in own.items()
-            if plan.holders[shared][0] != stage
-        }
-        for layer in sources.of(min(self.modules), number).chain.layers:
-            names |= {name: None for name, p in layer.named_parameters if p.requires_grad}
-        for module in self.modules.values():
-            for layer in module.chain_layers:
-                for name, parameter in layer.named_parameters:
-                    if not parameter.requires_grad:
-                        continue
-                    trained[id(parameter)] = parameter
-                    if not self.replica and parameter not in elsewhere:
-                        reported[name] = parameter, 0
-        return Agreement(
-            list(names),
-            reported,
-            list(trained.values()),
-            clip_norm=plan.training.clip_norm,
-            scale=LossScale() if plan.training.scales_loss else None,
-            master_weights=plan.training.precision.startswith("master-"),
-            double=plan.training.precision == "float64",
-        )
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -313,31 +319,61 @@ class EngineRank:
             run_microbatches(self.schedule, self.stages, inputs, targets)
 
     def _update(self) -> None:
-        """Sum gradients over copies and replicas, clip them, step the optimizers, and free the gradients."""
-        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+        """Sum gradients over copies and replicas, clip them, step the optimizers, and free the gradients.
+
+        If replicas divide optimizer state, the owner of a layer gets the sum, updates the layer, and sends it.
+        """
         some_absent = may_be_absent(self.plan.profile)
-        for stage, module in self.modules.items():
+        for stage in self.modules:
             for number, parameter in self._shared[stage].items():
                 if stage in self.plan.summed.get(number, ()):
-                    _sum([parameter], self._groups.shared[number, self.replica], some_absent=some_absent)
-            if (group := self._groups.replicas.get(self.plan.stages[stage].devices)) is not None:
-                own = set(map(id, module.parameters()))
-                _sum([p for p in trained if id(p) in own], group, some_absent=some_absent)
+                    group = self._groups.shared[number, self._place]
+                    _sum([(parameter, None)], group, some_absent=some_absent)
+            if (replicas := self._groups.replicas.get(self._replicas(stage))) is not None:
+                _sum(self._owned(stage), replicas, some_absent=some_absent)
         if self.agreement is not None:
             total = self.agreement.contribution(self._device)
-            dist.all_reduce(total)
+            with lent(total) as (vector,):
+                dist.all_reduce(vector)
             self.agreement.conclude(total)
         for stage, updates in self.updates.items():
             module = self.modules[stage]
             seed_update(self._device, self._draws.seed, self._draws.step, 0, module.start)
             updates.step((module.start, module.stop))
+        for stage in (stage for stage, share in self._shares.items() if share is not None):
+            group = self._groups.replicas[self._replicas(stage)]
+            owned = self._owned(stage)
+            loan = Loan([parameter.detach() for parameter, _ in owned])
+            owners = [owner for _, owner in owned]
+            _wait(
+                [
+                    dist.broadcast(tensor, owner, group=group, async_op=True)
+                    for tensor, owner in zip(loan.tensors, owners, strict=True)
+                ],
+                loan,
+            )
         self._draws.step += 1
+
+    def _replicas(self, stage: int) -> tuple[int, ...]:
+        """Return the devices that hold the same layers and shards of a stage as this one."""
+        return self.plan.stages[stage].grid.holding(self._shard)
+
+    def _owned(self, stage: int) -> list[tuple[nn.Parameter, int | None]]:
+        """Return the trained parameters of a stage, each with the worker that owns it; None without ZeRO."""
+        updates, module, share = self.updates[stage], self.modules[stage], self._shares[stage]
+        workers = [self.plan.workers.index(device) for device in self._replicas(stage)]
+        return [
+            (parameter, None if share is None else workers[share.owner(layer)])
+            for layer in range(module.start, module.stop)
+            for parameter in updates.parameters((layer, layer + 1))
+            if parameter.requires_grad
+        ]
 
     def exchanged(self, peak_bytes: int) -> tuple[float, dict[int, int]]:
         """Return the step's mean loss, and the peaks of all devices, given this one's."""
         devices = self.plan.workers
         numbers = torch.zeros(1 + len(devices), dtype=torch.float64, device=self._device)
-        if self.loss is not None:
+        if self.loss is not None and not self._shard:
             numbers[0] = self.loss.losses.double().sum() * self.loss.weight
         numbers[1 + dist.get_rank()] = peak_bytes
         dist.all_reduce(numbers)
@@ -345,16 +381,35 @@ class EngineRank:
         return loss, dict(zip(devices, map(int, peaks), strict=True))
 
 
-def _sum(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, *, some_absent: bool) -> None:
-    """Add the gradients of all members of a group.
+def _wait(works: Sequence[dist.Work | None], loan: Loan) -> None:
+    """Wait for collectives on lent tensors, and end the loan."""
+    for work in works:
+        if work is not None:
+            work.wait()
+    loan.wait()
+
+
+def _sum(
+    owned: Sequence[tuple[nn.Parameter, int | None]], group: dist.ProcessGroup, *, some_absent: bool
+) -> None:
+    """Add the gradients of all members of a group: for all of them, or for the worker that owns a parameter.
 
     If values decide which parameters get a gradient, some members may lack gradients that others have.
     """
+    parameters = [parameter for parameter, _ in owned]
     if some_absent:
         mark(parameters)
-    works = [dist.all_reduce(p.grad, group=group, async_op=True) for p in parameters if p.grad is not None]
-    for work in works:
-        work.wait()
+    present = [(p.grad, owner) for p, owner in owned if p.grad is not None]
+    loan = Loan([gradient for gradient, _ in present])
+    _wait(
+        [
+            dist.all_reduce(gradient, group=group, async_op=True)
+            if owner is None
+            else dist.reduce(gradient, owner, group=group, async_op=True)
+            for gradient, (_, owner) in zip(loan.tensors, present, strict=True)
+        ],
+        loan,
+    )
     if some_absent:
         unmark(parameters)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import checkpoint
 
-from pipefit.capture import Chain, ChainLayer, Values, constants
+from pipefit.capture import ChainLayer, Values, constants
 from pipefit.errors import UsageError
 from pipefit.own_loop import HostTensors
 from pipefit.runtime import apart, fed_back_copies, seed_layer, working_copies
@@ -170,15 +170,17 @@ class Loss:
     """The loss of a microbatch, times its weight in the step and the loss scale; keeps the unweighted losses.
 
     Args:
-        chain: computes the loss from the values of the last stage.
+        loss: computes the loss from the values of the last stage.
         plan: the plan.
         module: the last stage, which has just run the microbatch.
         draws: seeds of random draws.
     """
 
-    def __init__(self, chain: Chain, plan: Plan, module: StageModule, draws: Draws) -> None:
+    def __init__(
+        self, loss: Callable[[Values, Values], Tensor], plan: Plan, module: StageModule, draws: Draws
+    ) -> None:
         measurement = plan.measured(len(plan.stages) - 1)
-        self._loss, self._module, self._draws = chain.loss, module, draws
+        self._loss, self._module, self._draws = loss, module, draws
         self._changes = measurement.loss.mutates_inputs
         self.weight = 1.0 / (plan.training.microbatches * draws.replicas)
         self.scale = 1.0

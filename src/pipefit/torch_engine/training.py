@@ -32,7 +32,6 @@ from pipefit.runtime import (
     Names,
     SaveReport,
     Supervision,
-    Together,
     TrainerArguments,
     TrainerOptions,
     check_backwards,
@@ -105,13 +104,14 @@ class Pipeline:
             trained, chain = start_of(task, plan, asked.seed, first, supervision.on_weights)
         check_model(plan, task, chain)
         self._comparisons.of_chain(trained, chain, first, rank=dist.get_rank())
+        groups, held = Groups.of(plan), self._comparisons.of_ranks
         self._rank = EngineRank(
             task,
             plan,
-            trained_sources(plan, trained, chain, Together(plan), copies=False, held=lambda *_: None),
+            trained_sources(plan, trained, chain, groups.collectives, copies=False, held=held),
             number,
             device=self.device,
-            groups=Groups.of(plan),
+            groups=groups,
             host=HostTensors.of(self.device),
             seed=asked.seed,
         )

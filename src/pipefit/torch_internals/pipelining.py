@@ -124,6 +124,12 @@ class _Alone(ProcessGroup):
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> Work:  # type: ignore[override]
         return _Handle(tensors)
 
+    def reduce(self, tensors: list[Tensor], options: Any = None) -> Work:  # type: ignore[override]
+        return _Handle(tensors)
+
+    def broadcast(self, tensors: list[Tensor], options: Any = None) -> Work:  # type: ignore[override]
+        return _Handle(tensors)
+
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return _ALONE
 

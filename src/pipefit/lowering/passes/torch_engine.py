@@ -46,12 +46,11 @@ def _reasons(plan: Plan) -> Iterator[str]:
     if plan.training.endless:
         yield f"ends every step with an empty pipeline, unlike schedule {plan.training.schedule}"
     grids = [stage.grid for stage in plan.stages]
-    if any(grid.tensor > 1 for grid in grids):
-        yield "gets no tensor-parallel layers from a plan"
-    if len({grid.data for grid in grids}) > 1:
-        yield "needs the same number of replicas in every stage"
-    if any(grid.shard != "none" for grid in grids):
-        yield "gets no sharded state from a plan"
+    if len({(grid.data, grid.tensor) for grid in grids}) > 1:
+        yield "needs the same numbers of replicas and of tensor shards in every stage"
+    for shard in dict.fromkeys(grid.shard for grid in grids):
+        if shard in ("gradients", "parameters"):
+            yield f"sums gradients when a schedule has ended, so replicas divide optimizer state, not {shard}"
     for decision in plan.decisions:
         if decision.what is What.UPDATE or (
             decision.what is What.OFFLOAD and not isinstance(decision.subject, SavedTensors)

@@ -424,22 +424,15 @@ class Rehearsal:
 
         @cache
         def divided(samples: int, ranks: int, sequences: bool) -> ShardedChain:
-            chain, (inputs, targets) = self._chain(fake, samples), sample(self.task, samples)
-            known: ShardedChain | None = self.chains.divided.get((samples, ranks, sequences))
-            if known is not None and (copy := known.of_copy(chain)) is not None:
-                return copy
-            given, wanted = chain.flatten(inputs), chain.flatten_targets(targets)
-            fakes = tuple(map(fake.fake, given)), tuple(map(fake.fake, wanted))
-            return shard_chain(chain, ranks, *fakes, sequences=sequences)
+            chain = self._chain(fake, samples)
+            return divided_without_peers(self.task, self.chains, fake, chain, samples, ranks, sequences)
 
         def make(wanted: Wanted) -> Source:
             if not wanted.group:
                 return Source.of(short.shortened(self._chain(fake, wanted.samples)))
-            alone = without_peers(wanted.group, wanted.rank)
             whole = divided(wanted.samples, len(wanted.group), wanted.sequences)
-            check_as_profiled(self.plan, wanted, whole)
-            chain = whole.rank(alone)
-            return Source.of(short.shortened(chain), RankShards.of(whole, chain, alone))
+            source = rank_without_peers(self.plan, wanted, whole)
+            return source._replace(chain=short.shortened(source.chain))
 
         return StageSources(short.plan, Source.of(short.chain), self._samples, make)
 
@@ -464,3 +457,34 @@ def _named(samples: Sequence[MemorySample], actions: Sequence[Action]) -> list[M
         MemorySample(step=one.step, action=str(action), seconds=one.seconds, bytes=one.bytes)
         for one, action in named
     ]
+
+
+# ---- Tensor-parallel ranks without their peers
+
+
+def divided_without_peers(
+    task: Task, chains: Chains, fake: FakeTarget, chain: Chain, samples: int, ranks: int, sequences: bool
+) -> ShardedChain:
+    """Return a chain for `samples` samples, divided among tensor-parallel ranks.
+
+    A division that `chains` knows from the profile is copied.
+    """
+    known: ShardedChain | None = chains.divided.get((samples, ranks, sequences))
+    if known is not None and (copy := known.of_copy(chain)) is not None:
+        return copy
+    inputs, targets = sample(task, samples)
+    given, wanted = chain.flatten(inputs), chain.flatten_targets(targets)
+    fakes = tuple(map(fake.fake, given)), tuple(map(fake.fake, wanted))
+    return shard_chain(chain, ranks, *fakes, sequences=sequences)
+
+
+def rank_without_peers(plan: Plan, wanted: Wanted, divided: ShardedChain) -> Source:
+    """Return the part of a rank in a divided chain, with separate memory.
+
+    Raises:
+        UsageError: ranks divide the model otherwise than in its profile.
+    """
+    alone = without_peers(wanted.group, wanted.rank)
+    check_as_profiled(plan, wanted, divided)
+    chain = divided.rank(alone)
+    return Source.of(chain, RankShards.of(divided, chain, alone))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container
 from dataclasses import replace
 
 import torch
@@ -13,7 +14,7 @@ from pipefit.measure import MemoryMeter, Stopwatch
 from pipefit.memory import Layers, ReplicaShare, StageRest, StageStorages, StateMoves, state_moves
 from pipefit.runtime.comm.agreement import Agreement, LossScale
 from pipefit.runtime.engine.in_flight import move
-from pipefit.runtime.engine.replicas import Source
+from pipefit.runtime.engine.replicas import Source, StageSources
 from pipefit.runtime.engine.runner import DeviceRunner
 from pipefit.runtime.engine.specializations import Specialized
 from pipefit.runtime.engine.stage import Site, StagePlace, StageRunner
@@ -47,17 +48,25 @@ def tells_norms(plan: Plan, stage: int, device: int) -> bool:
     return grid.shard != "none" or not grid.replica_of(device)
 
 
-def _agreement(site: Site, device: int) -> Agreement:
+def agreement_of(
+    task: Task,
+    plan: Plan,
+    sources: StageSources,
+    device: int,
+    share: Callable[[int, int], ReplicaShare | None],
+    absent: int = 0,
+) -> Agreement:
     """Return a device's part of the agreement before an update.
 
     Each trained parameter, or tensor shard of it, is reported once: by the first device that has it, or by
-    the replica that owns its layer and has its reduced gradient.
+    the replica that owns its layer and has its reduced gradient. `share` returns the ZeRO share of a stage on
+    a device; `absent` is the number of trained parameters in layers that a dry run leaves out.
     """
-    plan, names, trainable = site.plan, dict[str, None](), dict[int, nn.Parameter]()
+    names, trainable = dict[str, None](), dict[int, nn.Parameter]()
     reported: dict[str, tuple[nn.Parameter, int]] = {}
     for stage in (stages := plan.stages_of(device)):
-        source, place = site.sources.of(stage, device), plan.stages[stage]
-        own = _owned(source, place, site.share(stage, device))
+        source, place = sources.of(stage, device), plan.stages[stage]
+        own = _owned(source, place, share(stage, device))
         elsewhere = {
             _name_of(source, result)
             for result, holders in zip(source.shared, plan.holders, strict=True)
@@ -84,9 +93,9 @@ def _agreement(site: Site, device: int) -> Agreement:
         list(trainable.values()),
         clip_norm=plan.training.clip_norm,
         scale=LossScale() if plan.training.scales_loss else None,
-        master_weights=site.task.master_weights,
+        master_weights=task.master_weights,
         double=plan.training.precision == "float64",
-        absent=site.absent,
+        absent=absent,
         shards=max(stage.grid.tensor for stage in plan.stages),
     )
 
@@ -127,7 +136,9 @@ def assemble(site: Site, number: int, *, device: torch.device, meter: MemoryMete
     plan, stages = site.plan, site.plan.stages_of(number)
     sources = {stage: site.sources.of(stage, number) for stage in stages}
     own = {stage: site.sources.own_shared(stage, number) for stage in stages}
-    agreement = _agreement(site, number) if plan.training.agrees else None
+    agreement = None
+    if plan.training.agrees:
+        agreement = agreement_of(site.task, plan, site.sources, number, site.share, site.absent)
     described = {stage: StageStorages.of(plan, stage) for stage in stages}
     mover = Mover(
         number,
@@ -145,8 +156,8 @@ def assemble(site: Site, number: int, *, device: torch.device, meter: MemoryMete
     graph_dropped = meter.drop_graph if meter is not None else lambda: None
     runners = {}
     for stage, storages in described.items():
-        usual, share = _usual(plan, sources[stage], stage), site.share(stage, number)
-        _put(usual, site.task, device, _absent(usual, storages.start, share))
+        usual, share = usual_layers(plan, sources[stage], stage), site.share(stage, number)
+        put(usual, site.task, device, _absent(usual, storages.start, share))
         if storages.stop == len(plan.profile.layers) and not is_faking():
             _put_loss(site.task, device)
         runners[stage] = StageRunner(
@@ -163,7 +174,7 @@ def assemble(site: Site, number: int, *, device: torch.device, meter: MemoryMete
     return DeviceRunner(site, runners, number=number, mover=mover, meter=meter, stopwatch=stopwatch)
 
 
-def _usual(plan: Plan, source: Source, stage: int) -> Specialized:
+def usual_layers(plan: Plan, source: Source, stage: int) -> Specialized:
     """Return the layers of a stage, and the loss, for microbatches of the plan's size."""
     place, chain = plan.stages[stage], source.chain.measured(plan.measured(stage))
     loss = replace(chain, layers=()).loss  # without layers, so that those of other stages can be freed
@@ -187,7 +198,7 @@ def _absent(usual: Specialized, start: int, share: ReplicaShare | None) -> froze
     return frozenset(id(parameter) for layer, own in of_layers if not share.owns(layer) for parameter in own)
 
 
-def _put(usual: Specialized, task: Task, device: torch.device, absent: frozenset[int]) -> None:
+def put(usual: Specialized, task: Task, device: torch.device, absent: Container[int] = ()) -> None:
     """Move the layers of a stage to `device`; `absent` parameters get none there.
 
     With tensor shards, also check that the task's optimizer works elementwise on them.
