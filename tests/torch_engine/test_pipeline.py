@@ -8,12 +8,13 @@ import runpy
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import checkpoint
 
 import pipefit
@@ -21,11 +22,13 @@ from pipefit.capture import Task
 from pipefit.cli import main
 from pipefit.errors import UsageError
 from pipefit.models import build
+from pipefit.runtime import Trainer
 from pipefit.schema.decisions import Decision, SavedTensors, State, What
 from pipefit.schema.devices import parse_place
 from pipefit.schema.json_io import save
 from pipefit.schema.plan import Plan
-from support.small_tasks import alone, batch_of, plan_of, task_of
+from support.sharded_stages import Degrees, divided, grid_plan, profiled
+from support.small_tasks import alone, batch_of, in_one_process, plan_of, task_of
 from support.torch_engine_cases import engine_case, engine_task
 from support.torch_engine_workers import STEPS, Workers
 
@@ -77,6 +80,80 @@ def test_certified_peaks_of_random_plans(workers: Workers, seed: int) -> None:
     trace = pipefit.certify_pipeline(task, plan)
     for device, one in workers.train(plan, engine_task, seed).items():
         assert [trace.devices[device].step_peak_bytes(step) for step in range(STEPS)] == one.peaks
+
+
+def shared_out(
+    name: str, edges: list[int], degrees: list[Degrees], shard: str, clip_norm: float | None
+) -> Plan:
+    """Return a plan whose stages are on grids, with replicas that divide their state by `shard`."""
+    plan = grid_plan(profiled(name), edges, degrees, microbatches=3, clip_norm=clip_norm)
+    grids = [replace(stage.grid, shard=shard) for stage in plan.stages]
+    return replace(
+        plan, stages=tuple(replace(s, grid=grid) for s, grid in zip(plan.stages, grids, strict=True))
+    )
+
+
+with_momentum = partial(divided, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+
+
+@pytest.mark.parametrize(
+    ("name", "edges", "degrees", "shard", "clip_norm"),
+    [
+        ("dropped", [0, 3, 6], [(1, 2), (1, 2)], "none", 0.3),
+        ("tied", [0, 6], [(1, 4)], "none", None),
+        ("normed", [0, 2, 6], [(2, 1), (2, 1)], "optimizer", None),
+        ("tied", [0, 2, 6], [(2, 1), (2, 1)], "optimizer", 0.3),
+        ("dropped", [0, 6], [(2, 2)], "optimizer", 0.3),
+    ],
+)
+def test_tensor_shards_and_divided_state(
+    workers: Workers, name: str, edges: list[int], degrees: list[Degrees], shard: str, clip_norm: float | None
+) -> None:
+    """Ranks and owners train the numbers of pipefit's runtime, and their peaks are the certified ones."""
+    task, plan = with_momentum(name), shared_out(name, edges, degrees, shard, clip_norm)
+    trace = pipefit.certify_pipeline(task, plan)
+    trainer, losses = in_one_process(task, plan, STEPS)
+    parameters = {name for name, _ in task.build().named_parameters()}
+    for device, one in workers.train(plan, with_momentum, name).items():
+        assert [trace.devices[device].step_peak_bytes(step) for step in range(STEPS)] == one.peaks
+        assert one.losses == pytest.approx(losses, rel=1e-12)
+        assert one.state.keys() & parameters
+        for trained in one.state.keys() & parameters:
+            torch.testing.assert_close(one.state[trained], trainer.state_dict()[trained], rtol=0, atol=1e-12)
+
+
+def saved_after_a_step(plan: Plan, name: str, folder: str) -> dict[str, Tensor]:
+    """Train a step on torch's engine, save a checkpoint of pipefit, and load weights that torch has saved."""
+    task = with_momentum(name)
+    pipeline = pipefit.pipeline(task, plan)
+    inputs, targets = batch_of(task, plan)
+    pipeline.step(inputs, target=targets)
+    pipeline.save(folder)
+    pipeline.finish()
+    state = pipeline.state_dict()
+    checkpoint.save({"model": state}, checkpoint_id=f"{folder}-torch")
+    pipeline.step(inputs, target=targets)
+    loaded = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+    checkpoint.load({"model": loaded}, checkpoint_id=f"{folder}-torch")
+    pipeline.load_state_dict(loaded)
+    return pipeline.state_dict()
+
+
+def test_checkpoints_of_shards_have_the_whole_state(workers: Workers, tmp_path: Path) -> None:
+    """Ranks that divide weights, and replicas that divide momentum, save what any other plan continues from."""
+    plan = shared_out("tied", [0, 6], [(2, 2)], "optimizer", None)
+    states = workers.run(4, saved_after_a_step, plan, "tied", str(tmp_path / "runs"))
+    trainer, _ = in_one_process(with_momentum("tied"), plan, 1)
+    expected = trainer.state_dict(optimizer=True)
+    other = Trainer(with_momentum("tied"), shared_out("tied", [0, 6], [(1, 1)], "none", None))
+    assert other.load(tmp_path / "runs") == 1
+    found = other.state_dict(optimizer=True)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12)
+    for state in states:
+        for name, tensor in state.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-12)
 
 
 def printed(script: str) -> str:
@@ -140,6 +217,20 @@ def test_refusals(changes: dict[str, str], said: str) -> None:
     for call in (pipefit.pipeline, pipefit.certify_pipeline):
         with pytest.raises(UsageError, match=f"{said}.*: train this plan with pipefit's own runtime"):
             call(task, plan)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "shard", "said"),
+    [
+        ([(2, 1), (2, 1)], "gradients", "replicas divide optimizer state, not gradients"),
+        ([(2, 1), (1, 2)], "none", "the same numbers of replicas and of tensor shards in every stage"),
+    ],
+)
+def test_grids_are_refused(degrees: list[Degrees], shard: str, said: str) -> None:
+    """Gradients are summed at the end of a schedule, and messages go from a place to the same place."""
+    plan = shared_out("dropped", [0, 3, 6], degrees, shard, None)
+    with pytest.raises(UsageError, match=f"{said}.*: train this plan with pipefit's own runtime"):
+        pipefit.certify_pipeline(with_momentum("dropped"), plan)
 
 
 def test_a_batch_of_another_size_is_refused(workers: Workers) -> None:
