@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 from torch import nn
+from torch.optim import Adam
 
 import pipefit
 from pipefit.cli import main
 from pipefit.errors import InfeasibleError
 from pipefit.memory import receives_ahead
+from pipefit.profiler import profile
 from pipefit.schema.json_io import save
 from support.small_tasks import profile_of, task_of
 
@@ -57,6 +59,17 @@ def test_the_plan_of_a_task_is_verified() -> None:
     plan = pipefit.plan(deep(), cluster, engine="torch", microbatch_size=8, **MICROBATCHES)
     peaks = [device.peak_bytes for device in pipefit.certify_pipeline(deep(), plan).devices]
     assert max(peaks) <= 700 << 10
+
+
+def test_replicas_divide_optimizer_state_if_nothing_else_fits() -> None:
+    """Whole state is planned if it fits; the plan of a smaller budget divides it, and keeps the budget there."""
+    task = task_of(lambda: [nn.Linear(128, 128) for _ in range(6)], inputs=128, outputs=128, optimizer=Adam)
+    profiled = profile(task, microbatch_size=(4, 8))
+    for kib, shard in ((1700, "none"), (1450, "optimizer")):
+        cluster = pipefit.load_cluster(f"emulated:2x{kib}KiB")
+        plan = pipefit.plan(profiled, cluster, engine="torch", stages=1, batch_size=16, recompute="never")
+        assert plan.stages[0].grid.shard == shard
+        assert max(d.peak_bytes for d in pipefit.certify_pipeline(task, plan).devices) <= kib << 10
 
 
 @ahead

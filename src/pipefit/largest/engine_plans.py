@@ -28,7 +28,10 @@ Peaks = Callable[[Plan], Sequence[int]]
 
 
 def options_for_torch(asked: PlanOptions) -> PlanOptions:
-    """Return the options without techniques that torch's engine lacks, unless they are requested."""
+    """Return the options without techniques that torch's engine lacks, unless they are requested.
+
+    Replicas keep all state, and layers have no tensor shards, unless that is requested too.
+    """
     means = replace(asked.means, peers=False, spill=False, state=False)
     return replace(asked, means=means, tensor=asked.tensor or 1, shard=asked.shard or "none")
 
@@ -37,12 +40,25 @@ def plan_for_torch(cluster: Cluster, asked: PlanOptions, make: Make, dry: Peaks 
     """Return a plan of `make` that fits on torch's engine.
 
     Peaks are those of the simulator's ledger; a plan that fits by the ledger is verified by `dry`, if given.
+    If no plan fits, replicas divide their optimizer state.
 
     Raises:
         UsageError: torch's engine cannot run any such plan.
         InfeasibleError: no plan was found that fits there.
     """
-    trials = _Trials(cluster, options_for_torch(asked), make, dry)
+    try:
+        return _fitting(cluster, options_for_torch(asked), make, dry)
+    except InfeasibleError:
+        if asked.shard is not None or asked.data == 1:
+            raise
+        with suppress(InfeasibleError, UsageError):  # no replicas of these sizes, for example
+            return _fitting(cluster, options_for_torch(replace(asked, shard="optimizer")), make, dry)
+        raise
+
+
+def _fitting(cluster: Cluster, asked: PlanOptions, make: Make, dry: Peaks | None) -> Plan:
+    """Return a plan with these options that fits on torch's engine; the errors are those of `plan_for_torch`."""
+    trials = _Trials(cluster, asked, make, dry)
     first = trials.plan(0)
     if trials.fits(first):
         return first
@@ -64,7 +80,8 @@ def plan_for_torch(cluster: Cluster, asked: PlanOptions, make: Make, dry: Peaks 
     if best is None:
         raise InfeasibleError(
             f"{short}. No plan was found that fits there, of {counted(ROUNDS + 2, 'plan')} with more and more "
-            "memory reserved: plan fewer microbatches (--microbatches), or train with pipefit's own runtime"
+            "memory reserved: plan fewer microbatches (--microbatches) or tensor-parallel ranks (--tensor), or "
+            "train with pipefit's own runtime"
         )
     return _told(best, short)
 

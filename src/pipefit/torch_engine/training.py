@@ -274,7 +274,8 @@ class Pipeline:
 
         With `optimizer`, also optimizer tensors and master weights, as `optimizer/fc.weight/exp_avg` and
         `master/fc.weight`. The tensors are those that are trained, so `torch.distributed.checkpoint.load`
-        restores them in place.
+        restores them in place. Of tensors that tensor-parallel ranks divide, these are whole copies, which
+        `load_state_dict` takes; all workers call this function then.
         """
         state = dict(self._checkpoints.state().tensors)
         return state | (self._checkpoints.tensors() if optimizer else {})
