@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from pipefit.capture import ChainLayer, Values, placed, storage_key, without_memory
 from pipefit.capture.storages import flat
@@ -322,23 +323,27 @@ def _nothing(count: int, *gradients: Tensor | None) -> tuple[None, ...]:
 @contextmanager
 def born_apart(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Give each new gradient of the `parameters` that a backward in the context creates its own memory."""
-    without = dict.fromkeys(p for p in parameters if p.requires_grad and p.grad is None)
-    hooks = [p.register_post_accumulate_grad_hook(_give_memory) for p in without]  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    hooks = dict[int, RemovableHandle]()
 
-
-def _give_memory(parameter: Tensor) -> None:
-    """Copy a parameter's new gradient if its memory is larger or has other users."""
-    gradient = parameter.grad
-    if gradient is not None and gradient.layout is torch.strided:
+    def give_memory(parameter: Tensor) -> None:
+        """Copy a new gradient if its memory is larger or has other users; later ones are added to it."""
+        gradient = parameter.grad
+        if gradient is None or gradient.layout is not torch.strided:
+            return
         storage = gradient.untyped_storage()
         users = storage_uses(storage._cdata)  # the gradient, the object `storage`, and others
         if storage.nbytes() > gradient.nbytes or users > 2:
             parameter.grad = gradient.clone()
+        hooks[id(parameter)].remove()
+
+    for parameter in dict.fromkeys(parameters):
+        if parameter.requires_grad and parameter.grad is None:
+            hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(give_memory)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for hook in hooks.values():
+            hook.remove()
 
 
 # ---- Microbatches in flight
