@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 _MODEL: dict[str, int] = {"layers": 8, "hidden": 128, "heads": 4, "sequence": 128}
 _CLUSTER = "emulated:4x12MiB"
 _MICROBATCH, _MICROBATCHES = 2, 8
-EXAMPLE = "pipefit demo --steps 40"
+EXAMPLE = "pipefit demo --steps 80"
 
 
 def command(
-    steps: Annotated[int, typer.Option(metavar="N", min=2, help="Training steps.")] = 80,
+    steps: Annotated[int, typer.Option(metavar="N", min=2, help="Training steps.")] = 40,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of weights and data.")] = 0,
     as_json: Json = False,
 ) -> None:
