@@ -1,4 +1,4 @@
-"""Requested, allocated and reserved bytes of five models' plans, with fixed and with expandable segments.
+"""Requested, allocated and reserved bytes of five models' plans: fixed and expandable segments, planned addresses.
 
     PYTHONPATH=src python benchmarks/bench_reserved.py [--json PATH] [--only NAME] [--steps N]
 
@@ -56,11 +56,16 @@ class Row:
         default, expandable = self.peaks["default"], self.peaks["expandable"]
         worst = max(range(len(default)), key=lambda number: default[number].reserved_bytes)
         one, other = default[worst], expandable[worst]
-        sizes = one.requested_bytes, one.allocated_bytes, one.reserved_bytes, other.reserved_bytes
+        sizes = (
+            one.requested_bytes,
+            one.allocated_bytes,
+            one.reserved_bytes,
+            other.reserved_bytes,
+            one.planned_bytes,
+        )
         asked = sum(peaks.requested_bytes for peaks in default)
-        over = [
-            sum(peaks.reserved_bytes for peaks in devices) / asked - 1 for devices in (default, expandable)
-        ]
+        held = [sum(peaks.reserved_bytes for peaks in devices) for devices in (default, expandable)]
+        over = [nbytes / asked - 1 for nbytes in (*held, sum(peaks.planned_bytes for peaks in default))]
         return (
             f"| {self.name}, {self.microbatch_size} | {' | '.join(map(format_bytes, sizes))} "
             f"| {' | '.join(f'{100 * share:.1f} %' for share in over)} |"
@@ -106,7 +111,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     options = parser.parse_args()
     rows = []
-    print("| model, samples | requested | allocated | reserved | expandable | over requested | expandable |")
+    print(
+        "| model, samples | requested | allocated | reserved | expandable | planned "
+        "| over requested | expandable | planned |"
+    )
     for name, (size, settings) in MODELS.items():
         if options.only in (None, name):
             rows.append(measure(name, build(name, **settings), size, options.steps))

@@ -1,8 +1,9 @@
-"""Replays that skip repeated turns, and the least memory: against replays of every event, by bisection."""
+"""Replays that skip repeated turns, the least memory, and planned addresses."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import pairwise, permutations
 from random import Random
 
 import pytest
@@ -15,6 +16,7 @@ from pipefit.memory.cuda_allocator import (
     Lifetimes,
     NamedExcerpt,
     SegmentPart,
+    planned_bytes,
     with_enough,
 )
 
@@ -144,3 +146,60 @@ def test_excerpts_under_names_are_single_births_and_deaths() -> None:
         assert twice.digest == Lifetimes([*events, *again]).digest
         assert [nbytes for _, nbytes in twice] == [nbytes for _, nbytes in [*events, *again]]
         assert len(twice.living) == 2 * len(Lifetimes(events).living)
+
+
+# ---- Planned addresses
+
+
+def lives(rng: Random, count: int) -> list[tuple[int, int]]:
+    """Return the births and deaths of some tensors in random order; some are never freed."""
+    result, living = list[tuple[int, int]](), list[int]()
+    for number in range(count):
+        while living and rng.random() < 0.5:
+            result.append((living.pop(rng.randrange(len(living))), 0))
+        result.append((number, 512 * rng.randint(1, 9)))
+        living.append(number)
+    rng.shuffle(living)
+    return [*result, *((number, 0) for number in living[: rng.randint(0, len(living))])]
+
+
+def least_arena(events: Sequence[tuple[int, int]]) -> int:
+    """Return the least arena, by trying all orders: in one of them every tensor's lowest free address is best."""
+    sizes = {name: nbytes for name, nbytes in events if nbytes}
+    alive, together = set[int](), set[tuple[int, int]]()
+    for name, nbytes in events:
+        (alive.add if nbytes else alive.discard)(name)
+        together |= {(one, name) for one in alive if nbytes} | {(name, one) for one in alive if nbytes}
+    best = sum(sizes.values())
+    for order in permutations(sizes):
+        at = dict[int, int]()
+        for name in order:
+            taken = sorted((at[one], at[one] + sizes[one]) for one in at if (one, name) in together)
+            address = 0
+            for start, end in taken:
+                if start - address >= sizes[name]:
+                    break
+                address = max(address, end)
+            at[name] = address
+        best = min(best, max(at[name] + sizes[name] for name in at))
+    return best
+
+
+def test_planned_addresses_are_near_the_best() -> None:
+    """An arena is never smaller than the best one of all orders, and seldom larger."""
+    rng, larger = Random(0), 0
+    for _ in range(60):
+        events = lives(rng, 6)
+        found, best = planned_bytes(Lifetimes(events)), least_arena(events)
+        assert best <= found <= 1.5 * best
+        larger += found > best
+    assert larger <= 6
+
+
+def test_planned_addresses_of_stacks() -> None:
+    """Tensors that die in the reverse order of their births need no more than the most that live together."""
+    rng = Random(1)
+    sizes = [rng.randint(1, 4000) for _ in range(200)]
+    events = [*enumerate(sizes), *((number, 0) for number in reversed(range(200)))]
+    again = [(name + 200, nbytes) for name, nbytes in events]
+    assert planned_bytes(Lifetimes([*events, *again])) == sum(-(-size // 512) * 512 for size in sizes)

@@ -59,7 +59,7 @@ def command(
 
     The real runtime executes the plan over fake tensors, without the hardware or the data. Exits with 4 if a
     device would run out of memory. For target cuda, also prints what torch's caching allocator would allocate
-    and reserve, and the other memory of the process. With --numbers, also compares the model with its chain,
+    and reserve, what planned addresses would need, and the other memory of the process. With --numbers, also compares the model with its chain,
     and two steps of the plan with plain training, on the CPU; exits with 2 if losses, gradients, buffers,
     parameters or optimizer state differ. With --engine torch, the code of torch.distributed.pipelining runs over
     fake tensors instead, one device at a time, for two steps.

@@ -28,6 +28,7 @@ from pipefit.memory.cuda_allocator import (
     Excerpt,
     Lifetimes,
     NamedExcerpt,
+    planned_bytes,
     with_enough,
 )
 from pipefit.memory.forward_backward import Working
@@ -111,6 +112,7 @@ __all__ = [
     "moved_bytes",
     "owners",
     "pinned_sizes",
+    "planned_bytes",
     "receive_buffers",
     "receives_ahead",
     "room_needed",

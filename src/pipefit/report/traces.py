@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pipefit.errors import UsageError
@@ -234,7 +234,17 @@ def _allocators(trace: Trace) -> list[Block]:
     table = Table(
         columns, rows, title=f"most memory that a GPU holds (caching allocator: {settings} settings)"
     )
-    return [table, *_shortage(trace)]
+    return [table, *_planned([(device.device, peaks) for device, peaks in known]), *_shortage(trace)]
+
+
+def _planned(known: Sequence[tuple[int, AllocatorPeaks]]) -> Iterator[str]:
+    """Yield what planned addresses would save on the device that reserves the most."""
+    device, peaks = max(known, key=lambda one: one[1].reserved_bytes)
+    if 0 < peaks.planned_bytes < peaks.reserved_bytes:
+        yield (
+            f"With addresses planned before the run, {format_bytes(peaks.planned_bytes)} would do on device "
+            f"{device}, where the allocator reserves {format_bytes(peaks.reserved_bytes)}."
+        )
 
 
 def _process(peaks: AllocatorPeaks, memory: int) -> tuple[str, ...]:

@@ -93,8 +93,10 @@ class AllocatorPeaks:
     `settings` are as in `PYTORCH_CUDA_ALLOC_CONF`. `retries` counts how often cached memory was returned to
     the driver because the device had no more. If the memory does not suffice (`fits`), the figures are those
     of a device with enough, and `expandable_bytes` are the reserved bytes with expandable segments if these
-    would fit, else 0. For a real GPU's allocator, `settings` are as the user wrote them, and the number
-    of workspaces and the memory outside of the allocator are unknown: zeros.
+    would fit, else 0. `planned_bytes` is the size of an arena in which every tensor would have an address
+    that is planned before the run; 0 if it was not computed. For a real GPU's allocator, `settings` are as
+    the user wrote them, and the number of workspaces and the memory outside of the allocator are unknown:
+    zeros.
 
     Raises:
         UsageError: a negative count or size.
@@ -112,6 +114,7 @@ class AllocatorPeaks:
     communicators: int = 0
     communicator_bytes: int = 0
     expandable_bytes: int = 0
+    planned_bytes: int = 0
 
     def __post_init__(self) -> None:
         figures = {

@@ -17,7 +17,13 @@ from pipefit.memory.cuda_allocator.caching import (
     describe,
     replay,
 )
-from pipefit.memory.cuda_allocator.lifetimes import Excerpt, Lifetimes, NamedExcerpt, with_enough
+from pipefit.memory.cuda_allocator.lifetimes import (
+    Excerpt,
+    Lifetimes,
+    NamedExcerpt,
+    planned_bytes,
+    with_enough,
+)
 from pipefit.memory.cuda_allocator.settings import ENVIRONMENT, AllocatorSettings
 
 __all__ = [
@@ -33,6 +39,7 @@ __all__ = [
     "SegmentPart",
     "SegmentState",
     "describe",
+    "planned_bytes",
     "replay",
     "with_enough",
 ]

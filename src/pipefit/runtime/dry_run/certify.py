@@ -354,7 +354,13 @@ class Rehearsal:
     ) -> Rehearsed:
         """Return the results of a company's devices: their samples, and allocator peaks from their lives."""
         alike = company.alike and all(own.consistent for own in lives.values())
-        held = Allocators(self.plan, self.programs[-1], self.lending.arenas, self.allocators)
+        held = Allocators(
+            self.plan,
+            self.programs[-1],
+            self.lending.arenas,
+            self.allocators,
+            plans_addresses=self.each,
+        )
         of_devices = {device: own for account, own in lives.items() for device in company.devices_of[account]}
         requested = {device: max(one.total_bytes for one in samples[device]) for device in of_devices}
         order = sorted(of_devices, key=lambda device: (-requested[device], device)) if alike else []

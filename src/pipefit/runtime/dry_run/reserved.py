@@ -23,6 +23,7 @@ from pipefit.memory import (
     Lifetimes,
     NamedExcerpt,
     communicators,
+    planned_bytes,
     with_enough,
 )
 from pipefit.runtime.dry_run.lives import BACKWARD_WORKSPACE, FORWARD_WORKSPACE, Lives
@@ -181,13 +182,20 @@ class RepeatedLives(Protocol):
 class Allocators:
     """Peaks of the caching allocators of a plan's devices under each of some `settings`.
 
-    Equal devices are simulated once.
+    Equal devices are simulated once. With `plans_addresses`, addresses of their tensors are planned too.
     """
 
     def __init__(
-        self, plan: Plan, program: Program, arenas: Sequence[Arena], settings: Sequence[AllocatorSettings]
+        self,
+        plan: Plan,
+        program: Program,
+        arenas: Sequence[Arena],
+        settings: Sequence[AllocatorSettings],
+        *,
+        plans_addresses: bool,
     ) -> None:
         self._plan, self._program, self._arenas, self._settings = plan, program, arenas, settings
+        self._plans_addresses = plans_addresses
         self._known: dict[Hashable, list[AllocatorPeaks]] = {}
         self._lifetimes: dict[Hashable, Lifetimes] = {}  # by lives and lent arenas
 
@@ -210,8 +218,12 @@ class Allocators:
             communicators(plan, program, device),
         )
         if key not in self._known:
+            planned = planned_bytes(lifetimes) if self._plans_addresses else 0
             self._known[key] = [
-                allocator_peaks(plan, program, device, lifetimes, setting, requested)
+                replace(
+                    allocator_peaks(plan, program, device, lifetimes, setting, requested),
+                    planned_bytes=planned,
+                )
                 for setting in self._settings
             ]
         return self._known[key]
