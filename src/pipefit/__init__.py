@@ -15,8 +15,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pipefit.version import __version__
-
 if TYPE_CHECKING:
     from pipefit.capture import Task
     from pipefit.capture.model import chain
@@ -89,6 +87,8 @@ __all__ = [
     "text",
     "train",
 ]
+
+__version__ = "0.1.0"
 
 _HOMES = {
     "capture": ("Task",),

@@ -59,10 +59,10 @@ def command(
 
     The real runtime executes the plan over fake tensors, without the hardware or the data. Exits with 4 if a
     device would run out of memory. For target cuda, also prints what torch's caching allocator would allocate
-    and reserve, what planned addresses would need, and the other memory of the process. With --numbers, also compares the model with its chain,
-    and two steps of the plan with plain training, on the CPU; exits with 2 if losses, gradients, buffers,
-    parameters or optimizer state differ. With --engine torch, the code of torch.distributed.pipelining runs over
-    fake tensors instead, one device at a time, for two steps.
+    and reserve, what planned addresses would need, and the other memory of the process. With --numbers, also
+    compares the model with its chain, and two steps of the plan with plain training, on the CPU; exits with 2
+    if losses, gradients, buffers, parameters or optimizer state differ. With --engine torch, the code of
+    torch.distributed.pipelining runs over fake tensors instead, one device at a time, for two steps.
     """
     from pipefit.cli.model import check_order, precision_of, resolve
     from pipefit.cli.output import (

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -64,7 +65,6 @@ from pipefit.schema.trace import Category
 from pipefit.schema.validation import whole as whole_number
 from pipefit.texts import printable
 from pipefit.units import format_bytes
-from pipefit.version import __version__
 
 
 class Checkpointing:
@@ -346,7 +346,7 @@ class Checkpointing:
 
     def _manifest(self, parts: Sequence[Part], step: int, seed: int, scale: ScaleState | None) -> Manifest:
         return Manifest(
-            pipefit_version=__version__,
+            pipefit_version=version("pipefit"),
             torch_version=str(torch.__version__),
             owner=self.owner,
             saved_seconds=time.time(),
