@@ -51,6 +51,10 @@ def _reasons(plan: Plan) -> Iterator[str]:
     for shard in dict.fromkeys(grid.shard for grid in grids):
         if shard in ("gradients", "parameters"):
             yield f"sums gradients when a schedule has ended, so replicas divide optimizer state, not {shard}"
+    for stages in plan.summed.values():
+        if len({plan.stages[stage].devices for stage in stages}) < len(stages):
+            names = " and ".join(map(str, stages))
+            yield f"cannot sum gradients of a parameter that stages {names} share on one device"
     for decision in plan.decisions:
         if decision.what is What.UPDATE or (
             decision.what is What.OFFLOAD and not isinstance(decision.subject, SavedTensors)
