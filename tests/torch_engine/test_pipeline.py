@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
+import socket
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from io import StringIO
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 
 import pipefit
 from pipefit.capture import Task
 from pipefit.cli import main
-from pipefit.errors import UsageError
+from pipefit.errors import PeerLost, UsageError
 from pipefit.models import build
 from pipefit.runtime import Trainer
 from pipefit.schema.decisions import Decision, SavedTensors, State, What
@@ -231,6 +236,88 @@ def test_grids_are_refused(degrees: list[Degrees], shard: str, said: str) -> Non
     plan = shared_out("dropped", [0, 3, 6], degrees, shard, None)
     with pytest.raises(UsageError, match=f"{said}.*: train this plan with pipefit's own runtime"):
         pipefit.certify_pipeline(with_momentum("dropped"), plan)
+
+
+def test_shared_parameters_on_one_device_are_refused() -> None:
+    """A sum over workers has each of them once."""
+    plan = plan_of(with_momentum("tied"), (1, 1, 3, 1), devices=2, schedule="gpipe")
+    with pytest.raises(UsageError, match="a parameter that stages 0 and 2 share on one device"):
+        pipefit.certify_pipeline(with_momentum("tied"), plan)
+
+
+def trained_without_the_other(plan: Plan) -> str:
+    """Train a step that the second worker does not join; return the error."""
+    pipeline = pipefit.pipeline(some_layers(), plan, timeout_seconds=2, numbers=False)
+    said = ""
+    if dist.get_rank() == 0:
+        inputs, targets = batch_of(some_layers(), plan)
+        with pytest.raises(PeerLost) as caught:
+            pipeline.step(inputs, target=targets)
+        said = str(caught.value)
+    dist.monitored_barrier(timeout=timedelta(seconds=30))
+    return said
+
+
+def test_a_worker_that_hangs(workers: Workers) -> None:
+    """Other workers wait as long as the caller says, and then raise a sentence."""
+    said, _ = workers.run(2, trained_without_the_other, plan_of(some_layers(), (2, 3)))
+    assert re.match(r"after .*, device 0 waited for a worker that has ended or hangs \(.*[Tt]imed out", said)
+
+
+class Failing(nn.Linear):
+    """A layer that fails when it is `armed`."""
+
+    armed = False
+
+    def forward(self, values: Tensor) -> Tensor:
+        if Failing.armed:
+            raise PeerLost("the peer of a tensor-parallel layer has ended")
+        return super().forward(values)
+
+
+def failing_layers() -> Task:
+    """Return a task with a layer that may fail."""
+    return task_of(lambda: [nn.Linear(8, 8), Failing(8, 4)])
+
+
+def error_of_a_layer(plan: Plan) -> str:
+    """Return the error of a step in which a layer fails."""
+    pipeline = pipefit.pipeline(failing_layers(), plan, numbers=False)
+    Failing.armed = True
+    inputs, targets = batch_of(failing_layers(), plan)
+    with pytest.raises(PeerLost) as caught:
+        pipeline.step(inputs, target=targets)
+    return str(caught.value)
+
+
+def test_errors_of_layers_stay_what_they_are(workers: Workers) -> None:
+    """torch's engine wraps the errors of layers in its own; those of pipefit are raised without it."""
+    said = workers.run(1, error_of_a_layer, plan_of(failing_layers(), (2,)))
+    assert said == ["the peer of a tensor-parallel layer has ended"]
+
+
+def joined_with(plans: list[Plan], port: int) -> str:
+    """Join the other worker, as torchrun's workers do, with a plan of one's own; return the error."""
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    found = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with (
+        mock.patch.dict(os.environ, {name: str(value) for name, value in found.items()}),
+        pytest.raises(UsageError) as caught,
+    ):
+        pipefit.pipeline(some_layers(), plans[rank])
+    return str(caught.value)
+
+
+def test_workers_with_different_plans(workers: Workers) -> None:
+    """They would wait for each other's messages forever."""
+    plans = [plan_of(some_layers(), split) for split in ((2, 3), (3, 2))]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    said = workers.run(2, joined_with, plans, port)
+    assert all("worker 1 would train by another plan than worker 0" in one for one in said)
 
 
 def test_a_batch_of_another_size_is_refused(workers: Workers) -> None:

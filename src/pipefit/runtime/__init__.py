@@ -33,7 +33,7 @@ from pipefit.runtime.engine.in_flight import (
 )
 from pipefit.runtime.engine.replicas import RankShards, Source, StageSources, Wanted, trained_sources
 from pipefit.runtime.engine.stage import Site
-from pipefit.runtime.engine.tensor_groups import Together, naming_the_lost
+from pipefit.runtime.engine.tensor_groups import Together, lost, naming_the_lost
 from pipefit.runtime.hardware import Hardware, check_backwards, free_bytes, moment, named, ran_out
 from pipefit.runtime.initial_weights import start_of
 from pipefit.runtime.launch.restarts import train
@@ -117,6 +117,7 @@ __all__ = [
     "joins_workers",
     "leave",
     "left_out",
+    "lost",
     "make_optimizer",
     "mark",
     "may_be_absent",

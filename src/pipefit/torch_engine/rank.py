@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.optim import Optimizer
 
 from pipefit.capture import ChainLayer, Task, Values, constants
+from pipefit.errors import PipefitError
 from pipefit.lowering import computes, drops_early, runs_gpipe, schedule_named
 from pipefit.memory import ReplicaShare, share_of
 from pipefit.own_loop import HostTensors
@@ -47,6 +49,7 @@ from pipefit.torch_internals.pipelining import (
     release_fake_outputs,
     run_microbatches,
     schedule_of_actions,
+    wait_for,
 )
 
 # ---- Process groups
@@ -67,8 +70,10 @@ class Groups:
     tensor: Mapping[tuple[int, ...], dist.ProcessGroup]
 
     @staticmethod
-    def of(plan: Plan) -> Groups:
-        """Create the groups. All workers must call it.
+    def of(plan: Plan, timeout: timedelta | None = None) -> Groups:
+        """Create the groups, whose collectives and messages fail after `timeout`. All workers must call it.
+
+        Default: torch's timeout.
 
         Raises:
             UsageError: a tensor group names its devices in another order than that of the workers.
@@ -76,7 +81,7 @@ class Groups:
 
         def group(devices: Sequence[int]) -> dist.ProcessGroup:
             process_group: dist.ProcessGroup = dist.new_group(
-                [plan.workers.index(device) for device in devices]
+                [plan.workers.index(device) for device in devices], timeout=timeout
             )
             return process_group
 
@@ -315,7 +320,7 @@ class EngineRank:
             module.begin_step()
         if self.loss is not None and self.agreement is not None and self.agreement.scale is not None:
             self.loss.scale = self.agreement.scale.value
-        with born_apart(self.parameters):
+        with born_apart(self.parameters), _raising_own_errors():
             run_microbatches(self.schedule, self.stages, inputs, targets)
 
     def _update(self) -> None:
@@ -381,11 +386,28 @@ class EngineRank:
         return loss, dict(zip(devices, map(int, peaks), strict=True))
 
 
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield the error, and those that led to it: torch's engine wraps errors of layers in its own."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+@contextmanager
+def _raising_own_errors() -> Iterator[None]:
+    """Raise errors of pipefit that torch's engine has wrapped."""
+    try:
+        yield
+    except RuntimeError as error:
+        for cause in causes(error):
+            if isinstance(cause, PipefitError):
+                raise cause from cause.__cause__
+        raise
+
+
 def _wait(works: Sequence[dist.Work | None], loan: Loan) -> None:
     """Wait for collectives on lent tensors, and end the loan."""
-    for work in works:
-        if work is not None:
-            work.wait()
+    wait_for(works)
     loan.wait()
 
 

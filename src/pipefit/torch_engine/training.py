@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, Unpack
 
 import torch
@@ -39,6 +40,7 @@ from pipefit.runtime import (
     check_model,
     cut_batch,
     joins_workers,
+    lost,
     moment,
     named,
     ran_out,
@@ -52,8 +54,8 @@ from pipefit.schema.post_mortem import PostMortem
 from pipefit.schema.trace import Category, DeviceTrace, Event, MemorySample, Stream, Trace
 from pipefit.schema.validation import instance
 from pipefit.texts import counted
-from pipefit.torch_engine.rank import EnginePart, EngineRank, Groups
-from pipefit.torch_internals.pipelining import join_alone
+from pipefit.torch_engine.rank import EnginePart, EngineRank, Groups, causes
+from pipefit.torch_internals.pipelining import is_of_message, join_alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +106,18 @@ class Pipeline:
             trained, chain = start_of(task, plan, asked.seed, first, supervision.on_weights)
         check_model(plan, task, chain)
         self._comparisons.of_chain(trained, chain, first, rank=dist.get_rank())
-        groups, held = Groups.of(plan), self._comparisons.of_ranks
+        # NCCL's timeout would end the process that waits, not the one that hangs
+        timeout = None if self.device.type == "cuda" else timedelta(seconds=asked.timeout_seconds)
+        try:
+            groups = Groups.of(plan, timeout)
+        except RuntimeError as error:
+            raise lost("the workers could not connect to each other", error, number) from error
         self._rank = EngineRank(
             task,
             plan,
-            trained_sources(plan, trained, chain, groups.collectives, copies=False, held=held),
+            trained_sources(
+                plan, trained, chain, groups.collectives, copies=False, held=self._comparisons.of_ranks
+            ),
             number,
             device=self.device,
             groups=groups,
@@ -190,7 +199,8 @@ class Pipeline:
                     lambda: self._local_batches(batch),
                     before_update=lambda: self._record.begin("update", Category.OPTIMIZER),
                 )
-            loss, peaks = self._rank.exchanged(self._record.peak_bytes(self._record.step))
+            with self._naming_lost_peers():
+                loss, peaks = self._rank.exchanged(self._record.peak_bytes(self._record.step))
         seconds = self._clock() - began
         self._step_seconds.append(seconds)
         self._checkpoints.tell_failures()
@@ -204,24 +214,36 @@ class Pipeline:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Record the actions of a step; name the device and the action that ran out of memory.
+        """Record the actions of a step; name the device and the action that failed.
 
         Raises:
             OutOfMemory: the device lacks memory; has the post-mortem.
+            PeerLost: a message of another worker does not arrive.
         """
         record = self._record
         record.begin_step(len(self._step_seconds))
         try:
-            with self._here.meter or nullcontext(), self._states_counted():
+            with self._here.meter or nullcontext(), self._states_counted(), self._naming_lost_peers():
                 yield
         except Exception as error:
-            cause = _out_of_memory(error)
-            if cause is None:
+            if (cause := next(filter(ran_out, causes(error)), None)) is None:
                 raise
             raise self._died(cause) from error
         record.end()
         self._kernels.keep()
         self._kernels.tell_unknown()
+
+    @contextmanager
+    def _naming_lost_peers(self) -> Iterator[None]:
+        """Raise errors of messages between workers as the loss of a worker."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_of_message(error):
+                raise
+            number, action = self._here.number, self._record.action
+            what = f"after {action}, device {number} waited for a worker that has ended or hangs"
+            raise lost(what, error, number) from error
 
     def _states_counted(self) -> AbstractContextManager[None]:
         """Let an emulated device's meter count the states of torch's generator, as its dry run does."""
@@ -347,13 +369,6 @@ class Pipeline:
                 f"{training.batch_size}: drop the last batch of an epoch (drop_last=True)"
             )
         return local_batches(self.plan, self._rank, cut.inputs, cut.targets, self.device)
-
-
-def _out_of_memory(error: BaseException | None) -> BaseException | None:
-    """Return the error that says that memory ran out, which torch's engine wraps in its own."""
-    while error is not None and not ran_out(error):
-        error = error.__cause__
-    return error
 
 
 def local_batches(

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, ProcessGroup, Store, Work
+from torch.distributed import distributed_c10d
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import (
@@ -22,6 +23,7 @@ from torch.distributed.pipelining.schedules import (
     _Action,
     _ComputationType,
     _PipelineScheduleRuntime,
+    _wait_batch_p2p,
 )
 
 Microbatch = Sequence[Tensor]
@@ -85,6 +87,26 @@ def release_fake_outputs(stages: Sequence[PipelineStage]) -> None:
     """Let stages drop fake outputs once they are sent, as torch since 2.15 does with outputs of its own class only."""
     for stage in stages:
         stage._output_slot_is_releasable = lambda output, last=stage.is_last: (not last, "")  # type: ignore[attr-defined]
+
+
+# ---- Messages
+
+
+def wait_for(works: Sequence[Work | None]) -> None:
+    """Wait for messages or collectives."""
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def is_of_message(error: RuntimeError) -> bool:
+    """Return whether a message or collective raised the error, and not a layer, the loss or an optimizer."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    code = None if place is None else place.tb_frame.f_code
+    waits = code in (wait_for.__code__, _wait_batch_p2p.__code__)
+    return waits or (code is not None and code.co_filename == distributed_c10d.__file__)
 
 
 # ---- One rank without its peers

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from hashlib import sha256
 from itertools import count
 from typing import Any, Protocol
 
@@ -565,6 +566,25 @@ _ADVICE = (
 )
 
 
+def _check_same(plan: Plan) -> None:
+    """Check that all workers have the same stages, decisions and training.
+
+    Raises:
+        UsageError: they do not.
+    """
+    if dist.get_backend() != "gloo":
+        return
+    mine = sha256(repr((plan.stages, plan.decisions, plan.training)).encode()).hexdigest()
+    digests: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, mine)
+    others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise UsageError(
+            f"worker {' and '.join(others)} would train by another plan than worker 0: plan once, save the plan, "
+            "and let all workers load it"
+        )
+
+
 def joins_workers(hardware: Hardware, timeout_seconds: float) -> bool:
     """Return whether this process is one of a plan's workers.
 
@@ -572,8 +592,8 @@ def joins_workers(hardware: Hardware, timeout_seconds: float) -> bool:
 
     Raises:
         PeerLost: the workers do not find each other.
-        UsageError: the number of workers is not the plan's number of devices in use, or they are not on the
-            plan's hosts.
+        UsageError: workers have different plans, their number is not the plan's number of devices in use, or
+            they are not on the plan's hosts.
     """
     if not dist.is_initialized() and "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         backend = hardware.backend
@@ -588,6 +608,7 @@ def joins_workers(hardware: Hardware, timeout_seconds: float) -> bool:
             ) from error
         atexit.register(_part)
         check_members(None, "all")
+        _check_same(hardware.plan)
     if not dist.is_initialized():
         return False
     count = len(hardware.plan.workers)

@@ -153,7 +153,7 @@ def _resumed(candidates: Candidates, plan: Plan, steps: int, seed: int | None) -
 # step, when losses are exchanged.
 IN_A_STEP, SAVES_TOGETHER, SAVING, STARTING, RENDEZVOUS, BUILDING, BETWEEN_STEPS = -7, -6, -5, -4, -3, -2, -1
 PHASES = {
-    IN_A_STEP: "in a step of another engine",
+    IN_A_STEP: "in a step of torch's engine",
     STARTING: "while it started",
     RENDEZVOUS: "while it waited for the other workers to start",
     BUILDING: "while it built its layers",
