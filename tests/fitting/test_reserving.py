@@ -204,7 +204,7 @@ def test_what_fits_at_once_is_the_planner_s_own_plan() -> None:
         found = plan_reserving(stack(), cluster, make)
     assert dry.call_count == 1
     assert (found.stages, found.cluster) == (make(cluster).stages, cluster)
-    trace = certify(stack(), found, allocator=AllocatorSettings())
+    trace = certify(stack(), found, allocator=AllocatorSettings(), each=False)
     assert found.prediction.processes == tuple(device.allocator for device in trace.devices)
     assert "By a dry run, the process of device" in " ".join(text(found).split())
 
