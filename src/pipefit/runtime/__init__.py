@@ -16,7 +16,7 @@ from pipefit.runtime.comm.agreement import Agreement, LossScale
 from pipefit.runtime.comm.collectives import mark, may_be_absent, unmark
 from pipefit.runtime.comm.transport import groups_in_order, joins_workers
 from pipefit.runtime.dry_run.certify import certify, divided_without_peers, rank_without_peers
-from pipefit.runtime.engine.assembly import agreement_of, assemble, put, usual_layers
+from pipefit.runtime.engine.assembly import agreement_of, assemble, put_on_device, usual_layers
 from pipefit.runtime.engine.batches import cut_batch
 from pipefit.runtime.engine.execution import NoPeers, run_in_turn
 from pipefit.runtime.engine.forward_backward import seed_layer, seed_update
@@ -125,7 +125,7 @@ __all__ = [
     "move",
     "named",
     "naming_the_lost",
-    "put",
+    "put_on_device",
     "ran_out",
     "rank_without_peers",
     "report_of",

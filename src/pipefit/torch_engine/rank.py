@@ -33,7 +33,7 @@ from pipefit.runtime import (
     may_be_absent,
     move,
     naming_the_lost,
-    put,
+    put_on_device,
     seed_update,
     unmark,
     usual_layers,
@@ -233,7 +233,7 @@ class EngineRank:
         usual = {stage: usual_layers(plan, sources.of(stage, number), stage) for stage in numbers}
         self.modules: dict[int, StageModule] = {}
         for stage, own in usual.items():
-            put(own, task, device)
+            put_on_device(own, task, device)
             self.modules[stage] = StageModule(own.layers, plan, stage, draws=self._draws, host=host)
         self.loss: Loss | None = None
         if (last := len(plan.stages) - 1) in numbers:
@@ -345,19 +345,17 @@ class EngineRank:
             module = self.modules[stage]
             seed_update(self._device, self._draws.seed, self._draws.step, 0, module.start)
             updates.step((module.start, module.stop))
-        for stage in (stage for stage, share in self._shares.items() if share is not None):
-            group = self._groups.replicas[self._replicas(stage)]
-            owned = self._owned(stage)
-            loan = Loan([parameter.detach() for parameter, _ in owned])
-            owners = [owner for _, owner in owned]
-            _wait(
-                [
-                    dist.broadcast(tensor, owner, group=group, async_op=True)
-                    for tensor, owner in zip(loan.tensors, owners, strict=True)
-                ],
-                loan,
-            )
+        for stage, share in self._shares.items():
+            if share is not None:
+                self._send_parameters(stage)
         self._draws.step += 1
+
+    def _send_parameters(self, stage: int) -> None:
+        """Send the parameters of a stage from the replicas that have updated them to the others."""
+        group, owned = self._groups.replicas[self._replicas(stage)], self._owned(stage)
+        loan = Loan([parameter.detach() for parameter, _ in owned])
+        pairs = zip(loan.tensors, (owner for _, owner in owned), strict=True)
+        _wait([dist.broadcast(tensor, owner, group=group, async_op=True) for tensor, owner in pairs], loan)
 
     def _replicas(self, stage: int) -> tuple[int, ...]:
         """Return the devices that hold the same layers and shards of a stage as this one."""

@@ -157,7 +157,7 @@ def assemble(site: Site, number: int, *, device: torch.device, meter: MemoryMete
     runners = {}
     for stage, storages in described.items():
         usual, share = usual_layers(plan, sources[stage], stage), site.share(stage, number)
-        put(usual, site.task, device, _absent(usual, storages.start, share))
+        put_on_device(usual, site.task, device, _absent(usual, storages.start, share))
         if storages.stop == len(plan.profile.layers) and not is_faking():
             _put_loss(site.task, device)
         runners[stage] = StageRunner(
@@ -198,7 +198,7 @@ def _absent(usual: Specialized, start: int, share: ReplicaShare | None) -> froze
     return frozenset(id(parameter) for layer, own in of_layers if not share.owns(layer) for parameter in own)
 
 
-def put(usual: Specialized, task: Task, device: torch.device, absent: Container[int] = ()) -> None:
+def put_on_device(usual: Specialized, task: Task, device: torch.device, absent: Container[int] = ()) -> None:
     """Move the layers of a stage to `device`; `absent` parameters get none there.
 
     With tensor shards, also check that the task's optimizer works elementwise on them.
