@@ -25,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import pipefit
 from pipefit.capture import Task
 from pipefit.schema.plan import Plan
+from pipefit.tensor_parallel import lent
 from pipefit.torch_engine.rank import EngineRank
 
 STEPS = 2
@@ -109,6 +110,7 @@ def _trained(plan: Plan, make: Callable[..., Task], arguments: tuple[Any, ...]) 
     with (
         _uncollected(),
         mock.patch.object(EngineRank, "step", marked),
+        mock.patch.object(dist, "all_reduce", _reduced),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as observed,
     ):
         pipeline = pipefit.pipeline(task, unmetered, numbers=False)
@@ -119,6 +121,19 @@ def _trained(plan: Plan, make: Callable[..., Task], arguments: tuple[Any, ...]) 
             losses.append(pipeline.step(inputs, target=targets))
     state = {name: tensor.clone() for name, tensor in pipeline.state_dict().items()}
     return Trained(losses=losses, state=state, peaks=_peaks(observed, resident))
+
+
+_all_reduce = dist.all_reduce
+
+
+def _reduced(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    """Reduce a tensor whose memory gloo's thread cannot hold on to: torch records no frees of that thread.
+
+    torch since 2.14 votes by such a sum before the first step.
+    """
+    with lent(tensor) as shared:
+        _all_reduce(shared[0], op, group=group)
+    return mock.Mock()
 
 
 @contextmanager
