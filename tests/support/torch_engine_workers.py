@@ -6,7 +6,6 @@ The workers stay alive across trainings. Each joins a new process group for ever
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import pipefit
 from pipefit.capture import Task
+from pipefit.runtime.launch.forks import forks, start
 from pipefit.schema.plan import Plan
 from pipefit.tensor_parallel import lent
 from pipefit.torch_engine.rank import EngineRank
@@ -44,14 +44,13 @@ class Workers:
     """A pool of worker processes; `train` uses as many as the plan has devices."""
 
     def __init__(self, count: int = 4) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["pipefit.torch_engine"])  # imported once
+        context = forks()  # pipefit's own fork server, which tests of the launch use in this process too
         self._ends: list[Connection] = []
         self._processes = []
         for _ in range(count):
             end, other = context.Pipe()
             process = context.Process(target=_work, args=(other,), daemon=True)
-            process.start()
+            start(process)
             self._ends.append(end)
             self._processes.append(process)
 
@@ -178,10 +177,10 @@ def _peaks(observed: profile, resident: int) -> list[int]:
         ((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"), key=lambda event: event[0]
     )
     peaks, level = [], resident
-    for start, end in sorted((e.start_ns(), e.end_ns()) for e in events if e.name() == "a step"):
+    for begun, ended in sorted((e.start_ns(), e.end_ns()) for e in events if e.name() == "a step"):
         peak = level
         for at, nbytes in memory:
-            if start <= at <= end:
+            if begun <= at <= ended:
                 level += nbytes
                 peak = max(peak, level)
         peaks.append(peak)
