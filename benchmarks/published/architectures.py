@@ -66,7 +66,9 @@ def style_of(row: Row) -> Style:
     if framework.startswith("litgpt"):
         return replace(style, values="view", loss="pieces")
     if framework == "nanotron":  # Triton RMSNorm, flash attention
-        return replace(style, norm="rms", mlp="gated-fused" if row.compile == "yes" else "gated")
+        mlp = "gated-fused" if row.compile == "yes" else "gated"
+        joint = "copy" if (row.kv_heads or row.heads) != row.heads else "joint"
+        return replace(style, norm="rms", mlp=mlp, values=joint)
     if framework.startswith(("megatron-lm", "megatron-deepspeed")):
         unfused = "--no-masked-softmax-fusion" in row.remarks
         dropout = 0.0 if "disable-dropout" in row.remarks else 0.1

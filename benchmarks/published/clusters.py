@@ -123,9 +123,17 @@ def with_tf32(cluster: Cluster) -> Cluster:
 
 def with_context(cluster: Cluster, nbytes: int) -> Cluster:
     """Return the cluster with a CUDA context of these bytes, which the source measured."""
+    return _with_overheads(cluster, context_bytes=nbytes)
 
+
+def with_workspaces(cluster: Cluster, nbytes: int) -> Cluster:
+    """Return the cluster with cuBLAS workspaces of these bytes, which an environment variable of the run sets."""
+    return _with_overheads(cluster, cublas_workspace_bytes=nbytes)
+
+
+def _with_overheads(cluster: Cluster, **nbytes: int) -> Cluster:
     def changed(device: Device) -> Device:
-        overheads = replace(device.kind.overheads, context_bytes=nbytes)
+        overheads = replace(device.kind.overheads, **nbytes)
         return replace(device, kind=replace(device.kind, overheads=overheads))
 
     return replace(cluster, devices=tuple(map(changed, cluster.devices)))

@@ -39,7 +39,8 @@ class Style:
     `norm`: `layer` (torch's), `rms` (one kernel that saves its input), `rms-cast` (plain operations on a float32
     copy) or `rms-plain` (plain operations in the dtype of the input). `mlp`: `gelu`, or gated: `gated` (plain
     operations) and `gated-fused` (one kernel that saves its inputs). `rotary` is the share of a head that is rotated;
-    0 for learned positions. `values`: whether values stay a view of the joint projection. `attention`: `flash` (by
+    0 for learned positions. `values`: whether values stay a view of the joint projection; `joint` (nanotron) rotates
+    queries in place in a copy of the projection, and keys and values in another. `attention`: `flash` (by
     scaled_dot_product_attention) or `scores`. `capped`: Gemma 2's soft caps on scores and logits, and norms after
     attention and MLP. `loss`: `float32` (a copy of the logits), `half`, or `pieces`.
     """
@@ -49,7 +50,7 @@ class Style:
     bias: bool = True
     rotary: float = 0.0
     parallel: Literal["no", "own norms", "one norm"] = "no"
-    values: Literal["view", "copy"] = "copy"
+    values: Literal["view", "copy", "joint"] = "copy"
     attention: Literal["flash", "scores"] = "flash"
     softmax: Literal["half", "float32"] = "half"
     dropout: float = 0.0
@@ -186,6 +187,8 @@ class Attention(nn.Module):
         """Map (batch, sequence, hidden) to the same shape."""
         batch, length, _ = hidden.shape
         size = self.shape.head_size
+        if self.style.values == "joint":
+            return self.joint(self.qkv(hidden).view(batch, length, 3, -1, size))
         query, key, value = self.qkv(hidden).split(self.shape.qkv, dim=-1)
         query, key, value = (
             part.view(batch, length, -1, size).transpose(1, 2) for part in (query, key, value)
@@ -204,16 +207,30 @@ class Attention(nn.Module):
         """Attend by a kernel that keeps no scores."""
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
+    def joint(self, parts: Tensor) -> Tensor:
+        """Attend with joint queries, keys and values (batch, sequence, 3, heads, head_size), as nanotron does.
+
+        flash-attention rotates in place, which costs no memory and is left out: queries stay a view of a copy of the
+        projection, keys and values of another copy. The result is transposed, so the next product copies it.
+        """
+        batch, length = parts.shape[:2]
+        query, key, value = parts.permute(2, 0, 1, 3, 4).contiguous().unbind(0)
+        pair = torch.stack((key, value)).permute(1, 2, 0, 3, 4).contiguous()
+        key, value = pair.unbind(2)
+        heads = self.flash(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        result = heads.transpose(1, 2).reshape(batch, length, -1)
+        return self.out(result.clone() if batch > 1 else result)
+
     def scores(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend by products with scores, masked and normalised."""
         length = query.shape[-2]
-        visible = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
         scores = query @ (key * self.shape.head_size**-0.5).transpose(-2, -1)
         if self.style.capped:
             scores = capped(scores, 50.0)
         if self.style.softmax == "float32":
             scores = scores.float()
-        weights = scores.masked_fill(~visible, -10000.0).softmax(-1).to(value.dtype)
+        later = torch.full((length, length), -10000.0, dtype=scores.dtype, device=query.device).triu(1)
+        weights = (scores + later).softmax(-1).to(value.dtype)
         return F.dropout(weights, self.style.dropout, self.training) @ value
 
     def rotate(self, heads: Tensor) -> Tensor:

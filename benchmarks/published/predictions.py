@@ -12,7 +12,7 @@ from pipefit.memory import AllocatorSettings
 from pipefit.schema.trace import CATEGORIES, AllocatorPeaks, Category, DeviceTrace, MemorySample
 from pipefit.simulator import Simulation
 
-_GRADIENTS, _PARAMETERS = CATEGORIES.index(Category.GRADIENTS), CATEGORIES.index(Category.PARAMETERS)
+_GRADIENTS, _BOUNDARY = CATEGORIES.index(Category.GRADIENTS), CATEGORIES.index(Category.BOUNDARY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +85,11 @@ def _bytes(setup: Setup, device: DeviceTrace) -> Iterator[int]:
     number = next(number for number, stage in enumerate(plan.stages) if device.device in stage.devices)
     gradients = max((sample.bytes[_GRADIENTS] for sample in device.memory), default=0)
     is_last = number == len(plan.stages) - 1
+    ends = number == 0 or is_last
     for sample in device.memory:
-        total = sample.total_bytes
+        total = sample.total_bytes + setup.constant_bytes
+        if setup.boundary_bytes is not None:
+            total -= max(0, sample.bytes[_BOUNDARY] - setup.boundary_bytes * (1 if ends else 2))
         if setup.gradient_bytes is not None:
             total += _wider(setup, sample, gradients)
         if is_last and sample.action.startswith(f"{number}F"):

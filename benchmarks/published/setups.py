@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
-from clusters import cluster_of, with_context, with_tf32
+from clusters import cluster_of, with_context, with_tf32, with_workspaces
 from models import Shape
 from rows import Inexpressible, Row
 from tasks import profiled, subject_of
@@ -31,7 +31,8 @@ class Setup:
     `gradient_bytes` are those of a parameter's gradient where the framework allocates it once and keeps it, perhaps
     in another dtype, else None. `held_bytes` is the model's output, which the training loop holds through the
     backward. `loss_bytes` are those that the framework's loss needs above pipefit's, in the forward and in the
-    backward. The measured time is of one in `steps_per_time` parts of a step.
+    backward. `boundary_bytes` are those of a tensor between stages in a framework that neither receives ahead nor
+    holds what it sent. `constant_bytes` are those of buffers that the framework never frees. The measured time is of one in `steps_per_time` parts of a step.
     """
 
     task: Task
@@ -41,6 +42,8 @@ class Setup:
     summed: bool = False
     held_bytes: int = 0
     loss_bytes: tuple[int, int] = (0, 0)
+    boundary_bytes: int | None = None
+    constant_bytes: int = 0
     steps_per_time: int = 1
 
 
@@ -65,6 +68,8 @@ def setup_of(row: Row, samples: int | None = None) -> Setup:
         cluster = with_tf32(cluster)
     if said := re.search(r"context (\d+) MiB", row.trust):
         cluster = with_context(cluster, int(said[1]) << 20)
+    if "--deterministic-mode" in row.remarks:  # needs CUBLAS_WORKSPACE_CONFIG=:4096:8
+        cluster = with_workspaces(cluster, 32 << 20)
     edges = edges_of(row, found, shape, pp)
     stages = tuple(
         Stage(start=a, stop=b, grid=_grid(row, number, *degrees, along=along))
@@ -96,6 +101,8 @@ def setup_of(row: Row, samples: int | None = None) -> Setup:
         summed="sum over devices" in row.mem_rank,
         held_bytes=held_bytes(row, found, micro),
         loss_bytes=loss_bytes(row, shape, micro),
+        boundary_bytes=boundary_bytes(row, shape, micro, along=along),
+        constant_bytes=constant_bytes(row, shape, micro),
         steps_per_time=count if "micro-batches" in row.time_kind else 1,
     )
 
@@ -117,9 +124,28 @@ def loss_bytes(row: Row, shape: Shape | None, micro: int) -> tuple[int, int]:
     if shape is None:
         return 0, 0
     framework, copy = row.framework.lower(), 2 * micro * shape.seq * shape.vocab // (row.tp or 1)
+    if framework == "nanotron":
+        return -copy, -copy * (1 if (row.tp or 1) > 1 else 3)
     if framework.startswith(("megatron-lm", "megatron-deepspeed")):
         return copy, copy * ((row.tp or 1) > 1)
     return (-copy, -copy) if framework.startswith("llm-foundry") else (0, 0)
+
+
+def boundary_bytes(row: Row, shape: Shape | None, micro: int, *, along: bool) -> int | None:
+    """Return the bytes of a tensor between stages of nanotron or Megatron-LM, whose transfers are synchronous.
+
+    With sequence parallelism ranks exchange their parts of the sequence, while pipefit's exchange whole tensors.
+    """
+    if shape is None or not row.framework.lower().startswith(("nanotron", "megatron-lm")):
+        return None
+    return 2 * micro * shape.seq * shape.hidden // ((row.tp or 1) if along else 1)
+
+
+def constant_bytes(row: Row, shape: Shape | None, micro: int) -> int:
+    """Return the bytes of Megatron Core's buffer for scores, which its local attention shares among layers."""
+    if shape is None or not row.framework.lower().startswith("megatron-lm") or "local" not in row.attention:
+        return 0
+    return 2 * micro * shape.heads * shape.seq**2 // (row.tp or 1)
 
 
 def _refuse(row: Row) -> None:

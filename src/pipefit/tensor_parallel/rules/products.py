@@ -258,12 +258,13 @@ def part_dropout(
     x: Tensor, p: float, shape: list[int], strides: list[int], s: DimSplit, group: Collectives
 ) -> Tensor:
     """Return a part of a dropout; the whole has `shape`, and memory order by `strides`, in which it is
-    drawn.
+    drawn. Its backward keeps a boolean mask, as dropout of one worker does.
     """
     with torch.no_grad():
         ones = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device).fill_(1)
-        kept = take(F.dropout(ones, p, training=True), s, group.rank, group.size)
-    return x * kept
+        drawn = take(F.dropout(ones, p, training=True), s, group.rank, group.size)
+        kept, scale = drawn != 0, drawn.amax()
+    return x.where(kept, 0) * scale
 
 
 # ---- Attention
