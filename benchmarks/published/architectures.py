@@ -73,7 +73,10 @@ def style_of(row: Row) -> Style:
         unfused = "--no-masked-softmax-fusion" in row.remarks
         dropout = 0.0 if "disable-dropout" in row.remarks else 0.1
         softmax = "float32" if unfused else "half"
-        return replace(style, attention="scores", softmax=softmax, dropout=dropout, tied=True, loss="half")
+        return replace(
+            style, attention="scores", softmax=softmax, dropout=dropout, tied=True, loss="half",
+            normed="norm after embedding" in row.model_notes,
+        )  # fmt: skip
     if framework.startswith("llm-foundry"):  # its loss is a fused kernel on logits in half precision
         return replace(style, loss="half")
     if framework.startswith("torchtune"):  # the compiled loss takes logits in eight pieces

@@ -42,7 +42,7 @@ class Style:
     0 for learned positions. `values`: whether values stay a view of the joint projection; `joint` (nanotron) rotates
     queries in place in a copy of the projection, and keys and values in another. `attention`: `flash` (by
     scaled_dot_product_attention) or `scores`. `capped`: Gemma 2's soft caps on scores and logits, and norms after
-    attention and MLP. `loss`: `float32` (a copy of the logits), `half`, or `pieces`.
+    attention and MLP. `normed`: a norm after the embedding. `loss`: `float32` (a copy of the logits), `half`, or `pieces`.
     """
 
     norm: Literal["layer", "rms", "rms-cast", "rms-plain"] = "layer"
@@ -56,6 +56,7 @@ class Style:
     dropout: float = 0.0
     tied: bool = False
     capped: bool = False
+    normed: bool = False
     loss: Literal["float32", "half", "pieces"] = "float32"
 
 
@@ -307,12 +308,14 @@ class Embedding(nn.Module):
         if not style.rotary:
             self.position = nn.Embedding(shape.seq, shape.hidden)
         self.learned, self.dropout = not style.rotary, style.dropout
+        self.norm = norm_of(style, shape.hidden) if style.normed else nn.Identity()
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map (batch, sequence) to (batch, sequence, hidden)."""
         hidden = self.token(tokens)
         if self.learned:
             hidden = hidden + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        hidden = self.norm(hidden)
         return F.dropout(hidden, self.dropout, self.training) if self.dropout else hidden
 
 

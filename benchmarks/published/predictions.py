@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from deepspeed import flat_bytes
 from setups import Setup
 
 from pipefit import certify, simulate
@@ -12,7 +13,9 @@ from pipefit.memory import AllocatorSettings
 from pipefit.schema.trace import CATEGORIES, AllocatorPeaks, Category, DeviceTrace, MemorySample
 from pipefit.simulator import Simulation
 
-_GRADIENTS, _BOUNDARY = CATEGORIES.index(Category.GRADIENTS), CATEGORIES.index(Category.BOUNDARY)
+_PARAMETERS, _GRADIENTS, _BOUNDARY = (
+    CATEGORIES.index(each) for each in (Category.PARAMETERS, Category.GRADIENTS, Category.BOUNDARY)
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +49,6 @@ def memory(setup: Setup, *, reserved: bool) -> Memory:
         figures = {device.device: device.allocator for device in dry.devices if device.allocator}
         fits = fits and all(_has_room(setup, device, figures.get(device.device)) for device in trace.devices)
     overheads = plan.cluster.devices[0].kind.overheads
-    alone = len(used) == 1
     default = added = in_reserve = outside = 0
     for device in devices:
         found = figures.get(device.device)
@@ -55,14 +57,34 @@ def memory(setup: Setup, *, reserved: bool) -> Memory:
         )
         added += peak(setup, device) - device.peak_bytes
         in_reserve += found.reserved_bytes if found else 0
-        outside += overheads.of_process(alone=alone) - 2 * overheads.cublas_workspace_bytes
+        outside += overheads.context_bytes + _communicators(setup, device) * overheads.communicator_bytes
     return Memory(
         default_bytes=default,
         allocated_bytes=default + added,
         reserved_bytes=in_reserve + added if reserved else None,
-        used_bytes=(in_reserve if reserved else default) + added + outside,
+        used_bytes=(in_reserve if reserved else default) + added + outside + _flat(setup, devices[0]),
         fits=fits,
     )
+
+
+def _communicators(setup: Setup, device: DeviceTrace) -> int:
+    """Return the communicators of a device: of replicas, tensor-parallel ranks, each neighbour's directions, and all."""
+    stages = setup.plan.stages
+    if len(setup.plan.workers) == 1:
+        return 0
+    grid = next(stage.grid for stage in stages if device.device in stage.devices)
+    ends = (device.device not in stages[0].devices) + (device.device not in stages[-1].devices)
+    return 1 + (grid.data > 1) + (grid.tensor > 1) + 2 * ends
+
+
+def _flat(setup: Setup, device: DeviceTrace) -> int:
+    """Return the bytes of a device's flat buffers under DeepSpeed."""
+    if setup.largest_parameter is None:
+        return 0
+    grid = next(stage.grid for stage in setup.plan.stages if device.device in stage.devices)
+    parameters = device.memory[0].bytes[_PARAMETERS] // 2
+    wide = (setup.gradient_bytes or 2) > 2
+    return flat_bytes(parameters, setup.largest_parameter, grid.data, wide=wide)
 
 
 def _has_room(setup: Setup, device: DeviceTrace, found: AllocatorPeaks | None) -> bool:
@@ -107,4 +129,10 @@ def _wider(setup: Setup, sample: MemorySample, gradients: int) -> int:
 
 def seconds(setup: Setup) -> float:
     """Return the seconds of a step, or of its timed part."""
-    return Simulation(setup.plan, steps=2).step_seconds[-1] / setup.steps_per_time
+    plan, longer = setup.plan, setup.longer
+    result = Simulation(plan, steps=2).step_seconds[-1]
+    if longer is not None:
+        of_more = Simulation(longer, steps=2).step_seconds[-1] - result
+        count = plan.training.microbatches
+        result += of_more * (setup.microbatches - count) / (longer.training.microbatches - count)
+    return result / setup.steps_per_time

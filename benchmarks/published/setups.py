@@ -18,6 +18,7 @@ from pipefit.schema.decisions import Decision, Microbatches, Run, What
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.training import Precision
 
+MOST_REPEATED = 3
 SHARDED = ("none", "optimizer", "gradients", "parameters")  # by ZeRO's stage
 MOST_PIECES = 2048  # devices times buckets; a simulation takes some 10 seconds
 SCHEDULES = {"": "1f1b", "1f1b": "1f1b", "gpipe": "torchgpipe"}
@@ -27,16 +28,21 @@ SCHEDULES = {"": "1f1b", "1f1b": "1f1b", "gpipe": "torchgpipe"}
 class Setup:
     """A row as a plan, and what the measurement has that the plan has not.
 
+    A step of 1F1B repeats itself, so `plan` has at most `MOST_REPEATED` microbatches a stage of the row's
+    `microbatches`, and `longer` has some more, if the row has.
     `rank` is the device whose memory was measured, None for the fullest one, or `summed` for all together.
     `gradient_bytes` are those of a parameter's gradient where the framework allocates it once and keeps it, perhaps
     in another dtype, else None. `held_bytes` is the model's output, which the training loop holds through the
     backward. `loss_bytes` are those that the framework's loss needs above pipefit's, in the forward and in the
     backward. `boundary_bytes` are those of a tensor between stages in a framework that neither receives ahead nor
-    holds what it sent. `constant_bytes` are those of buffers that the framework never frees. The measured time is of one in `steps_per_time` parts of a step.
+    holds what it sent. `constant_bytes` are those of buffers that the framework never frees. `largest_parameter` has the elements of a
+    rank's largest parameter under DeepSpeed, whose flat buffers count for used memory. The measured time is of one in `steps_per_time` parts of a step.
     """
 
     task: Task
     plan: Plan
+    longer: Plan | None = None
+    microbatches: int
     rank: int | None
     gradient_bytes: int | None = None
     summed: bool = False
@@ -44,6 +50,7 @@ class Setup:
     loss_bytes: tuple[int, int] = (0, 0)
     boundary_bytes: int | None = None
     constant_bytes: int = 0
+    largest_parameter: int | None = None
     steps_per_time: int = 1
 
 
@@ -75,36 +82,42 @@ def setup_of(row: Row, samples: int | None = None) -> Setup:
         Stage(start=a, stop=b, grid=_grid(row, number, *degrees, along=along))
         for number, (a, b) in enumerate(pairwise(edges))
     )
-    training = Training(
-        batch_size=micro * dp * count,
-        microbatches=count,
-        precision=precision,
-        schedule=SCHEDULES[row.schedule.lower()],
-    )
-    plan = Plan(
-        profile=found,
-        cluster=cluster,
-        training=training,
-        stages=stages,
-        decisions=decisions_of(row, found, stages, count),
-    )
+    schedule = SCHEDULES[row.schedule.lower()]
+
+    def plan_of(count: int) -> Plan:
+        training = Training(
+            batch_size=micro * dp * count, microbatches=count, precision=precision, schedule=schedule
+        )
+        decisions = decisions_of(row, found, stages, count)
+        return Plan(profile=found, cluster=cluster, training=training, stages=stages, decisions=decisions)
+
+    fewest, repeated = MOST_REPEATED * pp, schedule == "1f1b"
+    plan = plan_of(min(count, fewest) if repeated else count)
     kept = bool(
         re.search(r"torch 1\.\d+(?![\d.]* or )", row.version)
     )  # `zero_grad` of torch 1 fills gradients with zeros
     wide = precision.startswith("master") and "float32" in row.precision and "2 + 4" in row.state_bytes
     wide = wide or bool(re.search(r"float32 (main gradients|gradient)", row.precision))
+    both = wide and _deepspeed(row)  # its BF16_Optimizer keeps gradients of the parameters' dtype too
     return Setup(
         task=task,
         plan=plan,
+        longer=plan_of(min(count, fewest + pp)) if repeated and count > fewest else None,
+        microbatches=count,
         rank=rank_of(row, plan),
-        gradient_bytes=4 if wide else (2 if "master" in precision else 4) if kept else None,
+        gradient_bytes=6 if both else 4 if wide else (2 if "master" in precision else 4) if kept else None,
         summed="sum over devices" in row.mem_rank,
         held_bytes=held_bytes(row, found, micro),
         loss_bytes=loss_bytes(row, shape, micro),
         boundary_bytes=boundary_bytes(row, shape, micro, along=along),
         constant_bytes=constant_bytes(row, shape, micro),
+        largest_parameter=shape.vocab * shape.hidden // tp if shape and _deepspeed(row) else None,
         steps_per_time=count if "micro-batches" in row.time_kind else 1,
     )
+
+
+def _deepspeed(row: Row) -> bool:
+    return row.framework.lower().startswith("megatron-deepspeed")
 
 
 def held_bytes(row: Row, found: ModelProfile, micro: int) -> int:
@@ -118,7 +131,8 @@ def loss_bytes(row: Row, shape: Shape | None, micro: int) -> tuple[int, int]:
     """Return the bytes of a framework's loss above torch's in half precision, in the forward and in the backward.
 
     torch's makes two copies of the logits in the forward and three until the backward ends. Megatron's softmax is
-    float32, changed in place, and copied once more where ranks divide it. llm-foundry's loss is one kernel, which
+    float32, changed in place, and copied once more where ranks divide it. DeepSpeed's pipeline holds outputs of its last
+    stage until their buffer, one of two, is used again. llm-foundry's loss is one kernel, which
     keeps the logits and makes their gradient.
     """
     if shape is None:
@@ -126,7 +140,9 @@ def loss_bytes(row: Row, shape: Shape | None, micro: int) -> tuple[int, int]:
     framework, copy = row.framework.lower(), 2 * micro * shape.seq * shape.vocab // (row.tp or 1)
     if framework == "nanotron":
         return -copy, -copy * (1 if (row.tp or 1) > 1 else 3)
-    if framework.startswith(("megatron-lm", "megatron-deepspeed")):
+    if _deepspeed(row):  # the last stage holds the logits of two microbatches before, in float32, one in the backward
+        return 5 * copy, copy * (2 + ((row.tp or 1) > 1))
+    if framework.startswith("megatron-lm"):
         return copy, copy * ((row.tp or 1) > 1)
     return (-copy, -copy) if framework.startswith("llm-foundry") else (0, 0)
 

@@ -14,9 +14,9 @@ seconds, use `pipefit profile --device cpu|cuda`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import fsum
 from typing import NamedTuple
 
@@ -40,6 +40,9 @@ from pipefit.schema.profile import Measurement
 # takes the algorithm that it estimates to be faster (`ncclTopoTuneModel`); so does this module, by the
 # latencies and rates of the cluster's links.
 #
+# A host with a network port for each device has as many rings and trees over several hosts, which leave it by
+# another device each and carry equal parts of the bytes: NCCL searches channels that use all ports. Gloo has one.
+#
 # A reduce-scatter to owners is the first half of a ring, an all-gather from owners the other half, with parts
 # as large as the owners' shares. NCCL takes that long; gloo sends the sums to their owners in a second round.
 #
@@ -54,7 +57,7 @@ class Hop(NamedTuple):
 
     source: int
     target: int
-    nbytes: int
+    nbytes: float
 
 
 class LinkCollective(NamedTuple):
@@ -91,12 +94,12 @@ class LinkCollective(NamedTuple):
 def ways_of_sum(cluster: Cluster, members: Sequence[int], nbytes: int) -> list[LinkCollective]:
     """Return the algorithms for an all-reduce: the ring, and trees if several hosts take part."""
     count = len(members)
-    hops = _around(members, [2 * (count - 1) * nbytes // count] * count)
+    hops = _around(cluster, members, lambda _, __: 2 * (count - 1) * nbytes // count)
     result = [_exchange(cluster, hops, _ring_delay(cluster, members, 2))]
-    chains = _chains(cluster, members)
-    if cluster.backend == "cuda" and len(chains) > 1:
+    channels = _channels(cluster, members)
+    if cluster.backend == "cuda" and len(channels[0]) > 1:
         with suppress(UsageError):  # no link joins some of the hosts
-            result.append(_double_tree(cluster, chains, nbytes))
+            result.append(_double_trees(cluster, channels, nbytes))
     return result
 
 
@@ -107,15 +110,15 @@ def sum_for_all(cluster: Cluster, members: Sequence[int], nbytes: int) -> LinkCo
 
 def sum_for_owners(cluster: Cluster, members: Sequence[int], shares: Sequence[int]) -> LinkCollective:
     """Return a reduce-scatter over the ring, in which every member gets its share; `shares` are in bytes."""
-    whole = sum(shares)
-    hops = _around(members, [whole - share for share in shares])
+    whole, share = sum(shares), dict(zip(members, shares, strict=True))
+    hops = _around(cluster, members, lambda source, _: whole - share[source])
     return _exchange(cluster, hops, _ring_delay(cluster, members, 1))
 
 
 def brought_by_owners(cluster: Cluster, members: Sequence[int], shares: Sequence[int]) -> LinkCollective:
     """Return an all-gather over the ring, in which every member sends its share to all others."""
-    whole = sum(shares)
-    hops = _around(members, [whole - share for share in (*shares[1:], shares[0])])
+    whole, share = sum(shares), dict(zip(members, shares, strict=True))
+    hops = _around(cluster, members, lambda _, target: whole - share[target])
     return _exchange(cluster, hops, _ring_delay(cluster, members, 1))
 
 
@@ -188,10 +191,26 @@ def _latency(cluster: Cluster, source: int, target: int) -> float:
     )
 
 
-def _around(members: Sequence[int], sent: Sequence[int]) -> Iterator[Hop]:
-    """Yield the hops of a ring in which every member sends its bytes to the next one; none to itself."""
-    targets = (*members[1:], members[0])
-    return (Hop(*one) for one in zip(members, targets, sent, strict=True) if one[0] != one[1])
+def _around(
+    cluster: Cluster, members: Sequence[int], sent: Callable[[int, int], int]
+) -> Iterator[Hop]:
+    """Yield the hops of rings in which every member sends its bytes to the next one; none to itself."""
+    channels = _channels(cluster, members)
+    for chains in channels:
+        ring = list(chain.from_iterable(chains)) if len(channels) > 1 else members
+        for source, target in zip(ring, (*ring[1:], ring[0]), strict=True):
+            if source != target:
+                yield Hop(source, target, sent(source, target) / len(channels))
+
+
+def _channels(cluster: Cluster, members: Sequence[int]) -> list[list[list[int]]]:
+    """Return the orders of members in every host, one for each ring or pair of trees.
+
+    Each order of a host begins with another member, and so leaves and enters the host by others.
+    """
+    chains = _chains(cluster, members)
+    count = min(map(len, chains)) if cluster.backend == "cuda" and len(chains) > 1 else 1
+    return [[[*chain[first:], *chain[:first]] for chain in chains] for first in range(count)]
 
 
 def _ring_delay(cluster: Cluster, members: Sequence[int], turns: int) -> float:
@@ -212,14 +231,18 @@ def _chains(cluster: Cluster, members: Sequence[int]) -> list[list[int]]:
     return list(result.values())
 
 
-def _double_tree(cluster: Cluster, chains: Sequence[Sequence[int]], nbytes: int) -> LinkCollective:
-    """Return an all-reduce up and down two trees over the members of several hosts."""
+def _double_trees(
+    cluster: Cluster, channels: Sequence[Sequence[Sequence[int]]], nbytes: int
+) -> LinkCollective:
+    """Return an all-reduce up and down two trees over the members of several hosts, in every channel."""
     hops, delay = list[Hop](), 0.0
-    for tree, part in zip(_trees(chains), (nbytes - nbytes // 2, nbytes // 2), strict=True):
-        for child, parent in tree.items():
-            hops += Hop(child, parent, part), Hop(parent, child, part)
-        ways = (_way_up(tree, last) for *_, last in chains)
-        delay = max(delay, *(2 * sum(_latency(cluster, *hop) for hop in way) for way in ways))
+    for chains in channels:
+        for tree in _trees(chains):
+            part = nbytes / 2 / len(channels)
+            for child, parent in tree.items():
+                hops += Hop(child, parent, part), Hop(parent, child, part)
+            ways = (_way_up(tree, last) for *_, last in chains)
+            delay = max(delay, *(2 * sum(_latency(cluster, *hop) for hop in way) for way in ways))
     return _exchange(cluster, hops, delay, TREE_REACHES)
 
 

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from typing import NamedTuple
 
 import pytest
@@ -130,10 +130,23 @@ def binary(count: int) -> dict[int, int]:
     return above
 
 
-def trees(counts: Sequence[int]) -> Iterator[dict[int, int]]:
-    """Build two trees of devices numbered host by host: the parent of each, except the root."""
-    firsts, number = [sum(counts[:host]) for host in range(len(counts))], len(counts)
-    inside = {one: one - 1 for one in range(sum(counts)) if one not in firsts}
+def turned(counts: Sequence[int], first: int) -> list[list[int]]:
+    """Return the devices of every host, numbered host by host, from number `first` of the host on."""
+    begins = [sum(counts[:host]) for host in range(len(counts))]
+    return [
+        [begin + (first + n) % count for n in range(count)]
+        for begin, count in zip(begins, counts, strict=True)
+    ]
+
+
+def trees(counts: Sequence[int], first: int = 0) -> Iterator[dict[int, int]]:
+    """Build two trees of devices numbered host by host: the parent of each, except the root.
+
+    Hosts are joined by their devices of number `first`.
+    """
+    chains, number = turned(counts, first), len(counts)
+    firsts = [own[0] for own in chains]
+    inside = {one: before for own in chains for before, one in pairwise(own)}
     for host_at in (
         lambda place: place,
         lambda place: (place + 1) % number if number % 2 else number - 1 - place,
@@ -141,7 +154,7 @@ def trees(counts: Sequence[int]) -> Iterator[dict[int, int]]:
         yield inside | {firsts[host_at(one)]: firsts[host_at(over)] for one, over in binary(number).items()}
 
 
-def up_and_down(every: Sequence[dict[int, int]], nbytes: int, pieces: int) -> list[Message]:
+def up_and_down(every: Sequence[dict[int, int]], nbytes: float, pieces: int) -> list[Message]:
     """Build sums of `pieces` pieces of a half up each tree, and down again. Every hop has room for one piece,
     as NCCL's have for some: it begins after the one before has arrived.
     """
@@ -227,6 +240,28 @@ def test_a_ring_takes_what_its_messages_take(counts: tuple[int, ...], turns: int
         assert followed(cluster, around(members, nbytes, turns, 50)) == pytest.approx(found.seconds, rel=0.04)
 
 
+@pytest.mark.parametrize("counts", [(2, 2), (3, 2, 2), (4, 4)])
+@pytest.mark.parametrize("turns", [1, 2])
+def test_rings_use_every_port_of_a_host(counts: tuple[int, ...], turns: int) -> None:
+    """With a network port for each device, NCCL has a ring for each, of an equal part of the bytes: all rings
+    together take their messages' time.
+    """
+    cluster, members, nbytes = hosts(*counts, on="cuda"), range(sum(counts)), 1_200_000 * sum(counts)
+    each = [nbytes // len(members)] * len(members)
+    rings = [[*chain.from_iterable(turned(counts, first))] for first in range(min(counts))]
+    messages: list[Message] = []
+    for ring in rings:
+        start = len(messages)
+        messages += [
+            one._replace(after=tuple(start + before for before in one.after))
+            for one in around(ring, nbytes // len(rings), turns, 50)
+        ]
+    for half in (sum_for_owners, brought_by_owners):
+        found = ways_of_sum(cluster, members, nbytes)[0] if turns == 2 else half(cluster, members, each)
+        assert followed(cluster, around(members, 0, turns, 1)) == pytest.approx(found.delay_seconds)
+        assert followed(cluster, messages) == pytest.approx(found.seconds, rel=0.05)
+
+
 # ---------------------------------------------------------------- trees
 
 
@@ -260,18 +295,19 @@ def test_trees_take_what_their_messages_take(counts: tuple[int, ...]) -> None:
     """
     cluster, members, nbytes = hosts(*counts, on="cuda"), range(sum(counts)), 3_000_000
     ring, found = ways_of_sum(cluster, members, nbytes)
-    every = [*trees(counts)]
+    channels = min(counts)
+    every = [tree for first in range(channels) for tree in trees(counts, first)]
     assert followed(cluster, up_and_down(every, 0, 1)) == pytest.approx(found.delay_seconds)
-    assert followed(cluster, up_and_down(every, nbytes, 100), REACHED) == pytest.approx(
+    assert followed(cluster, up_and_down(every, nbytes / channels, 100), REACHED) == pytest.approx(
         found.seconds, rel=0.05
     )
     host = [number for number, count in enumerate(counts) for _ in range(count)]
     for ends in zip(*((host[hop.source], host[hop.target]) for hop in found.hops), strict=True):
-        sent = Counter[int]()
+        sent = defaultdict[int, float](float)
         for end, hop in zip(ends, found.hops, strict=True):
             sent[end] += hop.nbytes * (host[hop.source] != host[hop.target])
         assert max(sent.values()) <= 2 * nbytes
-    assert ring == sum_for_all(hosts(*counts, on="cpu"), members, nbytes)
+    assert (ring == sum_for_all(hosts(*counts, on="cpu"), members, nbytes)) == (channels == 1)
 
 
 @pytest.mark.parametrize("each", [1, 4, 8])
@@ -308,7 +344,7 @@ def test_between_two_hosts_trees_carry_less() -> None:
     """A host sends all bytes once in trees, nearly twice in a ring: two hosts use trees for many bytes too,
     as NCCL does.
     """
-    cluster = hosts(8, 8, on="cuda")
+    cluster = hosts(8, 8, rates=(1000, 10), on="cuda")
     ring, trees = ways_of_sum(cluster, range(16), 1 << 30)
     assert sum_for_all(cluster, range(16), 1 << 30) == trees
     assert ring.seconds / trees.seconds == pytest.approx(2 * 15 / 16 * REACHED, rel=1e-3)
