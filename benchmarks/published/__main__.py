@@ -47,10 +47,10 @@ def record(row: Row) -> dict[str, Any]:
         "refused": "",
     }  # fmt: skip
     try:
+        setup = setup_of(row)
         result["rates"] = (
             f"{gpu_of(row)}, {arithmetic(row)}, {'images' if row.family in ('cnn', 'unet') else 'tokens'}"
         )
-        setup = setup_of(row)
         if contradicts(setup, result["measured"]):
             result["apart"] = "less than weights, gradients and optimizer state"
             for what in (*report.MEMORY, "fits"):

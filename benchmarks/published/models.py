@@ -42,7 +42,8 @@ class Style:
     0 for learned positions. `values`: whether values stay a view of the joint projection; `joint` (nanotron) rotates
     queries in place in a copy of the projection, and keys and values in another. `attention`: `flash` (by
     scaled_dot_product_attention) or `scores`. `capped`: Gemma 2's soft caps on scores and logits, and norms after
-    attention and MLP. `normed`: a norm after the embedding. `loss`: `float32` (a copy of the logits), `half`, or `pieces`.
+    attention and MLP. `normed`: a norm after the embedding. `loss`: `float32` (a copy of the logits), `half`, or
+    `pieces`.
     """
 
     norm: Literal["layer", "rms", "rms-cast", "rms-plain"] = "layer"

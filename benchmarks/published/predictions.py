@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from deepspeed import flat_bytes
 from setups import Setup
+from zero_buffers import flat_bytes
 
 from pipefit import certify, simulate
 from pipefit.memory import AllocatorSettings
@@ -68,7 +68,7 @@ def memory(setup: Setup, *, reserved: bool) -> Memory:
 
 
 def _communicators(setup: Setup, device: DeviceTrace) -> int:
-    """Return the communicators of a device: of replicas, tensor-parallel ranks, each neighbour's directions, and all."""
+    """Return the communicators of a device: of replicas, tensor-parallel ranks, each neighbour's directions, all."""
     stages = setup.plan.stages
     if len(setup.plan.workers) == 1:
         return 0
@@ -129,7 +129,7 @@ def _wider(setup: Setup, sample: MemorySample, gradients: int) -> int:
 
 def seconds(setup: Setup) -> float:
     """Return the seconds of a step, or of its timed part."""
-    plan, longer = setup.plan, setup.longer
+    plan, longer = setup.timed, setup.longer
     result = Simulation(plan, steps=2).step_seconds[-1]
     if longer is not None:
         of_more = Simulation(longer, steps=2).step_seconds[-1] - result

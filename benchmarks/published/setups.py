@@ -20,7 +20,7 @@ from pipefit.schema.training import Precision
 
 MOST_REPEATED = 3
 SHARDED = ("none", "optimizer", "gradients", "parameters")  # by ZeRO's stage
-MOST_PIECES = 2048  # devices times buckets; a simulation takes some 10 seconds
+MOST_PIECES = 8192  # devices times buckets; a simulation takes half a minute
 SCHEDULES = {"": "1f1b", "1f1b": "1f1b", "gpipe": "torchgpipe"}
 
 
@@ -29,18 +29,22 @@ class Setup:
     """A row as a plan, and what the measurement has that the plan has not.
 
     A step of 1F1B repeats itself, so `plan` has at most `MOST_REPEATED` microbatches a stage of the row's
-    `microbatches`, and `longer` has some more, if the row has.
+    `microbatches`. Seconds are those of `timed`, and of `longer` with some more microbatches, if the row has. They
+    send as many bytes as with sequence parallelism, without its copies: in nanotron and Megatron tokens are the first
+    dimension, so what ranks gather is in place.
     `rank` is the device whose memory was measured, None for the fullest one, or `summed` for all together.
     `gradient_bytes` are those of a parameter's gradient where the framework allocates it once and keeps it, perhaps
     in another dtype, else None. `held_bytes` is the model's output, which the training loop holds through the
     backward. `loss_bytes` are those that the framework's loss needs above pipefit's, in the forward and in the
     backward. `boundary_bytes` are those of a tensor between stages in a framework that neither receives ahead nor
-    holds what it sent. `constant_bytes` are those of buffers that the framework never frees. `largest_parameter` has the elements of a
-    rank's largest parameter under DeepSpeed, whose flat buffers count for used memory. The measured time is of one in `steps_per_time` parts of a step.
+    holds what it sent, `constant_bytes` those of buffers that it never frees. `largest_parameter` has the elements
+    of a rank's largest parameter under DeepSpeed, whose flat buffers count for used memory. The measured time is of
+    one in `steps_per_time` parts of a step.
     """
 
     task: Task
     plan: Plan
+    timed: Plan
     longer: Plan | None = None
     microbatches: int
     rank: int | None
@@ -78,13 +82,13 @@ def setup_of(row: Row, samples: int | None = None) -> Setup:
     if "--deterministic-mode" in row.remarks:  # needs CUBLAS_WORKSPACE_CONFIG=:4096:8
         cluster = with_workspaces(cluster, 32 << 20)
     edges = edges_of(row, found, shape, pp)
-    stages = tuple(
-        Stage(start=a, stop=b, grid=_grid(row, number, *degrees, along=along))
-        for number, (a, b) in enumerate(pairwise(edges))
-    )
     schedule = SCHEDULES[row.schedule.lower()]
 
-    def plan_of(count: int) -> Plan:
+    def plan_of(count: int, *, along: bool = False) -> Plan:
+        stages = tuple(
+            Stage(start=a, stop=b, grid=_grid(row, number, *degrees, along=along))
+            for number, (a, b) in enumerate(pairwise(edges))
+        )
         training = Training(
             batch_size=micro * dp * count, microbatches=count, precision=precision, schedule=schedule
         )
@@ -92,7 +96,8 @@ def setup_of(row: Row, samples: int | None = None) -> Setup:
         return Plan(profile=found, cluster=cluster, training=training, stages=stages, decisions=decisions)
 
     fewest, repeated = MOST_REPEATED * pp, schedule == "1f1b"
-    plan = plan_of(min(count, fewest) if repeated else count)
+    least = min(count, fewest) if repeated else count
+    plan = plan_of(least, along=along)
     kept = bool(
         re.search(r"torch 1\.\d+(?![\d.]* or )", row.version)
     )  # `zero_grad` of torch 1 fills gradients with zeros
@@ -102,6 +107,7 @@ def setup_of(row: Row, samples: int | None = None) -> Setup:
     return Setup(
         task=task,
         plan=plan,
+        timed=plan_of(least),
         longer=plan_of(min(count, fewest + pp)) if repeated and count > fewest else None,
         microbatches=count,
         rank=rank_of(row, plan),
@@ -131,16 +137,16 @@ def loss_bytes(row: Row, shape: Shape | None, micro: int) -> tuple[int, int]:
     """Return the bytes of a framework's loss above torch's in half precision, in the forward and in the backward.
 
     torch's makes two copies of the logits in the forward and three until the backward ends. Megatron's softmax is
-    float32, changed in place, and copied once more where ranks divide it. DeepSpeed's pipeline holds outputs of its last
-    stage until their buffer, one of two, is used again. llm-foundry's loss is one kernel, which
-    keeps the logits and makes their gradient.
+    float32, changed in place, and copied once more where ranks divide it. DeepSpeed's pipeline holds outputs of its
+    last stage, in float32, until their buffer, one of two, is used again. nanotron copies float32 logits once, and
+    works in place. llm-foundry's loss is one kernel, which keeps the logits and makes their gradient.
     """
     if shape is None:
         return 0, 0
     framework, copy = row.framework.lower(), 2 * micro * shape.seq * shape.vocab // (row.tp or 1)
     if framework == "nanotron":
         return -copy, -copy * (1 if (row.tp or 1) > 1 else 3)
-    if _deepspeed(row):  # the last stage holds the logits of two microbatches before, in float32, one in the backward
+    if _deepspeed(row):  # two microbatches before in a forward, one in a backward
         return 5 * copy, copy * (2 + ((row.tp or 1) > 1))
     if framework.startswith("megatron-lm"):
         return copy, copy * ((row.tp or 1) > 1)

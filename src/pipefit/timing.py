@@ -191,9 +191,7 @@ def _latency(cluster: Cluster, source: int, target: int) -> float:
     )
 
 
-def _around(
-    cluster: Cluster, members: Sequence[int], sent: Callable[[int, int], int]
-) -> Iterator[Hop]:
+def _around(cluster: Cluster, members: Sequence[int], sent: Callable[[int, int], int]) -> Iterator[Hop]:
     """Yield the hops of rings in which every member sends its bytes to the next one; none to itself."""
     channels = _channels(cluster, members)
     for chains in channels:

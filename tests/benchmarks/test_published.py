@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
+from pipefit import simulate
+from pipefit.schema.trace import CATEGORIES, Category
+
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "published"
 MODULES = (
     "architectures", "calibration", "clusters", "images", "models", "page", "predictions", "report", "rows",
-    "setups", "tasks",
+    "setups", "tasks", "zero_buffers",
 )  # fmt: skip
 
 
@@ -101,12 +104,54 @@ def test_a_fused_loss_makes_one_copy_of_the_logits_less(published: Any, by_id: d
 def test_gradients_in_another_dtype_replace_those_of_the_plan(published: Any, by_id: dict[str, Any]) -> None:
     """nanotron's gradients take 4 bytes a parameter, whenever they are computed."""
     row = replace(by_id["nanotron-020"], layers="1", dp=1, zero=0, global_batch=4, accumulation=2)
-    setup = published.setups.setup_of(row)
+    setup = replace(published.setups.setup_of(row), loss_bytes=(0, 0))
     memory = published.predictions.memory(setup, reserved=False)
     assert setup.gradient_bytes == 4
     parameters = 50257 * 2048 + 4 * 2048**2 + 3 * 2048 * 4096 + 3 * 2048
     added = memory.allocated_bytes - memory.default_bytes
     assert 2 * parameters * 0.99 < added <= 4 * parameters
+
+
+@pytest.mark.parametrize(("samples", "copies"), [(1, 18), (2, 19)])
+def test_a_block_of_nanotron_keeps_copies_of_its_attention(
+    published: Any, by_id: dict[str, Any], samples: int, copies: int
+) -> None:
+    """In units of tokens x hidden x 2 bytes: two norms with input and result (4), joint projection (3), keys and
+    values again (2), result (1, for more samples 2), four MLP widths of twice the hidden size (8); and statistics.
+    """
+    row, activations = replace(by_id["nanotron-020"], dp=1, zero=0), CATEGORIES.index(Category.ACTIVATIONS)
+
+    def kept(layers: int) -> int:
+        setup = published.setups.setup_of(replace(row, layers=str(layers)), samples)
+        return max(sample.bytes[activations] for sample in simulate(setup.plan).devices[0].memory)
+
+    unit = samples * 4096 * 2048 * 2
+    assert copies * unit < kept(2) - kept(1) < (copies + 0.05) * unit
+
+
+def test_seconds_of_many_microbatches_follow_from_few(
+    published: Any, by_id: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipeline's step is as long, and needs as much memory, as with all microbatches simulated."""
+    row = replace(by_id["nanotron-010"], layers="3", tp=1, accumulation=40)
+    few = published.setups.setup_of(row)
+    assert few.plan.training.microbatches == 6 < few.longer.training.microbatches
+    monkeypatch.setattr(published.setups, "MOST_REPEATED", 100)
+    every = published.setups.setup_of(row)
+    assert every.longer is None
+    seconds, memory = published.predictions.seconds, published.predictions.memory
+    assert seconds(few) == pytest.approx(seconds(every), rel=1e-6)
+    assert memory(few, reserved=False).allocated_bytes == memory(every, reserved=False).allocated_bytes
+
+
+def test_flat_buffers_reuse_each_other(published: Any) -> None:
+    """The bucket, then a part of the norm's copy beyond the test's, then parts in their place, and what is gathered."""
+    bucket, largest = 1_000_000_000, 10**9  # bytes and elements, more than 1 MB apart
+    reserved = published.zero_buffers.flat_bytes(2 * 10**9, largest, 8, wide=False)
+    assert reserved == pytest.approx(bucket + 4 * largest + 8 * largest, rel=1e-3)
+    assert published.zero_buffers.flat_bytes(2 * 10**9, largest, 1, wide=True) == pytest.approx(
+        4 * largest, rel=1e-3
+    )
 
 
 def test_the_table_is_calibrated_on_one_half_alone(published: Any) -> None:
