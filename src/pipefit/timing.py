@@ -235,10 +235,10 @@ def _double_trees(
     """Return an all-reduce up and down two trees over the members of several hosts, in every channel."""
     hops, delay = list[Hop](), 0.0
     for chains in channels:
-        for tree in _trees(chains):
-            part = nbytes / 2 / len(channels)
+        for tree, part in zip(_trees(chains), (nbytes - nbytes // 2, nbytes // 2), strict=True):
+            each = part / len(channels)
             for child, parent in tree.items():
-                hops += Hop(child, parent, part), Hop(parent, child, part)
+                hops += Hop(child, parent, each), Hop(parent, child, each)
             ways = (_way_up(tree, last) for *_, last in chains)
             delay = max(delay, *(2 * sum(_latency(cluster, *hop) for hop in way) for way in ways))
     return _exchange(cluster, hops, delay, TREE_REACHES)

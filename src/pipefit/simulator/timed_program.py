@@ -146,7 +146,7 @@ def _sums(plan: Plan) -> dict[str, list[_WireUse]]:
     ]
     result = defaultdict[str, list[_WireUse]](list)
     for name, devices in (*own, *shared, *[((), plan.workers)] * plan.training.agrees):
-        members, hops = sorted(devices), defaultdict[str, list[tuple[int, int, float, float]]](list)
+        members, hops = sorted(devices), defaultdict[str, list[tuple[int, float, float, float]]](list)
         for way, exchange in enumerate(ways_of_sum(plan.cluster, members, _BYTES)):
             for source, target, nbytes in exchange.hops:
                 route = plan.cluster.route(Member.device(source), Member.device(target))

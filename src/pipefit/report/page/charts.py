@@ -120,7 +120,8 @@ def traffic(plan: Plan) -> dict[Stretch, int]:
             elif action.kind in COPIES and action.place is not None:
                 _add_copy(result, plan, device, action, moved[device](action))
     for hop in _collectives(plan, program):
-        result[Stretch(Member.device(hop.source), Member.device(hop.target), "collectives")] += hop.nbytes
+        stretch = Stretch(Member.device(hop.source), Member.device(hop.target), "collectives")
+        result[stretch] += round(hop.nbytes)
     return {
         stretch: nbytes for stretch, nbytes in result.items() if nbytes and stretch.source != stretch.target
     }
