@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 
+import convolutional
 import torch
 from rows import Inexpressible
 from torch import Tensor, nn
@@ -215,6 +216,8 @@ def build(name: str) -> Callable[[], nn.Module]:
         return partial(resnet, *_RESNETS[found[4]], width, int(found[7] or 1), bool(found[2]))
     if found := re.fullmatch(r"vgg(\d+)(_bn)?", name):
         return partial(vgg, _VGG[found[1]], bool(found[2]))
+    if newer := convolutional.build(name):
+        return newer
     raise Inexpressible("the architecture is not among those built here")
 
 
@@ -240,6 +243,8 @@ def task(name: str, notes: str, optimizer: Callable[..., torch.optim.Optimizer])
     side = re.search(r"images of (\d+)", notes)
     if side is None:
         raise Inexpressible("the size of images is not said")
+    if other := re.search(rf"{name[-2:]}: (\d+)", notes):  # of one size of the model
+        side = other
     last = "nhwc" in notes
     module = build(name)
     return Task(

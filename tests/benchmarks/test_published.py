@@ -10,13 +10,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from pipefit import simulate
 from pipefit.schema.trace import CATEGORIES, Category
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "published"
 MODULES = (
-    "architectures", "calibration", "clusters", "images", "models", "page", "predictions", "report", "rows",
+    "architectures", "calibration", "clusters", "convolutional", "images", "models", "page", "predictions", "report", "rows",
     "setups", "tasks", "zero_buffers",
 )  # fmt: skip
 
@@ -127,6 +128,22 @@ def test_a_block_of_nanotron_keeps_copies_of_its_attention(
 
     unit = samples * 4096 * 2048 * 2
     assert copies * unit < kept(2) - kept(1) < (copies + 0.05) * unit
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("efficientnet_b0", 5.29), ("efficientnet_b4", 19.34), ("tf_efficientnet_b7", 66.35),
+        ("efficientnetv2_s", 21.46), ("tf_efficientnetv2_m", 54.14), ("convnext_tiny", 28.59),
+        ("convnext_large", 197.77), ("regnetx_032", 15.30), ("regnety_160", 83.59), ("densenet121", 7.98),
+        ("densenet161", 28.68),
+    ],
+)  # fmt: skip
+def test_classifiers_have_the_parameters_of_timms_table(published: Any, name: str, millions: float) -> None:
+    """Parameters as timm lists them with its results."""
+    with torch.device("meta"):
+        model = published.images.build(name)()
+    assert round(sum(each.numel() for each in model.parameters()) / 1e6, 2) == millions
 
 
 def test_seconds_of_many_microbatches_follow_from_few(
