@@ -225,15 +225,18 @@ class Attention(nn.Module):
 
     def scores(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend by products with scores, masked and normalised."""
-        length = query.shape[-2]
         scores = query @ (key * self.shape.head_size**-0.5).transpose(-2, -1)
         if self.style.capped:
             scores = capped(scores, 50.0)
         if self.style.softmax == "float32":
             scores = scores.float()
-        later = torch.full((length, length), -10000.0, dtype=scores.dtype, device=query.device).triu(1)
-        weights = (scores + later).softmax(-1).to(value.dtype)
+        weights = self.masked(scores).softmax(-1).to(value.dtype)
         return F.dropout(weights, self.style.dropout, self.training) @ value
+
+    def masked(self, scores: Tensor) -> Tensor:
+        """Hide later tokens."""
+        shape = scores.shape[-2:]
+        return scores + torch.full(shape, -10000.0, dtype=scores.dtype, device=scores.device).triu(1)
 
     def rotate(self, heads: Tensor) -> Tensor:
         """Rotate the first dimensions of every head by its position."""

@@ -167,7 +167,7 @@ def constant_bytes(row: Row, shape: Shape | None, micro: int) -> int:
     """Return the bytes of Megatron Core's buffer for scores, which its local attention shares among layers."""
     if shape is None or not row.framework.lower().startswith("megatron-lm") or "local" not in row.attention:
         return 0
-    return 2 * micro * shape.heads * shape.seq**2 // (row.tp or 1)
+    return 2 * micro * shape.heads * max(shape.seq, row.seq or 0) ** 2 // (row.tp or 1)
 
 
 def _refuse(row: Row) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+import encoder_decoder
 import images
 import torch
 from architectures import adapters_of, shape_of, style_of
@@ -45,7 +46,7 @@ def subject_of(row: Row, optimizer: Callable[..., torch.optim.Optimizer]) -> Sub
         shape, style, by = shape_of(row), style_of(row), adapters_of(row)
         return Subject((shape, style, by), partial(decoder_task, shape, style, by, optimizer), shape)
     if row.layers:
-        raise Inexpressible("encoder and decoder")
+        return Subject(*encoder_decoder.task_of(row, optimizer))
     word = re.match(r"[\w-]+", name)
     plain = word[0] if word else name
     images.build(plain)  # refuses unknown names

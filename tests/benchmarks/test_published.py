@@ -17,8 +17,8 @@ from pipefit.schema.trace import CATEGORIES, Category
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "published"
 MODULES = (
-    "architectures", "calibration", "clusters", "convolutional", "images", "models", "page", "predictions", "report", "rows",
-    "setups", "tasks", "zero_buffers",
+    "architectures", "calibration", "clusters", "convolutional", "encoder_decoder", "images", "models", "page",
+    "predictions", "report", "rows", "setups", "tasks", "zero_buffers",
 )  # fmt: skip
 
 
@@ -144,6 +144,19 @@ def test_classifiers_have_the_parameters_of_timms_table(published: Any, name: st
     with torch.device("meta"):
         model = published.images.build(name)()
     assert round(sum(each.numel() for each in model.parameters()) / 1e6, 2) == millions
+
+
+def test_t5_has_the_parameters_of_its_layers(published: Any, by_id: dict[str, Any]) -> None:
+    """One layer each: products, biases and norms by hand; the head has the embedding's weights and a bias."""
+    shape = published.encoder_decoder.task_of(by_id["megatron-ci-134"], None)[2]
+    hidden, vocab = 768, 29184
+    assert (shape.vocab, shape.seq) == (vocab, 128)
+    with torch.device("meta"):
+        style = published.models.Style(attention="scores", dropout=0.1)
+        model = published.encoder_decoder.model(replace(shape, layers=1, seq=512), style)
+    attention, mlp, norm = 4 * hidden * (hidden + 1), hidden * (8 * hidden + 5), 2 * hidden
+    expected = (vocab + 512) * hidden + 2 * mlp + 3 * attention + 7 * norm + vocab
+    assert sum(each.numel() for each in model.parameters()) == expected
 
 
 def test_seconds_of_many_microbatches_follow_from_few(
