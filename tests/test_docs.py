@@ -52,6 +52,9 @@ SLOW = (
     "docs/choosing.md",
     "docs/export.md",
     "docs/sharding.md",
+    "docs/fit.md",
+    "docs/tutorial.md",
+    "docs/your_own_loop.md",
 )
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = ("sh", "console")

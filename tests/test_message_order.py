@@ -50,7 +50,7 @@ def lowered(schedule: str, stages: int, microbatches: int, recompute: Recompute 
     )
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_every_lowered_program_ends(schedule: str, recompute: Recompute) -> None:

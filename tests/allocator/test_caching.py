@@ -62,6 +62,7 @@ def check_invariants(found: CachingAllocator, live: dict[int, SegmentPart]) -> N
         assert all(segment.nbytes % page == 0 for segment, page in zip(segments, pages, strict=True))
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("text", CONFIGURATIONS)
 @pytest.mark.parametrize("seed", range(4))
 def test_it_does_what_its_rules_say(text: str, seed: int) -> None:

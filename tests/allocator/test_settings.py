@@ -95,6 +95,7 @@ def torch_says() -> dict[str, list[object] | None]:
 ENTRY = "_ZN3c1016CachingAllocator26AcceleratorAllocatorConfig24roundup_power2_divisionsEm"
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("text", ACCEPTED)
 def test_settings_are_those_that_torch_makes_of_the_text(
     torch_says: dict[str, list[object]], text: str

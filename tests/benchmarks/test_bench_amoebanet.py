@@ -163,6 +163,7 @@ def test_the_kept_microbatch_is_the_one_whose_backward_comes_first(recompute: Re
         assert next(action.microbatch for action in actions if action.kind is Kind.BACKWARD) == kept
 
 
+@pytest.mark.gallery
 def test_what_is_asked_once_is_used_at_every_size() -> None:
     """torchgpipe's split at one F serves its largest F too; so does the split of a partitioner
     called once.

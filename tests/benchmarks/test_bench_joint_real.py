@@ -48,6 +48,7 @@ def test_a_microbatch_takes_a_quarter_of_a_second(asked: Question) -> None:
     assert 2 * kept / asked.cluster.links[0].bytes_per_second == pytest.approx(0.25)
 
 
+@pytest.mark.gallery
 def test_no_split_fits_below_the_cap(asked: Question, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the cap the planner of proven lowest peaks finds no split, but `joint` has a plan."""
     monkeypatch.setattr(bench, "PARTS", (0.7,))

@@ -179,6 +179,7 @@ def test_wrong_plans_are_counted() -> None:
     assert of["largest_error_of_a_planned_peak"] == pytest.approx(0.1)
 
 
+@pytest.mark.gallery
 def test_ratios_are_to_torchgpipe_and_to_the_best_baseline() -> None:
     """The best baseline's F lies between torchgpipe's and ours."""
     rows = found("except_last")

@@ -40,7 +40,7 @@ def rows(case: Case, *skip: str) -> dict[str, Row]:
     return {row.search: row for row in compared(case, skip)}
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", seeds(2, of=4))

@@ -124,6 +124,7 @@ def test_our_predictor_is_exact_and_chooses_the_best_split(recompute: Recompute)
     assert max(found.chosen["ours"].peak_bytes) == min(max(peaks) for peaks in truth(recompute).values())
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize("recompute", OFTEN)
 def test_no_other_split_is_better(recompute: Recompute) -> None:
     """The additive predictor errs somewhere; neither its split nor any partitioner's has a lower peak than

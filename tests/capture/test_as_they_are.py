@@ -204,7 +204,7 @@ class Renamed(nn.Module):
         return self.inner(input_ids=words, position_ids=places, labels=words, use_cache=False)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("texts", [None, 1, 2])
 def test_positions_of_any_origin_separate_packed_sequences(texts: int | None) -> None:
     """Positions under another name, and constant positions that restart, count as positions too."""

@@ -265,7 +265,7 @@ def test_by_hand_layers_are_held_to_the_module_that_they_are_of() -> None:
 # -------------------------------------------------------------------- correct chains
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name",
     [

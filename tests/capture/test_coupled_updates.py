@@ -96,6 +96,7 @@ def same_as_plain(task: Task, made: Plan, microbatches: int) -> None:
     assert simulate(made).peak_bytes == certify(task, made).peak_bytes == trainer.trace.peak_bytes
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("each", [True, False])
 @pytest.mark.parametrize("way", TASKS)
 def test_a_common_number_is_that_of_plain_training(way: str, each: bool) -> None:
@@ -120,7 +121,7 @@ def test_more_stages_are_refused_with_the_reason() -> None:
     assert any("one block, because the optimizer" in remark for remark in made.provenance.remarks)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])
 def test_replicas_have_it_too(shard: Sharding) -> None:
     """Each replica has all parameters, or one replica owns them all."""

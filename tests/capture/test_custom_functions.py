@@ -280,6 +280,7 @@ def compiled_in_place(module: nn.Module) -> nn.Module:
     return module
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("compiler", [torch.compile, compiled_in_place])
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("built", [False, True])

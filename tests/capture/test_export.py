@@ -89,6 +89,7 @@ def test_a_module_that_runs_again_is_a_layer_again() -> None:
     assert len({id(found.layers[number].module.weight) for number in runs}) == 1
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "name",
     sampled(

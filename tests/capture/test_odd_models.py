@@ -176,7 +176,6 @@ def make() -> Callable[[str], Task]:
     return task
 
 
-@pytest.mark.sample(3)
 @pytest.mark.filterwarnings("ignore:.*weight_norm", "ignore:peaks do not include")
 @pytest.mark.parametrize(
     "name",

@@ -162,6 +162,7 @@ def is_module(module: object) -> bool:
     return isinstance(module, nn.Module)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", [None, "mixed-bfloat16"])
 def test_a_model_that_asks_for_the_precision_is_answered_as_it_will_be(precision: str | None) -> None:
     """Types and products equal those of plain training under autocast, also if a part turns autocast off."""

@@ -48,6 +48,7 @@ def task_of_guesses(own: bool) -> Task:
     return Task(Guess(own), batch=batch, loss=None if own else loss, optimizer=SGD, name="guess")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("own", [True, False])
 def test_the_gaussian_likelihood_is_trained(own: bool) -> None:
     """The step equals plain training, and the peaks equal the allocator's."""

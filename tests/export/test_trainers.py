@@ -95,6 +95,7 @@ def trainer(plan: Plan, folder: Path) -> tuple[TrainingArguments, Any]:
     return read_back, read(str(file), "gpt2")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 def test_the_trainer_has_the_plans_batch_and_clipping(
@@ -233,6 +234,7 @@ def test_accelerate_offloads_with_deepspeed(tmp_path: Path) -> None:
     assert "#   model.gradient_checkpointing_enable()\n" in (tmp_path / "accelerate.yaml").read_text()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "mixed-bfloat16"])
 @pytest.mark.parametrize("data", [1, 2])
 def test_lightning_takes_the_arguments(precision: str, data: int) -> None:

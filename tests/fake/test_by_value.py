@@ -114,6 +114,7 @@ def plainly(module: nn.Module, loss: Callable[[Any, Any], Tensor], *, last_first
     return means
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:peaks do not include")
 @pytest.mark.parametrize(
     ("kind", "loss"), [(ByWhere, F.mse_loss), (ByMask, F.mse_loss), (ByMask, chosen_loss)]

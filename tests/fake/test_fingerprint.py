@@ -143,7 +143,7 @@ def whole(task: Task, chain: Chain, made: ModelProfile) -> Fingerprinted:
     return with_loss(fingerprint(task, chain), chain, made.measurements[0])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", sampled([*SMALL, *HAND_WRITTEN], often=["tied", "quantised", *HAND_WRITTEN]))
 def test_it_is_the_same_for_every_size_and_device(name: str) -> None:
     """Profiles for two samples or four, for CPU or CUDA, and of real tensors have one fingerprint; sizes
@@ -269,6 +269,7 @@ def test_another_model_at_another_size_is_refused(operation: Callable[[Tensor], 
             profile(task, microbatch_size=[1, 2])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("task", HAND_WRITTEN.values(), ids=HAND_WRITTEN)
 def test_modules_on_the_meta_device_have_that_of_real_ones(task: Task) -> None:
     """Tensors without bytes do not change the fingerprint."""

@@ -6,9 +6,6 @@ Tested in a process that appears to have a GPU, and fails on using it.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -24,6 +21,7 @@ from pipefit.profiler import profile
 from pipefit.runtime import certify, certify_numbers
 from pipefit.schema.cluster import Cluster
 from pipefit.simulator import simulate
+from support.separate_process import printed
 
 WIDTH = 16
 
@@ -91,11 +89,8 @@ def with_a_gpu() -> list[Any]:
 
 
 def in_another_process() -> Any:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ran = subprocess.run(
-        [sys.executable, __file__], env=environment, check=True, capture_output=True, text=True
-    )
-    return json.loads(ran.stdout)
+    program = "import json; from fake.test_no_gpu import with_a_gpu; print(json.dumps(with_a_gpu()))"
+    return json.loads("".join(printed(program)))
 
 
 def test_no_gpu_is_touched_and_all_is_as_without_one() -> None:
@@ -106,7 +101,3 @@ def test_no_gpu_is_touched_and_all_is_as_without_one() -> None:
     before = torch.get_rng_state()
     assert in_another_process() == json.loads(json.dumps(found()))
     assert torch.get_rng_state().equal(before)
-
-
-if __name__ == "__main__":
-    print(json.dumps(with_a_gpu()))

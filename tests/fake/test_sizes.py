@@ -94,6 +94,7 @@ def traces(task: Task, *wanted: int) -> list[int]:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.gallery) for name in gallery.MODELS],

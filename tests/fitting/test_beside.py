@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 
 import pytest
+
+from support.separate_process import printed
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has forks of this kind")
 
@@ -106,15 +106,6 @@ def test_answers_are_those_of_one_process(asked: list[str]) -> None:
     """A plan, an overview, a refusal, and a plan of a model that differs at a used size are those of one
     process.
     """
-    here = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    ran = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, *asked],
-        env=here,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stderr
-    counts = {name: tuple(map(int, numbers)) for name, *numbers in map(str.split, ran.stdout.splitlines())}
+    lines = printed(_PROGRAM, *asked)
+    counts = {name: tuple(map(int, numbers)) for name, *numbers in map(str.split, lines)}
     assert counts == {name: COUNTS[name] for name in asked}

@@ -154,7 +154,7 @@ def test_the_largest_setting_is_that_of_trying_all() -> None:
                 allow_infeasible=True,
             ).prediction.peak_bytes
         )
-        for width in (*range(2, fit.best.value, 32), *range(fit.best.value - 4, fit.best.value + 7, 2))
+        for width in (*range(2, fit.best.value, 64), *range(fit.best.value - 4, fit.best.value + 7, 2))
     }
     assert fit.best.value == max(width for width, peak in peaks.items() if peak <= 40 * KIB)
     assert fit.beyond is not None and fit.beyond.value == fit.best.value + 2
@@ -183,10 +183,12 @@ def test_joint_makes_larger_models_fit_than_splits_alone() -> None:
     )
 
 
-def test_growth_needs_no_more_devices_than_the_overview_shows() -> None:
+def test_growth_needs_no_more_devices_than_the_overview_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters and gradients are more than a device's memory: one fits with them at its host, in the overview,
     and so in growth.
     """
+    for name, value in (("_SIZES", (1,)), ("_PRECISIONS", ())):
+        monkeypatch.setattr(f"pipefit.largest.overview.{name}", value)
     pair = Cluster.emulated((2, 4 * KIB))
     (alone, *_) = overview(trained(12), pair, microbatches=2).reaches
     assert 4 * KIB < 8 * 12 * (8 * 8 + 8)
@@ -278,15 +280,8 @@ def test_what_is_soon_found_is_the_answer_where_a_search_finds_nothing() -> None
 
 def test_no_search_follows_fast_plans_whose_programs_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search that compares hardly any plans is left out: the answer and the next value have fast plans, and
-    dry runs confirm both.
+    dry runs confirm both. That of the last value that fits begins before the next value is tried on ranks.
     """
-    growth = setting("layers", trained, LEAN, range(2, 60))
-    monkeypatch.setattr(attempts, "_LONG", 0)
-    check_certified(find(replace(growth, plan=None)), growth)  # type: ignore[arg-type]
-
-
-def test_a_long_fast_plan_is_verified_while_ranks_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The verification of the last value that fits begins before the next value is tried on ranks."""
     growth, events = setting("layers", trained, LEAN, range(2, 60)), list[str]()
 
     def soon(known: OnDemand, value: int, looks: Mapping[int, Look], many: bool) -> Look:

@@ -96,6 +96,7 @@ def _look_at_little(monkeypatch: pytest.MonkeyPatch, **settings: object) -> None
         monkeypatch.setattr(f"pipefit.largest.overview.{name}", value)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cluster", ["emulated:1x48KiB+1x96KiB", "emulated:1x20KiB+1x88KiB+1x30KiB"])
 def test_of_devices_that_differ_the_largest_are_used_first(
     cluster: str, monkeypatch: pytest.MonkeyPatch
@@ -157,8 +158,7 @@ def test_state_is_what_the_optimizer_has_by_its_own_arithmetic() -> None:
 def test_devices_beyond_the_models_stages_are_for_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven blocks use seven devices at most; the next batch to plan is one for all devices."""
     few = seen(88)  # before settings are replaced
-    for name, value in (("_COUNTS", (1,)), ("_SIZES", (1,)), ("_PRECISIONS", ())):
-        monkeypatch.setattr(f"pipefit.largest.overview.{name}", value)
+    _look_at_little(monkeypatch, _COUNTS=(1,))
     found = pipefit.fit(TASK, "emulated:9x96KiB", target="cuda")
     text = " ".join(plain(describe_overview(found, "zoo:mlp --cluster emulated:9x96KiB"), 80).split())
     assert "this model has at most 7 stages: the other devices of 9 devices are for replicas" in text
@@ -245,7 +245,7 @@ def test_the_refusal_says_how_certain_it_is(
 
 def test_the_fastest_of_all_ways_is_named() -> None:
     """Replicas are named if they are faster than pipelines, and pipelines otherwise."""
-    found, best = seen(96), seen(96).here.fastest
+    found, best = seen(88), seen(88).here.fastest
     assert best is not None
     rate, usual = samples_per_second(best), f"Fastest of these: microbatches of {best.value} samples"
     for factor, words in (
@@ -265,11 +265,12 @@ def test_the_screen_says_yes_or_no_first_and_ends_with_a_command() -> None:
     assert "Next: pipefit plan zoo:mlp --cluster emulated:2x88KiB --batch-size" in " ".join(text.split())
 
 
-def test_little_room_on_gpus_is_tight() -> None:
+def test_little_room_on_gpus_is_tight(monkeypatch: pytest.MonkeyPatch) -> None:
     """If a GPU has little room beyond one sample, the first words are
     `Fits, tightly`: uncounted memory may not fit.
     """
     need = seen(88).here.one.need_bytes
+    _look_at_little(monkeypatch)
     cluster = replace(Cluster.emulated((2, need + 1)), backend="cuda").reserving([0, 0])
     found = pipefit.fit(TASK, cluster, microbatches=2)
     best = found.here.fastest
@@ -354,10 +355,11 @@ def test_a_proof_does_not_count_workspace_that_larger_microbatches_may_not_need(
     assert "needs at least" in attempts.impossible(lambda _: tensors, small)
 
 
-def test_layers_are_divided_between_ranks_if_nothing_fits_otherwise() -> None:
+def test_layers_are_divided_between_ranks_if_nothing_fits_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer's parameters, gradients and Adam state take 65 KiB, an eighth of that 8 KiB: `fit` and `plan` find
     the ranks, and name them; 6 KiB hold neither.
     """
+    _look_at_little(monkeypatch)
     wide = partial(nn.Linear, 64, 64)
     task = task_of(lambda: [wide() for _ in range(4)], inputs=64, outputs=64, optimizer=torch.optim.AdamW)
     found, none = (pipefit.fit(task, f"emulated:8x{kib}KiB", microbatches=2) for kib in (30, 6))

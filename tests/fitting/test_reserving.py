@@ -51,9 +51,15 @@ def costs() -> ModelProfile:
     return profile(stack(), microbatch_size=500, target="cuda")
 
 
+@cache
+def costs_of_cores() -> ModelProfile:
+    """Return the costs of the layers of `stack` on the CPU."""
+    return profile(stack(), microbatch_size=20)
+
+
 def counted_wrongly(by: int) -> ModelProfile:
     """Build a profile on the CPU that counts gradients of each layer some bytes too large."""
-    made = profile(stack(), microbatch_size=20)
+    made = costs_of_cores()
     (measured,) = made.measurements
     kinds = [
         replace(k, gradient_bytes=k.gradient_bytes + by) if k.gradient_bytes else k for k in measured.kinds
@@ -97,7 +103,7 @@ def test_a_plan_that_a_dry_run_refuses_is_planned_again() -> None:
 def test_a_plan_whose_dry_run_needs_more_leaves_as_much_room() -> None:
     """If a profile counts too little, it is planned again with the dry run's excess reserved."""
     made, asked = (
-        plan(profile(stack(), microbatch_size=20), Cluster.emulated((1, 70 * MIB)), batch_size=40),
+        plan(costs_of_cores(), Cluster.emulated((1, 70 * MIB)), batch_size=40),
         list[int](),
     )
     over = made.prediction.peak_bytes[0] - 1000

@@ -147,6 +147,7 @@ def assert_endless_as_foretold(name: str, schedule: str) -> None:
     )
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize(("name", "schedule"), [("skips", "pipedream")])
 def test_decisions_change_no_number_under_an_endless_schedule(name: str, schedule: str) -> None:
     """Losses, parameters and buffers are those of the split alone, bit by bit, and bytes are as predicted."""

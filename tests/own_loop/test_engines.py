@@ -66,7 +66,7 @@ OFTEN = {("wrapped", "one rank"), ("sharded", "four ranks")}
 
 def made(engine: Engine) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    module = engine(Language(dropout=0.1))
+    module = engine(Language(dropout=0.1, layers=2))
     return module, torch.optim.AdamW(module.parameters())
 
 
@@ -169,7 +169,7 @@ def test_a_hugging_face_model() -> None:
             vocab_size=90,
             hidden_size=32,
             intermediate_size=64,
-            num_hidden_layers=3,
+            num_hidden_layers=2,
             num_attention_heads=4,
             use_cache=cache,
         )

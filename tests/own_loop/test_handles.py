@@ -379,6 +379,7 @@ def test_a_dry_run_leaves_classes_as_they_were() -> None:
     assert (Counted.calls, Stateful.box) == (0, before)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     "drawn", [torch.rand, lambda size: torch.rand(size).item()], ids=["tensor", "number"]

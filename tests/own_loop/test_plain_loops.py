@@ -42,7 +42,7 @@ def trained(model: Model, budget: int | None, *, offload: bool = True) -> tuple[
     return train(model, module, optimizer), handle
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("name", "part", "offload"), sampled(CASES, OFTEN))
 def test_the_budget_is_kept_to_the_byte(name: str, part: float, offload: bool) -> None:

@@ -37,7 +37,7 @@ from support.synthetic_models import AMPLE, devices, keeping
 @pytest.mark.parametrize("seed", range(3))
 def test_a_plan_that_is_fully_sharded_and_recomputed_by_block_is_found(seed: int, number: int) -> None:
     """On devices with exactly the memory of such a plan, both joint and the requested planner find a plan."""
-    rng, count = Random(seed), 6
+    rng, count = Random(seed), 4
     widths = [rng.randrange(20, 40)] * (count + 1)
     profile = sized(keeping(rng, widths=widths, weights=[rng.randrange(60, 90)] * count), number, 1)
     how = Training(batch_size=2 * number, microbatches=2)
@@ -133,10 +133,10 @@ def test_a_refusal_names_what_ranks_need_and_a_proof() -> None:
     """A plan fits the memory that ranks are said to need; without room for a layer, the message has the proof."""
     wide = task_of(lambda: [nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 16)], inputs=16, outputs=16)
     with pytest.raises(InfeasibleError) as refusal:
-        pipefit.plan(wide, Cluster.emulated((4, 20 << 10)), batch_size=8)
-    [need] = re.findall(r"With 4 tensor-parallel ranks, a device would need ([\d.]+) KiB", str(refusal.value))
-    found = pipefit.plan(wide, Cluster.emulated((4, round((float(need) + 0.01) * 1024))), batch_size=8)
-    assert found.stages[0].grid.tensor == 4
+        pipefit.plan(wide, Cluster.emulated((2, 20 << 10)), batch_size=8)
+    [need] = re.findall(r"With 2 tensor-parallel ranks, a device would need ([\d.]+) KiB", str(refusal.value))
+    found = pipefit.plan(wide, Cluster.emulated((2, round((float(need) + 0.01) * 1024))), batch_size=8)
+    assert found.stages[0].grid.tensor == 2
     with pytest.raises(InfeasibleError, match=r"No plan fits this cluster: layer \S+ needs at least"):
         pipefit.plan(wide, Cluster.emulated((2, 4 << 10)), batch_size=8)
 

@@ -197,7 +197,7 @@ def test_draws_of_replicas_are_those_of_smaller_microbatches() -> None:
         assert trainer.step(batch) == pytest.approx(plain.step(batch), rel=1e-5)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("task", [COUPLED["a GAN"][0], COUPLED["a masked mean"][0], APART["plain"], DRAWING])
 def test_default_plans_train_as_a_plain_loop(task: Task) -> None:
     """Default plans train to the losses and weights of a loop over the requested microbatches, for every

@@ -27,7 +27,7 @@ def test_the_first_and_the_last_stage_hold_one_layer_less(
     assert plan(profile(alike(layers)), devices(*[1 << 40] * stages), planner="first_last").split == split
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("layers", range(1, 14))
 def test_every_layer_is_dealt_and_no_stage_is_empty(layers: int) -> None:
     """All layers are dealt out for every number of stages, however short the chain."""

@@ -62,7 +62,7 @@ def within_the_gap(seed: int, layers: int) -> None:
     assert found.prediction is not None and found.prediction.step_seconds <= best * (1 + GAP)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", seeds(8, of=16))
 def test_it_is_close_to_the_fastest_of_all_plans(seed: int) -> None:
     """If any enumerated plan fits, the answer is within the gap, for three layers on one or two devices."""
@@ -89,7 +89,7 @@ def test_a_device_frees_memory_so_that_it_may_lend() -> None:
     assert found.prediction is not None and found.prediction.step_seconds <= fastest(case)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", seeds(6, of=12))
 def test_it_does_nothing_that_it_does_not_need(seed: int) -> None:
     """Without any one technique of any one stage, the plan would not fit or be slower."""
@@ -108,7 +108,7 @@ def test_it_does_nothing_that_it_does_not_need(seed: int) -> None:
 OTHERS = ("exact", "time", "uniform", "parameters", "first_last", "bisection")
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", seeds(6, of=12))
 def test_it_is_never_slower_than_another_planner_whose_split_fits(seed: int) -> None:
     """`joint` is never slower, for any layers, schedule and memory, including asynchronous schedules and odd
@@ -158,6 +158,7 @@ def test_it_trains_what_fits_under_no_split() -> None:
     check(case, planned(case))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", [2, 15])
 def test_a_host_has_room_for_what_is_pinned(seed: int) -> None:
     """GPUs pin powers of two: if the host has a byte less, another plan is found that can run."""
@@ -197,19 +198,18 @@ def test_a_long_step_simulated_in_short_is_the_long_step(schedule: str) -> None:
         )
 
 
-def test_the_plan_of_a_long_step_fits_it() -> None:
-    """The plan has the seconds of all microbatches, though the search simulated a few."""
-    question = long_steps("1f1b")
-    found = solved(question, joint, name="joint")
-    check(Case(question.profile, question.cluster, question.training), found)
-
-
 def test_where_a_few_microbatches_mislead_the_next_best_plan_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If abridged simulation underestimates a plan's step, the next best plan is taken."""
+    """The plan of a long step has the seconds of all microbatches, though the search simulated a few. If
+    abridged simulation underestimates them, the next best plan is taken.
+    """
     question, whole = long_steps("1f1b"), Evaluator.whole
-    first = JointSearch(question).best(1.0).evaluation
+    search = JointSearch(question)
+    searched = search.best(1.0)
+    made = solved(question, lambda _: search.told(searched), name="joint")
+    check(Case(question.profile, question.cluster, question.training), made)
+    first = searched.evaluation
 
     def longer(self: Evaluator, candidate: Candidate) -> Evaluation:
         found = whole(self, candidate)

@@ -78,6 +78,7 @@ def test_nothing_else_is_used(planner: str, means: Means, allowed: set[str]) -> 
     assert planner == "joint" or found == allowed
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(
     ("means", "techniques"),
@@ -137,7 +138,7 @@ def allows(more: Means, fewer: Means) -> bool:
     return all(one or not other for one, other in pairs)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("effort", [1.0, 0.01])
 @pytest.mark.parametrize(("seed", "layers"), [(0, 3), (103, 5), (118, 5), (139, 5)])
 def test_what_is_allowed_besides_never_makes_a_plan_slower(seed: int, layers: int, effort: float) -> None:

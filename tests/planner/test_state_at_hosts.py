@@ -39,7 +39,7 @@ def question(asked: Case, **means: object) -> Question:
         profile=asked.profile,
         cluster=asked.cluster,
         training=asked.training,
-        options=PlanOptions(allow_infeasible=True, means=Means(**means)),
+        options=PlanOptions(allow_infeasible=True, means=Means(**means), effort=0.2),
     )
 
 
@@ -68,6 +68,7 @@ def written(rng: Random, asked: Case) -> Plan:
     )
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "pipedream", "pipedream-2bw"])
 @pytest.mark.parametrize("seed", range(12))
 def test_the_bound_holds_for_plans_that_move_state_and_update_elsewhere(seed: int, schedule: str) -> None:

@@ -63,7 +63,7 @@ def test_the_rates_of_the_machine_give_the_same_choices(name: str) -> None:
     )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", PAPER)
 def test_the_joint_planner_decides_so(name: str) -> None:
     """In a pipeline with the tensor's live interval, `joint` makes just the table's decision.
@@ -74,7 +74,7 @@ def test_the_joint_planner_decides_so(name: str) -> None:
     assert decided(*PAPER[name][:-1], spare=name not in FULL) == {PAPER[name][-1]}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", [name for name in PAPER if PAPER[name][-1] != "recompute"])
 def test_the_joint_planner_decides_by_the_costs(name: str) -> None:
     """An offloaded tensor is recomputed over links thirty times slower; one on peers goes to a host that is

@@ -239,7 +239,7 @@ class Simulated:
         return peaks[: len(plan.stages)]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("seed", seeds(6, of=12))
 def test_it_succeeds_under_every_cap_under_which_it_can(tmp_path: Path, seed: int, recompute: str) -> None:

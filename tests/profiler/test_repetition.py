@@ -86,6 +86,7 @@ def rows(count: int, kind: type[Rows] = Rows) -> Task:
     return replace(task_of(lambda: [nn.Linear(8, 8)], outputs=8), module=partial(kind, count))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("make", "repeats"),
     [(partial(gpt, dropout=0.0, tied=True), True), (rows, True), (partial(rows, kind=Uneven), False)],

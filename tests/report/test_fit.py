@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 
 from pipefit.planner import plan
 from pipefit.report.fit import describe_fit
@@ -24,6 +25,7 @@ def attempt(value: int, budget: int) -> Attempt:
     return Attempt(value=value, plan=made)
 
 
+@cache
 def example() -> Fit:
     """Return a search: four layers fit, six do not, and five are refused."""
     need = max(attempt(4, BUDGET).peak_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 from math import comb
 from typing import Any
 
@@ -29,6 +30,7 @@ from support.synthetic_models import alike, devices, profile, training, vgg_like
 AMPLE = 1 << 40
 
 
+@cache
 def made(**options: object) -> Plan:
     return plan(
         profile(vgg_like()), devices(*[40000] * 4), training("1f1b", 8), allow_infeasible=True, **options

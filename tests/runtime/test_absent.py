@@ -179,6 +179,7 @@ def test_where_no_value_decides_it_is_refused() -> None:
         trainer.step(batch(SIZE * COUNT))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
 def test_numbers_that_operations_make_are_gradients(dtype: str) -> None:
     """NaN gradients count too. If only some replicas sent gradients, the parts of the others are zeros."""

@@ -80,6 +80,7 @@ def found() -> ModelProfile:
     return profile(task(Moved), microbatch_size=(4, 2))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", ["gpipe", "torchgpipe", "1f1b"])
 @pytest.mark.parametrize("between", [Moved, Joined])
 def test_what_is_sent_shares_no_memory_with_what_is_added_up(
@@ -150,6 +151,7 @@ def test_gradients_with_memory_of_their_own_are_not_copied(name: str) -> None:
 DEGREES = [(shard, buckets) for shard in SHARDINGS for buckets in (1, 3)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("shard", "buckets"), sampled(DEGREES, often=[("none", 1), ("gradients", 3)]))
 def test_replicas_sum_each_gradient_once(shard: Any, buckets: int, found: ModelProfile) -> None:
     """Replicas sum each gradient once: numbers are plain training's, and all accounts count the same bytes,
@@ -171,7 +173,7 @@ SIZES = [(name, size, microbatches) for name in MIXES for size in (1, 2) for mic
 OFTEN = [("attention bias", 2, 3), ("cat", 1, 3), ("stack of flat ones", 1, 1), ("sum of views", 1, 1)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "size", "microbatches"), sampled(SIZES, often=OFTEN))
 def test_peaks_count_each_gradient_in_memory_of_its_own(name: str, size: int, microbatches: int) -> None:
     """Simulator, dry run, trainer and allocator events agree, on one device and split over several."""

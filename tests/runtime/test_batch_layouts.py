@@ -52,7 +52,7 @@ def peaks(trace: Trace) -> list[list[int]]:
     return [[device.step_peak_bytes(step) for step in range(2)] for device in trace.devices]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_it_is_the_same_model_for_one_sample_and_for_several(layout: Callable[[Tensor], Tensor]) -> None:
     """A local batch of one sample is contiguous and one of several is not; both give the same model."""

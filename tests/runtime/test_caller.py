@@ -63,6 +63,7 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 # ---------------------------------------------------------------- gradients that the batch requires
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("make", [by_hand, traced])
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_batch_that_waits_for_gradients_is_refused(make: Callable[[], Task], which: int) -> None:
@@ -114,6 +115,7 @@ def test_an_evaluation_takes_a_batch_that_waits() -> None:
 # ---------------------------------------------------------------- modes around a call
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("make", [by_hand, traced])
 def test_gradients_turned_off_around_a_call_change_nothing(make: Callable[[], Task]) -> None:
     """Profile, certificate and training inside `torch.no_grad()` equal those outside; the caller's mode is
@@ -184,6 +186,7 @@ def test_a_batch_without_numbers_is_refused_outside_of_its_mode_too() -> None:
     assert_same(trainer.state_dict(), before)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("make", [by_hand, traced])
 def test_a_search_for_anomalies_changes_nothing(make: Callable[[], Task]) -> None:
@@ -331,6 +334,7 @@ class Pushy(torch.optim.SGD):
                     parameter.add_(1.0)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("device", ["fake", "cpu"])
 @pytest.mark.parametrize("precision", [None, "bfloat16", "mixed-bfloat16"])
 @pytest.mark.parametrize("mode", [True, False])

@@ -204,6 +204,7 @@ def test_copies_take_the_time_of_the_disk(tmp_path: Path) -> None:
 # -------------------------------------------------------------------- room
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("room", "who"),
     [({"disk_bytes": 4 * SLOT}, "disk0"), ({"host_bytes": 4 * SLOT}, "host0")],

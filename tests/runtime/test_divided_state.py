@@ -93,6 +93,7 @@ def test_the_numbers_are_those_of_plain_training(
     assert equal(parameters(trainer.state_dict()), parameters(dict(plain.module.state_dict())), relative=1e-9)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shard", DIVIDED)
 def test_the_numbers_are_bitwise_those_of_whole_replicas(
     shard: Sharding, profiles: dict[str, ModelProfile]
@@ -238,6 +239,7 @@ def test_decisions_about_memory_hold_for_divided_state(
     assert simulate(decided).peak_bytes == certify(task, decided).peak_bytes == freed.trace.peak_bytes
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shard", DIVIDED)
 def test_evaluations_smaller_batches_and_failed_steps(
     shard: Sharding, profiles: dict[str, ModelProfile]
@@ -282,6 +284,7 @@ def interrupting(trainer: Trainer, text: str) -> Iterator[None]:
         yield
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize("shard", sampled(DIVIDED, often=["parameters"]))
 def test_replicas_of_tensor_shards_divide_state_too(shard: Sharding, tmp_path: Path) -> None:
     """Devices that hold the same tensor-parallel shard divide its state: plain training's numbers, predicted

@@ -152,6 +152,7 @@ def test_more_decisions_are_as_told(
     assert_replayed(name, schedule, seed, monkeypatch)
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize("schedule", sampled(ENDLESS, often=["pipedream"]))
 def test_a_traced_model_learns_what_it_does_without_decisions(schedule: str) -> None:
     """A traced model with recomputed and offloaded blocks, optimizer state and PipeDream's older weights
@@ -301,7 +302,7 @@ LARGE: dict[str, Callable[[], Task]] = {
 HEAVY = [(name, schedule) for name in LARGE for schedule in ENDLESS]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.gallery
 @pytest.mark.parametrize(("name", "schedule"), sampled(HEAVY, often=HEAVY[::3]))
 def test_what_fits_under_no_split_trains_with_decisions(name: str, schedule: str) -> None:
     """Every split over three devices exceeds their caps, under which one trains with offloaded tensors,

@@ -27,7 +27,7 @@ WORDS = ("STEP", "WAIT_STEP", "RELOAD", "WAIT_RELOAD", "OFFLOAD", "WAIT_OFFLOAD"
 FAILING = [(word, schedule) for word in WORDS for schedule in ENDLESS]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("word", "schedule"), sampled(FAILING, often=(*FAILING[::4], *FAILING[3::4])))
 def test_after_an_update_that_failed_training_goes_on_with_what_it_has_reached(
     schedule: str, word: str
@@ -71,6 +71,7 @@ def fail_at(runner: DeviceRunner, word: str) -> Callable[[], None]:
     return lambda: setattr(runner, "_execute", execute)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_a_checkpoint_has_what_is_away(schedule: str, tmp_path: Path) -> None:
     """A checkpoint from a drained pipeline includes offloaded state. Training continues from it unchanged,

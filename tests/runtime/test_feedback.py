@@ -132,6 +132,7 @@ def test_every_schedule(name: str, by_hand: bool, way: Callable[[Task, str], Pla
         check_numbers(task, plan)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("build", "by_hand"), [(spectral, False), (Average, True)])
 def test_a_run_for_some_microbatches(build: Callable[[], nn.Module], by_hand: bool) -> None:
     """A run recomputed for some microbatches is exact: the other microbatches' only forward changes the

@@ -77,6 +77,7 @@ def test_a_folded_dry_run_tells_what_a_whole_one_does(task: Task, found: ModelPr
     assert certify(task, plan, steps=3) == certify(task, plan, steps=3, fold=False)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 def test_the_microbatches_that_are_run_do_not_grow_with_those_of_a_step(
     found: ModelProfile, schedule: str

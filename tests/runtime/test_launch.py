@@ -10,6 +10,7 @@ import platform
 import resource
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ import threading
 import time
 from _thread import start_new_thread
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from functools import cache, partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.resource_tracker import ensure_running
@@ -39,6 +41,7 @@ from pipefit.runtime.options import Saving, StepReport
 from pipefit.schema.plan import Plan
 from support import counted_sleep, failing_tasks, network_workers, raising_tasks
 from support.process_tree import children, command
+from support.separate_process import in_workers
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 300  # for a loaded machine; a worker needs about four
@@ -535,22 +538,49 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
     assert "if __name__ == '__main__'" in run.stderr.splitlines()[-1]
 
 
-def test_torchrun_gives_the_losses_of_one_process(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def under_torchrun(script: list[str], folder: Path) -> str:
+    """Return what a script prints under torchrun with three workers."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    ran = subprocess.run(
+        [*torchrun, *script], env=environment(), capture_output=True, text=True, check=True, timeout=300
+    )
+    return ran.stdout
+
+
+def in_forks(script: list[str], folder: Path) -> str:
+    """Return what a script prints in three workers with torchrun's environment, which need not import torch."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    in_workers(3, _run_as_torchrun_does, script, port, folder)
+    return "".join((folder / str(rank)).read_text() for rank in range(3))
+
+
+def _run_as_torchrun_does(rank: int, script: list[str], port: int, folder: Path) -> None:
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 3}
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in told.items()}
+    sys.argv = script
+    with (folder / str(rank)).open("w") as out, redirect_stdout(out):
+        runpy.run_path(script[0], run_name="__main__")
+
+
+@pytest.mark.parametrize(
+    "workers", [in_forks, pytest.param(under_torchrun, marks=pytest.mark.gallery)], ids=["forks", "torchrun"]
+)
+def test_workers_of_torchrun_print_the_losses_of_one_process(
+    workers: Callable[[list[str], Path], str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
-    """The same script, alone and under torchrun with a worker for each of three stages, prints the same
-    losses.
-    """
+    """The same script, alone and with a worker for each of three stages, prints the same losses."""
     script = [str(ROOT / "examples" / "train_loop.py"), "--steps", "3"]
     monkeypatch.setattr(sys, "argv", script)
     runpy.run_path(script[0], run_name="__main__")
     alone = capsys.readouterr().out
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    together = subprocess.run(
-        [*torchrun, *script], env=environment(), capture_output=True, text=True, check=True, timeout=300
-    )
     assert "step 2: loss " in alone
-    assert together.stdout == alone
+    assert workers(script, tmp_path) == alone
 
 
 def environment() -> dict[str, str]:

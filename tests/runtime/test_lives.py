@@ -149,7 +149,7 @@ def test_what_is_on_the_host_has_no_block() -> None:
 # ---------------------------------------------------------------- folding
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_folded_microbatches_reserve_what_all_do(found: ModelProfile, seed: int) -> None:
     """Folded microbatches reserve all three numbers of three steps of a full run, under any split, schedule

@@ -129,6 +129,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("loss", [*LOSSES, noting])
 def test_the_centre_follows_as_plainly(loss: Callable[[], Any]) -> None:
     """The centre follows plain training over two steps of three microbatches in flight, after a dry run,
@@ -157,6 +158,7 @@ def test_the_centre_follows_as_plainly(loss: Callable[[], Any]) -> None:
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_it_is_neither_recomputed_nor_in_replicas(loss: Callable[[], Any]) -> None:
     """A loss with state is refused by name for recomputation and replicas, and planners leave it alone."""

@@ -49,6 +49,7 @@ def trained(plan: Plan, **patched: Any) -> Trace:
         return one.trace
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", ["pipedream", "state", "plain"])
 def test_a_gpu_holds_what_an_emulated_device_holds(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's parameters, versions and optimizer state are those of an emulated device, at most and at least:

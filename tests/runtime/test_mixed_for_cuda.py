@@ -128,6 +128,7 @@ class Normed(nn.Module):
         return x
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("module", [Normed, lambda: nn.Sequential(*Normed().parts)])
 def test_smaller_microbatches_have_the_types_of_the_plan(module: Callable[[], nn.Module]) -> None:
     """The last batch of an epoch, and an evaluation, cross between GPUs in the profile's dtypes."""

@@ -141,6 +141,7 @@ def test_more_plans_that_move_are_as_foretold(name: str, seed: int) -> None:
     assert_as_foretold(name, seed)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["elementwise", "views"])
 def test_the_allocator_sees_what_leaves_and_comes_back(name: str) -> None:
     """The allocator's events have the dry run's peaks, except for memory lent by a device, which is not a
@@ -375,6 +376,7 @@ def test_a_sample_alone_that_keeps_other_tensors_is_told() -> None:
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bundle", [1, 2])
 def test_equal_layers_around_what_moves_are_folded(bundle: int) -> None:
     """Equal layers around moves are folded: of 24 in two stages, with two layers' saved tensors moved, some

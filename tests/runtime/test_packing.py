@@ -100,6 +100,7 @@ FORMS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("recompute", sampled(["never", "always"], often=["always"]))
 @pytest.mark.parametrize("forms", FORMS, ids=" > ".join)
 def test_every_part_gets_what_the_one_before_gave(forms: list[str], recompute: Any) -> None:

@@ -273,6 +273,7 @@ def test_ending_again_keeps_nothing_more() -> None:
     assert known == [3, 3, 3]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_looking_at_the_model_ends_what_is_in_flight(schedule: str) -> None:
     """`state_dict`, `state` and `evaluate` drain the pipeline, so that they see a model trained on all
@@ -298,6 +299,7 @@ def test_looking_at_the_model_ends_what_is_in_flight(schedule: str) -> None:
         assert [*told[trainer.late :], *trainer.finish()] == pytest.approx(means(plan, plain), rel=1e-6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "inside", [torch.no_grad, torch.inference_mode, partial(torch.autocast, "cpu", dtype=torch.bfloat16)]
 )
@@ -432,6 +434,7 @@ class Follows(nn.Module):
         return x - self.mean
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", ["1f1b", *ENDLESS])
 def test_a_buffer_that_a_forward_replaces_is_a_buffer(schedule: str) -> None:
     """A buffer that a forward replaces counts as a buffer after every forward, and a folded dry run equals a

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 
 import pytest
 
 from pipefit.runtime.dry_run.certify import Rehearsed
 from pipefit.schema.layer_costs import Kernel
+from support.separate_process import printed
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has forks of this kind")
 
@@ -58,12 +57,7 @@ for (name, cores), (trace, here) in divided.items():
 
 def test_devices_are_divided_between_processes() -> None:
     """Devices are divided between child processes; the parent runs none, so that it can fork again."""
-    here = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    ran = subprocess.run(
-        [sys.executable, "-c", _PROGRAM], env=here, capture_output=True, text=True, check=False, timeout=300
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.splitlines() == ["1f1b 2 0 3", "pipedream 2 0 3"]
+    assert printed(_PROGRAM) == ["1f1b 2 0 3", "pipedream 2 0 3"]
 
 
 def test_parts_of_a_dry_run_tell_of_all_devices() -> None:

@@ -108,6 +108,7 @@ def test_some_devices_tell_what_all_allocate_and_reserve(found: ModelProfile, se
     assert_told_of_all(wide(), plan, allocator=AllocatorSettings())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
 def test_the_allocator_is_asked_once_for_each_kind(shard: Any) -> None:
     """The allocator is simulated once for each distinct case of eight replicas that divide six layers."""
@@ -132,7 +133,7 @@ def test_the_allocator_is_asked_once_for_each_kind(shard: Any) -> None:
     assert [len(call.args) for call in forked.call_args_list] == [3]  # of eight, after the first
 
 
-@pytest.mark.sample(1)
+@pytest.mark.gallery
 @pytest.mark.parametrize("seed", seeds(4, of=60))
 def test_some_devices_tell_what_all_hold_on_the_cpu(normed: ModelProfile, seed: int) -> None:
     """Representatives give the bytes of all devices on the CPU, with kernel workspaces and with the versions
@@ -141,6 +142,7 @@ def test_some_devices_tell_what_all_hold_on_the_cpu(normed: ModelProfile, seed: 
     assert_told_of_all(replicated("normed"), drawn(normed, seed, **({} if seed % 3 else {"clip_norm": 1.0})))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shard", sampled(SHARDINGS[2:], often=["gradients"]))
 @pytest.mark.parametrize("name", sampled(MIXES, often=["cat", "sum of views"]))
 def test_gradients_that_are_copied_are_their_owners(name: str, shard: Any) -> None:
@@ -170,7 +172,7 @@ def test_master_weights_are_their_owners(shard: Any) -> None:
     assert_told_of_all(task, plan)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("degrees", "count"), [([2, 2], 2), ([4, 4], 2), ([2, 1], 2), ([4, 2], 2), ([3, 4], 6)]
 )

@@ -67,7 +67,7 @@ SAMPLE = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("schedule", "name"), SAMPLE)
 def test_training_goes_on_as_if_it_had_never_stopped(schedule: str, name: str, tmp_path: Path) -> None:
     """A new trainer with other weights loads a checkpoint and has the losses and state of an uninterrupted
@@ -107,6 +107,7 @@ def goes_on_elsewhere(name: str, before: Plan, after: Plan, folder: Path) -> Non
     assert_equal(broken(name, before, after, folder), unbroken(name, after))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "before", "after"), CHANGES)
 def test_training_goes_on_under_another_plan(
     name: str, before: tuple[int, ...], after: tuple[int, ...], tmp_path: Path

@@ -113,6 +113,7 @@ def is_taken_up(before: str, after: str, folder: Path) -> None:
     assert equal(ours, theirs, relative=0)
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize("grids", sampled(ENDLESS, often=["2bw, ZeRO 1 of shards"]))
 def test_endless_schedules_go_on_as_if_they_had_only_saved(grids: str, tmp_path: Path) -> None:
     """Under asynchronous schedules, a resumed training equals the training that saved the checkpoint, bit by

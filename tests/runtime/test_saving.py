@@ -483,6 +483,7 @@ def test_reports_go_on_counting(tmp_path: Path) -> None:
     assert numbers == [3]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "pipedream-2bw"])
 def test_a_trainer_that_has_trained_forgets_it(schedule: str, tmp_path: Path) -> None:
     """A load replaces all state of a trainer, also with microbatches and weight versions in flight."""

@@ -92,6 +92,7 @@ def test_a_parameter_with_several_names_is_one(name: str, tmp_path: Path) -> Non
         assert close(trainer.state_dict(), plain.state), step
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["a head", "two heads", "kept twice in a sequence", "unused"])
 def test_master_weights_of_a_parameter_with_several_names_are_one(name: str) -> None:
     """Master weights of a parameter with several names are equal bit by bit, if no gradients of stages are
@@ -113,7 +114,7 @@ def test_master_weights_of_a_parameter_with_several_names_are_one(name: str) -> 
     assert close({key: masters[key] for key in known}, known, 1e-6)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_numbers_of_parameters_count_each_once(name: str) -> None:
     """A parameter with several names counts once for the largest model and in the table of stages."""

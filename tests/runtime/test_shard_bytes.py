@@ -101,6 +101,7 @@ def check_simulated(name: str, seed: int, grids: Sequence[tuple[int, int]] = FEW
     assert all(simulated[device] > dry[device] for device in differing)
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize(
     ("name", "seed"),
     sampled([(name, seed) for name in MODELS for seed in (0, 1)], often=[("tied", 1)]),

@@ -165,6 +165,7 @@ def test_clipping_counts_every_part_once_and_what_is_whole_once() -> None:
     assert equal(trainer.state_dict(), dict(plain.module.state_dict()), relative=1e-12)
 
 
+@pytest.mark.gallery
 def test_smaller_batches_and_evaluations_divide_parameters_as_training_does() -> None:
     """Eighteen samples of 24 train as in plain training, in microbatches of twelve and six, and can be
     evaluated.
@@ -228,7 +229,7 @@ HOW = [([0, 6], [(1, 1)]), ([0, 3, 6], [(1, 4), (2, 1)]), ([0, 2, 6], [(2, 2), (
 OTHER_DEGREES = [(name, how) for name in ("normed", "dropped") for how in HOW]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.gallery
 @pytest.mark.parametrize(
     ("name", "how"), sampled(OTHER_DEGREES, often=[OTHER_DEGREES[0], *OTHER_DEGREES[4:]])
 )
@@ -316,6 +317,7 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused(optimizer: Any) -> 
 ELEMENTWISE = [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", sampled(ELEMENTWISE, often=ELEMENTWISE[2:]))
 def test_optimizers_that_update_element_by_element_train(optimizer: Any) -> None:
     """Elementwise optimizers train on shards; their state has the shape of its parameter and is joined as it
@@ -474,6 +476,7 @@ def test_a_trainer_refuses_ranks_that_compute_other_numbers(monkeypatch: pytest.
     assert Trainer(task, plan, numbers=False).not_compared == ""
 
 
+@pytest.mark.gallery
 def test_an_evaluation_traces_each_local_batch_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """An evaluation traces and divides the model once for each size of a local batch, however many devices
     the process has; a second evaluation does neither.

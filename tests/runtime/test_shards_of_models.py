@@ -285,6 +285,7 @@ def assert_trained_as_on_one_device(name: str, seed: int, *, freed: bool = False
     ] == []
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize(
     ("name", "seed"),
     sampled(PLANS, often=[("mlp", 0)]),

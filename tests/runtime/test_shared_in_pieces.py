@@ -179,7 +179,7 @@ def plain(task: Task, *, slices: int) -> dict[str, Tensor]:
 NUMBERS = [(n, p, s) for n in TASKS for p in ("all", "every other") for s in ("1f1b", "gpipe")]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "pieces", "schedule"),
     sampled(NUMBERS, often=[case for case in NUMBERS[::3] if "hf:" not in case[0]]),
@@ -229,7 +229,7 @@ PEAKS = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "pieces", "schedule"),
     sampled(PEAKS, often=[case for case in PEAKS[::5] if "hf:" not in case[0]]),

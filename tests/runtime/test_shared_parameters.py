@@ -90,7 +90,7 @@ CHAINS: dict[str, Callable[[], list[nn.Module]]] = {
 RECOMPUTED = [(name, recompute) for name in CHAINS for recompute in ("never", "always")]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "recompute"), sampled(RECOMPUTED, often=(*RECOMPUTED[::4], *RECOMPUTED[3::4]))
 )

@@ -81,6 +81,7 @@ def test_a_tied_parameter_is_counted_once(tmp_path: Path) -> None:
     assert snapshot_bytes(trainer.plan) == {HOST: saved_by(trainer, tmp_path)}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("grids", often(*GRIDS, *ENDLESS))
 def test_what_replicas_and_shards_hold_is_counted_once(grids: str, tmp_path: Path) -> None:
     """State of replicas and shards counts once, for the device that stores it."""

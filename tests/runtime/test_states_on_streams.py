@@ -116,7 +116,7 @@ def test_endless_schedules_on_streams_train_what_threads_do(
     assert_same(one.state, other.state)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @EACH
 def test_a_state_that_is_loaded_replaces_what_is_under_way(
     machine: Machine, decisions: tuple[Decision, ...]
@@ -151,7 +151,7 @@ def cloned(state: StageState) -> StageState:
     return StageState({name: tensor.clone() for name, tensor in state.tensors.items()}, kept, masters)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @EACH
 @pytest.mark.parametrize("at", ["STEP", "RELOAD", "OFFLOAD", "WAIT"])
 def test_a_failed_step_leaves_nothing_under_way(

@@ -73,6 +73,7 @@ def plain(module: nn.Module, batch: tuple[Tensor, Tensor], steps: int) -> dict[s
     return dict(module.named_parameters())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [Fused, Branching])
 def test_a_module_that_stores_other_names_trains_and_continues(kind: type[nn.Module], tmp_path: Path) -> None:
     """Parameters are equal to plain training's after a checkpoint, which has the optimizer state of each of them."""

@@ -71,6 +71,7 @@ def task() -> Task:
     return task_of(beside, inputs=WIDTH, loss=first_alone, optimizer=DECAYING)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("split", [[4], [2, 2], [3, 1]])
 def test_they_need_what_was_foretold(split: list[int]) -> None:
     """Unused values need the predicted memory: for any split, simulator, dry run and meter equal the
@@ -140,7 +141,7 @@ class Through(Beside):
         return main, aside if self.before else self.function.apply(aside, 2.0)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("function", "before"), [(Doubled, False), (Added, False), (Added, True)])
 def test_custom_functions_behind_them_are_not_called(function: Any, before: bool) -> None:
     """A custom function at the end of a stage has its backward called only if plain training calls it."""

@@ -71,7 +71,7 @@ def task_of_layers(before: Callable[[Tensor], Tensor], behind: Callable[[Tensor]
     return replace(batches, module=nn.Sequential(*ends))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_peaks_are_exact_wherever_a_stage_ends(name: str) -> None:
     """Peaks are exact in one stage and with such a value, or its gradient, sent: simulator, dry run and meter
@@ -84,7 +84,7 @@ def test_peaks_are_exact_wherever_a_stage_ends(name: str) -> None:
         assert peaks.simulated == peaks.allocated, split
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("split", [[4], [2, 2]])
 def test_numbers_are_plain_trainings(name: str, split: list[int]) -> None:

@@ -63,6 +63,7 @@ def rows(layers: Layers) -> Task:
     return replace(task_of(layers), batch=batch)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_they_need_what_was_foretold(name: str) -> None:
     """On one stage and on two, simulator, dry run and meter equal the allocator in every step."""

@@ -204,6 +204,7 @@ def in_stages(task: Task, found: ModelProfile) -> Plan:
     return plan_of(task, [2, 1, 1, len(found.layers) - 4], size=1, microbatches=8, profiled=found)
 
 
+@pytest.mark.gallery
 def test_a_gpt_has_copies_once_and_not_for_each_microbatch_in_flight() -> None:
     """A GPT with four microbatches in flight saves the copies of three of them; copies of biases were never
     kept.
@@ -269,6 +270,7 @@ def test_copies_are_used_whatever_other_threads_do_in_between() -> None:
     assert copy.tensor.data_ptr() in {tensor.data_ptr() for tensor in saved}
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize("schedule", ["pipedream", pytest.param("pipedream-2bw", marks=pytest.mark.gallery)])
 def test_peaks_of_versions(schedule: str) -> None:
     """A weight version has its own copies, which leave the device with it."""

@@ -164,6 +164,7 @@ def test_the_module_is_whole_after_every_step(name: str, tmp_path: Path) -> None
     used(own, plain, tmp_path, tolerance=tolerance)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["stages", "replicas", "zero 1", "zero 3", "shards", "parameters away"])
 def test_changes_of_the_module_are_trained_on(name: str) -> None:
     """Changes of the module between steps take effect, as in training in place, also without autograd."""
@@ -294,14 +295,20 @@ def test_a_model_of_hugging_face_is_saved_and_generates(degrees: dict[str, Any],
             name="llama",
         )
         found = make_plan(
-            task, Cluster.emulated((2, 1 << 30)), batch_size=2 * SIZE, microbatches=2, effort=0.1, **asked
+            task,
+            Cluster.emulated((2, 1 << 30)),
+            batch_size=2 * SIZE,
+            microbatches=2,
+            planner="uniform",
+            stages=1,
+            **asked,
         )
         trainer = Trainer(task, found, numbers=False)
         for _ in range(2):
             trainer.step(task.batch(2 * SIZE))
         return own.eval()
 
-    own, plain = trained(degrees), trained({"data": 1, "stages": 1})
+    own, plain = trained(degrees), trained({"data": 1})
     own.save_pretrained(tmp_path)
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     for name, tensor in plain.state_dict().items():

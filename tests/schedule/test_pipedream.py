@@ -189,6 +189,7 @@ def followed(program: Program) -> list[Weights]:
     return found
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("stages", range(1, 9))
 @pytest.mark.parametrize("microbatches", [1, 2, 5, 8])
 def test_pipedream_holds_a_version_for_every_microbatch_in_flight(stages: int, microbatches: int) -> None:
@@ -204,6 +205,7 @@ def test_pipedream_holds_a_version_for_every_microbatch_in_flight(stages: int, m
         assert weights.newest == weights.current == list(range(sum(sizes)))
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("stages", range(1, 9))
 @pytest.mark.parametrize("more", [0, 1, 5])
 def test_two_buffered_holds_two_versions(stages: int, more: int) -> None:

@@ -43,6 +43,7 @@ def saved_bytes(stage: RankStage) -> int:
     return sum(t.untyped_storage().nbytes() for storage, t in kept.items() if storage not in own)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_block_of_gpt_keeps_its_share(ranks: int) -> None:
     """A GPT block keeps inputs and outputs of two norms whole; queries, keys, values, attention, and both
@@ -56,6 +57,7 @@ def test_a_block_of_gpt_keeps_its_share(ranks: int) -> None:
     assert found == [FLOAT * (whole + divided // ranks)] * 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_by_positions_a_block_keeps_two_values_whole(ranks: int) -> None:
     """With sequence parallelism, a rank keeps only the inputs of attention and MLP whole."""
@@ -66,6 +68,7 @@ def test_by_positions_a_block_keeps_two_values_whole(ranks: int) -> None:
     assert found == FLOAT * (2 * tokens * HIDDEN + divided // ranks)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_rank_has_its_share_of_the_weights(ranks: int) -> None:
     """All matrices and the biases before a split are divided; norms and the biases after a sum are whole."""

@@ -313,6 +313,7 @@ def words(count: int) -> Callable[[int], tuple[Tensor, Tensor]]:
     return batch
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("count", "ranks"), [(96, 2), (97, 2), (97, 3), (97, 4)])
 def test_a_vocabulary_is_divided_from_the_embedding_to_the_loss(count: int, ranks: int, tied: bool) -> None:

@@ -99,7 +99,7 @@ def price(stage: TracedStage, ways: dict[fx.Node, Strategy], costs: FormCosts) -
     return total
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("stored", [0.01, 0.1, 0.3, 1.0, 10.0])
 @pytest.mark.parametrize("tokens", [2, 64])
 @pytest.mark.parametrize("module", [Gated, Tied, Heads])

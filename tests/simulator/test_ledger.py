@@ -150,6 +150,7 @@ def test_categories_add_up_and_end_where_they_began(
         assert second == third
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
 @pytest.mark.parametrize("microbatches", [1, 4, 12])

@@ -48,6 +48,7 @@ def with_moved_state(schedule: str, rng: Random) -> Plan:
     return replace(plan, cluster=replace(plan.cluster, links=tuple(links)))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("schedule", CASES)
 def test_a_step_takes_the_mean_of_many(schedule: str) -> None:
     """A step takes as long as many on average, also if its updates and transfers reach into the next one."""

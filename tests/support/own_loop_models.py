@@ -80,12 +80,18 @@ class Language(nn.Module):
     """Blocks over tokens; `tied` shares the embedding with the head, `shared` is one block for all layers."""
 
     def __init__(
-        self, *, tied: bool = False, shared: bool = False, dropout: float = 0.0, masked: bool = False
+        self,
+        *,
+        tied: bool = False,
+        shared: bool = False,
+        dropout: float = 0.0,
+        masked: bool = False,
+        layers: int = 3,
     ):
         super().__init__()
         self.embedding = nn.Embedding(50, 32)
         one = Block(dropout=dropout)
-        self.blocks = nn.ModuleList([one if shared else Block(dropout=dropout) for _ in range(3)])
+        self.blocks = nn.ModuleList([one if shared else Block(dropout=dropout) for _ in range(layers)])
         self.head = nn.Linear(32, 50, bias=False)
         if tied:
             self.head.weight = self.embedding.weight

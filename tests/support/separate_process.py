@@ -5,9 +5,13 @@ in workers.
 from __future__ import annotations
 
 import multiprocessing as mp
+import sys
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
 from functools import cache
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -25,6 +29,19 @@ def elsewhere(function: Callable[P, T], *arguments: P.args, **options: P.kwargs)
 @cache
 def _process() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, mp_context=mp.get_context("spawn"))
+
+
+def printed(program: str, *arguments: str) -> list[str]:
+    """Return the lines that a program prints in a process that has run no backward, so that it can fork."""
+    with tempfile.TemporaryDirectory() as folder:
+        in_workers(1, _run, program, arguments, sys.path, Path(folder, "printed"))
+        return Path(folder, "printed").read_text().splitlines()
+
+
+def _run(rank: int, program: str, arguments: tuple[str, ...], path: list[str], file: Path) -> None:
+    sys.path[:], sys.argv = path, ["-c", *arguments]
+    with file.open("w") as out, redirect_stdout(out):
+        exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})
 
 
 def in_workers(count: int, function: Callable[..., None], *arguments: Any) -> None:

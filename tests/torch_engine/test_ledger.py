@@ -39,6 +39,7 @@ def certified_and_simulated(task: pipefit.Task, plan: Plan) -> list[tuple[int, i
     ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("split", "schedule", "microbatches", "recompute"),
     [

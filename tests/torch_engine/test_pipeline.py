@@ -101,6 +101,7 @@ def shared_out(
 with_momentum = partial(divided, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "edges", "degrees", "shard", "clip_norm"),
     [

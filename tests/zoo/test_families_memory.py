@@ -127,6 +127,7 @@ def test_the_dry_run_follows_gradients_that_pass_by() -> None:
     assert [account.dry_run_bytes for account in found] == [account.oracle_bytes for account in found]
 
 
+@pytest.mark.gallery
 def test_the_simulator_follows_gradients_that_pass_by() -> None:
     """The simulator, too, counts the whole larger gradient as long as a part of it is in use."""
     found = accounts_of("unet", PASSING, split=(12, 3, 6), size=1, schedule="gpipe")

@@ -137,6 +137,7 @@ def test_every_parameter_learns(case: str) -> None:
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
 
 
+@pytest.mark.sample(14)
 @every_small
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_model_in_half_precision_has_a_loss_in_single(case: str, dtype: torch.dtype) -> None:

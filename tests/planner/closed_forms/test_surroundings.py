@@ -45,7 +45,7 @@ def predicted(plan: Plan, recompute: Recompute) -> dict[int, int]:
     return found
 
 
-@pytest.mark.sample(40)
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("seed", seeds(90, of=150))
 def test_surroundings_give_the_peak_that_the_simulator_finds(seed: int) -> None:
     """Closed forms and simulator agree to the byte for every split, training and recomputation."""
@@ -56,7 +56,7 @@ def test_surroundings_give_the_peak_that_the_simulator_finds(seed: int) -> None:
     assert predicted(plan, recompute) == {stage.device: simulated[stage.device] for stage in plan.stages}
 
 
-@pytest.mark.sample(25)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("seed", [95, 193, 291, *seeds(60, of=1000)])
 def test_stages_recomputed_block_by_block_need_no_less_than_the_closed_form_says(seed: int) -> None:
     """Closed forms never exceed the simulator; for plain layers on one device they are equal."""
@@ -77,7 +77,7 @@ def heavy_inputs() -> Measurement:
     return measurement(layers, layer((large,), (small,), saved=()))
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 @pytest.mark.parametrize("recompute", WHOLE_STAGES)
 @pytest.mark.parametrize("model", [hostile(Random(7), 6), heavy_inputs()], ids=["hostile", "heavy inputs"])
@@ -94,7 +94,7 @@ def test_they_do_so_for_every_number_of_stages_and_microbatches(
         assert predicted(plan, recompute) == {stage.device: simulated[stage.device] for stage in plan.stages}
 
 
-@pytest.mark.sample(40)
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("schedule", ENDLESS)
 @pytest.mark.parametrize("seed", seeds(50, of=80))
 def test_they_do_so_for_endless_schedules(schedule: str, seed: int) -> None:
@@ -157,7 +157,7 @@ def test_a_recomputation_of_all_but_one_is_refused_where_steps_overlap(schedule:
         surroundings(schedule, 0, 2, 4, "except_last")
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("recompute", WHOLE_STAGES)
 def test_surroundings_are_few_however_many_microbatches(schedule: str, recompute: Recompute) -> None:
