@@ -86,6 +86,7 @@ def test_composed_peaks_are_those_of_whole_dry_runs(recompute: Recompute) -> Non
     assert [true[edges] for edges in [*true][::4]] == [bench.dry_run(own, edges) for edges in [*true][::4]]
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize("recompute", OFTEN)
 def test_composed_peaks_are_those_of_real_training(recompute: Recompute) -> None:
     """In random splits composed peaks match the allocator's events on every device."""
@@ -150,6 +151,7 @@ def test_real_runs_agree_with_dry_run_and_simulator(recompute: Recompute) -> Non
     assert found["additive"].share_equal < 1
 
 
+@pytest.mark.gallery
 def test_incremental_runs_are_the_same_dry_or_real() -> None:
     """The additive predictor gets the same numbers from looked-up peaks as from real training."""
     own, true = setting("except_last"), truth("except_last")

@@ -52,7 +52,7 @@ def least_peak(model: Model, module: nn.Module) -> int:
     return int(error.value.found["least_bytes"])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.gallery
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", sampled(gallery.MODELS, often=OFTEN))
 def test_four_budgets_of_a_model(name: str) -> None:

@@ -172,13 +172,13 @@ def test_a_host_has_room_for_what_is_pinned(seed: int) -> None:
     check_room(other, Simulation(other).arenas)
 
 
-def long_steps(schedule: str) -> Question:
-    """Build a hundred microbatches on three devices, each with less memory than the leanest split needs."""
+def long_steps(schedule: str, count: int = 3) -> Question:
+    """Build a hundred microbatches on `count` devices, each with less memory than the leanest split needs."""
     how = training(schedule, 100)
-    leanest = plan(profile(vgg_like()), devices(*[AMPLE] * 3), how, planner="exact").prediction
+    leanest = plan(profile(vgg_like()), devices(*[AMPLE] * count), how, planner="exact").prediction
     assert leanest
     budget = round(0.8 * max(leanest.peak_bytes))
-    return Question(profile=profile(vgg_like()), cluster=devices(*[budget] * 3), training=how)
+    return Question(profile=profile(vgg_like()), cluster=devices(*[budget] * count), training=how)
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "pipedream"])
@@ -204,7 +204,7 @@ def test_where_a_few_microbatches_mislead_the_next_best_plan_is_taken(
     """The plan of a long step has the seconds of all microbatches, though the search simulated a few. If
     abridged simulation underestimates them, the next best plan is taken.
     """
-    question, whole = long_steps("1f1b"), Evaluator.whole
+    question, whole = long_steps("1f1b", 2), Evaluator.whole
     search = JointSearch(question)
     searched = search.best(1.0)
     made = solved(question, lambda _: search.told(searched), name="joint")

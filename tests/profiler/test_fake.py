@@ -261,6 +261,7 @@ def test_wrong_questions_are_refused(question: dict[str, object], words: str) ->
         profile(task_of(lambda: [nn.Linear(8, 4)]), **question)  # type: ignore[arg-type]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("exists", [True, False])
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 def test_a_batch_norm_that_averages_over_all_batches(target: Target, exists: bool) -> None:

@@ -51,7 +51,7 @@ def fed_back(found: ModelProfile) -> list[str]:
     return [name.removeprefix("part.") for name in names]
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("name", "by_hand"), [(n, way) for n, (_, _, ways) in FEEDING_BACK.items() for way in ways]
 )

@@ -52,6 +52,7 @@ LOSSES: dict[str, Loss] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_has_tensors_of_its_own(name: str) -> None:
     """Losses and parameters are those of plain training, and all accounts of memory are equal."""
@@ -91,6 +92,7 @@ def test_those_of_a_module_go_where_the_last_stage_is(monkeypatch: pytest.Monkey
         assert loss.weight.device.type == expected
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["module", "arithmetic"])
 def test_ranks_of_a_tensor_group_have_them_too(name: str) -> None:
     """Every rank has all outside tensors: losses are plain training's, and dry run and meter agree."""

@@ -58,6 +58,7 @@ def test_every_stage_of_a_random_plan_needs_as_much_alone(seed: int) -> None:
     assert peaks == in_company(case.task, case.plan)
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize(
     "name", sampled(["frozen", "masked", "tied", "two losses", "unet"], often=["two losses"])
 )

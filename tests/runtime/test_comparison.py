@@ -83,6 +83,7 @@ def test_a_certificate_tells_what_was_compared() -> None:
     assert found.losses[0] != found.losses[1]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", [None, "bfloat16"])
 def test_a_certificate_leaves_an_existing_module_as_it_was(precision: Any) -> None:
     """A certificate leaves an existing module's weights, dtypes, gradients and random generators unchanged."""

@@ -190,7 +190,7 @@ def test_workers_do_what_one_process_does(schedule: str) -> None:
     assert samples(trace) == samples(trainer.trace)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.gallery
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_the_allocator_sees_what_leaves_and_comes_back(schedule: str) -> None:
     """The allocator's events have the dry run's peaks in every step, except for memory lent by a device."""

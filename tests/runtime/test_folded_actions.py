@@ -158,6 +158,7 @@ def test_blocks_of_replicas_that_shard_state_are_folded(
     assert trace == certify(task, plan, fold=False, allocator=allocator)
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize(("data", "buckets"), sampled([(2, 1), (2, 3), (4, 11)], often=[(2, 3)]))
 def test_ranks_with_buckets_are_folded(data: int, buckets: int) -> None:
     """Parameters that come bucket by bucket, with several blocks or with one, equal those of all layers."""
@@ -167,7 +168,7 @@ def test_ranks_with_buckets_are_folded(data: int, buckets: int) -> None:
     assert trace == certify(task, plan, fold=False, allocator=allocator)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.gallery
 @pytest.mark.parametrize("recompute", ["always", "never"])
 def test_reserved_bytes_of_one_device_are_folded(recompute: Recompute) -> None:
     """Allocations of the executed blocks are repeated for the others, in the order of the program."""

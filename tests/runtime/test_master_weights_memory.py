@@ -152,6 +152,7 @@ def accounts(task: Task, plan: Plan) -> dict[str, list[list[int]]]:
     }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_sixteen_bytes_a_parameter(precision: str) -> None:
     """An update holds two bytes a parameter, two for its gradient, four for the copy and eight for AdamW's

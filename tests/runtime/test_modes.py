@@ -135,6 +135,7 @@ def trained(module: nn.Module, stages: int = 1) -> tuple[Trainer, tuple[Tensor, 
     return Trainer(task, plan, numbers=False), task.batch(4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_buffer_with_several_names_is_read_in_evaluation(stages: int) -> None:
     """Evaluation reads a buffer of several names, whichever of them a layer knows."""

@@ -190,6 +190,7 @@ SIGMOID = ((1, 0),)  # layer 1's output, which it saves: 2 samples of 64 numbers
 EVERYONE = pytest.mark.parametrize("run", [Trainer, certify])
 
 
+@pytest.mark.sample(1)
 @EVERYONE
 def test_a_host_without_room_is_refused(run: Callable[[Task, Plan], object]) -> None:
     """A host without room is refused: four microbatches of 512 bytes exceed 2,047, before training begins,

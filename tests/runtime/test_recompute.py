@@ -90,6 +90,7 @@ def _zoo(name: str) -> Task:
     return build("vgg11", width=4, image_size=32, dropout=0.5)
 
 
+@pytest.mark.gallery
 def test_gpipe_with_recomputation_holds_inputs_instead_of_activations() -> None:
     """GPipe with recomputation keeps inputs instead of activations; planner and simulator agree on the bytes
     saved.

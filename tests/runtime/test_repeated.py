@@ -286,6 +286,7 @@ def test_stages_that_agree_are_folded_in_every_precision(precision: Any) -> None
     assert folds(task, in_one_stage(profile(task, microbatch_size=2), clip_norm=1.0))
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize(
     "make",
     [

@@ -62,8 +62,8 @@ def test_no_plan_is_found() -> None:
 
 def test_the_plan_of_a_task_is_verified() -> None:
     """A task is profiled, planned and run dry on that engine; without peers, sharding and tensor parallelism."""
-    cluster = pipefit.load_cluster("emulated:3x700KiB")
-    plan = pipefit.plan(deep(), cluster, engine="torch", microbatch_size=8, **MICROBATCHES)
+    cluster = pipefit.load_cluster("emulated:2x700KiB")
+    plan = pipefit.plan(deep(), cluster, engine="torch", microbatch_size=8, batch_size=64)
     peaks = [device.peak_bytes for device in pipefit.certify_pipeline(deep(), plan).devices]
     assert max(peaks) <= 700 << 10
 
