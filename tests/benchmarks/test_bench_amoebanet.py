@@ -174,6 +174,7 @@ def test_what_is_asked_once_is_used_at_every_size() -> None:
     assert balance["time"].split == largest["time"].split
 
 
+@pytest.mark.gallery
 def test_a_single_measuring_is_split_by_torchgpipe() -> None:
     """The split is that of torchgpipe's solver, and the largest F is that of its plans."""
     times = [30, 10, 40, 10, 50, 90, 20, 60, 50, 30, 50]
@@ -188,6 +189,7 @@ def test_a_single_measuring_is_split_by_torchgpipe() -> None:
     assert fits == [True, False]
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize("recompute", OFTEN)
 def test_ratios_are_to_torchgpipe_and_to_the_best_baseline(recompute: Recompute) -> None:
     """The best baseline's F lies between torchgpipe's and ours."""

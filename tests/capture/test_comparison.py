@@ -296,6 +296,7 @@ def test_hugging_face_models_pass_with_dropout(name: str) -> None:
     assert (found.differences, found.apart) == ((), 0.0)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("precision", [None, "bfloat16", "mixed-bfloat16"])
 @pytest.mark.parametrize("model", [untraceable_models.Dropping, untraceable_models.DrawingInVain])
 def test_a_chain_draws_the_dropout_of_its_module(model: type[nn.Module], precision: Any) -> None:

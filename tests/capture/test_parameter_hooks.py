@@ -83,6 +83,7 @@ def in_two(task: Task, **options: Any) -> Plan:
     return plan_of(task, [costs.edges[1], costs.edges[-1] - costs.edges[1]], profiled=costs, **options)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("module", [written, traced])
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_hooks_of_parameters_train_as_in_a_plain_loop(

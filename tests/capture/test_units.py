@@ -70,6 +70,7 @@ def of_lone_parts(count: int) -> nn.Module:
     return parent
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("deeper", [False, True])
 @pytest.mark.parametrize("made", [of_two_classes, lists_in_blocks, of_lone_parts])
 def test_twice_as_many_blocks_take_twice_the_work(made: Callable[[int], nn.Module], deeper: bool) -> None:

@@ -69,6 +69,7 @@ def storages(chain: Chain) -> set[int]:
     return {t.untyped_storage()._cdata for part in parts for t in (*part.parameters(), *part.buffers())}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("build", [Tied, by_hand])
 def test_a_copy_is_like_a_chain_that_is_made_again(target: Target, build: type[nn.Module]) -> None:

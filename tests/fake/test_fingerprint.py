@@ -382,6 +382,7 @@ OTHERS: list[tuple[Task, Task, str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("task", "other", "says"), OTHERS, ids=[says for *_, says in OTHERS])
 def test_a_plan_for_another_task_is_refused_in_words(task: Task, other: Task, says: str) -> None:
     """The dry run and training refuse it before anything runs."""

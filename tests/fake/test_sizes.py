@@ -269,7 +269,7 @@ class Reshaping(nn.Module):
         return self.operation(self.linear(x)).sum()
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("operation", "derived"),
     [

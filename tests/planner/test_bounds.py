@@ -167,6 +167,7 @@ def test_the_bound_is_never_above_the_best_of_many_plans(seed: int) -> None:
     never_above(seed, ENDLESS if seed % 3 == 0 else SCHEDULES)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("seed", range(12))
 def test_what_is_left_out_of_the_tables_changes_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables of all ranges of blocks give the same bound, for every choice of techniques."""

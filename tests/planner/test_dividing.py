@@ -207,7 +207,7 @@ def test_the_fastest_plan_that_fits_may_divide_state(seed: int) -> None:
             assert made.prediction.step_seconds <= pinned.prediction.step_seconds * 1.0101
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("planner", ["joint", "exact", "capture", "alpa", "uniform", "time"])
 def test_every_planner_gives_replicas_what_they_are_asked_to_divide(planner: str) -> None:
     """Every planner divides the requested state, in one bucket per block for gradients or parameters, and

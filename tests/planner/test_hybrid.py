@@ -156,6 +156,7 @@ def seconds_of(made: Plan) -> float:
     return Simulation(made).step_seconds[-1]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "planner", ["joint", "exact", "uniform", "parameters", "time", "exhaustive", "mpress"]
 )

@@ -42,6 +42,7 @@ def start_and_result(means: Means, seed: int = 1, *, work: int = 4_000) -> tuple
     return start, wandered(filler, start, budget=Budget(filler.evaluator, work), at_least=0.0)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "means", [Means(), Means(recompute="never"), Means(host=False), Means(host=False, peers=False)]
 )
@@ -60,6 +61,7 @@ def test_random_changes_lead_to_a_better_plan(means: Means) -> None:
     assert means.peers or MemberKind.DEVICE not in places
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "eager-1f1b", "pipedream", "pipedream-2bw"])
 def test_fewest_seconds_are_never_above_a_step(schedule: str) -> None:
     """No simulated candidate is faster than the lower bound of its stages' passes and recomputation."""

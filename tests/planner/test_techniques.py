@@ -63,7 +63,7 @@ def test_the_rates_of_the_machine_give_the_same_choices(name: str) -> None:
     )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", PAPER)
 def test_the_joint_planner_decides_so(name: str) -> None:
     """In a pipeline with the tensor's live interval, `joint` makes just the table's decision.

@@ -76,7 +76,7 @@ def _task(part: Callable[[], nn.Module]) -> Task:
     return Task(build, batch=lambda n: (torch.randn(n, 10), torch.randn(n, 1)), loss=F.mse_loss)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("part", [Table, Replaced])
 def test_the_accounts_of_memory_agree(part: Callable[[], nn.Module], seed: int) -> None:

@@ -68,7 +68,7 @@ def test_buffers_that_feed_back(name: str, by_hand: bool) -> None:
     )
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "by_hand"), [(n, way) for n in OTHERS for way in (False, True) if way or n not in NO_TRACE]
 )

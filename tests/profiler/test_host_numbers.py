@@ -17,6 +17,7 @@ from support.small_tasks import plan_of, task_of
 NUMBERS, PARAMETERS = 8 * 8 + 8 + 8 * 4 + 4, 4
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("options", "counters_are_here"),
     [({}, False), ({"foreach": False}, False), ({"fused": True}, True), ({"capturable": True}, True)],

@@ -37,6 +37,7 @@ CASES: list[tuple[Callable[..., Any], Options]] = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("optimizer", "groups"), CASES)
 def test_the_accounts_of_memory_agree(optimizer: Callable[..., Any], groups: Options) -> None:
     """The allocator, the dry run and the simulator count the same bytes in every step, for any groups'

@@ -12,7 +12,7 @@ import yaml
 import pipefit
 from pipefit.cli import main
 from pipefit.errors import UsageError
-from pipefit.recipes import answer, describe, read
+from pipefit.recipes import RecipeAnswer, answer, describe, read
 from pipefit.recipes.answers import task_of
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.json_io import load_cluster
@@ -32,14 +32,31 @@ FILE = {
 }
 
 
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint's folder."""
+    folder = tmp_path_factory.mktemp("llama")
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    return folder
+
+
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
-    """An axolotl file beside a checkpoint's folder."""
-    (tmp_path / "llama").mkdir()
-    (tmp_path / "llama" / "config.json").write_text(json.dumps(LLAMA))
+def file(llama: Path, tmp_path: Path) -> Path:
+    """An axolotl file of the checkpoint."""
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump({"base_model": str(tmp_path / "llama"), **FILE}))
+    path.write_text(yaml.safe_dump({"base_model": str(llama), **FILE}))
     return path
+
+
+ANSWERS: dict[tuple[str, int], RecipeAnswer] = {}
+
+
+def answered(file: Path, count: int) -> RecipeAnswer:
+    """Return the answer about a file on devices with ample memory, the same for every test that asks."""
+    key = file.read_text(), count
+    if key not in ANSWERS:
+        ANSWERS[key] = answer(read(str(file)), devices(count, 1024))
+    return ANSWERS[key]
 
 
 def devices(count: int, mebibytes: int) -> Cluster:
@@ -49,7 +66,7 @@ def devices(count: int, mebibytes: int) -> Cluster:
 
 def test_a_file_is_the_plan_that_its_trainer_runs(file: Path) -> None:
     """Two replicas, by a plan of the same options; and a dry run of it has the same peak."""
-    found = answer(read(str(file)), devices(2, 1024))
+    found = answered(file, 2)
     task = task_of(read(str(file)))
     profile = pipefit.profile(task, microbatch_size=(8, 4))
     plan = pipefit.plan(
@@ -67,7 +84,7 @@ def test_lines_of_an_answer_written_into_the_file_make_it_fit(file: Path) -> Non
 
     The fastest come first; each slower one needs less memory, and what is not shown is beaten by one that is.
     """
-    whole = answer(read(str(file)), devices(2, 1024)).written
+    whole = answered(file, 2).written
     cluster = devices(2, int(0.6 * whole.need_bytes / MIB))
     found = answer(read(str(file)), cluster)
     assert not found.written.fits and found.fitting
@@ -93,7 +110,7 @@ def test_adapters_are_trained_and_the_rest_is_frozen(file: Path) -> None:
     pytest.importorskip("peft")
     text = file.read_text() + "adapter: lora\nlora_r: 4\nlora_target_modules: [q_proj, v_proj]\n"
     file.write_text(text)
-    found = answer(read(str(file)), devices(1, 1024)).written.plan.measurement
+    found = answered(file, 1).written.plan.measurement
     trained = 2 * 4 * ((64 + 64) + (64 + 32))  # blocks, rank, widths of queries and values
     assert sum(cost.gradient_bytes for cost in found.costs) == 4 * trained
     assert sum(cost.state_bytes for cost in found.costs) >= 8 * trained
@@ -114,10 +131,10 @@ def test_groups_of_replicas_need_what_one_group_needs(file: Path) -> None:
     assert rates[1] == pytest.approx(2 * rates[0], rel=0.01)
 
 
-def test_torchtitan_has_autocast_on_one_device(file: Path) -> None:
+def test_torchtitan_has_autocast_on_one_device(llama: Path, file: Path) -> None:
     """Only shards have half-precision copies of single-precision weights."""
     (file.parent / "t.toml").write_text("[training]\nlocal_batch_size = 2\nseq_len = 64\n")
-    recipe = read(str(file.parent / "t.toml"), str(file.parent / "llama"))
+    recipe = read(str(file.parent / "t.toml"), str(llama))
     found = [answer(recipe, devices(count, 1024)).written.plan.training.precision for count in (1, 2)]
     assert found == ["mixed-bfloat16", "master-bfloat16"]
 
@@ -127,7 +144,7 @@ def test_dropped_inputs_of_adapters_are_kept(file: Path) -> None:
     pytest.importorskip("peft")
     text = file.read_text() + "adapter: lora\nlora_r: 4\nlora_target_modules: [q_proj, v_proj]\n"
     file.write_text(text)
-    without = answer(read(str(file)), devices(1, 1024)).written.need_bytes
+    without = answered(file, 1).written.need_bytes
     file.write_text(text + "lora_dropout: 0.05\n")
     assert answer(read(str(file)), devices(1, 1024)).written.need_bytes > without
 

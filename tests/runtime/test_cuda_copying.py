@@ -437,6 +437,7 @@ class Settled(Stream):
         """Return; the work is done."""
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("place", ["device1*2+host*1", "disk", "disk*1+device1*1"])
 def test_training_with_the_memory_and_copies_of_gpus_is_plain_training(
     monkeypatch: pytest.MonkeyPatch, place: str

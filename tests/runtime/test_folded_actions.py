@@ -182,6 +182,7 @@ def test_reserved_bytes_of_one_device_are_folded(recompute: Recompute) -> None:
 MOVES = [("optimizer", STATE_AWAY), *product(("gradients", "parameters"), (STATE_AWAY, UPDATED))]
 
 
+@pytest.mark.gallery
 @pytest.mark.parametrize(
     ("shard", "moves", "precision"),
     sampled(

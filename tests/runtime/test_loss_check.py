@@ -89,6 +89,7 @@ def test_negatives_among_the_samples_are_told() -> None:
             ) == (microbatches > 1)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("loss", "options"),
     [

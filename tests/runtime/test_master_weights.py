@@ -192,6 +192,7 @@ def test_updates_too_small_for_half_precision_add_up() -> None:
     assert moved == {"bfloat16": [False] * 12, "master-bfloat16": [True] * 12}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("split", [(6,), (2, 2, 2)])
 def test_clipping_is_done_in_single_precision(precision: str, split: tuple[int, ...]) -> None:

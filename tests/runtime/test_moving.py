@@ -236,6 +236,7 @@ def test_a_device_without_a_stage_lends_what_it_has() -> None:
         Trainer(task, replace(plan, cluster=Cluster.emulated((2, 1 << 20), (1, 2047))))
 
 
+@pytest.mark.sample(5)
 @EVERYONE
 @pytest.mark.parametrize(
     ("place", "words"),

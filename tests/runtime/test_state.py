@@ -74,7 +74,7 @@ OFTEN = [
 ]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("before", "after"), sampled(EVERY, often=OFTEN))
 def test_training_goes_on_under_another_plan_as_if_nothing_had_happened(
     before: tuple[list[int], dict[str, Any]], after: tuple[list[int], dict[str, Any]]

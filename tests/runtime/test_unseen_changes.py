@@ -283,6 +283,7 @@ def check(task: Task, plan: Plan) -> None:
 UNSEEN = [ByData, Afterwards, Preserved, OtherData, Shrinking, InAList, Toggling, BothModes]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("build", UNSEEN)
 def test_several_in_flight_are_refused(build: type[nn.Module]) -> None:
     """With several microbatches in flight, such a layer is refused by name, because backwards would use
@@ -293,6 +294,7 @@ def test_several_in_flight_are_refused(build: type[nn.Module]) -> None:
         Trainer(task, plan).step(batch_of(task, plan))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("build", UNSEEN)
 def test_one_in_flight_trains_as_plainly(build: type[nn.Module]) -> None:
     """With one microbatch in flight, as in the last stage under 1F1B, such a layer trains as in plain
@@ -313,6 +315,7 @@ def norm() -> nn.Module:
     return nn.BatchNorm1d(WIDTH)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("build", [Cloning, KeptWell, ClonedInput, Noting, norm])
 def test_the_way_out_is_one(build: Callable[[], nn.Module]) -> None:
     """The proposed fix, a clone, trains as in plain training, and so do layers that only look similar."""

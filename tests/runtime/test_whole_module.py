@@ -199,6 +199,7 @@ def _loaded(own: nn.Module) -> None:
     own.load_state_dict({name: tensor * 0.5 for name, tensor in other.state_dict().items()})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["stages", "replicas", "zero 3", "shards"])
 def test_what_is_loaded_after_an_interrupted_update_is_trained_on(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -254,6 +255,7 @@ def test_buffers_that_a_device_has_in_memory_of_its_own_are_followed() -> None:
         assert torch.equal(dict(own.named_buffers())[name], buffer), name
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["zero 3", "shards", "parameters away"])
 def test_what_is_loaded_is_in_the_module(name: str, tmp_path: Path) -> None:
     """The module has the state of a loaded checkpoint or state dict, and after a failed step the state before

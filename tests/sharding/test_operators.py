@@ -329,6 +329,7 @@ def test_a_vocabulary_is_divided_from_the_embedding_to_the_loss(count: int, rank
     )  # an embedded token, no logits
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_the_loss_of_a_divided_vocabulary(reduction: str, smoothing: float) -> None:
@@ -375,6 +376,7 @@ CONVOLUTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolutions_are_divided_by_channels(name: str) -> None:
     """Convolutions are divided by channels, with norms over channels and their buffers, pooling and a linear

@@ -72,7 +72,7 @@ def test_the_simulator_finds_the_peaks_of_the_account(seed: int) -> None:
     assert Simulation(plan, steps=2).peak_bytes == peaks(plan)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", seeds(60, of=200))
 def test_replicas_that_divide_state_cost_what_the_account_says(seed: int) -> None:
     """One stage of random layers on two to four replicas agrees sample by sample: divided optimizer state,
@@ -150,7 +150,7 @@ def test_devices_of_several_stages_cost_what_the_account_says(seed: int) -> None
     assert_samples_agree(plan, lower(plan))
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("seed", seeds(35, of=100))
 def test_every_sample_of_a_trace_is_the_accounts(seed: int) -> None:
     """Every action's highest bytes and their categories are the account's; an action without a sample changes
