@@ -36,7 +36,11 @@ from pipefit.errors import PipefitError  # noqa: E402
 PICTURES = HERE.parents[1] / "docs" / "pictures"
 _UNTIMED = ("varying lengths", "lengths vary")  # in `trust`: seconds of samples whose length is not said
 _BINNED = "BERT-large pre-training"  # of DeepLearningExamples, whose loader (LDDL) makes batches by length
-_DISTURBED = ("not to be trusted", "slow link suspected")  # in `remarks`
+_DISTURBED = (
+    "not to be trusted",
+    "slow link suspected",
+    "in the heading",
+)  # in `remarks`; two batches are said
 
 
 def record(row: Row) -> dict[str, Any]:
