@@ -76,17 +76,19 @@ LEARNED = """## What each source taught
   exactly one half-precision copy of the logits is missing.
 - **Megatron-LM, local layers.** Within 1.5 % once its buffer for scores, cuBLAS's workspace and its masks are counted.
   Over four ranks 5 % too high: pipefit gathers attention's result before a small output projection, which Megatron
-  divides. T5 is within 2.5 %, mostly below.
-- **DeepSpeed.** Used memory was 12 to 44 % too low. With its flat buffers and held logits most rows of bigscience
-  are within 10 %. Rows of one stage and several replicas are still 15 to 20 % too low, and nothing in the public code
-  explains it. Its rows on more than 128 GPUs take minutes each and are left out of this page.
+  divides. T5 is within 2.6 %, mostly below.
+- **DeepSpeed.** Used memory was 12 to 44 % too low. With its flat buffers and held logits it is within 8 % in the
+  median. Rows of one stage and several replicas are still 18 to 34 % too low, and nothing in the public code
+  explains it; with eight stages of one GPU each, fragmentation and flat buffers count twice. Rows of bigscience on
+  more than 128 GPUs take minutes each and are left out of this page.
 - **Collectives over several hosts.** They were up to eight times too slow: one ring left every host by one network
   port. NCCL has a ring and trees for every port.
 - **torchgpipe.** Reserved bytes, summed over devices, within 11 % for its U-Nets and AmoebaNets, on torch
   1.3. Stages of the source count modules of flattened models, and are mapped to the nearest of pipefit's
   layers.
-- **Megatron-LM in CI, seconds.** Models of 12 small layers take 2.5 times the estimate: presumably launches of
-  eager kernels from Python bind them, not the GPU. The constant of 5 us an operation is too small there.
+- **Megatron-LM in CI, seconds.** Models of small layers take two to five times the estimate: launches of eager kernels
+  from Python, and what it logs of every parameter, bind them, not the GPU. That is 75 us an operation, many times
+  what plain PyTorch needs, so no constant of a GPU stands for it.
 - **DeepLearningExamples.** Its fine-tuning script of BERT keeps float16 weights and float32 masters (apex,
   level O2), where "AMP" reads like autocast, which keeps more. Its loader for pre-training (LDDL) makes batches of
   sequences of about equal length, up to the length that the row says: seconds of these rows are not compared.
