@@ -123,7 +123,8 @@ def _bytes(setup: Setup, device: DeviceTrace) -> Iterator[int]:
 
 def _wider(setup: Setup, sample: MemorySample, gradients: int) -> int:
     """Return the bytes that gradients in one buffer of another dtype add."""
-    own = {"bfloat16": 2, "float16": 2}.get(setup.plan.training.dtype, 4)
+    precision = setup.plan.training.precision
+    own = 4 if precision.startswith(("mixed", "float32")) else 2  # autocast's gradients are float32
     return gradients // own * (setup.gradient_bytes or own) - sample.bytes[_GRADIENTS]
 
 

@@ -184,6 +184,14 @@ def test_flat_buffers_reuse_each_other(published: Any) -> None:
     )
 
 
+def test_gradients_of_autocast_are_float32(published: Any, by_id: dict[str, Any]) -> None:
+    """`zero_grad` of torch 1.12 keeps gradients, of which there is one a parameter: 4 bytes under autocast."""
+    row = replace(by_id["timm-001"], micro_batch="2")
+    memory = published.predictions.memory(published.setups.setup_of(row), reserved=False)
+    parameters = 11_689_512  # of ResNet-18
+    assert 0 <= memory.allocated_bytes - memory.default_bytes <= 4 * parameters * 1.001
+
+
 def test_the_table_is_calibrated_on_one_half_alone(published: Any) -> None:
     """Factors are medians of the calibration half, and change no other kind of device."""
 
