@@ -52,7 +52,7 @@ subtracts those in which the framework's public code differs from pipefit's trai
   parallelism only its part of the sequence; pipefit receives ahead, and sends whole tensors;
 - **buffers that stay**: Megatron Core's for attention scores, and cuBLAS's workspace of 32 MiB in deterministic mode;
 - **flat buffers** of DeepSpeed's ZeRO 1, for used memory: gradients tested in float32 and normed in float64, a part of
-  them flattened, parameters gathered. They live while no activation does, but need segments of their own;
+  them flattened, parameters gathered. They live while no activation does, but need separate segments;
 - **gradients filled with zeros** between steps, as `zero_grad` did before torch 2, so they exist in the first forward.
 
 Steps of a pipeline repeat themselves, so seconds of many microbatches follow from those of few. Seconds of
