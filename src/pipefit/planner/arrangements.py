@@ -492,16 +492,21 @@ def _is_costly(question: Question) -> bool:
 # ---- Alternatives to the fastest plan
 #
 # The fewest devices are found by bisection at the plan's own schedule and microbatch size, over the leanest
-# plans that keep everything (closed forms) and, if these do not fit, over short searches. The leanest plan is
-# the exact planner's, over all examined microbatch sizes, with and without recomputation.
+# plans that keep everything (closed forms) and, if these do not fit, over short searches. Fewer than a tenth of
+# the devices would take ten times as long, and are not tried. The leanest plan is the exact planner's, over all
+# examined microbatch sizes, with and without recomputation. For large questions, both would take longer than the
+# plan: they are asked with `fit` and `--objective peak`.
 
 _CANDIDATES = 2_000_000  # stages up to which all divisions of state are compared
+_MOST_CANDIDATES = 500_000  # stages of whole replicas, up to which alternatives are searched
 _LEANER = 0.99  # highest peak of a leaner plan, as a part of the best plan's
+_FEWEST = 10  # times fewer devices than the best plan's that are tried
 
 
 def alternatives(trials: Trials, best: Trial) -> tuple[Alternative, ...]:
     """Return the alternatives to the best plan, if it fits; both are searched in parallel."""
-    if not best.fits:
+    question = trials.whole_question(best.arrangement)
+    if not best.fits or candidates(question, question.shards[:1]) > _MOST_CANDIDATES:
         return ()
     (leanest,) = beside(lambda: tuple(_leanest(trials, best)))
     return (*_fewest_devices(trials, best), *leanest())
@@ -514,7 +519,7 @@ def _fewest_devices(trials: Trials, best: Trial) -> Iterator[Alternative]:
         best.arrangement.stages * best.arrangement.degree.devices // arrangement.degree.devices,
         max(trials.space.stages),
     )
-    low, high = most - 1 if pinned else 0, most
+    low, high = most - 1 if pinned else -(-most // _FEWEST) - 1, most
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if _fits(trials, arrangement._replace(stages=middle)) else (middle, high)

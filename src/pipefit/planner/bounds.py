@@ -248,10 +248,9 @@ class _Bound:
         """
         devices, cells = self.question.cluster.devices, self.count**2
         by_budget = Counter((device.kind.key, device.memory_bytes) for device in devices)
-        by_speed = Counter(
-            (one.kind.key, max(other.memory_bytes for other in devices if other.kind.key == one.kind.key))
-            for one in devices
-        )
+        rising = sorted(devices, key=lambda device: device.memory_bytes)
+        largest = {device.kind.key: device.memory_bytes for device in rising}
+        by_speed = Counter((device.kind.key, largest[device.kind.key]) for device in devices)
         for most, own in ((_FEW_CELLS, by_budget), (_CELLS, by_speed)):
             changes = prod(count + 1 for count in own.values()) * len(own)
             if len(own) > 1 and changes * cells <= most:

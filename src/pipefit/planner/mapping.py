@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from pipefit.planner.problem import Question, Split
 from pipefit.schema.cluster import Cluster
-from pipefit.schema.devices import Member, Place, Share
+from pipefit.schema.devices import Member, MemberKind, Place, Share
 
 Floats = NDArray[np.float64]
 Orders = NDArray[np.intp]
@@ -63,10 +63,11 @@ def peer_rates(cluster: Cluster) -> Floats:
     """Return bytes per second between every two devices over their own link; zero without a link."""
     count = len(cluster.devices)
     rates = np.zeros((count, count))
-    for one, other in combinations(range(count), 2):
-        members = Member.device(one), Member.device(other)
-        if any(members[0] in link.members and members[1] in link.members for link in cluster.links):
-            rates[one, other] = rates[other, one] = cluster.route(*members).bytes_per_second
+    for link in cluster.links:
+        ends = [n for kind, n in link.members if kind is MemberKind.DEVICE and n is not None]
+        joined = np.ix_(ends, ends)
+        rates[joined] = np.maximum(rates[joined], link.copy_rate)
+    np.fill_diagonal(rates, 0.0)
     return rates
 
 
