@@ -262,8 +262,9 @@ def part_dropout(
     """
     with torch.no_grad():
         ones = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device).fill_(1)
-        kept = take(F.dropout(ones, p, training=True), s, group.rank, group.size) != 0
-    return x.where(kept, 0) * torch.ones((), dtype=x.dtype, device=x.device).div_(1 - p)
+        drawn = take(F.dropout(ones, p, training=True), s, group.rank, group.size)
+        kept, scale = drawn != 0, drawn.amax()
+    return x.where(kept, 0) * scale
 
 
 # ---- Attention
