@@ -255,19 +255,16 @@ def mixed(question: Question, at_most: float = float("inf"), below: float = floa
 
 
 def otherwise(known: Sequence[Mixed], schedules: Sequence[str]) -> Iterator[Mixed]:
-    """Yield the fastest plan under other schedules, if it fits and is faster.
-
-    Only if the fastest plan keeps everything.
-    """
+    """Yield the fastest plan under other schedules, if it fits and is faster."""
     best = min(known, key=lambda one: one.seconds, default=None)
-    if best is None or not best.is_whole:
+    if best is None:
         return
     how = best.question.training
     for schedule in schedules:
         if schedule == how.schedule:
             continue
         question = replace(best.question, training=replace(how, schedule=schedule))
-        result = Simulations(question).fitting(best.split, (), best.seconds)
+        result = Simulations(question).fitting(best.split, best.decisions, best.seconds)
         if result is not None:
             yield result
 

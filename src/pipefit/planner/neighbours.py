@@ -14,11 +14,11 @@ budget of work, and half as much again for splits that are not the fastest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property, partial
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, pairwise, product
 from typing import NamedTuple
 
 from pipefit.errors import UsageError
@@ -34,7 +34,7 @@ from pipefit.planner.hybrid.tables import DegreeTables, together_seconds
 from pipefit.planner.problem import Degree, Planner, PlannerResult, Question, Split
 from pipefit.planner.replicas import answers
 from pipefit.schema.decisions import Decision
-from pipefit.schema.grids import Grid
+from pipefit.schema.grids import Grid, Sharding
 from pipefit.schema.plan import Objective
 from pipefit.simulator import Assembled, Parts
 from pipefit.timing import Group, layer_seconds
@@ -224,6 +224,7 @@ class Simulations:
 _WORK = 60_000  # budget of work for simulations
 _BUCKETS = 1, 4, 16, 64
 _OTHERS = 4  # number of splits next to the fastest
+_LEAST = 3  # simulations of ways to divide state for which the budget is doubled
 _PLANNERS: tuple[Planner, ...] = (uniform, parameters, time)
 _ON_GRIDS: tuple[Planner, ...] = (capture, partial(capture, options=CaptureOptions(early_release=True)), alpa)
 _CANDIDATES = 20_000  # number of compared stages up to which a question is small
@@ -241,9 +242,13 @@ def nearby(simulations: Simulations, best: Mixed | None, at_most: float) -> Mixe
         if result is best:
             break
         best = result
-    for split in search.next_to(best):
-        best = search.first(_together(question, split), best, following=True)
-    return best
+    best = search.first(_together(question, search.next_to(best)), best, following=True)
+    ways, least = product(question.shards, search.of_each_degree()), simulations.share_of(_LEAST)
+    divided = (_sharing(split, shard, 1) for shard, split in ways)
+    result = search.first(divided, best, following=True, least=least)
+    if result is None or result is best:
+        return best
+    return search.first(_together(question, [result.split]), result, following=True, least=least)
 
 
 def alike(question: Question) -> Iterator[Split]:
@@ -278,20 +283,21 @@ def beside(split: Split) -> Iterator[Split]:
                 yield split._replace(edges=(*edges[:number], cut, *edges[number + 1 :]))
 
 
-def _together(question: Question, split: Split) -> Iterator[Split]:
+def _together(question: Question, splits: Iterable[Split]) -> Iterator[Split]:
     """Yield the splits whose replicas reduce gradients in more buckets, or also divide their state.
 
     With more buckets than blocks, collectives of every microbatch would take long to simulate and gain little.
     """
-    for shard in question.shards:
-        for buckets in dict.fromkeys((*_BUCKETS, question.blocks)):
-            if buckets > question.blocks and shard in ("gradients", "parameters"):
-                continue
-            grids = [
-                replace(grid, shard=shard, buckets=buckets) if grid.data > 1 else grid for grid in split.grids
-            ]
-            if tuple(grids) != split.grids:
-                yield split._replace(grids=tuple(grids))
+    numbers = dict.fromkeys((*_BUCKETS, question.blocks))
+    for split, shard, buckets in product(splits, question.shards, numbers):
+        if buckets <= question.blocks or shard not in ("gradients", "parameters"):
+            yield _sharing(split, shard, buckets)
+
+
+def _sharing(split: Split, shard: Sharding, buckets: int) -> Split:
+    """Return the split whose replicas divide state and reduce gradients like this."""
+    grids = (replace(grid, shard=shard, buckets=buckets) if grid.data > 1 else grid for grid in split.grids)
+    return split._replace(grids=tuple(grids))
 
 
 class _NeighbourSearch:
@@ -301,22 +307,30 @@ class _NeighbourSearch:
         self._simulations, self._at_most = simulations, at_most
         self._until = simulations.work + simulations.share_of(_WORK)
         self._tried = dict[Split, float]()  # seconds
+        self._left = 0  # simulations that no budget ends
 
-    def next_to(self, best: Mixed | None) -> Iterator[Split]:
-        """Yield the best split, then tried splits with replicas, nearly as fast or of one stage."""
+    def next_to(self, best: Mixed | None) -> list[Split]:
+        """Return the best split, then tried splits with replicas, nearly as fast or of one stage."""
         tried = sorted(self._tried, key=lambda split: (len(split.grids) > 1, self._tried[split]))
         others = [split for split in tried if any(grid.data > 1 for grid in split.grids)]
         alone = sum(len(split.grids) == 1 for split in others)
-        if best is not None:
-            yield best.split
         self._until = max(self._until, self._simulations.work + self._simulations.share_of(_WORK // 2))
-        yield from (split for split in others[: alone + _OTHERS] if best is None or split != best.split)
+        return [*dict.fromkeys([*([] if best is None else [best.split]), *others[: alone + _OTHERS]])]
 
-    def first(self, splits: Iterator[Split], best: Mixed | None, *, following: bool = False) -> Mixed | None:
+    def of_each_degree(self) -> list[Split]:
+        """Return the fastest tried split of every combination of degrees, the fastest first."""
+        tried = sorted(self._tried, key=self._tried.__getitem__)
+        first = {tuple(map(Degree.of, split.grids)): split for split in reversed(tried) if split.grids}
+        return sorted(first.values(), key=self._tried.__getitem__)
+
+    def first(
+        self, splits: Iterator[Split], best: Mixed | None, *, following: bool = False, least: int = 0
+    ) -> Mixed | None:
         """Return the first split that fits and is faster than the best.
 
-        With `following`, the fastest of all splits.
+        With `following`, the fastest of all splits. `least` are simulated with up to twice the budget.
         """
+        self._left = least
         for split in splits:
             result = self._timed(split, best)
             if result is not None and not following:
@@ -328,11 +342,13 @@ class _NeighbourSearch:
         """Return a split's plan if it fits and is faster than the best, else None."""
         known = self._at_most if best is None else min(self._at_most, best.seconds)
         least = self._simulations.least(split)
-        if self._simulations.work > self._until or least >= known:
+        work = self._simulations.work
+        if work > self._until * (2 if self._left else 1) or least >= known or split in self._tried:
             return None
         if not self._simulations.may_fit(split):
             self._tried[split] = least
             return None
+        self._left -= work > self._until
         try:
             simulation = self._simulations.of(split)
             seconds = self._tried[split] = simulation.seconds
