@@ -151,12 +151,13 @@ def test_another_schedule_is_taken_where_it_is_faster_and_fits() -> None:
     first, eager = (known(loose, schedule) for schedule in ways)
     slow = tuple(replace(one, bytes_per_second=0.5) for one in loose.links)
     slower = known(replace(loose, links=slow), ways[0])
-    (found,) = otherwise([slower, first], ways)
+    found, *others = otherwise([slower, first], ways)
     assert found.seconds == eager.seconds < first.seconds
     assert (found.question.training, found.peaks) == (eager.question.training, eager.peaks)
-    assert not [*otherwise([eager], ways)]
+    assert all(one.simulation.fits and one.seconds < found.seconds for one in others)
+    assert all(one.seconds < eager.seconds for one in otherwise([eager], ways))
     decisions = (Decision(stage=0, subject=Run(start=0, stop=1), what=What.RECOMPUTE),)
-    (recomputing,) = otherwise([first._replace(decisions=decisions)], ways)
+    recomputing, *_ = otherwise([first._replace(decisions=decisions)], ways)
     assert recomputing.decisions == decisions
     plan = plan_of(recomputing.question, split, decisions=decisions)
     assert recomputing.seconds == assembled(plan).seconds < first.seconds
@@ -165,7 +166,8 @@ def test_another_schedule_is_taken_where_it_is_faster_and_fits() -> None:
         loose,
         devices=tuple(replace(d, memory_bytes=n) for d, n in zip(loose.devices, first.peaks, strict=True)),
     )
-    assert not [*otherwise([known(tight, ways[0])], ways)]
+    tightly = known(tight, ways[0])
+    assert all(one.split != split and one.simulation.fits for one in otherwise([tightly], ways))
 
 
 def test_where_simulations_take_long_plans_that_are_estimated_to_be_slower_are_not_simulated(

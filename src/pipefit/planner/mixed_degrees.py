@@ -255,18 +255,21 @@ def mixed(question: Question, at_most: float = float("inf"), below: float = floa
 
 
 def otherwise(known: Sequence[Mixed], schedules: Sequence[str]) -> Iterator[Mixed]:
-    """Yield the fastest plan under other schedules, if it fits and is faster."""
+    """Yield plans under other schedules that fit and are faster than all of `known`.
+
+    The fastest known plan under each of them, and the fastest plan of its microbatch size.
+    """
     best = min(known, key=lambda one: one.seconds, default=None)
     if best is None:
         return
-    how = best.question.training
+    how, at_most = best.question.training, best.seconds
     for schedule in schedules:
         if schedule == how.schedule:
             continue
         question = replace(best.question, training=replace(how, schedule=schedule))
-        result = Simulations(question).fitting(best.split, best.decisions, best.seconds)
-        if result is not None:
-            yield result
+        same = Simulations(question).fitting(best.split, best.decisions, at_most)
+        at_most = at_most if same is None else same.seconds
+        yield from filter(None, (same, mixed(question, at_most, best.estimated)))
 
 
 def _is_long(question: Question) -> bool:
