@@ -30,7 +30,7 @@ from pipefit.planner.hybrid.programme import WHOLE, Placed
 from pipefit.planner.hybrid.search import Hybrid, recomputed_blocks
 from pipefit.planner.mapping import lending, peer_rates, shared_out
 from pipefit.planner.memory_choices import KEPT, TO_HOST, TO_PEERS, Menu, Menus, StageChoice, decisions_of
-from pipefit.planner.neighbours import Mixed, Simulations, nearby
+from pipefit.planner.neighbours import Mixed, Simulations, is_very_large, nearby
 from pipefit.planner.problem import Degree, Question
 from pipefit.planner.replicas import representative
 from pipefit.schema.decisions import Decision, Run, What
@@ -257,7 +257,8 @@ def mixed(question: Question, at_most: float = float("inf"), below: float = floa
 def otherwise(known: Sequence[Mixed], schedules: Sequence[str]) -> Iterator[Mixed]:
     """Yield plans under other schedules that fit and are faster than all of `known`.
 
-    The fastest known plan under each of them, and the fastest plan of its microbatch size.
+    The fastest known plan under each of them, and the fastest plan of its microbatch size, unless the question is
+    very large.
     """
     best = min(known, key=lambda one: one.seconds, default=None)
     if best is None:
@@ -269,7 +270,8 @@ def otherwise(known: Sequence[Mixed], schedules: Sequence[str]) -> Iterator[Mixe
         question = replace(best.question, training=replace(how, schedule=schedule))
         same = Simulations(question).fitting(best.split, best.decisions, at_most)
         at_most = at_most if same is None else same.seconds
-        yield from filter(None, (same, mixed(question, at_most, best.estimated)))
+        looks = not is_very_large(question)
+        yield from filter(None, (same, mixed(question, at_most, best.estimated) if looks else None))
 
 
 def _is_long(question: Question) -> bool:

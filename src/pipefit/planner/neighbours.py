@@ -224,6 +224,7 @@ class Simulations:
 _WORK = 60_000  # budget of work for simulations
 _BUCKETS = 1, 4, 16, 64
 _OTHERS = 4  # number of splits next to the fastest
+_MANY = 400_000_000  # compared stages times devices, above which no other state and schedules are tried
 _LEAST = 3  # simulations of ways to divide state for which the budget is doubled
 _PLANNERS: tuple[Planner, ...] = (uniform, parameters, time)
 _ON_GRIDS: tuple[Planner, ...] = (capture, partial(capture, options=CaptureOptions(early_release=True)), alpa)
@@ -243,6 +244,8 @@ def nearby(simulations: Simulations, best: Mixed | None, at_most: float) -> Mixe
             break
         best = result
     best = search.first(_together(question, search.next_to(best)), best, following=True)
+    if is_very_large(question):
+        return best
     ways, least = product(question.shards, search.of_each_degree()), simulations.share_of(_LEAST)
     divided = (_sharing(split, shard, 1) for shard, split in ways)
     result = search.first(divided, best, following=True, least=least)
@@ -272,6 +275,11 @@ def on_grids(question: Question) -> Iterator[Split]:
 def is_small(question: Question) -> bool:
     """Return whether there are few stages to choose from."""
     return candidates(question, question.shards[:1]) <= _CANDIDATES
+
+
+def is_very_large(question: Question) -> bool:
+    """Return whether there are too many stages and devices to try other state and schedules for the best plan."""
+    return candidates(question, question.shards[:1]) * len(question.cluster.devices) > _MANY
 
 
 def beside(split: Split) -> Iterator[Split]:
