@@ -146,7 +146,9 @@ def test_another_schedule_is_taken_where_it_is_faster_and_fits() -> None:
     def known(on: Cluster, schedule: str, which: Split = split) -> Mixed:
         own = replace(how, schedule=schedule)
         question = Question(profile=profile, cluster=on, training=own)
-        return Mixed(question, which, assembled(written(profile, on, own, which.edges, [1] * 4)))
+        return Mixed(
+            question, which, assembled(written(profile, on, own, which.edges, [1] * (len(which.edges) - 1)))
+        )
 
     first, eager = (known(loose, schedule) for schedule in ways)
     slow = tuple(replace(one, bytes_per_second=0.5) for one in loose.links)
@@ -156,6 +158,10 @@ def test_another_schedule_is_taken_where_it_is_faster_and_fits() -> None:
     assert (found.question.training, found.peaks) == (eager.question.training, eager.peaks)
     assert all(one.simulation.fits and one.seconds < found.seconds for one in others)
     assert all(one.seconds < eager.seconds for one in otherwise([eager], ways))
+    uneven = Split((0, 3, 4), (0, 1), tuple(map(Grid.of, range(2))))
+    same, planned = otherwise([known(loose, ways[0], uneven)], ways)  # the other schedule has cuts of its own
+    assert (same.split, planned.split == uneven) == (uneven, False)
+    assert planned.seconds < same.seconds
     decisions = (Decision(stage=0, subject=Run(start=0, stop=1), what=What.RECOMPUTE),)
     recomputing, *_ = otherwise([first._replace(decisions=decisions)], ways)
     assert recomputing.decisions == decisions

@@ -225,7 +225,7 @@ _WORK = 60_000  # budget of work for simulations
 _BUCKETS = 1, 4, 16, 64
 _OTHERS = 4  # number of splits next to the fastest
 _MANY = 400_000_000  # compared stages times devices, above which no other state and schedules are tried
-_LEAST = 3  # simulations of ways to divide state for which the budget is doubled
+_MORE = 3  # simulations of ways to divide state after the budget is used up, within twice the budget
 _PLANNERS: tuple[Planner, ...] = (uniform, parameters, time)
 _ON_GRIDS: tuple[Planner, ...] = (capture, partial(capture, options=CaptureOptions(early_release=True)), alpa)
 _CANDIDATES = 20_000  # number of compared stages up to which a question is small
@@ -246,12 +246,12 @@ def nearby(simulations: Simulations, best: Mixed | None, at_most: float) -> Mixe
     best = search.first(_together(question, search.next_to(best)), best, following=True)
     if is_very_large(question):
         return best
-    ways, least = product(question.shards, search.of_each_degree()), simulations.share_of(_LEAST)
+    ways, more = product(question.shards, search.of_each_degree()), simulations.share_of(_MORE)
     divided = (_sharing(split, shard, 1) for shard, split in ways)
-    result = search.first(divided, best, following=True, least=least)
+    result = search.first(divided, best, following=True, more=more)
     if result is None or result is best:
         return best
-    return search.first(_together(question, [result.split]), result, following=True, least=least)
+    return search.first(_together(question, [result.split]), result, following=True, more=more)
 
 
 def alike(question: Question) -> Iterator[Split]:
@@ -315,7 +315,7 @@ class _NeighbourSearch:
         self._simulations, self._at_most = simulations, at_most
         self._until = simulations.work + simulations.share_of(_WORK)
         self._tried = dict[Split, float]()  # seconds
-        self._left = 0  # simulations that no budget ends
+        self._left = 0  # simulations that may still take more than the budget
 
     def next_to(self, best: Mixed | None) -> list[Split]:
         """Return the best split, then tried splits with replicas, nearly as fast or of one stage."""
@@ -332,13 +332,14 @@ class _NeighbourSearch:
         return sorted(first.values(), key=self._tried.__getitem__)
 
     def first(
-        self, splits: Iterator[Split], best: Mixed | None, *, following: bool = False, least: int = 0
+        self, splits: Iterator[Split], best: Mixed | None, *, following: bool = False, more: int = 0
     ) -> Mixed | None:
         """Return the first split that fits and is faster than the best.
 
-        With `following`, the fastest of all splits. `least` are simulated with up to twice the budget.
+        With `following`, the fastest of all splits. Once the budget is used up, as many as `more` are simulated within
+        twice the budget.
         """
-        self._left = least
+        self._left = more
         for split in splits:
             result = self._timed(split, best)
             if result is not None and not following:
