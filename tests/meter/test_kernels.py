@@ -6,10 +6,11 @@ import gc
 import multiprocessing as mp
 import os
 import pwd
+import sqlite3
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from pipefit.errors import PipefitWarning, UsageError
 from pipefit.fake_cuda.target import FakeTarget
-from pipefit.measure import kernels as cache_module
 from pipefit.measure import kernels as kernels_module
 from pipefit.measure.cpu import Meter
 from pipefit.measure.kernels import Cache, Kernels, key_of, text_of, this_machine
@@ -335,14 +335,14 @@ def test_a_broken_cache_is_replaced(cache: Path, counted: list[str], content: st
     assert len(counted) == 1
 
 
-def test_another_machines_file_is_not_believed(cache: Path) -> None:
-    """Another machine's file, even under this one's name, counts as empty."""
+def test_another_machines_kernels_are_not_believed(cache: Path) -> None:
+    """Kernels that were measured on another machine are unknown on this one, and stay known on theirs."""
     machine = this_machine(1)
     theirs, ours = Cache(replace(machine, cpu="another")), Cache(machine)
     theirs.add([Kernel(operation="x", peak_bytes=1)])
-    assert set(theirs.read()) == {"x"}
-    theirs.path.rename(ours.path)
-    assert not ours.read()
+    assert ours.get("x") is None
+    ours.add([Kernel(operation="x", peak_bytes=2)])
+    assert theirs.get("x") == Kernel(operation="x", peak_bytes=1)
 
 
 def test_a_user_without_a_home_has_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,16 +358,17 @@ def test_a_user_without_a_home_has_no_cache(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     monkeypatch.chdir(tmp_path)
     Cache(this_machine(1)).add([Kernel(operation="one", peak_bytes=1)])
-    assert not Cache(this_machine(1)).read()
+    assert Cache(this_machine(1)).get("one") is None
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_pipe_in_place_of_the_cache_is_not_waited_for(cache: Path) -> None:
-    """A named pipe in place of the cache, which would block a writer, counts as no cache."""
+    """A named pipe in place of the cache, which would block a reader, counts as empty and is replaced."""
     cache.mkdir(parents=True)
     os.mkfifo(Cache(this_machine(1)).path)
+    assert Cache(this_machine(1)).get("one") is None
     Cache(this_machine(1)).add([Kernel(operation="one", peak_bytes=1)])
-    assert not Cache(this_machine(1)).read()
+    assert Cache(this_machine(1)).get("one") is not None
 
 
 @pytest.mark.parametrize("there", [b"", b"of somebody else", None])
@@ -379,21 +380,21 @@ def test_a_link_in_place_of_the_cache_is_replaced(there: bytes | None, cache: Pa
         elsewhere.write_bytes(there)
     path.symlink_to(elsewhere)
     Cache(this_machine(1)).add([Kernel(operation="one", peak_bytes=1)])
-    assert list(Cache(this_machine(1)).read()) == ["one"]
+    assert Cache(this_machine(1)).get("one") is not None
     assert not path.is_symlink()
     assert (elsewhere.read_bytes() if elsewhere.exists() else None) == there
 
 
 def test_a_link_to_another_cache_is_not_followed(cache: Path, tmp_path: Path) -> None:
-    """A link to another cache is not followed, even if every line there is intact."""
+    """A link to another cache is not followed, even if that is intact."""
     Cache(this_machine(1)).add([Kernel(operation="one", peak_bytes=1)])
     path = Cache(this_machine(1)).path
     path.rename(tmp_path / "moved")
     path.symlink_to(tmp_path / "moved")
     before = (tmp_path / "moved").read_bytes()
-    assert not Cache(this_machine(1)).read()
+    assert Cache(this_machine(1)).get("one") is None
     Cache(this_machine(1)).add([Kernel(operation="two", peak_bytes=2)])
-    assert list(Cache(this_machine(1)).read()) == ["two"]
+    assert [Cache(this_machine(1)).get(name) is None for name in ("one", "two")] == [True, False]
     assert (tmp_path / "moved").read_bytes() == before
 
 
@@ -414,86 +415,54 @@ def _write(number: int) -> None:
 
 
 def test_workers_that_write_at_once_lose_nothing(cache: Path) -> None:
-    """Concurrent writes of three workers lose no lines, in any order and with any first writer."""
+    """Concurrent writes of three workers lose no kernels, in any order and with any first writer."""
     context = mp.get_context("fork")
     workers = [context.Process(target=_write, args=(number,)) for number in range(3)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    found = Cache(this_machine(1)).read()
-    assert {name: kernel.peak_bytes for name, kernel in found.items()} == {
-        f"{number} {entry}": number for number in range(3) for entry in range(20)
-    }
+    ours, written = Cache(this_machine(1)), [(number, entry) for number in range(3) for entry in range(20)]
+    kernels = [ours.get(f"{number} {entry}") for number, entry in written]
+    assert [one and one.peak_bytes for one in kernels] == [number for number, _ in written]
     assert len(list(cache.iterdir())) == 1
 
 
-def test_only_what_was_added_is_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second read of the cache parses only added lines: a process parses each line once."""
-    parsed: list[bytes] = []
-    add = cache_module._Kernels.add
-    monkeypatch.setattr(
-        cache_module._Kernels, "add", lambda self, line: (parsed.append(line), add(self, line))[1]
-    )
-    for entry in range(10):
-        Cache(this_machine(1)).add([Kernel(operation=str(entry), peak_bytes=entry)])
-        assert set(Cache(this_machine(1)).read()) == {str(number) for number in range(entry + 1)}
-    assert len(parsed) == 10
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda lines: lines.replace(b'"peak_bytes":1', b'"peak_bytes":3'),
-        lambda lines: lines.replace(b'"operation":"x"', b'"operation":"y"'),
-        lambda lines: lines + b"\0\r\xff\n",
-        lambda lines: lines + b'{"kernels":[]}\n',
-    ],
-)
-def test_a_line_that_is_not_as_it_was_written_is_not_believed(
-    cache: Path, damage: Callable[[bytes], bytes]
-) -> None:
-    """A line with a flipped bit is not used, because its peak would be wrong; the next measurement replaces
-    the file.
+def test_a_kernel_that_is_not_as_it_was_written_is_not_believed(cache: Path) -> None:
+    """A kernel with a flipped bit is not used, because its peak would be wrong, whether its text or its operation
+    is another one; its neighbours are known, and so are operations whose names need escapes.
     """
     ours = Cache(this_machine(1))
-    ours.add([Kernel(operation="x", peak_bytes=1)])
-    ours.path.write_bytes(damage(ours.path.read_bytes()))
-    cache_module._reader.cache_clear()
-    again = Cache(this_machine(1))
-    assert not again.read()
-    again.add([Kernel(operation="z", peak_bytes=1)])
-    assert dict(again.read()) == {"z": Kernel(operation="z", peak_bytes=1)}
+    names = ("a", "b", 'c "é" {"operation":"d"}', "e\n")
+    ours.add([Kernel(operation=name, peak_bytes=1) for name in names])
+    with closing(sqlite3.connect(ours.path)) as file, file:
+        file.execute("UPDATE kernels SET kernel = replace(kernel, '1', '3') WHERE operation = 'a'")
+        file.execute("UPDATE kernels SET operation = 'x' WHERE operation = 'b'")
+    assert [ours.get(name) for name in ("a", "b", "x")] == [None] * 3
+    assert [ours.get(name) for name in names[2:]] == [Kernel(operation=n, peak_bytes=1) for n in names[2:]]
 
 
 def test_an_entry_that_is_no_kernel_is_unknown(cache: Path) -> None:
-    """An entry of a line that is as it was written, but no kernel, is unknown; its neighbours are known. So are
-    operations whose names need escapes.
-    """
+    """An entry that is as it was written, but no kernel, is unknown."""
     ours = Cache(this_machine(1))
-    good = [Kernel(operation=name, peak_bytes=1) for name in ("a", 'b "é" {"operation":"c"}', "d\n")]
-    ours.add(good)
-    entries = b'{"operation":"x","peak_bytes":-1},{"operation":"y","peak_bytes":"1"},{"operation":"z","peak_bytes":2}'
-    with ours.path.open("ab") as file:
-        file.write(cache_module._signed(b'{"kernels":[%s]}' % entries) + b"\n")
-    cache_module._reader.cache_clear()
-    found = Cache(this_machine(1)).read()
-    assert [found.get(name) for name in ("x", "y")] == [None, None]
-    assert found["z"].peak_bytes == 2
-    assert [found[one.operation] for one in good] == good
+    ours.add([])
+    for number, text in enumerate(
+        (b'{"operation":"x","peak_bytes":-1}', b'{"operation":"x","peak_bytes":"1"}', b"{")
+    ):
+        row = ours._machine, str(number), text, ours._digest(str(number), text)
+        ours._write([row])
+        assert ours.get(str(number)) is None
 
 
-def test_a_damaged_line_makes_the_file_count_as_empty(cache: Path) -> None:
-    """A line of an interrupted write makes the file count as empty; the next measurement replaces it."""
+@pytest.mark.parametrize("kept", [0, 100, 5000])
+def test_a_damaged_file_counts_as_empty(cache: Path, kept: int) -> None:
+    """A file of which only the beginning is left counts as empty; the next measurement replaces it."""
     ours = Cache(this_machine(1))
-    ours.add([Kernel(operation="x", peak_bytes=1)])
-    with ours.path.open("a") as file:
-        file.write('{"kernels": [')
-    assert set(ours.read()) == {"x"}, "it may still be being written"
-    ours.add([Kernel(operation="y", peak_bytes=1)])
-    assert not ours.read()
+    ours.add([Kernel(operation=f"x{number}", peak_bytes=1) for number in range(100)])
+    ours.path.write_bytes(ours.path.read_bytes()[:kept])
+    assert ours.get("x99") is None
     ours.add([Kernel(operation="z", peak_bytes=1)])
-    assert set(ours.read()) == {"z"}
+    assert ours.get("z") == Kernel(operation="z", peak_bytes=1)
 
 
 def test_a_profile_is_believed_before_this_machine(counted: list[str]) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pipefit.cli.model import check_order, precision_of, resolve
 from pipefit.cli.options import (
     AfterDeath,
     Engine,
@@ -20,10 +21,20 @@ from pipefit.cli.options import (
     Target,
     allocator,
 )
-from pipefit.errors import UsageError
+from pipefit.cli.output import (
+    check_output,
+    deliver,
+    leaving_post_mortem,
+    load_runnable,
+    plain_data,
+    with_found,
+)
+from pipefit.cli.progress import progress
+from pipefit.errors import OutOfMemory, UsageError
+from pipefit.tables import write
+from pipefit.texts import counted
 
 if TYPE_CHECKING:
-    from pipefit.errors import OutOfMemory
     from pipefit.schema.plan import Plan
     from pipefit.schema.trace import Trace
 
@@ -64,16 +75,6 @@ def command(
     if losses, gradients, buffers, parameters or optimizer state differ. With --engine torch, the code of
     torch.distributed.pipelining runs over fake tensors instead, one device at a time, for two steps.
     """
-    from pipefit.cli.model import check_order, precision_of, resolve
-    from pipefit.cli.output import (
-        check_output,
-        deliver,
-        leaving_post_mortem,
-        load_runnable,
-        plain_data,
-        with_found,
-    )
-    from pipefit.cli.progress import progress
     from pipefit.schema.json_io import save
 
     for name, value in (("--steps", steps), ("--alloc-conf", alloc_conf)):
@@ -88,7 +89,6 @@ def command(
     with progress("reading the model"):
         task = resolve(model, settings, precision_of(document))
         from pipefit.runtime import certify, certify_numbers
-    from pipefit.tables import write
 
     if numbers:
         with progress("comparing numbers"):
@@ -120,9 +120,7 @@ def _over(plan: Plan, trace: Trace) -> OutOfMemory | None:
 
     A dry run itself does not enforce budgets.
     """
-    from pipefit.errors import OutOfMemory
     from pipefit.schema.post_mortem import of_dry_run
-    from pipefit.texts import counted
 
     over = [device for device in trace.devices if device.lack_bytes]
     if not over:

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipefit.cli.options import Json
-from pipefit.cli.output import on_stderr
+from pipefit.cli.output import check_output, on_stderr
+from pipefit.cli.progress import cleared_away, progress
+from pipefit.tables import Block, write
+from pipefit.texts import counted, printable
+from pipefit.units import format_bytes
 
 if TYPE_CHECKING:
     from pipefit.checkpoints import Checkpoint
     from pipefit.checkpoints.manifest import Kind
-    from pipefit.tables import Block
 
 _WORDS: dict[Kind, str] = {
     "model": "parameters and buffers",
@@ -48,9 +51,6 @@ def command(
     With -o, writes parameters and buffers under the names of the original module, as one file for plain
     PyTorch or a folder in Hugging Face's layout.
     """
-    from pipefit.cli.output import check_output
-    from pipefit.cli.progress import cleared_away, progress
-
     check_output(output)
     with progress("verifying"):
         from pipefit.checkpoints import export, find
@@ -63,7 +63,6 @@ def command(
     if as_json:
         print(json.dumps(_figures(result)))
         return
-    from pipefit.tables import write
 
     write(_described(result))
     if output is not None:
@@ -86,8 +85,6 @@ def _figures(checkpoint: Checkpoint) -> dict[str, object]:
 
 
 def _described(checkpoint: Checkpoint) -> list[Block]:
-    from pipefit.texts import counted, printable
-    from pipefit.units import format_bytes
 
     manifest = checkpoint.manifest
     shards = counted(len(manifest.shards), "shard")

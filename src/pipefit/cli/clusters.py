@@ -6,10 +6,12 @@ import json
 from typing import TYPE_CHECKING
 
 from pipefit.cli.options import Json
+from pipefit.tables import Table, write
+from pipefit.texts import counted
+from pipefit.units import format_bytes
 
 if TYPE_CHECKING:
     from pipefit.schema.cluster import Cluster
-    from pipefit.tables import Table
 
 EXAMPLE = "pipefit clusters"
 _CARDS = "Cards in one box, 1 to 16 of a kind: 4x-rtx-3090 is four. TFLOP/s by type"
@@ -30,7 +32,6 @@ def command(as_json: Json = False) -> None:
     """
     from pipefit.schema.cluster import Cluster
     from pipefit.schema.presets import card_names, machine_names
-    from pipefit.tables import write
 
     machines = [Cluster.preset(name) for name in machine_names()]
     cards = [Cluster.preset(f"1x-{name}") for name in card_names()]
@@ -52,9 +53,6 @@ def _figures(cluster: Cluster) -> dict[str, object]:
 
 def _card_table(cards: list[Cluster]) -> Table:
     """Return a row for each card, from clusters of one card."""
-    from pipefit.tables import Table
-    from pipefit.units import format_bytes
-
     kinds = [(cluster.devices[0].kind, cluster) for cluster in cards]
     rows = tuple(
         (
@@ -71,10 +69,6 @@ def _card_table(cards: list[Cluster]) -> Table:
 
 def _table(clusters: list[Cluster]) -> Table:
     """Return a row for each cluster; its devices are equal."""
-    from pipefit.tables import Table
-    from pipefit.texts import counted
-    from pipefit.units import format_bytes
-
     rows = tuple(
         (
             cluster.name,

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from pipefit.cli.options import Json
+from pipefit.tables import write
 
 EXAMPLE = "pipefit compare predicted.json measured.json"
 
@@ -28,7 +29,6 @@ def command(
     from pipefit.report.traces import compare, describe_comparison
     from pipefit.schema.json_io import load
     from pipefit.schema.trace import Trace
-    from pipefit.tables import write
 
     result = compare(load(predicted, Trace), load(measured, Trace))
     if as_json:

@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipefit.cli.options import Json
+from pipefit.cli.progress import cleared_away, progress
+from pipefit.errors import OutOfMemory, PipefitError
+from pipefit.tables import Block, Table, write
 from pipefit.texts import counted
+from pipefit.units import format_bytes
 
 if TYPE_CHECKING:
     from pipefit.capture import Task
     from pipefit.schema.plan import Plan
     from pipefit.schema.trace import Trace
-    from pipefit.tables import Block
 
 _MODEL: dict[str, int] = {"layers": 8, "hidden": 128, "heads": 4, "sequence": 128}
 _CLUSTER = "emulated:4x12MiB"
@@ -37,7 +40,6 @@ def command(
     A byte-level GPT learns the sources of Python's standard library on four emulated devices of 12 MiB, on
     which no split of it fits. Takes about a minute and needs no GPU, no network and no data.
     """
-    from pipefit.cli.progress import cleared_away, progress
     from pipefit.schema.json_io import load_cluster
 
     say = _silent if as_json else _print
@@ -89,7 +91,6 @@ def _run_out(task: partial[Task], plan: Plan, seed: int) -> str:
     Raises:
         PipefitError: another error, or none.
     """
-    from pipefit.errors import OutOfMemory, PipefitError
     from pipefit.runtime import train
 
     try:
@@ -101,8 +102,6 @@ def _run_out(task: partial[Task], plan: Plan, seed: int) -> str:
 
 def _needs(plan: Plan) -> str:
     """Describe the memory of a split's fullest device."""
-    from pipefit.units import format_bytes
-
     assert plan.prediction is not None
     return f"needs {format_bytes(max(plan.prediction.peak_bytes))}"
 
@@ -128,8 +127,6 @@ def _losses(losses: list[float]) -> str:
 
 
 def _peaks(predicted: Trace, certified: Trace, measured: Trace) -> Block:
-    from pipefit.tables import Table
-    from pipefit.units import format_bytes
 
     rows = tuple(
         (
@@ -157,7 +154,6 @@ def _result(
 
 
 def _print(blocks: list[Block]) -> None:
-    from pipefit.tables import write
 
     write(blocks)
     print(flush=True)

@@ -9,6 +9,9 @@ from typing import Annotated
 import typer
 
 from pipefit.cli.options import Json
+from pipefit.cli.output import used_together
+from pipefit.errors import UsageError
+from pipefit.tables import write
 
 EXAMPLE = "pipefit diff plan.json other.json"
 
@@ -23,14 +26,11 @@ def command(
     The requests, moved layers, recomputation and offloading with their reasons, and the effect on the peak of
     every device and on the step. pipefit compare compares a prediction with a measurement.
     """
-    from pipefit.cli.output import used_together
-    from pipefit.errors import UsageError
     from pipefit.report.difference import describe_difference, difference_of_plans, difference_of_traces
     from pipefit.schema.json_io import load, name_of_kind
     from pipefit.schema.plan import Plan
     from pipefit.schema.trace import Trace
     from pipefit.simulator import simulate
-    from pipefit.tables import write
 
     one, two = load(first), load(second)
     if isinstance(one, Plan) and isinstance(two, Plan):

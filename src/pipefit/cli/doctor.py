@@ -8,13 +8,15 @@ import platform
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from pipefit.cli.options import Json
 from pipefit.cli.output import on_stderr
+from pipefit.cli.progress import progress
 from pipefit.errors import first_line
+from pipefit.tables import Table, write
+from pipefit.units import format_bytes
 
 _PACKAGES = ("pipefit", "torch", "numpy", "scipy", "pydantic", "typer", "rich", "safetensors")
 
@@ -24,14 +26,11 @@ EXAMPLE = "pipefit doctor"
 
 def command(as_json: Json = False) -> None:
     """Show what pipefit can do on this machine."""
-    from pipefit.cli.progress import progress
-
     with progress("checking this machine"):
         result = examine()
     if as_json:
         print(json.dumps(result))
         return
-    from pipefit.tables import Table, write
 
     rows = tuple(
         (name.removesuffix("_bytes").replace("_", " "), _shown(value))
@@ -130,6 +129,8 @@ def _or_none(ask: Callable[[], int | None]) -> int | None:
 
 
 def _version(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version  # takes 25 ms
+
     try:
         return version(package)
     except PackageNotFoundError:
@@ -137,7 +138,6 @@ def _version(package: str) -> str | None:
 
 
 def _shown(value: Any) -> str:
-    from pipefit.units import format_bytes
 
     if isinstance(value, bool):
         return "yes" if value else "no"

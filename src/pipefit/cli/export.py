@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from pipefit.cli.options import Json
-from pipefit.cli.output import on_stderr
+from pipefit.cli.output import check_output, on_stderr, used
+from pipefit.errors import UsageError
 
 if TYPE_CHECKING:
     from pipefit.schema.json_io import Document
@@ -48,8 +49,6 @@ def command(
 
     Whatever a tool cannot do is refused by name, so that its file never trains differently from the plan.
     """
-    from pipefit.cli.output import check_output
-    from pipefit.errors import UsageError
     from pipefit.schema.json_io import load, save_text
 
     check_output(output, file)
@@ -89,8 +88,6 @@ def _written(file: Path, document: Document, to: Format) -> str | bytes:
 
 def _trace(file: Path, document: Document) -> Trace:
     """Return a trace; a plan is simulated first."""
-    from pipefit.cli.output import used
-    from pipefit.errors import UsageError
     from pipefit.schema.plan import Plan
     from pipefit.schema.trace import Trace
     from pipefit.simulator import simulate
@@ -104,7 +101,6 @@ def _trace(file: Path, document: Document) -> Trace:
 
 
 def _plan(file: Path, document: Document, what: str) -> Plan:
-    from pipefit.errors import UsageError
     from pipefit.schema.plan import Plan
 
     if not isinstance(document, Plan):

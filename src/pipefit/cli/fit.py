@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pipefit.cli.model import built_with, parse_settings, resolve
 from pipefit.cli.options import (
     SCHEDULE_HELP,
     Cast,
@@ -24,9 +25,12 @@ from pipefit.cli.options import (
     Threads,
     count_option,
 )
-from pipefit.cli.output import on_stderr
-from pipefit.errors import UsageError
+from pipefit.cli.output import check_output, on_stderr, print_and_save, told, with_found
+from pipefit.cli.progress import progress
+from pipefit.errors import InfeasibleError, UsageError
+from pipefit.tables import write
 from pipefit.texts import printable, shortened
+from pipefit.units import parse_bytes
 
 if TYPE_CHECKING:
     from pipefit.largest.growth import Demand, Growth
@@ -125,9 +129,6 @@ def command(
     lines to change if it does not. With --grow, finds the largest value of one size that fits, or the fewest devices
     or least memory; -o saves the plan of the answer. Exits with 3 if no plan is found.
     """
-    from pipefit.cli.model import built_with
-    from pipefit.cli.output import check_output, print_and_save
-    from pipefit.cli.progress import progress
     from pipefit.schema.json_io import load_cluster, save, save_text
 
     check_output(output, cluster)
@@ -225,13 +226,8 @@ def _overview(
     Raises:
         InfeasibleError: no plan was found that fits one sample on the cluster.
     """
-    from pipefit.cli.model import built_with, resolve
-    from pipefit.cli.output import told, with_found
-    from pipefit.cli.progress import progress
-    from pipefit.errors import InfeasibleError
     from pipefit.report.fit import describe_overview
     from pipefit.schema.fit import refusal
-    from pipefit.tables import write
 
     with progress("looking") as report:
         task = resolve(model, settings, precision)
@@ -256,11 +252,6 @@ def _recipe(file: str, base: str | None, cluster: Cluster, *, as_json: bool, thr
     Raises:
         InfeasibleError: it does not fit, and no change of the file that was tried does.
     """
-    from pipefit.cli.output import with_found
-    from pipefit.cli.progress import progress
-    from pipefit.errors import InfeasibleError
-    from pipefit.tables import write
-
     with progress("reading") as report:
         from pipefit.recipes import answer, describe, read
 
@@ -280,7 +271,6 @@ def _growth(
     model: str, settings: list[str], precision: Precision | None, grow: str, demand: Demand, values: range
 ) -> Growth:
     """Return the growth that `--grow` names."""
-    from pipefit.cli.model import parse_settings, resolve
     from pipefit.largest import growth
 
     match grow:
@@ -314,7 +304,6 @@ def _values(grow: str, start: str | None, end: str | None, step: str | None) -> 
 
 
 def _size(grow: str, option: str, text: str | None, default: int) -> int:
-    from pipefit.units import parse_bytes
 
     if text is None:
         return default
@@ -326,9 +315,7 @@ def _size(grow: str, option: str, text: str | None, default: int) -> int:
 
 
 def _print(fit: Fit, built: str, *, as_json: bool) -> None:
-    from pipefit.cli.output import told
     from pipefit.report.fit import describe_fit
-    from pipefit.tables import write
 
     if as_json:
         print(json.dumps(fit.as_json()))

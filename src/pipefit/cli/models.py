@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from pipefit.cli.model import check_factory, settings_of
 from pipefit.cli.options import Json
-
-if TYPE_CHECKING:
-    from pipefit.tables import Block
+from pipefit.cli.progress import progress
+from pipefit.tables import Block, Table, write
+from pipefit.texts import shortened
 
 EXAMPLE = "pipefit models zoo:gpt"
 
@@ -31,9 +32,6 @@ def command(
     Without MODEL, the models of the zoo with the settings of --set; with MODEL, the allowed values of each
     setting.
     """
-    from pipefit.cli.progress import progress
-    from pipefit.tables import write
-
     with progress("reading the models"):
         result = _found(model)
     if as_json:
@@ -44,8 +42,6 @@ def command(
 
 def _found(model: str | None) -> dict[str, dict[str, object]]:
     """Return the result as plain data: settings by model, or names by kind of architecture."""
-    from pipefit.cli.model import check_factory, settings_of
-
     if model is not None and model != "hf:":
         check_factory(model)
         return {
@@ -66,7 +62,6 @@ def _found(model: str | None) -> dict[str, dict[str, object]]:
 
 
 def _told(model: str | None, found: dict[str, dict[str, object]]) -> list[Block]:
-    from pipefit.tables import Table
 
     if model == "hf:":
         kinds: dict[object, list[str]] = {}
@@ -89,7 +84,6 @@ def _told(model: str | None, found: dict[str, dict[str, object]]) -> list[Block]
 
 
 def _cells(item: object) -> tuple[str, str]:
-    from pipefit.texts import shortened
 
     assert isinstance(item, dict)
     return shortened(repr(item["default"])), item["must_be"]

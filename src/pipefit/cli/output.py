@@ -14,13 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from pipefit.errors import FileError, PipefitError, UsageError
+from pipefit.cli.progress import cleared_away
+from pipefit.errors import FileError, OutOfMemory, PipefitError, UsageError
+from pipefit.tables import Block, write
 from pipefit.texts import printable
 
 if TYPE_CHECKING:
     from pipefit.schema.json_io import Document
     from pipefit.schema.plan import Plan
-    from pipefit.tables import Block
 
 # ---- Documents on the command line, and errors that are the fault of a file
 
@@ -212,8 +213,6 @@ def print_and_save(
     JSON is printed last, because stdout has one document: if saving fails, `found` is part of the error's
     JSON.
     """
-    from pipefit.cli.progress import cleared_away
-
     if found is None:
         try:
             print_it()
@@ -242,8 +241,6 @@ def leaving_post_mortem(plan: Path, target: Path | None) -> Iterator[None]:
 
     It is saved in `target` or next to its plan, and the error names the file.
     """
-    from pipefit.cli.progress import cleared_away
-    from pipefit.errors import OutOfMemory
     from pipefit.schema.json_io import save
 
     try:
@@ -284,7 +281,6 @@ def _print(document: Document, as_json: bool, describe: Callable[[], Sequence[Bl
         sys.stdout.write(dumps(document))
         return
     from pipefit.report.show import describe as show
-    from pipefit.tables import write
 
     blocks = show(document) if describe is None else describe()
     if isinstance(document, Plan):

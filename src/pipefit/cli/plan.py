@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from pipefit.cli.model import built_with, resolve
 from pipefit.cli.options import (
     PRECISIONS,
     SCHEDULE_HELP,
@@ -25,15 +26,17 @@ from pipefit.cli.options import (
     allocator,
     count_option,
 )
-from pipefit.cli.output import on_stderr
+from pipefit.cli.output import check_output, deliver, on_stderr, told
+from pipefit.cli.progress import progress
 from pipefit.errors import FileError, UsageError
+from pipefit.tables import Block
 from pipefit.texts import shortened
+from pipefit.units import parse_part
 
 if TYPE_CHECKING:
     from pipefit.capture import Task
     from pipefit.schema.cluster import Cluster
     from pipefit.schema.profile import ModelProfile
-    from pipefit.tables import Block
 
 EXAMPLE = "pipefit plan hf:gpt2 --cluster 4x-titan-rtx --batch-size 64 -o plan.json"
 
@@ -159,9 +162,6 @@ def command(
     memory of its processes, and planned again if it does not fit. The plan of a PROFILE only keeps the
     --reserve free. With --engine torch, the plan also fits on torch.distributed.pipelining, which holds more.
     """
-    from pipefit.cli.model import built_with
-    from pipefit.cli.output import check_output, deliver, told
-    from pipefit.cli.progress import progress
     from pipefit.report.plan import describe_plan
     from pipefit.report.traces import describe_engine
     from pipefit.simulator import simulate
@@ -218,7 +218,6 @@ def _is_model(text: str) -> bool:
 def _cluster(name: str, reserve: str | None) -> Cluster:
     """Return the cluster, with the given reserve on all of its devices."""
     from pipefit.schema.json_io import load_cluster
-    from pipefit.units import parse_part
 
     result = load_cluster(name)
     if reserve is None:
@@ -253,6 +252,5 @@ def _loaded(path: str) -> ModelProfile:
 
 
 def _modelled(model: str, settings: list[str], precision: Precision | None) -> Task:
-    from pipefit.cli.model import resolve
 
     return resolve(model, settings, precision)

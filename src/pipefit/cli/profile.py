@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from pipefit.cli.model import resolve
 from pipefit.cli.options import Cast, Json, Model, Output, Recompute, Settings, Target, Threads, count_option
+from pipefit.cli.output import check_output, deliver
+from pipefit.cli.progress import progress
 from pipefit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -87,9 +90,6 @@ def command(
     trains on the devices of --cluster and measures every block there; such a profile is for this training
     alone.
     """
-    from pipefit.cli.model import resolve
-    from pipefit.cli.output import check_output, deliver
-    from pipefit.cli.progress import progress
     from pipefit.schema.json_io import load_cluster
 
     check_output(output, cluster, store)
@@ -148,7 +148,6 @@ def _with_runs(
     store: Path,
 ) -> ModelProfile:
     """Return the profile with the measurements of training runs."""
-    from pipefit.cli.progress import progress
     from pipefit.profiler.training_runs.incremental import profile_incrementally
     from pipefit.profiler.training_runs.trimmed import profile_trimmed
 

@@ -9,7 +9,9 @@ from typing import Annotated
 import typer
 
 from pipefit.cli.options import Json
-from pipefit.cli.output import on_stderr
+from pipefit.cli.output import check_output, on_stderr, used_together
+from pipefit.cli.progress import progress
+from pipefit.errors import UsageError
 
 EXAMPLE = "pipefit report plan.json measured.json -o page.html"
 
@@ -34,9 +36,6 @@ def command(
     Memory over time, the timeline of every device, the contents of its peak, and decisions with their price.
     The page needs no network and no other file.
     """
-    from pipefit.cli.output import check_output, used_together
-    from pipefit.cli.progress import progress
-    from pipefit.errors import UsageError
     from pipefit.report.page import page
     from pipefit.schema.json_io import load, save_text
     from pipefit.schema.plan import Plan

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from pipefit.cli.options import Json
+from pipefit.cli.output import deliver
 from pipefit.errors import UsageError
 from pipefit.texts import shortened
 
@@ -24,7 +25,6 @@ def command(
     The blocks and layers of a profile, a plan's reasons, a trace's peaks, a program's text, a cluster's
     links.
     """
-    from pipefit.cli.output import deliver
     from pipefit.schema.json_io import is_cluster, load, load_cluster
     from pipefit.schema.presets import nearest
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pipefit.cli.options import Engine, Json, Output, PlanFile, PredictedSteps
-
-if TYPE_CHECKING:
-    from pipefit.tables import Block
+from pipefit.cli.output import check_output, deliver, used
+from pipefit.cli.progress import progress
+from pipefit.tables import Block
 
 EXAMPLE = "pipefit simulate plan.json -o predicted.json"
 
@@ -26,8 +24,6 @@ def command(
     torch, memory and messages are those of torch.distributed.pipelining, and the result says what that engine
     holds in addition.
     """
-    from pipefit.cli.output import check_output, deliver, used
-    from pipefit.cli.progress import progress
     from pipefit.report.plan import holds_for
     from pipefit.report.traces import describe_engine, describe_trace
     from pipefit.schema.json_io import load

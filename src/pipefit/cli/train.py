@@ -15,25 +15,30 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from pipefit.cli.model import build, check_order, precision_of, resolve
 from pipefit.cli.options import AfterDeath, Engine, Json, Model, Output, PlanFile, Settings, count_option
-from pipefit.cli.output import on_stderr
+from pipefit.cli.output import (
+    check_output,
+    leaving_post_mortem,
+    load_runnable,
+    on_stderr,
+    plain_data,
+    print_and_save,
+)
+from pipefit.cli.progress import cleared_away, progress
 from pipefit.errors import FileError, NotSaved, UsageError
 from pipefit.schema.file_access import content
-from pipefit.texts import printable
-
-if TYPE_CHECKING:
-    from pipefit.runtime.options import StepReport
-    from pipefit.schema.plan import Plan
-if TYPE_CHECKING:
-    from pipefit.runtime.options import StepReport
-
-    Note = Callable[[StepReport, Mapping[str, float | None]], None]
+from pipefit.tables import write
+from pipefit.texts import counted, printable
+from pipefit.units import format_bytes, format_number, format_seconds
 
 if TYPE_CHECKING:
     from pipefit.runtime.checkpoint.background_saver import SaveReport
     from pipefit.runtime.options import Saving, StepReport
     from pipefit.schema.plan import Plan
     from pipefit.schema.trace import Trace
+
+    Note = Callable[[StepReport, Mapping[str, float | None]], None]
 
 EXAMPLE = "pipefit train plan.json hf:gpt2 --steps 100 --save runs --every 50"
 
@@ -155,16 +160,6 @@ def command(
     another. With --restarts, it continues automatically. With --engine torch, torch.distributed.pipelining
     trains the plan; both engines have the same losses, and continue from each other's checkpoints.
     """
-    from pipefit.cli.model import build, check_order, precision_of, resolve
-    from pipefit.cli.output import (
-        check_output,
-        leaving_post_mortem,
-        load_runnable,
-        plain_data,
-        print_and_save,
-    )
-    from pipefit.cli.progress import cleared_away, progress
-    from pipefit.cli.train import StepLog, in_json, lines_of_metrics
     from pipefit.schema.json_io import save as save_document
 
     check_output(output, plan, cluster, weights)
@@ -319,8 +314,6 @@ class _CheckpointMessages:
         if self._saving is None or not self._bytes:
             return []
         from pipefit.checkpoints.folders import whole
-        from pipefit.texts import counted, printable
-        from pipefit.units import format_bytes, format_seconds
 
         there = [step for step, _ in whole(Path(self._saving.directory)) if step in self._bytes]
         if not there:
@@ -334,10 +327,8 @@ class _CheckpointMessages:
 
 def _print(losses: list[float], trace: Trace, messages: _CheckpointMessages, *, as_json: bool) -> None:
     """Print the losses and the trace."""
-    from pipefit.cli.train import in_json
     from pipefit.report.traces import describe_trace
     from pipefit.schema.json_io import dumps
-    from pipefit.tables import write
 
     if as_json:
         print(json.dumps({"losses": [*map(in_json, losses)], "trace": json.loads(dumps(trace))}))
@@ -479,8 +470,6 @@ class StepLog:
 
     def line(self, report: StepReport) -> str:
         """Return the log line of a step."""
-        from pipefit.units import format_number
-
         figures = self.figures(report)
         tokens, used = figures["tokens_per_second"], figures["mfu"]
         rate = (
@@ -501,8 +490,6 @@ class StepLog:
 
     def _fullest(self, report: StepReport) -> str:
         """Describe the device whose tensors took the largest share of its memory in the step."""
-        from pipefit.units import format_bytes
-
         sizes = [device.memory_bytes for device in self._plan.cluster.devices]
         device = max(report.peak_bytes, key=lambda number: report.peak_bytes[number] / sizes[number])
         return f"device {device}: {format_bytes(report.peak_bytes[device])} of {format_bytes(sizes[device])}"

@@ -14,15 +14,18 @@ from typing import TypedDict, Unpack
 from pipefit.capture import Task
 from pipefit.errors import InfeasibleError, OutOfMemory, UsageError
 from pipefit.fake_cuda.chain import Chains
-from pipefit.largest.attempts import Proposal
+from pipefit.fake_cuda.isolation import apart
+from pipefit.largest.attempts import Proposal, in_order, plan_on_the_way, sizes_asked
 from pipefit.largest.engine_plans import plan_for_torch
+from pipefit.largest.growth import Demand
 from pipefit.memory import AllocatorSettings
 from pipefit.planner import ON_GRIDS, ON_RUNS, Answer, Means, PlanArguments, PlanOptions, answered, explained
-from pipefit.profiler import Progress
+from pipefit.profiler import OnDemand, Progress
 from pipefit.runtime import certify
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.fit import Attempt
 from pipefit.schema.grids import Stage
+from pipefit.schema.json_io import load_cluster
 from pipefit.schema.plan import Engine, Plan
 from pipefit.schema.profile import ModelProfile, Target
 from pipefit.schema.trace import DeviceTrace, Trace
@@ -236,8 +239,6 @@ def plan(
         InfeasibleError: no plan fits; says by how much, and what would.
     """
     if isinstance(cluster, str):
-        from pipefit.schema.json_io import load_cluster
-
         cluster = load_cluster(cluster)
     instance("cluster", cluster, Cluster, 'a name such as "4x-titan-rtx" works too')
     if training is not None:
@@ -248,8 +249,6 @@ def plan(
         return _plan_for_torch(model, cluster, training, target, certify, progress, asked)
     if isinstance(model, ModelProfile):
         return answered(model, cluster, training, asked).complete()
-    from pipefit.capture import Task
-    from pipefit.fake_cuda.isolation import apart
 
     instance("model", model, Task, "or a ModelProfile; pipefit.Task says how a module is trained")
     kernels: Target = target or cluster.target
@@ -274,7 +273,6 @@ def _plan_for_torch(
         profile = model if isinstance(model, ModelProfile) else next(iter(profiles), None)
         if profile is not None:
             return answered(profile, within, training, options).complete()
-        from pipefit.fake_cuda.isolation import apart
 
         task, kernels = instance("model", model, Task, "or a ModelProfile"), target or cluster.target
         made = apart(
@@ -306,9 +304,6 @@ def _plan_of_task(
 ) -> Plan:
     """Return the plan of a task, with tensor-parallel ranks if none fits without; profiles are made on demand."""
     _check(model, asked)
-    from pipefit.largest.attempts import in_order, plan_on_the_way, sizes_asked
-    from pipefit.largest.growth import Demand
-    from pipefit.profiler import OnDemand
 
     sizes = sizes_asked(training, asked)
     ahead = in_order(sizes, training, asked, len(cluster.devices))

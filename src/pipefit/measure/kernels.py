@@ -12,13 +12,14 @@ import json
 import os
 import platform
 import re
+import sqlite3
 import stat
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -27,8 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from pipefit.errors import PipefitError, PipefitWarning, UsageError, first_line
-from pipefit.schema.file_access import NO_LINK, replace_file
+from pipefit.errors import PipefitWarning, UsageError, first_line
 from pipefit.schema.json_text import adapter
 from pipefit.schema.layer_costs import Kernel, KernelMemory, Layout
 from pipefit.texts import dtype_name
@@ -47,141 +47,61 @@ from pipefit.units import format_bytes
 
 # ---- The user's cache of kernel memory, so that no operation is measured twice
 #
-# There is a file for each kind of machine, in `pipefit/kernels` below XDG_CACHE_HOME, by default `~/.cache`:
-# a line that names the machine, then a line for every group of measurements, after its digest. Workers append
-# lines concurrently, each with one write, and read only lines added since their last look. A file that cannot
-# be read, is damaged, belongs to another machine, or is a link counts as empty and is replaced; nothing is
-# written to the target of a link. If no file can be written, nothing is cached.
+# It is a SQLite file, `pipefit/kernels/kernels.sqlite` below XDG_CACHE_HOME, by default `~/.cache`, which several
+# processes read and write at once. Every kernel has a digest, because a changed peak would be wrong. A file that
+# is damaged, or a link or pipe in its place, counts as empty and is replaced; nothing is written to the target
+# of a link. If no file can be written, nothing is cached.
 
-_VERSION = 5
-_DIGITS = 16  # digits of a line's digest
+_TABLE = "CREATE TABLE IF NOT EXISTS kernels (machine, operation, kernel, digest, PRIMARY KEY (machine, operation))"
 
 
 class Cache:
     """Known kernels of one kind of machine."""
 
     def __init__(self, machine: Machine) -> None:
-        header = json.dumps({"pipefit": "kernels", "version": _VERSION, "machine": asdict(machine)}).encode()
-        self.path = _folder() / f"{hashlib.sha256(header).hexdigest()[:16]}.jsonl"
-        self._header = header + b"\n"
-        self._reader = _reader(self.path, self._header)
+        self.path = _folder() / "kernels.sqlite"
+        self._machine = json.dumps(asdict(machine))
 
-    def read(self) -> Mapping[str, Kernel]:
-        """Return every kernel in the file, by its operation."""
-        return self._reader.read()
+    def get(self, operation: str) -> Kernel | None:
+        """Return the kernel of an operation; None if it is unknown, or not as it was written."""
+        query = "SELECT kernel, digest FROM kernels WHERE machine = ? AND operation = ?"
+        with suppress(sqlite3.Error, ValueError), closing(self._opened("ro")) as file:
+            row = file.execute(query, (self._machine, operation)).fetchone()
+            if row is not None and row[1] == self._digest(operation, row[0]):
+                kernel: Kernel = adapter(Kernel).validate_json(row[0], strict=True)
+                return kernel
+        return None
 
     def add(self, kernels: Iterable[Kernel]) -> None:
         """Add these kernels to the file."""
-        memory = KernelMemory(kernels=tuple(kernels))
-        line = _signed(adapter(KernelMemory).dump_json(memory, exclude_defaults=True)) + b"\n"
-        self._reader.read()
-        with suppress(OSError):
+        rows = [
+            (self._machine, one.operation, text, self._digest(one.operation, text))
+            for one in kernels
+            for text in [adapter(Kernel).dump_json(one, exclude_defaults=True)]
+        ]
+        with suppress(sqlite3.Error, OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self._reader.broken:
-                replace_file(self.path, self._header + line, through_links=False)
-            else:
-                self._append(line)
-
-    def _append(self, line: bytes) -> None:
-        """Append a line. If two workers both begin the file, it holds its first line twice."""
-        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NO_LINK, 0o644)
-        try:
-            os.write(file, line if os.fstat(file).st_size else self._header + line)
-        finally:
-            os.close(file)
-
-
-_ENTRY = re.compile(rb'\{"operation":("(?:[^"\\]|\\.)*")')
-
-
-class _Kernels(Mapping[str, Kernel]):
-    """Kernels by their operation. Each is read when it is looked up: a file holds ten thousands of them, of
-    which a process needs a few.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[bytes, bytes | Kernel] = {}  # by the operation as JSON
-
-    def add(self, line: bytes) -> None:
-        """Add the kernels of a line."""
-        entries = list(_ENTRY.finditer(line))
-        for entry, end in zip(entries, [*(one.start() for one in entries[1:]), len(line)], strict=True):
-            self._entries[entry[1]] = line[entry.start() : end]
-
-    def __getitem__(self, operation: str) -> Kernel:
-        key = json.dumps(operation, ensure_ascii=False).encode()
-        entry = self._entries[key]
-        if isinstance(entry, bytes):
-            text = entry.decode()
             try:
-                _, end = json.JSONDecoder().raw_decode(text)
-                entry = adapter(Kernel).validate_json(text[:end], strict=True)
-            except (PipefitError, ValueError) as error:
-                raise KeyError(operation) from error
-            self._entries[key] = entry
-        return entry
+                self._write(rows)
+            except sqlite3.OperationalError:  # locked, or on a full disk
+                raise
+            except sqlite3.DatabaseError:  # damaged, or no file
+                self.path.unlink()
+                self._write(rows)
 
-    def __iter__(self) -> Iterator[str]:
-        return map(json.loads, self._entries)
+    def _write(self, rows: Sequence[tuple[str, str, bytes, str]]) -> None:
+        with closing(self._opened("rwc")) as file, file:
+            file.execute("PRAGMA synchronous = OFF")
+            file.execute(_TABLE)
+            file.executemany("INSERT OR REPLACE INTO kernels VALUES (?, ?, ?, ?)", rows)
 
-    def __len__(self) -> int:
-        return len(self._entries)
+    def _opened(self, mode: str) -> sqlite3.Connection:
+        if os.path.lexists(self.path) and not stat.S_ISREG(self.path.lstat().st_mode):
+            raise sqlite3.DatabaseError("it is not a regular file")
+        return sqlite3.connect(f"{self.path.as_uri()}?mode={mode}", uri=True)
 
-
-class _Reader:
-    """The part of a file that has been read so far."""
-
-    def __init__(self, path: Path, header: bytes) -> None:
-        self._path, self._header = path, header
-        self._file, self._end = 0, 0  # its inode, and the number of bytes read
-        self._kernels = _Kernels()
-        self._lock = threading.Lock()
-        self.broken = False
-
-    def read(self) -> Mapping[str, Kernel]:
-        """Return everything in the file now."""
-        with self._lock:
-            self._look()
-            return self._kernels
-
-    def _look(self) -> None:
-        try:
-            status = self._path.lstat()
-            if status.st_ino != self._file or status.st_size < self._end:
-                self._file, self._end, self._kernels, self.broken = status.st_ino, 0, _Kernels(), False
-            if stat.S_ISLNK(status.st_mode):
-                raise ValueError("it is a link")
-            if status.st_size > self._end and not self.broken:
-                self._read_on()
-        except FileNotFoundError:
-            self._file, self._end, self._kernels, self.broken = 0, 0, _Kernels(), False
-        except (OSError, ValueError):
-            self._kernels, self.broken = _Kernels(), True
-
-    def _read_on(self) -> None:
-        """Read the lines that were added; a line without an end is still being written."""
-        with open(self._path, "rb", opener=lambda path, flags: os.open(path, flags | NO_LINK)) as file:
-            file.seek(self._end)
-            *lines, _ = file.read().split(b"\n")
-        if not self._end and [line + b"\n" for line in lines[:1]] != [self._header]:
-            raise ValueError("it does not start like a cache of this machine")
-        for line in lines:
-            self._end += len(line) + 1
-            if line + b"\n" != self._header:
-                if line != _signed(text := line[_DIGITS + 1 :]):
-                    raise ValueError("a line has been changed")
-                self._kernels.add(text)
-
-
-def _signed(text: bytes) -> bytes:
-    """Return a text after its digest."""
-    return f"{hashlib.sha256(text).hexdigest()[:_DIGITS]} ".encode() + text
-
-
-@lru_cache(maxsize=8)
-def _reader(path: Path, header: bytes) -> _Reader:
-    """Return the only reader of a file in this process."""
-    return _Reader(path, header)
+    def _digest(self, operation: str, kernel: bytes) -> str:
+        return hashlib.sha256(repr((self._machine, operation, kernel)).encode()).hexdigest()[:16]
 
 
 def _folder() -> Path:
@@ -738,7 +658,7 @@ class Kernels:
     ) -> Kernel:
         """Look up or measure a call that has not been met before."""
         operation = name_of(func, args) if key is None else text_of(func, key)
-        kernel = self._met.get(operation) or self._given.get(operation) or self._cache.read().get(operation)
+        kernel = self._met.get(operation) or self._given.get(operation) or self._cache.get(operation)
         if kernel is None:
             kernel = measured(operation, func, args, kwargs, out, threads=self.threads)
             self._new[operation] = kernel

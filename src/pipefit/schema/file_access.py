@@ -73,16 +73,16 @@ def obstacle(folder: str | os.PathLike[str]) -> str:
     return ""
 
 
-def replace_file(path: str | os.PathLike[str], content: bytes, *, through_links: bool = True) -> None:
+def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
     """Replace a file atomically: write a temporary file next to it, flush it to the disk, and rename it.
 
-    The temporary file is removed on any failure, unless this process is killed. With `through_links`, a
-    link's target is replaced, which a user who names a link expects; without, the link itself.
+    The temporary file is removed on any failure, unless this process is killed. Of a link, the target is
+    replaced.
 
     Raises:
         OSError: it cannot be written; the previous file is unchanged.
     """
-    target = Path(os.path.realpath(path) if through_links else path)
+    target = Path(os.path.realpath(path))
     temporary = temporary_of(target)
     try:
         with temporary.open("xb") as file:
