@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipefit.measure.cpu import SCALAR_BYTES, Meter, OverCap, Tracked, saving_nothing
 from pipefit.measure.cuda import CudaMeter, HostWatch, Mark, Stopwatch
-from pipefit.measure.kernels import Kernels, counted_flops, this_machine, threads_of
+from pipefit.measure.kernels import Kernels, counted_flops, in_layout, layouts_of, this_machine, threads_of
 from pipefit.schema.trace import AllocatorPeaks, Category, MemorySample
 
 
@@ -47,6 +47,8 @@ __all__ = [
     "Stopwatch",
     "Tracked",
     "counted_flops",
+    "in_layout",
+    "layouts_of",
     "saving_nothing",
     "this_machine",
     "threads_of",

@@ -176,12 +176,17 @@ def _relaid(out: Any, layouts: Iterator[Layout | None], storages: dict[int, Tens
     layout = next(layouts)
     if layout is None or not isinstance(out, Tensor):
         return out
-    if layout.storage not in storages:
-        storages[layout.storage] = torch.empty(layout.storage_bytes, dtype=torch.uint8, device=out.device)
     dtypes = {layout.dtype, dtype_name(out.dtype)}
     has_shape = layout.shape == tuple(out.shape) or not out.numel()  # kernels alone know a workspace's size
     if not has_shape or (len(dtypes) > 1 and not dtypes <= _FLOATS):
         raise RuntimeError(f"{layout.dtype} {layout.shape} instead of {out.dtype} {tuple(out.shape)}")
+    return in_layout(layout, storages, out.device)
+
+
+def in_layout(layout: Layout, storages: dict[int, Tensor], device: torch.device) -> Tensor:
+    """Return a tensor of this layout in its storage of `storages`, which is made if it is missing."""
+    if layout.storage not in storages:
+        storages[layout.storage] = torch.empty(layout.storage_bytes, dtype=torch.uint8, device=device)
     elements = storages[layout.storage].view(getattr(torch, layout.dtype))
     return elements.as_strided(layout.shape, layout.strides, layout.offset)
 

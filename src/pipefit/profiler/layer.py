@@ -29,7 +29,7 @@ from pipefit.capture import (
     reachable,
     storage_key,
 )
-from pipefit.measure import Kernels, Tracked, saving_nothing
+from pipefit.measure import Kernels, Tracked, layouts_of, saving_nothing
 from pipefit.profiler.feedback import (
     BufferSources,
     Feedback,
@@ -41,7 +41,7 @@ from pipefit.profiler.feedback import (
     nodes,
     plain_attributes,
 )
-from pipefit.profiler.pass_meter import Layouts, PassMeter, dense, gradients_in, layouts_of
+from pipefit.profiler.pass_meter import Layouts, PassMeter, dense, gradients_in
 from pipefit.profiler.update import LayerGroups, MakeOptimizer, Peak, updates_of
 from pipefit.runtime import GraphEnds, WeightCopy, backward, born_apart, cast_by, enter, leave, using
 from pipefit.schema.layer_costs import (
@@ -561,7 +561,7 @@ class LayerMeter:
         outgoing = self._outgoing(graph)
         work, spans = self.meter.work, self.meter.spans
         gradients = gradients_of(self.meter, outgoing, given, usual)
-        return _Microbatch(peak, forward, spans, work, arriving, gradients, layouts_of(outgoing))
+        return _Microbatch(peak, forward, spans, work, arriving, gradients, layouts_of(outgoing, ()))
 
     def _outgoing(self, graph: GraphEnds) -> Sequence[Tensor | None]:
         """Return the gradients of the inputs; all possible ones if values decide which exist."""

@@ -6,16 +6,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import conv_flop_count
 
-from pipefit.measure import Kernels, Meter, Tracked, counted_flops
+from pipefit.measure import Kernels, Meter, Tracked, counted_flops, in_layout, layouts_of
 from pipefit.profiler.feedback import given_storages, written_storages
-from pipefit.schema.layer_costs import Alike, Family, Span, Work
+from pipefit.schema.layer_costs import Alike, Family, Layout, Span, Work
 from pipefit.schema.trace import CATEGORIES, Category
 from pipefit.texts import dtype_name
 
@@ -25,39 +25,14 @@ from pipefit.texts import dtype_name
 # with gradients in the layouts in which the next layer, or the loss, passes them on.
 
 
-@dataclass(frozen=True, slots=True)
-class GradientLayout:
-    """A gradient's layout: number and bytes of its storage, shape, strides, offset and dtype."""
-
-    storage: int
-    nbytes: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-
-
-Layouts = tuple[GradientLayout | None, ...]  # None for a value without a gradient
-
-
-def layouts_of(gradients: Sequence[Tensor | None]) -> Layouts:
-    """Return the layouts of these gradients."""
-    numbers: dict[int, int] = {}
-    return tuple(None if gradient is None else _layout(gradient, numbers) for gradient in gradients)
-
-
-def _layout(gradient: Tensor, numbers: dict[int, int]) -> GradientLayout:
-    storage = gradient.untyped_storage()
-    number = numbers.setdefault(storage._cdata, len(numbers))
-    place = tuple(gradient.shape), gradient.stride(), int(gradient.storage_offset())
-    return GradientLayout(number, storage.nbytes(), *place, gradient.dtype)
+Layouts = tuple[Layout | None, ...]  # None for a value without a gradient
 
 
 def dense(values: Sequence[Tensor]) -> Layouts:
     """Return the layouts of dense gradients, as a stage receives them: separate, in the order of the
     values.
     """
-    return layouts_of(gradients_like(values))
+    return layouts_of(gradients_like(values), ())
 
 
 def dense_alike(layouts: Layouts, dense_ones: Layouts) -> Layouts:
@@ -77,17 +52,7 @@ def gradients_like(values: Sequence[Tensor]) -> list[Tensor | None]:
 def gradients_in(layouts: Layouts, device: torch.device) -> list[Tensor | None]:
     """Return gradients with these layouts."""
     storages: dict[int, Tensor] = {}
-    result: list[Tensor | None] = []
-    for layout in layouts:
-        if layout is None:
-            result.append(None)
-            continue
-        if layout.storage not in storages:
-            count = layout.nbytes // layout.dtype.itemsize
-            storages[layout.storage] = torch.empty(count, dtype=layout.dtype, device=device)
-        flat = storages[layout.storage].view(layout.dtype)
-        result.append(flat.as_strided(layout.shape, layout.stride, layout.offset))
-    return result
+    return [None if layout is None else in_layout(layout, storages, device) for layout in layouts]
 
 
 # ---- The meter of a pass

@@ -26,6 +26,8 @@ from torch.distributed.pipelining.schedules import (
     _wait_batch_p2p,
 )
 
+from pipefit.torch_internals.data_parallel import AbsentPeers, Arrived
+
 Microbatch = Sequence[Tensor]
 PipelineSchedule = PipelineScheduleSingle | PipelineScheduleMulti
 Cell = tuple[int, str, int]  # a stage, `F` or `B`, and a microbatch
@@ -117,40 +119,17 @@ def is_of_message(error: RuntimeError) -> bool:
 _ALONE = "pipefit-alone"
 
 
-class _Handle(Work):
-    """A message that has arrived; keeps its tensors alive."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._tensors = list(tensors)
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-
-class _Alone(ProcessGroup):
+class _Alone(AbsentPeers):
     """A process group whose peers are absent: what they send is never written, and sums are the rank's own."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]
-
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
-        return _Handle(tensors)
+        return Arrived(tensors)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
-        return _Handle(tensors)
-
-    def allreduce(self, tensors: list[Tensor], options: Any = None) -> Work:  # type: ignore[override]
-        return _Handle(tensors)
+        return Arrived(tensors)
 
     def reduce(self, tensors: list[Tensor], options: Any = None) -> Work:  # type: ignore[override]
-        return _Handle(tensors)
-
-    def broadcast(self, tensors: list[Tensor], options: Any = None) -> Work:  # type: ignore[override]
-        return _Handle(tensors)
+        return Arrived(tensors)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return _ALONE
@@ -166,7 +145,7 @@ class _Alone(ProcessGroup):
 
 
 def _create(store: Store, rank: int, size: int, timeout: Any) -> ProcessGroup:
-    return _Alone(rank, size)
+    return _Alone(rank, size, copies=False)
 
 
 @contextmanager
