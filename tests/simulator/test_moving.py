@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipefit.errors import UsageError
-from pipefit.lowering.passes.offload import striped
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import Host, Link, Member, parse_place
 from pipefit.schema.layer_costs import Origin, SavedTensor
@@ -311,12 +310,21 @@ def test_a_place_is_room_a_rate_and_a_latency(
     ] * 2
 
 
-@pytest.mark.parametrize(("peers", "lanes"), [([3], 2), ([1, 2], 2), ([3, 4], 4), ([1, 3, 4], 5), (None, 6)])
-def test_a_striped_tensor_takes_the_time_of_all_lanes_together(peers: list[int] | None, lanes: int) -> None:
+@pytest.mark.parametrize(
+    ("place", "lanes"),
+    [
+        ("device3", 2),
+        ("device1*1+device2*1", 2),
+        ("device3*1+device4*1", 4),
+        ("device1*1+device3*2+device4*2", 5),
+        ("device1*1+device2*1+device3*2+device4*2", 6),
+    ],
+)
+def test_a_striped_tensor_takes_the_time_of_all_lanes_together(place: str, lanes: int) -> None:
     """On a DGX-1, n bytes leave over k lanes in a link's latency plus n / (k x 22.5 GB/s)."""
     dgx1, nbytes = Cluster.preset("dgx1-v100"), 60 << 20
     plan = make_plan(equal_profile(2, kept_bytes=nbytes), [2], microbatches=1, cluster=dgx1)
-    text = (AWAY + BACK).format(place=striped(dgx1, 0, peers))
+    text = (AWAY + BACK).format(place=place)
     lines = [f"device 0: {text}", *("device 1:" for _ in dgx1.devices[1:])]
     program = parse_program("\n".join(lines), placement=((0,),), microbatches=1)
     copies = [

@@ -49,6 +49,7 @@ from pipefit.capture.plain_training import draws
 from pipefit.capture.sample import sample
 from pipefit.errors import PipefitError
 from pipefit.measure import threads_of
+from pipefit.measure.kernels import tensors
 from pipefit.runtime import SMALLEST, free_bytes, host_bytes, host_seconds, left_out, rounding
 from pipefit.schema.profile import Measurement, ModelProfile
 from pipefit.torch_internals import TorchDispatchMode, pytree
@@ -535,14 +536,14 @@ class BufferSources(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.coupled = self.coupled or coupling(func, given)
         self.draws_any |= draws(func, args, kwargs or {})
         self.draws |= given.get("generator") not in (None, torch.default_generator)
-        sources = frozenset[int]().union(*map(self.of, _tensors(read)))
+        sources = frozenset[int]().union(*map(self.of, tensors(read)))
         out = func(*args, **(kwargs or {}))
-        written = _tensors([given.get(name) for name in changed])
+        written = tensors([given.get(name) for name in changed])
         self.written |= set(map(storage_key, written))
         self.in_place |= set(
-            map(storage_key, _tensors([given.get(name) for name in changed.difference(_STATISTICS)]))
+            map(storage_key, tensors([given.get(name) for name in changed.difference(_STATISTICS)]))
         )
-        for tensor in (*_tensors(out), *written):
+        for tensor in (*tensors(out), *written):
             storage = tensor.untyped_storage()
             self._met.append(storage)
             self._known[storage._cdata] = self._known.get(storage._cdata, frozenset()) | sources
@@ -553,8 +554,4 @@ def _kept_by_custom_functions(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yield the tensors that custom functions keep for a backward, which their results may not depend on."""
     for node in nodes(outputs):
         if isinstance(node, BackwardCFunction):
-            yield from _tensors([node.saved_tensors, list(vars(node).values())])
-
-
-def _tensors(items: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(items) if isinstance(leaf, Tensor)]
+            yield from tensors([node.saved_tensors, list(vars(node).values())])

@@ -24,7 +24,7 @@ from pipefit.processes import beside, forks_left, uncollected
 from pipefit.profiler.fake import Progress, profile_sizes
 from pipefit.profiler.feedback import measured_coupling, with_coupling
 from pipefit.schema.layer_costs import LayerCost, SharedBuffer, SharedParameter
-from pipefit.schema.profile import MOST_THREADS, Block, Measurement, ModelProfile, Target
+from pipefit.schema.profile import MOST_THREADS, Measurement, ModelProfile, Target
 from pipefit.schema.validation import whole
 from pipefit.texts import counted
 
@@ -278,40 +278,58 @@ def stretched(few: ModelProfile, rows: Sequence[EqualBlocks]) -> ModelProfile:
     Raises:
         UsageError: layers do not pass on what equal blocks would take.
     """
-    layers, blocks = _spread(few.layers, rows), _spread([block.name for block in few.blocks], rows)
-    (measured,) = few.measurements
-    digests = few.fingerprint.layers, few.fingerprint.parameters
-    of_layers, of_parameters = (tuple(one[layer.place] for layer in layers) for one in digests)
-    kinds: dict[LayerCost, int] = {}
-    numbers = [
-        kinds.setdefault(_in_block(measured.costs[layer.place], layer), len(kinds)) for layer in layers
-    ]
-    return replace(
-        few,
-        layers=tuple(layer.name for layer in layers),
-        blocks=tuple(replace(few.blocks[block.place], name=block.name) for block in blocks),
-        fingerprint=replace(few.fingerprint, layers=of_layers, parameters=of_parameters),
-        measurements=(
-            replace(
-                measured,
-                kinds=tuple(kinds),
-                layers=tuple(numbers),
-                shared=_spread_shared(measured.shared, layers),
-                shared_buffers=_spread_shared(measured.shared_buffers, layers),
-            ),
-        ),
-    )
+    return _written(few, _spread(few.layers, rows), _spread([block.name for block in few.blocks], rows))
 
 
 class _Spread(NamedTuple):
-    """A layer or block of a model: its name, the place in the copy of the one that stands for it, and the beginnings
-    of names in the block of the copy, and in that of the model.
+    """A layer or block of a model: its name, the place in a smaller model of the one that stands for it, and the
+    beginnings of names in the block of that model, and in that of the model. `repeat` numbers blocks without them.
     """
 
     name: str
     place: int
     source: str = ""
     block: str = ""
+    repeat: int = 0
+
+    @property
+    def of_block(self) -> tuple[str, str, int]:
+        """A key of its block; false values if it is in none that stands for several."""
+        return self.source, self.block, self.repeat
+
+
+_NO_BLOCK = "", "", 0
+
+
+def _written(few: ModelProfile, layers: Sequence[_Spread], blocks: Sequence[_Spread]) -> ModelProfile:
+    """Return the profile of a model, but for its fingerprint, from that of a smaller one."""
+    digests = few.fingerprint.layers, few.fingerprint.parameters
+    of_layers, of_parameters = (tuple(one[layer.place] for layer in layers) for one in digests)
+    return replace(
+        few,
+        layers=tuple(layer.name for layer in layers),
+        blocks=tuple(replace(few.blocks[block.place], name=block.name) for block in blocks),
+        fingerprint=replace(few.fingerprint, layers=of_layers, parameters=of_parameters),
+        measurements=tuple(_written_measurement(few, measured, layers) for measured in few.measurements),
+    )
+
+
+def _written_measurement(few: ModelProfile, measured: Measurement, layers: Sequence[_Spread]) -> Measurement:
+    kinds: dict[LayerCost, int] = {}
+    known: dict[object, int] = {}  # as costs take long to compare
+    numbers = list[int]()
+    for layer in layers:
+        key = measured.layers[layer.place], layer.source, layer.block
+        if key not in known:
+            known[key] = kinds.setdefault(_in_block(measured.costs[layer.place], layer), len(kinds))
+        numbers.append(known[key])
+    return replace(
+        measured,
+        kinds=tuple(kinds),
+        layers=tuple(numbers),
+        shared=_spread_shared(few, measured.shared, layers),
+        shared_buffers=_spread_shared(few, measured.shared_buffers, layers),
+    )
 
 
 def _spread(names: Sequence[str], rows: Sequence[EqualBlocks]) -> list[_Spread]:
@@ -360,19 +378,20 @@ def _renamed(name: str, source: str, block: str) -> str:
     return block + name[len(source) :] if name.startswith(source) else name
 
 
-def _spread_shared(shared: Sequence[S], layers: Sequence[_Spread]) -> tuple[S, ...]:
+def _spread_shared(few: ModelProfile, shared: Sequence[S], layers: Sequence[_Spread]) -> tuple[S, ...]:
     """Return shared tensors of a model: those of layers of one block in each block that it stands for."""
     result = list[S]()
     for tensor in shared:
-        few = set(tensor.users)
-        every = [number for number, layer in enumerate(layers) if layer.place in few]
-        users: dict[tuple[str, str], list[int]] = {}
+        holders = set(tensor.users)
+        every = [number for number, layer in enumerate(layers) if layer.place in holders]
+        users: dict[tuple[str, str, int], list[int]] = {}
         for number in every:
-            users.setdefault((layers[number].source, layers[number].block), []).append(number)
+            users.setdefault(layers[number].of_block, []).append(number)
         places = [{layers[number].place for number in numbers} for numbers in users.values()]
-        is_inside = ("", "") not in users and all(own == few for own in places)
-        for beginnings, numbers in (users if is_inside else {("", ""): every}).items():
-            named = replace(tensor, name=_renamed(tensor.name, *beginnings), users=tuple(numbers))
+        is_inside = _NO_BLOCK not in users and all(own == holders for own in places)
+        local = tensor.name.removeprefix(few.layers[tensor.users[0]])
+        for numbers in users.values() if is_inside else [every]:
+            named = replace(tensor, name=f"{layers[numbers[0]].name}{local}", users=tuple(numbers))
             if isinstance(named, SharedParameter):
                 copying, cast_only = (
                     tuple(number for number in numbers if layers[number].place in some)
@@ -380,12 +399,7 @@ def _spread_shared(shared: Sequence[S], layers: Sequence[_Spread]) -> tuple[S, .
                 )
                 named = replace(named, copying=copying, cast_only=cast_only)
             result.append(named)
-    return tuple(sorted(result, key=_first_user))
-
-
-def _first_user(tensor: SharedParameter | SharedBuffer) -> int:
-    """Return the first layer that holds the tensor."""
-    return tensor.users[0]
+    return tuple(sorted(result, key=lambda tensor: tensor.users[0]))
 
 
 def same_costs(profile: ModelProfile, other: ModelProfile) -> bool:
@@ -468,120 +482,27 @@ class _Insertion:
         """The first profile with the layers inserted so many times.
 
         Raises:
-            NotRepeated: names, or parameters that layers share, do not show how they would go on.
+            NotRepeated: names do not show how they would go on.
         """
         first, second = self.first, self.second
         block, end = second.edges.index(self.start), second.edges.index(self.start + self.count)
-        names = self._inserted(first.layers, second.layers, self.start, self.count, times, _counted)
-        blocks = (
-            self._inserted(first.blocks, second.blocks, block, end - block, times, _block)
-            if first.blocks
-            else ()
-        )
-        fingerprint = replace(
-            second.fingerprint,
-            layers=self._digests(first.fingerprint.layers, second.fingerprint.layers, times),
-            parameters=self._digests(first.fingerprint.parameters, second.fingerprint.parameters, times),
-        )
-        pairs = zip(first.measurements, second.measurements, strict=True)
-        measurements = tuple(self._measurement(few, many, times) for few, many in pairs)
-        return replace(
-            second, layers=names, blocks=blocks, fingerprint=fingerprint, measurements=measurements
-        )
+        few, many = ([one.name for one in profile.blocks] for profile in (first, second))
+        layers = _repeated(first.layers, second.layers, self.start, self.count, times)
+        blocks = _repeated(few, many, block, end - block, times) if first.blocks else ()
+        return _written(second, tuple(layers), tuple(blocks))
 
-    def _inserted(
-        self,
-        few: Sequence[T],
-        many: Sequence[T],
-        start: int,
-        count: int,
-        times: int,
-        counted: Callable[[T, T, int], T],
-    ) -> tuple[T, ...]:
-        """The entries before, those inserted so many times, and those after them, `counted` on by their
-        numbers.
-        """
-        again = range(start, start + count)
-        inside = (
-            counted(many[place - count], many[place], 1 + repeat)
-            for repeat in range(times)
-            for place in again
-        )
-        after = (counted(few[place], many[place + count], times) for place in range(start, len(few)))
-        return (*few[:start], *inside, *after)
 
-    def _digests(self, few: tuple[str, ...], many: tuple[str, ...], times: int) -> tuple[str, ...]:
-        start, stop = self.start, self.start + self.count
-        return (*few[:start], *(many[start:stop] * times), *few[start:])
-
-    def _measurement(self, few: Measurement, many: Measurement, times: int) -> Measurement:
-        start, stop = self.start, self.start + self.count
-        return replace(
-            many,
-            layers=(*few.layers[:start], *many.layers[start:stop] * times, *few.layers[start:]),
-            shared=self._shared(few.shared, many.shared, times),
-            shared_buffers=self._shared(few.shared_buffers, many.shared_buffers, times),
-        )
-
-    def _shared(self, few: Sequence[S], many: Sequence[S], times: int) -> tuple[S, ...]:
-        """Shared tensors: those of inserted layers alone once for each time, and others with their further
-        users.
-        """
-        inside = range(self.start, self.start + self.count)
-        before = {one.users: one for one in many}
-        grown, again, left = list[S](), list[S](), list(few)
-        for one in many:
-            if set(one.users) <= set(inside):
-                again.append(one)
-                continue
-            users = tuple(self._before(user) for user in one.users if user not in inside)
-            origin = next((other for other in left if (other.users, other.sizes) == (users, one.sizes)), None)
-            if origin is None:
-                raise NotRepeated(f"shared {one.what} {one.name} differs with more blocks")
-            left.remove(origin)
-            grown.append(
-                self._with_users(replace(one, name=_counted(origin.name, one.name, times)), one, times)
-            )
-        for repeat in range(times):
-            for one in again:
-                previous = before.get(tuple(user - self.count for user in one.users))
-                if previous is None:
-                    raise NotRepeated(f"shared {one.what} {one.name} is not in the previous block")
-                shifted = self._shifted(one, repeat * self.count)
-                grown.append(replace(shifted, name=_counted(previous.name, one.name, 1 + repeat)))
-        return tuple(
-            sorted(grown, key=lambda none: none.users[0])
-        )  # the order in which layers first hold them
-
-    def _before(self, layer: int) -> int:
-        """The number in the first profile of a layer of the second."""
-        return layer if layer < self.start else layer - self.count
-
-    def _numbers(self, numbers: Sequence[int], times: int) -> tuple[int, ...]:
-        """The users of a shared tensor of the second profile, inserted ones for each time."""
-        inside = range(self.start, self.start + self.count)
-        more = (
-            number + repeat * self.count for number in numbers if number in inside for repeat in range(times)
-        )
-        others = (n if n < self.start else n + (times - 1) * self.count for n in numbers if n not in inside)
-        return tuple(sorted((*more, *others)))
-
-    def _with_users(self, named: S, one: S, times: int) -> S:
-        users = self._numbers(one.users, times)
-        if isinstance(named, SharedParameter):
-            copying, cast_only = self._numbers(named.copying, times), self._numbers(named.cast_only, times)
-            return replace(named, users=users, copying=copying, cast_only=cast_only)
-        return replace(named, users=users)
-
-    def _shifted(self, one: S, by: int) -> S:
-        def moved(numbers: Sequence[int]) -> tuple[int, ...]:
-            return tuple(number + by for number in numbers)
-
-        if isinstance(one, SharedParameter):
-            return replace(
-                one, users=moved(one.users), copying=moved(one.copying), cast_only=moved(one.cast_only)
-            )
-        return replace(one, users=moved(one.users))
+def _repeated(
+    few: Sequence[str], many: Sequence[str], start: int, count: int, times: int
+) -> Iterator[_Spread]:
+    """Yield the layers or blocks before those that were inserted, these so many times, and those after them."""
+    for place in range(start):
+        yield _Spread(many[place], place)
+    for repeat in range(1, times + 1):
+        for place in range(start, start + count):
+            yield _Spread(_counted(many[place - count], many[place], repeat), place, repeat=repeat)
+    for place in range(start, len(few)):
+        yield _Spread(_counted(few[place], many[place + count], times), place + count)
 
 
 def _counted(first: str, second: str, times: int) -> str:
@@ -600,9 +521,3 @@ def _counted(first: str, second: str, times: int) -> str:
     )
     texts = iter(ones[::2])
     return next(texts) + "".join(number + text for number, text in zip(numbers, texts, strict=True))
-
-
-def _block(first: Block, second: Block, times: int) -> Block:
-    if replace(first, name="") != replace(second, name=""):
-        raise NotRepeated(f"block {second.name} differs from {first.name}")
-    return replace(second, name=_counted(first.name, second.name, times))

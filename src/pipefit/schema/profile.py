@@ -254,16 +254,6 @@ class Shares:
         return not self.divided_bytes and not self.divided_flops
 
     @property
-    def of_bytes(self) -> float:
-        """The divided share of the parameter bytes."""
-        return self.divided_bytes / self.parameter_bytes if self.parameter_bytes else 0.0
-
-    @property
-    def of_flops(self) -> float:
-        """The divided share of the FLOPs of products, convolutions and attention."""
-        return self.divided_flops / self.flops if self.flops else 0.0
-
-    @property
     def sentence(self) -> str:
         """The divided shares, as a sentence without a full stop."""
         return (

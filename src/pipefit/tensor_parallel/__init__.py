@@ -18,7 +18,7 @@ from pipefit.tensor_parallel.comparison import (
     in_lockstep,
     pause,
 )
-from pipefit.tensor_parallel.forms import DimSplit, TensorShard, assembled, assembled_state
+from pipefit.tensor_parallel.forms import DimSplit, TensorShard, assembled
 from pipefit.tensor_parallel.search import Prices
 from pipefit.tensor_parallel.stage import (
     RankLoss,
@@ -53,7 +53,6 @@ __all__ = [
     "Turn",
     "WrittenCollective",
     "assembled",
-    "assembled_state",
     "at_each_turn",
     "blocks_begin",
     "compare_blocks",

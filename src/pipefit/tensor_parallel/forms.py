@@ -211,17 +211,3 @@ def assembled(shards: Sequence[TensorShard], parts: Sequence[Tensor]) -> Tensor:
     for shard, part in zip(shards, parts, strict=True):
         shard.put(part.detach(), whole)
     return whole
-
-
-def assembled_state(shards: Sequence[TensorShard], states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return an optimizer's state for the whole tensor, from the ranks' states for its parts.
-
-    Raises:
-        UsageError: the states have a tensor of another shape than the part's.
-    """
-    first = shards[0]
-
-    def whole(key: str) -> Callable[[Any], Any]:
-        return lambda _: assembled(shards, [state[key] for state in states])
-
-    return {key: first._part(key, item, first.local_shape, whole(key)) for key, item in states[0].items()}

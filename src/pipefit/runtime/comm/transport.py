@@ -382,7 +382,7 @@ class Network:
                     self._wait(work)
         for group in (*self.groups.values(), *self.tensor_groups.values()):
             if mine in dist.get_process_group_ranks(group):
-                self._wait(_transport_under_way(dist.all_reduce(number, group=group, async_op=True)))
+                self._wait(_under_way(dist.all_reduce(number, group=group, async_op=True)))
 
     def _wait(self, work: dist.Work | Loan) -> None:
         if self.timeout is None:
@@ -487,11 +487,6 @@ def _check_queues() -> None:
             "CUDA_DEVICE_MAX_CONNECTIONS=1 gives a GPU a single queue, in which a receive would block the "
             "computation that it waits for: unset it, or set it to 8 or more"
         )
-
-
-def _transport_under_way(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this worker is in the group"
-    return work
 
 
 # ---- Joining of a trainer with the workers that a launcher has started
