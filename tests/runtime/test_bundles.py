@@ -18,10 +18,10 @@ from pipefit.memory.storages import StageStorages, Whereabouts
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.runtime.offload.copying import SlotPart, UnpacedCopies
-from pipefit.runtime.offload.moving import BlockTable
+from pipefit.runtime.offload.moving import pieces
 from pipefit.schema.actions import Subject, parse_action
 from pipefit.schema.decisions import Decision, SavedTensors, What
-from pipefit.schema.devices import Link, Member, parse_place
+from pipefit.schema.devices import Link, parse_place
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import Stream
@@ -140,9 +140,9 @@ def test_a_bundle_is_few_copies() -> None:
     trainer.step(batch_of(task, plan))
     actions = [e.action for e in trainer.trace.devices[0].events if "LOAD" in e.action and "#" in e.action]
     assert len(copier.copies) == len([a for a in actions if "WAIT" not in a]) == 2 * 4
-    for pieces, tensors, blocks in copier.copies:
+    for count, tensors, blocks in copier.copies:
         assert blocks == 3 and tensors > 6
-        assert pieces <= tensors + blocks - 1
+        assert count <= tensors + blocks - 1
 
 
 SLOW = {"bytes_per_second": 1e3, "latency_seconds": 1e-3}
@@ -188,9 +188,9 @@ def test_a_copy_is_paced_as_long_as_it_is_simulated(place: str, links: tuple[Lin
     assert copier.seconds == [pytest.approx(e.end_seconds - e.start_seconds) for e in simulated]
 
 
-def test_the_table_is_written_before_a_bundle_leaves_and_updated_after() -> None:
-    """The table marks a bundle as leaving when the copy starts and as away when it is joined, and likewise on
-    the way back. It is dropped when the bundle is back.
+def test_a_move_is_known_from_before_a_bundle_leaves_until_it_is_back() -> None:
+    """A bundle is marked as leaving when the copy starts and as away when it is joined, and likewise on the way
+    back. Its move is dropped when the bundle is back.
     """
     plan, task = bundled("gpipe", "host"), mixed_task()
     seen: list[tuple[str, list[Whereabouts]]] = []
@@ -198,7 +198,7 @@ def test_the_table_is_written_before_a_bundle_leaves_and_updated_after() -> None
     def look(number: int) -> None:
         runner = trainer.runners[0]
         flight = runner._flights.get((0, 0))
-        moves = [] if flight is None else [move.table.state for move in flight.luggage.moves.values()]
+        moves = [] if flight is None else [move.state for move in flight.luggage.moves.values()]
         if number < len(runner.program.actions[0]):
             seen.append((str(runner.program.actions[0][number]), moves))
 
@@ -212,29 +212,20 @@ def test_the_table_is_written_before_a_bundle_leaves_and_updated_after() -> None
     assert told["0B0"] == []
 
 
-def test_a_table_prints_its_blocks() -> None:
-    """A table prints its blocks with sizes and places, and the bytes of each tensor in each block."""
-    blocks = [(Member.device(1), 2048), (Member.host(0), 1024)]
-    table = BlockTable.of(OFFLOAD, [2048, 1024], blocks).now(Whereabouts.AWAY)
-    assert str(table) == (
-        "0OFFLOAD3#1@device1*2+host*1: 2 tensors of 3072 B, away; device1 2048 B: 0[0:2048]; host0 1024 B: 1[0:1024]"
-    )
-
-
 @given(
     st.lists(st.integers(0, 40), max_size=6), st.lists(st.integers(0, 60), max_size=5), st.integers(0, 10**6)
 )
-def test_a_table_places_every_byte_once(tensors: list[int], blocks: list[int], seed: int) -> None:
+def test_every_byte_has_one_place(tensors: list[int], blocks: list[int], seed: int) -> None:
     """Byte n of the row of tensors is byte n of the row of blocks, in at most k + m - 1 pieces."""
     blocks.append(max(sum(tensors) - sum(blocks), 0) + Random(seed).randint(0, 5))
-    table = BlockTable.of(OFFLOAD, tensors, [(Member.device(n), nbytes) for n, nbytes in enumerate(blocks)])
-    assert len(table.pieces) <= max(len(tensors) + len(blocks) - 1, 0)
+    made = list(pieces(tensors, blocks))
+    assert len(made) <= max(len(tensors) + len(blocks) - 1, 0)
     row = [(number, byte) for number, nbytes in enumerate(tensors) for byte in range(nbytes)]
     there = [(number, byte) for number, nbytes in enumerate(blocks) for byte in range(nbytes)]
     found = {
         (piece.tensor, piece.offset + n): (piece.block, piece.within + n)
-        for piece in table.pieces
+        for piece in made
         for n in range(piece.nbytes)
     }
     assert found == dict(zip(row, there, strict=False))
-    assert sum(piece.nbytes for piece in table.pieces) == sum(tensors) == len(found)
+    assert sum(piece.nbytes for piece in made) == sum(tensors) == len(found)

@@ -2,7 +2,7 @@
 
 The names do not depend on stages, so another plan, with other stages on other devices, can continue the
 training. `Names` maps the names of tied parameters to stored names, `StageState` reads and loads the state of
-stages as each rank has it, and `GatheredState` joins the parts of tensor-parallel ranks to whole tensors.
+stages as each rank has it, and `gathered` joins the parts of tensor-parallel ranks to whole tensors.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -137,10 +137,11 @@ def held_tensors(layer: ChainLayer) -> Iterator[tuple[str, Tensor]]:
 class StateKey(NamedTuple):
     """Key of one state tensor.
 
-    It is a tensor of the `model`, a `master` copy, or an `optimizer` tensor, called `state` there.
+    It is a tensor of the `model`, a `master` copy, an `optimizer` tensor, called `state` there, or a tensor that
+    a layer has `held` outside of its state dict.
     """
 
-    kind: Literal["model", "master", "optimizer"]
+    kind: Literal["model", "master", "optimizer", "held"]
     name: str
     state: str = ""
 
@@ -151,13 +152,24 @@ class StageState:
 
     `tensors` has parameters and buffers; `optimizer` has the optimizer's tensors of every parameter, by their
     names in the optimizer; `master_weights` has the float32 copies of parameters; `numbers` has non-tensor
-    optimizer state of a parameter, such as the count of its updates.
+    optimizer state of a parameter, such as the count of its updates; `held` has tensors of layers that are in no
+    state dict.
     """
 
     tensors: Mapping[str, Tensor]
     optimizer: Mapping[str, Mapping[str, Tensor]]
     master_weights: Mapping[str, Tensor] = field(default_factory=dict)
     numbers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    held: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def joined(parts: Sequence[StageState]) -> StageState:
+        """Join the states of several stages."""
+
+        def together(name: str) -> dict[str, Any]:
+            return {key: value for part in parts for key, value in getattr(part, name).items()}
+
+        return StageState(*(together(one.name) for one in fields(StageState)))
 
     @staticmethod
     def of(stages: Sequence[TrainedPart], *, once: bool = False) -> StageState:
@@ -172,10 +184,12 @@ class StageState:
         kept: dict[str, dict[str, Tensor]] = {}
         masters: dict[str, Tensor] = {}
         numbers: dict[str, dict[str, Any]] = {}
+        held: dict[str, Tensor] = {}
         for stage in stages:
             known = stage.optimizer.state if stage.optimizer is not None else {}
             float32, read = set(copies_of(stage.optimizer).values()), stage.reader()
             for layer in stage.layers:
+                held |= held_by(stage, layer) if not once or stage.replica == 0 else {}
                 for local, tensor in stored_entries(layer.module).items():
                     _check(layer, local, tensor)
                     if stage.lacks(tensor) or (once and not stage.stores(tensor)):
@@ -187,7 +201,7 @@ class StageState:
                     if trained in known:
                         kept[name] = {k: read(v) for k, v in known[trained].items() if isinstance(v, Tensor)}
                         numbers[name] = {k: v for k, v in known[trained].items() if not isinstance(v, Tensor)}
-        return StageState(tensors, kept, masters, numbers)
+        return StageState(tensors, kept, masters, numbers, held)
 
     def entries(self) -> dict[StateKey, Tensor]:
         """Return all tensors by their keys."""
@@ -196,7 +210,8 @@ class StageState:
         }
         result |= {StateKey("master", name): tensor for name, tensor in self.master_weights.items()}
         kept = ((name, key, tensor) for name, own in self.optimizer.items() for key, tensor in own.items())
-        return result | {StateKey("optimizer", name, key): tensor for name, key, tensor in kept}
+        result |= {StateKey("optimizer", name, key): tensor for name, key, tensor in kept}
+        return result | {StateKey("held", name): tensor for name, tensor in self.held.items()}
 
     def of_tensors(self, tensors: Mapping[StateKey, Tensor]) -> StageState:
         """Return a copy of this state with other tensors."""
@@ -208,6 +223,7 @@ class StageState:
             },
             master_weights={name: tensors[StateKey("master", name)] for name in self.master_weights},
             numbers=self.numbers,
+            held={name: tensors[StateKey("held", name)] for name in self.held},
         )
 
     def load_into(self, stages: Sequence[TrainedPart], *, replace: bool = False) -> None:
@@ -285,34 +301,12 @@ def _put(value: Tensor, parameter: Tensor, *, single: bool) -> Tensor:
 Ranks = Sequence[TrainedPart]  # ranks of one replica of a stage: all in order, or the one of this process
 
 
-@dataclass(frozen=True, slots=True)
-class GatheredState:
-    """Whole state of some stages, and by name the tensors of their layers that are in no state dict."""
+def gathered(stages: Iterable[Ranks], *, once: bool = False) -> StageState:
+    """Return the whole state of stages.
 
-    state: StageState = field(default_factory=lambda: StageState({}, {}))
-    held: Mapping[str, Tensor] = field(default_factory=dict)
-
-    @staticmethod
-    def of(stages: Iterable[Ranks], *, once: bool = False) -> GatheredState:
-        """Return the whole state of stages.
-
-        With `once`, a tensor of several replicas is included only for the replica that stores it.
-        """
-        return GatheredState.joined([_of_stage(ranks, once=once) for ranks in stages])
-
-    @staticmethod
-    def joined(parts: Iterable[GatheredState]) -> GatheredState:
-        """Join the states of several stages."""
-        state, held = StageState({}, {}), dict[str, Tensor]()
-        for part in parts:
-            own, held = part.state, {**held, **part.held}
-            state = StageState(
-                {**state.tensors, **own.tensors},
-                {**state.optimizer, **own.optimizer},
-                {**state.master_weights, **own.master_weights},
-                {**state.numbers, **own.numbers},
-            )
-        return GatheredState(state, held)
+    With `once`, a tensor of several replicas is included only for the replica that stores it.
+    """
+    return StageState.joined([_of_ranks(ranks, once=once) for ranks in stages])
 
 
 def held_by(stage: TrainedPart, layer: ChainLayer) -> dict[str, Tensor]:
@@ -326,25 +320,17 @@ def held_by(stage: TrainedPart, layer: ChainLayer) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in unstored_buffers(layer) if name in known}
 
 
-def _of_stage(ranks: Ranks, *, once: bool) -> GatheredState:
+def _of_ranks(ranks: Ranks, *, once: bool) -> StageState:
     first, shards = ranks[0], ranks[0].shards
     states = [StageState.of([stage], once=once) for stage in ranks]
-    held = [_held(stage) if not once or stage.replica == 0 else {} for stage in ranks]
     if shards is None:
-        return GatheredState(states[0], held[0])
+        return states[0]
     entries = [state.entries() for state in states]
-    constants = {n: t for layer in first.layers for n, t in shards.constants.get(layer.name, {}).items()}
-    return GatheredState(
-        states[0].of_tensors(
-            {entry: _joined(first, entry.name, [own[entry] for own in entries]) for entry in entries[0]}
-        ),
-        {name: _joined(first, name, [own[name] for own in held]) for name in held[0]}
-        | (constants if not once or first.replica == 0 else {}),
+    whole = states[0].of_tensors(
+        {entry: _joined(first, entry.name, [own[entry] for own in entries]) for entry in entries[0]}
     )
-
-
-def _held(stage: TrainedPart) -> dict[str, Tensor]:
-    return {name: tensor for layer in stage.layers for name, tensor in held_by(stage, layer).items()}
+    constants = {n: t for layer in first.layers for n, t in shards.constants.get(layer.name, {}).items()}
+    return whole if once and first.replica else replace(whole, held={**whole.held, **constants})
 
 
 def _joined(first: TrainedPart, name: str, parts: Sequence[Tensor]) -> Tensor:

@@ -92,7 +92,7 @@ class WholeModule(TaskModule):
         ]
         self._is_behind = False  # since a step has begun
         self._has_failed = False  # in an update, perhaps of one replica alone
-        checkpoints.told()
+        checkpoints.state()
 
     def lead(self) -> None:
         """Copy the user's changes of the module into the trained copy.
@@ -117,9 +117,9 @@ class WholeModule(TaskModule):
 
     def follow(self) -> None:
         """Copy the numbers of the trained copy into the module."""
-        state, own = self._checkpoints.told(), self._own
+        state, own = self._checkpoints.state(), self._own
         with torch.no_grad():
-            for name, tensor in (*state.state.tensors.items(), *state.held.items()):
+            for name, tensor in (*state.tensors.items(), *state.held.items()):
                 if name in own:
                     own[name].copy_(tensor)
         self._is_behind = False
@@ -142,7 +142,7 @@ def _load_changes(checkpoints: Checkpointing, own: Mapping[str, Tensor], *, repl
 
     With `replace`, make replicas equal. All workers of a tensor group must call it together.
     """
-    state = checkpoints.told().state
+    state = checkpoints.state()
     changed = {name for name, tensor in state.tensors.items() if name in own and not _same(own[name], tensor)}
     if changed or replace:
         values = {n: own[n].detach() if n in changed else tensor for n, tensor in state.tensors.items()}

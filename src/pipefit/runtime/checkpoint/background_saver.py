@@ -300,7 +300,7 @@ class _Writing:
         rank = self.saver.rank
         shard = write_shard(self.partial / f"worker-{rank:05d}.safetensors", self.tensors, self._progress)
         self.tensors = None
-        folders.write_part(self.partial, rank, self.snapshot.part(shard))
+        folders.write_part(self.partial, rank, self.snapshot.part(shard=shard))
 
     def _complete(self) -> None:
         """Make the checkpoint whole after every worker has written its part."""

@@ -57,7 +57,7 @@ from pipefit.runtime.checkpoint.restoring import (
 )
 from pipefit.runtime.hardware import free_bytes
 from pipefit.runtime.options import Supervision
-from pipefit.runtime.state import GatheredState, Names, Ranks, StageState, TrainedDevice, TrainedPart
+from pipefit.runtime.state import Names, Ranks, StageState, TrainedDevice, TrainedPart, gathered
 from pipefit.schema.file_access import path_of
 from pipefit.schema.json_text import adapter
 from pipefit.schema.plan import Plan
@@ -271,11 +271,7 @@ class Checkpointing:
 
         Workers of a tensor group call it together.
         """
-        return self.told().state
-
-    def told(self) -> GatheredState:
-        """Return the state of `state` together with tensors of layers that are in no state dict."""
-        return GatheredState.of([ranks for _, ranks in self._ranks], once=self._alone)
+        return gathered([ranks for _, ranks in self._ranks], once=self._alone)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors that this process would store, by their keys.

@@ -8,8 +8,9 @@ of batches trained, on which random draws depend.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -21,13 +22,11 @@ from pipefit.checkpoints import (
     DTYPES,
     Checkpoint,
     GroupSettings,
-    Kind,
     Manifest,
     ParameterNumbers,
     Part,
     Scalar,
     Setting,
-    Shard,
     StoredTensor,
     TrainedStage,
     joined_settings,
@@ -35,7 +34,7 @@ from pipefit.checkpoints import (
 )
 from pipefit.errors import FileError, UsageError
 from pipefit.runtime.optim.half_precision import MasterWeights
-from pipefit.runtime.state import GatheredState, Names, Ranks, StageState, TrainedPart, held_by
+from pipefit.runtime.state import Names, Ranks, StageState, TrainedPart, gathered, held_by
 from pipefit.schema.profile import ModelProfile, differences
 from pipefit.texts import dtype_name, kind_of, printable, shortened
 
@@ -236,30 +235,15 @@ def _fits(template: Any, value: Setting) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """State of some stages: `tensors` by their keys, and the settings stored with them."""
+    """State of some stages: `tensors` by their keys; `part` makes the worker's part of the manifest of a `shard`."""
 
     tensors: dict[str, Tensor]
-    stored: tuple[StoredTensor, ...]
-    stages: tuple[TrainedStage, ...]
-    groups: tuple[GroupSettings, ...]
-    numbers: tuple[ParameterNumbers, ...]
-    scheduler: dict[str, Setting] | None
+    part: Callable[..., Part]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    def part(self, shard: Shard) -> Part:
-        """Return the worker's part of the manifest, with its tensors in `shard`."""
-        return Part(
-            shard=shard,
-            tensors=self.stored,
-            stages=self.stages,
-            groups=self.groups,
-            numbers=self.numbers,
-            scheduler=self.scheduler,
-        )
 
 
 def snapshot(
@@ -275,22 +259,23 @@ def snapshot(
         UsageError: a value cannot be written: a tensor's dtype or layout, an option, a scheduler's state.
             Names it.
     """
-    result = [(number, ranks[0], GatheredState.of([ranks], once=once)) for number, ranks in stages]
-    kept = [(number, stage, told) for number, stage, told in result if not once or stage.is_first_rank]
-    told = GatheredState.joined([told for _, _, told in kept])
+    result = [(number, ranks[0], gathered([ranks], once=once)) for number, ranks in stages]
+    kept = [(number, stage, state) for number, stage, state in result if not once or stage.is_first_rank]
+    whole = StageState.joined([state for _, _, state in kept])
     runners = [stage for _, stage, _ in kept]
     telling = [stage for stage in runners if not once or stage.replica == 0 or stage.share is not None]
     first = [(number, stage) for number, stage, _ in kept if not once or stage.replica == 0]
     tensors: dict[str, Tensor] = {}
     stored = []
-    for kind, name, state, tensor in _tensors(told, runners, names):
-        tensors[tensor_key(kind, name, state)] = _checked(tensor, tensor_key(kind, name, state))
-        dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
-        stored.append(StoredTensor(name=name, kind=kind, state=state, shard=rank, dtype=dtype, shape=shape))
+    for key, tensor in whole.entries().items():
+        if key.kind == "held" or _stores(runners, names, key.name):
+            tensors[tensor_key(*key)] = _checked(tensor, tensor_key(*key))
+            dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+            stored.append(StoredTensor(**key._asdict(), shard=rank, dtype=dtype, shape=shape))
     groups, scheduler = _groups(telling, names)
-    return Snapshot(
-        tensors=tensors,
-        stored=tuple(stored),
+    part = partial(
+        Part,
+        tensors=tuple(stored),
         stages=tuple(
             TrainedStage(
                 start=stage.start, stop=stage.stop, device=devices[number], batches=stage.batch_number
@@ -303,11 +288,12 @@ def snapshot(
                 name=name,
                 values={key: scalar(v, f"the optimizer's {key} of {name}") for key, v in values.items()},
             )
-            for name, values in told.state.numbers.items()
+            for name, values in whole.numbers.items()
             if values and _stores(runners, names, name)
         ),
         scheduler=scheduler,
     )
+    return Snapshot(tensors=tensors, part=part)
 
 
 def copied(tensors: dict[str, Tensor], progress: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
@@ -333,21 +319,6 @@ def named_parameters(stage: TrainedPart, names: Names) -> dict[Tensor, str]:
         for local, tensor in stored_entries(layer.module).items():
             result[stage.updates.worked_on(tensor)] = names.stored[layer.originals[local]]
     return result
-
-
-def _tensors(
-    told: GatheredState, stages: Sequence[TrainedPart], names: Names
-) -> Iterator[tuple[Kind, str, str, Tensor]]:
-    """Yield kind, name and name in the optimizer of every tensor that these stages store, with the tensor."""
-    state = told.state
-    own = [name for name in state.tensors if _stores(stages, names, name)]
-    yield from (("model", name, "", state.tensors[name]) for name in own)
-    yield from (
-        ("master", name, "", state.master_weights[name]) for name in own if name in state.master_weights
-    )
-    for name in own:
-        yield from (("optimizer", name, key, tensor) for key, tensor in state.optimizer.get(name, {}).items())
-    yield from (("held", name, "", tensor) for name, tensor in told.held.items())
 
 
 def _stores(stages: Sequence[TrainedPart], names: Names, name: str) -> bool:

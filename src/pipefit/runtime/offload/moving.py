@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -30,75 +30,22 @@ from pipefit.schema.actions import Action, Bundle, Kind, Subject
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import Member
 from pipefit.schema.program import UncheckedProgram
-from pipefit.texts import counted, dtype_name
+from pipefit.texts import dtype_name
 
-# ---- Block tables
+# ---- Pieces of tensors in blocks
 #
-#     0OFFLOAD3#1@device1*2+host*1: 2 tensors of 3072 B, away; device1 2048 B: 0[0:2048]; host0 1024 B:
-# 1[0:1024]
-#
-# A table is written before a bundle leaves, read when the bundle returns, and replaced whenever its state
-# changes. The tensors of a bundle lie in its blocks one after the other, as one row of bytes: k tensors in m
-# blocks are at most k + m - 1 pieces, and each piece is one copy. (MPress, the metadata table of D2D swap.)
-
-
-class ReservedBlock(NamedTuple):
-    """Bytes of a member of the cluster that are reserved for a move."""
-
-    member: Member
-    nbytes: int
+# The tensors of a bundle lie in its blocks one after the other, as one row of bytes: k tensors in m blocks are
+# at most k + m - 1 pieces, and each piece is one copy. (MPress, D2D swap.)
 
 
 class TensorPiece(NamedTuple):
-    """`nbytes` of a tensor, from `offset` on, that are `within` bytes into a block.
-
-    Both are numbers in a table.
-    """
+    """`nbytes` of a tensor, from `offset` on, that are `within` bytes into a block; both are numbered."""
 
     tensor: int
     offset: int
     block: int
     within: int
     nbytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockTable:
-    """Tensors of one microbatch that one OFFLOAD moves: their bytes, their blocks, and their state.
-
-    A last microbatch may be smaller than the plan's, and then does not fill its blocks.
-    """
-
-    action: Action
-    tensors: tuple[int, ...]
-    blocks: tuple[ReservedBlock, ...]
-    state: Whereabouts
-
-    @classmethod
-    def of(cls, action: Action, tensors: Sequence[int], blocks: Sequence[tuple[Member, int]]) -> BlockTable:
-        """Return the table of leaving tensors with these bytes, for blocks of these members and bytes."""
-        result = tuple(ReservedBlock(*block) for block in blocks)
-        return cls(action=action, tensors=tuple(tensors), blocks=result, state=Whereabouts.LEAVING)
-
-    def now(self, state: Whereabouts) -> BlockTable:
-        """Return the table with another state."""
-        return replace(self, state=state)
-
-    @property
-    def pieces(self) -> tuple[TensorPiece, ...]:
-        """Bytes of the tensors in each block."""
-        return tuple(pieces(self.tensors, [nbytes for _, nbytes in self.blocks]))
-
-    def __str__(self) -> str:
-        blocks = (
-            f"{member} {nbytes} B:{self._held(number)}" for number, (member, nbytes) in enumerate(self.blocks)
-        )
-        tensors = f"{counted(len(self.tensors), 'tensor')} of {sum(self.tensors)} B"
-        return f"{self.action}: {tensors}, {self.state}; {'; '.join(blocks)}"
-
-    def _held(self, block: int) -> str:
-        held = (piece for piece in self.pieces if piece.block == block)
-        return "".join(f" {piece.tensor}[{piece.offset}:{piece.offset + piece.nbytes}]" for piece in held)
 
 
 def pieces(tensors: Sequence[int], blocks: Sequence[int]) -> Iterator[TensorPiece]:
@@ -128,27 +75,18 @@ class OffloadedTensor(NamedTuple):
     dtype: str
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class TensorMove:
-    """The move of one action for one microbatch.
+    """The move of one OFFLOAD for one microbatch: the storages with their bytes, and the reserved slots.
 
-    It has a table, and the storages and slots that the table numbers.
+    A last microbatch may be smaller than the plan's, and then does not fill its slots.
     """
 
-    table: BlockTable
-    storages: Sequence[ref[torch.UntypedStorage]]
+    action: Action
+    storages: Sequence[tuple[ref[torch.UntypedStorage], int]]
     slots: Sequence[tuple[Member, Slot]]
     copy: Any
-
-    @property
-    def action(self) -> Action:
-        """The OFFLOAD."""
-        return self.table.action
-
-    @property
-    def state(self) -> Whereabouts:
-        """State of the storages."""
-        return self.table.state
+    state: Whereabouts = Whereabouts.LEAVING
 
 
 class Luggage:
@@ -269,11 +207,12 @@ class Mover:
     def _offload(self, action: Action, luggage: Luggage, *, smaller: bool) -> None:
         """Begin to copy storages out."""
         storages = self._storages(action, luggage, smaller=smaller)
-        table = BlockTable.of(action, [nbytes for _, nbytes in storages], self._slots(action))
-        taken = [(member, self.borrowed.take(member, nbytes)) for member, nbytes in table.blocks]
-        copy = self.copy(storages, taken, outward=True)
+        taken = [(member, self.borrowed.take(member, nbytes)) for member, nbytes in self._slots(action)]
         luggage.moves[_subject(action)] = TensorMove(
-            table, [ref(storage) for storage, _ in storages], taken, copy
+            action=action,
+            storages=[(ref(storage), nbytes) for storage, nbytes in storages],
+            slots=taken,
+            copy=self.copy(storages, taken, outward=True),
         )
         luggage.away |= self._weights_of(action)
 
@@ -290,7 +229,7 @@ class Mover:
                 )
             storage.resize_(0)
             self.resized(storage)
-        move.table = move.table.now(Whereabouts.AWAY)
+        move.state = Whereabouts.AWAY
 
     def _reload(self, action: Action, luggage: Luggage) -> None:
         """Allocate memory for the storages, and begin to copy back."""
@@ -303,7 +242,7 @@ class Mover:
             storage.resize_(nbytes)
             self.resized(storage)
         move.copy = self.copy(storages, move.slots, outward=False)
-        move.table = move.table.now(Whereabouts.RETURNING)
+        move.state = Whereabouts.RETURNING
 
     def _reloaded(self, action: Action, luggage: Luggage) -> None:
         """Wait for the copies and free the slots."""
@@ -417,9 +356,7 @@ class Mover:
 
     def _present(self, action: Action, move: TensorMove) -> list[tuple[torch.UntypedStorage, int]]:
         """Return the storages of a move, which the graph still holds, with their bytes."""
-        result = [
-            (storage(), nbytes) for storage, nbytes in zip(move.storages, move.table.tensors, strict=True)
-        ]
+        result = [(storage(), nbytes) for storage, nbytes in move.storages]
         if any(storage is None for storage, _ in result):
             raise UsageError(
                 f"{action} comes after the backward that needed the tensors that {move.action} offloaded"
