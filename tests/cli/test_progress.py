@@ -94,7 +94,7 @@ def test_a_command_is_seen_to_work_before_it_imports_a_model(
         shown.append(stderr.getvalue())
         raise UsageError("no such model")
 
-    monkeypatch.setattr(models, "resolve", refuse)
+    monkeypatch.setattr(models, "_task", refuse)
     monkeypatch.chdir(tmp_path)
     save(make_plan(random_profile(6), (2, 4)), "p")
     assert main(line.split()) == 2

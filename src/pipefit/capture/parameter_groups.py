@@ -6,7 +6,7 @@ on its stage.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -81,11 +81,16 @@ _MOST = 16  # kinds of parameters that are tried, at most
 _KNOWN: dict[Hashable, bool] = {}  # answers of this process
 
 
-class _ParameterKind(NamedTuple):
-    """Number of dimensions and group options of a kind of parameters."""
+class ParameterKind(NamedTuple):
+    """Group options and number of dimensions of a kind of parameters, and the dimension that ranks divide."""
 
     options: dict[str, Any]
     dimensions: int
+    divided: int | None = None
+
+    def part(self, whole: Tensor) -> Tensor:
+        """Return the part of a small parameter, or of its gradient, that the first of two ranks has."""
+        return (whole if self.divided is None else whole.narrow(self.divided, 0, _SIDE // 2)).clone()
 
 
 WHY = (
@@ -100,7 +105,8 @@ def couples(task: Task, module: nn.Module) -> bool:
     Returns False for optimizers that cannot be tested: those that draw random numbers, fail without a model,
     or hold other parameters than they were given.
     """
-    kinds = [kind for kind in _kinds(task, module) for _ in range(_EACH)]
+    groups = parameter_groups([ChainLayer("", module)], task.groups)
+    kinds = [kind for kind in kinds_of(groups)[:_MOST] for _ in range(_EACH)]
     key = _key(task.optimizer, kinds)
     if key is None:
         return _couples(task, kinds)
@@ -109,7 +115,7 @@ def couples(task: Task, module: nn.Module) -> bool:
     return _KNOWN[key]
 
 
-def _key(optimizer: object, kinds: Sequence[_ParameterKind]) -> Hashable:
+def _key(optimizer: object, kinds: Sequence[ParameterKind]) -> Hashable:
     """Return what determines the answer of a class with fixed options; None for other functions, which may
     depend on anything.
     """
@@ -125,57 +131,87 @@ def _key(optimizer: object, kinds: Sequence[_ParameterKind]) -> Hashable:
     return key if isinstance(function, type) else None
 
 
-def _couples(task: Task, kinds: Sequence[_ParameterKind]) -> bool:
+def _couples(task: Task, kinds: Sequence[ParameterKind]) -> bool:
     """Try the optimizer on small parameters of these kinds."""
     with without_dispatch_modes(), torch.random.fork_rng(devices=[]):
         try:
-            alone, again = (_updated(task, kinds, at_once=False, seed=seed) for seed in (0, 1))
-            together = _updated(task, kinds, at_once=True, seed=0)
+            alone, again = (trained(task, kinds, at_once=False, seed=seed) for seed in (0, 1))
+            together = trained(task, kinds)
         except Exception:  # noqa: BLE001 -- what an optimizer asks of parameters is its own; training says it better
             return False
-        return _alike(alone, again) and not _alike(alone, together)
+        if not all(one.is_given for one in (*alone, *together)):
+            return False
+        results = [[one.parameter for one in tried] for tried in (alone, again, together)]
+        return alike(*results[:2]) and not alike(results[0], results[2])
 
 
-def _kinds(task: Task, module: nn.Module) -> list[_ParameterKind]:
-    """Return the kinds of parameters that are trained, each once."""
-    result: list[_ParameterKind] = []
-    for group in (
-        group for of_layer in parameter_groups([ChainLayer("", module)], task.groups) for group in of_layer
-    ):
+def kinds_of(
+    groups: Sequence[Sequence[dict[str, Any]]], divided: Callable[[nn.Parameter], int | None] = lambda _: None
+) -> list[ParameterKind]:
+    """Return the kinds of parameters in the groups of layers, each once; `divided` returns divided dimensions."""
+    result: list[ParameterKind] = []
+    for group in (group for of_layer in groups for group in of_layer):
         wanted = {key: value for key, value in group.items() if key != "params"}
         for parameter in group["params"]:
-            kind = _ParameterKind(wanted, parameter.ndim)
-            if len(result) < _MOST and kind not in result:
+            kind = ParameterKind(wanted, parameter.ndim, divided(parameter))
+            if kind not in result:
                 result.append(kind)
     return result
 
 
-def _updated(task: Task, kinds: Sequence[_ParameterKind], *, at_once: bool, seed: int) -> list[Tensor]:
-    """Return small parameters after some steps of one optimizer with shared groups, or of one each."""
-    draws = torch.Generator().manual_seed(0)
-    tried = [nn.Parameter(torch.randn([_SIDE] * kind.dimensions, generator=draws)) for kind in kinds]
-    groups: list[dict[str, Any]] = []
+class Trained(NamedTuple):
+    """A small parameter, and the optimizer that has trained it."""
+
+    parameter: nn.Parameter
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def is_given(self) -> bool:
+        """True if the optimizer holds the parameter, and not those of a model instead."""
+        return any(self.parameter is one for group in self.optimizer.param_groups for one in group["params"])
+
+
+def trained(
+    task: Task,
+    kinds: Sequence[ParameterKind],
+    *,
+    at_once: bool = True,
+    parts: bool = False,
+    seed: int = 0,
+    device: torch.device | None = None,
+) -> list[Trained]:
+    """Train small parameters of these kinds for some steps by one optimizer with shared groups, or by one each.
+
+    With `parts`, only those parts are trained that the first of two ranks has. `seed` is that of torch's draws.
+    """
+    draws, groups = torch.Generator().manual_seed(0), list[dict[str, Any]]()
+
+    def drawn(kind: ParameterKind) -> Tensor:
+        whole = torch.randn([_SIDE] * kind.dimensions, generator=draws).to(device)
+        return kind.part(whole) if parts else whole
+
+    tried = [nn.Parameter(drawn(kind)) for kind in kinds]
     for kind, parameter in zip(kinds, tried, strict=True):
         known = [one for one in groups if at_once and one["options"] == kind.options]
         if known:
             known[0]["params"].append(parameter)
         else:
             groups.append({"options": kind.options, "params": [parameter]})
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     given = [{**one["options"], "params": one["params"]} for one in groups]
     optimizers = [task.optimizer(given)] if at_once else [task.optimizer([one]) for one in given]
-    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    if held != set(map(id, tried)):
-        raise ValueError("it has other parameters, which must not change")
-    for _ in range(_STEPS):
-        for number, parameter in enumerate(tried, start=1):
-            parameter.grad = number * torch.randn(parameter.shape, generator=draws)
+    result = list(map(Trained, tried, optimizers * len(tried) if at_once else optimizers))
+    steps = _STEPS if all(one.is_given for one in result) else 0  # parameters of a model stay as they are
+    for _ in range(steps):
+        for number, (kind, parameter) in enumerate(zip(kinds, tried, strict=True), start=1):
+            parameter.grad = number * drawn(kind)
         for optimizer in optimizers:
             optimizer.step()
-    return [parameter.detach() for parameter in tried]
+    return result
 
 
-def _alike(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+def alike(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Return whether two results of training are equal up to rounding."""
     return all(
         torch.allclose(tensor, other, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
         for tensor, other in zip(some, others, strict=True)

@@ -12,7 +12,7 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property, partial
@@ -24,14 +24,19 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from pipefit.capture import ChainLayer, Task, updating
-from pipefit.capture.parameter_groups import parameter_groups
+from pipefit.capture.parameter_groups import (
+    ParameterKind,
+    Trained,
+    alike,
+    kinds_of,
+    parameter_groups,
+    trained,
+)
 from pipefit.errors import UsageError
-from pipefit.fake_cuda.fingerprint import options
 from pipefit.memory import HomeState, Layers, ReplicaShare
 from pipefit.runtime.comm.agreement import Agreement
 from pipefit.runtime.offload.copying import Pace
 from pipefit.runtime.optim.half_precision import (
-    Group,
     MasterWeights,
     copies_of,
     make_optimizer,
@@ -198,23 +203,6 @@ def kept_beside(
 # would train other numbers without an error. So an optimizer is tried on small parameters, and on parts of
 # them, when layers are profiled for ranks, and when these begin to train. Costs milliseconds.
 
-_SIDE, _STEPS, _TOLERANCE = 4, 3, 1e-5
-
-
-class _GroupKind(NamedTuple):
-    """Kind of a group's parameters: their number of dimensions, and the dimension that ranks divide."""
-
-    dimensions: int
-    divided: int | None
-
-
-class _Tried(NamedTuple):
-    """The same parameter twice: whole, and as the part of a rank."""
-
-    kind: _GroupKind
-    whole: nn.Parameter
-    part: nn.Parameter
-
 
 def check_elementwise(
     task: Task, layers: Sequence[ChainLayer], shards: Mapping[str, TensorShard], device: torch.device
@@ -232,83 +220,29 @@ def check_elementwise(
         for layer in layers
         for local, parameter in layer.module.named_parameters(remove_duplicate=False)
     }
-    draws, tried = torch.Generator().manual_seed(0), list[tuple[Group, list[_Tried]]]()
-    with without_dispatch_modes(), torch.random.fork_rng(devices=[]):
-        for given, kinds in _different(parameter_groups(layers, task.groups), names, shards):
-            tried.append((given, [_tried(kind, draws, device) for kind in kinds]))
-        result = _coupled(task, tried, draws) if tried else ""
-    if result:
-        raise UsageError(
-            f"optimizer {result} of {task.name} does not update parameters element by element (it uses "
-            "norms, rows or random numbers of whole tensors), but tensor-parallel ranks hold only shards: "
-            "use an optimizer such as AdamW or SGD, or no tensor parallelism"
-        )
-
-
-def _different(
-    layers: Sequence[Sequence[Group]], names: Mapping[int, str], shards: Mapping[str, TensorShard]
-) -> Iterator[tuple[Group, tuple[_GroupKind, ...]]]:
-    """Yield the options of every group with the kinds of its parameters; equal groups once."""
-    seen = set[object]()
-    for group in (group for of_layer in layers for group in of_layer):
-        given = {name: value for name, value in group.items() if name != "params"}
-        kinds = _kinds(group, names, shards)
-        if (key := (options(given), kinds)) not in seen:
-            seen.add(key)
-            yield given, kinds
-
-
-def _coupled(task: Task, groups: Sequence[tuple[Group, list[_Tried]]], draws: torch.Generator) -> str:
-    """Return the class of the task's optimizer if it computes with more than one element.
-
-    The text is empty if it does not.
-    """
-    every = [trial for _, of_group in groups for trial in of_group]
-    whole = task.optimizer([{**given, "params": [one.whole for one in own]} for given, own in groups])
-    part = task.optimizer([{**given, "params": [one.part for one in own]} for given, own in groups])
-    for _ in range(_STEPS):
-        _step(whole, part, every, draws)
-    alike = all(_alike(one, part) for one in every if one.kind.divided is not None)
-    return "" if alike else type(part).__name__
-
-
-def _kinds(
-    group: Group, names: Mapping[int, str], shards: Mapping[str, TensorShard]
-) -> tuple[_GroupKind, ...]:
-    parameters: list[nn.Parameter] = group["params"]
-    return tuple(dict.fromkeys(_GroupKind(p.ndim, shards[names[id(p)]].dim) for p in parameters))
-
-
-def _tried(kind: _GroupKind, draws: torch.Generator, device: torch.device) -> _Tried:
-    whole = torch.randn([_SIDE] * kind.dimensions, generator=draws).to(device)
-    return _Tried(kind, nn.Parameter(whole), nn.Parameter(_part(whole, kind)))
-
-
-def _part(whole: Tensor, kind: _GroupKind) -> Tensor:
-    """Return the part of the first of two ranks."""
-    return (whole if kind.divided is None else whole.narrow(kind.divided, 0, _SIDE // 2)).clone()
-
-
-def _step(whole: Optimizer, part: Optimizer, tried: Sequence[_Tried], draws: torch.Generator) -> None:
-    """Step both optimizers with the same gradients."""
-    for trial in tried:
-        trial.whole.grad = torch.randn(trial.whole.shape, generator=draws).to(trial.whole.device)
-        trial.part.grad = _part(trial.whole.grad, trial.kind)
-    whole.step()
-    part.step()
-
-
-def _alike(trial: _Tried, part: Optimizer) -> bool:
-    """Return whether a part was updated as within the whole, and its state is divided like it."""
-    kept = [
-        item
-        for item in part.state.get(trial.part, {}).values()
-        if isinstance(item, Tensor) and item.numel() > 1
-    ]
-    expected = _part(trial.whole.detach(), trial.kind)
-    return all(item.shape == trial.part.shape for item in kept) and torch.allclose(
-        trial.part, expected, rtol=_TOLERANCE, atol=_TOLERANCE
+    kinds = kinds_of(
+        parameter_groups(layers, task.groups), lambda parameter: shards[names[id(parameter)]].dim
     )
+    if not kinds:
+        return
+    with without_dispatch_modes(), torch.random.fork_rng(devices=[]):
+        whole, parts = (trained(task, kinds, parts=n > 0, seed=n, device=device) for n in range(2))
+        for kind, one, part in zip(kinds, whole, parts, strict=True):
+            if kind.divided is not None and not _is_divided(kind, one, part):
+                raise UsageError(
+                    f"optimizer {type(part.optimizer).__name__} of {task.name} does not update parameters "
+                    "element by element (it uses norms, rows or random numbers of whole tensors), but "
+                    "tensor-parallel ranks hold only shards: use an optimizer such as AdamW or SGD, or no "
+                    "tensor parallelism"
+                )
+
+
+def _is_divided(kind: ParameterKind, whole: Trained, part: Trained) -> bool:
+    """Return whether a part was updated as within the whole, and its state is divided like it."""
+    state = part.optimizer.state.get(part.parameter, {}).values()
+    kept = [item for item in state if isinstance(item, Tensor) and item.numel() > 1]
+    is_alike = alike([kind.part(whole.parameter.detach())], [part.parameter.detach()])
+    return is_alike and all(item.shape == part.parameter.shape for item in kept)
 
 
 # ---- Updates
