@@ -15,13 +15,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
+from math import gcd, lcm
 from typing import NamedTuple
 
 from pipefit.errors import UsageError
 from pipefit.memory import StageStorages
 from pipefit.schema.actions import COMPUTE, FORWARDS, UPDATES, Action, Bundle, Kind, Subject
+from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import Decision, Run, SavedTensors, State, StateKind, What
+from pipefit.schema.devices import Member, Place, Share
 from pipefit.schema.plan import Plan
 
 # ---- Bundles: the subjects that one OFFLOAD or RELOAD moves together, in the table of a program
@@ -79,6 +83,59 @@ def _moved(decision: Decision) -> Iterator[tuple[Subject, ...]]:
         yield of_layers(subject.start, subject.stop, "parameters")
     else:
         yield subjects_of(subject)
+
+
+# ---- Striping: a tensor that goes to several peers at once, in blocks that all end together
+#
+#     striped(cluster, 0)                      on a DGX-1: device1*1+device2*1+device3*2+device4*2
+#     striped(cluster, 0, peers=[3, 4])        device3*1+device4*1
+#
+# Each block is proportional to the bandwidth of the link to its peer. If every peer has separate wires, and
+# all links the same latency, no other blocks for the same peers end earlier. Peers in one switch share the
+# device's own port: equal blocks are then as fast as a single one, and spread the lent memory. (MPress, D2D
+# swap.)
+
+_FINEST = 100  # rates are approximated by ratios of whole numbers with at most this denominator
+
+
+def neighbours(cluster: Cluster, device: int) -> tuple[int, ...]:
+    """Return the devices that a link joins directly with this one."""
+    here = Member.device(device)
+    joined = {member for link in cluster.links if here in link.members for member in link.members} - {here}
+    return tuple(number for number in range(len(cluster.devices)) if Member.device(number) in joined)
+
+
+def striped(cluster: Cluster, device: int, peers: Iterable[int] | None = None) -> Place:
+    """Return the place to which a device moves a tensor over its links to all of these peers at once.
+
+    Args:
+        cluster: the cluster.
+        device: the device that moves a tensor.
+        peers: devices with a link to `device`; default: all of them.
+
+    Raises:
+        UsageError: no peers, one without a direct link, or a device that does not exist.
+    """
+    cluster.check(Member.device(device), "striping")
+    near = neighbours(cluster, device)
+    chosen = near if peers is None else tuple(dict.fromkeys(peers))
+    far = [peer for peer in chosen if peer not in near]
+    if far or not chosen:
+        reached = ", ".join(map(str, near)) or "no other device"
+        raise UsageError(
+            f"device {device} of cluster {cluster.name!r} cannot stripe tensors over {far or 'no peers'}: "
+            f"its links lead to {reached}; name some of those, or a host"
+        )
+    rates = [cluster.route(Member.device(device), Member.device(peer)).bytes_per_second for peer in chosen]
+    return Place(Share(Member.device(peer), parts) for peer, parts in zip(chosen, _whole(rates), strict=True))
+
+
+def _whole(rates: list[float]) -> list[int]:
+    """Return the smallest whole numbers in the ratios of these rates."""
+    quotients = [Fraction(rate / min(rates)).limit_denominator(_FINEST) for rate in rates]
+    scale = lcm(*(quotient.denominator for quotient in quotients))
+    numbers = [int(quotient * scale) for quotient in quotients]
+    return [number // gcd(*numbers) for number in numbers]
 
 
 # ---- Moves of saved tensors
