@@ -33,7 +33,7 @@ from pipefit.memory.arenas import Arena, arenas_of, pinned_sizes, room_needed
 from pipefit.runtime import Trainer
 from pipefit.runtime.hardware import Hardware
 from pipefit.runtime.offload.copying import Slot, SlotPart
-from pipefit.runtime.offload.cuda import CudaDriver, Driver, OnStreams, StreamCopies
+from pipefit.runtime.offload.cuda import CudaDriver, OnStreams, StreamCopies
 from pipefit.runtime.offload.disk import Buffers, DiskSlot, nameless_file
 from pipefit.runtime.offload.lending import CudaMemory, HostMemory, Lending, check_lending, pinned_slots
 from pipefit.schema.cluster import Cluster
@@ -308,7 +308,7 @@ class FakeDriver:
         self.closed.append(start)
 
 
-def memory_of(driver: Driver, arenas: Sequence[Arena] = (), cluster: Cluster | None = None) -> CudaMemory:
+def memory_of(driver: FakeDriver, arenas: Sequence[Arena] = (), cluster: Cluster | None = None) -> CudaMemory:
     """Return memory of GPUs that stand on the CPU."""
     return CudaMemory(
         cluster or make_cluster(2), arenas, lambda _: torch.device("cpu"), driver, lambda _: Settled()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 from pipefit.capture import EqualBlocks, Task
 from pipefit.errors import UsageError
@@ -66,15 +66,6 @@ _MEANS: dict[How, Means] = {
 }
 
 
-class _Asked(TypedDict):
-    """Arguments other than model and cluster."""
-
-    microbatches: int | None
-    schedule: str
-    target: Target | None
-    progress: Callable[..., object] | None
-
-
 def fit(
     model: Task,
     cluster: Cluster | str,
@@ -97,7 +88,7 @@ def fit(
     """
     instance("model", model, Task, "pipefit.Task describes how a module is trained")
     check_arguments(
-        _Asked, {"microbatches": microbatches, "schedule": schedule, "target": target, "progress": progress}
+        fit, {"microbatches": microbatches, "schedule": schedule, "target": target, "progress": progress}
     )
     if isinstance(cluster, str):
         cluster = load_cluster(cluster)

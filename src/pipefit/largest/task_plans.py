@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 from pipefit.capture import Task
 from pipefit.errors import InfeasibleError, OutOfMemory, UsageError
@@ -203,14 +203,6 @@ def _told(plan: Plan, devices: Sequence[DeviceTrace], short: Sequence[str]) -> P
 # ---- The plan of a task or profile
 
 
-class _Own(TypedDict):
-    """Arguments for tasks only."""
-
-    target: Target | None
-    certify: bool
-    progress: Callable[..., object] | None
-
-
 def plan(
     model: Task | ModelProfile,
     cluster: Cluster | str,
@@ -244,7 +236,7 @@ def plan(
     if training is not None:
         instance("training", training, Training, "or pass batch_size and microbatches by name")
     asked = PlanOptions.named(options)
-    check_arguments(_Own, {"target": target, "certify": certify, "progress": progress})
+    check_arguments(plan, {"target": target, "certify": certify, "progress": progress})
     if engine == "torch":
         return _plan_for_torch(model, cluster, training, target, certify, progress, asked)
     if isinstance(model, ModelProfile):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipefit.runtime import Copier, NoCopier, OnStreams, Slot, SlotPart, UnpacedCopies
+from pipefit.runtime import Copier, OnStreams, Slot, SlotPart, UnpacedCopies
 from pipefit.torch_internals import without_dispatch_modes
 
 CHANGED = "a tensor that autograd has saved was modified by an inplace operation before its backward"
@@ -84,7 +84,7 @@ class HostTensors:
     @classmethod
     def dry(cls) -> HostTensors:
         """Return the offloading of fake tensors."""
-        return cls(NoPool(), NoCopier())
+        return cls(NoPool(), Copier())
 
     @contextmanager
     def saving(self, numbers: Collection[int], stays: Callable[[Tensor], bool]) -> Iterator[None]:

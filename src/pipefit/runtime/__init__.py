@@ -38,7 +38,7 @@ from pipefit.runtime.hardware import Hardware, check_backwards, free_bytes, mome
 from pipefit.runtime.initial_weights import start_of
 from pipefit.runtime.launch.restarts import train
 from pipefit.runtime.launch.worker import IN_A_STEP
-from pipefit.runtime.offload.copying import Copier, NoCopier, Slot, SlotPart, UnpacedCopies
+from pipefit.runtime.offload.copying import Copier, Slot, SlotPart, UnpacedCopies
 from pipefit.runtime.offload.cuda import OnStreams
 from pipefit.runtime.optim.half_precision import (
     Copied,
@@ -71,7 +71,6 @@ __all__ = [
     "LossScale",
     "MasterWeights",
     "Names",
-    "NoCopier",
     "NoPeers",
     "OnStreams",
     "RankShards",

@@ -63,7 +63,7 @@ def check_types(instance: Any) -> None:
 
 
 def check_arguments(kind: Any, given: Mapping[str, object]) -> None:
-    """Check named arguments against a TypedDict's types; names that it does not have are ignored.
+    """Check named arguments against the types of a TypedDict or function; names that it lacks are ignored.
 
     Raises:
         UsageError: an argument has another type; names it, its type and the value.

@@ -24,11 +24,10 @@ from datetime import timedelta
 from functools import partial
 from math import isfinite
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from pipefit.capture import Task
 from pipefit.checkpoints import Candidates, Checkpoint, Owner, keep, load_weights
@@ -47,15 +46,15 @@ from pipefit.errors import (
     in_one_line,
 )
 from pipefit.processes import met
-from pipefit.runtime.checkpoint.background_saver import SaveReport
 from pipefit.runtime.checkpoint.restoring import check_task
 from pipefit.runtime.comm.transport import TOKEN, check_members
 from pipefit.runtime.engine.tensor_groups import lost
 from pipefit.runtime.hardware import Hardware, ran_out
 from pipefit.runtime.launch.forks import Inherited, Passed
 from pipefit.runtime.options import Saving, StepReport, Supervision, TrainOptions
+from pipefit.runtime.trainer import Trainer
 from pipefit.schema.plan import Plan
-from pipefit.schema.trace import DeviceTrace, Trace
+from pipefit.schema.trace import DeviceTrace
 from pipefit.schema.validation import whole
 from pipefit.texts import counted, printable
 
@@ -165,30 +164,7 @@ PHASES = {
 _FOREVER = timedelta(days=1000)  # no timeout between workers: the parent knows which one hangs
 
 
-class WorkerTrainer(Protocol):
-    """A worker's trainer: `Trainer`, or that of another engine with its constructor."""
-
-    @property
-    def not_compared(self) -> str: ...
-    @property
-    def late(self) -> int: ...
-    @property
-    def trace(self) -> Trace: ...
-    @property
-    def steps_done(self) -> int: ...
-    @property
-    def owner(self) -> Owner: ...
-    @property
-    def saved(self) -> SaveReport | None: ...
-    def step(self, batch: tuple[Any, Any]) -> float: ...
-    def finish(self) -> list[float]: ...
-    def state_dict(self, *, optimizer: bool = ...) -> dict[str, Tensor]: ...
-    def load_weights(self, path: str) -> None: ...
-    def load(self, path: str) -> int: ...
-    def save(self, directory: str, *, keep: int | None = ..., background: bool = ...) -> None: ...
-
-
-MakeTrainer = Callable[..., WorkerTrainer]
+MakeTrainer = Callable[..., Any]  # makes a `Trainer`, or that of another engine with the same methods
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,7 +304,7 @@ def _train(
     reports = _WorkerReports(assignment, pipe)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PipefitWarning)  # the parent warns
-        trainer = assignment.trainer(
+        trainer: Trainer = assignment.trainer(
             task,
             assignment.plan,
             callbacks=[reports.hear],
@@ -362,7 +338,7 @@ def _train(
     return trace.devices[workers[assignment.rank]], trace.step_seconds
 
 
-def _load(trainer: WorkerTrainer, folder: str, orders: Orders) -> None:
+def _load(trainer: Trainer, folder: str, orders: Orders) -> None:
     """Load the checkpoint in `folder`.
 
     Raises:
@@ -379,7 +355,7 @@ def _load(trainer: WorkerTrainer, folder: str, orders: Orders) -> None:
 
 
 def _steps(
-    assignment: Assignment, task: Task, trainer: WorkerTrainer, reports: _WorkerReports, heartbeat: Heartbeat
+    assignment: Assignment, task: Task, trainer: Trainer, reports: _WorkerReports, heartbeat: Heartbeat
 ) -> None:
     """Run all steps and saves of this worker."""
     orders, since = assignment.orders, 0
@@ -430,7 +406,7 @@ class _WorkerReports:
         if self._stops and not isfinite(loss):
             raise LossNotFinite(not_finite(step, loss))
 
-    def save(self, trainer: WorkerTrainer, saving: Saving) -> None:
+    def save(self, trainer: Trainer, saving: Saving) -> None:
         """Save a checkpoint, and report its costs."""
         try:
             trainer.save(saving.directory, keep=saving.keep, background=not saving.in_foreground)

@@ -20,7 +20,7 @@ from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from threading import Event
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -84,16 +84,14 @@ class Pace:
         self._ending = Event()
 
 
-class Copier(Protocol):
-    """Copies bytes between storages and slots.
+class Copier:
+    """Copies bytes between storages and slots. This one copies nothing, for fake tensors.
 
     Copies of one direction of a device run one after the other, in the order of their starts. The two
     directions run in parallel.
     """
 
-    @property
-    def beside(self) -> bool:
-        """True if copies run while the device computes, and therefore take time separately."""
+    beside = False  # whether copies run while the device computes, and therefore take time separately
 
     def start(self, parts: Sequence[SlotPart], *, outward: bool, seconds: float) -> Any:
         """Begin to copy, into the slots if `outward`, over links that take `seconds`.
@@ -114,25 +112,7 @@ class Copier(Protocol):
         """End all copies after a failed step."""
 
 
-class NoCopier:
-    """A copier for fake tensors, which copies nothing."""
-
-    beside = False
-
-    def start(self, parts: Sequence[SlotPart], *, outward: bool, seconds: float) -> None:
-        """Do nothing."""
-
-    def join(self, handle: None) -> None:
-        """Return at once: the copy was complete from the start."""
-
-    def settle(self, handle: None) -> None:
-        """Return at once: the copy was complete from the start."""
-
-    def abandon(self) -> None:
-        """Do nothing: no copy is in flight."""
-
-
-class UnpacedCopies(NoCopier):
+class UnpacedCopies(Copier):
     """Copies completely at the start of a copy, without pacing.
 
     It serves several devices in one process, which run in turns.
@@ -142,7 +122,7 @@ class UnpacedCopies(NoCopier):
         carry(parts, outward=outward)
 
 
-class Beside:
+class Beside(Copier):
     """Copies on two threads, one outward and one inward, while the device computes."""
 
     beside = True

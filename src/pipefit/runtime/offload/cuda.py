@@ -25,13 +25,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from ctypes import byref, c_char, c_char_p, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch.cuda import Stream
 
 from pipefit.errors import UsageError
-from pipefit.runtime.offload.copying import SlotPart, carry_and_forget
-from pipefit.runtime.offload.disk import DiskSlot
+from pipefit.runtime.offload.copying import Copier, SlotPart, carry_and_forget
+from pipefit.runtime.offload.disk import DiskSlot, PlainCopies
 from pipefit.schema.devices import Member
 
 # ---- CUDA's driver
@@ -44,28 +45,12 @@ _HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
 
 
-class Driver(Protocol):
-    """Copies, and memory that processes share. Every call is for the calling thread's current device."""
-
-    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Queue a copy between two addresses, of any devices or pinned memory."""
-
-    def export(self, address: int) -> tuple[bytes, int]:
-        """Return a handle of the allocation with an address of this device, and the address's offset."""
-
-    def open(self, handle: bytes) -> int:
-        """Map another process's allocation until it is closed; return its first address in this process."""
-
-    def close(self, start: int) -> None:
-        """Unmap an allocation that `open` has mapped."""
-
-
 class _Handle(ctypes.Structure):
     _fields_ = [("reserved", c_char * _HANDLE_BYTES)]
 
 
 class CudaDriver:
-    """The driver of this machine.
+    """The driver of this machine. Every call is for the calling thread's current device.
 
     Raises:
         UsageError: the machine has none.
@@ -80,21 +65,25 @@ class CudaDriver:
             ) from error
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Queue a copy between two addresses, of any devices or pinned memory."""
         self._call("cuMemcpyAsync", c_uint64(target), c_uint64(source), c_size_t(nbytes), c_void_p(stream))
 
     def export(self, address: int) -> tuple[bytes, int]:
+        """Return a handle of the allocation with an address of this device, and the address's offset."""
         start, nbytes, handle = c_uint64(), c_size_t(), _Handle()
         self._call("cuMemGetAddressRange_v2", byref(start), byref(nbytes), c_uint64(address))
         self._call("cuIpcGetMemHandle", byref(handle), c_uint64(address))
         return bytes(handle), address - start.value
 
     def open(self, handle: bytes) -> int:
+        """Map another process's allocation until it is closed; return its first address in this process."""
         start = c_uint64()
         here = _Handle.from_buffer_copy(handle)
         self._call("cuIpcOpenMemHandle_v2", byref(start), here, c_uint(_LAZY_ENABLE_PEER_ACCESS))
         return start.value
 
     def close(self, start: int) -> None:
+        """Unmap an allocation that `open` has mapped."""
         self._call("cuIpcCloseMemHandle", c_uint64(start))
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -112,23 +101,6 @@ class CudaDriver:
 # ---- Copies on streams
 
 
-class Queue(Protocol):
-    """The used part of the interface of `torch.cuda.Stream`."""
-
-    @property
-    def cuda_stream(self) -> int:
-        """The driver's handle of the stream."""
-
-    def record_event(self) -> Any:
-        """Record an event after all work queued so far."""
-
-    def wait_event(self, event: Any) -> None:
-        """Make work that is queued later wait for an event."""
-
-    def synchronize(self) -> None:
-        """Make the host wait for all queued work."""
-
-
 @dataclass(slots=True)
 class UnderWay:
     """A copy in flight: its final event on every stream, its files if any, and its parts.
@@ -141,10 +113,10 @@ class UnderWay:
     parts: Sequence[SlotPart]
 
 
-class StreamCopies:
+class StreamCopies(PlainCopies):
     """Copies between a GPU and the buffers before a disk, on a separate stream."""
 
-    def __init__(self, stream: Queue, driver: Driver) -> None:
+    def __init__(self, stream: Stream, driver: CudaDriver) -> None:
         self._stream, self._driver = stream, driver
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
@@ -154,7 +126,7 @@ class StreamCopies:
         self._stream.synchronize()
 
 
-class OnStreams:
+class OnStreams(Copier):
     """Copies on streams separate from the one that computes.
 
     Args:
@@ -167,13 +139,13 @@ class OnStreams:
 
     def __init__(
         self,
-        stream: Callable[[], Queue],
-        computing: Callable[[], Queue],
-        driver: Driver,
+        stream: Callable[[], Stream],
+        computing: Callable[[], Stream],
+        driver: CudaDriver,
         here: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self._stream, self._computing, self._driver, self._here = stream, computing, driver, here
-        self._streams: dict[tuple[bool, Member | None], Queue] = {}
+        self._streams: dict[tuple[bool, Member | None], Stream] = {}
         self._last: dict[bool, dict[Member | None, Any]] = {True: {}, False: {}}
         self._threads = [ThreadPoolExecutor(1, f"pipefit-files-{way}") for way in ("in", "out")]
         self._files: list[Future[None]] = []

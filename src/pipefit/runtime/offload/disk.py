@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import IO, Protocol
+from typing import IO
 
 from pipefit.errors import OutOfMemory, UsageError, WorkerFailed
 from pipefit.memory import Arena, buffer_bytes
@@ -74,30 +74,21 @@ def nameless_file(arena: Arena, folder: str) -> IO[bytes]:
     return file
 
 
-class Copies(Protocol):
-    """Copies between a device and a buffer."""
-
-    def copy(self, target: int, source: int, nbytes: int) -> None:
-        """Begin to copy between two addresses."""
-
-    def settle(self) -> None:
-        """Wait until all copies that have begun are complete."""
-
-
 class PlainCopies:
     """Copies within plain memory."""
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Begin to copy between two addresses."""
         ctypes.memmove(target, source, nbytes)
 
     def settle(self) -> None:
-        """Return at once: each copy is complete when `copy` returns."""
+        """Wait until all copies that have begun are complete; here they are."""
 
 
 class Buffers:
     """Two equal buffers for one direction: a thread writes or reads one while the other is copied."""
 
-    def __init__(self, memory: Sequence[memoryview], copies: Copies) -> None:
+    def __init__(self, memory: Sequence[memoryview], copies: PlainCopies) -> None:
         self._memory, self._copies = memory, copies
         self._addresses = [ctypes.addressof(ctypes.c_char.from_buffer(buffer)) for buffer in memory]
         self._nbytes = len(memory[0])

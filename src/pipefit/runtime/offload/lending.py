@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,8 +34,8 @@ from pipefit.memory import (
     room_needed,
 )
 from pipefit.runtime.hardware import Hardware, free_bytes
-from pipefit.runtime.offload.copying import Beside, Copier, NoCopier, Slot, UnpacedCopies, in_a_row
-from pipefit.runtime.offload.cuda import CudaDriver, Driver, OnStreams, Queue, StreamCopies
+from pipefit.runtime.offload.copying import Beside, Copier, Slot, UnpacedCopies, in_a_row
+from pipefit.runtime.offload.cuda import CudaDriver, OnStreams, StreamCopies
 from pipefit.runtime.offload.disk import Buffers, Disks, check_folder, folder_of, plain_buffers
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import Member, MemberKind
@@ -49,22 +49,6 @@ from pipefit.units import format_bytes
 # so nothing is left when all processes have ended.
 
 
-class Memory(Protocol):
-    """Makes the memory of arenas, and lends it to other workers."""
-
-    def own(self, arena: Arena) -> list[Slot]:
-        """Return the slots of an arena that only this process uses."""
-
-    def lend(self, arena: Arena) -> tuple[Any, Callable[[], None]]:
-        """Make memory for a borrower.
-
-        Return its description for the borrower's worker, and a callback after the mapping.
-        """
-
-    def borrow(self, arena: Arena, told: Any) -> list[Slot]:
-        """Return the slots of an arena from a worker's description of it."""
-
-
 class HostMemory:
     """Memory of the host and of its disk; `arenas` are all arenas of the run."""
 
@@ -72,15 +56,21 @@ class HostMemory:
         self._disks = Disks(cluster, arenas, lambda borrower, nbytes: plain_buffers(nbytes))
 
     def own(self, arena: Arena) -> list[Slot]:
+        """Return the slots of an arena that only this process uses."""
         if arena.lender.kind is MemberKind.DISK:
             return self._disks.slots(arena)
         return _in(mmap.mmap(-1, arena.nbytes), arena)
 
     def lend(self, arena: Arena) -> tuple[tuple[str, str], Callable[[], None]]:
+        """Make memory for a borrower.
+
+        Return its description for the borrower's worker, and a callback after the mapping.
+        """
         file = _nameless(arena)
         return (_machine(), f"/proc/{os.getpid()}/fd/{file}"), lambda: os.close(file)
 
     def borrow(self, arena: Arena, told: tuple[str, str]) -> list[Slot]:
+        """Return the slots of an arena from a worker's description of it."""
         return _in(_mapped(arena, *told), arena)
 
 
@@ -163,8 +153,8 @@ class CudaMemory:
         cluster: Cluster,
         arenas: Sequence[Arena],
         device: Callable[[int], torch.device],
-        driver: Driver,
-        stream: Callable[[torch.device], Queue] = torch.cuda.Stream,
+        driver: CudaDriver,
+        stream: Callable[[torch.device], torch.cuda.Stream] = torch.cuda.Stream,
     ) -> None:
         self._device, self._driver, self._stream = device, driver, stream
         self._disks = Disks(cluster, arenas, self._buffers)
@@ -214,7 +204,7 @@ class CudaMemory:
 class Opened:
     """An allocation of another process, mapped for the life of this object."""
 
-    def __init__(self, driver: Driver, handle: bytes) -> None:
+    def __init__(self, driver: CudaDriver, handle: bytes) -> None:
         self.start = driver.open(handle)
         weakref.finalize(self, driver.close, self.start).atexit = False  # the end of a process unmaps it
 
@@ -319,8 +309,8 @@ class Lending:
     """
 
     arenas: tuple[Arena, ...] = ()
-    copier: Callable[[torch.device], Copier] = lambda device: NoCopier()
-    memory: Memory | None = None
+    copier: Callable[[torch.device], Copier] = lambda device: Copier()
+    memory: HostMemory | CudaMemory | None = None
     mapped: Mapping[Arena, list[Slot]] = field(default_factory=dict)
     makes_slots: bool = False
 
@@ -402,7 +392,9 @@ def _lending_shared(plan: Plan, arenas: Sequence[Arena]) -> list[Arena]:
     return [arena for arena in arenas if arena.lender in workers]
 
 
-def _exchanged(memory: Memory | None, device: int, shared: Sequence[Arena]) -> dict[Arena, list[Slot]]:
+def _exchanged(
+    memory: HostMemory | CudaMemory | None, device: int, shared: Sequence[Arena]
+) -> dict[Arena, list[Slot]]:
     """Return the slots of the `shared` arenas that this device lends or borrows. All workers must call it."""
     if memory is None or not shared:
         return {}
