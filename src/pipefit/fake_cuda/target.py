@@ -712,7 +712,10 @@ def _fill_slot() -> torch.library.Library:
 
 
 class _DeviceModule:
-    """The interface of `torch.fakecuda`: nothing to seed, nothing available for real work."""
+    """The interface of `torch.fakecuda`: nothing to seed, no streams, nothing available for real work."""
+
+    Event, Stream = torch.cpu.Event, torch.cpu.Stream
+    current_stream, stream = staticmethod(torch.cpu.current_stream), staticmethod(torch.cpu.stream)
 
     def is_available(self) -> bool:
         return False  # so DataLoader, fork_rng etc. ignore it
@@ -727,6 +730,12 @@ class _DeviceModule:
         return 0
 
     def manual_seed_all(self, seed: int) -> None:
+        pass
+
+    def get_rng_state(self, device: object) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor, device: object) -> None:
         pass
 
     def _is_in_bad_fork(self) -> bool:

@@ -159,7 +159,7 @@ def without_gpus() -> Iterator[None]:
 
 @contextmanager
 def counting_as_cuda(device_type: str) -> Iterator[None]:
-    """Let fake tensors of this device type count as CUDA tensors in Python code of the body."""
+    """Let fake tensors of this device type count as CUDA tensors, of an A100, in Python code of the body."""
 
     def is_cuda(tensor: FakeTensor) -> bool:
         return tensor.device.type in ("cuda", device_type)
@@ -172,6 +172,7 @@ def counting_as_cuda(device_type: str) -> Iterator[None]:
     with (
         _replaced(FakeTensor, "is_cuda", property(is_cuda)),
         _replaced(meta_registrations, "device_hint", device_hint),
+        _replaced(torch.cuda, "get_device_capability", lambda *_: (8, 0)),
     ):
         yield
 
