@@ -145,9 +145,11 @@ def alone(task: Task, plan: Plan, steps: int = 1) -> tuple[list[float], dict[str
     return losses, dict(chain.state_dict())
 
 
-def in_one_process(task: Task, plan: Plan, steps: int) -> tuple[Trainer, list[float]]:
+def in_one_process(
+    task: Task, plan: Plan, steps: int, *, numbers: bool = True
+) -> tuple[Trainer, list[float]]:
     """Run all stages in this process with the workers' batches; return their losses."""
-    trainer, losses = Trainer(task, plan), []
+    trainer, losses = Trainer(task, plan, numbers=numbers), []
     for step in range(steps):
         torch.manual_seed(step)
         losses.append(trainer.step(task.batch(plan.training.batch_size)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from random import Random
 
@@ -125,3 +125,41 @@ def _replicas(task: Task, rng: Random) -> Plan:
             for n, (start, stop) in enumerate(pairwise(cuts))
         ),
     )
+
+
+# ---- Replicas that divide gradients or parameters
+
+_OPTIMIZERS: tuple[Callable[..., torch.optim.Optimizer], ...] = (
+    partial(torch.optim.SGD, lr=0.05),
+    partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    partial(torch.optim.AdamW, lr=0.01),
+    partial(torch.optim.RMSprop, lr=0.01),
+)
+_KINDS = ("zoo", "zoo", "precise", "replicated", "replicated", "odd")
+
+
+def divided_task(seed: int) -> Task:
+    """Return a random task for replicas that divide gradients or parameters."""
+    rng = Random(f"divided {seed}")
+    task = MODELS_OF[rng.choice(_KINDS)](rng)
+    return replace(task, optimizer=rng.choice(_OPTIMIZERS))
+
+
+@cache
+def divided_case(seed: int) -> tuple[Task, Plan]:
+    """Return a random task, and a random plan for stages whose replicas divide gradients or parameters.
+
+    Raises:
+        UsageError: the task or the plan cannot be made.
+    """
+    task, rng = divided_task(seed), Random(f"divided plan {seed}")
+    plan = _replicas(task, rng)
+    schedule, microbatches = rng.choice(SCHEDULES), rng.choice([1, 2, 3, 4])
+    batch = plan.training.batch_size // plan.training.microbatches * microbatches
+    training = replace(plan.training, schedule=schedule, microbatches=microbatches, batch_size=batch)
+    shards = [rng.choice(["gradients", "parameters"]) for _ in plan.stages]
+    stages = [
+        replace(s, grid=replace(s.grid, shard=shard)) for s, shard in zip(plan.stages, shards, strict=True)
+    ]
+    plan = _with_clipping(replace(plan, training=training, stages=tuple(stages)), rng)
+    return task, _to_hosts(plan, rng) if rng.random() < 0.5 else plan

@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import pipefit
@@ -118,8 +119,13 @@ def _trained(plan: Plan, make: Callable[..., Task], arguments: tuple[Any, ...]) 
             torch.manual_seed(number)
             inputs, targets = task.batch(plan.training.batch_size)
             losses.append(pipeline.step(inputs, target=targets))
-    state = {name: tensor.clone() for name, tensor in pipeline.state_dict().items()}
+    state = {name: whole_copy(tensor) for name, tensor in pipeline.state_dict().items()}
     return Trained(losses=losses, state=state, peaks=_peaks(observed, resident))
+
+
+def whole_copy(tensor: Any) -> Tensor:
+    """Return a copy of a tensor, whole if replicas divide it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 _all_reduce = dist.all_reduce
@@ -154,7 +160,8 @@ def _resident(pipeline: Any) -> int:
         [t for t in vars(loss).values() if isinstance(t, Tensor)] if not hasattr(loss, "__code__") else []
     )
     tensors += [t for optimizer in pipeline.optimizers for t in _state(optimizer)]
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+    here = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in here}.values())
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

@@ -7,7 +7,7 @@ import os
 import re
 import runpy
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
 from datetime import timedelta
@@ -21,21 +21,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import checkpoint
+from torch.optim import SGD, Adafactor, Adam, Optimizer, RMSprop
 
 import pipefit
 from pipefit.capture import Task
 from pipefit.cli import main
 from pipefit.errors import PeerLost, UsageError
 from pipefit.models import build
+from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.schema.decisions import Decision, SavedTensors, State, What
 from pipefit.schema.devices import parse_place
+from pipefit.schema.grids import Grid
 from pipefit.schema.json_io import save
 from pipefit.schema.plan import Plan
+from pipefit.schema.trace import Category
 from support.sharded_stages import Degrees, divided, grid_plan, profiled
 from support.small_tasks import alone, batch_of, in_one_process, plan_of, task_of
-from support.torch_engine_cases import engine_case, engine_task
-from support.torch_engine_workers import STEPS, Workers
+from support.torch_engine_cases import divided_case, divided_task, engine_case, engine_task
+from support.torch_engine_workers import STEPS, Workers, whole_copy
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -77,6 +81,34 @@ def test_numbers_of_a_plain_loop(
     assert all(torch.equal(trained[name], tensor) for name, tensor in state.items())
 
 
+def whole_replicas(plan: Plan) -> Plan:
+    """Return the plan with replicas that divide nothing."""
+    stages = [replace(stage, grid=replace(stage.grid, shard="none")) for stage in plan.stages]
+    return replace(plan, stages=tuple(stages))
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("seed", [seed for seed in range(59) if seed not in (7, 16, 30, 42, 52)])  # no plan
+def test_replicas_that_divide_parameters(workers: Workers, seed: int) -> None:
+    """Peaks are the certified ones; numbers are those of whole replicas, bit by bit if no sum has another order."""
+    task, plan = divided_case(seed)
+    trace = pipefit.certify_pipeline(task, plan)
+    trainer, losses = in_one_process(task, whole_replicas(plan), STEPS, numbers=False)
+    names = {name for name, _ in task.build().named_parameters()}
+    parameters = {name: tensor for name, tensor in trainer.state_dict().items() if name in names}
+    epsilon = max(torch.finfo(parameter.dtype).eps for parameter in parameters.values())
+    adapts = isinstance(next(trainer.stages).optimizer, Adam | RMSprop)  # updates by gradients near zero
+    is_same_order = plan.stages[0].grid.data == 2 and plan.training.clip_norm is None
+    for device, one in workers.train(plan, divided_task, seed).items():
+        assert [trace.devices[device].step_peak_bytes(step) for step in range(STEPS)] == one.peaks
+        assert one.losses == pytest.approx(losses, rel=16 * epsilon)
+        for name in one.state.keys() & parameters:
+            if is_same_order:
+                assert torch.equal(one.state[name], parameters[name])
+            elif parameters[name].dtype == torch.float64 and not adapts:
+                torch.testing.assert_close(one.state[name], parameters[name], rtol=0, atol=1e-12)
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", [*range(1, 11), *range(12, 26)])  # 0 and 11 have no plan
 def test_certified_peaks_of_random_plans(workers: Workers, seed: int) -> None:
@@ -110,6 +142,9 @@ with_momentum = partial(divided, optimizer=partial(torch.optim.SGD, lr=0.1, mome
         ("normed", [0, 2, 6], [(2, 1), (2, 1)], "optimizer", None),
         ("tied", [0, 2, 6], [(2, 1), (2, 1)], "optimizer", 0.3),
         ("dropped", [0, 6], [(2, 2)], "optimizer", 0.3),
+        ("normed", [0, 2, 6], [(2, 1), (2, 1)], "gradients", 0.3),
+        ("dropped", [0, 3, 6], [(2, 1), (2, 1)], "parameters", None),
+        ("tied", [0, 6], [(2, 2)], "parameters", 0.3),
     ],
 )
 def test_tensor_shards_and_divided_state(
@@ -128,38 +163,63 @@ def test_tensor_shards_and_divided_state(
             torch.testing.assert_close(one.state[trained], trainer.state_dict()[trained], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])
+def test_dry_runs_for_gpus(shard: str) -> None:
+    """Replicas need no GPU for their dry run; they hold the same state between steps as on a CPU."""
+    plan = shared_out("dropped", [0, 3, 6], [(2, 1), (2, 1)], shard, None)
+    cpu, gpu = (pipefit.certify_pipeline(with_momentum("dropped"), plan, target=t) for t in ("cpu", "cuda"))
+    for there, here in zip(cpu.devices, gpu.devices, strict=True):
+        begins = [next(s for s in device.memory if s.step == 1) for device in (there, here)]
+        for category in (Category.PARAMETERS, Category.OPTIMIZER):
+            assert len({sample.bytes[list(Category).index(category)] for sample in begins}) == 1
+
+
 def saved_after_a_step(plan: Plan, name: str, folder: str) -> dict[str, Tensor]:
-    """Train a step on torch's engine, save a checkpoint of pipefit, and load weights that torch has saved."""
+    """Train a step on torch's engine, save a checkpoint of pipefit and one of torch, and load both."""
     task = with_momentum(name)
     pipeline = pipefit.pipeline(task, plan)
     inputs, targets = batch_of(task, plan)
     pipeline.step(inputs, target=targets)
     pipeline.save(folder)
     pipeline.finish()
-    state = pipeline.state_dict()
-    checkpoint.save({"model": state}, checkpoint_id=f"{folder}-torch")
+    checkpoint.save({"model": pipeline.state_dict(optimizer=True)}, checkpoint_id=f"{folder}-torch")
     pipeline.step(inputs, target=targets)
-    loaded = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+    loaded = {key: torch.zeros_like(tensor) for key, tensor in pipeline.state_dict(optimizer=True).items()}
     checkpoint.load({"model": loaded}, checkpoint_id=f"{folder}-torch")
     pipeline.load_state_dict(loaded)
-    return pipeline.state_dict()
+    state = {key: whole_copy(tensor) for key, tensor in pipeline.state_dict(optimizer=True).items()}
+    pipeline.step(inputs, target=targets)
+    assert pipeline.load(folder) == 1
+    again = {key: whole_copy(tensor) for key, tensor in pipeline.state_dict(optimizer=True).items()}
+    assert all(torch.equal(again[key], tensor) for key, tensor in state.items())
+    return state
 
 
-def test_checkpoints_of_shards_have_the_whole_state(workers: Workers, tmp_path: Path) -> None:
-    """Ranks that divide weights, and replicas that divide momentum, save what any other plan continues from."""
-    plan = shared_out("tied", [0, 6], [(2, 2)], "optimizer", None)
-    states = workers.run(4, saved_after_a_step, plan, "tied", str(tmp_path / "runs"))
-    trainer, _ = in_one_process(with_momentum("tied"), plan, 1)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("name", "edges", "degrees", "shard"),
+    [
+        ("tied", [0, 6], [(2, 2)], "optimizer"),
+        ("tied", [0, 6], [(2, 2)], "gradients"),
+        ("dropped", [0, 3, 6], [(2, 1), (2, 1)], "parameters"),
+    ],
+)
+def test_checkpoints_of_shards_have_the_whole_state(
+    workers: Workers, tmp_path: Path, name: str, edges: list[int], degrees: list[Degrees], shard: str
+) -> None:
+    """Ranks that divide weights, and replicas that divide state, save what any other plan continues from."""
+    plan = shared_out(name, edges, degrees, shard, None)
+    states = workers.run(4, saved_after_a_step, plan, name, str(tmp_path / "runs"))
+    trainer, _ = in_one_process(with_momentum(name), plan, 1)
     expected = trainer.state_dict(optimizer=True)
-    other = Trainer(with_momentum("tied"), shared_out("tied", [0, 6], [(1, 1)], "none", None))
+    other = Trainer(with_momentum(name), shared_out(name, [0, 6], [(1, 1)], "none", None))
     assert other.load(tmp_path / "runs") == 1
     found = other.state_dict(optimizer=True)
     assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12)
-    for state in states:
-        for name, tensor in state.items():
-            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-12)
+    for key, tensor in expected.items():
+        torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-12)
+    for key, tensor in (item for state in states for item in state.items()):
+        torch.testing.assert_close(tensor, expected[key], rtol=0, atol=1e-12)
 
 
 def printed(script: str) -> str:
@@ -225,18 +285,54 @@ def test_refusals(changes: dict[str, str], said: str) -> None:
             call(task, plan)
 
 
+def test_grids_are_refused() -> None:
+    """Messages go from a place to the same place."""
+    plan = shared_out("dropped", [0, 3, 6], [(2, 1), (1, 2)], "none", None)
+    said = "the same numbers of replicas and of tensor shards in every stage.*: train this plan with pipefit's own"
+    with pytest.raises(UsageError, match=said):
+        pipefit.certify_pipeline(with_momentum("dropped"), plan)
+
+
+class Scaled(nn.Linear):
+    """A layer with a parameter without dimensions, which may change its inputs."""
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__(8, 8)
+        self.in_place = in_place
+        if not in_place:
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return super().forward(values.tanh_() if self.in_place else values * self.scale)
+
+
 @pytest.mark.parametrize(
-    ("degrees", "shard", "said"),
+    ("layer", "optimizer", "said"),
     [
-        ([(2, 1), (2, 1)], "gradients", "replicas divide optimizer state, not gradients"),
-        ([(2, 1), (1, 2)], "none", "the same numbers of replicas and of tensor shards in every stage"),
+        (Scaled, SGD, "cannot divide parameter 1.scale, which has no dimension: divide optimizer state only"),
+        (
+            partial(Scaled, in_place=True),
+            SGD,
+            "cannot divide parameters of layer 1, which changes its inputs",
+        ),
+        (
+            partial(nn.Linear, 8, 8),
+            Adafactor,
+            "Adafactor.*element by element.*or divide optimizer state only",
+        ),
     ],
 )
-def test_grids_are_refused(degrees: list[Degrees], shard: str, said: str) -> None:
-    """Gradients are summed at the end of a schedule, and messages go from a place to the same place."""
-    plan = shared_out("dropped", [0, 3, 6], degrees, shard, None)
-    with pytest.raises(UsageError, match=f"{said}.*: train this plan with pipefit's own runtime"):
-        pipefit.certify_pipeline(with_momentum("dropped"), plan)
+def test_parameters_that_replicas_cannot_divide(
+    layer: Callable[[], nn.Module], optimizer: Callable[..., Optimizer], said: str
+) -> None:
+    """The message names the parameter, the layer or the optimizer, and the way out."""
+    task = task_of(lambda: [nn.Linear(8, 8), layer(), nn.Linear(8, 4)], optimizer=partial(optimizer, lr=0.1))
+    grid = Grid(devices=(0, 1), data=2, shard="parameters")
+    plan = plan_of(task, (3,), profiled=profile(task, microbatch_size=(2, 1)))
+    plan = replace(plan, cluster=pipefit.load_cluster("emulated:2x1GiB"))
+    plan = replace(plan, stages=(replace(plan.stages[0], grid=grid),))
+    with pytest.raises(UsageError, match=said):
+        pipefit.certify_pipeline(task, plan)
 
 
 def test_shared_parameters_on_one_device_are_refused() -> None:

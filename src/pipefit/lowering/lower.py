@@ -208,10 +208,14 @@ def lower_for_torch(plan: Plan) -> Program:
     """Lower a plan to the program of a step on `torch.distributed.pipelining`.
 
     Raises:
-        UsageError: torch's engine cannot run the plan; or as `lower`.
+        UsageError: torch's engine cannot run the plan, or its memory is unknown without a dry run; or as `lower`.
     """
     check_for_torch(plan)
-    check_slices(plan, None)
+    if any(stage.grid.divides_gradients for stage in plan.stages):
+        raise UsageError(
+            "only a dry run knows the memory of replicas that divide gradients or parameters on torch's engine: use "
+            "pipefit certify --engine torch"
+        )
     count = plan.training.microbatches
     return _program(plan, count, *_synchronous(plan, count, range(len(plan.ranks)), exchange=exchanged))
 

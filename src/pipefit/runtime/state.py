@@ -27,6 +27,7 @@ from pipefit.runtime.optim.half_precision import MasterWeights, copies_of
 from pipefit.runtime.optim.updates import Updates
 from pipefit.schema.plan import Plan
 from pipefit.texts import kind_of
+from pipefit.torch_internals.data_parallel import as_divided, undivided
 
 # ---- Trained stages, as any engine has them
 
@@ -285,12 +286,14 @@ def _copy(tensors: Mapping[str, Tensor], name: str, into: Tensor, shards: RankSh
             "into the model that it came from"
         )
     with torch.no_grad():
-        into.copy_(result if shards is None else shards.part(name, result))
+        into.copy_(as_divided(result if shards is None else shards.part(name, result), into))
 
 
 def _put(value: Tensor, parameter: Tensor, *, single: bool) -> Tensor:
     """Copy an optimizer tensor to the parameter's device; a `single` number stays on its device, the host."""
-    return value.clone() if value.ndim == 0 and single else value.to(parameter.device, copy=True)
+    if value.ndim == 0 and single:
+        return value.clone()
+    return as_divided(value, parameter).to(parameter.device, copy=True)
 
 
 # ---- Whole tensors
@@ -323,6 +326,8 @@ def held_by(stage: TrainedPart, layer: ChainLayer) -> dict[str, Tensor]:
 def _of_ranks(ranks: Ranks, *, once: bool) -> StageState:
     first, shards = ranks[0], ranks[0].shards
     states = [StageState.of([stage], once=once) for stage in ranks]
+    if once or shards is not None:
+        states = [own.of_tensors({key: undivided(t) for key, t in own.entries().items()}) for own in states]
     if shards is None:
         return states[0]
     entries = [state.entries() for state in states]

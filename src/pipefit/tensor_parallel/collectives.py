@@ -9,10 +9,12 @@ one process without a network can determine the memory of a rank.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -26,6 +28,8 @@ from pipefit.torch_internals.fake_tensors import FakeTensor
 # gloo's threads drop their references shortly after they report a collective as complete: microseconds, or a
 # scheduler slice if many threads share a core. If they held the tensors, unneeded memory would remain for
 # that time, and the peak of a rank would be random.
+
+_PATIENCE = 10_000  # looks for the references of a thread, which drops them after a few
 
 
 class Loan:
@@ -51,6 +55,20 @@ class Loan:
         """End the loan at once: the collective is complete, so no thread uses the memory any more."""
         for memory in self._held:
             memory.owner = None
+
+    def settle(self) -> None:
+        """End the loan, and wait until no thread holds its tensors.
+
+        A thread drops them under the interpreter's lock. A backward that runs meanwhile would free memory later.
+        """
+        self.wait()
+        left = [ref(memory) for memory in self._held]
+        self._held.clear()
+        self.tensors.clear()
+        for _ in range(_PATIENCE):
+            if not any(memory() is not None for memory in left):
+                break
+            time.sleep(0)
 
 
 @contextmanager

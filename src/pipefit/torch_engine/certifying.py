@@ -33,6 +33,7 @@ from pipefit.schema.trace import Category, DeviceTrace, MemorySample, Trace
 from pipefit.schema.validation import instance
 from pipefit.torch_engine.rank import EngineRank, Groups
 from pipefit.torch_engine.training import Record, local_batches
+from pipefit.torch_internals.data_parallel import shards_counted
 from pipefit.torch_internals.patches import always_stepping
 from pipefit.torch_internals.pipelining import alone
 
@@ -139,7 +140,7 @@ def _rank(
     for stage in rank.stages:
         record.follow(stage)
     meter.tag(rank.held, Category.PARAMETERS)
-    with _uncollected(), always_stepping(), counted_states(meter), meter:
+    with _uncollected(), always_stepping(), counted_states(meter), meter, shards_counted(meter.resized):
         for step in range(STEPS):
             record.begin_step(step)
             rank.step(

@@ -41,7 +41,8 @@ from pipefit.runtime import (
 from pipefit.schema.actions import Kind
 from pipefit.schema.plan import Plan
 from pipefit.tensor_parallel import Collectives, Loan, ProcessGroupCollectives, lent
-from pipefit.torch_engine.stages import Draws, Loss, StageModule, pipeline_stage
+from pipefit.torch_engine.stages import Draws, Loss, StageModule, divide, pipeline_stage
+from pipefit.torch_internals.data_parallel import is_sharded, local_part, returning_views
 from pipefit.torch_internals.pipelining import (
     PipelineSchedule,
     agree_in_advance,
@@ -172,6 +173,8 @@ class EnginePart:
 
     def stores(self, tensor: Tensor) -> bool:
         """Return whether this replica's tensor is stored: it is the first replica, or the owner."""
+        if is_sharded(tensor):
+            return True  # all replicas gather it
         if self.share is None or not isinstance(tensor, nn.Parameter):
             return self.replica == 0
         return self.updates.owns(tensor)
@@ -190,7 +193,7 @@ class EnginePart:
 
     def optimizer_state(self) -> list[Tensor]:
         """Return every tensor that the optimizer keeps on the device, master weights included."""
-        return self.updates.state_here()
+        return list(map(local_part, self.updates.state_here()))
 
 
 class EngineRank:
@@ -235,6 +238,9 @@ class EngineRank:
         for stage, own in usual.items():
             put_on_device(own, task, device)
             self.modules[stage] = StageModule(own.layers, plan, stage, draws=self._draws, host=host)
+            if plan.stages[stage].grid.divides_gradients:
+                replicas = groups.replicas[self._replicas(stage)]
+                divide(self.modules[stage], plan, stage, task, replicas=replicas, device=device)
         self.loss: Loss | None = None
         if (last := len(plan.stages) - 1) in numbers:
             if isinstance(task.loss, nn.Module):
@@ -242,8 +248,8 @@ class EngineRank:
             self.loss = Loss(usual[last].loss, plan, self.modules[last], self._draws)
         self.agreement = None
         if plan.training.agrees:
-            self.agreement = agreement_of(task, plan, sources, number, partial(share_of, plan))
-        self._shares = {stage: share_of(plan, stage, number) for stage in numbers}
+            self.agreement = agreement_of(task, plan, sources, number, partial(_share_of, plan), splits=True)
+        self._shares = {stage: _share_of(plan, stage, number) for stage in numbers}
         self.updates = {
             stage: Updates(task, module.chain_layers, module.start, self.agreement, {}, self._shares[stage])
             for stage, module in self.modules.items()
@@ -258,7 +264,8 @@ class EngineRank:
                 self._draws,
                 self._shares[stage],
                 usual[stage].shards,
-                is_first_rank=not self._shard,
+                is_first_rank=not self._shard
+                and not (self.replica and plan.stages[stage].grid.divides_gradients),
             )
             for stage, module in self.modules.items()
         }
@@ -294,10 +301,10 @@ class EngineRank:
         others = [t for layer in layers for t in (*layer.module.buffers(), *constants(layer.module))]
         losses = [] if self.loss is None else [self.loss.losses]
         return [
-            *self.parameters,
+            *map(local_part, self.parameters),
             *others,
             *losses,
-            *(t for u in self.updates.values() for t in u.state_here()),
+            *(local_part(t) for u in self.updates.values() for t in u.state_here()),
         ]
 
     def step(
@@ -320,7 +327,8 @@ class EngineRank:
             module.begin_step()
         if self.loss is not None and self.agreement is not None and self.agreement.scale is not None:
             self.loss.scale = self.agreement.scale.value
-        with born_apart(self.parameters), _raising_own_errors():
+        whole = [parameter for parameter in self.parameters if not is_sharded(parameter)]
+        with born_apart(whole), _raising_own_errors(), returning_views():
             run_microbatches(self.schedule, self.stages, inputs, targets)
 
     def _update(self) -> None:
@@ -334,7 +342,8 @@ class EngineRank:
                 if stage in self.plan.summed.get(number, ()):
                     group = self._groups.shared[number, self._place]
                     _sum([(parameter, None)], group, some_absent=some_absent)
-            if (replicas := self._groups.replicas.get(self._replicas(stage))) is not None:
+            replicas = self._groups.replicas.get(self._replicas(stage))
+            if replicas is not None and not self.plan.stages[stage].grid.divides_gradients:
                 _sum(self._owned(stage), replicas, some_absent=some_absent)
         if self.agreement is not None:
             total = self.agreement.contribution(self._device)
@@ -382,6 +391,11 @@ class EngineRank:
         dist.all_reduce(numbers)
         loss, *peaks = numbers.tolist()
         return loss, dict(zip(devices, map(int, peaks), strict=True))
+
+
+def _share_of(plan: Plan, stage: int, device: int) -> ReplicaShare | None:
+    """Return the layers that a device owns, if replicas divide optimizer state only."""
+    return None if plan.stages[stage].grid.divides_gradients else share_of(plan, stage, device)
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

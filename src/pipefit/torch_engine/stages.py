@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import checkpoint
 
-from pipefit.capture import ChainLayer, Values, constants
+from pipefit.capture import ChainLayer, Task, Values, constants
 from pipefit.errors import UsageError
 from pipefit.own_loop import HostTensors
-from pipefit.runtime import apart, fed_back_copies, seed_layer, working_copies
+from pipefit.runtime import (
+    apart,
+    check_elementwise,
+    fed_back_copies,
+    may_be_absent,
+    seed_layer,
+    working_copies,
+)
 from pipefit.schema.decisions import Run, SavedTensors, What
 from pipefit.schema.layer_costs import Value
 from pipefit.schema.plan import Plan
+from pipefit.tensor_parallel import Loan, TensorShard
+from pipefit.torch_internals import without_dispatch_modes
+from pipefit.torch_internals.pipelining import wait_for
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,10 +165,13 @@ class StageModule(nn.Module):
         if not numbers:
             return nullcontext()
         module = self.chain_layers[layer - self.start].module
-        held = {
-            t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers(), *constants(module))
-        }
-        return self._host.saving(numbers, lambda tensor: tensor.untyped_storage()._cdata in held)
+
+        @cache
+        def held() -> set[int]:  # asked during the forward, when divided parameters are gathered
+            tensors = (*module.parameters(), *module.buffers(), *constants(module))
+            return {t.untyped_storage()._cdata for t in tensors}
+
+        return self._host.saving(numbers, lambda tensor: tensor.untyped_storage()._cdata in held())
 
 
 def _cut(value: Tensor, planned: Value) -> Tensor:
@@ -228,3 +246,116 @@ def _gradients(values: Sequence[Value]) -> tuple[Tensor | None, ...]:
         torch.empty(v.shape, dtype=getattr(torch, v.dtype), device="meta") if v.has_gradient else None
         for v in values
     )
+
+
+# ---- State that replicas divide
+#
+# FSDP2 shards the parameters of a stage over its replicas, layer by layer. torch's engine keeps gradients whole,
+# and parameters gathered, from a stage's backward to its next forward: it reduces gradients after the stage's last
+# backward. So replicas that divide gradients gather parameters once in a step, and those that divide parameters
+# gather them for every forward.
+
+
+class _Gather:
+    """An all-gather over gloo in the memory of its output, without the copy that gloo's own one makes."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        loan = Loan([output_tensor])  # the input is a part of it
+        wait_for(
+            [
+                dist.broadcast(
+                    loan.tensors[0].view(group.size(), -1)[rank], group=group, group_src=rank, async_op=True
+                )
+                for rank in range(group.size())
+            ]
+        )
+        loan.settle()
+
+
+class _ReduceScatter(_Gather):
+    """A reduce-scatter over gloo that sums in its input: gloo's own one sums in a copy."""
+
+    def __call__(  # type: ignore[override]
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        loan = Loan([input_tensor])
+        wait_for([group.allreduce(loan.tensors)])
+        loan.settle()
+        output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
+
+
+def divide(
+    module: StageModule,
+    plan: Plan,
+    stage: int,
+    task: Task,
+    *,
+    replicas: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Let replicas divide the parameters of a stage. Layers that share parameters are gathered together.
+
+    Raises:
+        UsageError: replicas cannot divide a parameter, or the optimizer cannot update parts of it.
+    """
+    with without_dispatch_modes():
+        mesh = DeviceMesh.from_group(replicas, device.type)
+    _check_parts(task, plan, module.chain_layers)
+    users = Counter(id(p) for layer in module.chain_layers for p in layer.module.parameters())
+    alone = [
+        layer.module
+        for layer in module.chain_layers
+        if (own := [users[id(p)] for p in layer.module.parameters()]) and max(own) == 1
+    ]
+    again = plan.stages[stage].grid.shard == "parameters"
+    for part in (*alone, module):
+        sharded: Any = fully_shard(part, mesh=mesh, reshard_after_forward=again)
+        sharded.set_gradient_divide_factor(1.0)  # the loss is divided
+        sharded.set_force_sum_reduction_for_comms(True)
+        if device.type == "cpu":
+            sharded.set_custom_all_gather(_Gather())
+            sharded.set_custom_reduce_scatter(_ReduceScatter())
+
+
+def _check_parts(task: Task, plan: Plan, layers: Sequence[ChainLayer]) -> None:
+    """Check that replicas can divide the parameters of these layers.
+
+    Raises:
+        UsageError: they cannot, or the optimizer cannot update parts of them.
+    """
+    if may_be_absent(plan.profile):
+        raise UsageError(
+            f"replicas cannot divide gradients of {task.name}, in which values decide what has a gradient: "
+            + _INSTEAD
+        )
+    for layer in layers:
+        parameters = dict(layer.named_parameters)
+        for name, parameter in parameters.items():
+            if not parameter.ndim or not parameter.is_contiguous():
+                have = f"strides {parameter.stride()}" if parameter.ndim else "no dimension"
+                raise UsageError(f"replicas cannot divide parameter {name}, which has {have}: {_INSTEAD}")
+        dtypes = {str(p.dtype) for p in parameters.values() if p.requires_grad}
+        if len(dtypes) > 1:
+            raise UsageError(
+                f"replicas cannot divide layer {layer.name}, whose parameters are {' and '.join(sorted(dtypes))}: "
+                + _INSTEAD
+            )
+    rows = {
+        name: TensorShard(name=name, dim=0, ranges=(), global_shape=())
+        for layer in layers
+        for name in layer.originals.values()
+    }
+    check_elementwise(task, layers, rows, torch.device("cpu"), instead=_INSTEAD)
+
+
+_INSTEAD = 'divide optimizer state only (shard="optimizer"), whose layers stay whole'

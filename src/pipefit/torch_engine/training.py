@@ -55,6 +55,7 @@ from pipefit.schema.trace import Category, DeviceTrace, Event, MemorySample, Str
 from pipefit.schema.validation import instance
 from pipefit.texts import counted
 from pipefit.torch_engine.rank import EnginePart, EngineRank, Groups, causes
+from pipefit.torch_internals.data_parallel import shards_counted
 from pipefit.torch_internals.pipelining import is_of_message, join_alone
 
 
@@ -103,7 +104,7 @@ class Pipeline:
         self._comparisons = Comparisons(plan, asked.numbers)
         with recording("training"):
             first = sample(task, plan.training.microbatch_size)
-            trained, chain = start_of(task, plan, asked.seed, first, supervision.on_weights)
+            trained, chain = start_of(task, whole_replicas(plan), asked.seed, first, supervision.on_weights)
         check_model(plan, task, chain)
         self._comparisons.of_chain(trained, chain, first, rank=dist.get_rank())
         # NCCL's timeout would end the process that waits, not the one that hangs
@@ -223,7 +224,12 @@ class Pipeline:
         record = self._record
         record.begin_step(len(self._step_seconds))
         try:
-            with self._here.meter or nullcontext(), self._states_counted(), self._naming_lost_peers():
+            with (
+                self._here.meter or nullcontext(),
+                self._states_counted(),
+                self._shards_counted(),
+                self._naming_lost_peers(),
+            ):
                 yield
         except Exception as error:
             if (cause := next(filter(ran_out, causes(error)), None)) is None:
@@ -249,6 +255,11 @@ class Pipeline:
         """Let an emulated device's meter count the states of torch's generator, as its dry run does."""
         meter = self._here.meter
         return counted_states(meter) if isinstance(meter, Meter) else nullcontext()
+
+    def _shards_counted(self) -> AbstractContextManager[None]:
+        """Let an emulated device's meter count the memory of parameters that replicas divide."""
+        meter = self._here.meter
+        return shards_counted(meter.resized) if isinstance(meter, Meter) else nullcontext()
 
     def _died(self, cause: BaseException) -> OutOfMemory:
         """Return the error for an action that ran out of memory, with its post-mortem."""
@@ -394,6 +405,14 @@ def local_batches(
     return (
         [copies(own, [v.dtype for v in values]) if 0 in rank.modules else () for own in inputs],
         [copies(own, [v.dtype for v in wanted]) if rank.loss is not None else () for own in targets],
+    )
+
+
+def whole_replicas(plan: Plan) -> Plan:
+    """Return the plan with replicas that begin with all parameters of their stage."""
+    grids = [replace(stage.grid, shard="none") for stage in plan.stages]
+    return replace(
+        plan, stages=tuple(replace(s, grid=grid) for s, grid in zip(plan.stages, grids, strict=True))
     )
 
 

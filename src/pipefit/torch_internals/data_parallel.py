@@ -7,6 +7,7 @@ engine does so. Only the process groups are replaced, by groups whose peers are 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -110,6 +111,29 @@ def is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, _class("torch.distributed.tensor", "DTensor"))
 
 
+def local_part(tensor: Any) -> Tensor:
+    """Return a rank's part of a DTensor; another tensor itself."""
+    result: Tensor = tensor._local_tensor if is_sharded(tensor) else tensor
+    return result
+
+
+def undivided(tensor: Any) -> Tensor:
+    """Gather a DTensor to host memory, with all ranks of its mesh; return another tensor itself."""
+    result: Tensor = tensor.full_tensor().to("cpu") if is_sharded(tensor) else tensor
+    return result
+
+
+def as_divided(tensor: Tensor, like: Any) -> Tensor:
+    """Return a whole tensor as a DTensor that is divided like another one, if that is a DTensor."""
+    if not is_sharded(like) or is_sharded(tensor) or tensor.shape != like.shape:
+        return tensor
+    module = sys.modules["torch.distributed.tensor"]
+    result: Tensor = module.distribute_tensor(
+        tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None
+    )
+    return result
+
+
 def _class(module: str, name: str) -> Any:
     """Return a class of torch; no class if nobody has imported its module, which takes most of a second."""
     return getattr(sys.modules.get(module), name, ())
@@ -165,6 +189,21 @@ class _LocalParts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def local_parts() -> _LocalParts:
     """Return the uppermost mode of a loop with DTensors."""
     return _LocalParts()
+
+
+@contextmanager
+def returning_views() -> Iterator[None]:
+    """Let sharded modules return views in the body without a warning: nobody changes them in place."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+        yield
+
+
+@contextmanager
+def shards_counted(resized: Callable[[UntypedStorage], None]) -> Iterator[None]:
+    """Let the dispatch modes of the body see the memory of sharded parameters."""
+    with resizes_seen(resized), forms_apart(), local_parts():
+        yield
 
 
 @contextmanager

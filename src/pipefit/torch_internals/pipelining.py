@@ -136,8 +136,8 @@ class _Alone(AbsentPeers):
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
-        """Name by which torch sorts messages into batches."""
-        return _ALONE
+        """Name by which torch sorts messages into batches, and finds the group of a mesh."""
+        return distributed_c10d._world.pg_names.get(self, _ALONE)
 
     def _get_backend(self, device: torch.device) -> ProcessGroup:  # type: ignore[override]
         """Return the group, which sends the messages of a batch one by one."""

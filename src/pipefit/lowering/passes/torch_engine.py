@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipefit.errors import UsageError
-from pipefit.lowering.local_batches import Slices
+from pipefit.lowering.local_batches import Slices, check_slices
 from pipefit.lowering.passes.communication import begins, ends, receives_of, sends_of
 from pipefit.lowering.schedules import Order
 from pipefit.memory import receives_ahead
@@ -32,8 +32,9 @@ def check_for_torch(plan: Plan) -> None:
     """Check that torch's engine can run the plan.
 
     Raises:
-        UsageError: it cannot; names what it lacks.
+        UsageError: it cannot, and names what it lacks; or replicas cannot divide the batch or their state.
     """
+    check_slices(plan, None)
     if reason := next(_reasons(plan), None):
         raise UsageError(
             f"torch.distributed.pipelining {reason}: train this plan with pipefit's own runtime (pipefit.Trainer, "
@@ -48,9 +49,12 @@ def _reasons(plan: Plan) -> Iterator[str]:
     grids = [stage.grid for stage in plan.stages]
     if len({(grid.data, grid.tensor) for grid in grids}) > 1:
         yield "needs the same numbers of replicas and of tensor shards in every stage"
-    for shard in dict.fromkeys(grid.shard for grid in grids):
-        if shard in ("gradients", "parameters"):
-            yield f"sums gradients when a schedule has ended, so replicas divide optimizer state, not {shard}"
+    for number, stage in enumerate(plan.stages):
+        layers = range(stage.start, stage.stop) if stage.grid.divides_gradients else ()
+        costs = plan.measured(number).costs
+        for layer in (n for n in layers if costs[n].mutates_inputs and costs[n].parameter_bytes):
+            name = plan.profile.layers[layer]
+            yield f"cannot divide {stage.grid.shard} of layer {name}, which changes its inputs in place"
     for stages in plan.summed.values():
         if len({plan.stages[stage].devices for stage in stages}) < len(stages):
             names = " and ".join(map(str, stages))

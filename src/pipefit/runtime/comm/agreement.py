@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from pipefit.fake_cuda.target import is_fake
 from pipefit.torch_internals import unscale_gradients
+from pipefit.torch_internals.data_parallel import local_part
 
 _EPSILON = 1e-6  # as in clip_grad_norm_
 
@@ -91,7 +92,7 @@ class Agreement:
         """Return this stage's vector: norms of its gradients and, last, 1 if any of them overflowed, else
         0.
         """
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        gradients = [local_part(p.grad) for p in self._parameters if p.grad is not None]
         vector = torch.zeros(self._size, dtype=self._dtype, device=device)
         unscaling = 1.0 if self.scale is None else 1.0 / self.scale.value
         if self.master_weights:
@@ -105,7 +106,7 @@ class Agreement:
             vector[-1:].copy_(overflow)
         for place, parameter in self._own:
             if parameter.grad is not None:
-                vector[place].copy_(self._norm_of(parameter.grad))
+                vector[place].copy_(self._norm_of(local_part(parameter.grad)))
         return vector
 
     def conclude(self, total: Tensor) -> None:
@@ -141,4 +142,4 @@ class Agreement:
             return
         for parameter in self._parameters:
             if parameter.grad is not None:
-                parameter.grad.mul_(factor.to(parameter.grad.dtype))
+                local_part(parameter.grad).mul_(factor.to(parameter.grad.dtype))

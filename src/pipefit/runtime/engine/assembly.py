@@ -55,13 +55,18 @@ def agreement_of(
     device: int,
     share: Callable[[int, int], ReplicaShare | None],
     absent: int = 0,
+    *,
+    splits: bool = False,
 ) -> Agreement:
     """Return a device's part of the agreement before an update.
 
     Each trained parameter, or tensor shard of it, is reported once: by the first device that has it, or by
     the replica that owns its layer and has its reduced gradient. `share` returns the ZeRO share of a stage on
-    a device; `absent` is the number of trained parameters in layers that a dry run leaves out.
+    a device; `absent` is the number of trained parameters in layers that a dry run leaves out. With `splits`,
+    replicas that divide gradients have a part of each, and all report.
     """
+    grids = [stage.grid for stage in plan.stages]
+    parts = [grid.data if splits and grid.divides_gradients else 1 for grid in grids]
     names, trainable = dict[str, None](), dict[int, nn.Parameter]()
     reported: dict[str, tuple[nn.Parameter, int]] = {}
     for stage in (stages := plan.stages_of(device)):
@@ -86,7 +91,8 @@ def agreement_of(
                         and tells_norms(plan, stage, device)
                         and (is_divided or not shard)
                     ):
-                        reported[name] = parameter, shard
+                        part = place.grid.replica_of(device) if parts[stage] > 1 else 0
+                        reported[name] = parameter, part * place.grid.tensor + shard
     return Agreement(
         list(names),
         reported,
@@ -96,7 +102,7 @@ def agreement_of(
         master_weights=task.master_weights,
         double=plan.training.precision == "float64",
         absent=absent,
-        shards=max(stage.grid.tensor for stage in plan.stages),
+        shards=max(grid.tensor * count for grid, count in zip(grids, parts, strict=True)),
     )
 
 

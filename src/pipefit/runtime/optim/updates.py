@@ -205,12 +205,17 @@ def kept_beside(
 
 
 def check_elementwise(
-    task: Task, layers: Sequence[ChainLayer], shards: Mapping[str, TensorShard], device: torch.device
+    task: Task,
+    layers: Sequence[ChainLayer],
+    shards: Mapping[str, TensorShard],
+    device: torch.device,
+    *,
+    instead: str = "no tensor parallelism",
 ) -> None:
     """Check that ranks can update parts of the parameters of `layers` with the task's optimizer.
 
     `shards` has the shards of a rank, by parameter names in the model; the optimizer is tried on `device`,
-    never on fake tensors.
+    never on fake tensors. `instead` is the other way out.
 
     Raises:
         UsageError: it computes an element's update from more than this element.
@@ -231,9 +236,8 @@ def check_elementwise(
             if kind.divided is not None and not _is_divided(kind, one, part):
                 raise UsageError(
                     f"optimizer {type(part.optimizer).__name__} of {task.name} does not update parameters "
-                    "element by element (it uses norms, rows or random numbers of whole tensors), but "
-                    "tensor-parallel ranks hold only shards: use an optimizer such as AdamW or SGD, or no "
-                    "tensor parallelism"
+                    "element by element (it uses norms, rows or random numbers of whole tensors), but ranks "
+                    f"hold only shards: use an optimizer such as AdamW or SGD, or {instead}"
                 )
 
 
