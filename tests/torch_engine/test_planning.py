@@ -10,7 +10,7 @@ from torch.optim import Adam
 
 import pipefit
 from pipefit.cli import main
-from pipefit.errors import InfeasibleError
+from pipefit.errors import InfeasibleError, UsageError
 from pipefit.memory import receives_ahead
 from pipefit.profiler import profile
 from pipefit.schema.json_io import load, save
@@ -77,3 +77,17 @@ def test_replicas_divide_optimizer_state_if_nothing_else_fits() -> None:
         plan = pipefit.plan(profiled, cluster, engine="torch", stages=1, batch_size=16, recompute="never")
         assert plan.stages[0].grid.shard == shard
         assert max(d.peak_bytes for d in pipefit.certify_pipeline(task, plan).devices) <= kib << 10
+
+
+def test_replicas_divide_gradients_if_nothing_else_fits() -> None:
+    """Owners of whole layers may have unequal parts of the state; FSDP2 divides each layer equally."""
+    task = task_of(lambda: [nn.Linear(128, 128) for _ in range(3)], inputs=128, outputs=128, optimizer=Adam)
+    question = {"stages": 1, "batch_size": 16, "microbatch_size": 8, "recompute": "never", "engine": "torch"}
+    cluster = pipefit.load_cluster("emulated:2x766KiB")
+    plan = pipefit.plan(task, cluster, **question)
+    assert plan.stages[0].grid.shard == "gradients"
+    assert max(d.peak_bytes for d in pipefit.certify_pipeline(task, plan).devices) <= 766 << 10
+    with pytest.raises(UsageError, match="only a dry run knows.*certify --engine torch"):
+        pipefit.simulate(plan, engine="torch")
+    with pytest.raises(InfeasibleError):
+        pipefit.plan(task, cluster, shard="optimizer", **question)

@@ -16,6 +16,7 @@ from pipefit.lowering import check_for_torch
 from pipefit.memory import most_receive_buffers
 from pipefit.planner import PlanOptions
 from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import Sharding
 from pipefit.schema.plan import Plan
 from pipefit.simulator import Simulation
 from pipefit.texts import counted
@@ -40,7 +41,7 @@ def plan_for_torch(cluster: Cluster, asked: PlanOptions, make: Make, dry: Peaks 
     """Return a plan of `make` that fits on torch's engine.
 
     Peaks are those of the simulator's ledger; a plan that fits by the ledger is verified by `dry`, if given.
-    If no plan fits, replicas divide their optimizer state.
+    If no plan fits, replicas divide their optimizer state, then with `dry` also gradients, then parameters.
 
     Raises:
         UsageError: torch's engine cannot run any such plan.
@@ -51,8 +52,12 @@ def plan_for_torch(cluster: Cluster, asked: PlanOptions, make: Make, dry: Peaks 
     except InfeasibleError:
         if asked.shard is not None or asked.data == 1:
             raise
-        with suppress(InfeasibleError, UsageError):  # no replicas of these sizes, for example
-            return _fitting(cluster, options_for_torch(replace(asked, shard="optimizer")), make, dry)
+        shards: tuple[Sharding, ...] = (
+            ("optimizer",) if dry is None else ("optimizer", "gradients", "parameters")
+        )
+        for shard in shards:
+            with suppress(InfeasibleError, UsageError):  # no replicas of these sizes, for example
+                return _fitting(cluster, options_for_torch(replace(asked, shard=shard)), make, dry)
         raise
 
 
@@ -115,8 +120,8 @@ class _Trials:
 
     def fits(self, plan: Plan) -> bool:
         """Return whether all devices keep their budgets; a plan that does by the ledger is run dry."""
-        peaks: Sequence[int] = Simulation(plan, engine="torch").peak_bytes
-        if self._dry is not None and not _lacking(self._cluster, peaks):
+        peaks = self._peaks(plan)
+        if self._dry is not None and not _lacking(self._cluster, peaks) and not _divides(plan):
             peaks = self._dry(plan)
         if lacking := _lacking(self._cluster, peaks):
             self.short = _shortage(plan, peaks, lacking)
@@ -124,8 +129,23 @@ class _Trials:
 
     def additional_bytes(self, plan: Plan) -> int:
         """Return the most bytes that a device holds at its peak beyond pipefit's own runtime."""
-        own, peaks = Simulation(plan).peak_bytes, Simulation(plan, engine="torch").peak_bytes
+        own, peaks = Simulation(plan).peak_bytes, self._peaks(plan)
         return max(there - here for here, there in zip(own, peaks, strict=True))
+
+    def _peaks(self, plan: Plan) -> Sequence[int]:
+        """Return the peaks by the ledger; by a dry run if it does not know them.
+
+        Raises:
+            UsageError: they need a dry run, and a profile has none.
+        """
+        if self._dry is not None and _divides(plan):
+            return self._dry(plan)
+        return Simulation(plan, engine="torch").peak_bytes
+
+
+def _divides(plan: Plan) -> bool:
+    """Return whether replicas divide gradients or parameters, whose memory the ledger does not know."""
+    return any(stage.grid.divides_gradients for stage in plan.stages)
 
 
 def _runs(plan: Plan) -> bool:
