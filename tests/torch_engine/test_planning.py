@@ -87,7 +87,7 @@ def test_replicas_divide_gradients_if_nothing_else_fits() -> None:
     plan = pipefit.plan(task, cluster, **question)
     assert plan.stages[0].grid.shard == "gradients"
     assert max(d.peak_bytes for d in pipefit.certify_pipeline(task, plan).devices) <= 766 << 10
-    with pytest.raises(UsageError, match="only a dry run knows.*certify --engine torch"):
+    with pytest.raises(UsageError, match=r"only a dry run knows.*certify --engine torch"):
         pipefit.simulate(plan, engine="torch")
     with pytest.raises(InfeasibleError):
         pipefit.plan(task, cluster, shard="optimizer", **question)
